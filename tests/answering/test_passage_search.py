@@ -192,7 +192,7 @@ def test_a_range_is_checked_whatever_it_is_compared_with(searching: Search) -> N
 
 def test_many_threads_find_what_one_finds(searching: Search, monkeypatch: pytest.MonkeyPatch) -> None:
     """More filters than are remembered, asked for at once."""
-    monkeypatch.setattr(passage_search, "_FILTERS", 2)
+    monkeypatch.setattr(passage_search, "_CACHED_FILTERS", 2)
     years = [{"year": {"gte": 1950 + n, "lt": 1960 + n}} for n in range(12)] * 20
     fresh = dataclasses.replace(searching)
     with ThreadPoolExecutor(8) as pool:
@@ -206,11 +206,11 @@ def test_many_threads_find_what_one_finds(searching: Search, monkeypatch: pytest
 
 
 def test_filters_are_remembered_up_to_so_many_passages(searching: Search, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passage_search, "_REMEMBERED", 60)
+    monkeypatch.setattr(passage_search, "_CACHED_PASSAGES", 60)
     filters = Filters(searching.snapshot)
     for n in range(10):
         assert len(filters.passages([{"year": {"gte": 1950 + n}}])) == 40 - n
-        assert sum(map(len, filters._known.values())) <= 60
+        assert sum(map(len, filters._cache.values())) <= 60
 
 
 @pytest.mark.parametrize("kind", ["ivf", "hnsw", "pq"])
@@ -238,10 +238,10 @@ def test_a_filter_is_exact_where_the_index_is_not(kind: str, vectors: int, searc
     ("given", "told"),
     [
         ({"query": " "}, "the query is empty"),
-        ({"query": "a\ud800"}, "half a surrogate pair"),
-        ({"k": 0}, "k is 0; 1 to 1000"),
+        ({"query": "a\ud800"}, "unpaired surrogate"),
+        ({"k": 0}, "k is 0; allowed: 1 to 1000"),
         ({"filters": [{"nobody": 1}]}, "no document has the field 'nobody'"),
-        ({"filters": [{"year": {"from": 1}}]}, "the range of year has from; wanted: gte, gt, lte, lt"),
+        ({"filters": [{"year": {"from": 1}}]}, "the range of year has from; allowed: gte, gt, lte, lt"),
         ({"filters": [{"year": {}}]}, "the range of year has nothing"),
         ({"filters": [{"year": {"gte": None}}]}, "gte of year is None"),
         ({"filters": [{"year": {"gte": 1, "lt": None}}]}, "lt of year is None"),
@@ -323,14 +323,14 @@ def test_texts_that_are_numbers_compare_as_numbers(tmp_path: Path) -> None:
 
 
 UNLIKE: list[tuple[list[Any], Any, str]] = [
-    (["n.d.", "soon"], {"gte": 1990}, 'no number to compare with 1990: it has "n.d.", for example; compare with a'),
-    (["007"], 7, 'no number to compare with 7: it has "007", for example; compare with a text, in quotes$'),
+    (["n.d.", "soon"], {"gte": 1990}, 'no number to compare with 1990: it has "n.d.", for example; compare with'),
+    (["007"], 7, 'no number to compare with 7: it has "007", for example; compare with a quoted string$'),
     (["2020-01-02"], {"lt": 2021}, 'no number to compare with 2021: it has "2020-01-02"'),
-    ([1990], {"gte": "1990"}, 'no text to compare with "1990": it has 1990, for example; compare with a number, wi'),
-    ([1990], "1990", 'no text to compare with "1990": it has 1990'),
+    ([1990], {"gte": "1990"}, 'no string to compare with "1990": it has 1990, for example; compare with an unq'),
+    ([1990], "1990", 'no string to compare with "1990": it has 1990'),
     (["1990"], {"gte": 1990, "lt": 2000}, ""),
-    (["true"], True, 'no true or false to compare with true: it has "true"'),
-    ([True], 1, "no number to compare with 1: it has true, for example; compare with it, without quotes"),
+    (["true"], True, 'no boolean to compare with true: it has "true"'),
+    ([True], 1, "no number to compare with 1: it has true, for example; compare with unquoted true or false"),
     ([True], [1, "true"], "no number to compare with 1: it has true"),
     (["a"], [1, "b"], ""),
     (["a"], [], ""),
@@ -383,7 +383,7 @@ def test_a_field_of_a_table_is_compared_with_a_number(tmp_path: Path) -> None:
     assert (refused.exit_code, "the field title has" in refused.output) == (2, False), "a title is no field"
     refused = cli("search", "text", "--root", tmp_path, "--where", "room=true")
     assert refused.exit_code == 2
-    assert 'the field room has no true or false to compare with true: it has "007"' in refused.output
+    assert 'the field room has no boolean to compare with true: it has "007"' in refused.output
 
 
 def test_highlights_are_of_stems() -> None:

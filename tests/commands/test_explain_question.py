@@ -70,7 +70,7 @@ def test_an_answer_that_no_passage_has(root: Path) -> None:
     assert found["probability"] > 0
 
 
-@pytest.mark.parametrize(("y", "message"), [("", "'' is blank"), (" \n", "is blank"), ("\udcff", "half a surr")])
+@pytest.mark.parametrize(("y", "message"), [("", "'' is blank"), (" \n", "is blank"), ("\udcff", "unpaired surr")])
 def test_what_is_no_answer_cannot_be_asked_about(root: Path, y: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ask(root, y=y)
@@ -95,7 +95,7 @@ def test_an_answer_that_is_asked_about_is_cited_where_it_stands(root: Path) -> N
     assert "y" not in given
 
 
-@pytest.mark.parametrize(("question", "message"), [(" ", "has 0 wordpieces, 1 to"), ("who " * 90, "are read: change")])
+@pytest.mark.parametrize(("question", "message"), [(" ", "has 0 wordpieces, 1 to"), ("who " * 90, "are read")])
 def test_what_cannot_be_asked_is_said(root: Path, question: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ask(root, question)

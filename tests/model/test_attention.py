@@ -36,8 +36,8 @@ def test_each_wordpiece_attends_to_those_of_its_sequence_that_it_may(
 ) -> None:
     """Against softmax by hand, with heads of keys that queries share, and rows after the last wordpiece."""
     if grouped:
-        monkeypatch.setattr("realmops.model.packed._SCORES_TOGETHER", 1)
-        monkeypatch.setattr("realmops.model.packed._SCORES_OF_GROUP", 40)
+        monkeypatch.setattr("realmops.model.packed._UNGROUPED_SCORES", 1)
+        monkeypatch.setattr("realmops.model.packed._GROUP_SCORES", 40)
     batch = Packed([np.arange(length) for length in LENGTHS])
     generator, total = torch.Generator().manual_seed(0), sum(LENGTHS)
     query = torch.randn(1, 4, total + 3, 8, generator=generator).requires_grad_()
@@ -79,8 +79,8 @@ def test_a_packed_batch_is_its_sequences_one_by_one(
     assert all(batch.in_place for batch in singles)
     apart_TD, apart = gradients(singles)
     torch.testing.assert_close(whole_TD, apart_TD, rtol=0, atol=1e-5)
-    monkeypatch.setattr("realmops.model.packed._SCORES_TOGETHER", 60)
-    monkeypatch.setattr("realmops.model.packed._SCORES_OF_GROUP", 150)
+    monkeypatch.setattr("realmops.model.packed._UNGROUPED_SCORES", 60)
+    monkeypatch.setattr("realmops.model.packed._GROUP_SCORES", 150)
     groups = Packed(tokens, segments)
     assert 1 < len(groups.groups) < len(tokens)
     grouped_TD, grouped = gradients([groups])

@@ -129,7 +129,7 @@ def test_in_fp16_all_is_nearly_the_same_and_nothing_stays(family: str, tmp_path:
     before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
     half, tokens = encoder.in_fp16(), sequences(60)
     assert half is not None
-    encoder.shifts  # noqa: B018 (it tries them out)
+    encoder.output_biases  # noqa: B018 (it tries them out)
     assert all(torch.equal(tensor, before[name]) for name, tensor in encoder.state_dict().items())
     with torch.no_grad():
         hidden_TD, half_TD = encoder(Packed(tokens)), half(Packed(tokens))
@@ -144,7 +144,7 @@ def test_in_fp16_all_is_nearly_the_same_and_nothing_stays(family: str, tmp_path:
 def test_shifts_are_biases_that_move_all_hidden_states(family: str, tmp_path: Path) -> None:
     changes = {"norm_bias": True} if family == "modernbert" else {}
     encoder = load_encoder(write_encoder(tmp_path, family, **changes), 0.0)[0].eval()
-    shifts = encoder.shifts
+    shifts = encoder.output_biases
     assert len(shifts) == (family in ("bert", "modernbert")), "that of ALBERT is of all its layers"
     with torch.no_grad():
         hidden_TD = encoder(Packed(sequences(60)))
@@ -201,11 +201,11 @@ def test_dropout_is_the_folders_own_or_another(family: str, tmp_path: Path) -> N
 
 
 REFUSED = {
-    "two halves": ({"model_type": "t5"}, r"'t5' is an encoder with a decoder.*the nearest .* is .*roberta"),
-    "no texts": ({"model_type": "vit"}, r"'vit' is no encoder of texts; the nearest .*ModernBERT-base"),
-    "a BERT as decoder": ({"model_type": "albert", "is_decoder": True}, r"'albert' is set up as a decoder"),
-    "own code": ({"model_type": "mine", "auto_map": {}}, r"'mine' comes with code of its own, which is never run"),
-    "not known": ({"model_type": "mine"}, r"'mine' is not among those of the installed transformers"),
+    "two halves": ({"model_type": "t5"}, r"'t5' is an encoder-decoder.*for example .*roberta"),
+    "no texts": ({"model_type": "vit"}, r"'vit' is no text encoder; .*ModernBERT-base"),
+    "a BERT as decoder": ({"model_type": "albert", "is_decoder": True}, r"'albert' is configured as a decoder"),
+    "own code": ({"model_type": "mine", "auto_map": {}}, r"'mine' needs custom code .*never executed"),
+    "not known": ({"model_type": "mine"}, r"'mine' is unknown to the installed transformers"),
     "an impossible shape": (
         {"model_type": "bert", "hidden_size": 30, "num_attention_heads": 4},
         r"transformers cannot open it \(ValueError: The hidden size \(30\)",
@@ -222,7 +222,7 @@ def test_what_cannot_work_is_refused_with_the_reason(config: dict[str, object], 
 
 
 def test_an_encoder_that_reads_padding_is_refused(tmp_path: Path) -> None:
-    for family, message in {"convbert": "reads the padding of a batch", "fnet": "takes no attention_mask"}.items():
+    for family, message in {"convbert": "is not invariant to the padding", "fnet": "takes no attention_mask"}.items():
         folder = write_encoder(tmp_path / family, family)
         with pytest.raises(ValueError, match=message):
             load_encoder(folder)

@@ -11,7 +11,7 @@ from small_world import World, section, tiny_context, tiny_models, tiny_optimise
 from realmops.answering.openqa import OpenQa
 from realmops.corpus.question_sets import Question
 from realmops.model.checkpoint_files import add_spans, load_models, save_models
-from realmops.model.lexical_features import SIZES, UNITS, Matches
+from realmops.model.lexical_features import SIZES, UNITS, LexicalFeatures
 from realmops.model.packed import FORM_STEP, Packed
 from realmops.model.reader import Masked, Reader
 from realmops.model.sequences import SpecialTokens, join_reader
@@ -31,8 +31,8 @@ SPECIALS = range(5)
 IDF = np.array([0.0] * 5 + [2.0, 3.0, 3.5, 0.5, 4.0, 4.0, 0.0, 5.0, 1.0, 2.0, 2.0, 4.0, 5.0, 1.0])
 
 
-def told() -> Matches:
-    found = Matches(len(VOCABULARY), 8)
+def told() -> LexicalFeatures:
+    found = LexicalFeatures(len(VOCABULARY), 8)
     continues = np.array([piece.startswith("##") for piece in VOCABULARY])
     found.learn_words(VOCABULARY, continues, STEMS, SPECIALS, IDF)
     return found
@@ -112,12 +112,12 @@ def slow(x: np.ndarray, z: np.ndarray) -> dict[str, list[int]]:
 
     about = {
         "near": lambda i: share(sum(hit[max(0, i - 12) : i + 13])),
-        "before": lambda i: distance([i - j for j in rare if j <= i]),
-        "behind": lambda i: distance([j - i for j in rare if j >= i]),
+        "previous": lambda i: distance([i - j for j in rare if j <= i]),
+        "next": lambda i: distance([j - i for j in rare if j >= i]),
         "sentence": lambda i: share(of_sentence[i]),
         "best": lambda i: 1 + (of_sentence[i] == max(of_sentence) > 0),
         "piece": lambda i: 1 + 2 * continues(i) + continues(i + 1),
-        "asked": lambda i: 10 * kind + forms[i],
+        "question": lambda i: 10 * kind + forms[i],
         **{f"form{by:+d}": lambda i, by=by: forms[i + by] if 0 <= i + by < len(forms) else 0 for by in (-2, -1, 1, 2)},
     }
     found = {name: [int(f(i)) if i in sides[1] else 0 for i in rows] for name, f in about.items()}
@@ -172,7 +172,7 @@ def readers(world: World) -> tuple[Reader, Reader]:
     without, comparing = tiny_models(world)[1], tiny_models(world, copying={"matches": True})[1]
     assert comparing.matches is not None
     comparing.load_state_dict(without.state_dict(), strict=False)
-    comparing.matches = Matches(world.snapshot.tokenizer.get_vocab_size(), 16)
+    comparing.matches = LexicalFeatures(world.snapshot.tokenizer.get_vocab_size(), 16)
     start_matches(comparing, world.snapshot, 0, lambda label, total: lambda count: None)
     return without, comparing
 

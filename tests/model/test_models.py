@@ -119,7 +119,7 @@ def test_an_encoder_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has 64 positions, bert\.positions is 512; set bert\.positions=64"):
         build_models(section("bert", init=str(tmp_path)), section("retriever"), section("reader"), 150, 0)
     options = section("bert", init=str(tmp_path), positions=64)
-    with pytest.raises(ValueError, match="the encoder has 150 wordpieces, the snapshot 151; make the snapshot"):
+    with pytest.raises(ValueError, match="the encoder has 150 wordpieces, the snapshot 151; build the snapshot"):
         build_models(options, section("retriever"), section("reader"), 151, 0)
     _, reader = build_models(options, section("retriever"), section("reader"), 150, 0)
     assert torch.equal(reader.bert.word_vectors, bert.word_vectors)
@@ -129,7 +129,7 @@ def test_an_encoder_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     _, reader = build_models(options, section("retriever"), section("reader"), 150, 0, warned.append)
     assert torch.equal(reader.masked_words.model.cls.predictions.transform.dense.weight, torch.eye(16))
     [warning] = warned
-    assert "has no masked word head: the reader's starts fresh" in warning
+    assert "has no masked word head" in warning
 
 
 def test_the_releases_head_starts_from_the_encoders_pooler(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from realmops.devices import autocast
 from realmops.model.encoder_files import small_encoder
-from realmops.model.packed import Packed, even_rows
+from realmops.model.packed import Packed, pad_rows
 from realmops.model.reader import SpanHead
 
 
 def test_groups_are_of_like_lengths_and_cover_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realmops.model.packed._SCORES_TOGETHER", 1)
-    monkeypatch.setattr("realmops.model.packed._SCORES_OF_GROUP", 8)  # two of 2 x 2; a longer one stays alone
+    monkeypatch.setattr("realmops.model.packed._UNGROUPED_SCORES", 1)
+    monkeypatch.setattr("realmops.model.packed._GROUP_SCORES", 8)  # two of 2 x 2; a longer one stays alone
     batch = Packed([np.arange(length) for length in (5, 2, 1, 2)])
     found = [(g.size, g.longest, g.is_padding_GL is not None) for g in batch.groups]
     assert found == [(2, 8, True), (1, 2, False), (1, 5, False)]
@@ -24,10 +24,10 @@ def test_groups_are_of_like_lengths_and_cover_all_rows(monkeypatch: pytest.Monke
 
 def test_few_numbers_of_rows_in_bf16() -> None:
     """A 16th more, or up to 16 rows, is enough for 16 numbers of rows from each power of two to the next."""
-    assert len(even_rows(torch.ones(17, 2))) == 17
+    assert len(pad_rows(torch.ones(17, 2))) == 17
     with autocast(torch.device("cpu"), torch.bfloat16):
-        found = {rows: len(even_rows(torch.ones(rows, 2))) for rows in range(4097)}
-        ids = even_rows(torch.arange(1, 18))
+        found = {rows: len(pad_rows(torch.ones(rows, 2))) for rows in range(4097)}
+        ids = pad_rows(torch.arange(1, 18))
     assert ids.tolist() == [*range(1, 18), *[0] * 15]
     assert all(rows <= even <= rows + max(15, rows // 16) for rows, even in found.items())
     assert len({even for rows, even in found.items() if rows > 2048}) == 16
@@ -55,8 +55,8 @@ def test_rows_that_are_added_in_bf16_change_nothing(monkeypatch: pytest.MonkeyPa
         return [hidden_TD.detach().float(), score_S.detach(), *(p.grad for p in parameters)]
 
     even = values()
-    monkeypatch.setattr("realmops.model.encoder.even_rows", lambda x: x)
-    monkeypatch.setattr("realmops.model.reader.even_rows", lambda x: x)
+    monkeypatch.setattr("realmops.model.encoder.pad_rows", lambda x: x)
+    monkeypatch.setattr("realmops.model.reader.pad_rows", lambda x: x)
     for one, other in zip(even, values(), strict=True):
         # bf16 keeps eight bits, and the order of a sum may differ with the number of rows
         torch.testing.assert_close(one, other, rtol=0, atol=0.02 * float(other.abs().max()))

@@ -142,7 +142,7 @@ def test_the_identity_has_no_projection() -> None:
 def test_no_layer_norm_comes_between_the_identity_and_the_cosine(world: World) -> None:
     tower = embedder()
     assert tower.norm is None
-    pooled_BD = tower.pooled(batch(world))
+    pooled_BD = tower.pool(batch(world))
     torch.testing.assert_close(tower(batch(world)), pooled_BD / pooled_BD.norm(dim=-1, keepdim=True))
     assert embedder(head="normalised").norm is not None
 
@@ -174,7 +174,7 @@ def test_the_cosine_is_divided_by_the_temperature(world: World, temperature: flo
     embedding_BE = tower(batch(world)).detach()
     torch.testing.assert_close(embedding_BE.norm(dim=-1), torch.ones(5))
     assert retriever.scale == pytest.approx(1 / temperature)
-    pooled_BD = tower.pooled(batch(world)).detach()
+    pooled_BD = tower.pool(batch(world)).detach()
     relevance_BK = retriever.relevance(embedding_BE[:1], embedding_BE[None, :3])
     expected = [float(torch.cosine_similarity(pooled_BD[0], pooled_BD[k], dim=0)) / temperature for k in range(3)]
     assert relevance_BK[0].tolist() == pytest.approx(expected, rel=1e-4)
@@ -333,7 +333,7 @@ def test_a_null_document_has_an_embedding_in_every_form(world: World) -> None:
     [
         ({"projection": "identity", "embedding_width": 8}, r"keeps the encoder's width of 16, and .*_width is 8; set"),
         ({"projection": "pca", "embedding_width": 17}, r"have no more than 16 components; set .*embedding_width=16 or"),
-        ({"tower": "bag", "head": "cosine", "embedding_width": 151}, r"one dimension for each of the 150 wordpieces"),
+        ({"tower": "bag", "head": "cosine", "embedding_width": 151}, r"one dimension per wordpiece .150"),
     ],
 )
 def test_a_width_that_a_tower_cannot_have_is_refused(form: dict[str, Any], message: str) -> None:

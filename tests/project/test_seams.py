@@ -166,5 +166,5 @@ def test_an_unknown_class_of_readers_is_named(world: World, tmp_path: Path) -> N
     save_models(tmp_path, *tiny_models(world), world.snapshot.vocabulary_hash)
     path = tmp_path / "model.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"reader_class": "of tomorrow"}))
-    with pytest.raises(ValueError, match=r"reader_class is 'of tomorrow', this version has together, apart"):
+    with pytest.raises(ValueError, match=r"reader_class is 'of tomorrow'; allowed: together, apart"):
         load_models(tmp_path, world.snapshot.vocabulary_hash)

@@ -166,7 +166,7 @@ def test_a_pca_is_centred_and_keeps_the_most_variance(world: World, pooling: str
     covariance = np.cov(embedding_PE.T)
     assert covariance == pytest.approx(np.diag(np.diag(covariance)), abs=1e-3 * covariance[0, 0]), "uncorrelated"
     with torch.no_grad():
-        pooled_PD = tower.eval().pooled(Packed([t for t, _ in sequences], [s for _, s in sequences])).numpy()
+        pooled_PD = tower.eval().pool(Packed([t for t, _ in sequences], [s for _, s in sequences])).numpy()
     variances = np.linalg.svd(pooled_PD - pooled_PD.mean(0))[1] ** 2 / 11
     assert np.diag(covariance) == pytest.approx(variances[:4], rel=1e-3), "the largest, in their order"
 
@@ -179,7 +179,7 @@ def test_a_pca_of_full_width_keeps_distances(world: World) -> None:
     tower = retriever.query
     assert isinstance(tower, Embedder)
     with torch.no_grad():
-        pooled_PD = tower.eval().pooled(Packed([t for t, _ in sequences], [s for _, s in sequences]))
+        pooled_PD = tower.eval().pool(Packed([t for t, _ in sequences], [s for _, s in sequences]))
     for one in (retriever.query, retriever.document):
         embedding_PE = embed(one, sequences, FP32)
         torch.testing.assert_close(torch.cdist(embedding_PE, embedding_PE), torch.cdist(pooled_PD, pooled_PD))

@@ -227,8 +227,8 @@ def test_embeddings_and_what_is_found_with_them_are_those_of_the_cpu(world: Worl
 @pytest.mark.parametrize("together", [1 << 20, 1])
 def test_hidden_states_are_those_of_the_cpu(world: World, monkeypatch: pytest.MonkeyPatch, together: int) -> None:
     """Of sequences in any order of lengths, attended to together and in groups of like lengths."""
-    monkeypatch.setattr(packed, "_SCORES_TOGETHER", together)
-    monkeypatch.setattr(packed, "_SCORES_OF_GROUP", 200)
+    monkeypatch.setattr(packed, "_UNGROUPED_SCORES", together)
+    monkeypatch.setattr(packed, "_GROUP_SCORES", 200)
     _, reader = tiny_models(world)
     sequences = [np.arange(5, 5 + length) for length in (9, 3, 7, 3, 8, 1)]
     segments = [np.arange(len(one)) % 2 for one in sequences]

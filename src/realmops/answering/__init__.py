@@ -1,1 +1,1 @@
-"""The one way from a question to its answer: retriever, index and reader, and the record that people are shown."""
+"""Question answering: retrieval, reading, confidence, and the record of an answer that all interfaces return."""

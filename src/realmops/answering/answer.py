@@ -1,7 +1,7 @@
-"""What is found for a question, what is read, and the answer with what it rests on.
+"""Retrieved passages, passages that were read, and the answer with its evidence.
 
-p(z|x) is the retriever's, before reading. p(y|x) is the sum over all that a reader may say with the normal form of y,
-p(y, z|x) the part of it that lies in z, and p(z|x, y) that part's share (paper, section 3).
+p(z|x) is the retriever's probability, before reading. p(y|x) sums the probabilities of all spans with the normal form
+of y; p(y, z|x) is the part of this sum from spans in z, and p(z|x, y) its share of the sum (paper, section 3).
 """
 
 import math
@@ -11,17 +11,17 @@ from realmops.corpus.question_sets import Question
 
 
 class InvalidRequest(ValueError):
-    """A question, query, filter or text that cannot be processed.
+    """An invalid question, query, filter or text.
 
-    The message names nothing but what the caller sent: a server repeats it, and no other error's.
+    The message contains only what the caller sent: it is the only error whose message a server returns.
     """
 
 
 @dataclass(frozen=True)
 class Span:
-    """A span that the reader could choose: the text between two characters of a passage.
+    """A candidate answer: the text between two character offsets of a passage.
 
-    ``score`` is the reader's plus the retriever's f(x, z); one softmax goes over all spans of a question.
+    ``score`` is the reader's score plus the retriever's f(x, z), a logit of the softmax over all spans of a question.
     """
 
     text: str
@@ -32,13 +32,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Found:
-    """What the retriever found for a question: passages to read, best first, and those that count for recall."""
+    """Retrieved passages of a question: those to read, best first, and the ranking for recall."""
 
     question: Question
     passages: tuple[int, ...]
     relevance: tuple[float, ...]  # f(x, z)
     log_prior: tuple[float, ...]  # log p(z|x), over the passages to read
-    ranked: tuple[int, ...]  # the top passages of the whole corpus; -1 where there are fewer
+    ranked: tuple[int, ...]  # top passages of the whole corpus, padded with -1
 
     @property
     def p_z(self) -> tuple[float, ...]:
@@ -48,14 +48,14 @@ class Found:
 
 @dataclass(frozen=True)
 class Read:
-    """One passage z that was read."""
+    """Passage z that was read for a question."""
 
     passage: int
     log_prior: float  # log p(z|x)
     p_y_z: float  # p(y, z|x)
-    p_z_given_y: float | None  # p(z|x, y); None where no span that was read is y
-    best: Span | None  # of all spans in it; None where it has none
-    best_of_y: Span | None  # of those that are y
+    p_z_given_y: float | None  # p(z|x, y); None if no span is y
+    best: Span | None  # best span in z
+    best_of_y: Span | None  # best span in z that is y
 
     @property
     def p_z(self) -> float:
@@ -65,37 +65,37 @@ class Read:
 
 @dataclass(frozen=True)
 class Answer:
-    """A question answered, and what that rests on. ``y`` is the answer that was asked about, or else the text."""
+    """Answer to a question with its evidence; ``y`` is the answer that was evaluated, by default the text."""
 
     question: str
-    best: Span | None  # the answer; None where there was no span to choose
-    log_p: float = -math.inf  # log p(y|x) of the text; 0 has none
+    best: Span | None  # the answer; None if there are no spans
+    log_p: float = -math.inf  # log p(y|x) of the text; -inf is a probability of 0
     y: str = ""
     p_y: float = 0.0  # p(y|x) of y
-    read: tuple[Read, ...] = ()  # by p(z|x)
-    best_gold: Span | None = None  # of the spans that match a reference answer
-    ranked: list[int] = field(default_factory=list)  # the top passages of the whole corpus, for recall
-    said: str = ""  # by a model that reads nothing
+    read: tuple[Read, ...] = ()  # in order of p(z|x)
+    best_gold: Span | None = None  # best span that matches a reference answer
+    ranked: list[int] = field(default_factory=list)  # top passages of the whole corpus, for recall
+    said: str = ""  # answer of a model that reads no passages
 
     @property
     def text(self) -> str:
-        """The answer, empty when there was no span to choose."""
+        """Text of the answer, empty if there is none."""
         return self.best.text if self.best else self.said
 
     @property
     def passages(self) -> list[int]:
-        """Those that were read, best first."""
-        return [one.passage for one in self.read]
+        """Passages that were read, best first."""
+        return [read.passage for read in self.read]
 
     @property
     def log_prior(self) -> list[float]:
-        """log p(z|x) over the passages that were read."""
-        return [one.log_prior for one in self.read]
+        """Log p(z|x) of the passages that were read."""
+        return [read.log_prior for read in self.read]
 
     @property
     def best_of_passage(self) -> list[Span | None]:
-        """The best span of each passage that was read."""
-        return [one.best for one in self.read]
+        """Best span of each passage that was read."""
+        return [read.best for read in self.read]
 
     @property
     def probability(self) -> float:

@@ -1,4 +1,4 @@
-"""Which text answers a question when many spans are likely: decoding by minimum Bayes risk."""
+"""Minimum Bayes risk decoding: choose an answer text among the spans of a question."""
 
 from collections.abc import Sequence
 
@@ -8,15 +8,19 @@ from numpy.typing import NDArray
 from realmops.text.answer_matching import normal_form, words_f1
 from realmops.text.languages import ENGLISH
 
-CANDIDATES = 20  # spans of one question that are compared, those with the highest scores
+CANDIDATES = 20  # spans of a question with the highest scores, which are compared pairwise
 
 
 def minimum_risk(texts: Sequence[str], p: NDArray[np.float64], language: str = ENGLISH) -> int:
-    """Which of some texts has the highest expected score if each is the right answer with probability ``p``.
+    """Return the index of the text with the highest expected score (minimum Bayes risk, Kumar and Byrne 2004).
 
-    The score is the mean of exact match and F1 (Rajpurkar et al. 2016), so that a text gains from those that say the
-    same and from those that share its words (minimum Bayes risk, Kumar and Byrne 2004). ``texts`` and ``p`` are those
-    of spans, the likeliest first; ``p`` need not sum to 1. Of equal ones the first is taken.
+    The score is the mean of exact match and F1 (Rajpurkar et al. 2016), so that a text gains from equal texts and from
+    texts that share its words.
+
+    Args:
+        texts: candidate answers, most probable first; the first one wins ties.
+        p: probability of each text being right; need not sum to 1.
+        language: language of the normal form.
     """
     p_of: dict[str, float] = {}
     forms = [normal_form(text, language) for text in texts]
@@ -24,7 +28,7 @@ def minimum_risk(texts: Sequence[str], p: NDArray[np.float64], language: str = E
         p_of[form] = p_of.get(form, 0.0) + share
     words = {form: form.split() for form in p_of}
 
-    def expected(said: str) -> float:
-        return sum(share * ((said == form) + words_f1(words[said], words[form])) for form, share in p_of.items())
+    def expected_score(answer: str) -> float:
+        return sum(share * ((answer == form) + words_f1(words[answer], words[form])) for form, share in p_of.items())
 
-    return forms.index(max(p_of, key=expected))
+    return forms.index(max(p_of, key=expected_score))

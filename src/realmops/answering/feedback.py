@@ -1,4 +1,4 @@
-"""What people said of answers: kept in a file below a run's work folder, and made into questions."""
+"""User feedback on answers: appended to a file in a run's work folder, and converted to questions."""
 
 import fcntl
 import json
@@ -14,66 +14,69 @@ from realmops.corpus.documents import read_json_lines
 from realmops.corpus.question_sets import Question, text_key
 
 FILE = "feedback.jsonl"
-LINE_LIMIT = 1 << 15  # bytes of one judgement
-FILE_LIMIT = 1 << 26  # bytes of all of them
+LINE_LIMIT = 1 << 15  # bytes of one entry
+FILE_LIMIT = 1 << 26  # bytes of the file
 
 
 class Full(Exception):
-    """The file is as long as it may be."""
+    """The feedback file has reached ``FILE_LIMIT``."""
 
 
 @dataclass(frozen=True)
 class Feedback:
-    """What somebody said of an answer: whether it is right and, if it is not, which one is."""
+    """A user's judgement of an answer: whether it is right and, if not, optionally the correct one."""
 
     question: str
     answer: str
     right: bool
     correct_answer: str = ""
     passage_id: str = ""
-    time: float = field(default_factory=time.time)  # in seconds since 1970
+    time: float = field(default_factory=time.time)  # Unix time in seconds
 
     def __post_init__(self) -> None:
-        """ValueError where nothing can be learned of it."""
+        """Raise ValueError for blank or contradictory fields."""
         for name in ("question", "answer"):
             if not getattr(self, name).strip():
-                raise ValueError(f"{name} is empty: say what was asked and what the answer was")
+                raise ValueError(f"{name} is empty; send the question and the answer that was shown")
         if self.right and self.correct_answer:
-            raise ValueError("correct_answer belongs to an answer that is not right: leave it out, or say right: false")
+            raise ValueError("correct_answer is set although right is true; omit it, or set right to false")
         if self.correct_answer and not self.correct_answer.strip():
-            raise ValueError(f"correct_answer is {self.correct_answer!r}, which is blank: leave it out")
+            raise ValueError(f"correct_answer is {self.correct_answer!r}, which is blank; omit it")
 
     @property
     def known(self) -> str:
-        """The answer that is right, or "" where nobody knows it."""
+        """The correct answer, or "" if it is unknown."""
         return self.answer if self.right else self.correct_answer
 
 
 def feedback_file(root: Path) -> Path:
-    """Where the feedback on a run's answers lies."""
+    """Return the path of the feedback on a run's answers."""
     return root / WORK / FILE
 
 
 def keep(root: Path, feedback: Feedback) -> None:
-    """Add one judgement at the end of the file; it is there after a power cut. Several processes may do so.
+    """Append an entry durably (synced to disk); several processes may append concurrently.
 
-    Raises ValueError for a text that cannot be written or is too long, Full where no more fits, and OSError.
+    Raises:
+        ValueError: a text is not valid Unicode, or the entry is too long.
+        Full: the file has reached its limit.
+        OSError: the file cannot be written.
     """
     try:
         line = f"{json.dumps(asdict(feedback), ensure_ascii=False)}\n".encode()
     except UnicodeEncodeError:
-        raise ValueError("a text holds half a surrogate pair; write it whole") from None
+        raise ValueError("a text contains an unpaired surrogate; send valid Unicode") from None
     if len(line) > LINE_LIMIT:
-        raise ValueError(f"the feedback has {len(line)} bytes, at most {LINE_LIMIT} are kept")
+        raise ValueError(f"the feedback has {len(line)} bytes; allowed: {LINE_LIMIT}; shorten it")
     path = feedback_file(root)
     make_folder(path.parent)
     is_new = not path.exists()
     with open(path, "ab+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        end = _whole(file.fileno())
+        end = _complete_bytes(file.fileno())
         if end + len(line) > FILE_LIMIT:
-            raise Full(f"{path.name} has {end} of {FILE_LIMIT} bytes: move it away")
-        file.truncate(end)  # without half a line of a process that was killed
+            raise Full(f"{path.name} is full: {end} of {FILE_LIMIT} bytes; move it to another folder")
+        file.truncate(end)  # drops the partial line of a killed process
         file.write(line)
         file.flush()
         os.fsync(file.fileno())
@@ -81,45 +84,45 @@ def keep(root: Path, feedback: Feedback) -> None:
         sync_folder(path.parent)
 
 
-def _whole(descriptor: int) -> int:
-    """How many bytes of an open file are whole lines."""
+def _complete_bytes(descriptor: int) -> int:
+    """Return the number of bytes up to the end of the last complete line."""
     size = os.fstat(descriptor).st_size
     begin = max(0, size - LINE_LIMIT)
     return begin + os.pread(descriptor, size - begin, begin).rfind(b"\n") + 1
 
 
 def read_feedback(path: Path) -> Iterator[Feedback]:
-    """What was kept, in order; ValueError names a file that is not there, and a line that is damaged."""
+    """Yield all entries in order; raise ValueError for a missing file or a damaged line."""
     if not path.is_file():
-        raise ValueError(f"{path} does not exist: nobody has said yet which answers are right")
+        raise ValueError(f"{path} does not exist: no feedback was given yet")
     for place, line in read_json_lines(path):
         try:
-            yield Feedback(**_checked(line))
+            yield Feedback(**_check_types(line))
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{place}: no feedback of this version ({error})") from None
+            raise ValueError(f"{place}: not a feedback entry of this version ({error})") from None
 
 
-def _checked(line: dict[str, Any]) -> dict[str, Any]:
-    kinds = {"right": bool, "time": (int, float)}
+def _check_types(line: dict[str, Any]) -> dict[str, Any]:
+    types = {"right": bool, "time": (int, float)}
     for name, value in line.items():
-        if not isinstance(value, kinds.get(name, str)):  # type: ignore[arg-type]
+        if not isinstance(value, types.get(name, str)):  # type: ignore[arg-type]
             raise ValueError(f"{name} is {value!r}")
     return line
 
 
 def questions_of(feedback: Sequence[Feedback]) -> list[Question]:
-    """The questions whose right answer is known: confirmed ones and corrected ones, each text once (``text_key``).
+    """Return a question with its answer for each confirmed or corrected answer.
 
-    What was said last of a question counts; where that is only that its answer is wrong, the question is left out.
+    The last entry of each question text (``text_key``) counts; a question whose correct answer is unknown is omitted.
     """
-    last = {text_key(one.question): one for one in feedback}
+    last = {text_key(entry.question): entry for entry in feedback}
     return [
         Question(
             f"feedback-{digest_of(question)[:12]}",
             question,
-            (one.known,),
-            passage_id=one.passage_id or None if one.right else None,
+            (entry.known,),
+            passage_id=entry.passage_id or None if entry.right else None,
         )
-        for question, one in last.items()
-        if one.known
+        for question, entry in last.items()
+        if entry.known
     ]

@@ -1,4 +1,4 @@
-"""A fine-tuned model opened with its corpus and index: questions in, records of answers out."""
+"""A fine-tuned model loaded with its corpus and index, which answers questions with records."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ from realmops.answering.retrieval import RetrieveAndRead
 from realmops.corpus.question_sets import Question
 from realmops.search.bm25 import Bm25
 
-PROBE = "Where?"  # answered by a model before it serves
+PROBE = "Where?"  # test question for a model before it serves
 
 
 @dataclass(frozen=True)
 class Query:
-    """A question, the ids of passages that must not be read for it, and y where p(y|x) of an answer is requested."""
+    """A question, the ids of passages to exclude, and an answer y whose p(y|x) is requested, if any."""
 
     question: str
     without: Collection[str] = field(default=())
@@ -27,9 +27,9 @@ class Query:
 
 @dataclass(frozen=True, eq=False)
 class OpenedModel:
-    """A model over a corpus with its index: everything that one answer comes from.
+    """A model with its corpus and index: all that determines an answer.
 
-    ``number`` counts the updates of the corpus; 0 is the corpus of the stages.
+    ``number`` is the number of the corpus update; 0 is the corpus of the pipeline run.
     """
 
     model: RetrieveAndRead
@@ -37,13 +37,13 @@ class OpenedModel:
     weights_step: int | None
     number: int
     confidence: Confidence | None  # None for an imported model, which is not calibrated
-    content: str = ""  # digest of every file that is read, for a model without a version in a registry
+    content: str = ""  # digest of all files of the model, for models outside a registry
     folder: Path = Path()  # of the model's files
-    held: Any = None  # kept alive with the model, such as a folder of downloaded files
+    held: Any = None  # resources with the model's lifetime, such as a temporary folder of downloads
 
     @property
     def about(self) -> Record:
-        """Which model, corpus and index these are."""
+        """Versions of model, corpus and index, for records."""
         return {
             "version": self.version,
             "snapshot": self.model.snapshot.corpus_hash,
@@ -52,47 +52,47 @@ class OpenedModel:
         }
 
     def check(self, query: Query) -> None:
-        """Raise InvalidRequest when the question is empty, too long or no text, or y is blank or no text."""
+        """Raise InvalidRequest if the question is empty or too long, y is blank, or either is invalid Unicode."""
         for name, text in (("question", query.question), ("answer", query.y or "")):
             try:
                 text.encode()
             except UnicodeEncodeError:
-                raise InvalidRequest(f"the {name} holds half a surrogate pair; write it whole") from None
+                raise InvalidRequest(f"the {name} contains an unpaired surrogate; send valid Unicode") from None
         if query.y is not None and not query.y.strip():
-            raise InvalidRequest(f"the answer {query.y!r} is blank: give the one to ask about, or none")
+            raise InvalidRequest(f"the answer {query.y!r} is blank; pass the answer to evaluate, or omit it")
         self.model.check(query.question)
 
     def find(self, queries: Sequence[Query]) -> list[Found]:
-        """Return what is read for each question."""
-        return self.model.find([Question("", one.question, (), not_in=tuple(one.without)) for one in queries])
+        """Retrieve the passages to read for each question."""
+        return self.model.find([Question("", query.question, (), not_in=tuple(query.without)) for query in queries])
 
-    def sources(self, found: Found) -> Record:
-        """Return the part of an answer's record that is known before anything is read."""
-        return sources_record(self.model.snapshot, found, self.about)
+    def sources(self, retrieved: Found) -> Record:
+        """Return the part of an answer's record that is available before reading."""
+        return sources_record(self.model.snapshot, retrieved, self.about)
 
-    def read(self, found: Sequence[Found], ys: Sequence[str | None] = ()) -> list[Record]:
+    def read(self, retrieved: Sequence[Found], ys: Sequence[str | None] = ()) -> list[Record]:
         """Read all passages in one packed batch and return the records of the answers; ``ys`` as ``Query.y``."""
-        ys = ys or [None] * len(found)
-        answers = zip(self.model.read(found, ys), ys, strict=True)
-        return [answer_record(self.model.snapshot, one, self.about, self.confidence, y) for one, y in answers]
+        ys = ys or [None] * len(retrieved)
+        answers = zip(self.model.read(retrieved, ys), ys, strict=True)
+        return [answer_record(self.model.snapshot, answer, self.about, self.confidence, y) for answer, y in answers]
 
     def answer(self, queries: Sequence[Query]) -> list[Record]:
-        """Find and read for one question after another. Raises InvalidRequest before the first one is answered."""
-        for one in queries:
-            self.check(one)
+        """Answer questions, reading for one at a time; raise InvalidRequest before any is answered."""
+        for query in queries:
+            self.check(query)
         pairs = zip(self.find(queries), queries, strict=True)
-        return [self.read([found], [one.y])[0] for found, one in pairs]
+        return [self.read([retrieved], [query.y])[0] for retrieved, query in pairs]
 
     def probe(self) -> None:
-        """Answer one question. Raises ValueError when the model cannot serve."""
+        """Answer a test question; raise ValueError if the model cannot serve."""
         snapshot = self.model.snapshot
-        _ = snapshot.places, snapshot.continues_word  # read now what is read but once
+        _ = snapshot.places, snapshot.continues_word  # cached properties, loaded before the first request
         [record] = self.answer([Query(PROBE)])
-        if not 0 <= record["p_y"] <= 1 + 1e-6:  # NaN is no number between, and calibrated it counts as 0
+        if not 0 <= record["p_y"] <= 1 + 1e-6:  # also false for NaN, which a calibration maps to 0
             raise ValueError(f"p(y|x) of a first answer is {record['p_y']}: the weights are damaged")
 
     def passage_search(self) -> Search:
-        """Return a search of the model's corpus."""
+        """Build a search over the model's corpus."""
         model = self.model
         words = model.words if isinstance(model.words, Bm25) else Bm25.of(model.snapshot)
         retriever = model.retriever if model.passages is not None else None

@@ -1,7 +1,7 @@
-"""Search without answers: passages by embeddings, words or both, of those documents that a filter lets through.
+"""Passage search by embeddings, BM25 or both, restricted by filters on the documents' metadata.
 
-Shape suffixes: P passages, A passages that a filter lets through, U different metadata, V values of a field,
-N places of a value, E embedding width.
+Shape suffixes: P passages, A passages that pass the filters, U distinct metadata records, V distinct values of a field,
+N pairs of a record and a value, E embedding width.
 """
 
 import dataclasses
@@ -34,31 +34,31 @@ By = Literal["run", "embeddings", "words"]
 Where = Mapping[str, Any]
 Wanted = Mapping[str, Collection[str]]  # stems by language
 Ids = NDArray[np.int64]
-MOST = 1000  # results of one search
-DEPTH = 100  # passages that embeddings and words find each, of which the best are taken
+MOST = 1000  # results of a search
+DEPTH = 100  # candidates from embeddings and from BM25 each, before fusion
 RANGES: dict[str, Callable[[Any, Any], bool]] = {
     "gte": operator.ge, "gt": operator.gt, "lte": operator.le, "lt": operator.lt
 }  # fmt: skip
-KINDS = {"true or false": "it, without quotes", "text": "a text, in quotes", "number": "a number, without quotes"}
-_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)  # as in JSON: 007 is a name
-_SHOWN = 60  # characters of a value in a message
-ID = "document_id"  # can be filtered by beside the documents' own fields
+KINDS = {"boolean": "unquoted true or false", "string": "a quoted string", "number": "an unquoted number"}
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)  # as in JSON, so that 007 is a string
+_MESSAGE_CHARACTERS = 60  # of a value in an error message
+ID = "document_id"  # filterable in addition to the metadata fields
 NO_EMBEDDINGS = (
     "there are no embeddings: the stage ict has not run, or finetune.retriever is bm25, tfidf, graph or path; "
     "search by words"
 )
-_AT_ONCE = 1 << 14  # passages whose vectors are compared together
-_FILTERS = 64  # that are remembered, with
-_REMEMBERED = 1 << 24  # passages in all
+_BATCH = 1 << 14  # passages per matrix product
+_CACHED_FILTERS = 64
+_CACHED_PASSAGES = 1 << 24  # of all cached filters together
 
 
 class Filters:
-    """Which passages a filter over the documents' own fields (``extra``) lets through.
+    """Metadata filters: which passages satisfy conditions on the fields of their documents (``extra``).
 
-    A filter has a condition for each field: a value, a list of which one is enough, or a range as
-    ``{"gte": 1990, "lt": 2000}``. A document's field that is a list has each of its values. All conditions must hold.
-    A number is compared with numbers, and with texts that are one as JSON writes it (fields of a CSV file are texts);
-    texts are compared with texts alone. Several threads may ask; the fields are read when the first does.
+    A filter maps fields to conditions, all of which must hold: a value, a list of alternatives, or a range such as
+    ``{"gte": 1990, "lt": 2000}``. A field whose value is a list matches by any of its items. A number is compared with
+    numbers, and with strings that are a JSON number (all CSV fields are strings); a string only with strings. Instances
+    are thread-safe, and load the fields on first use.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
@@ -66,50 +66,51 @@ class Filters:
         self._lock = Lock()
         self._coded = lru_cache(2)(snapshot.coded)
         self._columns: dict[str, _Column] = {}
-        self._known: dict[bytes, Ids] = {}
+        self._cache: dict[bytes, Ids] = {}  # in order of last use
 
     def passages(self, filters: Sequence[Where]) -> Ids:
-        """The passages that all these filters let through, ascending int64 [A].
+        """Return the passages that satisfy all filters, ascending int64 [A].
 
-        Raises InvalidRequest for what is no condition, and where of the documents that the filters before let through
-        none has the field, or none has a value there that the condition can be compared with.
+        Raises:
+            InvalidRequest: a condition is malformed, or none of the documents that passed the previous filters has the
+                field, or a value of a type that the condition can be compared with.
         """
         for where in filters:
             check_filter(where)
         try:
             key = canonical_json([*filters])
         except UnicodeEncodeError:
-            raise InvalidRequest("a filter holds half a surrogate pair; write it whole") from None
+            raise InvalidRequest("a filter contains an unpaired surrogate; send valid Unicode") from None
         with self._lock:
-            if key not in self._known:
-                there_P = np.ones(len(self._snapshot), bool)
+            if key not in self._cache:
+                passes_P = np.ones(len(self._snapshot), bool)
                 for where in filters:
-                    self._check_fields(where, there_P)
+                    self._check_fields(where, passes_P)
                     for field, condition in where.items():
-                        there_P = there_P & self._matching(field, condition)
-                self._known[key] = np.flatnonzero(there_P)
-            found = self._known[key] = self._known.pop(key)  # the last one that was asked for comes last
-            while sum(map(len, self._known.values())) > _REMEMBERED or len(self._known) > _FILTERS:
-                self._known.pop(next(iter(self._known)))
-            return found
+                        passes_P = passes_P & self._matching(field, condition)
+                self._cache[key] = np.flatnonzero(passes_P)
+            ids = self._cache[key] = self._cache.pop(key)  # the most recently used is last
+            while sum(map(len, self._cache.values())) > _CACHED_PASSAGES or len(self._cache) > _CACHED_FILTERS:
+                self._cache.pop(next(iter(self._cache)))
+            return ids
 
     @cached_property
     def _extra(self) -> tuple[list[dict[str, Any]], NDArray[np.int32]]:
-        """All different metadata [U], and which of them each passage has [P]."""
+        """Distinct metadata records [U], and the record of each passage [P]."""
         text_U, code_P = self._coded("extra")
         return [fields_of(text) for text in text_U], code_P
 
-    def _check_fields(self, where: Where, there_P: NDArray[np.bool_]) -> None:
+    def _check_fields(self, where: Where, passes_P: NDArray[np.bool_]) -> None:
         if not where:
             return
         fields_U, code_P = self._extra
-        fields = {ID, *(name for code in np.unique(code_P[there_P]) for name in fields_U[code])}
+        fields = {ID, *(name for code in np.unique(code_P[passes_P]) for name in fields_U[code])}
         for field in where:
             if field not in fields:
-                raise InvalidRequest(f"no document has the field {field!r}; there are {', '.join(sorted(fields))}")
+                raise InvalidRequest(f"no document has the field {field!r}; available: {', '.join(sorted(fields))}")
         for field, condition in where.items():
             column, has_U = self._column(field), np.zeros(len(self._coded(ID if field == ID else "extra")[0]), bool)
-            has_U[self._codes(field)[there_P]] = True
+            has_U[self._codes(field)[passes_P]] = True
             values = [column.values[n] for n in np.unique(column.number_N[has_U[column.row_N]])]
             _check_kinds(field, condition, values)
 
@@ -118,21 +119,21 @@ class Filters:
 
     def _matching(self, field: str, condition: Any) -> NDArray[np.bool_]:
         code_P, column = self._codes(field), self._column(field)
-        wanted_V, found_U = np.zeros(len(column.values), bool), np.zeros(code_P.max(initial=-1) + 1, bool)
-        wanted_V[column.matching(condition)] = True
-        found_U[column.row_N[wanted_V[column.number_N]]] = True
-        matching: NDArray[np.bool_] = found_U[code_P]
+        passes_V, passes_U = np.zeros(len(column.values), bool), np.zeros(code_P.max(initial=-1) + 1, bool)
+        passes_V[column.matching(condition)] = True
+        passes_U[column.row_N[passes_V[column.number_N]]] = True
+        matching: NDArray[np.bool_] = passes_U[code_P]
         return matching
 
     def _column(self, field: str) -> "_Column":
         if field not in self._columns:
-            values = self._coded(ID)[0] if field == ID else [one.get(field) for one in self._extra[0]]
+            values = self._coded(ID)[0] if field == ID else [fields.get(field) for fields in self._extra[0]]
             number_of: dict[Any, int] = {}
             rows = [
-                (row, number_of.setdefault(_key(one), len(number_of)))
+                (row, number_of.setdefault(_key(item), len(number_of)))
                 for row, value in enumerate(values)
-                for one in (value if isinstance(value, list) else [value])
-                if _is_value(one)
+                for item in (value if isinstance(value, list) else [value])
+                if _is_value(item)
             ]
             self._columns[field] = _Column(number_of, *np.array(rows, np.int64).reshape(-1, 2).T)
         return self._columns[field]
@@ -140,10 +141,10 @@ class Filters:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Column:
-    """The different values of a field.
+    """Distinct values of a field, as an inverted index.
 
-    ``number_of`` has the number of each [V], by ``_key``; ``number_N`` has metadata ``row_N`` (of the document's id:
-    the id of that number).
+    ``number_of`` numbers the values [V] by ``_key``. Metadata record ``row_N`` has value ``number_N``; for the field
+    ``document_id`` a record is a document.
     """
 
     number_of: dict[tuple[bool, Any], int]
@@ -160,15 +161,15 @@ class _Column:
 
     @cached_property
     def _equal_to(self) -> dict[float, list[int]]:
-        """The values that are each number, as a number or as a text."""
-        found: dict[float, list[int]] = {}
+        """Numbers of the values equal to each number, as a number or as a string."""
+        by_number: dict[float, list[int]] = {}
         for n, number in enumerate(self._as_number):
             if number is not None:
-                found.setdefault(number, []).append(n)
-        return found
+                by_number.setdefault(number, []).append(n)
+        return by_number
 
     def matching(self, condition: Any) -> list[int]:
-        """Return the numbers of the values that a condition lets through; a text that is a number counts as both."""
+        """Return the numbers of the values that satisfy a condition; a numeric string counts as both types."""
         if isinstance(condition, Mapping):
             passing = [*range(len(self.values))]
             for name, bound in condition.items():
@@ -176,35 +177,35 @@ class _Column:
                 values = self._as_number if kind == "number" else self.values
                 passing = [n for n in passing if _kind(values[n]) == kind and holds(values[n], bound)]
             return passing
-        found = []
+        passing = []
         for value in condition if isinstance(condition, list) else [condition]:
             if _kind(value) == "number":
-                found += self._equal_to.get(value, [])
+                passing += self._equal_to.get(value, [])
             elif (key := _key(value)) in self.number_of:
-                found.append(self.number_of[key])
-        return found
+                passing.append(self.number_of[key])
+        return passing
 
 
 def check_filter(where: Where) -> None:
-    """InvalidRequest for what is no condition, whatever documents there are."""
+    """Raise InvalidRequest for a malformed condition; needs no documents."""
     for field, condition in where.items():
         if not isinstance(condition, Mapping):
             for value in condition if isinstance(condition, list) else [condition]:
                 _key(value)
             continue
         if not condition or not set(condition) <= set(RANGES):
-            has = ", ".join(map(str, condition)) or "nothing"
-            raise InvalidRequest(f"the range of {field} has {has}; wanted: {', '.join(RANGES)}")
+            keys = ", ".join(map(str, condition)) or "nothing"
+            raise InvalidRequest(f"the range of {field} has {keys}; allowed: {', '.join(RANGES)}")
         for name, bound in condition.items():
             if isinstance(bound, bool) or not _is_value(bound):
-                raise InvalidRequest(f"{name} of {field} is {bound!r}; a number or a text is wanted")
+                raise InvalidRequest(f"{name} of {field} is {bound!r}; expected a number or a string")
 
 
 def _key(value: Any) -> tuple[bool, Any]:
-    """A value as a key: true is not 1."""
+    """Return a dictionary key for a value, which distinguishes true from 1."""
     if not _is_value(value):
         raise InvalidRequest(
-            f"a filter has the value {value!r}; wanted are texts, numbers, true or false, or a list of them"
+            f"a filter has the value {value!r}; allowed: strings, numbers, true, false, or a list of them"
         )
     return isinstance(value, bool), value
 
@@ -214,14 +215,14 @@ def _is_value(value: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    """The key of ``KINDS`` for a value; "" for None."""
+    """Return the key of ``KINDS`` for a value; "" for None."""
     if isinstance(value, bool | str):
-        return "text" if isinstance(value, str) else "true or false"
+        return "string" if isinstance(value, str) else "boolean"
     return "number" if value is not None else ""
 
 
 def _number(value: Any) -> float | None:
-    """A number, or the finite one that a text is; an int where it is whole."""
+    """Return a number, or that of a numeric string (an int if it is whole); None for other values."""
     if not isinstance(value, str):
         return None if isinstance(value, bool) else value
     text = value.strip()
@@ -231,24 +232,24 @@ def _number(value: Any) -> float | None:
 
 
 def _check_kinds(field: str, condition: Any, values: Sequence[Any]) -> None:
-    """InvalidRequest where none of a field's values can be compared with a bound of a range, or with any of a list."""
+    """Raise InvalidRequest if no value of a field is comparable with a bound of a range, or with any item of a list."""
     is_range = isinstance(condition, Mapping)
-    asked = [*condition.values()] if is_range else condition if isinstance(condition, list) else [condition]
-    unfit = [one for one in asked if not any(_kind(one) in (_kind(v), _kind(_number(v))) for v in values)]
-    if not values or not unfit or (not is_range and len(unfit) < len(asked)):
+    operands = [*condition.values()] if is_range else condition if isinstance(condition, list) else [condition]
+    misfits = [x for x in operands if not any(_kind(x) in (_kind(v), _kind(_number(v))) for v in values)]
+    if not values or not misfits or (not is_range and len(misfits) < len(operands)):
         return
-    bound, example = (json.dumps(one, ensure_ascii=False)[:_SHOWN] for one in (unfit[0], values[0]))
+    bound, example = (json.dumps(x, ensure_ascii=False)[:_MESSAGE_CHARACTERS] for x in (misfits[0], values[0]))
     raise InvalidRequest(
-        f"the field {field} has no {_kind(unfit[0])} to compare with {bound}: it has {example}, for example; "
+        f"the field {field} has no {_kind(misfits[0])} to compare with {bound}: it has {example}, for example; "
         f"compare with {KINDS[_kind(values[0])]}"
     )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Search:
-    """What finds passages: a retriever with its embeddings, if there is one, and BM25.
+    """Passage search with BM25 and, if there is a retriever, its embeddings.
 
-    ``about`` says which model, corpus and index these are; queries are embedded up to ``query_wordpieces``.
+    ``about`` has the versions of model, corpus and index; queries are truncated to ``query_wordpieces``.
     """
 
     snapshot: Snapshot
@@ -258,43 +259,47 @@ class Search:
     query_wordpieces: int
     dtype: torch.dtype
     about: Record
-    held: Any = None  # what must live as long, as a folder of downloaded files
+    held: Any = None  # resources with the lifetime of the search, such as a temporary folder of downloads
     filters: Filters = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "filters", Filters(self.snapshot))
 
     def search(self, query: str, k: int = 10, filters: Sequence[Where] = (), by: By = "run") -> Record:
-        """The best ``k`` passages with their places, best first.
+        """Return the top ``k`` passages with their locations, best first.
 
         Args:
-            filters: what documents must have (:class:`Filters`), applied before the best are chosen.
-            by: ``run`` ranks as the run's retriever does, by embeddings or by words and embeddings; ``embeddings`` and
-                ``words`` by one of them alone.
+            query: text of at least one word.
+            k: number of passages, 1 to ``MOST``.
+            filters: conditions on the documents (:class:`Filters`), applied before ranking.
+            by: ``run`` ranks as the run's retriever does, ``embeddings`` and ``words`` by one of both only.
 
-        Each passage has ``score``, by which it is ranked, ``embeddings`` (the scaled inner product of the paper's
-        equation for f(x, z)), ``words`` (BM25), and ``highlights``: where in its text words of the query stand.
+        Returns:
+            Query, versions, and passages. Each passage has ``score``, by which it is ranked, ``embeddings`` (the scaled
+            inner product, the paper's f(x, z)), ``words`` (BM25), and ``highlights``: character offsets of query words.
 
-        Raises InvalidRequest for an empty query, a filter that is none, and for embeddings where there are none.
+        Raises:
+            InvalidRequest: query, k or a filter is invalid, or embeddings are requested and there are none.
         """
         if not query.strip():
-            raise InvalidRequest("the query is empty: give some words")
+            raise InvalidRequest("the query is empty; send at least one word")
         try:
             query.encode()
         except UnicodeEncodeError:
-            raise InvalidRequest("the query holds half a surrogate pair; write it whole") from None
+            raise InvalidRequest("the query contains an unpaired surrogate; send valid Unicode") from None
         if not 1 <= k <= MOST:
-            raise InvalidRequest(f"k is {k}; 1 to {MOST} passages can be had")
+            raise InvalidRequest(f"k is {k}; allowed: 1 to {MOST}")
         if by == "embeddings" and self.retriever is None:
             raise InvalidRequest(NO_EMBEDDINGS)
         allowed = self.filters.passages(filters) if any(filters) else None
         ids, score, dense = self._best(query, k, allowed, by)
-        bm25, wanted = self.words.score_of(query, ids).tolist(), stems_of(query, self.words.spoken(query))
-        shown = [self._shown(*each, wanted=wanted) for each in zip(ids.tolist(), score, dense, bm25, strict=True)]
-        return {"query": query, "passages": shown, "model": self.about}
+        bm25, query_stems = self.words.score_of(query, ids).tolist(), stems_of(query, self.words.spoken(query))
+        columns = zip(ids.tolist(), score, dense, bm25, strict=True)
+        records = [self._record(*row, query_stems=query_stems) for row in columns]
+        return {"query": query, "passages": records, "model": self.about}
 
     def embed(self, texts: Sequence[str], *, documents: bool = False) -> Tensor:
-        """Embeddings of texts [N, E] (fp32): as queries, or as passages without a title, each with one vector."""
+        """Compute embeddings of texts [N, E] (fp32): as queries, or as passages without a title, of one vector each."""
         if self.retriever is None:
             raise InvalidRequest(NO_EMBEDDINGS)
         limit = self.snapshot.block_wordpieces if documents else self.query_wordpieces
@@ -302,7 +307,7 @@ class Search:
         return embed(tower, query_sequences(text_queries(self.snapshot, texts, limit, documents=documents)), self.dtype)
 
     def _best(self, query: str, k: int, allowed: Ids | None, by: By) -> tuple[Ids, list[float], list[float | None]]:
-        """Passages, scores and scaled inner products, best first."""
+        """Return passages, scores and scaled inner products, best first."""
         if by == "words" or self.retriever is None or self.passages is None:
             return _best_by_words(query, k, allowed, self.words)
         mixture = EMBEDDINGS_ALONE if by == "embeddings" else self.retriever.mixture
@@ -310,64 +315,64 @@ class Search:
         if allowed is None:
             hybrid = Hybrid(self.passages, self.words, mixture, self.retriever.scale)
             hits = hybrid.search(query_E, [query], k, max(k, DEPTH) if mixture.lexical else k)
-            there = hits.id_QK[0] >= 0
-            ids, dense = hits.id_QK[0][there].numpy(), hits.dense_QK[0][there]
-            return ids, hits.relevance(mixture)[0][there].tolist(), dense.tolist()
+            is_hit = hits.id_QK[0] >= 0
+            ids, dense = hits.id_QK[0][is_hit].numpy(), hits.dense_QK[0][is_hit]
+            return ids, hits.relevance(mixture)[0][is_hit].tolist(), dense.tolist()
         dense = self.retriever.scale * self._inner_products(query_E, allowed)
-        share = torch.zeros(len(allowed))
+        lexical = torch.zeros(len(allowed))
         if mixture.lexical and len(allowed):
-            score_A = self.words.score_of(query, allowed)  # the best that is allowed counts 1
-            share = torch.from_numpy(score_A / max(float(score_A.max()), 1e-6))
-        score = mixture.of(dense, share)
+            score_A = self.words.score_of(query, allowed)  # normalised to 1 for the best one that passes
+            lexical = torch.from_numpy(score_A / max(float(score_A.max()), 1e-6))
+        score = mixture.of(dense, lexical)
         order = torch.argsort(score, descending=True, stable=True)[:k]
         return allowed[order.numpy()], score[order].tolist(), dense[order].tolist()
 
     def _inner_products(self, query_1E: Tensor, ids: Ids) -> Tensor:
-        """That of the query with the nearest vector of each passage, [A], on the CPU."""
+        """Compute the query's largest inner product with a vector of each passage, [A], on the CPU."""
         assert self.passages is not None
-        found = []
-        for first in range(0, len(ids), _AT_ONCE):
-            some = torch.from_numpy(ids[first : first + _AT_ONCE])
-            vectors = self.passages.vectors(some).float().view(len(some), -1, query_1E.shape[1])
-            found.append((vectors @ query_1E[0].to(vectors.device)).amax(-1).cpu())
-        return torch.cat(found) if found else torch.empty(0)
+        batches = []
+        for first in range(0, len(ids), _BATCH):
+            batch = torch.from_numpy(ids[first : first + _BATCH])
+            vectors = self.passages.vectors(batch).float().view(len(batch), -1, query_1E.shape[1])
+            batches.append((vectors @ query_1E[0].to(vectors.device)).amax(-1).cpu())
+        return torch.cat(batches) if batches else torch.empty(0)
 
-    def _shown(self, passage: int, score: float, dense: float | None, bm25: float, *, wanted: Wanted) -> Record:
-        place = passage_record(self.snapshot, passage)
-        found = {"score": score, "embeddings": dense, "words": bm25, "highlights": highlights(place["text"], wanted)}
-        return {**place, "extra": self.snapshot.extra(passage), **found}
+    def _record(self, passage: int, score: float, dense: float | None, bm25: float, *, query_stems: Wanted) -> Record:
+        record = passage_record(self.snapshot, passage) | {"extra": self.snapshot.extra(passage)}
+        scores = {"score": score, "embeddings": dense, "words": bm25}
+        return {**record, **scores, "highlights": highlights(record["text"], query_stems)}
 
 
 def _best_by_words(query: str, k: int, allowed: Ids | None, words: Bm25) -> tuple[Ids, list[float], list[float | None]]:
     if allowed is None:
         score_QK, id_QK = words.search([query], k)
-        there = id_QK[0] >= 0
-        return id_QK[0][there], score_QK[0][there].tolist(), [None] * int(there.sum())
+        is_hit = id_QK[0] >= 0
+        return id_QK[0][is_hit], score_QK[0][is_hit].tolist(), [None] * int(is_hit.sum())
     score_A = words.score_of(query, allowed)
     order = np.argsort(-score_A, kind="stable")[:k]
     order = order[score_A[order] > 0]
     return allowed[order], score_A[order].tolist(), [None] * len(order)
 
 
-def highlights(text: str, wanted: Wanted) -> list[tuple[int, int]]:
-    """Where words of a text stand whose stem is wanted in a language: characters; pairs that overlap are one place."""
-    found = {
+def highlights(text: str, query_stems: Wanted) -> list[tuple[int, int]]:
+    """Return the character offsets of words in a text whose stem is one of ``query_stems``; overlaps are merged."""
+    matches = {
         (start, end)
-        for language, some in wanted.items()
+        for language, language_stems in query_stems.items()
         for word, start, end in placed_words(text, language)
-        if stem(word, language) in some
+        if stem(word, language) in language_stems
     }
-    places: list[tuple[int, int]] = []
-    for start, end in sorted(found):
-        if places and start < places[-1][1]:
-            places[-1] = places[-1][0], max(end, places[-1][1])
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(matches):
+        if merged and start < merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
-            places.append((start, end))
-    return places
+            merged.append((start, end))
+    return merged
 
 
 def stems_of(query: str, spoken: Sequence[str]) -> Wanted:
-    """The stems of a query's words in languages, without words that stand everywhere: what ``highlights`` marks."""
+    """Return the stems of a query's words by language, without stop words, for ``highlights``."""
     stop = {code: STOP_WORDS if code == ENGLISH else languages()[code].stop for code in spoken}
     return {
         code: {*stems([word for word in split_words(query, code) if word not in stop[code]], code)} for code in spoken

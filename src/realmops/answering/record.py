@@ -1,4 +1,4 @@
-"""The record of an answer: every word of it with its source. Commands, servers and the registered model all show it."""
+"""The record of an answer with its sources, as commands, servers and the registered model return it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,69 +10,71 @@ from realmops.answering.confidence import Confidence
 from realmops.corpus.snapshot_reader import Snapshot
 
 Record = dict[str, Any]
-_AROUND = 60  # characters shown on either side of a quotation
-_WORD = 30  # characters without a blank from which on they are no word, but a script without blanks
+_CONTEXT = 60  # characters shown on either side of a quotation
+_LONGEST_WORD = 30  # longer strings without a space are in a script without spaces
 
 
 def answer_record(
-    snapshot: Snapshot, found: Answer, about: Record, confidence: Confidence | None, y: str | None = None
+    snapshot: Snapshot, answer: Answer, about: Record, confidence: Confidence | None, y: str | None = None
 ) -> Record:
-    """Return the record of one answer.
+    """Build the record of an answer.
 
     Args:
-        about: which model, corpus and index it comes from.
-        confidence: None of a model that was imported; then the probability is p(y|x).
-        y: the answer that was asked about: p(y|x), citations and p(z|x, y) are then those of y, and the record names y.
+        snapshot: corpus of the passages.
+        answer: answer with its evidence.
+        about: versions of model, corpus and index.
+        confidence: calibration; None for an imported model, whose probability is p(y|x).
+        y: answer to evaluate instead: p(y|x), citations and p(z|x, y) are then those of y, which the record contains.
     """
-    best, p_y = found.best, min(found.probability, 1.0)
-    citing = [(one, one.best_of_y) for one in found.read if one.best_of_y is not None] if best else []
-    citing.sort(key=lambda pair: (pair[1] != best, -pair[0].p_y_z))  # the one that was chosen first
+    best, p_y = answer.best, min(answer.probability, 1.0)
+    citing = [(read, read.best_of_y) for read in answer.read if read.best_of_y is not None] if best else []
+    citing.sort(key=lambda pair: (pair[1] != best, -pair[0].p_y_z))  # the chosen span first
     return {
-        "question": found.question,
-        "answer": found.text,
-        "probability": confidence.probability(found) if confidence else p_y,
+        "question": answer.question,
+        "answer": answer.text,
+        "probability": confidence.probability(answer) if confidence else p_y,
         **({} if y is None else {"y": y}),
-        "p_y": p_y if y is None else found.p_y,
+        "p_y": p_y if y is None else answer.p_y,
         "threshold": confidence.threshold if confidence else None,
-        "abstained": confidence.abstains(found) if confidence else not found.text,
+        "abstained": confidence.abstains(answer) if confidence else not answer.text,
         "citations": [
-            {**cited(snapshot, one.passage, span.characters), "p_z": one.p_z, "p_z_given_y": one.p_z_given_y}
-            for one, span in citing
+            {**cited(snapshot, read.passage, span.characters), "p_z": read.p_z, "p_z_given_y": read.p_z_given_y}
+            for read, span in citing
         ],
         "quote": cited(snapshot, best.passage, sentence(snapshot, best)) if best else None,
         "passages": [
             {
-                **passage_record(snapshot, one.passage),
-                "p_z": one.p_z,
-                "p_z_given_y": one.p_z_given_y,
-                "span": one.best.text if one.best else None,
-                "score": one.best.score if one.best else None,
+                **passage_record(snapshot, read.passage),
+                "p_z": read.p_z,
+                "p_z_given_y": read.p_z_given_y,
+                "span": read.best.text if read.best else None,
+                "score": read.best.score if read.best else None,
             }
-            for one in found.read
+            for read in answer.read
         ],
         "model": about,
     }
 
 
-def sources_record(snapshot: Snapshot, found: Found, about: Record) -> Record:
-    """What is known of an answer before anything was read: its passages, and what they come from."""
+def sources_record(snapshot: Snapshot, retrieved: Found, about: Record) -> Record:
+    """Build the part of a record that is available before reading: the question and its passages."""
     return {
-        "question": found.question.question,
+        "question": retrieved.question.question,
         "passages": [
-            passage_record(snapshot, p) | {"p_z": p_z} for p, p_z in zip(found.passages, found.p_z, strict=True)
+            passage_record(snapshot, p) | {"p_z": p_z} for p, p_z in zip(retrieved.passages, retrieved.p_z, strict=True)
         ],
         "model": about,
     }
 
 
 def passage_record(snapshot: Snapshot, passage: int) -> Record:
-    """Return where a whole passage stands, and its text."""
+    """Return the location of a whole passage, and its text."""
     place = cited(snapshot, passage, (0, len(snapshot.text(passage))))
     return place | {"text": place.pop("quote")}
 
 
 def sentence(snapshot: Snapshot, span: Span) -> tuple[int, int]:
-    """The characters of the sentence that a span stands in, or of those that it goes over."""
+    """Return the character offsets of the sentence or sentences that contain a span."""
     chars, (begin_N, end_N) = snapshot.chars(span.passage), snapshot.sentences(span.passage).T
     starts = chars[begin_N, 0]
     first, last = np.searchsorted(starts, [span.characters[0], span.characters[1] - 1], side="right") - 1
@@ -80,9 +82,9 @@ def sentence(snapshot: Snapshot, span: Span) -> tuple[int, int]:
 
 
 def cited(snapshot: Snapshot, passage: int, characters: tuple[int, int]) -> Record:
-    """Where a part of a passage stands: document, passage, and characters of the document's text as it was read.
+    """Return the location of a part of a passage: document, passage, and character offsets in the document's text.
 
-    ``page`` is None of a document without pages.
+    ``page`` is None for documents without pages.
     """
     first = snapshot.start(passage)
     start, end = characters
@@ -99,22 +101,22 @@ def cited(snapshot: Snapshot, passage: int, characters: tuple[int, int]) -> Reco
 
 
 def holds_all(record: Mapping[str, Any]) -> bool:
-    """Whether the model holds back every answer: none was sure enough on the dev questions."""
+    """Return whether the model always abstains, since no threshold reached the required precision on dev questions."""
     return record["threshold"] is not None and record["threshold"] > 1
 
 
 def sureness(record: Mapping[str, Any]) -> str:
-    """How sure an answer is, and why it is held back, if it is."""
-    said = f"p = {record['probability']:.3g}"
+    """Format the probability of an answer and, if the model abstains, the reason."""
+    probability = f"p = {record['probability']:.3g}"
     if not record["answer"] or not record["abstained"]:
-        return said
+        return probability
     if holds_all(record):
-        return f"{said}, held back as every answer is: none reached wanted_precision at the calibration"
-    return f"{said}, held back below {record['threshold']:.3g}"
+        return f"{probability}, held back as every answer is: none reached wanted_precision in the calibration"
+    return f"{probability}, held back below {record['threshold']:.3g}"
 
 
 def short(record: Record) -> list[str]:
-    """A record in a few lines: the answer, how sure it is, and each source with the quotation marked."""
+    """Format a record in a few lines: the answer, its probability, and each source with the quotation marked."""
     if "error" in record:
         return [f"error: {record['error']}"]
     if not record["answer"]:
@@ -123,31 +125,31 @@ def short(record: Record) -> list[str]:
     if record["abstained"] and record["quote"]:
         lines.append(f"  in: {' '.join(record['quote']['quote'].split())}")
     texts = {passage["passage_id"]: passage for passage in record["passages"]}
-    for one in record["citations"]:
-        passage: Record = texts[one["passage_id"]]
-        start, end = one["start"] - passage["start"], one["end"] - passage["start"]
-        before, after = _around(passage["text"], start, end)
-        shown = " ".join(f"{before}[{one['quote']}]{after}".split())
-        page = f", page {one['page']}" if one.get("page") else ""
+    for citation in record["citations"]:
+        passage: Record = texts[citation["passage_id"]]
+        start, end = citation["start"] - passage["start"], citation["end"] - passage["start"]
+        before, after = _context(passage["text"], start, end)
+        marked = " ".join(f"{before}[{citation['quote']}]{after}".split())
+        page = f", page {citation['page']}" if citation.get("page") else ""
         lines += [
-            f"  {one['title'] or one['document_id']}: {shown}",
-            f"    document {one['document_id']}, {one['uri']}{page}, characters {one['start']} to {one['end']}, "
-            f"p(z|x) {one['p_z']:.2f}",
+            f"  {citation['title'] or citation['document_id']}: {marked}",
+            f"    document {citation['document_id']}, {citation['uri']}{page}, characters {citation['start']} to "
+            f"{citation['end']}, p(z|x) {citation['p_z']:.2f}",
         ]
     return lines
 
 
-def _around(text: str, start: int, end: int) -> tuple[str, str]:
-    """Whole words on both sides of a quotation, about ``_AROUND`` characters, and an ellipsis where there are more."""
+def _context(text: str, start: int, end: int) -> tuple[str, str]:
+    """Return about ``_CONTEXT`` characters of whole words on either side of a quotation, with ellipses if truncated."""
     before, after = text[:start], text[end:]
-    if len(before) > _AROUND:
-        kept = before[-_AROUND:]
-        part, blank, others = kept.partition(" ")
-        cut = not before[-_AROUND - 1].isspace() and blank and len(part) < _WORD  # within a word
-        before = "… " + (others if cut else kept).lstrip()
-    if len(after) > _AROUND:
-        kept = after[:_AROUND]
-        others, blank, part = kept.rpartition(" ")
-        cut = not after[_AROUND].isspace() and blank and len(part) < _WORD
-        after = (others if cut else kept).rstrip() + " …"
+    if len(before) > _CONTEXT:
+        window = before[-_CONTEXT:]
+        part, space, whole_words = window.partition(" ")
+        splits_word = not before[-_CONTEXT - 1].isspace() and space and len(part) < _LONGEST_WORD
+        before = "… " + (whole_words if splits_word else window).lstrip()
+    if len(after) > _CONTEXT:
+        window = after[:_CONTEXT]
+        whole_words, space, part = window.rpartition(" ")
+        splits_word = not after[_CONTEXT].isspace() and space and len(part) < _LONGEST_WORD
+        after = (whole_words if splits_word else window).rstrip() + " …"
     return before, after

@@ -1,9 +1,9 @@
-"""The seam for what answers questions, and its half that finds passages.
+"""Interface of question answering models, and its implementation of retrieval.
 
-``Answering`` is what a stage, a command or a server asks. ``RetrieveAndRead`` finds passages by embeddings, words or
-both, or by a ranker; a subclass reads them. A model that reads nothing is an ``Answering`` too.
+Stages, commands and servers use a model as ``Answering``. ``RetrieveAndRead`` retrieves passages by embeddings, BM25 or
+both, or with a ranker; its subclasses read them. A model without retrieval implements ``Answering`` directly.
 
-Shape suffixes: B questions, P passages, K passages that are found, E embedding width.
+Shape suffixes: B questions, P passages, K retrieved passages, E embedding width.
 """
 
 from abc import ABC, abstractmethod
@@ -38,55 +38,59 @@ from realmops.search.hybrid import Hits, Hybrid
 from realmops.text.answer_matching import contains_answer
 from realmops.text.special import blank_before
 
-HYBRID_DEPTH = 100  # passages that embeddings and words find each, of which the best are taken
+HYBRID_DEPTH = 100  # candidates from embeddings and from BM25 each, before fusion
 _QUESTIONS_IN_MEMORY = 1024
 
 
 class Ranker:
-    """Ranks passages by words, links or paths, without embeddings (``finetune.retriever``), and remembers its answers.
+    """Retriever without embeddings (``finetune.retriever``: by words, links or paths), with an LRU cache.
 
-    A training asks the same ``remembered`` questions again and again (all without it), and anything may be asked of a
-    server. ``save`` writes what the ranker has learned into a folder.
+    Args:
+        rank: ranks k passages for questions.
+        cache_size: questions in the cache, such as those of a training; None is unlimited.
+        save: writes the ranker's parameters into a folder.
     """
 
     def __init__(
         self,
         rank: Callable[[Sequence[str], int], np.ndarray],
-        remembered: int | None,
+        cache_size: int | None,
         save: Callable[[Path], None] = lambda folder: None,
     ) -> None:
-        self._rank, self.save = lru_cache(remembered)(lambda question, k: rank([question], k)[0]), save
+        self._rank, self.save = lru_cache(cache_size)(lambda question, k: rank([question], k)[0]), save
 
     def __call__(self, question: str, k: int) -> np.ndarray:
-        """A question's k best passages, best first, int64 [k]; -1 where there are fewer."""
-        found: np.ndarray = self._rank(question, k)
-        return found
+        """Return the k best passages of a question, best first, int64 [k], padded with -1."""
+        passages: np.ndarray = self._rank(question, k)
+        return passages
 
 
 class Answering(ABC):
-    """What answers questions; a folder of ``finetune`` holds one, and says its ``kind`` (``stages.tuned_model``)."""
+    """Base class of question answering models; ``finetune`` saves one under its ``kind`` (``stages.tuned_model``)."""
 
     kind: ClassVar[str]
-    together: ClassVar[int]  # questions that are best answered in one batch
+    together: ClassVar[int]  # default batch size, in questions
 
     @abstractmethod
     def check(self, question: str) -> None:
-        """InvalidRequest when a question cannot be asked."""
+        """Raise InvalidRequest if a question cannot be answered."""
 
     @abstractmethod
     def find(self, questions: Sequence[Question], ranked: int = 0) -> list[Found]:
-        """What is read for each question, and the top ``ranked`` passages of the corpus."""
+        """Retrieve the passages to read for each question, and the top ``ranked`` passages of the corpus."""
 
     @abstractmethod
-    def read(self, found: Sequence[Found], asked_about: Sequence[str | None] = ()) -> list[Answer]:
-        """The answers from what was found.
+    def read(self, retrieved: Sequence[Found], asked_about: Sequence[str | None] = ()) -> list[Answer]:
+        """Read the retrieved passages and answer each question.
 
-        ``asked_about`` has an answer y for each question whose probability is wanted; None is the answer given.
+        Args:
+            retrieved: passages of each question.
+            asked_about: per question, an answer y to evaluate, or None for the answer that is chosen.
         """
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write all that ``stages.tuned_model`` opens again into a stage folder."""
+        """Write the model into a stage folder, for ``stages.tuned_model``."""
 
     def answer(
         self,
@@ -96,7 +100,7 @@ class Answering(ABC):
         batch_size: int | None = None,
         progress: Progress = no_progress,
     ) -> list[Answer]:
-        """Answer questions; ``ranked`` passages of each are returned for recall."""
+        """Answer questions in batches; ``ranked`` passages of each are returned for recall."""
         answers: list[Answer] = []
         for start in range(0, len(questions), size := batch_size or self.together):
             batch = questions[start : start + size]
@@ -107,13 +111,13 @@ class Answering(ABC):
 
 @dataclass(eq=False)
 class RetrieveAndRead(Answering):
-    """Retriever and reader over a corpus whose embeddings are fixed; a subclass reads what is found.
+    """Retriever and reader over a corpus with fixed passage embeddings; subclasses read the retrieved passages.
 
-    Where a ``ranker`` is given, it finds the passages of a question, all with the same p(z|x): nothing of the retriever
-    is used or learns, and no embeddings are needed.
+    With a ``ranker``, it retrieves instead of the embeddings, with equal p(z|x) for all passages; the retriever is then
+    neither used nor trained.
     """
 
-    together = 4  # the spans of more are tensors of hundreds of MB, slower and no better
+    together = 4  # span tensors of larger batches take hundreds of MB, without a gain in speed
     retriever: Retriever
     reader: Reader
     snapshot: Snapshot
@@ -127,24 +131,24 @@ class RetrieveAndRead(Answering):
         self.device = self.reader.device
         self.special = SpecialTokens.of(self.snapshot.tokenizer)
         self.sources = Sources(self.snapshot)
-        self._correct: dict[tuple[tuple[str, ...], str], dict[int, bool]] = {}  # an id is a question's in one file only
+        self._correct: dict[tuple[tuple[str, ...], str], dict[int, bool]] = {}  # question ids are unique only per file
         encode, blank = self.snapshot.tokenizer.encode, blank_before(self.snapshot.tokenizer, self.special.query)
-        # A question is looked at several times: its length is checked, it is embedded, and it is read (only read).
+        # Each question is tokenized for the length check, the embedding and the reader; the arrays are read-only.
         self.wordpieces: Callable[[str], np.ndarray] = lru_cache(_QUESTIONS_IN_MEMORY)(
             lambda text: np.array(encode(blank + text, add_special_tokens=False).ids, dtype=np.int64)
         )
 
     def over(self, ranker: Callable[[str, int], np.ndarray]) -> Self:
-        """The same reader over what a ranker finds."""
-        other = copy(self)  # with whatever parameters a subclass has
+        """Return a copy that retrieves with a ranker and reads with the same reader."""
+        other = copy(self)  # keeps the attributes of subclasses
         other.passages, other.ranker, other.words = None, ranker, None
         return other
 
     def restore(self, folder: Path) -> None:
-        """Read what a subclass has written beside both models."""
+        """Load the parameters that a subclass saved in addition to both models."""
 
     def save(self, folder: Path) -> None:
-        """Both models, what the ranker has learned, and the index."""
+        """Write both models, the ranker's parameters, and the index."""
         save_models(folder, self.retriever, self.reader, self.snapshot.vocabulary_hash, self.snapshot.tokenizer)
         if isinstance(self.ranker, Ranker):
             self.ranker.save(folder)
@@ -152,37 +156,39 @@ class RetrieveAndRead(Answering):
             save_passages(folder, self.passages, self.snapshot.corpus_hash)
 
     def relevance(self, questions: Sequence[str], k: int) -> tuple[Tensor, Tensor]:
-        """Scores f(x, z) of the top k passages, best first, B x k, with gradient into the query tower; ids on the CPU.
+        """Retrieve the top k passages, best first.
 
-        A ranker's scores are 0; where it finds fewer passages the id is -1 and the score -inf.
+        Returns:
+            Scores f(x, z), B x k, with gradients into the query tower, and ids on the CPU. A ranker's scores are 0; if
+            it ranks fewer passages, the remaining ids are -1 with score -inf.
         """
         if self.ranker is not None:
             id_BK = torch.from_numpy(np.stack([self.ranker(question, k) for question in questions]))
             (missing_BK,) = send(self.device, id_BK < 0)
             return torch.zeros(id_BK.shape, device=self.device).masked_fill(missing_BK, -torch.inf), id_BK
-        assert self.passages is not None, "without embeddings there must be a ranker"
+        assert self.passages is not None, "without embeddings a ranker is required"
         with autocast(self.device, self.dtype):
             query_BE = self.retriever.query(Packed(self.queries(questions)))
         if self.hybrid:
-            found = self._search(query_BE, questions, k, max(k, HYBRID_DEPTH))
-            place_BK, missing_BK = found.id_QK.clamp(min=0), found.id_QK < 0
-            place_BK, missing_BK, words_BK = send(self.passages.device, place_BK, missing_BK, found.words_QK.float())
-            dense_BK = self.retriever.relevance(query_BE, self.passages.vectors(place_BK).to(self.device))
+            hits = self._search(query_BE, questions, k, max(k, HYBRID_DEPTH))
+            row_BK, missing_BK = hits.id_QK.clamp(min=0), hits.id_QK < 0
+            row_BK, missing_BK, words_BK = send(self.passages.device, row_BK, missing_BK, hits.words_QK.float())
+            dense_BK = self.retriever.relevance(query_BE, self.passages.vectors(row_BK).to(self.device))
             relevance_BK = self.retriever.mixture.of(dense_BK, words_BK.to(self.device))
-            return relevance_BK.masked_fill(missing_BK.to(self.device), -torch.inf), found.id_QK
+            return relevance_BK.masked_fill(missing_BK.to(self.device), -torch.inf), hits.id_QK
         if k >= len(self.passages):
             score_BP: Tensor = self.retriever.scores(query_BE, self.passages.vectors(slice(None)).to(self.device))
             score_BP, id_BP = torch.sort(score_BP, dim=1, descending=True)
             return score_BP, id_BP.cpu()
         with torch.no_grad():
             _, id_BK = self.passages.search(query_BE.detach(), k)
-            found_BKE = self.passages.vectors(id_BK).to(self.device)
-        return self.retriever.relevance(query_BE, found_BKE), id_BK.cpu()
+            vectors_BKE = self.passages.vectors(id_BK).to(self.device)
+        return self.retriever.relevance(query_BE, vectors_BKE), id_BK.cpu()
 
     def evidence(self, questions: Sequence[Question], k: int) -> tuple[Tensor, Tensor]:
-        """``relevance`` without the passages that a question was made from.
+        """Retrieve as ``relevance`` does, without the passages that a question was generated from.
 
-        A question of which fewer than k are left has id -1 and score -inf behind them.
+        If fewer than k remain, the remaining ids are -1 with score -inf.
         """
         most = max(len(question.not_in) for question in questions)
         relevance_BK, id_BK = self.relevance([question.question for question in questions], k + most)
@@ -196,16 +202,16 @@ class RetrieveAndRead(Answering):
 
     @property
     def hybrid(self) -> bool:
-        """Whether words count beside embeddings."""
+        """True if f(x, z) combines embeddings with BM25."""
         return self.words is not None and self.retriever.mixture.lexical > 0
 
     def queries(self, questions: Sequence[str]) -> list[np.ndarray]:
-        """[CLS] question [SEP] of each question."""
+        """Build the query sequence of each question, truncated to ``query_wordpieces``."""
         limit = self.options.query_wordpieces
         return [join_query(self.wordpieces(question), self.special, limit) for question in questions]
 
     def search(self, questions: Sequence[str], k: int, depth: int) -> Hits:
-        """The best k passages of each question among the ``depth`` best of embeddings and words, with both scores."""
+        """Retrieve the top k passages of each question among ``depth`` candidates of embeddings and of BM25 each."""
         query_QE = embed(self.retriever.query, query_sequences(self.queries(questions)), self.dtype)
         return self._search(query_QE, questions, k, depth)
 
@@ -215,28 +221,28 @@ class RetrieveAndRead(Answering):
         return search.search(query_BE.detach(), questions, k, depth)
 
     def is_correct(self, question: Question, passages: Sequence[int]) -> np.ndarray:
-        """Whether each passage contains an answer, by the question's rule."""
-        known = self._correct.setdefault((question.answers, question.match_rule), {})
+        """Return whether each passage contains an answer, by the question's match rule."""
+        cache = self._correct.setdefault((question.answers, question.match_rule), {})
         for p in passages:
-            if p not in known:
-                known[p] = p >= 0 and contains_answer(self.snapshot.text(p), question.answers, question.match_rule)
-        return np.array([known[p] for p in passages], dtype=bool)
+            if p not in cache:
+                cache[p] = p >= 0 and contains_answer(self.snapshot.text(p), question.answers, question.match_rule)
+        return np.array([cache[p] for p in passages], dtype=bool)
 
     def check(self, question: str) -> None:
-        """InvalidRequest when a question is empty or longer than what is read of it."""
+        """Raise InvalidRequest if a question is empty or longer than the reader's limit."""
         tokens = self.wordpieces(question)
         limit = min(self.options.query_wordpieces - 2, self.options.reader_wordpieces - 4)
         if not 0 < len(tokens) <= limit:
             shown = question if len(question) <= 200 else f"{question[:200]}…"
             raise InvalidRequest(
-                f"the question {shown!r} has {len(tokens)} wordpieces, 1 to {limit} are read: change it"
+                f"the question {shown!r} has {len(tokens)} wordpieces, 1 to {limit} are read; rephrase it"
             )
 
     @torch.no_grad()
     def find(self, questions: Sequence[Question], ranked: int = 0) -> list[Found]:
-        """What is read for each question, without the passages that it was made from, and the top ``ranked``.
+        """Retrieve passages for each question as ``evidence`` does: those to read, and the top ``ranked``.
 
-        From here on both models are in evaluation mode.
+        Both models are switched to eval mode.
         """
         for model in (self.retriever, self.reader):
             if model.training:
@@ -244,10 +250,10 @@ class RetrieveAndRead(Answering):
         most = self.options.reader_candidates
         relevance_BK, id_BK = self.evidence(questions, max(ranked, most))
         relevance_BK = relevance_BK[:, :most]
-        found = []
+        retrieved = []
         columns = zip(questions, id_BK.tolist(), relevance_BK.tolist(), log_prior(relevance_BK).tolist(), strict=True)
         for question, ids, relevance, prior in columns:
-            read = tuple(passage for passage in ids[:most] if passage >= 0)  # what is not there is last
-            there = len(read)
-            found.append(Found(question, read, tuple(relevance[:there]), tuple(prior[:there]), tuple(ids[:ranked])))
-        return found
+            read = tuple(passage for passage in ids[:most] if passage >= 0)  # padding is last
+            n = len(read)
+            retrieved.append(Found(question, read, tuple(relevance[:n]), tuple(prior[:n]), tuple(ids[:ranked])))
+        return retrieved

@@ -1,10 +1,10 @@
-"""Attention of transformers' encoders over packed sequences, each of which attends to itself alone.
+"""Variable-length attention for transformers' encoders: each packed sequence attends only to itself.
 
-On a GPU in half precision flash attention takes the sequences as they are; elsewhere they are padded in groups of
-similar lengths, for attention alone.
+On a GPU in half precision, flash attention reads the packed sequences directly. Otherwise sequences of similar lengths
+are padded in groups, for the attention only.
 
-Shape suffixes: T wordpieces of all sequences, G sequences of a group, L its longest, P padded rows, D width, H heads,
-E width of a head.
+Shape suffixes: T wordpieces in the batch, G sequences in a group, L the longest sequence in it, P padded rows, D width,
+H heads, E head width.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor, nn
 
 from realmops.model.packed import Packed, PaddedGroup
 
-NAME = "realmops_packed"  # as transformers knows the function
+ATTENTION_NAME = "realmops_packed"  # in the attention registry of transformers
 
 
 @cache
 def register() -> str:
-    """Make :func:`packed_attention` known to transformers and return its name there."""
+    """Register :func:`packed_attention` with transformers and return its name."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
-    return NAME
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)
+    return ATTENTION_NAME
 
 
 def packed_attention(
@@ -45,23 +45,33 @@ def packed_attention(
     is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Return softmax attention 1 x T x H x E, in the form of transformers' attention functions.
+    """Compute softmax attention per packed sequence, as an attention function of transformers.
 
     Args:
+        module: attention layer; its ``is_causal`` is the default of ``is_causal``.
+        query_1HTE: queries of the whole batch.
+        key_1HTE: keys; a divisor of H heads where several query heads share one.
+        value_1HTE: values, with the heads of the keys.
+        mask: unused; ``packed`` defines which wordpieces belong together.
         packed: the batch; rows after its last wordpiece get zeros.
-        sliding_window: a wordpiece attends to those at a distance below it.
-        is_causal: whether a wordpiece attends to none after it; None takes the module's own.
+        scaling: factor of the scores; E ** -0.5 by default.
+        dropout: dropout probability of the attention weights.
+        sliding_window: a wordpiece attends to wordpieces at a smaller distance than this.
+        is_causal: whether a wordpiece attends only to itself and earlier ones.
+
+    Returns:
+        The attention output 1 x T x H x E, and None instead of attention weights.
     """
     rows = query_1HTE.shape[2]
     scale = query_1HTE.shape[-1] ** -0.5 if scaling is None else scaling
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
-    reach = None if sliding_window is None else sliding_window - 1
+    max_distance = None if sliding_window is None else sliding_window - 1
     q_THE, k_THE, v_THE = (x[0].transpose(0, 1)[: packed.wordpieces] for x in (query_1HTE, key_1HTE, value_1HTE))
     if not dropout and _supports_flash(v_THE):
-        y_THE = _flash(q_THE.to(v_THE.dtype), k_THE.to(v_THE.dtype), v_THE, packed, scale, reach, causal)
+        y_THE = _flash(q_THE.to(v_THE.dtype), k_THE.to(v_THE.dtype), v_THE, packed, scale, max_distance, causal)
     else:
-        y_THE = _padded(q_THE, k_THE, v_THE, packed, scale, dropout, reach, causal)
-    if packed.wordpieces is not None:  # of a batch for a graph, whose sizes are not known, all rows are wordpieces
+        y_THE = _padded(q_THE, k_THE, v_THE, packed, scale, dropout, max_distance, causal)
+    if packed.wordpieces is not None:  # a traced batch has dynamic sizes, and no rows after its last wordpiece
         y_THE = F.pad(y_THE, (0, 0, 0, 0, 0, rows - len(y_THE)))
     return y_THE[None], None
 
@@ -73,14 +83,14 @@ def _supports_flash(x: Tensor) -> bool:
 
 
 def _flash(
-    q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, packed: Packed, scale: float, reach: int | None, causal: bool
+    q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, packed: Packed, scale: float, max_distance: int | None, causal: bool
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # takes seconds to import
 
-    before = -1 if reach is None else reach
-    window = (before, 0 if causal else before)
+    left = -1 if max_distance is None else max_distance
+    window = (left, 0 if causal else left)
     k_THE, v_THE = _repeat_heads(k_THE, q_THE), _repeat_heads(v_THE, q_THE)
-    y_THE: Tensor = varlen_attn(  # type: ignore[assignment]  # a tuple only where more is requested
+    y_THE: Tensor = varlen_attn(  # type: ignore[assignment]  # a tuple only with return_aux
         q_THE, k_THE, v_THE, packed.starts_B, packed.starts_B, packed.longest, packed.longest,
         scale=scale, window_size=window,
     )  # fmt: skip
@@ -88,25 +98,25 @@ def _flash(
 
 
 def _repeat_heads(x_THE: Tensor, like_THE: Tensor) -> Tensor:
-    """Repeat the heads of keys or values that several heads of queries share."""
+    """Repeat key or value heads that several query heads share (grouped-query attention)."""
     times = like_THE.shape[1] // x_THE.shape[1]
     return x_THE if times == 1 else x_THE.repeat_interleave(times, 1)
 
 
 def _padded(
-    q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, packed: Packed, scale: float, dropout: float, reach: int | None,
+    q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, packed: Packed, scale: float, dropout: float, max_distance: int | None,
     causal: bool,
 ) -> Tensor:  # fmt: skip
     packed.pad()
     k_THE, v_THE = _repeat_heads(k_THE, q_THE), _repeat_heads(v_THE, q_THE)
     parts = [packed.split(_to_padded(x_THE.flatten(1), packed)) for x_THE in (q_THE, k_THE, v_THE)]
     heads = q_THE.shape[1]
-    made = []
+    outputs = []
     for q_PD, k_PD, v_PD, group in zip(*parts, packed.groups, strict=True):
         shape = (group.size, group.longest, heads, -1)
         q_GHLE, k_GHLE, v_GHLE = (x_PD.view(shape).transpose(1, 2) for x_PD in (q_PD, k_PD, v_PD))
-        made.append(_attend_group(q_GHLE, k_GHLE, v_GHLE, group, scale, dropout, reach, causal))
-    y_PD = made[0] if len(made) == 1 else torch.cat(made)
+        outputs.append(_attend_group(q_GHLE, k_GHLE, v_GHLE, group, scale, dropout, max_distance, causal))
+    y_PD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     y_TD = y_PD if packed.in_place else y_PD.index_select(0, packed.padded_row_T)
     return y_TD.view(-1, heads, v_THE.shape[2])
 
@@ -119,31 +129,36 @@ def _to_padded(x_TD: Tensor, packed: Packed) -> Tensor:
 
 def _attend_group(
     q_GHLE: Tensor, k_GHLE: Tensor, v_GHLE: Tensor, group: PaddedGroup, scale: float, dropout: float,
-    reach: int | None, causal: bool,
+    max_distance: int | None, causal: bool,
 ) -> Tensor:  # fmt: skip
-    hidden = _hidden(group, reach, causal, q_GHLE.device)
+    blocked = _blocked_keys(group, max_distance, causal, q_GHLE.device)
     if q_GHLE.is_cuda or not torch.is_grad_enabled():
-        mask = None if hidden is None else ~hidden
+        mask = None if blocked is None else ~blocked
         y_GHLE = F.scaled_dot_product_attention(q_GHLE, k_GHLE, v_GHLE, mask, dropout, scale=scale)
-    else:  # on a CPU the fused form is faster forward alone, not with its backward pass
+    else:  # on a CPU the fused kernel is faster in the forward pass, but not with its backward pass
         scores_GHLL = (q_GHLE * scale) @ k_GHLE.transpose(-1, -2)
-        if hidden is not None:  # in place: autograd then saves no copy
-            scores_GHLL += scores_GHLL.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        if blocked is not None:  # in place, so that autograd saves no copy
+            scores_GHLL += scores_GHLL.new_zeros(blocked.shape).masked_fill_(blocked, -torch.inf)
         y_GHLE = F.dropout(scores_GHLL.softmax(-1), dropout, True) @ v_GHLE
     return y_GHLE.transpose(1, 2).reshape(group.size * group.longest, -1)
 
 
-def _hidden(group: PaddedGroup, reach: int | None, causal: bool, device: torch.device) -> Tensor | None:
-    """Which keys are hidden from a query, G x 1 x (1 or L) x L; None for none. Padding sees all, so no row is empty."""
+def _blocked_keys(group: PaddedGroup, max_distance: int | None, causal: bool, device: torch.device) -> Tensor | None:
+    """Return the keys that a query may not attend to, G x 1 x (1 or L) x L, or None if it may attend to all.
+
+    Padded queries attend to every key, so that no row of the softmax is empty.
+    """
     padding_GL = group.is_padding_GL
-    is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # the graph serves all lengths
-    if not causal and (reach is None or (not is_traced and group.longest <= reach + 1)):
+    is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # a trace must hold for all lengths
+    if not causal and (max_distance is None or (not is_traced and group.longest <= max_distance + 1)):
         return None if padding_GL is None else padding_GL[:, None, None, :]
-    place_L = torch.arange(group.longest, device=device)
-    distance_LL = place_L[:, None] - place_L
-    far_LL = torch.zeros_like(distance_LL, dtype=torch.bool) if reach is None else distance_LL.abs() > reach
+    position_L = torch.arange(group.longest, device=device)
+    distance_LL = position_L[:, None] - position_L
+    blocked_LL = (
+        torch.zeros_like(distance_LL, dtype=torch.bool) if max_distance is None else distance_LL.abs() > max_distance
+    )
     if causal:
-        far_LL = far_LL | (distance_LL < 0)
+        blocked_LL = blocked_LL | (distance_LL < 0)
     if padding_GL is None:
-        return far_LL[None, None]
-    return ((far_LL | padding_GL[:, None, :]) & ~padding_GL[:, :, None])[:, None]
+        return blocked_LL[None, None]
+    return ((blocked_LL | padding_GL[:, None, :]) & ~padding_GL[:, :, None])[:, None]

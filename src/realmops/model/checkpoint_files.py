@@ -1,4 +1,4 @@
-"""Build the models of a run, and hand them on as safetensors and JSON."""
+"""Build retriever and reader from options; save and load them as safetensors and JSON."""
 
 import copy
 import json
@@ -52,33 +52,33 @@ MODEL = "model.json"
 RETRIEVER = "retriever.safetensors"
 READER = "reader.safetensors"
 ENCODERS = {"query": "query_encoder", "document": "document_encoder", "reader": "reader_encoder"}
-WEIGHTS = SAFETENSORS[0]  # of each of these folders
-SPARE_WORDPIECES = 128  # at most, that an encoder has beside its tokenizer's: matrices are padded to round numbers
+WEIGHTS = SAFETENSORS[0]  # in each folder of ENCODERS
+SPARE_WORDPIECES = 128  # rows that an embedding matrix may have beyond its tokenizer's vocabulary, as padding
 
 
 def build_encoder(
     options: BertOptions, vocabulary: int, seed: int, warn: Callable[[str], None] | None = None
 ) -> tuple[Encoder, MaskedWordHead | None]:
-    """The encoder that ``bert.init`` names, with a masked word head; ``warn`` is told when that starts fresh."""
+    """Build the encoder of ``bert.init`` with its masked word head; call ``warn`` if that head starts untrained."""
     generator = torch.Generator().manual_seed(seed_for(seed, "bert"))
     if options.init == "small":
         return small_encoder(options, vocabulary, generator)
     folder = encoder_folder(options.init)
-    encoder, head, found = load_encoder(folder, options.dropout)
+    encoder, head, is_trained = load_encoder(folder, options.dropout)
     if not vocabulary <= encoder.vocabulary <= vocabulary + SPARE_WORDPIECES:
         raise ValueError(
             f"{folder}: the encoder has {encoder.vocabulary} wordpieces, the snapshot {vocabulary}; "
-            "make the snapshot with this bert.init"
+            "build the snapshot with this bert.init"
         )
     if encoder.positions < options.positions:
         raise ValueError(
             f"{folder}: the encoder has {encoder.positions} positions, bert.positions is {options.positions}; "
             f"set bert.positions={encoder.positions}"
         )
-    if head is not None and not found and warn is not None:
+    if head is not None and not is_trained and warn is not None:
         warn(
-            f"{folder} has no masked word head: the reader's starts fresh, over the word "
-            "embeddings; give it more ict.reader_steps than a BERT with its head needs"
+            f"{folder} has no masked word head: the reader's head starts untrained, over the word embeddings; "
+            "set more ict.reader_steps than for a BERT with a pre-trained head"
         )
     return encoder, head
 
@@ -91,10 +91,10 @@ def build_models(
     seed: int,
     warn: Callable[[str], None] | None = None,
 ) -> tuple[Retriever, Reader]:
-    """Retriever and reader; all towers and projections start equal, those of a BERT from the reader's encoder.
+    """Build retriever and reader; both towers start equal, and an encoder tower as a copy of the reader's encoder.
 
-    A bag, a projection by PCA and what a reader that compares knows of wordpieces are then filled from the passages
-    (``search.corpus_statistics``).
+    The word vectors of a `Bag`, a projection by PCA and the statistics of `LexicalFeatures` are filled later from the
+    passages (``search.corpus_statistics``).
     """
     encoder, head = build_encoder(bert, vocabulary, seed, warn)
     generator = torch.Generator().manual_seed(seed_for(seed, "projection"))
@@ -105,10 +105,10 @@ def build_models(
         folder = None if bert.init == "small" else encoder_folder(bert.init)
         query = _build_embedder(folder, retriever, copy.deepcopy(encoder), generator, warn)
     document = query if retriever.share_embedders else copy.deepcopy(query)
-    reads = READERS["apart" if reader.apart else "together"]
+    reader_class = READERS["apart" if reader.apart else "together"]
     return (
         Retriever(query, document, retriever.document_vectors),
-        reads(encoder, head, copies=reader.copies, matches=reader.matches),
+        reader_class(encoder, head, copies=reader.copies, matches=reader.matches),
     )
 
 
@@ -117,8 +117,8 @@ def _build_bag(options: RetrieverOptions, vocabulary: int, generator: torch.Gene
     assert options.embedding_width, "config_rules.option_rules"
     if options.embedding_width > vocabulary:
         raise ValueError(
-            f"retriever.embedding_width is {options.embedding_width}, and a bag has at most one dimension for each of "
-            f"the {vocabulary} wordpieces; set retriever.embedding_width={vocabulary} or less"
+            f"retriever.embedding_width is {options.embedding_width}; a bag has at most one dimension per wordpiece "
+            f"({vocabulary}): set retriever.embedding_width={vocabulary} or less"
         )
     bag = Bag(vocabulary, options.embedding_width, options.temperature)
     with torch.no_grad():
@@ -133,24 +133,24 @@ def _build_embedder(
     generator: torch.Generator,
     warn: Callable[[str], None] | None,
 ) -> Embedder:
-    """``folder`` is the encoder's, None for one that starts from scratch."""
+    """Build an encoder tower; ``folder`` is the pre-trained encoder's, or None for a new one."""
     pooling: str = retriever.pooling
     segments = retriever.segments
     if pooling == "auto":
-        own = None if folder is None or retriever.head == "release" else sentence_pooling(folder)
-        pooling = own or "cls"
-        if folder is not None and own and warn is not None and (unused := unused_modules(folder)):
+        configured = None if folder is None or retriever.head == "release" else sentence_pooling(folder)
+        pooling = configured or "cls"
+        if folder is not None and configured and warn is not None and (unused := unused_modules(folder)):
             warn(
-                f"{folder / MODULES} names {', '.join(unused)} beside the encoder and its pooling ({POOLING}): they "
-                "are not used here, and the retriever starts below what this encoder can do"
+                f"{folder / MODULES} names {', '.join(unused)} in addition to the encoder and its pooling ({POOLING}): "
+                "these modules are ignored, and the retriever starts below the quality of this encoder"
             )
     check(vector_rules(retriever.document_vectors, retriever.pooling, pooling))
     if segments == "auto":
-        one = encoder.segments < 2 or (folder is not None and is_sentence_encoder(folder))
-        segments = "one" if one else "two"
+        is_single = encoder.segments < 2 or (folder is not None and is_sentence_encoder(folder))
+        segments = "one" if is_single else "two"
     if segments == "two" and encoder.segments < 2:
         raise ValueError(
-            f"retriever.segments is two, and {encoder.words} tells no segments apart; set retriever.segments=auto"
+            f"retriever.segments is two, but {encoder.words} has no second segment; set retriever.segments=auto"
         )
     layers = []
     if folder is not None and is_sentence_encoder(folder) and retriever.head != "release":
@@ -177,40 +177,44 @@ def _build_embedder(
 
 
 def load_pooler(pooler: nn.Linear, state: Mapping[str, Tensor]) -> bool:
-    """Fill the layer over [CLS] that BERT's second task trained; returns whether the weights have one."""
-    found = {kind: t for kind in ("weight", "bias") for n, t in state.items() if n.endswith(f"pooler.dense.{kind}")}
-    if found:
-        pooler.load_state_dict({kind: tensor.float() for kind, tensor in found.items()})
-    return bool(found)
+    """Load BERT's pooler, the layer over [CLS] of next sentence prediction; return whether ``state`` has it."""
+    pooler_state = {
+        kind: t for kind in ("weight", "bias") for n, t in state.items() if n.endswith(f"pooler.dense.{kind}")
+    }
+    if pooler_state:
+        pooler.load_state_dict({kind: tensor.float() for kind, tensor in pooler_state.items()})
+    return bool(pooler_state)
 
 
 def _dense_layer(folder: Path) -> tuple[DenseShape, dict[str, Tensor]]:
-    """A layer of a sentence encoder; ValueError names what it has that is not known here."""
+    """Read a dense layer of a sentence encoder; raise ValueError for an unsupported activation or parameter."""
     about, state = read_optional(folder / CONFIG, "dense layer"), read_weights(folder)
     activation = about.get("activation_function", "torch.nn.modules.activation.Tanh")
     if activation not in ACTIVATIONS:
-        raise ValueError(f"{folder}: activation_function is {activation!r}; {', '.join(ACTIVATIONS)} are known")
+        raise ValueError(f"{folder}: activation_function is {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
     if "linear.weight" not in state or state.keys() - {"linear.weight", "linear.bias"}:
-        raise ValueError(f"{folder}: its parameters are {', '.join(sorted(state))}; a linear layer's alone are known")
+        raise ValueError(
+            f"{folder}: its parameters are {', '.join(sorted(state))}; allowed: linear.weight, linear.bias"
+        )
     outputs, inputs = state["linear.weight"].shape
     shape = DenseShape(inputs, outputs, "linear.bias" in state, activation)
     return shape, {name: tensor.float() for name, tensor in state.items()}
 
 
 def add_spans(reader: Reader, span_width: int, seed: int) -> None:
-    """Give the reader a new span head."""
+    """Add an untrained span head to the reader."""
     reader.spans = SpanHead(reader.encoder.width, span_width)
     initialise_spans(reader.spans, torch.Generator().manual_seed(seed_for(seed, "spans")))
     reader.spans.to(reader.device)
 
 
 def cpu_state(module: nn.Module) -> dict[str, Tensor]:
-    """A copy of a module's parameters on the CPU, each tensor once."""
+    """Copy a module's state dict to the CPU, each tensor contiguous."""
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in module.state_dict().items()}
 
 
 def describe(retriever: Retriever, reader: Reader | None, vocabulary_hash: str) -> dict[str, Any]:
-    """The shapes that a loader needs, as JSON."""
+    """Return the configuration that a loader needs to rebuild both models, as JSON."""
     return {
         **_describe_tower(retriever.query),
         "share_embedders": retriever.shared,
@@ -242,8 +246,8 @@ def _describe_tower(tower: Tower) -> dict[str, Any]:
     }
 
 
-def _described_tower(description: Mapping[str, Any], encoder: Encoder | None = None) -> Tower:
-    """The inverse of :func:`_describe_tower`, without the weights; ``encoder`` is the network where it is there."""
+def _tower_from_description(description: Mapping[str, Any], encoder: Encoder | None = None) -> Tower:
+    """Build a tower from :func:`_describe_tower`, without weights, over ``encoder`` or a new one."""
     if description["tower"] == "bag":
         return Bag(description["vocabulary"], description["embedding_width"], description["temperature"])
     if encoder is None:
@@ -254,13 +258,13 @@ def _described_tower(description: Mapping[str, Any], encoder: Encoder | None = N
 
 
 def _own_state(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters of a tower, a retriever or a reader beside those of transformers' models in it."""
-    theirs = [f"{name}." for name, part in module.named_modules() if isinstance(part, Encoder | MaskedWordHead)]
-    return {name: tensor for name, tensor in cpu_state(module).items() if not name.startswith(tuple(theirs))}
+    """Copy the parameters of a tower or reader, without those in modules of transformers."""
+    prefixes = [f"{name}." for name, part in module.named_modules() if isinstance(part, Encoder | MaskedWordHead)]
+    return {name: tensor for name, tensor in cpu_state(module).items() if not name.startswith(tuple(prefixes))}
 
 
 def retriever_files(retriever: Retriever, vocabulary_hash: str) -> dict[str, bytes]:
-    """Return a retriever as files for the exchange, a shared tower once."""
+    """Serialise a retriever to files by name for the exchange; a shared tower is stored once."""
     description = json.dumps(describe(retriever, None, vocabulary_hash), sort_keys=True)
     towers = _towers(retriever)
     state = {f"{name}.{key}": t for name, tower in towers.items() for key, t in cpu_state(tower).items()}
@@ -268,19 +272,19 @@ def retriever_files(retriever: Retriever, vocabulary_hash: str) -> dict[str, byt
 
 
 def retriever_from_files(files: Mapping[str, bytes]) -> Retriever:
-    """The inverse of :func:`retriever_files`."""
+    """Load a retriever from the files of :func:`retriever_files`."""
     description = json.loads(files[MODEL])
-    towers = [_described_tower(description) for _ in range(1 if description["share_embedders"] else 2)]
-    return _assembled(description, towers, load_tensors(files[RETRIEVER]))
+    towers = [_tower_from_description(description) for _ in range(1 if description["share_embedders"] else 2)]
+    return _assemble(description, towers, load_tensors(files[RETRIEVER]))
 
 
 def _towers(retriever: Retriever) -> dict[str, Tower]:
-    """The towers by name, a shared one once."""
+    """Return the towers by name, a shared one once."""
     return {"query": retriever.query} | ({} if retriever.shared else {"document": retriever.document})
 
 
-def _assembled(description: Mapping[str, Any], towers: Sequence[Tower], state: Mapping[str, Tensor]) -> Retriever:
-    """Join towers to a retriever and fill them with tensors under the names of :func:`_towers`."""
+def _assemble(description: Mapping[str, Any], towers: Sequence[Tower], state: Mapping[str, Tensor]) -> Retriever:
+    """Build a retriever from towers and load ``state``, whose keys are prefixed as in :func:`_towers`."""
     retriever = Retriever(towers[0], towers[-1], description["document_vectors"])
     retriever.mixture = Mixture(**description["mixture"])
     for name, tower in _towers(retriever).items():
@@ -289,11 +293,11 @@ def _assembled(description: Mapping[str, Any], towers: Sequence[Tower], state: M
 
 
 def _fill(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load parameters; those that transformers' models have already may be missing."""
+    """Load parameters; those in modules of transformers are loaded already and may be missing."""
     missing, unexpected = module.load_state_dict(dict(state), strict=False)
-    lacking = [name for name in missing if name in _own_state(module)] + unexpected
-    if lacking:
-        raise RuntimeError(f"{lacking[0]} is missing or not known")
+    own_state = _own_state(module) if missing else {}
+    if mismatches := [name for name in missing if name in own_state] + unexpected:
+        raise RuntimeError(f"{mismatches[0]} is missing or unexpected")
 
 
 def save_models(
@@ -301,8 +305,8 @@ def save_models(
 ) -> None:
     """Write both models into a folder.
 
-    Each encoder is a folder of transformers below it, the reader's with its masked word head; what is not
-    transformers' lies beside them as safetensors.
+    Each encoder becomes a subfolder in transformers' format, the reader's with its masked word head; all other
+    parameters are safetensors files in the folder itself.
     """
     description = json.dumps(describe(retriever, reader, vocabulary_hash), indent=1, sort_keys=True)
     (folder / MODEL).write_text(description + "\n")
@@ -324,26 +328,26 @@ def _save_encoder(folder: Path, encoder: Encoder, head: MaskedWordHead | None, t
 
 
 def load_models(folder: Path, vocabulary_hash: str) -> tuple[Retriever, Reader]:
-    """Read both models; ValueError when they were trained with another vocabulary or by another version."""
-    with _described(folder, vocabulary_hash, "run the stages since ict again") as description:
+    """Load both models; raise ValueError if their vocabulary or their version of realmops differs."""
+    with _open_description(folder, vocabulary_hash, "run the stages since ict again") as description:
         state, towers = load_tensors((folder / RETRIEVER).read_bytes()), []
         for name in ("query",) if description["share_embedders"] else ("query", "document"):
             encoder = None
             if description["tower"] == "bert":
                 encoder, _ = open_encoder(folder / ENCODERS[name], description["bert"]["packs"])
-            towers.append(_described_tower(description, encoder))
-        return _assembled(description, towers, state), _reader(folder, description)
+            towers.append(_tower_from_description(description, encoder))
+        return _assemble(description, towers, state), _load_reader(folder, description)
 
 
 def load_reader(folder: Path, vocabulary_hash: str) -> Reader:
-    """The reader of an export alone; ValueError as of ``load_models``."""
-    remedy = "set bert.init to the encoder that this reader began with (README.md there names it)"
-    with _described(folder, vocabulary_hash, remedy) as description:
-        return _reader(folder, description)
+    """Load only the reader of an export; raise ValueError as ``load_models`` does."""
+    remedy = "set bert.init to the encoder that this reader was trained from (see README.md in that folder)"
+    with _open_description(folder, vocabulary_hash, remedy) as description:
+        return _load_reader(folder, description)
 
 
 def copy_models(source: Path, target: Path, *parts: str) -> None:
-    """Copy the files of "retriever" or "reader" (:func:`identifying_files`); of both if none is named."""
+    """Copy the files of the parts "retriever" and "reader" (:func:`identifying_files`), by default of both."""
     for path in identifying_files(source, *parts or ("retriever", "reader")):
         if path.parent == source:
             shutil.copyfile(path, target / path.name)
@@ -352,10 +356,9 @@ def copy_models(source: Path, target: Path, *parts: str) -> None:
 
 
 def identifying_files(folder: Path, *parts: str) -> list[Path]:
-    """Return the files that decide what a folder's models compute, in a fixed order: their description, their weights.
+    """Return the description and weight files of the parts "retriever" and "reader", in a fixed order.
 
-    Args:
-        parts: "retriever" and "reader", or one of them.
+    They determine all that the models of a folder compute.
     """
     files = [folder / MODEL]
     if "retriever" in parts:
@@ -366,7 +369,7 @@ def identifying_files(folder: Path, *parts: str) -> list[Path]:
 
 
 @contextmanager
-def _described(folder: Path, vocabulary_hash: str, remedy: str) -> Iterator[dict[str, Any]]:
+def _open_description(folder: Path, vocabulary_hash: str, remedy: str) -> Iterator[dict[str, Any]]:
     description = json.loads((folder / MODEL).read_text())
     if description["vocabulary_hash"] != vocabulary_hash:
         raise ValueError(
@@ -380,21 +383,21 @@ def _described(folder: Path, vocabulary_hash: str, remedy: str) -> Iterator[dict
         )
     try:
         yield description
-    except (KeyError, RuntimeError) as error:  # of the description, of load_state_dict
-        said = f"{MODEL} lacks {error}" if isinstance(error, KeyError) else str(error)
-        reason = " ".join(said.split())[:200]
+    except (KeyError, RuntimeError) as error:  # from the description, from load_state_dict
+        message = f"{MODEL} lacks {error}" if isinstance(error, KeyError) else str(error)
+        reason = " ".join(message.split())[:200]
         raise ValueError(
             f"{folder}: its parameters are not those of this version ({reason}); run the stages since ict again with "
             "--force"
         ) from None
 
 
-def _reader(folder: Path, description: Mapping[str, Any]) -> Reader:
+def _load_reader(folder: Path, description: Mapping[str, Any]) -> Reader:
     name = description["reader_class"]
     if name not in READERS:
         raise ValueError(
-            f"{folder / MODEL}: reader_class is {name!r}, this version has {', '.join(READERS)}; open it with the "
-            "version that trained it"
+            f"{folder / MODEL}: reader_class is {name!r}; allowed: {', '.join(READERS)}; use the version of realmops "
+            "that trained it"
         )
     encoder, head = open_encoder(folder / ENCODERS["reader"], description["reader"]["packs"], predicts=True)
     reader = READERS[name](encoder, head, copies=description["copies"], matches=description["matches"])

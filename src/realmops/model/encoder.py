@@ -1,10 +1,9 @@
-"""Encoders: any that transformers has, over packed sequences.
+"""Encoders of transformers, over packed sequences.
 
-An encoder is transformers' own module. Where its family passes attention to transformers' interface, a batch goes
-through it as one long row, and :mod:`realmops.model.attention` keeps the sequences apart; every layer then sees useful
-wordpieces alone. Other families get padded batches.
+An encoder is a module of transformers. If its family uses transformers' attention interface, a batch is one long row
+without padding, and :mod:`realmops.model.attention` keeps its sequences separate. Other families get padded batches.
 
-Shape suffixes: B sequences, L the longest, T wordpieces of all sequences, D width.
+Shape suffixes: B sequences, L the longest sequence, T wordpieces in the batch, D width.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ import torch
 from torch import Tensor, nn
 
 from realmops.devices import evaluating, send
-from realmops.model.attention import NAME, register
-from realmops.model.packed import Packed, even_rows, similar_lengths
+from realmops.model.attention import ATTENTION_NAME, register
+from realmops.model.packed import Packed, group_by_length, pad_rows
 
-_HALF = 1e-2  # of hidden states in fp16: largest relative error
-_SAME = 1e-3  # share of the largest hidden state by which two ways to compute them may differ
+_FP16_TOLERANCE = 1e-2  # relative error of hidden states
+_NEAR_TOLERANCE = 1e-3  # relative to the largest hidden state; other kernels round differently
 _DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
-_KEY_BIASES = (".key.bias", ".k_lin.bias", ".k.bias")  # without rotary positions the softmax does not see them
-_NOT_SHAPE = ("_name_or_path", "architectures", "dtype", "transformers_version")  # change when a model is saved
+_KEY_BIASES = (".key.bias", ".k_lin.bias", ".k.bias")  # without rotary positions they cancel in the softmax
+_NOT_SHAPE = ("_name_or_path", "architectures", "dtype", "transformers_version")  # differ after a model is saved
 
 
 class Encoder(nn.Module):
-    """Hidden states of packed sequences by an encoder of transformers.
+    """Encoder of transformers that computes hidden states of packed sequences.
 
     Args:
-        model: the encoder (what AutoModel opens).
-        packs: whether it computes packed sequences as it would each alone; None finds out by trying.
+        model: encoder, as opened by AutoModel.
+        packs: whether packed sequences give the same hidden states as single ones; None runs a test batch.
     """
 
     def __init__(self, model: Any, packs: bool | None = None) -> None:
@@ -50,40 +49,40 @@ class Encoder(nn.Module):
         self._first_position = _first_position(model)
         self.positions = int(_first(config, 512, "max_position_embeddings")) - self._first_position
         self._common = {"use_cache": False} if "use_cache" in parameters else {}
-        self._recomputes = False
+        self._checkpoints = False
         rotates = any("rotary" in name for name, _ in model.named_modules())
         for name, parameter in model.named_parameters():
             if name.endswith(_KEY_BIASES) and not rotates:
                 parameter.requires_grad_(False)
-        able = model._supports_attention_backend and "position_ids" in parameters
+        is_packable = model._supports_attention_backend and "position_ids" in parameters
         self.packs = False
-        if able and packs is not False:
+        if is_packable and packs is not False:
             model.set_attn_implementation(register())
             self.packs = True
-            self.packs = packs or self._computes_alike()
+            self.packs = packs or self._packs_correctly()
             if not self.packs:
                 model.set_attn_implementation("sdpa")
 
     @property
     def words(self) -> str:
-        """A description of the encoder, for logs and reports."""
+        """Short description of the encoder, for logs and reports."""
         return f"a {self.model.config.model_type}" + ("" if self.packs else " (padded batches)")
 
     def forward(self, batch: Packed, added_TD: Tensor | None = None) -> Tensor:
-        """Return the hidden states T x D of a batch, which moves to the encoder's device.
+        """Compute the hidden states T x D of a batch.
 
         Args:
-            batch: sequences of at most ``positions`` wordpieces each.
-            added_TD: is added to the word vectors, whose width it has (``added_width``).
+            batch: sequences of at most ``positions`` wordpieces each; moved to the encoder's device in place.
+            added_TD: added to the word embeddings, whose width is ``added_width``.
         """
         assert batch.longest <= self.positions, (batch.longest, self.positions)
         batch.to(self.device)
         if not self.packs:
             return self._padded(batch, added_TD)
-        tokens_T = even_rows(batch.tokens_T)
-        inputs: dict[str, Any] = {"position_ids": even_rows(batch.positions_T)[None] + self._first_position}
+        tokens_T = pad_rows(batch.tokens_T)
+        inputs: dict[str, Any] = {"position_ids": pad_rows(batch.positions_T)[None] + self._first_position}
         if self.segments > 1:
-            inputs["token_type_ids"] = even_rows(batch.segments_T)[None]
+            inputs["token_type_ids"] = pad_rows(batch.segments_T)[None]
         if added_TD is None:
             inputs["input_ids"] = tokens_T[None]
         else:
@@ -93,27 +92,27 @@ class Encoder(nn.Module):
         return hidden_1TD[0, : batch.wordpieces]
 
     def _padded(self, batch: Packed, added_TD: Tensor | None) -> Tensor:
-        """Return the hidden states T x D of a family that does not pack, by padded batches of similar lengths."""
-        groups = similar_lengths(batch.lengths) if self.device.type == "cpu" else [np.arange(len(batch))]
+        """Compute the hidden states T x D in padded batches of similar lengths, for families that cannot pack."""
+        groups = group_by_length(batch.lengths) if self.device.type == "cpu" else [np.arange(len(batch))]
         rows = [np.concatenate([np.arange(batch.starts[n], batch.starts[n + 1]) for n in group]) for group in groups]
-        place_T = torch.from_numpy(np.argsort(np.concatenate(rows), kind="stable"))
-        of_groups = send(self.device, place_T, *map(torch.from_numpy, rows))
+        inverse_T = torch.from_numpy(np.argsort(np.concatenate(rows), kind="stable"))
+        inverse_T, *group_rows = send(self.device, inverse_T, *map(torch.from_numpy, rows))
         parts = []
-        for group, row_T in zip(groups, of_groups[1:], strict=True):
+        for group, row_T in zip(groups, group_rows, strict=True):
             lengths = batch.lengths[group]
             parts.append(self._padded_group(batch, lengths, row_T, None if added_TD is None else added_TD[row_T]))
-        return torch.cat(parts).index_select(0, of_groups[0])
+        return torch.cat(parts).index_select(0, inverse_T)
 
     def _padded_group(self, batch: Packed, lengths: np.ndarray, row_T: Tensor, added_TD: Tensor | None) -> Tensor:
-        """Hidden states of the sequences of these lengths, whose wordpieces are the rows ``row_T`` of a batch."""
+        """Compute the hidden states of one padded group, whose wordpieces are the rows ``row_T`` of the batch."""
         shape = len(lengths), int(lengths.max())
-        place_T = torch.from_numpy(np.flatnonzero(np.arange(shape[1]) < lengths[:, None]))
-        (place_T,) = send(self.device, place_T)
+        slot_T = torch.from_numpy(np.flatnonzero(np.arange(shape[1]) < lengths[:, None]))
+        (slot_T,) = send(self.device, slot_T)
 
         def padded(x_T: Tensor, value: int) -> Tensor:
-            return x_T.new_full((shape[0] * shape[1],), value).index_copy_(0, place_T, x_T).view(shape)
+            return x_T.new_full((shape[0] * shape[1],), value).index_copy_(0, slot_T, x_T).view(shape)
 
-        inputs = {"attention_mask": padded(torch.ones_like(place_T), 0)}
+        inputs = {"attention_mask": padded(torch.ones_like(slot_T), 0)}
         if self.segments > 1:
             inputs["token_type_ids"] = padded(batch.segments_T[row_T], 0)
         id_BL = padded(batch.tokens_T[row_T], self.model.config.pad_token_id or 0)
@@ -121,25 +120,25 @@ class Encoder(nn.Module):
             inputs["input_ids"] = id_BL
         else:
             word_BLD = self.model.get_input_embeddings()(id_BL)
-            more_PD = added_TD.new_zeros(id_BL.numel(), added_TD.shape[1]).index_copy(0, place_T, added_TD)
-            inputs["inputs_embeds"] = word_BLD + more_PD.view(*shape, -1)
+            added_PD = added_TD.new_zeros(id_BL.numel(), added_TD.shape[1]).index_copy(0, slot_T, added_TD)
+            inputs["inputs_embeds"] = word_BLD + added_PD.view(*shape, -1)
         hidden_BLD: Tensor = self.model(**inputs, **self._common).last_hidden_state
-        return hidden_BLD.flatten(0, 1).index_select(0, place_T)
+        return hidden_BLD.flatten(0, 1).index_select(0, slot_T)
 
     def cls(self, batch: Packed) -> Tensor:
-        """Return the hidden state of each sequence's first wordpiece, B x D."""
+        """Compute the hidden state of each sequence's first wordpiece, B x D."""
         hidden_TD: Tensor = self(batch)
         return hidden_TD.index_select(0, batch.first_B)
 
     @torch.no_grad()
-    def _computes_alike(self) -> bool:
-        """Return whether sequences in one batch have the hidden states that each has alone, padded by transformers."""
+    def _packs_correctly(self) -> bool:
+        """Return whether a packed batch has the hidden states that transformers computes for each single sequence."""
         rng = np.random.default_rng(0)
         sequences = [rng.integers(0, self.vocabulary, min(length, self.positions)) for length in (9, 4, 150)]
         with evaluating(self):
             try:
                 together_TD = self(Packed(sequences))
-            except TypeError:  # a family that keeps the batch from its attention
+            except TypeError:  # this family does not pass `packed` on to its attention
                 return False
             alone = []
             self.model.set_attn_implementation("sdpa" if self.model._supports_sdpa else "eager")
@@ -147,21 +146,22 @@ class Encoder(nn.Module):
                 id_1L = torch.from_numpy(tokens).to(self.device)[None]
                 position_1L = torch.arange(len(tokens), device=self.device)[None] + self._first_position
                 alone.append(self.model(input_ids=id_1L, position_ids=position_1L, **self._common).last_hidden_state[0])
-            self.model.set_attn_implementation(NAME)
+            self.model.set_attn_implementation(ATTENTION_NAME)
         return is_near(together_TD, torch.cat(alone))
 
     @property
     def device(self) -> torch.device:
+        """Device of the parameters."""
         return self.word_vectors.device
 
     @property
     def word_vectors(self) -> nn.Parameter:
-        """The vector of each wordpiece, V x D for most families."""
+        """Word embeddings, V x D in most families."""
         return cast(nn.Parameter, self.model.get_input_embeddings().weight)
 
     @property
-    def shifts(self) -> list[nn.Parameter]:
-        """Biases that add one vector to all hidden states: that of the last LayerNorm, where it comes last."""
+    def output_biases(self) -> list[nn.Parameter]:
+        """Biases that add the same vector to all hidden states: that of a final LayerNorm."""
         norms = [part for part in self.model.modules() if isinstance(part, nn.LayerNorm) and part.bias is not None]
         last = next((norm for norm in reversed(norms) if norm.normalized_shape == (self.width,)), None)
         if last is None:
@@ -171,26 +171,26 @@ class Encoder(nn.Module):
         with evaluating(self), torch.no_grad():
             before_TD = self(batch)
             last.bias.add_(step_D)
-            moves = is_near(self(batch), before_TD + step_D)
+            is_final = is_near(self(batch), before_TD + step_D)
             last.bias.copy_(bias_D)
-        return [last.bias] if moves else []
+        return [last.bias] if is_final else []
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """True where training recomputes activations in the backward pass; stays False in families without support."""
-        return self._recomputes
+        """Gradient checkpointing: the backward pass recomputes activations. Stays False in families without support."""
+        return self._checkpoints
 
     @gradient_checkpointing.setter
     def gradient_checkpointing(self, on: bool) -> None:
-        if self.model.supports_gradient_checkpointing and on != self._recomputes:
-            self._recomputes = on
+        if self.model.supports_gradient_checkpointing and on != self._checkpoints:
+            self._checkpoints = on
             if on:
                 self.model.activation_checkpointing_enable({"use_reentrant": False})
             else:
                 self.model.activation_checkpointing_disable()
 
     def set_dropout(self, dropout: float) -> None:
-        """Train with another dropout from now on."""
+        """Set the dropout probability of all layers."""
         self.dropout = dropout
         set_dropout(self.model, dropout)
 
@@ -198,7 +198,7 @@ class Encoder(nn.Module):
     def in_fp16(self) -> Self | None:
         """Return a copy in fp16, without gradients, for a GPU: faster than bf16 autocast and nearer to fp32.
 
-        None where a number of the family leaves fp16's range, as far as wordpieces in any order show.
+        Returns None if activations overflow fp16 on a batch of random wordpieces.
         """
         other = copy.deepcopy(self).eval()
         other.model.half()
@@ -207,16 +207,16 @@ class Encoder(nn.Module):
         with evaluating(self):
             exact_TD, half_TD = self(Packed(sequences)).float(), other(Packed(sequences)).float()
         error = (half_TD - exact_TD).norm() / exact_TD.norm()
-        return other if bool(error < _HALF) else None
+        return other if bool(error < _FP16_TOLERANCE) else None
 
     def describe(self) -> dict[str, Any]:
-        """Return the shape as JSON, the inverse of :func:`described_encoder`."""
+        """Return the configuration as JSON, for :func:`described_encoder`."""
         values = json.loads(self.model.config.to_json_string(use_diff=False))
         return {"packs": self.packs, "config": {k: value for k, value in values.items() if k not in _NOT_SHAPE}}
 
 
 def set_dropout(model: nn.Module, dropout: float) -> None:
-    """Set every dropout probability of a model of transformers, and those of its configuration."""
+    """Set every dropout probability of a transformers model and of its configuration."""
     for part in (*model.modules(), model.config):
         if isinstance(part, nn.Dropout):
             part.p = dropout
@@ -226,9 +226,9 @@ def set_dropout(model: nn.Module, dropout: float) -> None:
 
 
 def is_near(hidden_TD: Tensor, other_TD: Tensor) -> bool:
-    """Return whether two computations of hidden states agree, up to rounding, which grows with their size."""
+    """Return whether two tensors of hidden states are equal up to rounding, relative to the largest value."""
     largest = other_TD.abs().max().clamp(min=1.0)
-    return bool((hidden_TD - other_TD).abs().max() <= _SAME * largest)
+    return bool((hidden_TD - other_TD).abs().max() <= _NEAR_TOLERANCE * largest)
 
 
 def _first(config: Any, default: float, *names: str) -> float:
@@ -236,7 +236,7 @@ def _first(config: Any, default: float, *names: str) -> float:
 
 
 def _first_position(model: Any) -> int:
-    """The number of a sequence's first position: some families count from after their padding's number."""
+    """Return the id of a sequence's first position: some families start after their padding id."""
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
             return module.padding_idx + 1

@@ -1,6 +1,6 @@
-"""Encoders from published folders, from scratch and from a run, each with the family's masked word head.
+"""Encoders with their masked word heads: loaded from published folders or from a run, or built from scratch.
 
-Nothing of a folder is executed.
+No code in a folder is executed.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from realmops.model.transformers_models import (
 
 
 def load_encoder(folder: Path, dropout: float | None = None) -> tuple[Encoder, MaskedWordHead | None, bool]:
-    """Open a published folder, without any code of its own.
+    """Load an encoder from a published folder, without executing code of that folder.
 
     Args:
-        folder: config.json with weights in safetensors, or in torch's form, of which tensors alone are read.
-        dropout: replaces the folder's.
+        folder: config.json with weights as safetensors, or as torch's .bin, of which only tensors are read.
+        dropout: dropout probability that replaces the configured one.
 
     Returns:
-        The encoder, its masked word head (None of a decoder, which sees no word after a mask), and whether the folder
-        had all of that head. One that it lacks starts near the identity, over the word vectors.
+        The encoder, its masked word head (None for a decoder, which sees no word after a mask), and whether the folder
+        has all weights of that head. Missing ones start near the identity, over the word embeddings.
 
     Raises:
-        ValueError: names the folder and what is missing, damaged or not supported.
+        ValueError: a file is missing or damaged, or the model is not supported.
     """
     values = read_config(folder)
     check_supported(values, str(folder / CONFIG))
@@ -56,34 +56,35 @@ def load_encoder(folder: Path, dropout: float | None = None) -> tuple[Encoder, M
     if predicts:
         head_missing = {name for name in missing if not name.startswith(prefix)}
         absent = [name for name in absent if name not in head_missing]
-        _start_head(model, head_missing)
+        _initialise_head(model, head_missing)
         decoder = model.get_output_embeddings()
         words = base.get_input_embeddings().weight
         model.config.tie_word_embeddings = decoder is None or decoder.weight is words
         if not model.config.tie_word_embeddings and decoder.bias is not None:
-            decoder.bias = nn.Parameter(decoder.bias.detach().clone())  # else it is saved as a tied one, and not found
+            decoder.bias = nn.Parameter(decoder.bias.detach().clone())  # shared storage would be saved as tied
     if absent:
-        raise ValueError(f"{folder}: the parameter {absent[0]} is missing; fetch the folder again")
-    strange = next((name for name, part in model.named_parameters() if not bool(part.isfinite().all())), None)
-    if strange is not None:
-        raise ValueError(f"{folder}: the parameter {strange} has a value that is not finite; choose other weights")
+        raise ValueError(f"{folder}: the parameter {absent[0]} is missing; download the folder again")
+    not_finite = next((name for name, part in model.named_parameters() if not bool(part.isfinite().all())), None)
+    if not_finite is not None:
+        raise ValueError(f"{folder}: the parameter {not_finite} has a value that is not finite; choose other weights")
     if dropout is not None:
         set_dropout(model, dropout)
     encoder = Encoder(without_pooler(base))
-    if not encoder.packs and (reason := _padding_matters(encoder)):
-        raise ValueError(f"{folder}: {values.get('model_type')} {reason}; the nearest that works here is {USUAL}")
+    if not encoder.packs and (reason := _reason_padding_fails(encoder)):
+        raise ValueError(f"{folder}: {values.get('model_type')} {reason}; use a supported encoder, for example {USUAL}")
     return encoder, MaskedWordHead(model) if predicts else None, predicts and not head_missing
 
 
 def open_encoder(folder: Path, packs: bool, *, predicts: bool = False) -> tuple[Encoder, MaskedWordHead | None]:
-    """Open what :func:`save_encoder` wrote.
+    """Load an encoder that :func:`save_encoder` wrote.
 
     Args:
-        packs: what :meth:`Encoder.describe` says.
-        predicts: whether the folder has a masked word head.
+        folder: config.json and model.safetensors.
+        packs: value of :meth:`Encoder.describe`.
+        predicts: whether to load the masked word head too.
 
     Raises:
-        RuntimeError: names a parameter that is missing.
+        RuntimeError: a parameter is missing.
     """
     values = read_config(folder)
     predicts = predicts and not is_decoder(values)
@@ -96,7 +97,7 @@ def open_encoder(folder: Path, packs: bool, *, predicts: bool = False) -> tuple[
 
 
 def described_encoder(description: Mapping[str, Any]) -> Encoder:
-    """Return an encoder of the shape that :meth:`Encoder.describe` wrote, without weights."""
+    """Build an encoder with the configuration of :meth:`Encoder.describe`, without initialised weights."""
     transformers = import_transformers()
     values = dict(description["config"])
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
@@ -106,11 +107,11 @@ def described_encoder(description: Mapping[str, Any]) -> Encoder:
 
 
 def small_encoder(options: BertOptions, vocabulary: int, generator: torch.Generator) -> tuple[Encoder, MaskedWordHead]:
-    """Return a BERT from scratch that learns to use its second segment within a few hundred steps.
+    """Build an untrained BERT that learns to use its second segment within a few hundred steps.
 
     Attention starts as half an identity (an orthogonal value matrix, its transpose in the output), positions as small
-    sinusoids, the masked word head's transform as 1.5 times the identity. With BERT's usual start a two-layer encoder
-    ignores the retrieved document for the whole of a short training.
+    sinusoids, the masked word head's transform as 1.5 times the identity. With BERT's usual initialisation, a two-layer
+    encoder ignores the retrieved document during all of a short training.
     """
     transformers, width = import_transformers(), options.width
     config = transformers.BertConfig(
@@ -132,9 +133,11 @@ def small_encoder(options: BertOptions, vocabulary: int, generator: torch.Genera
         for table in (embeddings.word_embeddings, embeddings.position_embeddings, embeddings.token_type_embeddings):
             table.weight.normal_(0.0, 0.05, generator=generator)
         for layer in model.bert.encoder.layer:
-            attends = layer.attention.self
-            drawn_ND = torch.empty(3 * width, width).normal_(0.0, 0.02, generator=generator)
-            for part, weight_DD in zip((attends.query, attends.key, attends.value), drawn_ND.chunk(3), strict=True):
+            attention = layer.attention.self
+            weight_ND = torch.empty(3 * width, width).normal_(0.0, 0.02, generator=generator)
+            for part, weight_DD in zip(
+                (attention.query, attention.key, attention.value), weight_ND.chunk(3), strict=True
+            ):
                 part.weight.copy_(weight_DD)
             for part in (layer.attention.output.dense, layer.intermediate.dense, layer.output.dense):
                 part.weight.normal_(0.0, 0.02, generator=generator)
@@ -150,16 +153,16 @@ def small_encoder(options: BertOptions, vocabulary: int, generator: torch.Genera
 
 
 def save_encoder(folder: Path, encoder: Encoder, head: MaskedWordHead | None = None) -> None:
-    """Write config.json and model.safetensors into a folder, as transformers saves an encoder or its whole model."""
-    with nullcontext(encoder.model) if head is None else head.whole(encoder) as model:
+    """Write config.json and model.safetensors in transformers' format: the encoder, or the model with its head."""
+    with nullcontext(encoder.model) if head is None else head.joined_with(encoder) as model:
         model.save_pretrained(folder)
-    for path in folder.glob("*.safetensors"):  # which safetensors makes readable for the owner alone
+    for path in folder.glob("*.safetensors"):  # safetensors sets mode 0600
         path.chmod((folder / CONFIG).stat().st_mode)
 
 
 @torch.no_grad()
-def _start_head(model: Any, missing: set[str]) -> None:
-    """Start parameters of a masked word head that a folder lacks: near the identity, over the word vectors."""
+def _initialise_head(model: Any, missing: set[str]) -> None:
+    """Initialise missing parameters of a masked word head: near the identity, over the word embeddings."""
     word_VD = model.base_model.get_input_embeddings().weight
     for name, parameter in model.named_parameters():
         if name not in missing or parameter is word_VD:
@@ -171,14 +174,14 @@ def _start_head(model: Any, missing: set[str]) -> None:
 
 
 @torch.no_grad()
-def _padding_matters(encoder: Encoder) -> str:
-    """Return why batches of several sequences cannot be read, if so: a sequence's neighbours must not change it."""
+def _reason_padding_fails(encoder: Encoder) -> str:
+    """Return why padded batches give wrong hidden states, or an empty string where they are right."""
     if "attention_mask" not in inspect.signature(encoder.model.forward).parameters:
-        return "takes no attention_mask, so that it would read padding"
-    short, long = np.arange(7) + 5, np.arange(9) + 5  # so alike that the short one is padded
+        return "takes no attention_mask, so that padding changes its hidden states"
+    short, long = np.arange(7) + 5, np.arange(9) + 5  # of lengths so similar that the short one is padded
     try:
         with evaluating(encoder):
             alone_TD, together_TD = encoder(Packed([short])), encoder(Packed([short, long]))[:7]
-    except Exception as error:  # whatever the library stumbles over
-        return f"does not read a batch ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
-    return "" if is_near(together_TD, alone_TD) else "reads the padding of a batch"
+    except Exception as error:  # any error of the library
+        return f"fails on a batch ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
+    return "" if is_near(together_TD, alone_TD) else "is not invariant to the padding of a batch"

@@ -1,13 +1,13 @@
-"""How a document's wordpieces compare with those of x, told to the reader beside the words (``reader.matches``).
+"""Lexical features of join(x, z) for the reader: which wordpieces of z match x, and how (``reader.matches``).
 
-A small reader that starts from scratch does not find out within a few thousand questions that equal wordpieces on
-both sides of join(x, z) mean something, and its vocabulary does not keep capitals. So each wordpiece is put into one
-class of each of several kinds, and the vectors of its classes are added to its embedding. They start at 0, where the
-reader is the one without them. Not in the paper; DrQA's reader has features of this sort (Chen et al. 2017, 3.2).
+A small untrained reader does not learn within a few thousand questions that equal wordpieces in x and z matter, and its
+vocabulary is lower-case. So each wordpiece has several categorical features, and an embedding of each is added to its
+word embedding. These embeddings start at 0, where they have no effect. They are not in the paper; DrQA's reader has
+similar features (Chen et al. 2017, 3.2).
 
-All classes are functions of the wordpieces, of whole numbers alone: no rounding, on no device.
+All features are computed in integers from the wordpieces, so that no device rounds them.
 
-Shape suffixes: T wordpieces of all sequences, N sequences, V vocabulary, F kinds of classes, D width, S sentences.
+Shape suffixes: T wordpieces in the batch, N sequences, V vocabulary, F features, D width, S sentences.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -20,51 +20,51 @@ from torch import Tensor, nn
 from realmops.model.packed import Packed
 from realmops.text.word_shape import Form
 
-UNITS = 16  # of weight in one nat of idf
+UNITS = 16  # integer weight per nat of idf
 RARITIES = 5  # classes of idf
-RARE = 2  # from this class on a match counts for distances
-NEAR = 12  # wordpieces before and behind
+RARE = 2  # lowest class of idf whose matches count in distances
+NEAR = 12  # wordpieces on either side
 SHARES = 8  # classes of a share of the question's weight
-DISTANCES = (0, 1, 2, 3, 5, 8, 14, 25)  # most wordpieces to a match; then far or none
-AROUND = (-2, -1, 1, 2)  # neighbours whose form counts
+DISTANCES = (0, 1, 2, 3, 5, 8, 14, 25)  # upper bounds of the distance classes, in wordpieces; then far or none
+NEIGHBOURS = (-2, -1, 1, 2)  # offsets of the wordpieces whose word shape is a feature
 SENTENCE_ENDS = (".", "?", "!")
-OTHER_SENTENCE_ENDS = ("。", "？", "！", "।", "؟", "۔")  # in other languages than English
+OTHER_SENTENCE_ENDS = ("。", "？", "！", "।", "؟", "۔")  # for languages other than English
 FORMS = len(Form)
-# kinds of questions, by the first of these words that stands in x; those behind it count more (how many, what year)
+# A question's type is that of its first question word, or of the word that follows it (how many, what year).
 QUESTION_WORDS = (("who", "whom", "whose"), ("when",), ("where",), ("why",), ("which",), ("what",), ("how",))
-BEHIND_THEM = (("many", "much"), ("year", "date", "month", "day"))
-_QUESTIONS = 1 + len(QUESTION_WORDS) + len(BEHIND_THEM)
+FOLLOWING_WORDS = (("many", "much"), ("year", "date", "month", "day"))
+_QUESTIONS = 1 + len(QUESTION_WORDS) + len(FOLLOWING_WORDS)
 
-SIZES = {
-    "match": 1 + 2 * RARITIES,  # in x too: the same wordpiece, or one of the same stem; how rare. And x's own in z
-    "pair": 1 + RARITIES,  # with the one before or behind it
-    "near": 1 + SHARES,  # what stands near of the question's weight
-    "before": 2 + len(DISTANCES),  # how far the last match is, and
-    "behind": 2 + len(DISTANCES),  # the next
-    "sentence": 1 + SHARES,  # what stands in the same sentence of the question's weight
-    "best": 3,  # whether no sentence has more of it
+SIZES = {  # number of classes of each feature
+    "match": 1 + 2 * RARITIES,  # the other side has the same wordpiece, or one of its stem; by rarity
+    "pair": 1 + RARITIES,  # matches together with the previous or the next wordpiece
+    "near": 1 + SHARES,  # share of the question's weight matched within NEAR wordpieces
+    "previous": 2 + len(DISTANCES),  # distance to the previous rare match
+    "next": 2 + len(DISTANCES),  # distance to the next rare match
+    "sentence": 1 + SHARES,  # share of the question's weight matched in the same sentence
+    "best": 3,  # whether no other sentence has a larger share
     "piece": 5,  # whether it continues a word, and is continued
-    "asked": _QUESTIONS * FORMS,  # its form, by the kind of question
-    **{f"form{offset:+d}": FORMS for offset in AROUND},
+    "question": _QUESTIONS * FORMS,  # word shape, by type of question
+    **{f"form{offset:+d}": FORMS for offset in NEIGHBOURS},
 }
 
 
-def _among(key_T: Tensor, chosen_T: Tensor) -> Tensor:
-    """Whether each number is one of the chosen; unlike ``torch.isin`` of them, a GPU need not be asked how many."""
-    sorted_T = torch.where(chosen_T, key_T, torch.iinfo(key_T.dtype).min).sort().values
+def _is_in(key_T: Tensor, selected_T: Tensor) -> Tensor:
+    """Return whether each key equals a selected key; unlike ``torch.isin``, this never waits for the GPU."""
+    sorted_T = torch.where(selected_T, key_T, torch.iinfo(key_T.dtype).min).sort().values
     return sorted_T[torch.searchsorted(sorted_T, key_T).clamp(max=len(key_T) - 1)] == key_T
 
 
-class Matches(nn.Module):
-    """Vectors of the classes of each wordpiece, summed; what it knows of wordpieces comes from the snapshot."""
+class LexicalFeatures(nn.Module):
+    """Sum of the feature embeddings of each wordpiece; word statistics are those of the snapshot."""
 
-    weight_V: Tensor  # idf in whole ``UNITS``; 0 for special wordpieces, which match nothing
-    stem_V: Tensor  # one number for all wordpieces of one stem
-    question_V: Tensor  # kind of question
-    continues_V: Tensor
-    ends_V: Tensor  # sentences
-    first_F: Tensor  # row of each kind's first vector
-    bounds: Tensor  # of distances
+    weight_V: Tensor  # idf in ``UNITS``; 0 for special wordpieces, which match nothing
+    stem_V: Tensor  # id of the stem
+    question_V: Tensor  # type of question
+    continues_V: Tensor  # whether a wordpiece continues a word
+    ends_V: Tensor  # whether a wordpiece ends a sentence
+    first_F: Tensor  # row of each feature's first embedding
+    bounds: Tensor  # DISTANCES
 
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
@@ -85,17 +85,22 @@ class Matches(nn.Module):
         idf_V: np.ndarray,
         questions: Mapping[str, Collection[str]] | None = None,
     ) -> None:
-        """Take over what is known of the wordpieces of a snapshot; ``continues_V`` says which continue a word.
+        """Fill the word statistics from a snapshot.
 
         Args:
-            questions: of another language than English, what asks as each first word of ``QUESTION_WORDS`` and
-                ``BEHIND_THEM`` does.
+            vocabulary: wordpieces by id.
+            continues_V: whether each wordpiece continues a word.
+            stems: stem of each wordpiece.
+            special: ids of special wordpieces.
+            idf_V: inverse document frequency of each wordpiece, in nats.
+            questions: for languages other than English, question words by the first word of each entry in
+                ``QUESTION_WORDS`` and ``FOLLOWING_WORDS``.
         """
         weight_V = np.maximum(1, np.round(UNITS * idf_V)).astype(np.int64)
         weight_V[sorted(special)] = 0
-        numbers: dict[str, int] = {}
-        stem_V = [numbers.setdefault(stem, i) for i, stem in enumerate(stems)]
-        asking: tuple[tuple[str, ...], ...] = (*QUESTION_WORDS, *BEHIND_THEM)
+        stem_ids: dict[str, int] = {}
+        stem_V = [stem_ids.setdefault(stem, i) for i, stem in enumerate(stems)]
+        asking: tuple[tuple[str, ...], ...] = (*QUESTION_WORDS, *FOLLOWING_WORDS)
         if questions is not None:
             asking = tuple(tuple(questions.get(words[0], ())) for words in asking)
         ends = SENTENCE_ENDS if questions is None else (*SENTENCE_ENDS, *OTHER_SENTENCE_ENDS)
@@ -107,10 +112,10 @@ class Matches(nn.Module):
             (self.continues_V, continues_V),
             (self.ends_V, [int(piece in ends) for piece in vocabulary]),
         ):
-            buffer_V[: len(values)].copy_(torch.as_tensor(values))  # an encoder may have more than its tokenizer
+            buffer_V[: len(values)].copy_(torch.as_tensor(values))  # an encoder may have spare rows
 
     def forward(self, batch: Packed) -> Tensor:
-        """What is added to the embeddings of a packed batch of join(x, z), T x D."""
+        """Compute the vectors to add to the word embeddings of a batch of join(x, z), T x D."""
         batch.to(self.vectors.weight.device)
         classes = self.classes(batch)
         class_TF = torch.stack([classes[name] for name in SIZES], dim=1)
@@ -118,21 +123,21 @@ class Matches(nn.Module):
 
     @torch.no_grad()
     def classes(self, batch: Packed) -> dict[str, Tensor]:
-        """The class of each wordpiece in each kind of ``SIZES``, length T; outside documents ``match`` alone counts."""
+        """Compute each feature of ``SIZES``, length T; outside documents all but ``match`` are 0."""
         token_T, form_T = batch.tokens_T, batch.forms_T
         count, device = len(batch), token_T.device
         row_T = torch.arange(len(token_T), device=device)
         lengths_N = batch.lengths_B
         sequence_T = torch.arange(count, device=device).repeat_interleave(lengths_N, output_size=len(token_T))
-        first_T, last_T = (at_N[sequence_T] for at_N in (batch.first_B, batch.first_B + lengths_N - 1))
+        first_T, last_T = (row_N[sequence_T] for row_N in (batch.first_B, batch.first_B + lengths_N - 1))
         weight_T = self.weight_V[token_T]
         in_x_T, in_z_T = ((weight_T > 0) & (batch.segments_T == segment) for segment in (0, 1))
         whole_N = torch.zeros_like(lengths_N).index_add(0, sequence_T, weight_T * in_x_T).clamp(min=1)
 
         def on_both_sides(value_T: Tensor) -> Tensor:
-            """Whether what stands in z stands in x too, or the other way round."""
+            """Return whether a value of z occurs in x too, or a value of x in z."""
             key_T = value_T * count + sequence_T
-            return _among(key_T, in_x_T) & in_z_T | _among(key_T, in_z_T) & in_x_T
+            return _is_in(key_T, in_x_T) & in_z_T | _is_in(key_T, in_z_T) & in_x_T
 
         def share(part_T: Tensor) -> Tensor:
             return torch.where(in_z_T, 1 + (SHARES * part_T // whole_N[sequence_T]).clamp(max=SHARES - 1), 0)
@@ -140,57 +145,57 @@ class Matches(nn.Module):
         def distance(far_T: Tensor) -> Tensor:
             return torch.where(in_z_T, 1 + torch.bucketize(far_T, self.bounds), 0)
 
-        same_T, alike_T = on_both_sides(token_T), on_both_sides(self.stem_V[token_T])
+        same_T, same_stem_T = on_both_sides(token_T), on_both_sides(self.stem_V[token_T])
         rarity_T = RARITIES * weight_T // (self.weight_V.max() + 1)
-        match_T = torch.where(same_T, 1 + rarity_T, torch.where(alike_T, 1 + RARITIES + rarity_T, 0))
+        match_T = torch.where(same_T, 1 + rarity_T, torch.where(same_stem_T, 1 + RARITIES + rarity_T, 0))
 
         pair_T = token_T * len(self.weight_V) + token_T.roll(-1)
         pair_T = torch.where(same_T & same_T.roll(-1) & (row_T < last_T), pair_T, -1)
         paired_T = on_both_sides(pair_T) & (pair_T >= 0) & in_z_T
         paired_T = paired_T | paired_T.roll(1)  # a pair never ends a sequence: its last wordpiece is [SEP]
 
-        hit_T = weight_T * (alike_T & in_z_T)
+        hit_T = weight_T * (same_stem_T & in_z_T)
         sum_T = F.pad(hit_T.cumsum(0), (1, 0))
         near_T = sum_T[torch.minimum(row_T + NEAR, last_T) + 1] - sum_T[torch.maximum(row_T - NEAR, first_T)]
 
         far = DISTANCES[-1] + 1
         rare_T = (hit_T > 0) & (rarity_T >= RARE)
-        before_T = torch.where(rare_T, row_T, -1).cummax(0).values
-        behind_T = torch.where(rare_T, row_T, len(row_T)).flip(0).cummin(0).values.flip(0)
-        before_T = torch.where(before_T >= first_T, row_T - before_T, far)
-        behind_T = torch.where(behind_T <= last_T, behind_T - row_T, far)
+        previous_T = torch.where(rare_T, row_T, -1).cummax(0).values
+        next_T = torch.where(rare_T, row_T, len(row_T)).flip(0).cummin(0).values.flip(0)
+        previous_T = torch.where(previous_T >= first_T, row_T - previous_T, far)
+        next_T = torch.where(next_T <= last_T, next_T - row_T, far)
 
         end_T = self.ends_V[token_T] * in_z_T
         sentence_T = end_T.cumsum(0) - end_T + sequence_T
-        of_sentence_S = hit_T.new_zeros(len(row_T) + count).index_add(0, sentence_T, hit_T)
-        of_sentence_T = of_sentence_S[sentence_T]
-        most_N = torch.zeros_like(whole_N).scatter_reduce(0, sequence_T, of_sentence_T, "amax")
-        is_best_T = (of_sentence_T == most_N[sequence_T]) & (of_sentence_T > 0)
+        hits_S = hit_T.new_zeros(len(row_T) + count).index_add(0, sentence_T, hit_T)
+        sentence_hits_T = hits_S[sentence_T]
+        most_N = torch.zeros_like(whole_N).scatter_reduce(0, sequence_T, sentence_hits_T, "amax")
+        is_best_T = (sentence_hits_T == most_N[sequence_T]) & (sentence_hits_T > 0)
 
-        kind_T = self.question_V[token_T] * in_x_T
-        asks_T = (kind_T > 0) & (kind_T <= len(QUESTION_WORDS))
-        at_N = torch.full_like(whole_N, len(row_T)).scatter_reduce(
-            0, sequence_T, torch.where(asks_T, row_T, len(row_T)), "amin"
+        type_T = self.question_V[token_T] * in_x_T
+        is_question_word_T = (type_T > 0) & (type_T <= len(QUESTION_WORDS))
+        word_N = torch.full_like(whole_N, len(row_T)).scatter_reduce(
+            0, sequence_T, torch.where(is_question_word_T, row_T, len(row_T)), "amin"
         )
-        behind_N = F.pad(kind_T, (0, 2))[at_N + 1]
-        question_N = torch.where(behind_N > len(QUESTION_WORDS), behind_N, F.pad(kind_T, (0, 1))[at_N])
+        following_N = F.pad(type_T, (0, 2))[word_N + 1]
+        question_N = torch.where(following_N > len(QUESTION_WORDS), following_N, F.pad(type_T, (0, 1))[word_N])
 
         piece_T = self.continues_V[token_T]
         piece_T = 1 + 2 * piece_T + piece_T.roll(-1) * (row_T < last_T)
-        around = {}
-        for offset in AROUND:
-            at_T = row_T + offset
-            inside_T = in_z_T & (at_T >= first_T) & (at_T <= last_T)
-            around[f"form{offset:+d}"] = torch.where(inside_T, form_T[at_T.clamp(0, len(row_T) - 1)], 0)
+        neighbours = {}
+        for offset in NEIGHBOURS:
+            other_T = row_T + offset
+            inside_T = in_z_T & (other_T >= first_T) & (other_T <= last_T)
+            neighbours[f"form{offset:+d}"] = torch.where(inside_T, form_T[other_T.clamp(0, len(row_T) - 1)], 0)
         return {
             "match": match_T,
             "pair": torch.where(paired_T, 1 + rarity_T, 0),
             "near": share(near_T),
-            "before": distance(before_T),
-            "behind": distance(behind_T),
-            "sentence": share(of_sentence_T),
+            "previous": distance(previous_T),
+            "next": distance(next_T),
+            "sentence": share(sentence_hits_T),
             "best": torch.where(in_z_T, 1 + is_best_T.long(), 0),
             "piece": torch.where(in_z_T, piece_T, 0),
-            "asked": torch.where(in_z_T, FORMS * question_N[sequence_T] + form_T, 0),
-            **around,
+            "question": torch.where(in_z_T, FORMS * question_N[sequence_T] + form_T, 0),
+            **neighbours,
         }

@@ -1,6 +1,6 @@
-"""The heads of transformers' families that predict masked words, over hidden states that were computed elsewhere.
+"""Masked language model heads of transformers, applied to hidden states of an :class:`Encoder`.
 
-Shape suffixes: D width, V vocabulary, N chosen positions.
+Shape suffixes: D width, V vocabulary, N selected positions.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from realmops.model.encoder import Encoder
 
 
 class MaskedWordHead(nn.Module):
-    """A family's own head over chosen hidden states, which predicts masked words.
+    """Head that predicts masked words from selected hidden states.
 
     Args:
-        model: the family's masked language model (what AutoModelForMaskedLM opens). Its encoder is taken out.
+        model: masked language model, as opened by AutoModelForMaskedLM; its encoder is removed in place.
     """
 
     def __init__(self, model: Any) -> None:
@@ -27,22 +27,22 @@ class MaskedWordHead(nn.Module):
         decoder = model.get_output_embeddings()
         self.tied = decoder is not None and decoder.weight is base.get_input_embeddings().weight
         if self.tied:
-            del decoder._parameters["weight"]  # the word vectors: forward brings them
-        setattr(model, model.base_model_prefix, _Given(base))
+            del decoder._parameters["weight"]  # shared word embeddings, passed to forward
+        setattr(model, model.base_model_prefix, _IdentityEncoder(base))
         self.model = model
 
     def forward(self, hidden_ND: Tensor, word_VD: Tensor) -> Tensor:
-        """Return logits N x V; ``word_VD`` are the encoder's word vectors, by which most families multiply."""
+        """Compute logits N x V; ``word_VD`` are the encoder's word embeddings, the output matrix of most families."""
         if self.tied:
             object.__setattr__(self.model.get_output_embeddings(), "weight", word_VD)
         logits_1NV: Tensor = self.model(inputs_embeds=hidden_ND[None]).logits
         return logits_1NV[0]
 
     @contextmanager
-    def whole(self, encoder: Encoder) -> Iterator[Any]:
-        """Put the encoder back, within the context: transformers' masked language model as it saves it."""
+    def joined_with(self, encoder: Encoder) -> Iterator[Any]:
+        """Context manager: yield the whole masked language model, with ``encoder`` in its place, for saving."""
         prefix = self.model.base_model_prefix
-        given, decoder = getattr(self.model, prefix), self.model.get_output_embeddings()
+        identity, decoder = getattr(self.model, prefix), self.model.get_output_embeddings()
         setattr(self.model, prefix, encoder.model)
         if self.tied:
             decoder.__dict__.pop("weight", None)
@@ -50,17 +50,17 @@ class MaskedWordHead(nn.Module):
         try:
             yield self.model
         finally:
-            setattr(self.model, prefix, given)
+            setattr(self.model, prefix, identity)
             if self.tied:
                 del decoder._parameters["weight"]
 
 
-class _Given(nn.Module):
-    """In the place of a masked language model's encoder: hidden states pass through, all else is the encoder's."""
+class _IdentityEncoder(nn.Module):
+    """Placeholder of an encoder: returns ``inputs_embeds`` as hidden states; attributes are the encoder's."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
-        self._base = (base,)  # in a tuple it is no submodule
+        self._base = (base,)  # the tuple keeps it from becoming a submodule
 
     def __getattr__(self, name: str) -> Any:
         try:

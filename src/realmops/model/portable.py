@@ -1,8 +1,8 @@
-"""A retriever as a folder of the library sentence-transformers, made of that library's own modules alone.
+"""Export of a retriever to a sentence-transformers folder that contains only modules of that library.
 
-The library is not needed to write it. A tower becomes Transformer, Pooling, Dense, LayerNorm and Normalize, a bag
-StaticEmbedding and Normalize. Two towers become the routes ``query`` and ``document`` of a Router. A passage is the
-pair (title, text), which the tokenizer joins as ``join_document`` does.
+Writing it does not require the library. An encoder tower becomes Transformer, Pooling, Dense, LayerNorm and Normalize,
+a bag StaticEmbedding and Normalize; two towers become the routes ``query`` and ``document`` of a Router. A passage is
+the pair (title, text), which the tokenizer joins as ``join_document`` does.
 """
 
 import inspect
@@ -27,14 +27,14 @@ from realmops.model.sequences import SpecialTokens
 from realmops.text.special import around
 
 ROUTES = ("query", "document")
-LAYER_NORM_EPS = 1e-5  # of the library's LayerNorm, which takes no other
-_TYPES = "sentence_transformers.models."  # all versions of the library know this name
+LAYER_NORM_EPS = 1e-5  # fixed in the library's LayerNorm
+_TYPES = "sentence_transformers.models."  # import path in all versions of the library
 _NO_ACTIVATION, _TANH = "torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Tanh"
 
 
 @dataclass(frozen=True)
 class _Module:
-    """A module: its class in the library, and its files by their names."""
+    """One module: the name of its class in the library, and its files by name."""
 
     kind: str
     files: dict[str, bytes] = field(default_factory=dict)
@@ -43,67 +43,67 @@ class _Module:
 def write_retriever(folder: Path, retriever: Retriever, tokenizer: Tokenizer, limits: tuple[int, int]) -> None:
     """Write the retriever into a folder that ``SentenceTransformer(folder)`` opens.
 
-    A passage of several vectors gets one, that of its whole text.
-
     Args:
-        tokenizer: the snapshot's.
-        limits: the most wordpieces of a query and of a passage.
+        folder: existing folder.
+        retriever: retriever to export; a passage has a single vector, even if ``retriever.vectors`` is larger.
+        tokenizer: the snapshot's tokenizer.
+        limits: maximum numbers of wordpieces in queries and in passages.
     """
     if retriever.shared:
         modules = _modules(retriever.query, tokenizer, max(limits))
-        placed = {f"{n}_{module.kind}" if n else "": module for n, module in enumerate(modules)}
-        listed = [(path, _TYPES + module.kind) for path, module in placed.items()]
+        by_path = {f"{n}_{module.kind}" if n else "": module for n, module in enumerate(modules)}
+        entries = [(path, _TYPES + module.kind) for path, module in by_path.items()]
     else:
         towers = zip(ROUTES, (retriever.query, retriever.document), limits, strict=True)
         routes = {route: _modules(tower, tokenizer, limit) for route, tower, limit in towers}
-        structure = {r: {f"{r}_{n}_{one.kind}": one for n, one in enumerate(own)} for r, own in routes.items()}
-        placed = structure["query"] | structure["document"]
+        structure = {r: {f"{r}_{n}_{m.kind}": m for n, m in enumerate(modules)} for r, modules in routes.items()}
+        by_path = structure["query"] | structure["document"]
         router = {
-            "types": {path: _TYPES + module.kind for path, module in placed.items()},
-            "structure": {route: [*own] for route, own in structure.items()},
+            "types": {path: _TYPES + module.kind for path, module in by_path.items()},
+            "structure": {route: [*modules] for route, modules in structure.items()},
             "parameters": {"default_route": "document", "allow_empty_key": True},
         }
         (folder / "router_config.json").write_bytes(_json(router))
-        listed = [("", f"{_TYPES}Router")]
-    for path, module in placed.items():
+        entries = [("", f"{_TYPES}Router")]
+    for path, module in by_path.items():
         (folder / path).mkdir(exist_ok=True)
         for name, content in module.files.items():
             (folder / path / name).write_bytes(content)
-    rows = [{"idx": n, "name": str(n), "path": path, "type": kind} for n, (path, kind) in enumerate(listed)]
+    rows = [{"idx": n, "name": str(n), "path": path, "type": kind} for n, (path, kind) in enumerate(entries)]
     (folder / MODULES).write_bytes(_json(rows))
-    about = {"model_type": "SentenceTransformer", "similarity_fn_name": similarity(retriever)}
-    (folder / SENTENCE_CONFIG).write_bytes(_json({**about, "prompts": prompts_of(tokenizer)}))
+    config = {"model_type": "SentenceTransformer", "similarity_fn_name": similarity(retriever)}
+    (folder / SENTENCE_CONFIG).write_bytes(_json({**config, "prompts": tokenizer_prompts(tokenizer)}))
 
 
 def similarity(retriever: Retriever) -> str:
-    """What compares its embeddings, as the library calls it."""
+    """Return the library's name of the similarity function of its embeddings."""
     return "cosine" if retriever.query.head == "cosine" else "dot"
 
 
-def joining(tokenizer: Tokenizer, segments: str = "two", told: bool = True) -> Tokenizer:
-    """A tokenizer that makes ``join_query`` of a text and ``join_document`` of a pair of title and text.
+def joining(tokenizer: Tokenizer, segments: str = "two", with_prompts: bool = True) -> Tokenizer:
+    """Return a tokenizer that encodes a text as ``join_query`` does, and a pair of title and text as ``join_document``.
 
-    Without ``told`` what queries and documents begin with is left to :func:`prompts_of`.
+    Without ``with_prompts`` it adds no prompts: the caller does (:func:`tokenizer_prompts`).
     """
     special, other = SpecialTokens.of(tokenizer), Tokenizer.from_str(tokenizer.to_str())
-    if not told:
+    if not with_prompts:
         special = replace(special, query=(), document=())
     other.post_processor = around(other, special, 0 if segments == "one" else 1)
     return other
 
 
-def prompts_of(tokenizer: Tokenizer) -> dict[str, str]:
-    """What queries and documents begin with, as the library takes it: text."""
+def tokenizer_prompts(tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the prompts of queries and documents as text, as the library stores them."""
     special = SpecialTokens.of(tokenizer)
-    told = {"query": special.query, "document": special.document}
-    return {name: tokenizer.decode(list(ids)).strip() + " " for name, ids in told.items() if ids}
+    prompts = {"query": special.query, "document": special.document}
+    return {name: tokenizer.decode(list(ids)).strip() + " " for name, ids in prompts.items() if ids}
 
 
 def _modules(tower: Tower, tokenizer: Tokenizer, limit: int) -> list[_Module]:
     if isinstance(tower, Bag):
-        # Of the library's mean and the bag's sum the direction is the same.
+        # The library's mean and the bag's sum have the same direction.
         weights = _tensors({"embedding.weight": tower.word.weight * tower.counts_V[:, None]})
-        tokens = joining(tokenizer, told=False).to_str().encode()
+        tokens = joining(tokenizer, with_prompts=False).to_str().encode()
         return [_Module("StaticEmbedding", {SAFETENSORS[0]: weights, TOKENIZER: tokens}), _Module("Normalize")]
     assert isinstance(tower, Embedder)
     pooling = {"word_embedding_dimension": tower.encoder.width}
@@ -115,11 +115,11 @@ def _modules(tower: Tower, tokenizer: Tokenizer, limit: int) -> list[_Module]:
         modules.append(_dense(layer.linear.state_dict(), layer.shape.activation))
     if tower.pooler is not None:
         modules.append(_dense(tower.pooler.state_dict(), _TANH))
-    # A LayerNorm with another epsilon gives the same for inputs that are longer by the root of both's ratio.
+    # A LayerNorm with another epsilon gives the same output if its input is scaled by the square root of their ratio.
     scale = 1.0 if tower.norm is None else math.sqrt(LAYER_NORM_EPS / tower.norm.eps)
     if tower.projection is not None:
         modules.append(_dense({name: scale * x for name, x in tower.projection.state_dict().items()}))
-    elif scale != 1 or tower.width != tower.pooled_width:  # the first numbers, where they are fewer
+    elif scale != 1 or tower.width != tower.pooled_width:  # keeps the first dimensions
         modules.append(_dense({"weight": scale * torch.eye(tower.width, tower.pooled_width)}))
     if tower.norm is not None:
         weights = _tensors({f"norm.{name}": tensor for name, tensor in tower.norm.state_dict().items()})
@@ -132,11 +132,11 @@ def _modules(tower: Tower, tokenizer: Tokenizer, limit: int) -> list[_Module]:
 def _transformer(tower: Embedder, tokenizer: Tokenizer, limit: int) -> _Module:
     encoder = tower.encoder
     limit = min(limit, encoder.positions)
-    about: dict[str, Any] = {"max_seq_length": limit, "do_lower_case": False}
+    config: dict[str, Any] = {"max_seq_length": limit, "do_lower_case": False}
     if "add_pooling_layer" in inspect.signature(type(encoder.model).__init__).parameters:
-        about["model_args"] = {"add_pooling_layer": False}
+        config["model_args"] = {"add_pooling_layer": False}
     files = tokenizer_files(tokenizer, encoder, limit, tower.segments)
-    files["sentence_bert_config.json"] = _json(about)
+    files["sentence_bert_config.json"] = _json(config)
     with tempfile.TemporaryDirectory() as folder:
         save_encoder(Path(folder), encoder)
         files |= {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
@@ -146,36 +146,36 @@ def _transformer(tower: Embedder, tokenizer: Tokenizer, limit: int) -> _Module:
 
 
 def tokenizer_files(tokenizer: Tokenizer, encoder: Encoder, limit: int, segments: str = "two") -> dict[str, bytes]:
-    """Return a tokenizer as files that transformers opens; it joins a pair as ``join_document`` does."""
+    """Return tokenizer files for transformers; the tokenizer joins a pair as ``join_document`` does."""
     special = SpecialTokens.of(tokenizer)
     names = {"sep_token": special.sep, "unk_token": special.unknown, "pad_token": special.padding}
     names |= {} if special.cls is None else {"cls_token": special.cls}
     names |= {} if special.mask_if_any is None else {"mask_token": special.mask}
-    about = {name: tokenizer.id_to_token(number) for name, number in names.items()} | {
+    config = {name: tokenizer.id_to_token(token) for name, token in names.items()} | {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": limit,
         "model_input_names": inputs_of(encoder),
-        "split_special_tokens": True,  # "[MASK]" in a text is three words
+        "split_special_tokens": True,  # so that "[MASK]" in a text is three words
     }
-    tokens = joining(tokenizer, segments, told=False).to_str().encode()
-    return {TOKENIZER: tokens, TOKENIZER_CONFIG: _json(about)}
+    tokens = joining(tokenizer, segments, with_prompts=False).to_str().encode()
+    return {TOKENIZER: tokens, TOKENIZER_CONFIG: _json(config)}
 
 
 def inputs_of(encoder: Encoder) -> list[str]:
-    """What the library gives the encoder."""
+    """Return the inputs that transformers' tokenizer passes to the encoder."""
     return ["input_ids", *(["token_type_ids"] if encoder.segments > 1 else []), "attention_mask"]
 
 
 def _dense(tensors: Mapping[str, Tensor], activation: str = _NO_ACTIVATION) -> _Module:
     outputs, inputs = tensors["weight"].shape
-    about = {"in_features": inputs, "out_features": outputs, "bias": "bias" in tensors}
+    config = {"in_features": inputs, "out_features": outputs, "bias": "bias" in tensors}
     weights = _tensors({f"linear.{name}": tensor for name, tensor in tensors.items()})
-    return _Module("Dense", {CONFIG: _json(about | {"activation_function": activation}), SAFETENSORS[0]: weights})
+    return _Module("Dense", {CONFIG: _json(config | {"activation_function": activation}), SAFETENSORS[0]: weights})
 
 
 def _tensors(tensors: dict[str, Tensor]) -> bytes:
-    there = {name: tensor.detach().float().cpu().contiguous() for name, tensor in tensors.items()}
-    return save_tensors(there, {"format": "pt"})
+    on_cpu = {name: tensor.detach().float().cpu().contiguous() for name, tensor in tensors.items()}
+    return save_tensors(on_cpu, {"format": "pt"})
 
 
 def _json(value: Any) -> bytes:

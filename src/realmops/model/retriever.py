@@ -1,10 +1,10 @@
 """The neural knowledge retriever: f(x, z) = Embed_input(x) . Embed_doc(z) (paper, section 3.2).
 
-A tower makes embeddings: an :class:`Embedder` from an encoder, as in the paper, or a :class:`Bag` from word vectors.
+A tower computes embeddings: an :class:`Embedder` with an encoder, as in the paper, or a :class:`Bag` of word vectors.
 
-A passage has one vector, as in the paper, or several, of which the one nearest to the query counts: f(x, z) is the
-maximum over them (Luan et al. 2021, "Sparse, Dense, and Attentional Representations for Text Retrieval"). Each is made
-of half the mean of the whole passage and half that of one of as many equal parts.
+A passage has one vector, as in the paper, or M of them: f(x, z) is then the maximum of their inner products (Luan et
+al. 2021, "Sparse, Dense, and Attentional Representations for Text Retrieval"). Vector m is the average of two means:
+of the whole passage, and of the m-th of M equal parts.
 
 Shape suffixes: B sequences, D encoder width, E embedding width, M vectors of a passage, X = M E, N passages, Q queries,
 T wordpieces, V vocabulary.
@@ -26,7 +26,7 @@ from realmops.devices import full_precision, send
 from realmops.model.encoder import Encoder
 from realmops.model.packed import Packed
 
-ACTIVATIONS: dict[str, type[nn.Module]] = {  # of a dense layer, as sentence-transformers names them
+ACTIVATIONS: dict[str, type[nn.Module]] = {  # activations of dense layers, by their names in sentence-transformers
     "torch.nn.modules.linear.Identity": nn.Identity,
     "torch.nn.modules.activation.Tanh": nn.Tanh,
     "torch.nn.modules.activation.GELU": nn.GELU,
@@ -34,14 +34,14 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {  # of a dense layer, as sentence-tra
     "torch.nn.modules.activation.SiLU": nn.SiLU,
 }
 HEADS = ("paper", "release", "normalised", "cosine")
-_SHORTEST = 1e-6  # a vector that is shorter has no direction
+_MIN_NORM = 1e-6  # shorter vectors are not normalised to length 1
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The weights of a hybrid f(x, z): of the embeddings' scaled inner product, and of BM25 over that of the best.
+    """Weights of a hybrid f(x, z) = dense * scaled inner product + lexical * (BM25 / highest BM25).
 
-    ``reading`` is what f(x, z) weighs beside a span's score, where answers are chosen.
+    ``reading`` is the weight of f(x, z) relative to the reader's span scores when an answer is chosen.
     """
 
     dense: float
@@ -49,19 +49,19 @@ class Mixture:
     reading: float = 1.0
 
     def of(self, dense: Tensor, words: Tensor) -> Tensor:
-        """f(x, z) from both parts."""
+        """Compute f(x, z) from scaled inner products and normalised BM25 scores."""
         return self.dense * dense + self.lexical * words
 
 
 EMBEDDINGS_ALONE = Mixture(1.0, 0.0)  # the paper's f(x, z)
-HYBRID_START = Mixture(1.0, 8.0)  # until it is fitted: what fits a cosine over 0.05 on real questions
+HYBRID_START = Mixture(1.0, 8.0)  # before fitting: the optimum on real questions for cosine / 0.05
 
 
 class Tower(nn.Module):
-    """What turns sequences into embeddings B x E, and how their inner products become f(x, z).
+    """Base class of query and document towers, which compute embeddings B x E of sequences.
 
-    ``width`` is E. Called with a number M of ``vectors`` it makes so many of each sequence, B x M E. With the head
-    ``cosine`` embeddings have length 1 and f(x, z) is their inner product divided by ``temperature``.
+    ``width`` is E. Called with ``vectors=M``, a tower computes M vectors per sequence, B x M E. With the head
+    ``cosine``, embeddings have length 1 and f(x, z) is their inner product divided by ``temperature``.
     """
 
     def __init__(self, head: str, temperature: float, width: int) -> None:
@@ -71,29 +71,30 @@ class Tower(nn.Module):
 
     @property
     def words(self) -> str:
-        """What it is, for people: what ``auto`` stood for is in it."""
+        """Short description for logs and reports, with the options that ``auto`` resolved to."""
         raise NotImplementedError
 
     @property
     def device(self) -> torch.device:
+        """Device of the parameters."""
         return next(self.parameters()).device
 
     @property
     def scale(self) -> float:
-        """The factor of every inner product in f(x, z)."""
+        """Factor of the inner products in f(x, z)."""
         if self.head == "cosine":
             return 1 / self.temperature
         return 1 / math.sqrt(self.width) if self.head == "normalised" else 1.0
 
     @property
-    def shifts(self) -> list[nn.Parameter]:
-        """Biases that add the same vector to all embeddings."""
+    def output_biases(self) -> list[nn.Parameter]:
+        """Biases that add the same vector to all embeddings, by default none."""
         return []
 
 
 @dataclass(frozen=True)
 class DenseShape:
-    """The shape of a layer of a sentence encoder; ``activation`` is that of sentence-transformers' configuration."""
+    """Configuration of a sentence encoder's dense layer; ``activation`` is named as in sentence-transformers."""
 
     inputs: int
     outputs: int
@@ -102,7 +103,7 @@ class DenseShape:
 
 
 class Dense(nn.Module):
-    """A layer of a sentence encoder behind its pooling."""
+    """Dense layer of a sentence encoder, applied after its pooling."""
 
     def __init__(self, shape: DenseShape) -> None:
         super().__init__()
@@ -110,21 +111,28 @@ class Dense(nn.Module):
         self.linear = nn.Linear(shape.inputs, shape.outputs, bias=shape.bias)
 
     def forward(self, x_BD: Tensor) -> Tensor:
+        """Apply the linear layer and its activation."""
         out: Tensor = self.activation(self.linear(x_BD))
         return out
 
 
 class Embedder(Tower):
-    """An encoder, the pooling of its vectors to one, and the projection of that to E dimensions.
+    """Tower of an encoder, a pooling of its hidden states, and a projection W to E dimensions.
 
-    ``head`` is ``paper`` (W times the pooled vector), ``release`` (BERT pooler, dense with bias, LayerNorm, dropout),
-    ``normalised`` (W times the pooled vector, LayerNorm, and a relevance divided by the square root of E) or
-    ``cosine`` (W times the pooled vector, divided by its length). The other arguments are the paper's unless said.
+    The defaults are the paper's.
 
-    ``pooling`` is ``cls``, ``mean`` (over all wordpieces, [CLS] and [SEP] too) or ``last``. ``projection`` says where W
-    starts; with ``identity`` there is none, with ``first`` the first numbers are kept instead, with ``pca`` it has a
-    bias. With ``segments`` ``one`` title and body are both of segment 0. ``dense`` are layers that a sentence encoder
-    has between pooling and projection.
+    Args:
+        encoder: encoder of the sequences.
+        embedding_width: E.
+        head: ``paper`` (W times the pooled vector), ``release`` (BERT pooler, dense with bias, LayerNorm, dropout),
+            ``normalised`` (W times the pooled vector, LayerNorm, f(x, z) divided by the square root of E) or
+            ``cosine`` (W times the pooled vector, normalised to length 1).
+        pooling: ``cls``, ``mean`` (over all wordpieces, with [CLS] and [SEP]) or ``last``.
+        projection: initialisation of W; ``identity`` has no W, ``first`` keeps the first E dimensions instead, and
+            ``pca`` has a bias.
+        segments: ``two``, or ``one``, where title and body are both segment 0.
+        temperature: divisor of the cosine.
+        dense: layers of a sentence encoder between pooling and projection.
     """
 
     def __init__(
@@ -154,29 +162,30 @@ class Embedder(Tower):
 
     @property
     def encoder(self) -> Encoder:
-        """The network below; the names of its parameters on disk begin with ``bert.``."""
+        """Encoder module; its parameter names on disk begin with ``bert.``."""
         return self.bert
 
     @property
-    def shifts(self) -> list[nn.Parameter]:
-        """The last biases; behind a division by the length there is none."""
+    def output_biases(self) -> list[nn.Parameter]:
+        """Last biases before the embedding; none with the head ``cosine``, which normalises after them."""
         if self.head == "cosine":
             return []
         if self.norm is not None:
             return [self.norm.bias]
-        own = [] if self.projection is None or self.projection.bias is None else [self.projection.bias]
-        return [*self.bert.shifts, *own]
+        last = [] if self.projection is None or self.projection.bias is None else [self.projection.bias]
+        return [*self.bert.output_biases, *last]
 
     @property
     def words(self) -> str:
-        between = "".join(f"{layer.shape.outputs} -> " for layer in self.dense if isinstance(layer, Dense))
-        made = f"{self.bert.width} -> {between}{self.width} by {self.start}"
-        return f"{self.bert.words}, pooling {self.pooling}, {made}, head {self.head}, segments {self.segments}"
+        """Short description for logs and reports."""
+        dense = "".join(f"{layer.shape.outputs} -> " for layer in self.dense if isinstance(layer, Dense))
+        widths = f"{self.bert.width} -> {dense}{self.width} by {self.start}"
+        return f"{self.bert.words}, pooling {self.pooling}, {widths}, head {self.head}, segments {self.segments}"
 
-    def pooled(self, batch: Packed, vectors: int = 1) -> Tensor:
-        """The encoder's vectors of each sequence, (B M) x D; more than one want the pooling ``mean``."""
+    def pool(self, batch: Packed, vectors: int = 1) -> Tensor:
+        """Compute pooled hidden states of each sequence, (B M) x D; M > 1 requires the pooling ``mean``."""
         if self.segments == "one":
-            batch = batch.in_one_segment()
+            batch = batch.with_single_segment()
         if self.pooling == "cls":
             assert vectors == 1, vectors
             return self.bert.cls(batch)
@@ -187,34 +196,34 @@ class Embedder(Tower):
         if hidden_TD.is_cuda:
             return means(hidden_TD.float(), batch.lengths, vectors)
         lengths = batch.lengths.tolist()
-        hidden_of = torch.split(hidden_TD.float(), lengths)
+        hidden_by_sequence = torch.split(hidden_TD.float(), lengths)
         if vectors == 1:
-            return torch.stack([x_TD.mean(0) for x_TD in hidden_of])
-        (share_MT,) = send(self.device, torch.cat([_shares(length, vectors) for length in lengths], dim=1))
-        both = zip(torch.split(share_MT, lengths, dim=1), hidden_of, strict=True)
-        with full_precision(self.device):  # as a mean is
-            return torch.cat([m_MT @ x_TD for m_MT, x_TD in both])
+            return torch.stack([x_TD.mean(0) for x_TD in hidden_by_sequence])
+        (share_MT,) = send(self.device, torch.cat([_mean_weights(length, vectors) for length in lengths], dim=1))
+        pairs = zip(torch.split(share_MT, lengths, dim=1), hidden_by_sequence, strict=True)
+        with full_precision(self.device):  # like the mean of a single vector
+            return torch.cat([m_MT @ x_TD for m_MT, x_TD in pairs])
 
     def over(self, encoder: Encoder) -> Self:
-        """Return the same pooling and projection, with the same parameters, over another encoder."""
+        """Return a copy over another encoder, which shares pooling, projection and their parameters."""
         other = copy.copy(self)
         other._modules = {**self._modules, "bert": encoder}
         return other
 
     def shares(self, length: int, vectors: int) -> Tensor:
-        """What each wordpiece of a sequence counts in its pooled vectors, M x T."""
+        """Return the pooling weight of each wordpiece of a sequence, M x T."""
         if self.pooling == "mean":
-            return _shares(length, vectors)
+            return _mean_weights(length, vectors)
         share_MT = torch.zeros(vectors, length)
         share_MT[:, 0 if self.pooling == "cls" else -1] = 1.0
         return share_MT
 
     def forward(self, batch: Packed, vectors: int = 1) -> Tensor:
-        """Embeddings B x M E."""
-        return self.embedded(self.pooled(batch, vectors)).view(-1, vectors * self.width)
+        """Compute embeddings B x M E."""
+        return self.embedded(self.pool(batch, vectors)).view(-1, vectors * self.width)
 
     def embedded(self, embedding_BE: Tensor) -> Tensor:
-        """Pooled vectors B x D to embeddings B x E."""
+        """Compute embeddings B x E from pooled vectors B x D."""
         if embedding_BE.dtype == torch.float16:
             embedding_BE = embedding_BE.float()
         for layer in self.dense:
@@ -233,10 +242,10 @@ class Embedder(Tower):
 
 
 class Bag(Tower):
-    """The sum of the sequence's word vectors, divided by its length: no encoder, no order of words.
+    """Tower without an encoder: the normalised sum of the sequence's word vectors, whatever their order.
 
-    Wordpieces whose ``counts_V`` is 0, as [CLS] and [MASK], add nothing and learn nothing. A sequence without any
-    other has the zero vector, so that f(x, z) = 0 for every x.
+    Wordpieces whose ``counts_V`` is 0, such as [CLS] and [MASK], contribute nothing and get no gradient. A sequence
+    with no other wordpieces has the zero vector, so that f(x, z) = 0 for every x.
     """
 
     counts_V: Tensor
@@ -248,10 +257,11 @@ class Bag(Tower):
 
     @property
     def words(self) -> str:
+        """Short description for logs and reports."""
         return f"a bag of {self.word.num_embeddings} word vectors of width {self.width}"
 
     def forward(self, batch: Packed, vectors: int = 1) -> Tensor:
-        """Embeddings B x E; a bag makes no more than one vector of a sequence."""
+        """Compute embeddings B x E; a bag has one vector per sequence."""
         assert vectors == 1, vectors
         batch.to(self.device)
         counts_T = self.counts_V[batch.tokens_T]
@@ -261,8 +271,8 @@ class Bag(Tower):
         return _unit(sum_BE)
 
 
-def _shares(length: int, vectors: int) -> Tensor:
-    """What a wordpiece of a sequence counts in each of its vectors, M x T; a part without wordpieces is the whole."""
+def _mean_weights(length: int, vectors: int) -> Tensor:
+    """Return the weight of each wordpiece in each vector, M x T; an empty part counts as the whole sequence."""
     share_MT = torch.full((vectors, length), 1 / length)
     bounds = [length * part // vectors for part in range(vectors + 1)]
     for share_T, (first, end) in zip(share_MT, pairwise(bounds), strict=True):
@@ -273,7 +283,7 @@ def _shares(length: int, vectors: int) -> Tensor:
 
 
 def means(hidden_TD: Tensor, lengths: np.ndarray, vectors: int) -> Tensor:
-    """What :func:`_shares` makes of all sequences, (B M) x D, without sending a GPU work for each; by other sums."""
+    """Compute the means of :func:`_mean_weights` of all sequences at once, (B M) x D; rounding differs."""
     bounds_BM = lengths[:, None] * np.arange(vectors + 1) // vectors
     part_BM = torch.from_numpy(np.diff(bounds_BM))
     part_BM, length_B = send(hidden_TD.device, part_BM, torch.from_numpy(lengths))
@@ -281,20 +291,20 @@ def means(hidden_TD: Tensor, lengths: np.ndarray, vectors: int) -> Tensor:
     sum_BMD = sum_BMD.view(len(lengths), vectors, -1)
     mean_BMD = sum_BMD.sum(1, keepdim=True) / length_B[:, None, None]
     if vectors > 1:
-        own_BMD = sum_BMD / part_BM.clamp(min=1)[:, :, None]
-        mean_BMD = torch.where((part_BM > 0)[:, :, None], (mean_BMD + own_BMD) / 2, mean_BMD)
+        part_BMD = sum_BMD / part_BM.clamp(min=1)[:, :, None]
+        mean_BMD = torch.where((part_BM > 0)[:, :, None], (mean_BMD + part_BMD) / 2, mean_BMD)
     return mean_BMD.flatten(0, 1)
 
 
 def _unit(x_BE: Tensor) -> Tensor:
-    """Rows divided by their length; a row without a direction becomes (nearly) 0 and has a bounded gradient."""
-    return F.normalize(x_BE.float(), dim=-1, eps=_SHORTEST)
+    """Normalise rows to length 1; a row of almost 0 stays near 0 and has a bounded gradient."""
+    return F.normalize(x_BE.float(), dim=-1, eps=_MIN_NORM)
 
 
 class Retriever(nn.Module):
-    """Query tower and document tower; one and the same where they share their parameters.
+    """Query tower and document tower, which are one module if they share their parameters.
 
-    ``vectors`` is M, how many a passage has.
+    ``vectors`` is M, the number of vectors of a passage.
     """
 
     def __init__(self, query: Tower, document: Tower, vectors: int = 1) -> None:
@@ -302,47 +312,48 @@ class Retriever(nn.Module):
         self.query, self.document, self.vectors = query, document, vectors
         self.mixture = EMBEDDINGS_ALONE
         if not self.shared:
-            # They add one number to the relevance of all z for x, which p(z|x) does not see: their gradient would be
-            # rounding, and Adam would make full steps of it.  They stay, since they are part of published embeddings.
-            for shift in document.shifts:
-                shift.requires_grad_(False)
+            # They add a constant to f(x, z) of all z, which cancels in p(z|x): their gradient would be rounding error,
+            # which Adam scales to full steps. They are frozen, not removed, since published embeddings include them.
+            for bias in document.output_biases:
+                bias.requires_grad_(False)
 
     @property
     def shared(self) -> bool:
+        """True if both towers are one module."""
         return self.query is self.document
 
     @property
     def scale(self) -> float:
-        """The factor of every inner product in f(x, z)."""
+        """Factor of the inner products in f(x, z)."""
         return self.query.scale
 
     @property
     def width(self) -> int:
-        """Numbers of a passage in the index, X."""
+        """Width X of a passage in the index."""
         return self.vectors * self.document.width
 
     def documents(self, batch: Packed) -> Tensor:
-        """Embeddings of passages, B x X."""
+        """Compute embeddings of passages, B x X."""
         return cast(Tensor, self.document(batch, self.vectors))
 
     def relevance(self, query_BE: Tensor, document_BKX: Tensor) -> Tensor:
-        """f(x, z) of each query with its own K documents, B x K."""
+        """Compute f(x, z) of each query with its own K documents, B x K."""
         if self.vectors == 1:
             return self.scale * torch.einsum("be,bke->bk", query_BE, document_BKX)
         document_BKME = document_BKX.view(*document_BKX.shape[:2], self.vectors, -1)
         return self.scale * torch.einsum("be,bkme->bkm", query_BE, document_BKME).amax(-1)
 
     def scores(self, query_QE: Tensor, document_NX: Tensor) -> Tensor:
-        """f(x, z) of each query with each document, Q x N."""
-        product_QNM = self.scale * query_QE @ document_NX.reshape(-1, query_QE.shape[1]).T  # with every vector
+        """Compute f(x, z) of each query with each document, Q x N."""
+        product_QNM = self.scale * query_QE @ document_NX.reshape(-1, query_QE.shape[1]).T
         return product_QNM if self.vectors == 1 else product_QNM.view(len(query_QE), -1, self.vectors).amax(-1)
 
 
 def initialise_projection(embedder: Embedder, generator: torch.Generator) -> None:
-    """Where the projection and the pooler start.
+    """Initialise projection and pooler in place.
 
-    An orthogonal projection: inner products of embeddings start as those of the pooled vectors, in part where E < D.
-    A random one is Gaussian of variance 1/E, which keeps them in the mean. That of ``pca`` comes from the passages
+    An orthogonal projection preserves the inner products of pooled vectors (approximately if E < D); a random one,
+    Gaussian of variance 1/E, preserves them in expectation. ``pca`` is fitted later to the passages
     (``search.corpus_statistics``) and is orthogonal until then.
     """
     with torch.no_grad():
