@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from realmops.search import exact as module
-from realmops.search.exact import GROUP, BestVector, Exact, exact, search, searched_often
+from realmops.search.exact import GROUP, Exact, MaxSimIndex, exact, search, searched_often
 
 
 def obvious(query_QE: Tensor, embedding_PE: Tensor, k: int) -> np.ndarray:
@@ -101,9 +101,9 @@ def whole(rows: int, seed: int, most: int = 1000) -> Tensor:
     return numbers.float()
 
 
-def check_scores(query_QE: Tensor, embedding_PE: Tensor, k: int, often: bool = False) -> None:
+def check_scores(query_QE: Tensor, embedding_PE: Tensor, k: int, use_int8: bool = False) -> None:
     """All scores are those of the best, to the last bit, each that of its passage, and no passage comes twice."""
-    score_QK, id_QK = Exact(embedding_PE, often).search(query_QE, k)
+    score_QK, id_QK = Exact(embedding_PE, use_int8).search(query_QE, k)
     true_QP = query_QE.double() @ embedding_PE.double().T
     assert torch.equal(score_QK.double(), true_QP.topk(min(k, len(embedding_PE)), dim=1).values)
     assert torch.equal(true_QP.gather(1, id_QK), score_QK.double())
@@ -117,7 +117,7 @@ def test_halves_find_what_fp32_finds(rows: int, k: int, monkeypatch: pytest.Monk
     """Around the borders of groups, of products and of parts."""
     monkeypatch.setattr(module, "_PART", 4096)
     monkeypatch.setattr(module, "_SCORES", QUERIES * 1000)
-    monkeypatch.setattr(module, "_AGAIN", 700)
+    monkeypatch.setattr(module, "_RESCORED_ROWS", 700)
     check_scores(whole(QUERIES, 1), whole(rows, 2), k)
 
 
@@ -191,14 +191,14 @@ def worst(rows: int, seed: int) -> Tensor:
 
 
 @pytest.mark.usefixtures("in_halves")
-@pytest.mark.parametrize("missing", [None, "lost", "length", "_ROUNDING"])
+@pytest.mark.parametrize("missing", [None, "max_error", "max_norm", "_ROUNDING"])
 def test_the_bound_holds_for_every_passage(missing: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp64; and without one of its parts it does not, so these numbers are hard enough."""
     broken = 0
     for seed, scale in enumerate((1.0, 2.0**-40, 2.0**40)):
         wide = (normal(9008, seed, WIDTH) * 10.0 ** normal(9008, seed + 10, 1)).float()
         for query_QE, embedding_PE in ((worst(64, seed), worst(9008, seed + 20)), (wide[:64], wide)):
-            halves = module.Halves.of(embedding_PE * scale)
+            halves = module.Bf16Prefilter.build(embedding_PE * scale)
             most_QG, group_QG = halves._best_groups(query_QE, 9008 // module.SMALL_GROUP)
             true_QP = query_QE.double() @ (embedding_PE * scale).double().T
             true_QG = true_QP.view(64, -1, module.SMALL_GROUP).amax(2).gather(1, group_QG)
@@ -216,15 +216,15 @@ def test_without_bf16_in_hardware_nothing_changes(monkeypatch: pytest.MonkeyPatc
     query_QE, embedding_PE = whole(QUERIES, 17), whole(50_001, 18)
     index = Exact(embedding_PE)
     found, plain = index.search(query_QE, 5), search(query_QE, embedding_PE, 5)
-    assert index.halves is None
+    assert index.bf16_copy is None
     assert torch.equal(found[0], plain[0])
     assert torch.equal(found[1], plain[1])
 
 
 @pytest.mark.usefixtures("in_halves")
 def test_a_few_queries_need_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for copied in (module.Halves, module.Bytes):
-        monkeypatch.setattr(copied, "of", staticmethod(lambda embedding_PE: pytest.fail("a copy")))
+    for copied in (module.Bf16Prefilter, module.Int8Prefilter):
+        monkeypatch.setattr(copied, "build", staticmethod(lambda embedding_PE: pytest.fail("a copy")))
     index = Exact(whole(9000, 19))
     assert index.search(whole(15, 20), 3)[1].shape == (15, 3)
 
@@ -253,7 +253,7 @@ def only_bytes(in_bytes: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_often(query_QE: Tensor, embedding_PE: Tensor, k: int) -> None:
-    check_scores(query_QE, embedding_PE, k, often=True)
+    check_scores(query_QE, embedding_PE, k, use_int8=True)
 
 
 @pytest.mark.usefixtures("only_bytes")
@@ -273,7 +273,7 @@ def test_what_is_searched_often_has_a_copy_for_a_few_queries(queries: int, rows:
 def test_of_passages_with_several_vectors_the_best_one_counts(queries: int, count: int) -> None:
     query_QE, embedding_PE = whole(queries, 31), whole(9000, 32)
     embedding_PE[100 * count + 1] = 0.5 * (embedding_PE[100 * count] + embedding_PE[7 * count])  # a passage near two
-    score_QK, id_QK = searched_often(BestVector(Exact(embedding_PE), count)).search(query_QE, 10)
+    score_QK, id_QK = searched_often(MaxSimIndex(Exact(embedding_PE), count)).search(query_QE, 10)
     true_QP = (query_QE.double() @ embedding_PE.double().T).view(queries, -1, count).amax(2)
     assert torch.equal(score_QK.double(), true_QP.topk(10, dim=1).values)
     assert torch.equal(true_QP.gather(1, id_QK), score_QK.double())
@@ -285,7 +285,7 @@ def test_of_passages_with_several_vectors_the_best_one_counts(queries: int, coun
 def test_passages_with_several_vectors_and_strange_numbers_are_found_as_in_fp32(strange: float) -> None:
     query_QE, embedding_PE = whole(FEW, 33), whole(9000, 34)
     embedding_PE[7, 3] = strange
-    plain = BestVector(Exact(embedding_PE), 3)
+    plain = MaxSimIndex(Exact(embedding_PE), 3)
     for k in (10, 4000):
         found, expected = (index.search(query_QE, k) for index in (searched_often(plain), plain))
         assert torch.equal(found[0].nan_to_num(-1.0), expected[0].nan_to_num(-1.0))
@@ -315,15 +315,15 @@ def test_bytes_where_many_passages_are_as_good() -> None:
 
 
 @pytest.mark.usefixtures("in_halves", "in_bytes")
-@pytest.mark.parametrize(("queries", "often"), [(QUERIES, False), (FEW, True)])
+@pytest.mark.parametrize(("queries", "use_int8"), [(QUERIES, False), (FEW, True)])
 @pytest.mark.parametrize("strange", [math.nan, math.inf, -math.inf, 3.4e38])
-def test_strange_numbers_are_found_as_in_fp32(strange: float, queries: int, often: bool) -> None:
+def test_strange_numbers_are_found_as_in_fp32(strange: float, queries: int, use_int8: bool) -> None:
     """In a passage, and in a query; products and sums of the last one are too large for a float."""
     query_QE, embedding_PE = whole(queries, 15), whole(9000, 16)
     for numbers in (embedding_PE, query_QE):
         kept = numbers[7].clone()
         numbers[7, 3] = strange
-        found, plain = Exact(embedding_PE, often).search(query_QE, 3), search(query_QE, embedding_PE, 3)
+        found, plain = Exact(embedding_PE, use_int8).search(query_QE, 3), search(query_QE, embedding_PE, 3)
         assert torch.equal(found[0].nan_to_num(1.5), plain[0].nan_to_num(1.5))
         assert torch.equal(found[0].isnan(), plain[0].isnan())
         numbers[7] = kept
@@ -335,20 +335,22 @@ def test_a_passage_is_scored_again_as_far_below_the_best_product_as_two_may_be_w
     embedding_PE, byte_PE = torch.zeros(64, WIDTH), torch.zeros(64, WIDTH, dtype=torch.int8)
     embedding_PE[5, 0], byte_PE[5, 0] = 10.0, 90
     embedding_PE[40, 0], byte_PE[40, 0] = 9.5, 104
-    copied = module.Bytes(embedding_PE, byte_PE, torch.full((64,), 0.1), length=10.4, lost=1.0, longest=11.4)
+    copied = module.Int8Prefilter(
+        embedding_PE, byte_PE, torch.full((64,), 0.1), max_norm=10.4, max_error=1.0, max_original_norm=11.4
+    )
     score_QK, id_QK = copied.search(torch.eye(1, WIDTH), 1)
     assert (score_QK.tolist(), id_QK.tolist()) == ([[10.0]], [[5]])
 
 
-@pytest.mark.parametrize("copies", [module.Halves, module.Bytes])
+@pytest.mark.parametrize("copies", [module.Bf16Prefilter, module.Int8Prefilter])
 def test_nothing_is_sure_where_a_sum_could_overflow(copies: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """From 2 ** 120 on, of lengths of a query and a passage; no passage is longer than is known."""
     for name in ("_is_large", "multiplies_bf16", "multiplies_int8"):
         monkeypatch.setattr(module, name, lambda *_: True)
     embedding_PE = 2.0**60 * (1 + 0.1 * normal(64, 0, WIDTH)).float()
-    copied, query_QE = copies.of(embedding_PE), torch.eye(1, WIDTH)
+    copied, query_QE = copies.build(embedding_PE), torch.eye(1, WIDTH)
     sure, unsure = (
-        copied.bound(scale * query_QE, *([torch.zeros(1)] if copies is module.Halves else []))
+        copied.bound(scale * query_QE, *([torch.zeros(1)] if copies is module.Bf16Prefilter else []))
         for scale in (2.0**40, 2.0**60)
     )
     assert sure.isfinite().all()
@@ -359,23 +361,23 @@ def test_nothing_is_sure_where_a_sum_could_overflow(copies: type, monkeypatch: p
 def test_no_passage_is_longer_than_is_known_of_it() -> None:
     """With its mean: passages that have much in common are far from 0."""
     embedding_PE = (5 + normal(9008, 0, WIDTH)).float()
-    copied = module.Bytes.of(embedding_PE)
+    copied = module.Int8Prefilter.build(embedding_PE)
     assert copied is not None
     length_P = embedding_PE.double().norm(dim=1)
-    assert float(length_P.max() + embedding_PE.double().mean(0).norm()) <= copied.longest
+    assert float(length_P.max() + embedding_PE.double().mean(0).norm()) <= copied.max_original_norm
 
 
 @pytest.mark.usefixtures("in_bytes")
-@pytest.mark.parametrize("missing", [None, "lost", "length"])
+@pytest.mark.parametrize("missing", [None, "max_error", "max_norm"])
 def test_no_product_in_bytes_is_farther_off_than_the_bound(missing: str | None) -> None:
     """In fp64; and without one of its parts one is, so these numbers are hard enough."""
     broken = 0
     for seed, scale in enumerate((1.0, 2.0**-40, 2.0**40)):
         wide = (normal(9008, seed, WIDTH) * 10.0 ** normal(9008, seed + 10, 1)).float() * scale
-        copied, query_QE = module.Bytes.of(wide), wide[:64]
+        copied, query_QE = module.Int8Prefilter.build(wide), wide[:64]
         assert copied is not None
-        byte_QE, factor_Q = module._byte(query_QE)
-        product_QP = (byte_QE.int() @ copied.byte_PE.int().T).double() * copied.factor_P * factor_Q[:, None].double()
+        byte_QE, factor_Q = module._to_int8(query_QE)
+        product_QP = (byte_QE.int() @ copied.int8_PE.int().T).double() * copied.scale_P * factor_Q[:, None].double()
         true_QP = query_QE.double() @ (wide.double() - wide.mean(0)).T
         bound_Q = (replace(copied, **{missing: 0.0}) if missing else copied).bound(query_QE)
         broken += int(((product_QP - true_QP).abs() > bound_Q[:, None]).sum())
@@ -385,7 +387,7 @@ def test_no_product_in_bytes_is_farther_off_than_the_bound(missing: str | None) 
 def test_without_int8_in_hardware_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "multiplies_int8", lambda: False)
     query_QE, index = whole(FEW, 31), searched_often(Exact(whole(50_001, 32)))
-    assert index.in_bytes is None  # type: ignore[attr-defined]
+    assert index.int8_copy is None  # type: ignore[attr-defined]
     assert torch.equal(index.search(query_QE, 5)[0], search(query_QE, index.embedding_PE, 5)[0])  # type: ignore[attr-defined]
 
 
