@@ -108,7 +108,7 @@ def test_a_search_leaves_the_postings_of_frequent_words_that_cannot_matter(
     usual = index._weights
 
     def weights(word: int) -> Any:
-        read.append(index._with_word(word))
+        read.append(index._document_frequency(word))
         return usual(word)
 
     monkeypatch.setattr(index, "_weights", weights)

@@ -121,7 +121,7 @@ def test_the_start_is_a_function_of_passages_and_seed(world: World) -> None:
 
 def test_large_corpora_are_sampled(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus_statistics, "LSI_PASSAGES", 5)
-    monkeypatch.setattr(corpus_statistics, "_TOGETHER", 2)
+    monkeypatch.setattr(corpus_statistics, "_BATCH", 2)
     seen: list[int] = []
     real = corpus_statistics.document_sequences
 

@@ -163,7 +163,7 @@ class Bm25:
     """BM25 over a snapshot's passages, memory-mapped: Lucene's formula over the stems of title and text.
 
     The score is the sum, over the words of the query, of ``inverse_document_frequency`` times count / (``saturation`` +
-    count). A query reads only the postings of its own words; ``bm25_writer.write_bm25`` writes the folder.
+    count). A query reads only the postings of its words; ``bm25_writer.write_bm25`` writes the folder.
 
     Files:
         words.npy: uint64 [W], keys of all words (``stem_hashes``), ascending.

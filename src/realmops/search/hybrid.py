@@ -51,11 +51,7 @@ class Hybrid:
     def search(self, query_QE: Tensor, queries: Sequence[str], k: int, depth: int | None = None) -> Hits:
         """Return the best k passages of each query, on the CPU.
 
-        Args:
-            query_QE: embedded queries.
-            queries: their texts.
-            k: number of results.
-            depth: number of candidates from each of the two searches; at least, and by default, k.
+        Candidates are the best ``depth`` by embeddings and the best ``depth`` by BM25 (at least, and by default, k).
         """
         depth = max(k, depth or k)
         score_QK, id_QK = bring(*self.passages.search(query_QE, depth))
@@ -81,10 +77,7 @@ class Hybrid:
 
 
 def _dense(passages: PassageIndex, query_QE: Tensor, candidate_ids: Sequence[NDArray[np.int64]]) -> list[Tensor]:
-    """Return q . d of each query with the best vector of each of its candidates, on the CPU.
-
-    Scores of an index on a GPU take one transfer each way.
-    """
+    """Return q . d of each query with the best vector of each candidate, on the CPU (one transfer each way)."""
     device = passages.device
     if device.type == "cpu":
         scores = []
@@ -112,13 +105,7 @@ def words_share(
 def fit_mixture(dense_QK: Tensor, words_QK: Tensor, is_present_QK: Tensor, correct_QK: Tensor) -> Mixture | None:
     """Fit the fusion weights that maximise the mean likelihood of the correct passages over queries.
 
-    Queries without a correct passage among the K, or with correct ones only, do not count; None if no query counts.
-
-    Args:
-        dense_QK: scale q . d of the retrieved passages.
-        words_QK: their normalised BM25.
-        is_present_QK: False for missing passages.
-        correct_QK: whether a passage contains an answer.
+    Queries with no correct passage among the K, or with correct ones only, do not count; None if no query counts.
     """
     from scipy.optimize import minimize
 
