@@ -18,14 +18,14 @@ from torch import Tensor
 from realmops.config import IndexOptions, RunOptions
 from realmops.search import approximate, faiss_gpu
 from realmops.search.approximate import (
-    EXACT_PASSAGES,
+    MAX_EXACT_PASSAGES,
     Approximate,
     Faiss,
     Recipe,
-    fitting_type,
+    device_memory,
     index_type,
-    memory_of,
     passage_index,
+    select_type,
 )
 from realmops.search.exact import Exact, PassageIndex, search
 from realmops.stages import Silent, common
@@ -101,7 +101,7 @@ def test_passages_added_some_at_a_time_give_the_index_of_all_at_once(
 
 
 def test_a_sample_is_drawn_without_repeats_from_all_passages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(approximate, "READ", 7)
+    monkeypatch.setattr(approximate, "READ_ROWS", 7)
     embedding_PE = torch.arange(1000.0)[:, None]
     sample_R = approximate._sample(embedding_PE, 400, 1)[:, 0]
     assert len(set(sample_R.tolist())) == 400
@@ -191,15 +191,15 @@ GIB = 1 << 30
     ],
 )
 def test_the_rule_of_auto(passages: int, width: int, memory: int, expected: str) -> None:
-    assert fitting_type(passages, width, memory) == expected
-    assert fitting_type(passages, width, memory, on_gpu=True) == expected.replace("ivf", "exact")
+    assert select_type(passages, width, memory) == expected
+    assert select_type(passages, width, memory, on_gpu=True) == expected.replace("ivf", "exact")
 
 
 def test_auto_goes_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(approximate, "memory_of", lambda device: 64 * GIB)
-    assert index_type(section("index", type="auto"), EXACT_PASSAGES + 1, 128, CPU) == "ivf"
-    assert index_type(section("index", type="hnsw"), EXACT_PASSAGES + 1, 128, CPU) == "hnsw"
-    assert memory_of(CPU) > 100 << 20
+    monkeypatch.setattr(approximate, "device_memory", lambda device: 64 * GIB)
+    assert index_type(section("index", type="auto"), MAX_EXACT_PASSAGES + 1, 128, CPU) == "ivf"
+    assert index_type(section("index", type="hnsw"), MAX_EXACT_PASSAGES + 1, 128, CPU) == "hnsw"
+    assert device_memory(CPU) > 100 << 20
 
 
 def test_without_faiss_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,7 +180,7 @@ def page(rows: Sequence[Row], outcomes: Sequence[VariantOutcome], seeds: int) ->
         "they account for other questions only, not for the variance between trainings."
     )
     sections = [
-        f'<div class="card scroll">{table_of_rows(rows).as_html()}</div>',
+        f'<div class="card scroll">{table_of_rows(rows).to_html()}</div>',
         f'<p class="soft">{escape(note)}</p>',
         f'<div class="charts">{utility_chart(rows, outcomes)}{staleness_chart(rows)}</div>',
     ]

@@ -139,7 +139,7 @@ class FigureTable:
         shown = [f"| {' | '.join(line)} |\n" for line in lines]
         return "".join([shown[0], "| --- " * len(self.head) + "|\n", *shown[1:]])
 
-    def as_html(self) -> str:
+    def to_html(self) -> str:
         """Return the table as HTML."""
         return table_of(self.head, [row for rows in self.groups for row in rows])
 
@@ -248,7 +248,7 @@ def confidence_charts(answers: Sequence[Prediction]) -> list[str]:
     rated = [(answer.confidence, answer.em) for answer in answers if answer.confidence is not None]
     if not rated:
         return []
-    probability_Q, correct_Q = np.array([p for p, _ in rated]), np.array([is_correct for _, is_correct in rated])
+    probability_Q, correct_Q = np.array([p for p, _ in rated]), np.array([em for _, em in rated])
     bins, curve = reliability(probability_Q, correct_Q), coverage_curve(probability_Q, correct_Q)
     observed = Series("answers in 10 bins", [each.confidence for each in bins], [each.right for each in bins])
     ideal = Series("perfect calibration", [0.0, 1.0], [0.0, 1.0])
@@ -279,7 +279,7 @@ def _page(
 ) -> str:
     sections = [f'<p class="soft">{escape("; ".join(f"{name} {value}" for name, value in about.items()))}</p>']
     sections += ["<h2>Results</h2>"]
-    sections += [f'<div class="card scroll figures">{table.as_html()}</div>' for table in figure_tables(metrics)]
+    sections += [f'<div class="card scroll figures">{table.to_html()}</div>' for table in figure_tables(metrics)]
     calibration = confidence_charts(answers)
     for heading, figures in (("Training", charts), ("Confidence and precision", calibration)):
         if figures:

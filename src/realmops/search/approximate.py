@@ -24,10 +24,10 @@ from realmops.search import faiss_gpu
 from realmops.search.exact import Exact, InMemory, MaxSimIndex, PassageIndex, search
 from realmops.search.mapped import memory_bytes, release
 
-EXACT_PASSAGES = 20_000_000
-MEMORY_SHARE = 0.25
-TIES = 1e-5
-READ = 1 << 13  # scattered passages read at a time; each maps 64 KiB of a memory-mapped file
+MAX_EXACT_PASSAGES = 20_000_000
+PQ_MEMORY_SHARE = 0.25  # of the device's memory; larger embeddings need pq
+SCORE_TOLERANCE = 1e-5  # relative; smaller differences count as equal scores
+READ_ROWS = 1 << 13  # scattered passages read at a time; each maps 64 KiB of a memory-mapped file
 QUERIES = 256  # number of queries for the measurement of an index's recall
 _CANDIDATES = 16  # per result in pq; its codes have only 4 bits per dimension
 _NEIGHBOURS = 32  # per node of the hnsw graph
@@ -115,7 +115,7 @@ class Approximate(InMemory, ABC):
 
     def _scores(self, query_E: Tensor, id_D: Tensor) -> Tensor:
         scores = []
-        for id_R in torch.split(id_D, READ):
+        for id_R in torch.split(id_D, READ_ROWS):
             scores.append(self.embedding_PE[id_R] @ query_E)
             release(self.embedding_PE)
         return torch.cat(scores)
@@ -127,7 +127,7 @@ class Approximate(InMemory, ABC):
     def _min_scores(self, query_QE: Tensor, k: int) -> Tensor:
         """Return the score, Q x 1, at or above which a passage belongs to the exact top k."""
         exact_QK = search(query_QE.detach().float().to(self.embedding_PE.device), self.embedding_PE, k)[0]
-        return exact_QK[:, -1:] - TIES * exact_QK.abs().amax(1, keepdim=True)
+        return exact_QK[:, -1:] - SCORE_TOLERANCE * exact_QK.abs().amax(1, keepdim=True)
 
     def _recall(self, query_QE: Tensor, k: int, min_Q1: Tensor) -> float:
         return float((self.search(query_QE, k)[0].to(min_Q1.device) >= min_Q1).double().mean())
@@ -150,19 +150,19 @@ class Approximate(InMemory, ABC):
             width = min(2 * width, self.max_search_width)
 
 
-def fitting_type(passages: int, width: int, memory: int, *, on_gpu: bool = False) -> str:
+def select_type(passages: int, width: int, memory: int, *, on_gpu: bool = False) -> str:
     """Return the index type that ``index.type: auto`` selects on a device with ``memory`` bytes.
 
     ``pq`` if fp32 embeddings exceed a quarter of the memory. Otherwise ``exact`` on a GPU, and on a CPU up to 20
     million passages; ``ivf``, which stores the embeddings a second time, above. Never ``hnsw``: its graph takes longest
     to build.
     """
-    if 4 * passages * width > MEMORY_SHARE * memory:
+    if 4 * passages * width > PQ_MEMORY_SHARE * memory:
         return "pq"
-    return "exact" if on_gpu or passages <= EXACT_PASSAGES else "ivf"
+    return "exact" if on_gpu or passages <= MAX_EXACT_PASSAGES else "ivf"
 
 
-def memory_of(device: torch.device) -> int:
+def device_memory(device: torch.device) -> int:
     """Return the total memory of a device, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
@@ -202,7 +202,7 @@ def index_type(options: IndexOptions, passages: int, width: int, device: torch.d
     """
     kind: str = options.type
     if kind == "auto":
-        kind = fitting_type(passages, width, memory_of(device), on_gpu=device.type == "cuda")
+        kind = select_type(passages, width, device_memory(device), on_gpu=device.type == "cuda")
     if TYPES.get(kind) is Faiss:
         _faiss(kind, passages, width)
     return kind
@@ -303,9 +303,9 @@ def _sample(embedding_PE: Tensor, size: int, seed: int) -> Tensor:
         return embedding_PE.detach().cpu()
     row_R = torch.randperm(passages, generator=torch.Generator().manual_seed(seed))[:size].sort().values
     sample_RE = torch.empty(size, embedding_PE.shape[1])
-    for first in range(0, size, READ):
-        part = row_R[first : first + READ]
-        sample_RE[first : first + READ] = embedding_PE.detach()[part.to(embedding_PE.device)].cpu()
+    for first in range(0, size, READ_ROWS):
+        part = row_R[first : first + READ_ROWS]
+        sample_RE[first : first + READ_ROWS] = embedding_PE.detach()[part.to(embedding_PE.device)].cpu()
         release(embedding_PE)
     return sample_RE
 

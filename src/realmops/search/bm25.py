@@ -273,7 +273,7 @@ class Bm25:
 
         MaxScore (Turtle and Flood 1995): words are processed by decreasing upper bound. Once the bounds of the
         remaining words add up to less than the k-th best score, no passage with only these words can be among the best
-        k. From then on, their postings are read only for passages that can still be.
+        k. From then on, their postings are read only for passages that can still rank there.
         """
         count = {word: words.count(word) for word in words}
         bound = {word: times * float(self._idf(word)) for word, times in count.items()}
@@ -282,8 +282,8 @@ class Bm25:
         matches = [_NONE]
         size = processed = 0
         for word in order:
-            is_full = k <= size < self._document_frequency(word)
-            if is_full and remaining[processed] < _kth_score(score_P[np.concatenate(matches)], k):
+            can_stop = k <= size < self._document_frequency(word)
+            if can_stop and remaining[processed] < _kth_score(score_P[np.concatenate(matches)], k):
                 break
             matches.append(self._add_word(word, count[word], score_P))
             size, processed = size + len(matches[-1]), processed + 1

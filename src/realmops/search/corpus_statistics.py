@@ -57,7 +57,7 @@ def start_matches(reader: Reader, snapshot: Snapshot, seed: int, progress: Calla
         return
     rows = _sample(snapshot, LSI_PASSAGES, seed)
     passages_V = np.asarray(_presence(snapshot, rows, progress("wordpieces", len(rows))).sum(0)).ravel()
-    idf_V = inverse_document_frequency(np.maximum(passages_V, 1), len(rows))
+    idf_V = wordpiece_idf(np.maximum(passages_V, 1), len(rows))
     special = _special(snapshot).tolist()
     language = snapshot.languages[0]
     stem_V = stems(snapshot.words, language)
@@ -79,7 +79,7 @@ def _question_words(snapshot: Snapshot, language: str) -> dict[str, set[str]]:
 def init_bag(bag: Bag, snapshot: Snapshot, rows: list[int], seed: int, progress: Progress = no_progress) -> None:
     """Set word vectors to idf times the right singular vectors of presence x idf; special wordpieces get 0."""
     count_PV = _presence(snapshot, rows, progress)
-    idf_V = inverse_document_frequency(np.asarray(count_PV.sum(0)).ravel(), len(rows))
+    idf_V = wordpiece_idf(np.asarray(count_PV.sum(0)).ravel(), len(rows))
     vector_VE = idf_V[:, None] * latent_directions(_tfidf(count_PV, idf_V), bag.width, seed)
     special = _special(snapshot)
     vector_VE[special] = 0.0
@@ -89,7 +89,7 @@ def init_bag(bag: Bag, snapshot: Snapshot, rows: list[int], seed: int, progress:
         bag.counts_V[torch.from_numpy(special)] = 0.0
 
 
-def inverse_document_frequency(frequency_V: np.ndarray, count: int) -> np.ndarray:
+def wordpiece_idf(frequency_V: np.ndarray, count: int) -> np.ndarray:
     """Return BM25's idf, log(1 + (P - n + 1/2) / (n + 1/2)), of wordpieces in n of P passages; 0 for n = 0."""
     idf_V = np.log1p((count - frequency_V + 0.5) / (frequency_V + 0.5))
     return np.where(frequency_V > 0, idf_V, 0.0).astype(np.float32)
