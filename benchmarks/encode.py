@@ -93,7 +93,7 @@ class Ours:
         from realmops.model.encoder_files import load_encoder
         from realmops.model.retriever import Embedder
         from realmops.model.sequences import SpecialTokens
-        from realmops.search.openvino import graph_of
+        from realmops.search.openvino import compile_graph
         from realmops.text.pretrained import read_encoder_tokenizer
         from realmops.text.vocabulary import build_tokenizer, open_tokenizer
 
@@ -103,7 +103,7 @@ class Ours:
         pieces, casing, text = read_encoder_tokenizer(folder)
         self.tokenizer = open_tokenizer(text) if text else build_tokenizer(pieces, casing)
         self.special, self.dtype = SpecialTokens.of(self.tokenizer), dtype
-        self.graph = graph_of(self.tower, 1) if dtype == torch.int8 else None
+        self.graph = compile_graph(self.tower, 1) if dtype == torch.int8 else None
         self.packed = with_packed_linears(self.tower, dtype)  # once for all passages
 
     def sequences(self, documents: list[str]) -> list[Any]:

@@ -148,7 +148,7 @@ def trainer(root: Path) -> dict[str, float]:
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     passages = len(Snapshot.open(root / "data" / "snapshot" / "corpus"))
     width = values_of(root)["retriever"]["embedding_width"]
-    copied = 2 if Exact(torch.zeros(passages, width)).halves else 0
+    copied = 2 if Exact(torch.zeros(passages, width)).bf16_copy else 0
     return {"pre-training step": step, MEMORY: most, OWN: most - passages * width * (2 * 4 + copied) / 2**20}
 
 

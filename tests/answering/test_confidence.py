@@ -233,13 +233,13 @@ def test_finetune_fits_it_and_evaluate_applies_it(project: Path) -> None:
     for name in ("ece", "ece_uncalibrated", "ece_if_perfect", "precision_at_30", "precision_at_30_low", "answered"):
         assert 0 <= measured[name] <= 1
     page = (root / "results/report.html").read_text()
-    assert ("Every answer is held back" in page) == all(row.abstained for row in rows)
+    assert ("The model abstains from every question" in page) == all(row.abstained for row in rows)
     corpus = artifacts.read_json(root / "data/snapshot/corpus/manifest.json")["corpus_hash"]
     assert f"corpus {corpus[:12]}; documents 12 in " in page
     assert "of documents.jsonl" in page
     assert "<td>bert.vocabulary</td><td>150</td>" in page
     assert "<td>bert.positions</td>" not in page, "as the defaults have it"
-    assert "How certain it is, and how often it is right" in page
+    assert "Confidence and precision" in page
     shown = cli("explain", "--root", root).stdout
     assert f"confidence: {rows[0].confidence:.2f}" in shown
 
@@ -257,7 +257,7 @@ def test_a_model_without_a_calibration_answers_without_confidence(project: Path)
     assert not [name for name in measured if name.startswith("ece") or "answered" in name]
     rows = read_predictions(root / "results/predictions.parquet")
     assert [(row.confidence, row.abstained) for row in rows] == [(None, None)] * 2
-    assert "How certain it is" not in (root / "results/report.html").read_text()
+    assert "Confidence and precision" not in (root / "results/report.html").read_text()
     assert "confidence" not in cli("explain", "--root", root).stdout
 
 

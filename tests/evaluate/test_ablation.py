@@ -194,7 +194,7 @@ def test_the_page_needs_no_network_and_escapes() -> None:
     text = page(rows, outcomes, 2)
     assert text.count("&lt;b&gt;REALM") == 6  # in the table, in the note, in the legend and three points of a chart
     assert "a &amp; b" in text
-    assert "2 seeds, each its own world" in text
+    assert "2 seeds; each has its own sample world" in text
     assert "mean staleness of the index, steps" in text
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
 

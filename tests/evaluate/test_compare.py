@@ -80,7 +80,7 @@ def test_an_id_alone_pairs_no_questions(tmp_path: Path, other: dict[str, Any]) -
     write_predictions(theirs / "predictions.parquet", [rows[0], *(replace(row, **other) for row in rows[1:])])
     result = cli("compare", ours, theirs)
     assert result.exit_code == 2
-    assert "the id '2' is another question in" in result.stderr
+    assert "id '2' is a different question in" in result.stderr
     assert "evaluate both runs on the same questions" in result.stderr
 
 
@@ -97,7 +97,8 @@ def test_answers_that_are_judged_by_other_rules_are_not_compared(
     result = cli("compare", tmp_path / "a", tmp_path / "b")
     assert result.exit_code == (0 if comparable else 2), result.output
     assert (
-        comparable or f"judged by the rules of {rules[0]!r} in {tmp_path / 'a'} and of {rules[1]!r} in" in result.stderr
+        comparable
+        or f"normalised by the rules of {rules[0]!r} in {tmp_path / 'a'} and of {rules[1]!r} in" in result.stderr
     )
 
 

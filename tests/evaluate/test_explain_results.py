@@ -20,7 +20,7 @@ WRONG = replace(
 def test_an_explanation_has_passages_scores_and_the_failure() -> None:
     assert _of_prediction(WRONG).lines() == [
         "q2  Where was Ada Vell born?", "  wanted: Tor Hollow", "  answer: north  (score 2.00)",
-        "  confidence: 0.75", "  failed at: reader (the reader could choose an answer and chose another span)",
+        "  confidence: 0.75", "  failed at: reader (the reader could select an answer and selected another span)",
         "  best right span: Tor Hollow  (score 1.50)", "  first passage with an answer: number 1",
         "     p(z|x)  score  passage: its best span", "  >   0.750   2.00  Ada Vell [p7]: north",
         "      0.250      -  Tor Hollow [p2]: (none)",
@@ -32,7 +32,7 @@ def test_questions_are_chosen_by_id_and_failure() -> None:
 
     def shown(ids: Sequence[str], failures: Sequence[str]) -> list[str]:
         lines = stored_answers(rows, ids, failures, 9).splitlines()
-        assert lines[:2] == ["2 questions", "      1  50.0%  correct: the answer is right"]
+        assert lines[:2] == ["2 questions", "      1  50.0%  correct: the answer is correct"]
         return [line.split()[0] for line in lines if "Where was" in line]
 
     assert shown((), ()) == ["q1", "q2"]

@@ -62,9 +62,9 @@ def test_predictions_of_another_version_are_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"question_id": ["q0"], "em": [True]}), tmp_path / "predictions.parquet")
     result = cli("compare", tmp_path, tmp_path)
     assert result.exit_code == 2
-    assert "holds no predictions of this version" in result.stderr
+    assert "has no predictions in the format of this version" in result.stderr
     (tmp_path / "predictions.parquet").write_bytes(b"PAR1")
-    assert "holds no predictions of this version" in cli("explain", "--root", tmp_path).stderr
+    assert "has no predictions in the format of this version" in cli("explain", "--root", tmp_path).stderr
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_recall_metrics_name_k_and_rule() -> None:
 
 
 def test_a_ranking_that_is_too_short_is_an_error() -> None:
-    with pytest.raises(ValueError, match="recall@100 needs as many"):
+    with pytest.raises(ValueError, match="recall@100 needs 100 passages"):
         hit_ranks_by_rule(QUESTIONS, RANKED, TEXTS.__getitem__)
 
 

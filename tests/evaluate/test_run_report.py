@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from test_predictions import PREDICTION as ANSWERED
 
-from realmops.evaluate.charts import line_chart, number, running_mean, ticks
+from realmops.evaluate.charts import format_number, line_chart, running_mean, ticks
 from realmops.evaluate.predictions import write_predictions
 from realmops.evaluate.run_report import (
     compared_rows,
@@ -61,7 +61,7 @@ def test_running_mean() -> None:
 
 
 def test_number() -> None:
-    assert [number(value) for value in (12345, 0.25, 1 / 3, -2.0)] == ["12,345", "0.25", "0.3333", "-2"]
+    assert [format_number(value) for value in (12345, 0.25, 1 / 3, -2.0)] == ["12,345", "0.25", "0.3333", "-2"]
 
 
 def test_points_lie_where_the_axes_say() -> None:
@@ -133,11 +133,11 @@ def test_what_confidence_is_worth_is_drawn() -> None:
         for svg in confidence_charts(answers)
     )
     assert reliability[:3] == [
-        "answers, in tenths, confidence 0.25: 0",
-        "answers, in tenths, confidence 0.65: 0.5",
-        "answers, in tenths, confidence 0.9: 1",
+        "answers in 10 bins, confidence 0.25: 0",
+        "answers in 10 bins, confidence 0.65: 0.5",
+        "answers in 10 bins, confidence 0.9: 1",
     ]
-    across = "the surest answers, share of the questions that are answered"
+    across = "most confident answers, share of questions answered"
     assert by_coverage == [f"{across} {at}" for at in ("0.25: 1", "0.5: 0.5", "0.75: 0.6667", "1: 0.5")]
     assert confidence_charts([replace(PREDICTION, confidence=None, abstained=None)]) == []
 
@@ -182,7 +182,7 @@ def test_retrievers_and_readers_stand_in_one_table(capsys: pytest.CaptureFixture
     assert compared_rows(COMPARED) == [
         ["a rule over BM25's first passage", "", "", "", "0.125", ""],
         ["BM25 (and the model's reader)", "", "", "0.875", "", ""],
-        ["the same with words", "0.500", "", "", "", ""],
+        ["embeddings after REALM with BM25, zero-shot", "0.500", "", "", "", ""],
         ["the model", "", "0.750\n0.50 to 1.00", "", "0.250\n0.12 to 0.38", "0.500"],
     ]
     _, table = figure_tables(COMPARED)

@@ -224,7 +224,7 @@ def test_faiss_is_not_compared_without_a_gpu_or_a_faiss_for_it(monkeypatch: pyte
         runpy.run_path(str(FOLDER / "gpu_faiss.py"), run_name="__main__")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delattr("faiss.StandardGpuResources", raising=False)
-    with pytest.raises(SystemExit, match="nothing is run: the installed FAISS is for CPUs"):
+    with pytest.raises(SystemExit, match="nothing is run: the installed FAISS is CPU-only"):
         runpy.run_path(str(FOLDER / "gpu_faiss.py"), run_name="__main__")
 
 

@@ -44,11 +44,11 @@ class FewDimensions(Approximate):
         some = self.order_E[: self.dimensions]
         return (query_QE[:, some] @ self.embedding_PE[:, some].T).topk(k).indices
 
-    def look_at(self, width: int) -> None:
+    def set_search_width(self, width: int) -> None:
         self.dimensions = width
 
     @property
-    def widest(self) -> int:
+    def max_search_width(self) -> int:
         return self.embedding_PE.shape[1]
 
 
@@ -62,7 +62,7 @@ def test_an_index_type_widens_to_its_recall_and_is_opened_again(
     wanted = section("index", target_recall=0.65).model_copy(update={"type": "few"})
     built = approximate.passage_index(embedding_PE, wanted, CPU, 5, lambda: query_QE, 3)
     assert isinstance(built, FewDimensions)
-    assert 1 < built.recipe.width < built.widest
+    assert 1 < built.recipe.width < built.max_search_width
     assert built.recall(query_QE, 3) == built.recipe.recall >= 0.65
     score_QK, id_QK = built.search(query_QE, 3)
     torch.testing.assert_close(score_QK, (query_QE[:, None] * embedding_PE[id_QK]).sum(-1))
@@ -72,7 +72,7 @@ def test_an_index_type_widens_to_its_recall_and_is_opened_again(
     assert torch.equal(again.search(query_QE, 3)[1], id_QK)
     recipe = json.loads((tmp_path / "index.json").read_text())
     (tmp_path / "index.json").write_text(json.dumps(recipe | {"type": "of tomorrow"}))
-    with pytest.raises(ValueError, match=r"index.json: type is 'of tomorrow', this version has ivf, pq, hnsw, few"):
+    with pytest.raises(ValueError, match=r"index.json: unknown type 'of tomorrow'; .*ivf, pq, hnsw, few"):
         load_passages(tmp_path, world.snapshot, CPU, 1)
 
 

@@ -81,7 +81,7 @@ def test_what_was_published_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_large_file_is_copied_while_it_is_checked_and_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped, "LEAST", 1)
+    monkeypatch.setattr(mapped, "MIN_BYTES", 1)
     store = store_on(Files(), root=real_volume(tmp_path))
     store.publish(OLD, CONTENT, {})
     found = store.load(OLD, mapped=("a.bin",)).files

@@ -18,14 +18,14 @@ from torch import Tensor
 from realmops.config import IndexOptions, RunOptions
 from realmops.search import approximate, faiss_gpu
 from realmops.search.approximate import (
-    EXACT_PASSAGES,
+    MAX_EXACT_PASSAGES,
     Approximate,
     Faiss,
     Recipe,
-    fitting_type,
+    device_memory,
     index_type,
-    memory_of,
     passage_index,
+    select_type,
 )
 from realmops.search.exact import Exact, PassageIndex, search
 from realmops.stages import Silent, common
@@ -92,7 +92,7 @@ def test_passages_added_some_at_a_time_give_the_index_of_all_at_once(
     learned = Recipe(kind, 5, 12, 3, 0.0, 10, 0.5)
     results = []
     for together in (1 << 30, 1 << 16):
-        monkeypatch.setattr(approximate, "_TOGETHER", together)
+        monkeypatch.setattr(approximate, "_ADDED_ROWS", together)
         results.append(Faiss(embedding_PE, learned).search(query_QE, 10))
     assert torch.equal(results[0][1], results[1][1])
     assert torch.equal(results[0][0], results[1][0])
@@ -101,7 +101,7 @@ def test_passages_added_some_at_a_time_give_the_index_of_all_at_once(
 
 
 def test_a_sample_is_drawn_without_repeats_from_all_passages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(approximate, "READ", 7)
+    monkeypatch.setattr(approximate, "READ_ROWS", 7)
     embedding_PE = torch.arange(1000.0)[:, None]
     sample_R = approximate._sample(embedding_PE, 400, 1)[:, 0]
     assert len(set(sample_R.tolist())) == 400
@@ -129,14 +129,14 @@ def test_it_looks_at_no_more_than_the_target_needs() -> None:
 def test_a_search_looks_at_a_part_of_the_lists_at_most(kind: str, widest: int) -> None:
     """A quarter of 64 lists, of short codes a half: with more an exact search is no slower."""
     embedding_PE = torch.randn(64 * 39, 8, generator=torch.Generator().manual_seed(0))
-    assert Faiss(embedding_PE, Recipe(kind, 0, 64, 1, 0.0, 8, 0.0)).widest == widest
+    assert Faiss(embedding_PE, Recipe(kind, 0, 64, 1, 0.0, 8, 0.0)).max_search_width == widest
 
 
 @pytest.mark.parametrize("kind", ["ivf", "pq"])
 def test_a_recall_that_cannot_be_reached_is_an_error_with_both_figures(kind: str) -> None:
     """Without clusters a quarter of the lists holds far fewer than .99 of what is searched for."""
     embedding_PE, query_QE = scattered(5000, 1, 64), scattered(100, 2, 64)
-    said = rf"type {kind} finds (0\.\d{{4}}) of the exact top 10 at most, and index.target_recall is 0.99; .*index.type"
+    said = rf"index.target_recall 0.99 .*type {kind} finds (0\.\d{{4}}) of the exact top 10 .*index.type"
     with pytest.raises(ValueError, match=said) as error:
         built(embedding_PE, query_QE, type=kind, target_recall=0.99)
     found = re.search(said, str(error.value))
@@ -191,15 +191,15 @@ GIB = 1 << 30
     ],
 )
 def test_the_rule_of_auto(passages: int, width: int, memory: int, expected: str) -> None:
-    assert fitting_type(passages, width, memory) == expected
-    assert fitting_type(passages, width, memory, on_gpu=True) == expected.replace("ivf", "exact")
+    assert select_type(passages, width, memory) == expected
+    assert select_type(passages, width, memory, on_gpu=True) == expected.replace("ivf", "exact")
 
 
 def test_auto_goes_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(approximate, "memory_of", lambda device: 64 * GIB)
-    assert index_type(section("index", type="auto"), EXACT_PASSAGES + 1, 128, CPU) == "ivf"
-    assert index_type(section("index", type="hnsw"), EXACT_PASSAGES + 1, 128, CPU) == "hnsw"
-    assert memory_of(CPU) > 100 << 20
+    monkeypatch.setattr(approximate, "device_memory", lambda device: 64 * GIB)
+    assert index_type(section("index", type="auto"), MAX_EXACT_PASSAGES + 1, 128, CPU) == "ivf"
+    assert index_type(section("index", type="hnsw"), MAX_EXACT_PASSAGES + 1, 128, CPU) == "hnsw"
+    assert device_memory(CPU) > 100 << 20
 
 
 def test_without_faiss_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,7 @@ def test_without_faiss_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_pq_wants_passages_to_learn_its_codes_from() -> None:
-    with pytest.raises(ValueError, match=r"wants 256 passages or more.* 255 of width 32: set index.type=exact"):
+    with pytest.raises(ValueError, match=r" 255 passages of width 32; .*256 passages or more.*set index.type=exact"):
         built(scattered(255, 1), scattered(5, 2), type="pq")
     assert isinstance(built(scattered(256, 1), scattered(5, 2), type="pq", target_recall=0.1), Approximate)
 
@@ -288,7 +288,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         "get_num_gpus": lambda: 1,
     }.items():
         monkeypatch.setattr(faiss, name, value, raising=False)
-    monkeypatch.setattr(faiss_gpu, "why_not_on_card", lambda number: "")
+    monkeypatch.setattr(faiss_gpu, "find_gpu_failure", lambda number: "")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: CARD)
     StandardGpuResources.made.clear()
     approximate._log_once.cache_clear()
@@ -346,7 +346,7 @@ def test_more_results_than_a_gpu_selects_are_fewer_candidates_or_searched_exactl
     """300 results of pq want 4,800 candidates, of which a GPU gives 2,048; 2,500 results are compared exactly."""
     embedding_PE, query_QE = clustered(6000, 1), clustered(5, 2)
     index = on_card(embedding_PE, query_QE, type=kind, target_recall=0.5)
-    index.look_at(index.widest)
+    index.set_search_width(index.max_search_width)
     assert index.candidates(query_QE, 300).shape[1] == (2048 if kind == "pq" else 300)
     assert index.search(query_QE, 300)[1].shape == (5, 300)
     assert torch.equal(index.search(query_QE, 2500)[1], search(query_QE, embedding_PE, 2500)[1])
@@ -355,11 +355,11 @@ def test_more_results_than_a_gpu_selects_are_fewer_candidates_or_searched_exactl
 @pytest.mark.parametrize(
     ("kind", "width", "change", "reason", "level"),
     [
-        ("hnsw", 32, {}, "FAISS has no hnsw for GPUs", "INFO"),
+        ("hnsw", 32, {}, "FAISS does not support hnsw on GPUs", "INFO"),
         ("ivf", 32, {"get_num_gpus": lambda: 0}, "FAISS finds no GPU", "WARNING"),
-        ("ivf", 32, {"StandardGpuResources": None}, "the installed FAISS is for CPUs .*extra gpu", "WARNING"),
-        ("pq", 34, {}, "FAISS has no pq for GPUs with vectors of 34 numbers", "WARNING"),
-        ("ivf", 32, {"why_not_on_card": lambda number: "no kernel image"}, "no kernel image", "WARNING"),
+        ("ivf", 32, {"StandardGpuResources": None}, "the installed FAISS is CPU-only .*extra gpu", "WARNING"),
+        ("pq", 34, {}, "FAISS does not support pq of width 34 on GPUs", "WARNING"),
+        ("ivf", 32, {"find_gpu_failure": lambda number: "no kernel image"}, "no kernel image", "WARNING"),
         (
             "ivf",
             32,
@@ -380,7 +380,7 @@ def test_what_a_gpu_cannot_search_is_searched_on_the_cpu_with_the_reason_once(
         if value is None:
             card.delattr(faiss, name)
         else:
-            card.setattr(faiss_gpu if name == "why_not_on_card" else faiss, name, full if value == "full" else value)
+            card.setattr(faiss_gpu if name == "find_gpu_failure" else faiss, name, full if value == "full" else value)
     embedding_PE, query_QE = scattered(1000, 1, width), scattered(20, 2, width)
     with caplog.at_level(logging.INFO, logger=approximate.__name__):
         first, second = (on_card(embedding_PE, query_QE, type=kind, target_recall=0.1) for _ in range(2))
@@ -412,15 +412,15 @@ def test_a_stage_reports_once_where_its_index_is(card: pytest.MonkeyPatch) -> No
         common.searchable(job, embedding_PE, tower, [], 10)
     assert said == [
         f"pretrain: index.type ivf is on the GPU {CARD}",
-        "pretrain: index.type hnsw is on the CPU (FAISS has no hnsw for GPUs)",
+        "pretrain: index.type hnsw is on the CPU (FAISS does not support hnsw on GPUs)",
     ]
 
 
 @pytest.fixture
 def trial() -> Iterator[Callable[[int], str]]:
-    faiss_gpu.why_not_on_card.cache_clear()
-    yield faiss_gpu.why_not_on_card
-    faiss_gpu.why_not_on_card.cache_clear()
+    faiss_gpu.find_gpu_failure.cache_clear()
+    yield faiss_gpu.find_gpu_failure
+    faiss_gpu.find_gpu_failure.cache_clear()
 
 
 def test_a_library_that_ends_its_process_leaves_this_one_alone(
@@ -429,12 +429,12 @@ def test_a_library_that_ends_its_process_leaves_this_one_alone(
     said = "Faiss assertion 'err__ == cudaSuccess' failed; details: CUDA error 209 no kernel image is available"
     program = f"import os, sys\nprint({said!r}, file=sys.stderr, flush=True)\nos.abort()"
     monkeypatch.setattr(faiss_gpu, "_TRIAL", program)
-    assert trial(0) == f"a trial of FAISS on the card failed: {said}"
+    assert trial(0) == f"a trial of FAISS on the GPU failed: {said}"
     monkeypatch.setattr(faiss_gpu, "_TRIAL", "import sys\nassert sys.argv[1] == '1'")
     assert trial(1) == ""
     assert trial(0).endswith("no kernel image is available"), "once for each card"
     monkeypatch.setattr(faiss_gpu, "_TRIAL", "import os\nos.abort()")
-    assert trial(2) == "a trial of FAISS on the card failed: exit code -6"
+    assert trial(2) == "a trial of FAISS on the GPU failed: exit code -6"
 
 
 def test_the_trial_runs_the_installed_faiss(trial: Callable[[int], str]) -> None:

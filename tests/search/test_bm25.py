@@ -87,7 +87,7 @@ def test_scores_are_those_of_bm25s_to_the_last_bit(world: World, zipf: tuple[Bm2
 def test_a_search_gives_the_best_scores_and_of_equal_ones_the_first(
     zipf: tuple[Bm25, list[str]], k: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bm25, "_FEW", few)
+    monkeypatch.setattr(bm25, "_EXHAUSTIVE", few)
     index, texts = zipf
     queries = [*texts[:60], "word0", "word0 word1 word0", "word199 word0 word1 word2", "zebra", "word150 zebra"]
     score_QK, id_QK = index.search(queries, k)
@@ -108,14 +108,14 @@ def test_a_search_leaves_the_postings_of_frequent_words_that_cannot_matter(
     usual = index._weights
 
     def weights(word: int) -> Any:
-        read.append(index._with_word(word))
+        read.append(index._document_frequency(word))
         return usual(word)
 
     monkeypatch.setattr(index, "_weights", weights)
-    monkeypatch.setattr(bm25, "_FEW", 0)
+    monkeypatch.setattr(bm25, "_EXHAUSTIVE", 0)
     index.search(["word190 word180 word170 word0"], 2)
     assert read
-    assert max(read) < index._with_word(index._asked("word0")[1][0])
+    assert max(read) < index._document_frequency(index._parse_query("word0")[1][0])
 
 
 def test_chosen_passages_have_the_scores_that_all_have(zipf: tuple[Bm25, list[str]]) -> None:

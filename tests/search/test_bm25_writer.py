@@ -33,7 +33,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many parts, many ranges of words, many rounds of vocabularies."""
     monkeypatch.setattr(bm25_writer, "_PASSAGES", 2)
     monkeypatch.setattr(bm25_writer, "_POSTINGS", 5)
-    monkeypatch.setattr(bm25_writer, "_WORDS_OF_PARTS", 2)
+    monkeypatch.setattr(bm25_writer, "_MERGED_PARTS", 2)
 
 
 def test_what_is_written_by_hand(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_what_is_written_by_hand(tmp_path: Path) -> None:
     snapshot = corpus(tmp_path / "c", ["Red ships and red ships.", "Sinking.", "A ship sinks and sinks and sinks."])
     manifest = write_bm25(tmp_path / "l", snapshot)
     index = Bm25.open(tmp_path / "l", corpus_hash=snapshot.corpus_hash)
-    named = dict(zip(bm25.codes(["red", "sink", "ship"]).tolist(), ["red", "sink", "ship"], strict=True))
+    named = dict(zip(bm25.stem_hashes(["red", "sink", "ship"]).tolist(), ["red", "sink", "ship"], strict=True))
     assert index.word_W.tolist() == sorted(named)
     assert index.length_P.tolist() == [4, 1, 4]
     spans = zip(index.offset_W[:-1], index.offset_W[1:], strict=True)
@@ -109,13 +109,13 @@ def test_an_update_counts_the_words_of_new_passages_only(tmp_path: Path, monkeyp
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The passages of each part that is counted from now on."""
     seen: list[list[int]] = []
-    usual = bm25_writer._counted
+    usual = bm25_writer._count_words
 
     def counted(texts: Any, languages: Any, rows: Any) -> Any:
         seen.append(rows.tolist())
         return usual(texts, languages, rows)
 
-    monkeypatch.setattr(bm25_writer, "_counted", counted)
+    monkeypatch.setattr(bm25_writer, "_count_words", counted)
     return seen
 
 

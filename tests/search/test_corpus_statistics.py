@@ -16,10 +16,10 @@ from realmops.model.retriever import Bag, Embedder, Retriever
 from realmops.model.sequences import join_query
 from realmops.search import corpus_statistics
 from realmops.search.corpus_statistics import (
-    inverse_document_frequency,
     latent_directions,
     principal_components,
     start_from_passages,
+    wordpiece_idf,
 )
 from realmops.search.embed import document_sequences, embed, query_sequences
 
@@ -43,7 +43,7 @@ def bag_of(world: World, seed: int = 0, **changes: Any) -> Retriever:
 
 def test_rare_wordpieces_weigh_more_and_absent_ones_nothing() -> None:
     """Of 10 passages 1 and 9 have it: log(1 + 9.5 / 1.5) and log(1 + 1.5 / 9.5)."""
-    idf_V = inverse_document_frequency(np.array([1, 9, 0]), 10)
+    idf_V = wordpiece_idf(np.array([1, 9, 0]), 10)
     assert idf_V.tolist() == pytest.approx([math.log(1 + 9.5 / 1.5), math.log(1 + 1.5 / 9.5), 0.0])
 
 
@@ -76,7 +76,7 @@ def test_a_bag_starts_as_lsi_times_idf(world: World) -> None:
     for passage, (tokens, _) in enumerate(sequences):
         for token in tokens:
             count_PV[passage, token] += token not in special
-    idf_V = inverse_document_frequency((count_PV > 0).sum(0), 12)
+    idf_V = wordpiece_idf((count_PV > 0).sum(0), 12)
     slow_PV = count_PV * idf_V
     slow_PV /= np.linalg.norm(slow_PV, axis=1, keepdims=True)
     embedding_PE = embed(retriever.document, sequences, FP32).numpy()
@@ -121,7 +121,7 @@ def test_the_start_is_a_function_of_passages_and_seed(world: World) -> None:
 
 def test_large_corpora_are_sampled(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus_statistics, "LSI_PASSAGES", 5)
-    monkeypatch.setattr(corpus_statistics, "_TOGETHER", 2)
+    monkeypatch.setattr(corpus_statistics, "_BATCH", 2)
     seen: list[int] = []
     real = corpus_statistics.document_sequences
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from realmops.model.retriever import EMBEDDINGS_ALONE, HYBRID_START, Mixture
 from realmops.search.bm25 import Bm25
 from realmops.search.exact import Exact, exact
-from realmops.search.hybrid import LEAST, Hybrid, fit_mixture, words_share
+from realmops.search.hybrid import MIN_WEIGHT, Hybrid, fit_mixture, words_share
 from realmops.train.candidates import Candidates
 from realmops.train.examples import Examples
 from realmops.train.index_source import Index
@@ -221,7 +221,7 @@ def test_both_weights_stay_above_zero() -> None:
     correct_QK = torch.zeros(20_000, 2, dtype=torch.bool)
     correct_QK[:, 1] = True
     found = fit_mixture(torch.zeros(20_000, 2), words_QK, torch.ones_like(correct_QK), correct_QK)
-    assert LEAST <= found.lexical < 0.1
+    assert MIN_WEIGHT <= found.lexical < 0.1
 
 
 def test_pre_training_retrieves_by_words_too(world: World, bm25: Bm25) -> None:

@@ -24,7 +24,7 @@ THREADS, MAPS = 8, 150
 
 @pytest.fixture(autouse=True)
 def small_is_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(mapped, "LEAST", 1)
+    monkeypatch.setattr(mapped, "MIN_BYTES", 1)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
@@ -52,7 +52,7 @@ def test_a_file_for_a_large_matrix_has_no_name_and_is_as_large_as_asked(tmp_path
 
 
 def test_what_is_small_or_has_no_room_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped, "LEAST", 101)
+    monkeypatch.setattr(mapped, "MIN_BYTES", 101)
     assert not made(100)
     assert made(101)
     for free in (1199, 1200):

@@ -25,7 +25,7 @@ from realmops.search import embed as embedding
 from realmops.search import embeddings, openvino
 from realmops.search.embed import Sequences, embed, embed_documents
 from realmops.search.embeddings import embed_changed, embed_corpus
-from realmops.search.openvino import Graph, graph_of
+from realmops.search.openvino import OpenVinoGraph, compile_graph
 
 WORDS, LONGEST = 60, 150  # more wordpieces than a layer of ModernBERT sees to either side
 CPU, FP32, INT8 = torch.device("cpu"), torch.float32, torch.int8
@@ -85,7 +85,7 @@ def near(found_NX: Tensor, true_NX: Tensor, width: int = 8) -> float:
 def test_a_graph_finds_what_the_tower_finds(kind: str, how: dict[str, str], vectors: int) -> None:
     one, texts = tower(kind, **how), sequences()
     before = dict(one.named_modules())
-    graph = Graph(one, vectors)
+    graph = OpenVinoGraph(one, vectors)
     assert one.training
     assert before == dict(one.named_modules()), "the tower keeps its own parts"
     found_NX, true_NX = (
@@ -122,7 +122,7 @@ def test_a_graph_keeps_windows_of_any_width(local: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(openvino, "_in_int8", lambda encoder: encoder)
     monkeypatch.setattr(openvino, "multiplies_bf16", lambda: False)
     with torch.autocast("cpu", torch.bfloat16):  # which the caller may compute in
-        in_fp32 = Graph(one, 1)
+        in_fp32 = OpenVinoGraph(one, 1)
     torch.testing.assert_close(embed(one, texts, FP32, graph=in_fp32), true_NE, rtol=0, atol=1e-5)
     assert near(embed(for_long_texts("modernbert", 2048), texts, FP32), true_NE) < 0.998, "the window counts"
 
@@ -131,13 +131,13 @@ def test_a_graph_keeps_windows_of_any_width(local: int, monkeypatch: pytest.Monk
 def test_a_graph_is_as_near_for_long_texts_as_for_short_ones(kind: str) -> None:
     """Positions above 256, and the angles of rotary ones, are no numbers of bf16."""
     one, texts = for_long_texts(kind, 320), long_texts()
-    assert near(embed(one, texts, INT8, graph=Graph(one, 1)), embed(one, texts, FP32)) > 0.999
+    assert near(embed(one, texts, INT8, graph=OpenVinoGraph(one, 1)), embed(one, texts, FP32)) > 0.999
 
 
 @pytest.mark.parametrize("head", ["paper", "release", "normalised"])
 def test_a_graph_ends_in_the_towers_own_head(head: str) -> None:
     one = Embedder(encoder("bert", width=160), 8, head).eval()  # more numbers than have a scale together
-    found_NE, true_NE = (embed(one, sequences(), d, graph=g) for d, g in ((INT8, Graph(one, 1)), (FP32, None)))
+    found_NE, true_NE = (embed(one, sequences(), d, graph=g) for d, g in ((INT8, OpenVinoGraph(one, 1)), (FP32, None)))
     torch.testing.assert_close(found_NE, true_NE, rtol=0, atol=0.05 * float(true_NE.abs().max()))
 
 
@@ -149,12 +149,12 @@ def test_a_graph_is_made_of_narrow_word_vectors_and_of_frozen_weights_too(embedd
     true_NE = embed(one, sequences(), FP32)
     if frozen:
         devices.freeze_products(one, torch.bfloat16)
-    assert near(embed(one, sequences(), INT8, graph=Graph(one, 1)), true_NE) > 0.99
+    assert near(embed(one, sequences(), INT8, graph=OpenVinoGraph(one, 1)), true_NE) > 0.99
 
 
 def test_no_passage_depends_on_those_beside_it() -> None:
     one, texts = tower(), sequences()
-    graph = Graph(one, 1)
+    graph = OpenVinoGraph(one, 1)
     together_NE = embed(one, texts, INT8, graph=graph)
     for row in (0, 5, 8):
         assert near(embed(one, [texts[row]], INT8, graph=graph), together_NE[row]) > 0.9999
@@ -167,7 +167,7 @@ def test_a_graph_gives_equal_bytes_for_any_number_of_threads(monkeypatch: pytest
     try:
         for threads in (1, 3, 3):
             torch.set_num_threads(threads)
-            found.append(embed(one, texts, INT8, graph=Graph(one, 1)))
+            found.append(embed(one, texts, INT8, graph=OpenVinoGraph(one, 1)))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1])
@@ -181,15 +181,15 @@ def test_many_passages_are_embedded_by_a_graph_and_few_by_the_tower(
 
     def spied(one: Any, vectors: int) -> Any:
         made.append(vectors)
-        return graph_of(one, vectors)
+        return compile_graph(one, vectors)
 
-    monkeypatch.setattr(embedding, "graph_of", spied)
+    monkeypatch.setattr(embedding, "compile_graph", spied)
     retriever, rows = tiny_models(world)[0], range(len(world.snapshot))
     few_PE = embed_documents(retriever, world.snapshot, rows, INT8)
     assert not made
     assert torch.equal(few_PE, embed_documents(retriever, world.snapshot, rows, AUTO))
     for module in (embedding, embeddings):
-        monkeypatch.setattr(module, "MANY", len(rows))
+        monkeypatch.setattr(module, "MIN_PASSAGES", len(rows))
     many_PE = embed_documents(retriever, world.snapshot, rows, INT8)
     assert made == [1]
     assert torch.equal(many_PE, embed_corpus(retriever, world.snapshot, INT8))
@@ -204,9 +204,9 @@ def test_many_passages_are_embedded_by_a_graph_and_few_by_the_tower(
 
 
 def test_an_index_in_int8_is_made_once_for_all_its_parts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Graph] = []
-    monkeypatch.setattr(embeddings, "MANY", 1)
-    monkeypatch.setattr(embedding, "graph_of", lambda *given: made.append(Graph(*given)) or made[-1])
+    made: list[OpenVinoGraph] = []
+    monkeypatch.setattr(embeddings, "MIN_PASSAGES", 1)
+    monkeypatch.setattr(embedding, "compile_graph", lambda *given: made.append(OpenVinoGraph(*given)) or made[-1])
     monkeypatch.setattr(embeddings, "SHARD_ROWS", 5)
     snapshot: Snapshot = world.snapshot
     assert len(embed_corpus(tiny_models(world)[0], snapshot, INT8)) == len(snapshot)
@@ -216,15 +216,15 @@ def test_an_index_in_int8_is_made_once_for_all_its_parts(world: World, monkeypat
 def test_what_is_no_number_and_what_openvino_does_not_compile_is_no_graph(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert graph_of(Bag(WORDS, 8, 0.05), 1) is None
-    assert [graph_of(tower("deberta-v2"), 1) for _ in range(2)] == [None, None]
+    assert compile_graph(Bag(WORDS, 8, 0.05), 1) is None
+    assert [compile_graph(tower("deberta-v2"), 1) for _ in range(2)] == [None, None]
     [line] = [record.getMessage() for record in caplog.records if record.name == openvino.__name__]
-    assert "which a deberta-v2 (padded batches) does not support; passages are embedded as with 'auto'" in line
+    assert "not supported by a deberta-v2 (padded batches); embedding passages with 'auto'" in line
     one = tower()
-    assert graph_of(one, 1) is not None
+    assert compile_graph(one, 1) is not None
     with torch.no_grad():
         one.bert.word_vectors[5] = torch.nan
-    assert graph_of(one, 1) is None
+    assert compile_graph(one, 1) is None
 
 
 def test_int8_is_what_the_processor_has_and_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_a_graph_that_goes_leaves_nothing_behind() -> None:
     one = Embedder(encoder("bert", 512, 4096), 8, "cosine")  # weights of 40 MiB
     left = []
     for _ in range(5):
-        graph = Graph(one, 1)
+        graph = OpenVinoGraph(one, 1)
         graph([(np.arange(9), np.zeros(9, np.int64))])
         del graph
         gc.collect()
@@ -259,15 +259,15 @@ def test_graphs_are_made_and_used_in_several_threads() -> None:
 import os, torch
 from functools import partial
 from small_world import at_once
-from test_openvino import Graph, INT8, embed, sequences, tower
+from test_openvino import OpenVinoGraph, INT8, embed, sequences, tower
 
 towers, texts = [tower("modernbert"), tower("bert")], sequences()
-make = lambda one: embed(one, texts, INT8, graph=Graph(one, 1))
+make = lambda one: embed(one, texts, INT8, graph=OpenVinoGraph(one, 1))
 calls = [partial(make, one) for one in towers * 4]
 alone = [call() for call in calls]
 for _ in range(2):
     assert all(map(torch.equal, at_once(*calls), alone))
-graph = Graph(towers[0], 1)
+graph = OpenVinoGraph(towers[0], 1)
 calls = [partial(embed, towers[0], texts[n:], INT8, graph=graph) for n in range(8)]
 alone = [call() for call in calls]
 for _ in range(5):
@@ -282,7 +282,8 @@ os._exit(0)
 def test_no_graph_is_told_to_anybody(tmp_path: Path) -> None:
     """OpenVINO's telemetry keeps its number of this machine in the home folder."""
     script = (
-        "import sys, test_openvino; from realmops.search.openvino import Graph; Graph(test_openvino.tower(), 1); "
+        "import sys, test_openvino; from realmops.search.openvino import OpenVinoGraph; "
+        "OpenVinoGraph(test_openvino.tower(), 1); "
         "sys.exit('openvino' not in sys.modules or sys.modules['openvino_telemetry'] is not None)"
     )
     environment = os.environ | {

@@ -115,7 +115,7 @@ def test_an_updated_corpus_is_searched_by_an_index_of_that_type(project: Path, r
 
 def test_a_recall_out_of_reach_ends_pre_training_with_one_message(project: Path, root: Path) -> None:
     values = small_project.toy_values(**{**OPTIONS, "index": {"type": "ivf", "target_recall": 1.0}})
-    with pytest.raises(ValueError, match=r"ivf finds 0\.\d+ of the exact top 20 .* index.target_recall is 1.0; lower"):
+    with pytest.raises(ValueError, match=r"target_recall 1.0 is .* ivf finds 0\.\d+ of the exact top 20 .*; lower"):
         small_project.stage("pretrain", values, project, root)
     assert not list((root / "models").glob(".*")), "nothing half-written is left"
     assert (root / "models/pretrain" / "retriever.safetensors").is_file(), "and what was there stays"

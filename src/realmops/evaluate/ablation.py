@@ -1,7 +1,7 @@
-"""The table of an ablation: variants of one run over seeds, each beside the reference on the same questions.
+"""The ablation table: variants of one run over several seeds, compared with the reference on the same questions.
 
-The paper's Table 2 with intervals: exact match after fine-tuning and zero-shot recall@5, their means over seeds
-and their differences to the reference, paired by seed and by question.
+The paper's Table 2 with intervals: exact match after fine-tuning and zero-shot recall@5, as means over seeds and as
+differences to the reference, paired by seed and by question.
 """
 
 import csv
@@ -23,69 +23,70 @@ from realmops.evaluate.run_report import FigureTable
 from realmops.journal import Series
 
 REFERENCE = "realm"
-TITLES = ("title", "uses")  # what a variant is called, and what it may use besides the corpus
+TITLES = ("title", "uses")  # a variant's name, and its resources besides the corpus
 MASKING = (REFERENCE, "random_token", "random_span", "matched_span")
 STALE = (REFERENCE, "stale_3x", "stale_10x", "stale_30x")
 STALENESS = ("index_staleness_steps", "index_staleness_seconds", "top_k_change")  # means over pre-training
-# Of the table's columns those that are means of what pre-training measured, with the names there.
+# Columns with means of pre-training metrics, and the names of those metrics.
 MEANS = {"masked_accuracy": "masked_accuracy", "hit_at_5": "hit_at_5_after"} | {name: name for name in STALENESS}
-Row = Mapping[str, Any]  # a line of the table by the columns of table.csv; NaN is what a variant does not have
+Row = Mapping[str, Any]  # values by the columns of table.csv; NaN: the variant has no such value
 
 
 @dataclass(frozen=True)
 class VariantOutcome:
-    """One variant trained with one seed. ``correct`` and ``hit`` are [Q] of 0 and 1, in the order of ``asked``."""
+    """Results of one variant trained with one seed; ``correct`` and ``hit`` are [Q] of 0 and 1."""
 
     variant: str
     seed: int
-    asked: Sequence[tuple[str, str, tuple[str, ...], str]]  # ``Question.asked`` and ``answer_rule`` of each
+    asked: Sequence[tuple[str, str, tuple[str, ...], str]]  # ``Question.asked`` and ``answer_rule``
     correct: npt.NDArray[np.float64]
-    hit: npt.NDArray[np.float64]  # in the top 5 of the retriever that fine-tuning starts from; NaN without one
-    figures: Mapping[str, float]  # of its pre-training, empty where it has none
+    hit: npt.NDArray[np.float64]  # in the top 5 of the zero-shot retriever; NaN without one
+    figures: Mapping[str, float]  # metrics of pre-training; empty without one
     utility: Series  # retrieval utility over the steps of pre-training
 
     @property
     def recall_at_5(self) -> float | None:
-        """Zero-shot; None where nothing is retrieved."""
+        """Zero-shot recall@5; None without retrieval."""
         return None if np.isnan(self.hit).any() else float(self.hit.mean())
 
 
 def table_rows(outcomes: Sequence[VariantOutcome], variants: Mapping[str, Mapping[str, str]]) -> list[Row]:
-    """A row for each variant that has outcomes, in the order of ``variants``, which have ``TITLES``.
+    """Compute one row per variant with outcomes, in the order of ``variants``, whose values have the keys ``TITLES``.
 
-    Intervals are for another seed and other questions (``interval_over_seeds``), those of differences from the seeds
-    that both have; of a single seed they are over its questions alone.
+    Intervals account for another seed and other questions (``interval_over_seeds``); those of differences use the seeds
+    that variant and reference share. With a single seed, they account for other questions only.
 
     Raises:
-        ValueError: where two have no seed in common, or other questions.
+        ValueError: a variant shares no seed with the reference, or answers other questions.
     """
     by_variant = {name: {o.seed: o for o in outcomes if o.variant == name} for name in variants}
     rows: list[Row] = []
-    for name, found in by_variant.items():
-        if not found:
+    for name, by_seed in by_variant.items():
+        if not by_seed:
             continue
-        both = [(found[seed], other) for seed, other in by_variant[REFERENCE].items() if seed in found]
-        if not both:
+        pairs = [(by_seed[seed], other) for seed, other in by_variant[REFERENCE].items() if seed in by_seed]
+        if not pairs:
             raise ValueError(f"{name} and {REFERENCE} have no seed in common; run {REFERENCE} with the same --seeds")
-        for one, other in both:
-            if one.asked != other.asked:
+        for outcome, other in pairs:
+            if outcome.asked != other.asked:
                 raise ValueError(
-                    f"{name} and {REFERENCE} answer other questions with seed {one.seed}: a preset changes "
+                    f"{name} and {REFERENCE} answer other questions with seed {outcome.seed}: a preset changes "
                     "questions.test, their language or the section sample; compare variants on the same questions"
                 )
-        outcomes_of = list(found.values())
-        shared = all(one.asked == outcomes_of[0].asked for one in outcomes_of)
-        row: dict[str, Any] = {"variant": name, **variants[name], "seeds": len(found), "paired_seeds": len(both)}
-        for column, of in (("em", attrgetter("correct")), ("recall_at_5", attrgetter("hit"))):
-            row |= interval_over_seeds([of(one) for one in outcomes_of], shared=shared, seed=0, least=0).figures(column)
+        variant_outcomes = list(by_seed.values())
+        shared = all(outcome.asked == variant_outcomes[0].asked for outcome in variant_outcomes)
+        row: dict[str, Any] = {"variant": name, **variants[name], "seeds": len(by_seed), "paired_seeds": len(pairs)}
+        for column, values_of in (("em", attrgetter("correct")), ("recall_at_5", attrgetter("hit"))):
+            values = [values_of(outcome) for outcome in variant_outcomes]
+            row |= interval_over_seeds(values, shared=shared, seed=0, least=0).figures(column)
         em, recall = (
-            interval_over_seeds([of(one) - of(other) for one, other in both], shared=shared, seed=0)
+            interval_over_seeds([of(outcome) - of(other) for outcome, other in pairs], shared=shared, seed=0)
             for of in (attrgetter("correct"), attrgetter("hit"))
         )
         row |= em.figures("em_difference") | recall.figures("recall_difference")
         for column, figure in MEANS.items():
-            row[column] = float(np.mean([o.figures.get(figure, math.nan) for o in found.values()]))
-        row["questions"] = len(both[0][0].asked) if shared else sum(len(one.asked) for one, _ in both)
+            row[column] = float(np.mean([o.figures.get(figure, math.nan) for o in by_seed.values()]))
+        row["questions"] = len(pairs[0][0].asked) if shared else sum(len(outcome.asked) for outcome, _ in pairs)
         rows.append(row | {"p_better": em.p_better})
     return rows
 
@@ -100,14 +101,14 @@ def _with_interval(row: Row, name: str, form: str) -> str:
 
 
 def _seeds(row: Row) -> str:
-    """Return the number of seeds, that of paired ones, and a note where intervals are over questions alone."""
+    """Return the number of seeds and of paired seeds, and a note if intervals account for other questions only."""
     seeds, paired = row["seeds"], row["paired_seeds"]
     text = f"{seeds}" if paired == seeds else f"{seeds}, of differences {paired}"
     return f"{text}: interval over questions alone" if paired == 1 else text
 
 
 def _staleness(row: Row) -> str:
-    """A share is not known of an index that was never refreshed."""
+    """Return the means of ``STALENESS``; the share is unknown for an index that was never refreshed."""
     figures = [_figure(row[name], form) for name, form in zip(STALENESS, (".0f", ".0f", ".2f"), strict=True)]
     return figures[0] if figures[0] == "–" else "; ".join(figures)
 
@@ -127,13 +128,13 @@ COLUMNS: Mapping[str, Callable[[Row], str]] = {
 
 
 def table_of_rows(rows: Sequence[Row]) -> FigureTable:
-    """The table as people read it."""
+    """Format the table for readers."""
     cells = [[cell(row) for cell in COLUMNS.values()] for row in rows]
     return FigureTable("Ablations", tuple(COLUMNS), [cells])
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """All figures of the table, unrounded."""
+    """Return all values of the table, unrounded, as CSV."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -142,14 +143,14 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 
 def mean_series(name: str, series: Sequence[Series]) -> Series:
-    """The mean over seeds, step by step, of the steps that all of them have."""
-    steps = sorted(set.intersection(*(set(one.steps) for one in series)))
-    values = [dict(zip(one.steps, one.values, strict=True)) for one in series]
+    """Return the mean over seeds at each step that all of them have."""
+    steps = sorted(set.intersection(*(set(line.steps) for line in series)))
+    values = [dict(zip(line.steps, line.values, strict=True)) for line in series]
     return Series(name, steps, [float(np.mean([v[step] for v in values])) for step in steps])
 
 
 def utility_chart(rows: Sequence[Row], outcomes: Sequence[VariantOutcome]) -> str:
-    """Retrieval utility over steps, a line for each way to mask (the paper's Figure 4); empty without two points."""
+    """Draw retrieval utility over steps by masking scheme (the paper's Figure 4); "" with fewer than two points."""
     lines = [
         mean_series(row["title"], [outcome.utility for outcome in outcomes if outcome.variant == row["variant"]])
         for row in rows
@@ -160,26 +161,26 @@ def utility_chart(rows: Sequence[Row], outcomes: Sequence[VariantOutcome]) -> st
 
 
 def staleness_chart(rows: Sequence[Row]) -> str:
-    """Zero-shot recall@5 and EM against the mean staleness of the index; empty with fewer than two variants."""
+    """Draw zero-shot recall@5 and EM over the mean staleness of the index; "" with fewer than two variants."""
     stale = [row for row in rows if row["variant"] in STALE]
     if len(stale) < 2:
         return ""
     points = sorted((round(row["index_staleness_steps"]), row["recall_at_5"], row["em"]) for row in stale)
     ages, recalls, ems = zip(*points, strict=True)
     lines = [Series("zero-shot recall@5", ages, recalls), Series("EM", ages, ems)]
-    return line_chart("What staleness costs", "share of questions", lines, across="mean staleness of the index, steps")
+    return line_chart("Effect of staleness", "share of questions", lines, across="mean staleness of the index, steps")
 
 
 def page(rows: Sequence[Row], outcomes: Sequence[VariantOutcome], seeds: int) -> str:
-    """One HTML page that opens without a network."""
+    """Render the ablation report as one self-contained HTML page."""
     reference = next(row["title"] for row in rows if row["variant"] == REFERENCE)
     note = (
-        f"{seeds} seeds, each its own world and its own training. Differences are to {reference}, on the same "
-        "questions. Intervals are for another seed and other questions, by Student's t; with one seed they are over "
-        "questions alone, and leave out how trainings differ."
+        f"{seeds} seeds; each has its own sample world and its own training. Differences are to {reference}, on the "
+        "same questions. Intervals account for another seed and other questions, by Student's t; with one seed "
+        "they account for other questions only, not for the variance between trainings."
     )
     sections = [
-        f'<div class="card scroll">{table_of_rows(rows).as_html()}</div>',
+        f'<div class="card scroll">{table_of_rows(rows).to_html()}</div>',
         f'<p class="soft">{escape(note)}</p>',
         f'<div class="charts">{utility_chart(rows, outcomes)}{staleness_chart(rows)}</div>',
     ]

@@ -1,6 +1,6 @@
-"""What bounds exact match before any model: is an answer in the corpus, in the passages read, in a span short enough.
+"""Upper bounds of exact match: an answer in the corpus, in the passages read, in a span short enough for the reader.
 
-Legend: Q questions, K ranked passages a question. Passages are rows of the snapshot, -1 is no passage.
+Legend: Q questions, K ranked passages per question. Passages are rows of the snapshot, -1 is no passage.
 """
 
 import re
@@ -18,8 +18,8 @@ from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.recall import Rows, hits_at
 from realmops.text.answer_matching import BETWEEN, answer_token_spans, contains_answer, expression, token_bytes
 
-# Where these stand in an expression, a match in a passage may be none among other passages.
-_LOOKS_AROUND = re.compile(r"\\[AZBGK]|\(\?(?!:)|[*+?}]\+")
+# With these in an expression, a passage can match alone but not within joined passages.
+_NEEDS_CONTEXT = re.compile(r"\\[AZBGK]|\(\?(?!:)|[*+?}]\+")
 
 
 def ceilings(
@@ -32,21 +32,25 @@ def ceilings(
     passages: int,
     wordpieces: int,
 ) -> dict[str, NDArray[np.bool_]]:
-    """What the best reader could reach, by name: which questions are answerable at each narrowing.
+    """Return the upper bounds of exact match by name: which questions are answerable under each restriction, bool [Q].
 
     Args:
-        ranks_Q: of the first passage in ``ranked_QK`` that holds an answer, as ``first_hit_ranks`` gives it.
-        passages: that the reader reads; ``in_top_N`` is named for it.
-        wordpieces: of the reader's longest span.
+        snapshot: the corpus.
+        questions: with their reference answers.
+        ranked_QK: ranked passages of each question.
+        ranks_Q: rank of the first passage in ``ranked_QK`` that contains an answer, as of ``first_hit_ranks``.
+        rule: match rule of passages.
+        passages: number of passages that the reader reads; part of the name ``in_top_N``.
+        wordpieces: length of the reader's longest span.
     """
     texts = (snapshot.text(i) for i in range(len(snapshot)))
-    found = {
+    answerable = {
         "in_corpus": answered_in_corpus(questions, texts, rule=rule, known_Q=hits_at(ranks_Q, ranked_QK.shape[1])),
         f"in_top_{passages}": reader_can_answer(questions, ranked_QK[:, :passages], snapshot, rule, wordpieces),
     }
-    if not questions[0].is_regex:  # an expression has no length
-        found["short_answer"] = answer_fits_reader(questions, snapshot.tokenizer, wordpieces)
-    return found
+    if not questions[0].is_regex:  # regular expressions have no length
+        answerable["short_answer"] = answer_fits_reader(questions, snapshot.tokenizer, wordpieces)
+    return answerable
 
 
 def answered_in_corpus(
@@ -57,13 +61,10 @@ def answered_in_corpus(
     known_Q: NDArray[np.bool_] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> NDArray[np.bool_]:
-    """For each question whether any passage contains an answer: nothing can be right above this share.
+    """Return whether any passage contains an answer, bool [Q]: an upper bound of exact match.
 
-    One pass over the corpus, many passages at a time; a question is dropped once it is answered. ``known_Q``
-    marks those that a ranking answered already (``hits_at``), which spares work.
-
-    Returns:
-        bool [Q].
+    One pass over the corpus, many passages at a time; answered questions are dropped. ``known_Q`` marks questions that
+    a ranking already answered (``hits_at``), to save work.
     """
     answered = np.zeros(len(questions), bool) if known_Q is None else known_Q.copy()
     open_questions = np.flatnonzero(~answered).tolist()
@@ -96,21 +97,21 @@ _ENCODINGS: dict[str, Callable[[str], bytes]] = {"substring": str.encode, "token
 
 
 class _ByteFinder:
-    """Answers as bytes in the bytes of many passages."""
+    """Search for the bytes of answers in the joined bytes of many passages."""
 
     characters = 1 << 20
 
     def __init__(self, encode: Callable[[str], bytes], answers: Mapping[int, Sequence[str]]) -> None:
         self.encode = encode
-        self.wanted = {index: [run for run in map(encode, texts) if run] for index, texts in answers.items()}
+        self.patterns = {index: [run for run in map(encode, texts) if run] for index, texts in answers.items()}
 
     def within(self, texts: Sequence[str]) -> Callable[[int], bool]:
         content = BETWEEN.join(map(self.encode, texts))
-        return lambda index: any(run in content for run in self.wanted[index])
+        return lambda index: any(run in content for run in self.patterns[index])
 
 
 class _ExpressionFinder:
-    """Expressions in many passages at once, which is cheap, then in the one passage where something was found."""
+    """Search for expressions in many joined passages, which is cheap, then only in passages with a match."""
 
     characters = 1 << 16
 
@@ -122,30 +123,30 @@ class _ExpressionFinder:
         starts = [0, *accumulate(len(text) + 1 for text in texts[:-1])]
 
         def find(answer: str) -> bool:
-            place = expression(answer).first(content, 0)
-            while place >= 0:
-                passage = bisect_right(starts, place) - 1
+            position = expression(answer).first(content, 0)
+            while position >= 0:
+                passage = bisect_right(starts, position) - 1
                 if contains_answer(texts[passage], [answer], self.rule):
                     return True
                 if passage + 1 == len(texts):
                     return False
-                place = expression(answer).first(content, starts[passage + 1])
+                position = expression(answer).first(content, starts[passage + 1])
             return False
 
-        def found(answer: str) -> bool:
-            if self.rule == "regex_search" and not _LOOKS_AROUND.search(answer) and not expression(answer).timed_out:
+        def matches(answer: str) -> bool:
+            if self.rule == "regex_search" and not _NEEDS_CONTEXT.search(answer) and not expression(answer).timed_out:
                 with suppress(TimeoutError):
                     return find(answer)
             return any(contains_answer(text, [answer], self.rule) for text in texts)
 
-        return lambda index: any(map(found, self.answers[index]))
+        return lambda index: any(map(matches, self.answers[index]))
 
 
-def answer_fits_reader(questions: Sequence[Question], tokenizer: Tokenizer, most: int) -> NDArray[np.bool_]:
-    """For each question whether an answer has at most so many wordpieces, the reader's longest span."""
+def answer_fits_reader(questions: Sequence[Question], tokenizer: Tokenizer, max_wordpieces: int) -> NDArray[np.bool_]:
+    """Return whether an answer has at most ``max_wordpieces``, the length of the reader's longest span, bool [Q]."""
 
     def fits(answer: str) -> bool:
-        return len(tokenizer.encode(answer, add_special_tokens=False).ids) <= most
+        return len(tokenizer.encode(answer, add_special_tokens=False).ids) <= max_wordpieces
 
     return np.array([any(map(fits, question.answers)) for question in questions], bool)
 
@@ -153,7 +154,7 @@ def answer_fits_reader(questions: Sequence[Question], tokenizer: Tokenizer, most
 def reader_can_answer(
     questions: Sequence[Question], ranked_QK: Rows, snapshot: Snapshot, rule: str, wordpieces: int
 ) -> NDArray[np.bool_]:
-    """For each question whether one of its passages holds an answer as a span of at most so many wordpieces."""
+    """Return whether a retrieved passage contains an answer as a span of at most ``wordpieces``, bool [Q]."""
 
     def holds(passage: int, answers: Sequence[str]) -> bool:
         text, chars = snapshot.text(passage), snapshot.chars(passage)

@@ -1,4 +1,4 @@
-"""Line charts as SVG text: they open without a network and follow the reader's light or dark setting."""
+"""Line charts as inline SVG, self-contained and with a light and a dark colour scheme."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,9 +9,9 @@ import numpy as np
 from realmops.journal import Series
 
 WIDTH, HEIGHT = 560, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 544, 64, 256  # where the axes lie
-_DOTS_UP_TO = 60
-_LINES_UP_TO = 600
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 544, 64, 256  # axes, in user units
+_MAX_DOTS = 60  # points; series with more are drawn without markers and smoothed
+_MAX_POINTS = 600  # per line; longer series are thinned out
 
 STYLE = """
 .chart { --ink: #1c2430; --soft: #5c6675; --grid: #e3e7ec; --paper: #ffffff; --mark: #a4adb8;
@@ -38,11 +38,15 @@ def line_chart(
     smooth: bool = True,
     across: str = "training step",
 ) -> str:
-    """An ``<svg>`` element over training steps, or over what ``across`` names.
+    """Return an ``<svg>`` element with lines over training steps, or over the quantity ``across``.
 
-    ``refreshes`` are steps marked by dotted vertical lines.
-
-    With ``smooth``, a series of many points is drawn faintly, with its running mean above it.
+    Args:
+        title: heading of the chart.
+        unit: unit of the values.
+        series: the lines.
+        refreshes: steps to mark with dotted vertical lines.
+        smooth: draw long series faintly, with their running mean on top.
+        across: label of the horizontal axis.
     """
     steps = [step for line in series for step in line.steps] + list(refreshes)
     values = [value for line in series for value in line.values]
@@ -56,15 +60,15 @@ def line_chart(
     ]
     for value in heights:
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
-        parts.append(_text(_LEFT - 8, f"{y(value) + 4:.1f}", number(value), "number", "end"))
+        parts.append(_text(_LEFT - 8, f"{y(value) + 4:.1f}", format_number(value), "number", "end"))
     along = [step for step in ticks(low, high) if low <= step <= high]
-    parts += [_text(f"{x(step):.1f}", _BOTTOM + 18, number(step), "number", "middle") for step in along]
+    parts += [_text(f"{x(step):.1f}", _BOTTOM + 18, format_number(step), "number", "middle") for step in along]
     for step in refreshes:
         line = f'<line class="refresh" x1="{x(step):.1f}" x2="{x(step):.1f}" y1="{_TOP}" y2="{_BOTTOM}">'
         parts.append(f"{line}<title>new index at step {step}</title></line>")
-    for index, one in enumerate(series):
-        parts += _line(one, f"var(--s{index % 4})", x, y, smooth, across)
-    parts += _legend([one.name for one in series], bool(refreshes))
+    for index, plotted in enumerate(series):
+        parts += _line(plotted, f"var(--s{index % 4})", x, y, smooth, across)
+    parts += _legend([line.name for line in series], bool(refreshes))
     return (
         f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'role="img" aria-label="{escape(title)}">\n' + "\n".join(parts) + "\n</svg>"
@@ -72,7 +76,7 @@ def line_chart(
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About ``count`` round numbers (1, 2 or 5 times a power of ten apart) that enclose [low, high]."""
+    """Return about ``count`` round numbers (1, 2 or 5 times a power of ten apart) that enclose [low, high]."""
     if low == high:
         low, high = low - (abs(low) / 2 or 1), high + (abs(high) / 2 or 1)
     rough = (high - low) / count
@@ -82,15 +86,15 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [round(index * gap, 12) for index in range(first, last + 1)]
 
 
-def number(value: float) -> str:
-    """A figure for people: four significant digits, whole numbers whole."""
+def format_number(value: float) -> str:
+    """Format a number for display: four significant digits, integers in full."""
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:.4g}"
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean of each value and its neighbours, at most ``window`` of them, fewer at the ends."""
+    """Return the mean of each value and its neighbours, over at most ``window`` values; windows are cut at the ends."""
     sums, at = np.cumsum([0.0, *values]), np.arange(len(values))
     first, last = np.maximum(at - window // 2, 0), np.minimum(at + window // 2 + 1, len(values))
     means: list[float] = ((sums[last] - sums[first]) / (last - first)).tolist()
@@ -98,12 +102,12 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def _scale(low: float, high: float, start: int, end: int) -> Callable[[float], float]:
-    """Where a number between ``low`` and ``high`` lies in the picture."""
+    """Return the linear map from [low, high] to coordinates [start, end]."""
     return lambda value: start + (value - low) / ((high - low) or 1) * (end - start)
 
 
-def _text(x: int | str, y: int | str, words: str, kind: str = "", anchor: str = "") -> str:
-    before, after = f'class="{kind}" ' if kind else "", f' text-anchor="{anchor}"' if anchor else ""
+def _text(x: int | str, y: int | str, words: str, css_class: str = "", anchor: str = "") -> str:
+    before, after = f'class="{css_class}" ' if css_class else "", f' text-anchor="{anchor}"' if anchor else ""
     return f'<text {before}x="{x}" y="{y}"{after}>{escape(words)}</text>'
 
 
@@ -111,16 +115,16 @@ def _line(
     line: Series, colour: str, x: Callable[[float], float], y: Callable[[float], float], smooth: bool, across: str
 ) -> list[str]:
     def drawn(values: Sequence[float], kind: str = "line") -> str:
-        pairs = list(zip(line.steps, values, strict=True))[:: max(1, len(values) // _LINES_UP_TO)]
+        pairs = list(zip(line.steps, values, strict=True))[:: max(1, len(values) // _MAX_POINTS)]
         points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in pairs)
         return f'<polyline class="{kind}" style="stroke: {colour}" points="{points}"/>'
 
-    if len(line.steps) > _DOTS_UP_TO:
+    if len(line.steps) > _MAX_DOTS:
         mean = running_mean(line.values, len(line.values) // 25)
         return [drawn(line.values, "line raw"), drawn(mean)] if smooth else [drawn(line.values)]
     dots = [
         f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="3" style="fill: {colour}">'
-        f"<title>{escape(line.name)}, {escape(across)} {number(step)}: {number(value)}</title></circle>"
+        f"<title>{escape(line.name)}, {escape(across)} {format_number(step)}: {format_number(value)}</title></circle>"
         for step, value in zip(line.steps, line.values, strict=True)
     ]
     return [drawn(line.values), *dots]

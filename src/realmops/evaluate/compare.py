@@ -1,4 +1,4 @@
-"""Two runs on the same questions: is the first better than the second, and how sure is that."""
+"""Comparison of two runs on the same questions, by a paired bootstrap."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from realmops.evaluate.predictions import Prediction, read_results
 
 @dataclass(frozen=True)
 class Comparison:
-    """One measure of two runs, as shares of their questions."""
+    """One metric of two runs, as shares of their questions."""
 
     measure: str
     questions: int
@@ -23,57 +23,60 @@ class Comparison:
 
 
 def read_paired(first: Path, second: Path) -> tuple[list[Prediction], list[Prediction]]:
-    """The predictions of two runs, in the order of the first.
+    """Read the predictions of two runs, in the order of the first.
 
     Args:
-        first, second: results folders, or folders of runs that hold one.
+        first: results folder, or folder of a run that contains one.
+        second: likewise.
 
-    Raises ValueError when they answer different questions, be it under the same ids, or by different rules.
+    Raises:
+        ValueError: the runs answer different questions, even under the same ids, or apply different match rules.
     """
-    ours, theirs = ({p.question_id: p for p in read_results(folder)} for folder in (first, second))
-    if ours.keys() != theirs.keys():
+    first_run, second_run = ({p.question_id: p for p in read_results(folder)} for folder in (first, second))
+    if first_run.keys() != second_run.keys():
         raise ValueError(
-            f"{first} and {second} answer different questions ({len(ours)} and {len(theirs)}): "
-            f"{_named([name for name in ours if name not in theirs])} only in the first, "
-            f"{_named([name for name in theirs if name not in ours])} only in the second; "
+            f"{first} and {second} answer different questions ({len(first_run)} and {len(second_run)}): "
+            f"{_named([name for name in first_run if name not in second_run])} only in the first, "
+            f"{_named([name for name in second_run if name not in first_run])} only in the second; "
             "evaluate both runs on the same questions"
         )
-    for name, one in ours.items():
-        other = theirs[name]
-        if one.asked != other.asked:
-            sides = [f"{p.question!r} with the answers {', '.join(map(repr, p.answers[:3]))}" for p in (one, other)]
+    for name, prediction in first_run.items():
+        other = second_run[name]
+        if prediction.asked != other.asked:
+            pair = (prediction, other)
+            sides = [f"{p.question!r} with the answers {', '.join(map(repr, p.answers[:3]))}" for p in pair]
             raise ValueError(
-                f"the id {name!r} is another question in {first} ({sides[0]}) than in {second} ({sides[1]}); "
+                f"id {name!r} is a different question in {first} ({sides[0]}) and in {second} ({sides[1]}); "
                 "evaluate both runs on the same questions"
             )
-        if None not in (rules := (one.answer_rule, other.answer_rule)) and rules[0] != rules[1]:
+        if None not in (rules := (prediction.answer_rule, other.answer_rule)) and rules[0] != rules[1]:
             raise ValueError(
-                f"the answers to {name!r} are judged by the rules of {rules[0]!r} in {first} and of {rules[1]!r} in "
-                f"{second}; name the 'language' in the question file and evaluate both runs on it"
+                f"answers to {name!r} are normalised by the rules of {rules[0]!r} in {first} and of {rules[1]!r} in "
+                f"{second}; set 'language' in the question file and evaluate both runs on it"
             )
-    return list(ours.values()), [theirs[name] for name in ours]
+    return list(first_run.values()), [second_run[name] for name in first_run]
 
 
 def compare(first: Path, second: Path, *, seed: int) -> list[Comparison]:
-    """EM and recall@5 of the first run against the second, by a paired bootstrap over questions."""
+    """Compare EM and recall@5 of two runs, by a paired bootstrap over questions."""
     pair = read_paired(first, second)
     values = {
         "EM": [correct(run) for run in pair],
         "recall@5": [np.array([0 <= p.first_hit < 5 for p in run]) for run in pair],
     }
     return [
-        Comparison(
-            measure, len(ours), float(ours.mean()), float(theirs.mean()), paired_bootstrap(ours, theirs, seed=seed)
-        )
-        for measure, (ours, theirs) in values.items()
+        Comparison(measure, len(x_Q), float(x_Q.mean()), float(y_Q.mean()), paired_bootstrap(x_Q, y_Q, seed=seed))
+        for measure, (x_Q, y_Q) in values.items()
     ]
 
 
 def correct(run: Sequence[Prediction]) -> npt.NDArray[np.bool_]:
+    """Return whether each prediction is an exact match, bool [Q]."""
     return np.array([prediction.em for prediction in run], bool)
 
 
 def sentence(row: Comparison) -> str:
+    """Format a comparison as one line."""
     difference = row.difference
     return (
         f"{row.measure}: {row.first:.3f} against {row.second:.3f}, difference {difference.mean:+.3f}, "

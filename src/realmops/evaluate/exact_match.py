@@ -1,9 +1,9 @@
-"""Exact match and F1 over questions, and their intervals.
+"""Exact match and F1 over questions, with confidence intervals.
 
-Exact match is the Open-QA measure of the paper's section 4: the share of questions whose prediction equals
-one of the reference answers after normalisation, or matches one of them where they are regular expressions
-(``EM_RULES``; ``text/answer_matching.py`` has the rules). F1 is that of SQuAD: the words that prediction and reference
-share, the best over the references. Regular expressions have no words: there it is exact match, 0 or 1.
+Exact match is the Open-QA metric of the paper's section 4: the share of questions whose prediction equals one of the
+reference answers after normalisation, or matches one of them if they are regular expressions (``EM_RULES``;
+``text/answer_matching.py`` has the rules). F1 is that of SQuAD: token overlap of prediction and reference, the maximum
+over references. For regular expressions it is exact match, 0 or 1.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ from realmops.text.languages import ENGLISH
 EM_RULES = ("exact_match", *REGEX_RULES)
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
-_DRAWS_AT_ONCE = 1 << 22
+_DRAWS_PER_CHUNK = 1 << 22  # limits memory
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class Interval:
     high: float
 
     def figures(self, name: str) -> dict[str, float]:
-        """The three as metrics: the mean has the name."""
+        """Return mean and bounds as metrics; the mean has the plain name."""
         return {name: self.mean, f"{name}_low": self.low, f"{name}_high": self.high}
 
 
 @dataclass(frozen=True)
 class Difference(Interval):
-    """A mean difference of two runs; ``p_better`` is the confidence that the first is above the second.
+    """A mean difference of two runs; ``p_better`` is the confidence that the first is better.
 
-    By a bootstrap it is the share of resamples with a difference above 0; one in which both are equal counts as half.
+    In a bootstrap, ``p_better`` is the share of resamples with a positive difference; a difference of 0 counts as half.
     """
 
     p_better: float
@@ -49,9 +49,9 @@ class Difference(Interval):
 
 @dataclass(frozen=True)
 class Score:
-    """Exact match and F1 of one run by one rule, both also of each question, in the order of the questions.
+    """Exact match and F1 of one run by one rule.
 
-    ``correct`` is bool [questions], ``f1_Q`` float64 [questions].
+    ``correct`` is bool [Q], ``f1_Q`` float64 [Q], in the order of the questions.
     """
 
     em: Interval
@@ -60,26 +60,26 @@ class Score:
     f1_Q: npt.NDArray[np.float64]
 
     def figures(self, prefix: str) -> dict[str, float]:
-        """Both as metrics with their intervals."""
+        """Return both metrics with their intervals."""
         return self.em.figures(f"{prefix}em") | self.f1.figures(f"{prefix}f1")
 
 
 def em_rules(questions: Sequence[Question]) -> tuple[str, ...]:
-    """The rules for these answers, that of the release first."""
+    """Return the match rules that apply to these answers, the release's first."""
     return REGEX_RULES if answers_are_expressions(questions) else EM_RULES[:1]
 
 
 def score_predictions(
     questions: Sequence[Question],
-    said: Sequence[str],
+    predictions: Sequence[str],
     *,
     seed: int,
     rule: str | None = None,
     resamples: int = RESAMPLES,
 ) -> Score:
-    """Exact match and F1 of an answer to each question by a rule of ``EM_RULES``, without one by the release's."""
+    """Score one answer per question with exact match and F1, by a rule of ``EM_RULES`` (default: the release's)."""
     rule = rule or em_rules(questions)[0]
-    pairs = list(zip(said, questions, strict=True))
+    pairs = list(zip(predictions, questions, strict=True))
     correct = np.array([is_right(text, question, rule) for text, question in pairs], bool)
     f1_Q = np.array([f1_of(text, question, rule) for text, question in pairs], np.float64)
     em, f1 = (bootstrap_interval(values, seed=seed, resamples=resamples) for values in (correct, f1_Q))
@@ -87,7 +87,7 @@ def score_predictions(
 
 
 def f1_of(prediction: str, question: Question, rule: str) -> float:
-    """F1 of one prediction, 0 without one; where answers are expressions 1 for a match by the rule, else 0."""
+    """Return F1 of one prediction, 0 without one; for regular expressions 1 for a match by the rule, otherwise 0."""
     if not prediction:
         return 0.0
     if question.is_regex:
@@ -96,7 +96,7 @@ def f1_of(prediction: str, question: Question, rule: str) -> float:
 
 
 def is_right(prediction: str, question: Question, rule: str | None = None) -> bool:
-    """Whether one prediction is right by a rule of ``EM_RULES``, without one by the release's."""
+    """Return whether a prediction is correct by a rule of ``EM_RULES`` (default: the release's)."""
     rule = rule or em_rules([question])[0]
     if rule == "exact_match":
         return exact_match(prediction, question.answers, question.language or ENGLISH)
@@ -104,55 +104,59 @@ def is_right(prediction: str, question: Question, rule: str | None = None) -> bo
 
 
 def bootstrap_interval(values: npt.ArrayLike, *, seed: int, resamples: int = RESAMPLES) -> Interval:
-    """The mean of one value per question, with the 95 % percentile interval over resampled questions."""
+    """Return the mean of one value per question with its 95 % percentile bootstrap interval over questions."""
     sample = np.asarray(values, np.float64)
     return _interval(sample, _resampled_means(sample, seed, resamples))
 
 
-def paired_bootstrap(ours: npt.ArrayLike, theirs: npt.ArrayLike, *, seed: int) -> Difference:
-    """The mean difference of two runs on the same questions; an interval without 0 shows a difference."""
-    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
-    if ours.shape != theirs.shape:
-        raise ValueError(f"the runs have {ours.size} and {theirs.size} questions; compare runs on the same ones")
-    return _bootstrap_difference(ours - theirs, seed, RESAMPLES)
+def paired_bootstrap(first: npt.ArrayLike, second: npt.ArrayLike, *, seed: int) -> Difference:
+    """Return the mean difference of two runs on the same questions; an interval without 0 shows a difference."""
+    first, second = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    if first.shape != second.shape:
+        raise ValueError(f"the runs have {first.size} and {second.size} questions; compare runs on the same ones")
+    return _bootstrap_difference(first - second, seed, RESAMPLES)
 
 
 def interval_over_seeds(
     values: Sequence[npt.ArrayLike], *, shared: bool, seed: int, least: float = -1.0, resamples: int = RESAMPLES
 ) -> Difference:
-    """Return the mean over seeds with its 95 % interval for another seed and other questions.
+    """Return the mean over seeds with its 95 % interval for a new seed and new questions.
 
-    What is estimated is the expected value of one training, with a new seed, on a new question of the population that
-    the questions were drawn from. The value of seed s at question q is mean + a_s + b_q + e_sq, all three at random.
+    The estimand is the expected value of one training, with a new seed, on a new question of the population that the
+    questions were sampled from. The value of seed s at question q is mean + a_s + b_q + e_sq, all three random.
 
-    Each seed with its own questions: the means of the S seeds are independent, and the interval is Student's t of
-    them, with S - 1 degrees of freedom. All with the same questions (``shared``): b_q is in every seed and its variance
-    is added, by the mean squares of the two-way layout without replication; the quantile is that of Student's t for
+    If each seed has its own questions, the means of the S seeds are independent, and the interval is Student's t with
+    S - 1 degrees of freedom. If all have the same questions (``shared``), b_q is common to the seeds and its variance
+    is added, from the mean squares of the two-way layout without replication; the quantile is that of Student's t for
     S - 1 and for Q - 1 degrees of freedom, weighted by the two variances (Cochran and Cox 1957, section 4.14).
 
-    Of one seed it is ``paired_bootstrap`` over the questions, and leaves out how trainings differ. So it is of seeds
-    that agree so well that no variance is left, as two with the same mean by chance.
+    With one seed it is ``paired_bootstrap`` over the questions, without the variance between trainings; likewise if the
+    estimated variance is 0, for example if two seeds have the same mean by chance.
 
     Args:
-        values: for each seed the value at each question, of one kind of run or a difference of two (paired by seed and
-            by question). Every seed counts alike.
-        least: the least possible mean, where the greatest is 1.
+        values: per seed one value per question: the metric of a run, or a difference of two. Seeds weigh equally.
+        shared: whether all seeds have the same questions.
+        seed: seed of the bootstrap.
+        least: lower bound of the mean; the upper bound is 1.
+        resamples: number of bootstrap resamples.
     """
     from scipy.stats import t
 
-    samples = [np.asarray(one, np.float64) for one in values]
+    samples = [np.asarray(seed_values, np.float64) for seed_values in values]
     if len(samples) == 1:
         return _bootstrap_difference(samples[0], seed, resamples)
-    means_S = np.array([one.mean() for one in samples])
+    means_S = np.array([seed_values.mean() for seed_values in samples])
     mean = float(means_S.mean())
-    variance, freedom = [means_S.var(ddof=1) / len(samples)], [len(samples) - 1]  # of the mean, by a_s and e_sq
+    variance, freedom = [means_S.var(ddof=1) / len(samples)], [len(samples) - 1]  # of the mean, from a_s and e_sq
     if shared and samples[0].size > 1:
-        of_SQ = np.stack(samples)
-        means_Q = of_SQ.mean(0)
-        rest_SQ = of_SQ - means_S[:, None] - means_Q + mean
+        value_SQ = np.stack(samples)
+        means_Q = value_SQ.mean(0)
+        residual_SQ = value_SQ - means_S[:, None] - means_Q + mean
         freedom.append(len(means_Q) - 1)
-        rest = (rest_SQ**2).sum() / (freedom[0] * freedom[1]) / len(samples)  # what e_sq adds to means_Q
-        variance.append(np.maximum(means_Q.var(ddof=1) - rest, 0.0) / len(means_Q))
+        residual_variance = (
+            (residual_SQ**2).sum() / (freedom[0] * freedom[1]) / len(samples)
+        )  # contribution of e_sq to the variance of means_Q
+        variance.append(np.maximum(means_Q.var(ddof=1) - residual_variance, 0.0) / len(means_Q))
     error = float(np.sum(variance)) ** 0.5
     if error == 0:
         return interval_over_seeds([np.concatenate(samples)], shared=False, seed=seed, resamples=resamples)
@@ -175,12 +179,12 @@ def _interval(sample: npt.NDArray[np.float64], means: npt.NDArray[np.float64]) -
 
 
 def _resampled_means(sample: npt.NDArray[np.float64], seed: int, resamples: int) -> npt.NDArray[np.float64]:
-    """Return the mean of each of ``resamples`` draws of the questions with replacement, [R]."""
+    """Return the means of ``resamples`` bootstrap samples of the questions, [R]."""
     if sample.ndim != 1 or not sample.size:
         raise ValueError(f"a bootstrap needs one value for each question, at least one; got shape {sample.shape}")
     generator = np.random.default_rng(seed_for(seed, "bootstrap"))
     means = [np.empty(0)]
-    rows = max(1, _DRAWS_AT_ONCE // sample.size)
+    rows = max(1, _DRAWS_PER_CHUNK // sample.size)
     for start in range(0, resamples, rows):
         draws = generator.integers(len(sample), size=(min(rows, resamples - start), len(sample)))
         means.append(sample[draws].mean(axis=1))
@@ -188,19 +192,21 @@ def _resampled_means(sample: npt.NDArray[np.float64], seed: int, resamples: int)
 
 
 def closed_book_floor(training: Sequence[Question], test: Sequence[Question]) -> tuple[str, float]:
-    """The most frequent training answer (by normal form, ties in alphabetical order) and its exact match.
+    """Return the most frequent training answer and its exact match on the test questions, a closed-book baseline.
 
-    An answer without a normal form, as A, counts as it is written. Training answers that are regular expressions are
-    no answers to give; ValueError when there is no other.
+    Answers are counted by normal form, or verbatim if it is empty, as of "A"; ties are resolved alphabetically. Regular
+    expressions are skipped; ValueError if no answer remains.
     """
     counts = Counter(
         answer
         for question in training
         if not question.is_regex
-        for answer in sorted({normal_form(one, question.language or ENGLISH) or one for one in question.answers})
+        for answer in sorted(
+            {normal_form(answer, question.language or ENGLISH) or answer for answer in question.answers}
+        )
     )
     if not counts:
-        raise ValueError("the closed-book floor needs at least one training question")
+        raise ValueError("the closed-book floor needs at least answer training question")
     answer = min(counts, key=lambda text: (-counts[text], text))
     rule = em_rules(test)[0]
     return answer, sum(is_right(answer, question, rule) for question in test) / len(test)

@@ -1,4 +1,4 @@
-"""The answers of a run with what each rests on, as a file, and the ceiling that each hit."""
+"""Predictions of a run with their evidence, as Parquet files, and the stage at which each question failed."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ PREDICTIONS = "predictions.parquet"
 FIRST_HITS = "first_hits.parquet"
 RESULTS = "results"
 
-# What a question failed at, the first that holds.
+# The first step that failed; the first entry that applies.
 FAILED_AT = {
-    "correct": "the answer is right",
-    "not_in_corpus": "no passage of the corpus holds an answer",
+    "correct": "the answer is correct",
+    "not_in_corpus": "no passage of the corpus contains an answer",
     "not_retrieved": "an answer is in the corpus, but not in the passages that were read",
-    "too_long": "an answer was read, but not as a span that the reader can choose (too long, or behind its limit)",
-    "reader": "the reader could choose an answer and chose another span",
+    "too_long": "an answer was read, but not as a span that the reader can select (too long or truncated)",
+    "reader": "the reader could select an answer and selected another span",
 }
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One answer with what it rests on.
+    """One answer with its evidence.
 
     ``prediction`` is ``evidence[char_start:char_end]``; ``evidence`` is the text of passage
-    ``passage_ids[evidence_rank]``, empty and -1 where the reader found no span or nothing was read. ``p_z`` is
-    p(z|x) of the passages that the reader saw, best first; ``passage_spans`` and ``passage_scores`` are the best
-    span of each and its score, as ``gold_span`` and ``gold_score`` of those that match an answer (None without
-    one). ``first_hit`` is the rank from 0 of the first retrieved passage with an answer, -1 without one, and
-    ``failed_at`` a key of ``FAILED_AT``. ``confidence`` is the calibrated probability that the answer is right, and
-    ``abstained`` says that it is better held back; None of a model without a calibration. ``page`` is where the answer
-    stands in a document with pages. ``answer_rule`` is that of ``Question``; None where an earlier version wrote it.
+    ``passage_ids[evidence_rank]``, empty and -1 if the reader found no span or read nothing. ``p_z`` is p(z|x) of the
+    passages read, best first; ``passage_spans`` and ``passage_scores`` are the best span of each and its score,
+    ``gold_span`` and ``gold_score`` the best span that matches an answer (None without one). ``first_hit`` is the rank
+    from 0 of the first retrieved passage with an answer, -1 without one, and ``failed_at`` a key of ``FAILED_AT``.
+    ``confidence`` is the calibrated probability that the answer is correct, and ``abstained`` whether it is below the
+    threshold; both are None without a calibration. ``page`` is the answer's page in a document with pages.
+    ``answer_rule`` is that of ``Question``; None in files of earlier versions.
     """
 
     question_id: str
@@ -75,11 +75,11 @@ class Prediction:
 
     @property
     def asked(self) -> tuple[str, str, tuple[str, ...]]:
-        """Which question it answers, as ``Question.asked``."""
+        """Identity of the question, as of ``Question.asked``."""
         return self.question_id, self.question, tuple(sorted(self.answers))
 
     def shown_row(self) -> dict[str, Any]:
-        """What people compare answers by, as one row of a table."""
+        """Return a summary for display, as one row of a table."""
         return {
             "question": self.question,
             "prediction": self.prediction,
@@ -103,7 +103,7 @@ def predictions_of(
     passages_read: int,
     confidence: Confidence | None,
 ) -> list[Prediction]:
-    """The answers of a model to questions, how they were scored, and what each failed at."""
+    """Build the predictions of a model, with scores, evidence and the step at which each question failed."""
     predictions = []
     for i, (question, answer) in enumerate(zip(questions, answers, strict=True)):
         best, gold = answer.best, answer.best_gold
@@ -144,7 +144,7 @@ def predictions_of(
 
 
 def failed_at(*, correct: bool, in_corpus: bool, retrieved: bool, choosable: bool) -> str:
-    """The key of ``FAILED_AT`` for one question."""
+    """Return the key of ``FAILED_AT`` for one question."""
     if correct:
         return "correct"
     if not in_corpus:
@@ -155,19 +155,19 @@ def failed_at(*, correct: bool, in_corpus: bool, retrieved: bool, choosable: boo
 
 
 def failure_shares(failures: Sequence[str]) -> dict[str, float]:
-    """``failed_at_NAME`` as a share of the questions, for each name but "correct"."""
+    """Return ``failed_at_NAME`` as a share of the questions, for each name except "correct"."""
     counts = Counter(failures)
     return {f"failed_at_{name}": counts[name] / len(failures) for name in FAILED_AT if name != "correct"}
 
 
 def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
-    """Replace a Parquet file by these predictions, one a row."""
+    """Write predictions to a Parquet file atomically, one per row."""
     import pyarrow as pa
 
     for prediction in predictions:
-        cut = prediction.evidence[prediction.char_start : prediction.char_end]
-        is_cut = cut == prediction.prediction or prediction.evidence_rank < 0
-        assert is_cut, (prediction.question_id, cut, prediction.prediction)
+        span = prediction.evidence[prediction.char_start : prediction.char_end]
+        is_span = span == prediction.prediction or prediction.evidence_rank < 0
+        assert is_span, (prediction.question_id, span, prediction.prediction)
     column = {"str": pa.string(), "bool": pa.bool_(), "int": pa.int32(), "float": pa.float32()}
     column |= {f"{name} | None": kind for name, kind in column.items()}
     column |= {f"tuple[{name}, ...]": pa.list_(kind) for name, kind in column.items()}
@@ -180,9 +180,10 @@ def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
 def write_first_hits(
     path: Path, questions: Sequence[Question], ranks_Q: Mapping[str, npt.NDArray[np.int64]], depth: int
 ) -> None:
-    """Replace a Parquet file: of each question the rank from 0 of the first passage with an answer, by each retriever.
+    """Write the rank from 0 of the first passage with an answer, by question and retriever, to a Parquet file.
 
-    A column is named ``{prefix}first_hit``, with the retriever's prefix in the metrics; -1: none of ``depth`` has one.
+    Columns are named ``{prefix}first_hit``, with the retriever's prefix in the metrics; -1: none of ``depth`` passages
+    has an answer.
     """
     import pyarrow as pa
 
@@ -193,9 +194,9 @@ def write_first_hits(
 
 
 def read_hits(path: Path, prefix: str, k: int) -> dict[str, bool]:
-    """By the id of each question, whether one of the first ``k`` passages of a retriever has an answer.
+    """Read, by question id, whether one of the first ``k`` passages of a retriever contains an answer.
 
-    From what ``write_first_hits`` wrote; ``prefix`` is the retriever's. ValueError names a file that does not have it.
+    ``path`` is a file of :func:`write_first_hits`; ValueError if it or the column of ``prefix`` is missing.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -205,7 +206,9 @@ def read_hits(path: Path, prefix: str, k: int) -> dict[str, bool]:
         table = pq.read_table(path, columns=["question_id", column])
         ranks = table.column(column).to_pylist()
     except (OSError, pa.ArrowException, KeyError) as error:
-        raise ValueError(f"{path} holds no {column} ({error}); run 'realmops run evaluate --force' there") from None
+        raise ValueError(
+            f"{path} has no column {column} ({error}); run 'realmops run evaluate --force' there"
+        ) from None
     return {name: 0 <= rank < k for name, rank in zip(table.column("question_id").to_pylist(), ranks, strict=True)}
 
 
@@ -217,7 +220,7 @@ def _write_table(path: Path, table: Any) -> None:
 
 
 def read_predictions(path: Path) -> list[Prediction]:
-    """The rows that ``write_predictions`` wrote; ValueError names a file that is missing, damaged or older."""
+    """Read the predictions of :func:`write_predictions`; ValueError if missing, damaged or of an earlier version."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -227,7 +230,8 @@ def read_predictions(path: Path) -> list[Prediction]:
         return [Prediction(**_tupled(row)) for row in pq.read_table(path).to_pylist()]
     except (pa.ArrowException, TypeError) as error:
         raise ValueError(
-            f"{path} holds no predictions of this version ({error}); run 'realmops run evaluate --force' there"
+            f"{path} has no predictions in the format of this version ({error}); run 'realmops run evaluate --force' "
+            "there"
         ) from None
 
 
@@ -236,11 +240,11 @@ def _tupled(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def results_file(folder: Path) -> Path:
-    """Where the predictions lie of a results folder, or of the folder of a run that holds one."""
-    here = folder / PREDICTIONS
-    return here if here.is_file() else folder / RESULTS / PREDICTIONS
+    """Return the predictions file of a results folder, or of a run's folder that contains one."""
+    path = folder / PREDICTIONS
+    return path if path.is_file() else folder / RESULTS / PREDICTIONS
 
 
 def read_results(folder: Path) -> list[Prediction]:
-    """The predictions of a results folder, or of the folder of a run that holds one."""
+    """Read the predictions of a results folder, or of a run's folder that contains one."""
     return read_predictions(results_file(folder))

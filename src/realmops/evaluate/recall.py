@@ -1,6 +1,6 @@
-"""Recall@k under each named match rule, with intervals.
+"""Recall@k by match rule, with confidence intervals.
 
-Legend: Q questions, K ranked passages a question. Passages are rows of the snapshot, -1 is no passage.
+Legend: Q questions, K ranked passages per question. Passages are rows of the snapshot, -1 is no passage.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,24 +15,25 @@ from realmops.text.answer_matching import REGEX_RULES, WORD_RULES, contains_answ
 
 RECALL_AT = (1, 5, 20, 100)
 SHOWN_AT = (1, 5, 20)  # with intervals
-ZERO_SHOT = {"ict": "before_realm_", "pretrain": "zero_shot_"}  # what recall is called of retrievers not fine-tuned
+ZERO_SHOT = {"ict": "before_realm_", "pretrain": "zero_shot_"}  # metric prefix of a retriever without fine-tuning
 
 Rows = NDArray[np.integer[Any]]
 
 
 def padded(ranked: Iterable[Sequence[int]], depth: int) -> Rows:
-    """Rankings as rows of one length, -1 where the corpus has fewer passages."""
+    """Pad rankings with -1 to rows of equal length."""
     return np.array([[*row] + [-1] * (depth - len(row)) for row in ranked])
 
 
 def first_hit_ranks(
     questions: Sequence[Question], ranked_QK: Rows, text: Callable[[int], str], *, rule: str
 ) -> NDArray[np.int64]:
-    """Rank (from 0) of the first passage that contains an answer, K where none does.
+    """Return the rank (from 0) of the first passage with an answer, K if none has one.
 
     Args:
+        questions: with their reference answers.
         ranked_QK: passages of each question, best first.
-        text: the text of a passage.
+        text: returns the text of a passage.
         rule: a name of ``text.answer_matching.MATCH_RULES``.
 
     Returns:
@@ -49,29 +50,30 @@ def first_hit_ranks(
 
 
 def hits_at(ranks_Q: NDArray[np.int64], k: int) -> NDArray[np.bool_]:
-    """For each question whether one of its first k passages contains an answer (for the bootstrap)."""
+    """Return whether one of the first k passages contains an answer, bool [Q]."""
     return ranks_Q < k
 
 
 def hit_ranks_by_rule(
     questions: Sequence[Question], ranked_QK: Rows, text: Callable[[int], str]
 ) -> dict[str, NDArray[np.int64]]:
-    """``first_hit_ranks`` under each rule for these answers, of rankings deep enough for every recall@k.
+    """Return ``first_hit_ranks`` under each rule for these answers, of rankings deep enough for every recall@k.
 
-    Raises ValueError when some answers are expressions and some are not, and when a question has fewer than 100
-    ranked passages, which only a corpus of fewer allows: such a corpus is ranked whole and padded with -1.
+    Raises:
+        ValueError: only some answers are regular expressions, or a question has fewer than 100 ranked passages. A
+            smaller corpus is ranked completely and padded with -1.
     """
     if ranked_QK.shape[1] < max(RECALL_AT):
         raise ValueError(
-            f"recall@{max(RECALL_AT)} needs as many passages a question, this has {ranked_QK.shape[1]}; "
-            "retrieve more, or pad the ranking of a smaller corpus with -1"
+            f"recall@{max(RECALL_AT)} needs {max(RECALL_AT)} passages per question, the ranking has "
+            f"{ranked_QK.shape[1]}; retrieve more, or pad the ranking of a smaller corpus with -1"
         )
     rules = REGEX_RULES if answers_are_expressions(questions) else WORD_RULES
     return {rule: first_hit_ranks(questions, ranked_QK, text, rule=rule) for rule in rules}
 
 
 def recall_metrics(ranks_Q: Mapping[str, NDArray[np.int64]], *, prefix: str = "") -> dict[str, float]:
-    """``{prefix}recall_at_{k}_{rule}`` for k = 1, 5, 20, 100 and each rule of ``hit_ranks_by_rule``."""
+    """Compute ``{prefix}recall_at_{k}_{rule}`` for k = 1, 5, 20, 100 and each rule of ``hit_ranks_by_rule``."""
     return {
         f"{prefix}recall_at_{k}_{rule}": float(hits_at(ranks, k).mean())
         for rule, ranks in ranks_Q.items()
@@ -80,21 +82,21 @@ def recall_metrics(ranks_Q: Mapping[str, NDArray[np.int64]], *, prefix: str = ""
 
 
 def zero_shot_recall(metrics: Mapping[str, Any], retriever: str) -> float | None:
-    """recall@5 of the retriever that fine-tuning starts from, by the questions' own rule, from ``evaluate``'s metrics.
+    """Return recall@5 of the retriever before fine-tuning, by the questions' rule, from the metrics of ``evaluate``.
 
-    One that learns nothing, as BM25, is the same before and after. None where nothing is retrieved.
+    A retriever without parameters, such as BM25, is its own zero-shot retriever. None without retrieval.
     """
     rule = next((name for name in metrics if name.startswith("recall_at_5_") and name.endswith("_low")), "")
-    found = metrics.get(ZERO_SHOT.get(retriever, "") + rule.removesuffix("_low"))
-    return None if found is None else float(found)
+    value = metrics.get(ZERO_SHOT.get(retriever, "") + rule.removesuffix("_low"))
+    return None if value is None else float(value)
 
 
 def recall_intervals(
     ranks_Q: NDArray[np.int64], rule: str, *, prefix: str, seed: int, resamples: int
 ) -> dict[str, float]:
-    """The figures of ``recall_metrics`` that are shown to people, with their intervals."""
-    found: dict[str, float] = {}
+    """Compute the reported metrics of ``recall_metrics`` with their intervals."""
+    metrics: dict[str, float] = {}
     for k in SHOWN_AT:
         interval = bootstrap_interval(hits_at(ranks_Q, k), seed=seed, resamples=resamples)
-        found |= interval.figures(f"{prefix}recall_at_{k}_{rule}")
-    return found
+        metrics |= interval.figures(f"{prefix}recall_at_{k}_{rule}")
+    return metrics

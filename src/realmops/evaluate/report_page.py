@@ -1,4 +1,4 @@
-"""What our HTML pages are made of: they open without a network and follow the reader's light or dark setting."""
+"""Layout of the HTML reports: self-contained pages with a light and a dark colour scheme."""
 
 from collections.abc import Sequence
 from html import escape
@@ -31,7 +31,7 @@ mark { background: var(--hit); color: inherit; padding: 0 2px; border-radius: 3p
 
 
 def page_of(title: str, sections: Sequence[str]) -> str:
-    """An HTML page of its own, with the style of all our pages."""
+    """Render a self-contained HTML page in the style of all reports."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -41,6 +41,7 @@ def page_of(title: str, sections: Sequence[str]) -> str:
 
 
 def table_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Render a table; all texts are escaped."""
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
     cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<div><table><tr>{names}</tr>{cells}</table></div>"

@@ -1,7 +1,7 @@
-"""One page about a run that opens without a network, the points of its charts as files, and the closing tables.
+"""Report of a run: a self-contained HTML page, the points of its charts as CSV files, and the summary tables.
 
-Input are what the stages leave behind: journals (metrics.jsonl: one JSON object a line with "stage", "step",
-"time" and numbers by name), metrics.json files and the predictions. A figure that no stage wrote is left out.
+Inputs are the outputs of the stages: journals (metrics.jsonl: one JSON object per line with "stage", "step", "time" and
+numbers by name), metrics.json files and the predictions. Missing metrics are omitted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from realmops.artifacts import write_bytes
 from realmops.evaluate.calibration import coverage_curve, reliability
-from realmops.evaluate.charts import line_chart, number
+from realmops.evaluate.charts import format_number, line_chart
 from realmops.evaluate.predictions import Prediction, read_predictions
 from realmops.evaluate.recall import SHOWN_AT
 from realmops.evaluate.report_page import page_of, table_of
@@ -29,9 +29,9 @@ from realmops.text.answer_matching import REGEX_RULES, WORD_RULES
 if TYPE_CHECKING:
     from rich.table import Table
 
-SAMPLES = 12
-HELD_BACK = "Every answer is held back: no confidence reached <code>wanted_precision</code> at the calibration."
-Metrics = Mapping[str, Mapping[str, Any]]  # the content of metrics.json by stage
+SAMPLES = 12  # answers shown, at most
+ABSTAINS = "The model abstains from every question: no threshold reached <code>wanted_precision</code> in calibration."
+Metrics = Mapping[str, Mapping[str, Any]]  # content of metrics.json by stage
 
 
 @dataclass(frozen=True)
@@ -50,20 +50,20 @@ CHARTS = (
     Chart("pretrain", "REALM pre-training loss", "nats", ("loss",)),
     Chart(
         "pretrain",
-        "What retrieval is worth to the reader",
-        "nats over no document",
+        "Retrieval utility",
+        "nats over the null document",
         ("retrieval_utility", "retrieval_utility_best", "marginal_gain"),
         refreshes=True,
     ),
     Chart(
         "pretrain",
-        "Retrieval while it learns",
+        "Retrieval during training",
         "share of questions or sentences",
         ("recall_at_5", "hit_at_5"),
         refreshes=True,
     ),
     Chart("pretrain", "Age of the index in use", "steps", ("staleness_steps",), refreshes=True, smooth=False),
-    Chart("pretrain", "What a fresh index would change", "share of the top k", ("top_k_change",), refreshes=True),
+    Chart("pretrain", "Top k changed by a fresh index", "share of the top k", ("top_k_change",), refreshes=True),
     Chart("pretrain", "Probability of the null document", "mean p(null|x)", ("p_null",)),
     Chart("ict", "Inverse cloze loss", "nats", ("loss",)),
     Chart("ict", "Masked words: the reader's warm start", "nats", ("reader_loss",)),
@@ -71,19 +71,18 @@ CHARTS = (
     Chart("finetune", "Open-QA fine-tuning loss", "nats", ("loss", "span_loss", "early_loss")),
 )
 
-# Rows of the closing table: label, stage and name of a figure, both with figures of that stage in braces; its interval
-# stands under _low and _high.
+# Rows of the summary table: label, stage, metric. Braces in label and metric refer to other metrics of the stage.
 HEADLINES = (
     ("EM (test questions)", "evaluate", "em"),
     ("F1 (test questions)", "evaluate", "f1"),
     ("EM, expression found anywhere in the answer", "evaluate", "em_regex_search"),
     ("EM of the closed-book floor", "evaluate", "closed_book_em"),
     ("precision of the most certain 30 %", "evaluate", "precision_at_30"),
-    ("share of the questions not abstained from", "evaluate", "answered"),
-    ("precision of their answers", "evaluate", "answered_precision"),
+    ("share of the questions answered (not abstained)", "evaluate", "answered"),
+    ("precision of the answered questions", "evaluate", "answered_precision"),
     ("expected calibration error", "evaluate", "ece"),
-    ("the same of p(y|x), not calibrated", "evaluate", "ece_uncalibrated"),
-    ("the same of a perfect calibration, by chance", "evaluate", "ece_if_perfect"),
+    ("calibration error of p(y|x), uncalibrated", "evaluate", "ece_uncalibrated"),
+    ("calibration error of a perfect calibration, by chance", "evaluate", "ece_if_perfect"),
     ("ceiling: an answer is in the corpus", "evaluate", "ceiling_in_corpus"),
     (
         "ceiling: as a span of at most {ceiling_wordpieces} wordpieces in the {ceiling_passages} passages read",
@@ -97,15 +96,15 @@ HEADLINES = (
     ("mean staleness (steps)", "pretrain", "index_staleness_steps"),
 )
 
-EARLIER_LIMITS = {"ceiling_passages": 5, "ceiling_wordpieces": 10}  # of a run that does not say which it had
+LEGACY_LIMITS = {"ceiling_passages": 5, "ceiling_wordpieces": 10}  # of runs without these metrics
 
-# Rows of the table of what retrieves and what reads, with the prefixes of recall and of EM and F1; None has none.
+# Rows of the table of retrievers and readers: label, prefix of recall metrics, prefix of EM and F1; None: not measured.
 COMPARED: tuple[tuple[str, str | None, str | None], ...] = (
     ("a rule over BM25's first passage", None, "rule_"),
     ("BM25 (and the model's reader)", "bm25_", "bm25_"),
     ("embeddings before REALM", "before_realm_", None),
     ("embeddings after REALM, zero-shot", "zero_shot_", None),
-    ("the same with words", "zero_shot_hybrid_", None),
+    ("embeddings after REALM with BM25, zero-shot", "zero_shot_hybrid_", None),
     ("embeddings after fine-tuning", "dense_", None),
     ("the model", "", ""),
 )
@@ -113,14 +112,15 @@ COMPARED: tuple[tuple[str, str | None, str | None], ...] = (
 
 @dataclass(frozen=True)
 class FigureTable:
-    """Figures as text, for a terminal and for a page; a line parts the groups of rows."""
+    """A table of formatted values, for terminal, Markdown and HTML; groups of rows are separated by a line."""
 
     title: str
     head: tuple[str, ...]
     groups: Sequence[Sequence[Sequence[str]]]
-    are_numbers: bool = True  # all columns but the first
+    are_numbers: bool = True  # all columns except the first
 
     def for_console(self) -> Table:
+        """Return the table as a rich renderable."""
         from rich.table import Table
         from rich.text import Text
 
@@ -129,79 +129,81 @@ class FigureTable:
             table.add_column(name, justify="right" if self.are_numbers else "left")
         for rows in self.groups:
             for row in rows:
-                table.add_row(*map(Text, row))  # brackets in texts are no markup
+                table.add_row(*map(Text, row))  # Text: brackets are not parsed as markup
             table.add_section()
         return table
 
     def as_markdown(self) -> str:
+        """Return the table as Markdown."""
         lines = [map(as_text, row) for row in (self.head, *(row for group in self.groups for row in group))]
         shown = [f"| {' | '.join(line)} |\n" for line in lines]
         return "".join([shown[0], "| --- " * len(self.head) + "|\n", *shown[1:]])
 
-    def as_html(self) -> str:
+    def to_html(self) -> str:
+        """Return the table as HTML."""
         return table_of(self.head, [row for rows in self.groups for row in rows])
 
 
 def as_text(cell: str) -> str:
-    """A text that Markdown shows as it is, on one line."""
+    """Escape a text for Markdown, on one line."""
     return re.sub(r"([\\`*_{}\[\]<>|#~$])", r"\\\1", " ".join(cell.split()))
 
 
 def figure_tables(metrics: Metrics) -> list[FigureTable]:
-    """What ``make run`` and the page end with: the figures of all stages, and those of ``evaluate`` side by side."""
+    """Return the summary tables of a run: metrics of all stages, and retrievers and readers compared."""
     figures = (headline_rows(metrics), seconds_rows(metrics))
     tables = [FigureTable("realmops", ("measure", "value", "95 % interval over questions"), figures)]
     if compared := compared_rows(metrics):
         head = ("test questions", *(f"recall@{k}" for k in SHOWN_AT), "EM", "F1")
-        title = "What retrieves and what reads, with 95 % intervals over questions"
+        title = "Retrievers and readers, with 95 % intervals over questions"
         tables.append(FigureTable(title, head, [[row] for row in compared]))
     return tables
 
 
 def headline_rows(metrics: Metrics) -> list[tuple[str, str, str]]:
-    """Label, figure and 95 % interval of what the stages measured."""
+    """Return label, value and 95 % interval of the main metrics."""
     rows = []
     for label, stage, name in HEADLINES:
-        found = metrics.get(stage, {})
-        label, name = (text.format_map(EARLIER_LIMITS | dict(found)) for text in (label, name))
-        if name in found:
-            rows.append((label, _figure(found[name]), _interval(found, name, 3)))
+        values = metrics.get(stage, {})
+        label, name = (text.format_map(LEGACY_LIMITS | dict(values)) for text in (label, name))
+        if name in values:
+            rows.append((label, _figure(values[name]), _interval(values, name, 3)))
     return rows
 
 
 def compared_rows(metrics: Metrics) -> list[list[str]]:
-    """What ``evaluate`` measured of each retriever and reader, each figure with its 95 % interval below it."""
-    found = metrics.get("evaluate", {})
-    rule = next((rule for rule in (*WORD_RULES, *REGEX_RULES) if f"recall_at_5_{rule}_low" in found), "")
+    """Return the metrics of each retriever and reader, each with its 95 % interval on a second line."""
+    values = metrics.get("evaluate", {})
+    rule = next((rule for rule in (*WORD_RULES, *REGEX_RULES) if f"recall_at_5_{rule}_low" in values), "")
     rows = []
     for label, recall, answer in COMPARED:
         names = ["" if recall is None else f"{recall}recall_at_{k}_{rule}" for k in SHOWN_AT]
         names += ["" if answer is None else f"{answer}{measure}" for measure in ("em", "f1")]
-        cells = [_cell(found, name) if name in found else "" for name in names]
+        cells = [_cell(values, name) if name in values else "" for name in names]
         rows += [[label, *cells]] if any(cells) else []
     return rows if rule else []
 
 
-def _cell(found: Mapping[str, Any], name: str) -> str:
-    return f"{found[name]:.3f}\n{_interval(found, name, 2)}".rstrip()
+def _cell(values: Mapping[str, Any], name: str) -> str:
+    return f"{values[name]:.3f}\n{_interval(values, name, 2)}".rstrip()
 
 
 def seconds_rows(metrics: Metrics) -> list[tuple[str, str, str]]:
-    """The seconds that each stage took, and their sum."""
-    seconds = {stage: found["seconds"] for stage, found in metrics.items() if "seconds" in found}
+    """Return the seconds of each stage, and their sum."""
+    seconds = {stage: values["seconds"] for stage, values in metrics.items() if "seconds" in values}
     if seconds:
         seconds["all stages"] = sum(seconds.values())
     return [(f"seconds, {stage}", f"{value:.0f}", "") for stage, value in seconds.items()]
 
 
-def _interval(found: Mapping[str, Any], name: str, digits: int) -> str:
-    low, high = found.get(f"{name}_low"), found.get(f"{name}_high")
+def _interval(values: Mapping[str, Any], name: str, digits: int) -> str:
+    low, high = values.get(f"{name}_low"), values.get(f"{name}_high")
     return "" if low is None or high is None else f"{low:.{digits}f} to {high:.{digits}f}"
 
 
 def _figure(value: Any) -> str:
     if not isinstance(value, float):
-        return number(value)
+        return format_number(value)
     return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
 
 
@@ -214,11 +216,15 @@ def write_report(
     about: Mapping[str, str] = MappingProxyType({}),
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
-    """Write report.html and plots/STAGE_METRIC.csv (for ``dvc plots``); the page's path.
+    """Write report.html and plots/STAGE_METRIC.csv (for ``dvc plots``); return the page's path.
 
     Args:
-        about: what run it is, in words.
-        options: those that differ from the defaults.
+        folder: the folder to write to.
+        journals: journals of the stages.
+        metrics: content of metrics.json by stage.
+        predictions: file of predictions; without one no answers are shown.
+        about: properties of the run, shown at the top.
+        options: options that differ from the defaults.
     """
     records = [record for path in journals for record in read_journal(path)]
     (folder / "plots").mkdir(parents=True, exist_ok=True)
@@ -238,29 +244,25 @@ def write_report(
 
 
 def confidence_charts(answers: Sequence[Prediction]) -> list[str]:
-    """How often answers of a confidence are right, and precision where only the surest are given.
-
-    Empty where answers have no confidence.
-    """
-    known = [(answer.confidence, answer.em) for answer in answers if answer.confidence is not None]
-    if not known:
+    """Draw the reliability diagram, and precision over coverage; empty if the answers have no confidence."""
+    rated = [(answer.confidence, answer.em) for answer in answers if answer.confidence is not None]
+    if not rated:
         return []
-    probability_Q, correct_Q = np.array([p for p, _ in known]), np.array([right for _, right in known])
+    probability_Q, correct_Q = np.array([p for p, _ in rated]), np.array([em for _, em in rated])
     bins, curve = reliability(probability_Q, correct_Q), coverage_curve(probability_Q, correct_Q)
-    seen = Series("answers, in tenths", [one.confidence for one in bins], [one.right for one in bins])
-    ideal = Series("as it should be", [0.0, 1.0], [0.0, 1.0])
-    surest = Series("the surest answers", curve.coverage.tolist(), curve.precision.tolist())
-    title, unit, answered = "Precision, if only the surest are given", "share that is right", "share of the questions"
+    observed = Series("answers in 10 bins", [each.confidence for each in bins], [each.right for each in bins])
+    ideal = Series("perfect calibration", [0.0, 1.0], [0.0, 1.0])
+    covered = Series("most confident answers", curve.coverage.tolist(), curve.precision.tolist())
     return [
-        line_chart("Confidence, and what it is worth", unit, [seen, ideal], across="confidence"),
-        line_chart(title, unit, [surest], smooth=False, across=f"{answered} that are answered"),
+        line_chart("Reliability diagram", "share of correct answers", [observed, ideal], across="confidence"),
+        line_chart("Precision by coverage", "precision", [covered], smooth=False, across="share of questions answered"),
     ]
 
 
 def refresh_steps(records: Iterable[Mapping[str, Any]], stage: str) -> list[int]:
-    """The steps at which the stage logged ``refreshed``: a new index was taken into use."""
-    adopted = series_of(records, stage, "refreshed")
-    return [int(step) for step, value in zip(adopted.steps, adopted.values, strict=True) if value]
+    """Return the steps at which the stage logged ``refreshed``: it adopted a new index."""
+    refreshed = series_of(records, stage, "refreshed")
+    return [int(step) for step, value in zip(refreshed.steps, refreshed.values, strict=True) if value]
 
 
 def _csv(line: Series) -> bytes:
@@ -277,28 +279,28 @@ def _page(
 ) -> str:
     sections = [f'<p class="soft">{escape("; ".join(f"{name} {value}" for name, value in about.items()))}</p>']
     sections += ["<h2>Results</h2>"]
-    sections += [f'<div class="card scroll figures">{table.as_html()}</div>' for table in figure_tables(metrics)]
-    trust = confidence_charts(answers)
-    for heading, some in (("While it trained", charts), ("How certain it is, and how often it is right", trust)):
-        if some:
-            sections += [f"<h2>{heading}</h2>", f'<div class="charts">{"".join(some)}</div>']
+    sections += [f'<div class="card scroll figures">{table.to_html()}</div>' for table in figure_tables(metrics)]
+    calibration = confidence_charts(answers)
+    for heading, figures in (("Training", charts), ("Confidence and precision", calibration)):
+        if figures:
+            sections += [f"<h2>{heading}</h2>", f'<div class="charts">{"".join(figures)}</div>']
     if answers and all(answer.abstained for answer in answers):
-        sections.append(f'<p class="card">{HELD_BACK}</p>')
+        sections.append(f'<p class="card">{ABSTAINS}</p>')
     if answers:
         shown = answers[:: -(-len(answers) // SAMPLES)]
         sections += [
-            "<h2>Answers and what they rest on</h2>",
+            "<h2>Answers and their evidence</h2>",
             f'<p class="soft">{len(shown)} of {len(answers)} questions, evenly spaced over the file.</p>',
             f'<div class="answers">{"".join(map(_answer, shown))}</div>',
         ]
-    sections += ["<h2>Every figure</h2>", *(_all_figures(stage, found) for stage, found in metrics.items())]
+    sections += ["<h2>All metrics</h2>", *(_all_figures(stage, values) for stage, values in metrics.items())]
     if options:
-        sections += ["<h2>What it was run with</h2>", _all_figures("options that differ from the defaults", options)]
+        sections += ["<h2>Options</h2>", _all_figures("options that differ from the defaults", options)]
     return page_of("REALM run", sections)
 
 
-def _all_figures(stage: str, found: Mapping[str, Any]) -> str:
-    figures = table_of(("figure", "value"), [(name, json.dumps(value)) for name, value in found.items()])
+def _all_figures(stage: str, values: Mapping[str, Any]) -> str:
+    figures = table_of(("figure", "value"), [(name, json.dumps(value)) for name, value in values.items()])
     return f'<details><summary>{escape(stage)}</summary><div class="card scroll">{figures}</div></details>'
 
 
@@ -309,8 +311,8 @@ def _certainty(row: Prediction) -> str:
 
 
 def _answer(row: Prediction) -> str:
-    verdict = '<span class="right">&#10003; right</span>' if row.em else '<span class="wrong">&#10007; wrong</span>'
-    source = f"; the answer is from number {row.evidence_rank + 1}" if row.evidence_rank >= 0 else ""
+    verdict = '<span class="right">&#10003; correct</span>' if row.em else '<span class="wrong">&#10007; wrong</span>'
+    source = f"; the answer is from passage {row.evidence_rank + 1}" if row.evidence_rank >= 0 else ""
     source += f", page {row.page}" if row.page else ""
     before, after = row.evidence[: row.char_start], row.evidence[row.char_end :]
     candidates = "".join(
@@ -321,7 +323,7 @@ def _answer(row: Prediction) -> str:
     return (
         f'<div class="card"><p class="question">{escape(row.question)}</p>'
         f"<p>{verdict}: <b>{escape(row.prediction) or '(no answer)'}</b> "
-        f'<span class="soft">wanted: {escape("; ".join(row.answers))}; F1 {row.f1:.2f}; '
+        f'<span class="soft">expected: {escape("; ".join(row.answers))}; F1 {row.f1:.2f}; '
         f"span score {row.span_score:.2f}{_certainty(row)}</span></p>"
         f"<p>{escape(before)}<mark>{escape(row.prediction)}</mark>{escape(after)}</p>"
         f'<details><summary class="soft">p(z|x) of the {len(row.p_z)} passages read{source}</summary>'

@@ -1,9 +1,9 @@
 """Approximate search: a structure proposes candidates, whose inner products are then computed exactly.
 
-The structures are FAISS's. They are built from the embeddings whenever they are needed, with fixed seeds, and never
-read from a disk; ``ivf`` and ``pq`` are on the GPU if models are there and FAISS supports it. Embeddings that are
-mapped (mapped.py) stay on the disk: a structure learns from a sample of them, takes them in some at a time, and a
-search reads those of its candidates.
+The structures are FAISS indexes. They are built from the embeddings on each load, with fixed seeds, and never read from
+disk; ``ivf`` and ``pq`` are placed on the GPU if models are on one and FAISS supports it. Memory-mapped embeddings
+(mapped.py) stay on disk: a structure is trained on a sample of them and adds them in parts, and a search reads those of
+its candidates.
 
 Shape suffixes: Q queries, P passages, E embedding width, K results, D candidates.
 """
@@ -21,35 +21,35 @@ from torch import Tensor
 
 from realmops.config import IndexOptions
 from realmops.search import faiss_gpu
-from realmops.search.exact import BestVector, Exact, InMemory, PassageIndex, search
+from realmops.search.exact import Exact, InMemory, MaxSimIndex, PassageIndex, search
 from realmops.search.mapped import memory_bytes, release
 
-EXACT_PASSAGES = 20_000_000
-MEMORY_SHARE = 0.25
-TIES = 1e-5
-READ = 1 << 13  # single passages that are read together; with each the system maps 64 KiB of a file
-QUERIES = 256  # that the recall of an index is measured with
-_RESCORED = 16  # candidates of pq for each result; its codes have 4 bits for each number
-_LINKS = 32  # of each passage in hnsw's graph
-_LISTS = {"ivf": 4, "pq": 0.5}  # times the root of the passages; pq scans a list in no time, to find lists takes longer
-_POINTS_PER_LIST = (39, 64)  # for k-means: fewer are too few, more are not used
+MAX_EXACT_PASSAGES = 20_000_000
+PQ_MEMORY_SHARE = 0.25  # of the device's memory; larger embeddings need pq
+SCORE_TOLERANCE = 1e-5  # relative; smaller differences count as equal scores
+READ_ROWS = 1 << 13  # scattered passages read at a time; each maps 64 KiB of a memory-mapped file
+QUERIES = 256  # number of queries for the measurement of an index's recall
+_CANDIDATES = 16  # per result in pq; its codes have only 4 bits per dimension
+_NEIGHBOURS = 32  # per node of the hnsw graph
+_LISTS = {"ivf": 4, "pq": 0.5}  # times sqrt(passages); pq scans a list fast, so that finding lists dominates
+_POINTS_PER_LIST = (39, 64)  # k-means warns below the first and subsamples above the second
 _CODE_VALUES = 256
-_WIDEST = {"ivf": 2048, "pq": 2048, "hnsw": 1024}  # lists or graph nodes looked at
+_MAX_WIDTH = {"ivf": 2048, "pq": 2048, "hnsw": 1024}  # lists (nprobe) or graph nodes (efSearch)
 _CPU = torch.device("cpu")
-_TOGETHER = 1 << 18  # passages that are read and added; a multiple of FAISS's own 65,536
+_ADDED_ROWS = 1 << 18  # passages added at a time; a multiple of FAISS's block of 65,536
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How an index is built and searched, and what it found then."""
+    """Parameters of an approximate index, and the recall measured with them."""
 
     type: str
     seed: int
     lists: int  # clusters of passages (ivf, pq); 0 where the type has none
-    width: int  # clusters, or nodes of hnsw's graph, that a query looks at
-    recall: float  # measured: the share of the exact top k that is found
+    width: int  # clusters (nprobe), or nodes of the hnsw graph (efSearch), visited per query
+    recall: float  # measured recall of the exact top k
     k: int
     target_recall: float
 
@@ -57,13 +57,13 @@ class Recipe:
 class Approximate(InMemory, ABC):
     """A structure over embeddings P x E that proposes candidates; their scores are exact.
 
-    A type of index is a subclass and a row in ``TYPES``. It is built from the embeddings wherever it is needed, by its
-    recipe alone, so that it is the same everywhere (but ``pq`` has other codes on a GPU).
+    An index type is a subclass and a row in ``TYPES``. It is built from the embeddings and its recipe alone, so that it
+    is the same on every machine (except ``pq``, whose codes on a GPU differ).
 
     Args:
-        embedding_PE: The passages' embeddings; their exact scores are computed where they are.
-        recipe: How to build and search it.
-        device: Where models are; a type that has a form for GPUs is built there, and ``place`` names where it is.
+        embedding_PE: the passages' embeddings; exact scores are computed on their device.
+        recipe: parameters of the structure and of its search.
+        device: device of the models; types with a GPU implementation are built there, and ``place`` names the result.
     """
 
     place = "the CPU"
@@ -71,32 +71,32 @@ class Approximate(InMemory, ABC):
     def __init__(self, embedding_PE: Tensor, recipe: Recipe, device: torch.device = _CPU) -> None:
         self.embedding_PE, self.recipe, self.model_device = embedding_PE, recipe, device
         self.build()
-        self.look_at(recipe.width)
+        self.set_search_width(recipe.width)
 
     @abstractmethod
     def build(self) -> None:
-        """Make the structure, with ``recipe.seed`` for all that is random; ValueError for too few passages."""
+        """Build the structure, with all random numbers from ``recipe.seed``; ValueError for too few passages."""
 
     @abstractmethod
     def candidates(self, query_QE: Tensor, k: int) -> Tensor:
-        """Ids of passages that may be among the ``k`` best, none twice, Q x any number; -1 where there are fewer.
+        """Return ids of passages that may be among the ``k`` best, Q x any number, without duplicates, padded with -1.
 
-        Fewer than ``k`` columns: all passages are compared instead.
+        With fewer than ``k`` columns, ``search`` compares all passages.
         """
 
     @abstractmethod
-    def look_at(self, width: int) -> None:
-        """From now on look at so much of the structure for a query: more finds more, and takes longer."""
+    def set_search_width(self, width: int) -> None:
+        """Set how many lists or nodes a query visits: a larger width raises recall and search time."""
 
     @property
     @abstractmethod
-    def widest(self) -> int:
-        """The most that ``look_at`` takes; beyond it an exact search is no slower."""
+    def max_search_width(self) -> int:
+        """The largest search width; beyond it an exact search is as fast."""
 
     def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Exact scores of what was found, on the query's device.
+        """Return exact scores and ids of the best candidates, on the query's device.
 
-        A query for which the structure has fewer than ``k`` passages is searched exactly.
+        A query with fewer than ``k`` candidates is searched exactly.
         """
         k = min(k, len(self.embedding_PE))
         query = query_QE.detach().float().to(self.embedding_PE.device)
@@ -104,65 +104,66 @@ class Approximate(InMemory, ABC):
         if id_QD.shape[1] < k:
             score_QK, id_QK = search(query, self.embedding_PE, k)
             return score_QK.to(query_QE.device), id_QK.to(query_QE.device)
-        known = zip(query, id_QD.clamp(min=0), strict=True)
-        score_QD = torch.stack([self._scores(query_E, id_D) for query_E, id_D in known])
+        queries = zip(query, id_QD.clamp(min=0), strict=True)
+        score_QD = torch.stack([self._scores(query_E, id_D) for query_E, id_D in queries])
         score_QK, place_QK = score_QD.masked_fill(id_QD < 0, -torch.inf).topk(k, dim=1)
         id_QK = id_QD.gather(1, place_QK)
-        short_Q = id_QK[:, -1] < 0
-        if short_Q.any():
-            score_QK[short_Q], id_QK[short_Q] = search(query[short_Q], self.embedding_PE, k)
+        incomplete_Q = id_QK[:, -1] < 0
+        if incomplete_Q.any():
+            score_QK[incomplete_Q], id_QK[incomplete_Q] = search(query[incomplete_Q], self.embedding_PE, k)
         return score_QK.to(query_QE.device), id_QK.to(query_QE.device)
 
     def _scores(self, query_E: Tensor, id_D: Tensor) -> Tensor:
         scores = []
-        for id_R in torch.split(id_D, READ):
+        for id_R in torch.split(id_D, READ_ROWS):
             scores.append(self.embedding_PE[id_R] @ query_E)
             release(self.embedding_PE)
         return torch.cat(scores)
 
     def recall(self, query_QE: Tensor, k: int) -> float:
-        """The share of the exact top k that is found; of equal scores any will do."""
-        return self._found(query_QE, k, self._worst(query_QE, k))
+        """Return the recall of the exact top k; passages of equal score are interchangeable."""
+        return self._recall(query_QE, k, self._min_scores(query_QE, k))
 
-    def _worst(self, query_QE: Tensor, k: int) -> Tensor:
-        """The score, Q x 1, from which on a passage is of the exact top k."""
+    def _min_scores(self, query_QE: Tensor, k: int) -> Tensor:
+        """Return the score, Q x 1, at or above which a passage belongs to the exact top k."""
         exact_QK = search(query_QE.detach().float().to(self.embedding_PE.device), self.embedding_PE, k)[0]
-        return exact_QK[:, -1:] - TIES * exact_QK.abs().amax(1, keepdim=True)
+        return exact_QK[:, -1:] - SCORE_TOLERANCE * exact_QK.abs().amax(1, keepdim=True)
 
-    def _found(self, query_QE: Tensor, k: int, worst_Q1: Tensor) -> float:
-        return float((self.search(query_QE, k)[0].to(worst_Q1.device) >= worst_Q1).double().mean())
+    def _recall(self, query_QE: Tensor, k: int, min_Q1: Tensor) -> float:
+        return float((self.search(query_QE, k)[0].to(min_Q1.device) >= min_Q1).double().mean())
 
     def widen(self, query_QE: Tensor, k: int) -> None:
-        """Look at more and more until the recall of the top k reaches its target; ValueError when it does not."""
-        wanted, width, worst_Q1 = self.recipe.target_recall, 1, self._worst(query_QE, k)
+        """Double the search width until the recall of the top k reaches its target; ValueError if it never does."""
+        target, width, min_Q1 = self.recipe.target_recall, 1, self._min_scores(query_QE, k)
         while True:
-            self.look_at(width)
-            recall = self._found(query_QE, k, worst_Q1)
+            self.set_search_width(width)
+            recall = self._recall(query_QE, k, min_Q1)
             self.recipe = replace(self.recipe, width=width, recall=recall, k=k)
-            if recall >= wanted:
+            if recall >= target:
                 return
-            if width == self.widest:
+            if width == self.max_search_width:
                 raise ValueError(
-                    f"an index of type {self.recipe.type} finds {recall:.4f} of the exact top {k} at most, and "
-                    f"index.target_recall is {wanted}; lower that, or set index.type to exact or to another type"
+                    f"index.target_recall {target} is not reached: index.type {self.recipe.type} finds {recall:.4f} of "
+                    f"the exact top {k} at its largest search width; lower index.target_recall, or set index.type to "
+                    "exact or to another type"
                 )
-            width = min(2 * width, self.widest)
+            width = min(2 * width, self.max_search_width)
 
 
-def fitting_type(passages: int, width: int, memory: int, *, on_gpu: bool = False) -> str:
-    """What ``index.type: auto`` means on a device with so many bytes of memory.
+def select_type(passages: int, width: int, memory: int, *, on_gpu: bool = False) -> str:
+    """Return the index type that ``index.type: auto`` selects on a device with ``memory`` bytes.
 
-    ``pq`` for embeddings (fp32) that fill more than a quarter of the memory. Else ``exact`` on a GPU, and elsewhere up
-    to 20 million passages; ``ivf``, which holds them a second time, for more. Never ``hnsw``: its graph takes longest
+    ``pq`` if fp32 embeddings exceed a quarter of the memory. Otherwise ``exact`` on a GPU, and on a CPU up to 20
+    million passages; ``ivf``, which stores the embeddings a second time, above. Never ``hnsw``: its graph takes longest
     to build.
     """
-    if 4 * passages * width > MEMORY_SHARE * memory:
+    if 4 * passages * width > PQ_MEMORY_SHARE * memory:
         return "pq"
-    return "exact" if on_gpu or passages <= EXACT_PASSAGES else "ivf"
+    return "exact" if on_gpu or passages <= MAX_EXACT_PASSAGES else "ivf"
 
 
-def memory_of(device: torch.device) -> int:
-    """Bytes of a device in all."""
+def device_memory(device: torch.device) -> int:
+    """Return the total memory of a device, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return memory_bytes()
@@ -171,32 +172,37 @@ def memory_of(device: torch.device) -> int:
 def passage_index(
     embedding_PE: Tensor, options: IndexOptions, device: torch.device, seed: int, queries: Callable[[], Tensor], k: int
 ) -> PassageIndex:
-    """An index over embeddings, of the type that the options name or that fits.
+    """Build an index over embeddings, of the configured or the selected type.
 
     Args:
-        device: where embeddings go when the search is exact, and ``ivf`` and ``pq`` where FAISS supports it.
-        queries: embedded queries, asked for when a recall must be measured.
-        k: how many results its recall is measured for.
+        embedding_PE: the passages' embeddings.
+        options: the options of section ``index``.
+        device: device of the embeddings of an exact index, and of ``ivf`` and ``pq`` where FAISS supports it.
+        seed: seed of the structure.
+        queries: returns embedded queries; called only if recall must be measured.
+        k: number of results for the measurement of recall.
 
-    Raises ValueError when FAISS is not installed, when there are too few passages, and when the recall is not reached.
+    Raises:
+        ValueError: FAISS is not installed, there are too few passages, or the target recall is not reached.
     """
     kind = index_type(options, len(embedding_PE), embedding_PE.shape[1], device)
     if kind == "exact":
         return Exact(embedding_PE.to(device))
     lists = 2 ** round(math.log2(_LISTS[kind] * math.sqrt(len(embedding_PE)))) if kind in _LISTS else 0
-    found = TYPES[kind](embedding_PE, Recipe(kind, seed, lists, 1, 0.0, k, options.target_recall), device)
-    found.widen(queries(), k)
-    return found
+    index = TYPES[kind](embedding_PE, Recipe(kind, seed, lists, 1, 0.0, k, options.target_recall), device)
+    index.widen(queries(), k)
+    return index
 
 
 def index_type(options: IndexOptions, passages: int, width: int, device: torch.device) -> str:
-    """The type that the options name or that fits.
+    """Return the configured index type, or the selected one for ``auto``.
 
-    Raises ValueError when FAISS is wanted and not installed, and when there are too few passages for the type.
+    Raises:
+        ValueError: the type needs FAISS, which is not installed, or has too few passages.
     """
     kind: str = options.type
     if kind == "auto":
-        kind = fitting_type(passages, width, memory_of(device), on_gpu=device.type == "cuda")
+        kind = select_type(passages, width, device_memory(device), on_gpu=device.type == "cuda")
     if TYPES.get(kind) is Faiss:
         _faiss(kind, passages, width)
     return kind
@@ -208,15 +214,16 @@ def _log_once(level: int, kind: str, place: str) -> None:
 
 
 def approximate(passages: PassageIndex | None) -> Approximate | None:
-    """The approximate index that finds the passages, or their vectors where they have several; None where none does."""
-    found = passages.each if isinstance(passages, BestVector) else passages
-    return found if isinstance(found, Approximate) else None
+    """Return the index itself, or that of single vectors, where it is approximate; otherwise None."""
+    index = passages.vector_index if isinstance(passages, MaxSimIndex) else passages
+    return index if isinstance(index, Approximate) else None
 
 
 class Faiss(Approximate):
-    """FAISS's: clusters of passages (ivf), the same with short codes in the place of vectors (pq), a graph (hnsw)."""
+    """FAISS structures: inverted lists (``ivf``), the same with product quantisation (``pq``), a graph (``hnsw``)."""
 
     def build(self) -> None:
+        """Build the structure on the GPU if FAISS supports it there, otherwise on the CPU, and log the fallback."""
         recipe, device, (passages, width) = self.recipe, self.model_device, self.embedding_PE.shape
         faiss = _faiss(recipe.type, passages, width)
         self.recipe = replace(recipe, lists=min(recipe.lists, max(1, passages // _POINTS_PER_LIST[0])))
@@ -226,7 +233,7 @@ class Faiss(Approximate):
                 self._index = self._built(faiss, on_gpu=True)
                 self.place = f"the GPU {torch.cuda.get_device_name(device)}"
                 return
-            except RuntimeError as error:  # FAISS's, as of memory that the card lacks
+            except RuntimeError as error:  # raised by FAISS, for example out of GPU memory
                 reason = " ".join(str(error).split())
         self._index = self._built(faiss, on_gpu=False)
         if reason:
@@ -234,17 +241,17 @@ class Faiss(Approximate):
             _log_once(logging.INFO if recipe.type == "hnsw" else logging.WARNING, recipe.type, self.place)
 
     def _built(self, faiss: Any, *, on_gpu: bool) -> Any:
-        """Train the structure and add the passages, where it is searched."""
-        recipe, width, most = self.recipe, self.embedding_PE.shape[1], _POINTS_PER_LIST[1]
+        """Train the structure and add the passages."""
+        recipe, width, max_points = self.recipe, self.embedding_PE.shape[1], _POINTS_PER_LIST[1]
         codes = f"PQ{faiss_gpu.code_bytes(width)}x8np" if on_gpu else f"PQ{width}x4fs"
-        form = {
+        factory = {
             "ivf": f"IVF{recipe.lists},Flat",
             "pq": f"IVF{recipe.lists},{codes}",
-            "hnsw": f"HNSW{_LINKS},Flat",
+            "hnsw": f"HNSW{_NEIGHBOURS},Flat",
         }[recipe.type]
-        # threads join hnsw's graph in another order each time
+        # With several threads, the order of insertion into the hnsw graph is not deterministic.
         faiss.omp_set_num_threads(1 if recipe.type == "hnsw" else torch.get_num_threads())
-        index = faiss.index_factory(width, form, faiss.METRIC_INNER_PRODUCT)
+        index = faiss.index_factory(width, factory, faiss.METRIC_INNER_PRODUCT)
         if recipe.type == "pq":
             index.pq.cp.seed = recipe.seed % 2**31
             index.pq.cp.min_points_per_centroid = 1
@@ -252,50 +259,53 @@ class Faiss(Approximate):
             index = faiss_gpu.GpuIndex(faiss, index, self.model_device)
         if recipe.type != "hnsw":
             index.cp.seed = recipe.seed % 2**31
-            index.cp.max_points_per_centroid = most
-            index.train(_sample(self.embedding_PE, most * recipe.lists, recipe.seed).numpy())
-        for rows_RE in torch.split(self.embedding_PE.detach(), _TOGETHER):
+            index.cp.max_points_per_centroid = max_points
+            index.train(_sample(self.embedding_PE, max_points * recipe.lists, recipe.seed).numpy())
+        for rows_RE in torch.split(self.embedding_PE.detach(), _ADDED_ROWS):
             index.add(rows_RE.cpu().numpy())
             release(self.embedding_PE)
         faiss.omp_set_num_threads(torch.get_num_threads())
         return index
 
     def candidates(self, query_QE: Tensor, k: int) -> Tensor:
-        count = min(k * (_RESCORED if self.recipe.type == "pq" else 1), len(self.embedding_PE))
+        """Return the ids that FAISS proposes; for ``pq`` 16 per result, because its codes are coarse."""
+        count = min(k * (_CANDIDATES if self.recipe.type == "pq" else 1), len(self.embedding_PE))
         if isinstance(self._index, faiss_gpu.GpuIndex):
-            count = min(count, faiss_gpu.MOST_SELECTED)
+            count = min(count, faiss_gpu.MAX_SELECTED)
         if count < k:
             return torch.empty(len(query_QE), 0, dtype=torch.int64)
         return torch.from_numpy(self._index.search(query_QE.cpu().numpy(), count)[1])
 
-    def look_at(self, width: int) -> None:
+    def set_search_width(self, width: int) -> None:
+        """Set ``efSearch`` of ``hnsw`` or ``nprobe`` of the other types."""
         if self.recipe.type == "hnsw":
             self._index.hnsw.efSearch = width
         else:
             self._index.nprobe = width
 
     @property
-    def widest(self) -> int:
-        most = _WIDEST[self.recipe.type]
+    def max_search_width(self) -> int:
+        """At most a quarter of the lists (``pq``: half of them)."""
+        limit = _MAX_WIDTH[self.recipe.type]
         if self.recipe.type == "hnsw":
-            return most
-        return max(1, min(most, self.recipe.lists // (2 if self.recipe.type == "pq" else 4)))
+            return limit
+        return max(1, min(limit, self.recipe.lists // (2 if self.recipe.type == "pq" else 4)))
 
 
 TYPES: dict[str, type[Approximate]] = {"ivf": Faiss, "pq": Faiss, "hnsw": Faiss}
-"""The approximate ones of ``index.type``, as a recipe names them."""
+"""Approximate index types by their name in ``index.type`` and in a recipe."""
 
 
-def _sample(embedding_PE: Tensor, most: int, seed: int) -> Tensor:
-    """So many rows in their order, in memory; all of them where there are no more."""
+def _sample(embedding_PE: Tensor, size: int, seed: int) -> Tensor:
+    """Return a random sample of ``size`` rows in their order, in memory; all rows if there are no more."""
     passages = len(embedding_PE)
-    if passages <= most:
+    if passages <= size:
         return embedding_PE.detach().cpu()
-    row_R = torch.randperm(passages, generator=torch.Generator().manual_seed(seed))[:most].sort().values
-    sample_RE = torch.empty(most, embedding_PE.shape[1])
-    for first in range(0, most, READ):
-        chosen = row_R[first : first + READ]
-        sample_RE[first : first + READ] = embedding_PE.detach()[chosen.to(embedding_PE.device)].cpu()
+    row_R = torch.randperm(passages, generator=torch.Generator().manual_seed(seed))[:size].sort().values
+    sample_RE = torch.empty(size, embedding_PE.shape[1])
+    for first in range(0, size, READ_ROWS):
+        part = row_R[first : first + READ_ROWS]
+        sample_RE[first : first + READ_ROWS] = embedding_PE.detach()[part.to(embedding_PE.device)].cpu()
         release(embedding_PE)
     return sample_RE
 
@@ -305,12 +315,12 @@ def _faiss(kind: str, passages: int, width: int) -> Any:
         import faiss
     except ImportError:
         raise ValueError(
-            f"an index of type {kind} needs FAISS, which is not installed: pip install 'realmops[faiss]', with an "
-            "NVIDIA GPU 'realmops[gpu]', or set index.type=exact"
+            f"index.type {kind} needs FAISS, which is not installed; pip install 'realmops[faiss]', with an NVIDIA GPU "
+            "'realmops[gpu]', or set index.type=exact"
         ) from None
     if kind == "pq" and (passages < _CODE_VALUES or width % 2):
         raise ValueError(
-            f"index.type is pq, which wants {_CODE_VALUES} passages or more and an even retriever.embedding_width; "
-            f"there are {passages} of width {width}: set index.type=exact"
+            f"index.type pq does not support {passages} passages of width {width}; it needs {_CODE_VALUES} passages or "
+            "more and an even retriever.embedding_width; set index.type=exact"
         )
     return faiss

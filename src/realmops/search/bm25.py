@@ -1,7 +1,7 @@
-"""Retrieval by words, which is not trained: BM25, in any language.
+"""BM25 lexical retrieval, in any language.
 
-Legend: Q questions, K ranked passages, P passages, W words, N postings (one for each word of each passage), n those of
-one word, G languages, L lengths. Passages go by their number, -1 is none.
+Legend: Q queries, K ranked passages, P passages, W words, N postings (one per word and passage), n postings of one
+word, G languages, L lengths. A passage is its row in the snapshot, -1 is none.
 """
 
 import hashlib
@@ -25,10 +25,10 @@ from realmops.text.languages import ENGLISH, composed, detect, languages, placed
 Rows = NDArray[np.int64]
 Scores = NDArray[np.float32]
 Query = str | NDArray[np.uint64]
-"""A text; or ``codes``, as an index of wordpieces wants them."""
-FOLDER = "lexical"  # of the BM25 index, beside the snapshot that it is of
+"""A text; or keys of words, for an index of wordpieces."""
+FOLDER = "lexical"  # folder of the BM25 index, next to its snapshot
 KIND = "lexical"
-K1, B = 1.5, 0.75  # how soon more of a word counts no more; how much a passage's length counts
+K1, B = 1.5, 0.75  # term frequency saturation and length normalisation
 WORD = re.compile(r"\b\w\w+\b")
 STOP_WORDS = frozenset({  # Lucene's
     "a", "an", "and", "are", "as", "at", "be", "but", "by", "for", "if", "in", "into", "is", "it", "no", "not",
@@ -36,26 +36,26 @@ STOP_WORDS = frozenset({  # Lucene's
     "will", "with",
 })  # fmt: skip
 _NONE = np.empty(0, np.int32)
-_FEW = 1 << 16  # passages that are all scored: to leave some takes longer
-_TOGETHER = 1 << 13  # postings that are weighed at a time: what that takes stays in the processor's cache
-_SURE = 1 - 1e-5  # of a score: sums of single precision differ by their order, but not by so much
+_EXHAUSTIVE = 1 << 16  # up to this many passages, scoring all is faster than MaxScore
+_CHUNK = 1 << 13  # postings scored at a time: they fit the processor's cache
+_TOLERANCE = 1 - 1e-5  # factor of a threshold: fp32 sums in another order differ by less
 
 
 class Lexical(Protocol):
-    """Ranks the passages that it was made of."""
+    """Interface of a lexical retriever over a fixed list of passages."""
 
     def scores(self, query: str) -> Scores:
-        """The score of every passage, [P]."""
+        """Return the score of every passage, [P]."""
 
 
 def rank(retriever: Lexical, queries: Sequence[str], k: int) -> Rows:
-    """The best k passages of each query, best first, int64 [Q, K]; -1 where there are fewer passages."""
+    """Return the best k passages of each query, best first, int64 [Q, K], padded with -1."""
     if isinstance(retriever, Bm25):
         ranking = retriever.search(queries, k)[1]
-        for found in ranking:  # passages without a word of the query all score 0: the first ones follow
-            matching = int((found >= 0).sum())
-            others = np.setdiff1d(np.arange(min(k, len(retriever))), found)[: k - matching]
-            found[matching : matching + len(others)] = others
+        for row_K in ranking:  # passages without a word of the query score 0: they follow in the corpus's order
+            matches = int((row_K >= 0).sum())
+            fill = np.setdiff1d(np.arange(min(k, len(retriever))), row_K)[: k - matches]
+            row_K[matches : matches + len(fill)] = fill
         return ranking
     ranking = np.full((len(queries), k), -1, np.int64)
     for row, query in enumerate(queries):
@@ -65,25 +65,25 @@ def rank(retriever: Lexical, queries: Sequence[str], k: int) -> Rows:
 
 
 def top(score_P: Scores, k: int) -> Rows:
-    """The k passages with the highest scores, best first, of equal ones the first."""
+    """Return the k passages with the highest scores, best first; of equal scores the first."""
     k = min(k, len(score_P))
     if not k:
         return np.empty(0, np.int64)
-    least = np.partition(score_P, -k)[-k]
-    above, level = np.flatnonzero(score_P > least), np.flatnonzero(score_P == least)
-    found = np.concatenate([above, level[: k - len(above)]])
-    best: Rows = found[np.argsort(-score_P[found], kind="stable")]
+    threshold = np.partition(score_P, -k)[-k]
+    above, equal = np.flatnonzero(score_P > threshold), np.flatnonzero(score_P == threshold)
+    passages = np.concatenate([above, equal[: k - len(above)]])
+    best: Rows = passages[np.argsort(-score_P[passages], kind="stable")]
     return best
 
 
 def titled_texts(snapshot: Snapshot) -> list[str]:
-    """What a retriever by words reads of each passage: title and text."""
+    """Return title and text of each passage, joined for a lexical retriever."""
     pairs = zip(snapshot.column("title"), snapshot.column("text"), strict=True)
     return [f"{title} {text}" for title, text in pairs]
 
 
 def split_words(text: str, language: str = ENGLISH) -> list[str]:
-    """The words of a composed text in lower case: two letters, digits or underscores at least (``word_spans``)."""
+    """Split a composed text into lower-case words of at least two letters, digits or underscores (``word_spans``)."""
     return WORD.findall(composed(text).lower()) if language == ENGLISH else [word for word, _, _ in word_spans(text)]
 
 
@@ -97,78 +97,82 @@ def _english_words(text: str) -> Iterator[tuple[str, int, int]]:
 
 
 def stop_words(language: str = ENGLISH) -> frozenset[str]:
-    """Words that are not looked for: English ones. Lists for German, Spanish and Romanian found .1 to .3 % less."""
+    """Return the stop words: those of English; other languages have none.
+
+    Lists for German, Spanish and Romanian lowered recall by 0.1 to 0.3 %.
+    """
     return STOP_WORDS if language == ENGLISH else frozenset()
 
 
 @lru_cache(1 << 15)
 def stem(word: str, language: str = ENGLISH) -> str:
-    """The Snowball stem of a word; of common ones it is remembered."""
+    """Return the Snowball stem of a word, cached for common words."""
     return stems([word], language)[0]
 
 
 def stems(words: Sequence[str], language: str = ENGLISH) -> list[str]:
-    """The Snowball stem of each word; the word itself in a language without a stemmer."""
+    """Return the Snowball stem of each word; the word itself in a language without a stemmer."""
     import Stemmer
 
     stemmer = languages()[language].stemmer
-    found: list[str] = Stemmer.Stemmer(stemmer, 0).stemWords(words) if stemmer else list(words)
-    return found
+    stemmed: list[str] = Stemmer.Stemmer(stemmer, 0).stemWords(words) if stemmer else list(words)
+    return stemmed
 
 
 def query_stems(query: str, spoken: Sequence[str]) -> list[str]:
-    """The stems of a query's words, stop words left out; of several languages those that the first does not have, too.
+    """Return the stems of a query without stop words; stems in further languages are added unless the first has them.
 
     Args:
+        query: the text.
         spoken: codes of the languages that the query may be in.
     """
-    found: list[str] = []
+    result: list[str] = []
     for language in spoken:
-        stopped = stop_words(language)
-        said = stems([word for word in split_words(query, language) if word not in stopped], language)
-        found += (Counter(said) - Counter(found)).elements() if found else said
-    return found
+        excluded = stop_words(language)
+        stemmed = stems([word for word in split_words(query, language) if word not in excluded], language)
+        result += (Counter(stemmed) - Counter(result)).elements() if result else stemmed
+    return result
 
 
-def codes(words: Sequence[str]) -> NDArray[np.uint64]:
-    """What stands for each stem in the index: 64 bits of its BLAKE2b digest.
+def stem_hashes(words: Sequence[str]) -> NDArray[np.uint64]:
+    """Return the key of each stem in the index: 64 bits of its BLAKE2b digest.
 
-    Two of ten million words share theirs with a probability of 3 in a million; they would count as one.
+    Among ten million stems, two collide with a probability of 3 in a million; they would count as one.
     """
     digests = b"".join(hashlib.blake2b(word.encode(), digest_size=8).digest() for word in words)
     return np.frombuffer(digests, "<u8")
 
 
 def inverse_document_frequency(passages: int, with_word: int) -> np.float32:
-    """log(1 + (P - n + .5) / (n + .5)): Lucene's, which is never below 0 (Kamphuis et al. 2020)."""
+    """Return log(1 + (P - n + .5) / (n + .5)): Lucene's variant, which is never negative (Kamphuis et al. 2020)."""
     return np.float32(math.log(1 + (passages - with_word + 0.5) / (with_word + 0.5)))
 
 
 def saturation(length: NDArray[Any], mean_length: float) -> NDArray[np.float64]:
-    """k1 (1 - b + b length / mean length): how often a passage must have a word for half of its weight."""
-    found: NDArray[np.float64] = K1 * ((1 - B) + B * length / mean_length)
-    return found
+    """Return k1 (1 - b + b length / mean length): the term frequency with half of the maximum weight."""
+    result: NDArray[np.float64] = K1 * ((1 - B) + B * length / mean_length)
+    return result
 
 
-def _least(score_n: Scores, k: int) -> float:
-    """The k-th best score, less what single precision may take from it."""
-    return _SURE * float(np.partition(score_n, -k)[-k])
+def _kth_score(score_n: Scores, k: int) -> float:
+    """Return the k-th best score, lowered by the tolerance of fp32 sums."""
+    return _TOLERANCE * float(np.partition(score_n, -k)[-k])
 
 
 class Bm25:
-    """BM25 of a snapshot's passages, memory-mapped: Lucene's formula over the stems of title and text.
+    """BM25 over a snapshot's passages, memory-mapped: Lucene's formula over the stems of title and text.
 
     The score is the sum, over the words of the query, of ``inverse_document_frequency`` times count / (``saturation`` +
-    count). A query reads the postings of its own words only; ``bm25_writer.write_bm25`` makes the folder.
+    count). A query reads only the postings of its words; ``bm25_writer.write_bm25`` writes the folder.
 
     Files:
-        words.npy: uint64 [W], the ``codes`` of all words, ascending.
-        posting_offsets.npy: int64 [W + 1], the postings of each word.
-        postings.npy: int32 [N], the passages that have the word, ascending.
-        counts.npy: uint8 (uint16 or uint32 where a passage has a word more often) [N], how often.
-        lengths.npy: int32 [P], words of each passage, repetitions counted, stop words not.
-        groups.npy: uint8 [P], which of the manifest's ``languages`` each passage is in; only where there are several.
-            The words of a query in one of them are then as rare, and passages as long, as among those of the language.
+        words.npy: uint64 [W], keys of all words (``stem_hashes``), ascending.
+        posting_offsets.npy: int64 [W + 1], offsets of each word's postings.
+        postings.npy: int32 [N], passages that contain the word, ascending.
+        counts.npy: uint8 (uint16 or uint32 for larger counts) [N], term frequencies.
+        lengths.npy: int32 [P], number of words in each passage, with repetitions, without stop words.
+        groups.npy: uint8 [P], index of each passage's language in the manifest's ``languages``; only if there are
+            several. Document frequencies and mean length are then those of the query's language.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
@@ -181,121 +185,122 @@ class Bm25:
         )
         self.languages: list[str] = manifest.get("languages", [ENGLISH])
         self.group_P: NDArray[np.uint8] = np.broadcast_to(np.uint8(0), self.length_P.shape)
-        self._place_P = self.length_P  # of each passage's saturation among those of all lengths
+        self._saturation_index_P = self.length_P  # index into _saturation_L
         if len(self.languages) > 1:
             self.group_P = np.asarray(load_flat(folder / "groups.npy"))
-            self._place_P = self.length_P + (manifest["longest"] + 1) * self.group_P.astype(np.int32)
-        self._half_L = self._saturations()
-        self._there_P: NDArray[np.bool_] | None = None  # what counts for how rare a word is, if not all does
+            self._saturation_index_P = self.length_P + (manifest["longest"] + 1) * self.group_P.astype(np.int32)
+        self._saturation_L = self._saturation_table()
+        self._in_language_P: NDArray[np.bool_] | None = None  # passages that document frequencies count; None: all
         self._views: dict[str, Self] = {}
 
     @classmethod
     def open(cls, folder: Path, *, verify: bool = True, corpus_hash: str | None = None) -> Self:
-        """Open a folder; ValueError when it is damaged or, with ``corpus_hash``, made for another corpus."""
+        """Open a folder; ValueError if it is damaged or, with ``corpus_hash``, belongs to another corpus."""
         return cls(folder, read_bound_manifest(folder, KIND, corpus_hash, "snapshot", verify=verify))
 
     @classmethod
     def of(cls, snapshot: Snapshot, *, verify: bool = False) -> Self:
-        """The index that was written beside a snapshot; ValueError when there is none."""
+        """Open the index next to a snapshot; ValueError if there is none."""
         return cls.open(snapshot.folder.with_name(FOLDER), verify=verify, corpus_hash=snapshot.corpus_hash)
 
-    def _saturations(self) -> NDArray[np.float64]:
-        """That of each length [L], or [G L] of passages of each language; by their mean length."""
+    def _saturation_table(self) -> NDArray[np.float64]:
+        """Return the saturation of each length [L], or [G L] by language, relative to the mean length."""
         length_L = np.arange(self.manifest["longest"] + 1)
         if len(self.languages) == 1:
             means = [self.manifest["tokens"] / max(self.manifest["passages"], 1)]
         else:
-            of_groups = [self.length_P[self.group_P == group] for group in range(len(self.languages))]
-            means = [float(some.mean()) if len(some) else 0.0 for some in of_groups]
+            lengths = [self.length_P[self.group_P == group] for group in range(len(self.languages))]
+            means = [float(length_p.mean()) if len(length_p) else 0.0 for length_p in lengths]
         return np.concatenate([saturation(length_L, mean or 1.0) for mean in means])
 
     def spoken(self, query: str) -> tuple[str, ...]:
-        """The languages that a query may be in, of the common ones: one where that is sure, else two."""
+        """Return the corpus's common languages that a query may be in: one if detection is certain, otherwise two."""
         return detect(query, self.languages[: self.manifest.get("common_languages", 1)])
 
-    def _asked(self, query: Query) -> tuple[Self, list[int]]:
-        """This index with the statistics of a query's language, and the numbers of the query's words."""
+    def _parse_query(self, query: Query) -> tuple[Self, list[int]]:
+        """Return the index with the statistics of the query's language, and the indices of the query's words."""
         if not isinstance(query, str):
-            return self, self._numbers(query)
+            return self, self._word_indices(query)
         spoken = self.spoken(query)
-        numbers = self._numbers(codes(query_stems(query, spoken)))
+        numbers = self._word_indices(stem_hashes(query_stems(query, spoken)))
         return (self._view(spoken[0]) if len(self.languages) > len(spoken) == 1 else self), numbers
 
     def _view(self, language: str) -> Self:
         if language not in self._views:
             view = copy(self)
-            view._there_P = self.group_P == self.languages.index(language)
+            view._in_language_P = self.group_P == self.languages.index(language)
             self._views[language] = view
         return self._views[language]
 
     def __len__(self) -> int:
-        """Number of passages P."""
+        """Return the number of passages P."""
         return len(self.length_P)
 
     def scores(self, query: str) -> Scores:
-        """BM25 of every passage, [P]."""
-        index, words = self._asked(query)
-        return index._add_all(words, np.zeros(len(self), np.float32))
+        """Return BM25 of every passage, [P]."""
+        index, words = self._parse_query(query)
+        return index._add_words(words, np.zeros(len(self), np.float32))
 
-    def _add_all(self, words: Sequence[int], score_P: Scores) -> Scores:
+    def _add_words(self, words: Sequence[int], score_P: Scores) -> Scores:
         for word in words:
             passage_n, weight_n = self._weights(word)
             score_P[passage_n] += weight_n
         return score_P
 
     def search(self, queries: Sequence[Query], k: int) -> tuple[Scores, Rows]:
-        """Scores and passages of the best k of each query, [Q, K]: best first, of equal ones the first.
+        """Return scores and ids of the best k passages of each query, [Q, K], best first; of equal scores the first.
 
-        Only passages with a word of the query are found; behind them come -inf and -1.
+        Only passages with a word of the query are returned; the rest is padded with -inf and -1.
         """
         assert k > 0, k
         score_QK = np.full((len(queries), k), -np.inf, np.float32)
         id_QK = np.full((len(queries), k), -1, np.int64)
         score_P = np.zeros(len(self), np.float32)
-        for row, (index, words) in enumerate(map(self._asked, queries)):
-            if len(self) <= _FEW:
-                passage_n: NDArray[Any] = np.flatnonzero(index._add_all(words, score_P))
+        for row, (index, words) in enumerate(map(self._parse_query, queries)):
+            if len(self) <= _EXHAUSTIVE:
+                passage_n: NDArray[Any] = np.flatnonzero(index._add_words(words, score_P))
                 score_n = score_P.take(passage_n)
                 score_P.fill(0)
             else:
                 passage_n = index._candidates(words, k, score_P)
-                score_n = index._scores_of(words, passage_n)
+                score_n = index._score_passages(words, passage_n)
             best = top(score_n, k)
             id_QK[row, : len(best)], score_QK[row, : len(best)] = passage_n[best], score_n[best]
         return score_QK, id_QK
 
     def _candidates(self, words: Sequence[int], k: int, score_P: Scores) -> NDArray[np.int32]:
-        """Passages among which the best k are, ascending; ``score_P`` is zero before and after.
+        """Return candidates that include the best k passages, ascending; ``score_P`` is zero before and after.
 
-        The rarest words come first. What the words behind can add at most is known: once that is less than the k-th
-        best score, no passage that has only these can be one of the best, and of their postings only those of passages
-        that are still possible are looked at (MaxScore, Turtle and Flood 1995).
+        MaxScore (Turtle and Flood 1995): words are processed by decreasing upper bound. Once the bounds of the
+        remaining words add up to less than the k-th best score, no passage with only these words can be among the best
+        k. From then on, their postings are read only for passages that can still rank there.
         """
         count = {word: words.count(word) for word in words}
         bound = {word: times * float(self._idf(word)) for word, times in count.items()}
         order = sorted(count, key=lambda word: (-bound[word], word))
-        left = np.cumsum([0.0, *(bound[word] for word in order[::-1])])[::-1].tolist()  # by words before
-        found = [_NONE]
-        size = done = 0
+        remaining = np.cumsum([0.0, *(bound[word] for word in order[::-1])])[::-1].tolist()  # by words processed
+        matches = [_NONE]
+        size = processed = 0
         for word in order:
-            if k <= size < self._with_word(word) and left[done] < _least(score_P[np.concatenate(found)], k):
+            can_stop = k <= size < self._document_frequency(word)
+            if can_stop and remaining[processed] < _kth_score(score_P[np.concatenate(matches)], k):
                 break
-            found.append(self._add(word, count[word], score_P))
-            size, done = size + len(found[-1]), done + 1
-        matching = np.concatenate(found)
+            matches.append(self._add_word(word, count[word], score_P))
+            size, processed = size + len(matches[-1]), processed + 1
+        matching = np.concatenate(matches)
         score_n = score_P[matching]
         score_P[matching] = 0
-        for place in range(done, len(order) + 1):
+        for position in range(processed, len(order) + 1):
             if len(matching) > k:
-                possible_n = score_n + left[place] >= _least(score_n, k)
+                possible_n = score_n + remaining[position] >= _kth_score(score_n, k)
                 matching, score_n = matching[possible_n], score_n[possible_n]
-            if place < len(order):
-                score_n += count[order[place]] * self._scores_of(order[place : place + 1], matching)
+            if position < len(order):
+                score_n += count[order[position]] * self._score_passages(order[position : position + 1], matching)
         matching.sort()
         return matching
 
-    def _add(self, word: int, times: int, score_P: Scores) -> NDArray[np.int32]:
-        """Add to the scores what a word is worth; returns the passages that had none before."""
+    def _add_word(self, word: int, times: int, score_P: Scores) -> NDArray[np.int32]:
+        """Add a word's weight to the scores and return the passages that scored 0 before."""
         passage_n, weight_n = self._weights(word)
         before_n = score_P.take(passage_n)
         score_P[passage_n] = before_n + times * weight_n
@@ -303,49 +308,49 @@ class Bm25:
         return new
 
     def score_of(self, query: str, ids: Rows) -> Scores:
-        """BM25 of these passages, [K]; 0 where no word matches, and for -1."""
-        index, words = self._asked(query)
-        return index._scores_of(words, ids.astype(np.int32))
+        """Return BM25 of given passages, [K]; 0 without a matching word, and for -1."""
+        index, words = self._parse_query(query)
+        return index._score_passages(words, ids.astype(np.int32))
 
-    def _scores_of(self, words: Sequence[int], wanted_K: NDArray[np.int32]) -> Scores:
-        score_K = np.zeros(len(wanted_K), np.float32)
+    def _score_passages(self, words: Sequence[int], id_K: NDArray[np.int32]) -> Scores:
+        score_K = np.zeros(len(id_K), np.float32)
         for word in words:
             start, end = self.offset_W[word : word + 2].tolist()
             posting_n = self.posting_N[start:end]
-            place_K = np.minimum(np.searchsorted(posting_n, wanted_K), end - start - 1)
-            has_K = posting_n[place_K] == wanted_K
-            score_K[has_K] += self._weight(word, self.count_N[start + place_K[has_K]], wanted_K[has_K])
+            place_K = np.minimum(np.searchsorted(posting_n, id_K), end - start - 1)
+            has_K = posting_n[place_K] == id_K
+            score_K[has_K] += self._weight(word, self.count_N[start + place_K[has_K]], id_K[has_K])
         return score_K
 
-    def _numbers(self, code: NDArray[np.uint64]) -> list[int]:
-        """The numbers of words in the order of a query, repetitions too, without those that no passage has."""
-        place = np.searchsorted(self.word_W, code)
-        known = place < len(self.word_W)
-        known[known] = self.word_W[place[known]] == code[known]
-        numbers: list[int] = place[known].tolist()
-        return numbers
+    def _word_indices(self, key: NDArray[np.uint64]) -> list[int]:
+        """Return the indices of a query's words in order, with repetitions, without words that are not in the index."""
+        position = np.searchsorted(self.word_W, key)
+        is_known = position < len(self.word_W)
+        is_known[is_known] = self.word_W[position[is_known]] == key[is_known]
+        indices: list[int] = position[is_known].tolist()
+        return indices
 
-    def _with_word(self, word: int) -> int:
+    def _document_frequency(self, word: int) -> int:
         start, end = self.offset_W[word : word + 2].tolist()
         return int(end - start)
 
     def _idf(self, word: int) -> np.float32:
-        if self._there_P is None:
-            return inverse_document_frequency(len(self), self._with_word(word))
+        if self._in_language_P is None:
+            return inverse_document_frequency(len(self), self._document_frequency(word))
         posting_n = self.posting_N[slice(*self.offset_W[word : word + 2].tolist())]
-        counts = (int(np.count_nonzero(there)) for there in (self._there_P, self._there_P[posting_n]))
+        counts = (int(np.count_nonzero(mask)) for mask in (self._in_language_P, self._in_language_P[posting_n]))
         return inverse_document_frequency(*counts)
 
     def _weights(self, word: int) -> tuple[NDArray[np.int32], Scores]:
-        """The passages that have a word, and what it adds to their scores, [n] each."""
+        """Return the passages that contain a word, and their weights, [n] each."""
         start, end = self.offset_W[word : word + 2].tolist()
         passage_n = self.posting_N[start:end]
         return passage_n, self._weight(word, self.count_N[start:end], passage_n)
 
     def _weight(self, word: int, count_n: NDArray[Any], passage_n: NDArray[np.int32]) -> Scores:
         weight_n, idf = np.empty(len(passage_n), np.float32), float(self._idf(word))
-        for low in range(0, len(passage_n), _TOGETHER):
-            some = slice(low, low + _TOGETHER)
-            half = self._half_L.take(self._place_P.take(passage_n[some]))
-            weight_n[some] = idf * (count_n[some] / (half + count_n[some]))
+        for low in range(0, len(passage_n), _CHUNK):
+            part = slice(low, low + _CHUNK)
+            saturation_n = self._saturation_L.take(self._saturation_index_P.take(passage_n[part]))
+            weight_n[part] = idf * (count_n[part] / (saturation_n + count_n[part]))
         return weight_n

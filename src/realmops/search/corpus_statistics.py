@@ -1,6 +1,6 @@
-"""What models take from the passages: a bag by latent semantic indexing, a projection by PCA, a reader's idf.
+"""Initialise models from corpus statistics: LSI vectors, PCA projections, and a reader's inverse document frequencies.
 
-Shape suffixes: P passages of the sample, V vocabulary, E embedding width, D encoder width, Q columns that are iterated.
+Shape suffixes: P passages of the sample, V vocabulary, E embedding width, D encoder width, Q columns of the iteration.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from realmops.text.languages import ENGLISH, languages
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
-LSI_PASSAGES = 100_000  # looked at, at most
-PCA_PASSAGES = 4096
-_ROUNDS = 4  # of subspace iteration
-_EXTRA = 32  # directions beside those that are wanted
-_TOGETHER = 4096
+LSI_PASSAGES = 100_000  # sample size, at most
+PCA_PASSAGES = 4096  # sample size, at most
+_ITERATIONS = 4  # of subspace iteration
+_OVERSAMPLING = 32  # directions iterated in addition to the requested ones
+_BATCH = 4096  # passages whose wordpieces are in memory at a time
 
 
 def start_from_passages(
     retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, seed: int, progress: Callable[[str, int], Progress]
 ) -> None:
-    """Fill what the towers take from the passages of a snapshot, which is nothing for most; both start equal.
+    """Initialise a retriever's towers from the passages, where their type needs it; separate towers start equal.
 
-    ``progress(label, total)`` gives a bar.
+    ``progress(label, total)`` returns a progress callback.
     """
     tower = retriever.query
     if isinstance(tower, Bag):
         rows = _sample(snapshot, LSI_PASSAGES, seed)
-        start_bag(tower, snapshot, rows, seed, progress("word vectors", len(rows)))
+        init_bag(tower, snapshot, rows, seed, progress("word vectors", len(rows)))
     elif isinstance(tower, Embedder) and tower.start == "pca":
         rows = _sample(snapshot, PCA_PASSAGES, seed)
-        start_pca(tower, snapshot, rows, dtype, progress("principal components", len(rows)))
+        init_pca(tower, snapshot, rows, dtype, progress("principal components", len(rows)))
     else:
         return
     if not retriever.shared:
@@ -52,35 +52,35 @@ def start_from_passages(
 
 
 def start_matches(reader: Reader, snapshot: Snapshot, seed: int, progress: Callable[[str, int], Progress]) -> None:
-    """Tell a reader that compares wordpieces how rare they are in the passages, and which have one stem."""
+    """Give a reader with lexical features the wordpieces' inverse document frequencies and stems."""
     if reader.matches is None:
         return
     rows = _sample(snapshot, LSI_PASSAGES, seed)
     passages_V = np.asarray(_presence(snapshot, rows, progress("wordpieces", len(rows))).sum(0)).ravel()
-    idf_V = inverse_document_frequency(np.maximum(passages_V, 1), len(rows))
+    idf_V = wordpiece_idf(np.maximum(passages_V, 1), len(rows))
     special = _special(snapshot).tolist()
     language = snapshot.languages[0]
     stem_V = stems(snapshot.words, language)
-    asking = None if language == ENGLISH else _asking(snapshot, language)
-    reader.matches.learn_words(snapshot.words, snapshot.continues_word, stem_V, special, idf_V, asking)
+    question_words = None if language == ENGLISH else _question_words(snapshot, language)
+    reader.matches.learn_words(snapshot.words, snapshot.continues_word, stem_V, special, idf_V, question_words)
 
 
-def _asking(snapshot: Snapshot, language: str) -> dict[str, set[str]]:
-    """The question words of a language by kind, as the snapshot's tokenizer writes them."""
-    normal = snapshot.tokenizer.normalizer
-    known = languages()[language].questions
+def _question_words(snapshot: Snapshot, language: str) -> dict[str, set[str]]:
+    """Return the question words of a language by kind, normalised as by the snapshot's tokenizer."""
+    normalizer = snapshot.tokenizer.normalizer
+    words_by_kind = languages()[language].questions
     return {
-        kind: {(normal.normalize_str(word) if normal else word).strip().lower() for word in words}
-        for kind, words in known.items()
+        kind: {(normalizer.normalize_str(word) if normalizer else word).strip().lower() for word in words}
+        for kind, words in words_by_kind.items()
         if " " not in kind
     }
 
 
-def start_bag(bag: Bag, snapshot: Snapshot, rows: list[int], seed: int, progress: Progress = no_progress) -> None:
-    """Word vectors are idf times the right singular vectors of the passages' presence x idf; special wordpieces 0."""
+def init_bag(bag: Bag, snapshot: Snapshot, rows: list[int], seed: int, progress: Progress = no_progress) -> None:
+    """Set word vectors to idf times the right singular vectors of presence x idf; special wordpieces get 0."""
     count_PV = _presence(snapshot, rows, progress)
-    idf_V = inverse_document_frequency(np.asarray(count_PV.sum(0)).ravel(), len(rows))
-    vector_VE = idf_V[:, None] * latent_directions(_weighted(count_PV, idf_V), bag.width, seed)
+    idf_V = wordpiece_idf(np.asarray(count_PV.sum(0)).ravel(), len(rows))
+    vector_VE = idf_V[:, None] * latent_directions(_tfidf(count_PV, idf_V), bag.width, seed)
     special = _special(snapshot)
     vector_VE[special] = 0.0
     with torch.no_grad():
@@ -89,41 +89,41 @@ def start_bag(bag: Bag, snapshot: Snapshot, rows: list[int], seed: int, progress
         bag.counts_V[torch.from_numpy(special)] = 0.0
 
 
-def inverse_document_frequency(passages_V: np.ndarray, count: int) -> np.ndarray:
-    """BM25's idf, log(1 + (P - n + 1/2) / (n + 1/2)), of wordpieces that n of P passages have; 0 where n is 0."""
-    idf_V = np.log1p((count - passages_V + 0.5) / (passages_V + 0.5))
-    return np.where(passages_V > 0, idf_V, 0.0).astype(np.float32)
+def wordpiece_idf(frequency_V: np.ndarray, count: int) -> np.ndarray:
+    """Return BM25's idf, log(1 + (P - n + 1/2) / (n + 1/2)), of wordpieces in n of P passages; 0 for n = 0."""
+    idf_V = np.log1p((count - frequency_V + 0.5) / (frequency_V + 0.5))
+    return np.where(frequency_V > 0, idf_V, 0.0).astype(np.float32)
 
 
 def latent_directions(matrix_PV: csr_matrix, width: int, seed: int) -> np.ndarray:
-    """The first ``width`` right singular vectors of a sparse matrix as columns, V x E; of length 1, orthogonal.
+    """Return the first ``width`` right singular vectors of a sparse matrix as orthonormal columns, V x E.
 
-    By subspace iteration from seeded random directions (Halko et al. 2011). Beyond the matrix' rank they are
-    directions that no passage has a part in.
+    Computed by subspace iteration from seeded random directions (Halko et al. 2011). Columns beyond the rank of the
+    matrix are orthogonal to all passages.
     """
     rng = np.random.default_rng(seed_for(seed, "lsi"))
-    columns = min(width + _EXTRA, matrix_PV.shape[1])
-    turned_VP = matrix_PV.T.tocsr()
+    columns = min(width + _OVERSAMPLING, matrix_PV.shape[1])
+    matrix_VP = matrix_PV.T.tocsr()
     basis_VQ = np.linalg.qr(rng.standard_normal((matrix_PV.shape[1], columns), dtype=np.float32))[0]
-    for _ in range(_ROUNDS):
-        basis_VQ = np.linalg.qr(turned_VP @ (matrix_PV @ basis_VQ))[0]
-    part_PQ = (matrix_PV @ basis_VQ).astype(np.float64)
-    _, turn_QQ = np.linalg.eigh(part_PQ.T @ part_PQ)  # eigenvalues ascend
-    return signed(basis_VQ @ turn_QQ[:, ::-1][:, :width]).astype(np.float32)
+    for _ in range(_ITERATIONS):
+        basis_VQ = np.linalg.qr(matrix_VP @ (matrix_PV @ basis_VQ))[0]
+    projected_PQ = (matrix_PV @ basis_VQ).astype(np.float64)
+    _, eigenvector_QQ = np.linalg.eigh(projected_PQ.T @ projected_PQ)  # in ascending order of eigenvalues
+    return fix_signs(basis_VQ @ eigenvector_QQ[:, ::-1][:, :width]).astype(np.float32)
 
 
-def start_pca(
+def init_pca(
     tower: Embedder, snapshot: Snapshot, rows: list[int], dtype: torch.dtype, progress: Progress = no_progress
 ) -> None:
-    """The projection becomes the passages' principal components, its bias puts their mean at 0."""
+    """Set the projection to the passages' principal components, and its bias so that their mean becomes 0."""
     assert tower.projection is not None
     encoder, pooling, segments = tower.encoder, tower.pooling, tower.segments
     shapes = [layer.shape for layer in tower.dense if isinstance(layer, Dense)]
-    kind = {"pooling": pooling, "projection": "identity", "segments": segments}
-    plain = Embedder(encoder, tower.pooled_width, "paper", dense=shapes, **kind)  # type: ignore[arg-type]
-    plain.dense = tower.dense
-    plain.train(tower.training)  # which embed() puts back, in the encoder that both have
-    pooled_PD = embed(plain, document_sequences(snapshot, rows), dtype, progress)
+    options = {"pooling": pooling, "projection": "identity", "segments": segments}
+    identity = Embedder(encoder, tower.pooled_width, "paper", dense=shapes, **options)  # type: ignore[arg-type]
+    identity.dense = tower.dense
+    identity.train(tower.training)  # embed() restores this mode, also in the shared encoder
+    pooled_PD = embed(identity, document_sequences(snapshot, rows), dtype, progress)
     weight_ED, bias_E = principal_components(pooled_PD, tower.width)
     with torch.no_grad():
         tower.projection.weight.copy_(weight_ED)
@@ -131,27 +131,27 @@ def start_pca(
 
 
 def principal_components(x_PD: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """W (E x D) and b of the map W x + b to the first ``width`` principal components of the rows, centred."""
+    """Return W (E x D) and b of the map W x + b to the first ``width`` principal components of the centred rows."""
     mean_D = x_PD.double().mean(0)
     centred_PD = x_PD.double() - mean_D
-    _, turn_DD = torch.linalg.eigh(centred_PD.T @ centred_PD)
-    weight_ED = torch.from_numpy(signed(turn_DD.flip(1)[:, :width].numpy())).T
+    _, eigenvector_DD = torch.linalg.eigh(centred_PD.T @ centred_PD)
+    weight_ED = torch.from_numpy(fix_signs(eigenvector_DD.flip(1)[:, :width].numpy())).T
     return weight_ED.float(), (-weight_ED @ mean_D).float()
 
 
-def signed(vector_DE: np.ndarray) -> np.ndarray:
-    """Each column turned so that its largest entry is positive: singular vectors have no sign of their own."""
+def fix_signs(vector_DE: np.ndarray) -> np.ndarray:
+    """Flip each column so that its largest entry is positive: the sign of a singular vector is arbitrary."""
     largest_E = np.abs(vector_DE).argmax(0)
-    turned: np.ndarray = vector_DE * np.where(vector_DE[largest_E, np.arange(vector_DE.shape[1])] < 0, -1.0, 1.0)
-    return turned
+    flipped: np.ndarray = vector_DE * np.where(vector_DE[largest_E, np.arange(vector_DE.shape[1])] < 0, -1.0, 1.0)
+    return flipped
 
 
-def _sample(snapshot: Snapshot, most: int, seed: int) -> list[int]:
-    """Passages in their order, all of them where there are no more."""
-    if len(snapshot) <= most:
+def _sample(snapshot: Snapshot, size: int, seed: int) -> list[int]:
+    """Return a sorted random sample of rows; all rows if there are no more than ``size``."""
+    if len(snapshot) <= size:
         return list(range(len(snapshot)))
     rng = np.random.default_rng(seed_for(seed, "start"))
-    rows: list[int] = np.sort(rng.choice(len(snapshot), most, replace=False)).tolist()
+    rows: list[int] = np.sort(rng.choice(len(snapshot), size, replace=False)).tolist()
     return rows
 
 
@@ -160,27 +160,27 @@ def _special(snapshot: Snapshot) -> np.ndarray:
 
 
 def _presence(snapshot: Snapshot, rows: list[int], progress: Progress) -> csr_matrix:
-    """Which passages (title and body) have which wordpieces, P x V of ones; special ones are nowhere."""
+    """Return the binary matrix of wordpieces in passages (title and body), P x V, without special wordpieces."""
     from scipy.sparse import csr_matrix
 
     special = _special(snapshot)
 
-    def found() -> Iterator[np.ndarray]:
-        for first in range(0, len(rows), _TOGETHER):
-            chosen = rows[first : first + _TOGETHER]
-            for tokens, _ in document_sequences(snapshot, chosen):
+    def distinct_wordpieces() -> Iterator[np.ndarray]:
+        for first in range(0, len(rows), _BATCH):
+            batch = rows[first : first + _BATCH]
+            for tokens, _ in document_sequences(snapshot, batch):
                 yield np.setdiff1d(tokens, special).astype(np.int32)
-            progress(len(chosen))
+            progress(len(batch))
 
-    words = list(found())
+    words = list(distinct_wordpieces())
     starts = np.concatenate([[0], np.cumsum([len(w) for w in words])])
     columns = np.concatenate(words)
     shape = (len(rows), snapshot.tokenizer.get_vocab_size())
     return csr_matrix((np.ones(len(columns), np.float32), columns, starts), shape=shape)
 
 
-def _weighted(count_PV: csr_matrix, idf_V: np.ndarray) -> csr_matrix:
-    """Columns times idf, then rows of length 1: a long passage is no more than a short one."""
+def _tfidf(count_PV: csr_matrix, idf_V: np.ndarray) -> csr_matrix:
+    """Multiply columns by idf and normalise rows, so that long passages weigh no more than short ones."""
     from scipy.sparse import diags
 
     weighted_PV = count_PV @ diags(idf_V)

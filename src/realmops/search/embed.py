@@ -1,4 +1,4 @@
-"""Passages and queries to embeddings, for the index and for search.
+"""Embed passages and queries, for the index and for search.
 
 Shape suffixes: P passages, Q queries, E embedding width.
 """
@@ -19,58 +19,58 @@ from realmops.devices import autocast, evaluating, send, with_packed_linears
 from realmops.model.packed import Packed, length_batches
 from realmops.model.retriever import Embedder, Retriever, Tower
 from realmops.model.sequences import SpecialTokens, join_query, join_text
-from realmops.search.openvino import MANY, Graph, graph_of
+from realmops.search.openvino import MIN_PASSAGES, OpenVinoGraph, compile_graph
 from realmops.text.special import blank_before
 
-SHARD_ROWS = 4096  # passages of a shard
-_BATCHES_OF_A_THREAD = 2
-_STARTING = Lock()  # while threads start: a thread that torch does not know yet takes over the number that was set last
+SHARD_ROWS = 4096  # passages per shard
+_MIN_BATCHES_PER_THREAD = 2
+_STARTING = Lock()  # held while threads start: a new thread takes over the number of threads that was set last
 
 Progress = Callable[[int], None]
-"""Is told how many more units are done."""
+"""Callback with the number of units done since its last call."""
 
 MakeShard = Callable[[int, int, Progress], dict[str, bytes]]
-"""(first, end, progress) -> the files of the shard of passages [first, end); the same bytes every time."""
+"""(first, end, progress) -> files of the shard of passages [first, end), by name; deterministic."""
 
 Sequences = Sequence[tuple[np.ndarray, np.ndarray]]
-"""Wordpieces and segments of each."""
+"""Wordpieces and segments of each sequence."""
 
 
-def no_progress(done: int) -> None:
-    """The progress that nobody wants to see."""
+def no_progress(count: int) -> None:
+    """Ignore progress."""
 
 
 def embed(
     tower: Tower, sequences: Sequences, dtype: torch.dtype, progress: Progress = no_progress, vectors: int = 1,
-    graph: Graph | None = None,
+    graph: OpenVinoGraph | None = None,
 ) -> Tensor:  # fmt: skip
-    """Embeddings N x M E (fp32, on the CPU) of sequences, M vectors of each; by the tower, or by a graph of it.
+    """Embed sequences with a tower, or with its OpenVINO ``graph``: N x M E with M vectors each, fp32, on the CPU.
 
     Equal calls give equal bytes on one machine (``packed.length_batches``).
     """
-    embedding_NE, place_N = _embedded(tower, sequences, dtype, progress, vectors, graph)
+    embedding_NE, place_N = _embed_batches(tower, sequences, dtype, progress, vectors, graph)
     return embedding_NE.cpu()[place_N]
 
 
 def embed_passages(
     tower: Tower, sequences: Sequences, dtype: torch.dtype, progress: Progress = no_progress, vectors: int = 1
 ) -> Tensor:
-    """Return embeddings N x M E of many passages, with faster products than :func:`embed`.
+    """Embed many passages, N x M E, with faster matrix products than :func:`embed`.
 
-    On a GPU that is fp16 in the place of bf16, unless a number becomes infinite in it.
+    On a GPU, fp16 replaces bf16 unless a result overflows.
     """
     with evaluating(tower):
         half = _in_fp16(tower) if dtype == torch.bfloat16 else None
         if half is not None:
-            made_NE = embed(half, sequences, torch.float32, progress, vectors)
-            if bool(made_NE.isfinite().all()):
-                return made_NE
-            progress = no_progress  # has been told
+            embedding_NE = embed(half, sequences, torch.float32, progress, vectors)
+            if bool(embedding_NE.isfinite().all()):
+                return embedding_NE
+            progress = no_progress  # already reported
         return embed(with_packed_linears(tower, dtype), sequences, dtype, progress, vectors)
 
 
 def _in_fp16(tower: Tower) -> Tower | None:
-    """Return a copy of a tower on a GPU whose encoder computes in fp16, if it can."""
+    """Return a copy of a tower on a GPU with an fp16 encoder; None where that is not supported."""
     if tower.device.type != "cuda" or not isinstance(tower, Embedder):
         return None
     encoder = tower.encoder.in_fp16()
@@ -78,106 +78,105 @@ def _in_fp16(tower: Tower) -> Tower | None:
 
 
 def embed_there(tower: Tower, sequences: Sequences, dtype: torch.dtype) -> Tensor:
-    """The same where the tower is, for a search there: nothing waits for a GPU."""
-    embedding_NE, place_N = _embedded(tower, sequences, dtype, no_progress)
+    """Embed sequences and leave the result on the tower's device, without synchronising with a GPU."""
+    embedding_NE, place_N = _embed_batches(tower, sequences, dtype, no_progress)
     return embedding_NE[send(tower.device, place_N)[0]]
 
 
-def _embedded(
+def _embed_batches(
     tower: Tower, sequences: Sequences, dtype: torch.dtype, progress: Progress, vectors: int = 1,
-    graph: Graph | None = None,
+    graph: OpenVinoGraph | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Embeddings in the order of their batches, and the place of each sequence's there."""
+    """Return embeddings in batch order, and each sequence's row among them."""
     out = torch.empty(len(sequences), vectors * tower.width, device=tower.device)
-    place_N = torch.empty(len(sequences), dtype=torch.int64)
+    row_N = torch.empty(len(sequences), dtype=torch.int64)
     batches = list(length_batches([len(tokens) for tokens, _ in sequences], tower.device))
-    left, lock = deque(zip(batches, accumulate(map(len, batches), initial=0), strict=False)), Lock()
+    pending, lock = deque(zip(batches, accumulate(map(len, batches), initial=0), strict=False)), Lock()
 
     def work() -> None:
-        # Around all batches: weights are copied to these numbers once.
+        # One context for all batches: autocast then converts the weights once.
         with torch.no_grad(), autocast(tower.device, dtype):
             while True:
                 try:
-                    rows, first = left.popleft()
+                    rows, first = pending.popleft()
                 except IndexError:
                     return
-                some = [sequences[i] for i in rows]
-                made = graph(some) if graph is not None else tower(Packed(*zip(*some, strict=True)), vectors)
-                out[first : first + len(rows)] = made.float()
-                place_N[rows] = torch.arange(first, first + len(rows))
+                batch = [sequences[i] for i in rows]
+                embedding_BE = graph(batch) if graph is not None else tower(Packed(*zip(*batch, strict=True)), vectors)
+                out[first : first + len(rows)] = embedding_BE.float()
+                row_N[rows] = torch.arange(first, first + len(rows))
                 with lock:
                     progress(len(rows))
 
     with _STARTING:
         threads = torch.get_num_threads() if tower.device.type == "cpu" else 1
     with evaluating(tower):
-        if threads > 1 and len(batches) >= _BATCHES_OF_A_THREAD * threads:
-            _side_by_side(work, threads, left)
+        if threads > 1 and len(batches) >= _MIN_BATCHES_PER_THREAD * threads:
+            _run_in_threads(work, threads, pending)
         else:
             work()
-    return out, place_N
+    return out, row_N
 
 
-def _side_by_side(work: Callable[[], None], threads: int, left: deque[Any]) -> None:
-    """Take from what is ``left`` in so many threads at once, in which torch computes on one each.
+def _run_in_threads(work: Callable[[], None], threads: int, pending: deque[Any]) -> None:
+    """Process the pending batches in ``threads`` threads, each of which computes on one core.
 
-    Batches are small: sharing each among threads leaves a third of two cores unused, and changes last digits.
+    Batches are small: intra-op parallelism leaves a third of two cores idle and changes last digits.
     """
-
     started, may_work = Semaphore(0), Event()
 
-    def alone() -> None:
-        torch.get_num_threads()  # makes itself known; else the number that was set last replaces this one later
+    def run() -> None:
+        torch.get_num_threads()  # torch initialises a thread lazily, and would then overwrite the next line
         torch.set_num_threads(1)
         started.release()
-        may_work.wait()  # until a new thread gets the number of threads of all again
+        may_work.wait()  # until new threads get the process's number of threads again
         work()
 
     try:
         with ThreadPoolExecutor(threads) as pool:
             try:
                 with _STARTING:
-                    running = [pool.submit(alone) for _ in range(threads)]
-                    for _ in running:
+                    futures = [pool.submit(run) for _ in range(threads)]
+                    for _ in futures:
                         started.acquire()
                     torch.set_num_threads(threads)
                 may_work.set()
-                for done in running:
-                    done.result()
+                for future in futures:
+                    future.result()
             finally:
-                left.clear()  # what ends one of them, or this one, ends all
+                pending.clear()  # an error in any thread stops all
                 may_work.set()
     finally:
         torch.set_num_threads(threads)
 
 
 def document_sequences(snapshot: Snapshot, rows: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """``join_document`` of passages, of at most the snapshot's block length; made together, so that no GPU waits."""
+    """Build ``join_document`` sequences of passages, truncated to the block length, vectorised so that no GPU waits."""
     if not len(rows):
         return []
     special, row_N = SpecialTokens.of(snapshot.tokenizer), np.asarray(rows, dtype=np.int64)
-    told = [*special.begin, *special.document]
-    room = max(0, snapshot.block_wordpieces - len(told) - 2)
-    title_N = np.minimum(snapshot.title_offsets[row_N + 1] - snapshot.title_offsets[row_N], room)
-    body_N = np.minimum(snapshot.token_offsets[row_N + 1] - snapshot.token_offsets[row_N], room - title_N)
-    end_N = np.cumsum(len(told) + title_N + body_N + 2)
+    prefix = [*special.begin, *special.document]
+    capacity = max(0, snapshot.block_wordpieces - len(prefix) - 2)
+    title_N = np.minimum(snapshot.title_offsets[row_N + 1] - snapshot.title_offsets[row_N], capacity)
+    body_N = np.minimum(snapshot.token_offsets[row_N + 1] - snapshot.token_offsets[row_N], capacity - title_N)
+    end_N = np.cumsum(len(prefix) + title_N + body_N + 2)
     body_at_N = end_N - 1 - body_N
     title_at_N = body_at_N - 1 - title_N
     token_T = np.full(end_N[-1], special.sep, dtype=np.int64)
-    for place, token in enumerate(told, start=-len(told)):
-        token_T[title_at_N + place] = token
-    for flat, from_N, at_N, count_N in (
+    for offset, token in enumerate(prefix, start=-len(prefix)):
+        token_T[title_at_N + offset] = token
+    for flat, source_N, target_N, count_N in (
         (snapshot.title_flat, snapshot.title_offsets[row_N], title_at_N, title_N),
         (snapshot.tokens, snapshot.token_offsets[row_N], body_at_N, body_N),
     ):
         step_T = np.arange(count_N.sum()) - np.repeat(np.cumsum(count_N) - count_N, count_N)
-        token_T[np.repeat(at_N, count_N) + step_T] = flat[np.repeat(from_N, count_N) + step_T]
-    segment_T = np.repeat(np.tile([0, 1], len(row_N)), np.stack([len(told) + title_N + 1, body_N + 1], 1).ravel())
+        token_T[np.repeat(target_N, count_N) + step_T] = flat[np.repeat(source_N, count_N) + step_T]
+    segment_T = np.repeat(np.tile([0, 1], len(row_N)), np.stack([len(prefix) + title_N + 1, body_N + 1], 1).ravel())
     return list(zip(*(np.split(flat, end_N[:-1]) for flat in (token_T, segment_T)), strict=True))
 
 
 def text_queries(snapshot: Snapshot, texts: Sequence[str], limit: int, *, documents: bool = False) -> list[np.ndarray]:
-    """[CLS] text [SEP] of each text, of at most ``limit`` wordpieces; they are queries, or ``documents``."""
+    """Tokenize queries or ``documents`` as [CLS] text [SEP] of at most ``limit`` wordpieces."""
     special = SpecialTokens.of(snapshot.tokenizer)
     blank = blank_before(snapshot.tokenizer, special.document if documents else special.query)
     encoded = snapshot.tokenizer.encode_batch([blank + text for text in texts], add_special_tokens=False)
@@ -188,9 +187,9 @@ def text_queries(snapshot: Snapshot, texts: Sequence[str], limit: int, *, docume
 def document_embedding(
     retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, *, many: bool
 ) -> Callable[[Sequence[int], Progress], Tensor]:
-    """What makes embeddings N x X of passages by their rows; with int8 for ``dtype`` in it where they are ``many``."""
+    """Return a function that embeds passages by their rows, N x X; for int8 and ``many`` passages it uses a graph."""
     tower, vectors = retriever.document, retriever.vectors
-    graph = graph_of(tower, vectors) if many and dtype == torch.int8 else None
+    graph = compile_graph(tower, vectors) if many and dtype == torch.int8 else None
 
     def make(rows: Sequence[int], progress: Progress) -> Tensor:
         sequences = document_sequences(snapshot, rows)
@@ -204,10 +203,10 @@ def document_embedding(
 def embed_documents(
     retriever: Retriever, snapshot: Snapshot, rows: Sequence[int], dtype: torch.dtype, progress: Progress = no_progress
 ) -> Tensor:
-    """Embeddings N x X of all passages that are wanted."""
-    return document_embedding(retriever, snapshot, dtype, many=len(rows) >= MANY)(rows, progress)
+    """Embed the given passages, N x X."""
+    return document_embedding(retriever, snapshot, dtype, many=len(rows) >= MIN_PASSAGES)(rows, progress)
 
 
 def query_sequences(queries: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Joined queries with their segments, which are all 0."""
+    """Pair joined queries with their segments, which are all 0."""
     return [(tokens, np.zeros(len(tokens), dtype=np.int64)) for tokens in queries]

@@ -1,4 +1,4 @@
-"""The embeddings of a corpus: made, written and read as one safetensors file."""
+"""Compute, write and read the embeddings of a corpus, one safetensors file."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -19,30 +19,30 @@ from realmops.search.approximate import TYPES, Recipe, approximate
 from realmops.search.embed import SHARD_ROWS, MakeShard, Progress, document_embedding, no_progress
 from realmops.search.exact import PassageIndex, exact, over_vectors
 from realmops.search.mapped import Content, mapped, matrix, read_only, release
-from realmops.search.openvino import MANY
+from realmops.search.openvino import MIN_PASSAGES
 
 INDEX = "index.safetensors"
 RECIPE = "index.json"
-CORPUS_HASH = "corpus_hash"  # key of the metadata of ``INDEX``
-EMBEDDINGS = "embeddings.safetensors"  # of a part of the corpus, or of all of it
-_ROWS = 1 << 16
+CORPUS_HASH = "corpus_hash"  # key in the metadata of ``INDEX``
+EMBEDDINGS = "embeddings.safetensors"  # of one shard, or of the whole corpus
+_ROWS = 1 << 16  # copied or written at a time
 
 
 def embed_corpus(
     retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, progress: Progress = no_progress
 ) -> Tensor:
-    """Embeddings P x E of all passages, the same bytes as in shards."""
-    nothing = torch.empty(0, retriever.width)
-    return embed_changed(retriever, snapshot, dtype, np.full(len(snapshot), -1), nothing, progress)
+    """Embed all passages, P x E; the same bytes as the shards have."""
+    empty = torch.empty(0, retriever.width)
+    return embed_changed(retriever, snapshot, dtype, np.full(len(snapshot), -1), empty, progress)
 
 
 def embed_changed(
     retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, row_P: np.ndarray, earlier: Tensor,
     progress: Progress = no_progress,
 ) -> Tensor:  # fmt: skip
-    """Embeddings P x E of all passages, where ``row_P`` >= 0 taken from that row of an earlier index of this model.
+    """Embed the passages with ``row_P`` < 0; copy the others from those rows of an earlier index of the same model.
 
-    The wordpieces of some new passages at a time are in memory.
+    Returns embeddings P x E. Wordpieces are built for one shard of new passages at a time.
     """
     new, old = np.flatnonzero(row_P < 0), np.flatnonzero(row_P >= 0)
     embedding_PE = matrix(len(snapshot), earlier.shape[1])
@@ -51,7 +51,7 @@ def embed_changed(
         embedding_PE[rows] = earlier[row_P[rows]]
         release(earlier)
         release(embedding_PE)
-    make = document_embedding(retriever, snapshot, dtype, many=len(new) >= MANY)
+    make = document_embedding(retriever, snapshot, dtype, many=len(new) >= MIN_PASSAGES)
     for first in range(0, len(new), SHARD_ROWS):
         rows = new[first : first + SHARD_ROWS].tolist()
         embedding_PE[rows] = make(rows, progress)
@@ -59,9 +59,9 @@ def embed_changed(
 
 
 def embedding(snapshot: Snapshot, model: Mapping[str, bytes], device: torch.device, dtype: torch.dtype) -> MakeShard:
-    """What embeds a shard of the corpus; the model's files are those of ``model.checkpoint_files.retriever_files``."""
+    """Return a function that embeds a shard; ``model`` has the files of ``checkpoint_files.retriever_files``."""
     retriever = retriever_from_files(model).to(device)
-    embedded = document_embedding(retriever, snapshot, dtype, many=len(snapshot) >= MANY)
+    embedded = document_embedding(retriever, snapshot, dtype, many=len(snapshot) >= MIN_PASSAGES)
 
     def make(first: int, end: int, progress: Progress) -> dict[str, bytes]:
         return {EMBEDDINGS: save_tensors({"embeddings": embedded(range(first, end), progress)})}
@@ -70,7 +70,7 @@ def embedding(snapshot: Snapshot, model: Mapping[str, bytes], device: torch.devi
 
 
 def joined(parts: Iterable[dict[str, bytes]], passages: int, width: int) -> Tensor:
-    """Embeddings P x E of all passages from those of every part, in order; a part is let go when it has its place."""
+    """Concatenate the embeddings of all shards in order, P x E; each shard is freed once it is copied."""
     embedding_PE, first = matrix(passages, width), 0
     for part in parts:
         rows_RE = embeddings_in(part.pop(EMBEDDINGS))
@@ -82,11 +82,13 @@ def joined(parts: Iterable[dict[str, bytes]], passages: int, width: int) -> Tens
 
 
 def index_header(passages: int, width: int, corpus_hash: str = "") -> bytes:
-    """Return what precedes embeddings P x E (fp32) in a safetensors file.
+    """Return the header of a safetensors file of embeddings P x E (fp32).
 
     Args:
-        corpus_hash: of the snapshot whose passages these are, in their order; empty where it is kept elsewhere (the
-            exchange has it in run.json) or not known.
+        passages: number of passages, P.
+        width: embedding width, E.
+        corpus_hash: of the snapshot with these passages, in their order; empty if it is unknown or stored elsewhere (on
+            the exchange, in run.json).
     """
     entry = {"dtype": "F32", "shape": [passages, width], "data_offsets": [0, passages * width * 4]}
     metadata = {"__metadata__": {CORPUS_HASH: corpus_hash}} if corpus_hash else {}
@@ -96,10 +98,12 @@ def index_header(passages: int, width: int, corpus_hash: str = "") -> bytes:
 
 
 def save_index(path: Path, embedding_PE: Tensor, corpus_hash: str) -> None:
-    """Write embeddings P x E (fp32) as safetensors, some rows at a time: 13 million need no memory of their own.
+    """Write embeddings P x E as fp32 safetensors, in parts, so that 13 million rows need no extra memory.
 
     Args:
-        corpus_hash: of the snapshot whose passages these are; empty for a published index of unknown passages.
+        path: the file to create.
+        embedding_PE: the embeddings.
+        corpus_hash: of the snapshot with these passages; empty for a published index of unknown passages.
     """
     with open(path, "xb") as file:
         file.write(index_header(len(embedding_PE), embedding_PE.shape[1], corpus_hash))
@@ -109,18 +113,18 @@ def save_index(path: Path, embedding_PE: Tensor, corpus_hash: str) -> None:
 
 
 def embeddings_in(content: Content) -> Tensor:
-    """The embeddings P x E (fp32) in the bytes of such a file, whose memory they share: only to be read.
+    """Return a read-only view of the embeddings P x E (fp32) in the content of a safetensors file.
 
-    A file on the exchange is copied before its digest is compared, into memory or to a local disk, never mapped where
-    it lies: what its digest was compared with is what is used, and where a mapped file stays when it is deleted on a
-    local disk, on NFS it is gone, and the process with it (SIGBUS).
+    A file on the exchange must be copied, into memory or to a local disk, before its digest is compared and it is
+    mapped: only then is the compared content the content in use. A map of a deleted file stays valid on a local disk;
+    on NFS an access kills the process (SIGBUS).
     """
     header, start = _header(content)
     return read_only(content, start).view(header["embeddings"]["shape"])
 
 
 def _header(content: Content) -> tuple[dict[str, Any], int]:
-    """Return the header of a safetensors file, and where its data begin."""
+    """Return the header of a safetensors file, and the offset of its data."""
     start = 8 + int.from_bytes(content[:8], "little")
     header: dict[str, Any] = json.loads(content[8:start])
     return header, start
@@ -130,8 +134,8 @@ def load_index(folder: Path, snapshot: Snapshot) -> Tensor:
     """Map the embeddings P x E of a folder.
 
     Raises:
-        ValueError: They are of other passages, or of the same ones in another order. The index of a published
-            checkpoint whose passages were not imported with it names no corpus; its number of passages is compared.
+        ValueError: the embeddings belong to other passages, or to the same ones in another order. The index of a
+            published checkpoint imported without its passages names no corpus; only its number of passages is compared.
     """
     with open(folder / INDEX, "rb") as file:
         content = mapped(file)
@@ -140,34 +144,36 @@ def load_index(folder: Path, snapshot: Snapshot) -> Tensor:
         raise ValueError(
             f"{folder / INDEX} has the embeddings of corpus {corpus_hash[:12]}, {snapshot.folder} is corpus "
             f"{snapshot.corpus_hash[:12]}; run 'realmops run finetune' again, or for an imported index 'realmops run "
-            "snapshot' on the passages that were imported with it, with snapshot.whole_documents=true"
+            "snapshot' on the passages imported with it, with snapshot.whole_documents=true"
         )
     if len(embedding_PE) != len(snapshot):
         raise ValueError(
             f"{folder / INDEX} has {len(embedding_PE)} embeddings, {snapshot.folder} has {len(snapshot)} passages; an "
-            "imported index needs the passages that it was made from, in their order: run 'realmops run snapshot' on "
-            "them with snapshot.whole_documents=true"
+            "imported index needs its original passages in their order: run 'realmops run snapshot' on them with "
+            "snapshot.whole_documents=true"
         )
     return embedding_PE
 
 
 def save_passages(folder: Path, passages: PassageIndex, corpus_hash: str) -> None:
-    """Write the embeddings and, where the search is approximate, how it was built and what recall it has.
+    """Write the embeddings of an index, and the recipe if it is approximate.
 
     Args:
-        corpus_hash: of the snapshot whose passages these are.
+        folder: the folder to write to.
+        passages: the index.
+        corpus_hash: of the snapshot with these passages.
     """
     save_index(folder / INDEX, passages.vectors(slice(None)), corpus_hash)
-    if (found := approximate(passages)) is not None:
-        artifacts.write_json(folder / RECIPE, asdict(found.recipe))
+    if (index := approximate(passages)) is not None:
+        artifacts.write_json(folder / RECIPE, asdict(index.recipe))
 
 
 def load_passages(folder: Path, snapshot: Snapshot, device: torch.device, vectors: int) -> PassageIndex:
-    """What :func:`save_passages` wrote, of so many vectors a passage; an approximate index is built again from them."""
+    """Load the index of :func:`save_passages` with ``vectors`` vectors per passage; an approximate one is rebuilt."""
     embedding_PE = load_index(folder, snapshot)
     if (folder / RECIPE).is_file():
         recipe = Recipe(**artifacts.read_json(folder / RECIPE))
         if recipe.type not in TYPES:
-            raise ValueError(f"{folder / RECIPE}: type is {recipe.type!r}, this version has {', '.join(TYPES)}")
+            raise ValueError(f"{folder / RECIPE}: unknown type {recipe.type!r}; this version has {', '.join(TYPES)}")
         return over_vectors(embedding_PE, vectors, lambda rows: TYPES[recipe.type](rows, recipe, device))
     return exact(embedding_PE.to(device), vectors)

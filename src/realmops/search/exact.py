@@ -1,7 +1,7 @@
-"""Exact maximum inner product search (paper, section 3.3), and what every index can do.
+"""Exact maximum inner product search (paper, section 3.3), and the interface of every index.
 
-Shape suffixes: Q queries, P passages, E embedding width, K results, G groups, R passages to score again,
-M vectors of a passage, X = M E, N vectors found.
+Shape suffixes: Q queries, P passages, E embedding width, K results, G groups, R passages to rescore,
+M vectors per passage, X = M E, N vectors retrieved.
 """
 
 from __future__ import annotations
@@ -20,134 +20,148 @@ from realmops.devices import multiplies_bf16, multiplies_int8
 from realmops.search.mapped import release
 
 GROUP = 256
-_HELD = 1 << 21  # passages of mapped embeddings whose pages are in memory together, no less than a chunk
+_RESIDENT = 1 << 21  # passages of memory-mapped embeddings between two releases of their pages; at least one chunk
 _LARGE = 50_000
-_CHUNK = {"cpu": 1 << 14, "cuda": 1 << 18}  # passages; on a CPU their scores stay in a core's cache
-_SCORES_ON_GPU = 1 << 27  # of one product; few queries have larger chunks, and send a GPU less
-_GROUPS = 4  # for each result; with fewer the maxima of groups choose little
+_CHUNK = {"cpu": 1 << 14, "cuda": 1 << 18}  # passages; on a CPU their scores fit a core's cache
+_SCORES_ON_GPU = 1 << 27  # scores per matrix product; with few queries chunks grow, for fewer kernel launches
+_GROUPS = 4  # per result, at least; with fewer, group maxima exclude little
 
 
 class PassageIndex(Protocol):
-    """Embeddings of passages that can be searched: the seam behind which an index of another type goes."""
+    """Interface of an index over passage embeddings; each index type implements it."""
 
     @property
     def device(self) -> torch.device:
-        """Where ``vectors`` gives them."""
+        """Device of the tensors that ``vectors`` returns."""
 
     def __len__(self) -> int:
-        """Passages."""
+        """Return the number of passages."""
 
     def vectors(self, ids: Tensor | slice) -> Tensor:
-        """The embeddings of passages, ids.shape x X, exact whatever finds the candidates; of a slice without a copy."""
+        """Return the embeddings of passages, ids.shape x X.
+
+        They are exact whichever structure proposes the candidates. A slice returns a view, not a copy.
+        """
 
     def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Inner products, and ids of the k passages found, Q x min(k, P), best first."""
+        """Return inner products and passage ids, Q x min(k, P), best first."""
 
 
 class InMemory:
-    """What indexes that hold all embeddings have in common."""
+    """Base class of indexes that hold all embeddings in one tensor."""
 
     embedding_PE: Tensor
 
     @property
     def device(self) -> torch.device:
+        """Device of the embeddings."""
         return self.embedding_PE.device
 
     def __len__(self) -> int:
         return len(self.embedding_PE)
 
     def vectors(self, ids: Tensor | slice) -> Tensor:
+        """Return the embeddings of passages, ids.shape x X; a view for a slice."""
         return self.embedding_PE[ids.to(self.device) if isinstance(ids, Tensor) else ids]
 
 
 @dataclass(frozen=True)
 class Exact(InMemory):
-    """Every passage is compared with the query.
+    """Exhaustive index: every passage is compared with the query.
 
-    The first search of more than 50,000 passages in fp32 makes a copy of them in bf16, where the processor multiplies
-    that in hardware: half the memory more, and a search takes a third of the time. For a few queries it makes one in
-    int8 where the index is searched ``often``: a quarter of the memory more, and one query takes a third of the time.
+    The first search of more than 50,000 fp32 passages makes a bf16 copy if the processor multiplies bf16 in hardware:
+    50 % more memory, a third of the search time. With ``use_int8``, the first search with fewer than 16 queries makes
+    an int8 copy: 25 % more memory, a third of the time of a single query.
     """
 
     embedding_PE: Tensor
-    often: bool = False
+    use_int8: bool = False
 
     def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the k best scores and ids, Q x K, through a prefilter where one applies."""
         query_QE = query_QE.to(self.embedding_PE.device)
         if query_QE.dtype == torch.float32:
-            few = len(query_QE) < _FEW
-            copied = (self.in_bytes if self.often else None) if few else self.halves
-            if copied is not None:
-                return copied.search(query_QE, min(k, len(self.embedding_PE)))
+            is_small = len(query_QE) < _FEW
+            prefilter = (self.int8_copy if self.use_int8 else None) if is_small else self.bf16_copy
+            if prefilter is not None:
+                return prefilter.search(query_QE, min(k, len(self.embedding_PE)))
         return search(query_QE, self.embedding_PE, k)
 
-    def of_passages(self, query_QE: Tensor, k: int, count: int) -> tuple[Tensor, Tensor] | None:
-        """The same of passages that have ``count`` rows each, whose best one counts; None where that is not quicker."""
-        few = self.often and len(query_QE) < _FEW and query_QE.dtype == torch.float32
-        if not few or self.in_bytes is None or k > len(self.embedding_PE) // count:
+    def search_passages(self, query_QE: Tensor, k: int, count: int) -> tuple[Tensor, Tensor] | None:
+        """Return the k best passages of ``count`` vectors each by their best vector; None where this is not faster."""
+        is_small = self.use_int8 and len(query_QE) < _FEW and query_QE.dtype == torch.float32
+        if not is_small or self.int8_copy is None or k > len(self.embedding_PE) // count:
             return None
-        return self.in_bytes.search(query_QE, k, count)
+        return self.int8_copy.search(query_QE, k, count)
 
     @cached_property
-    def halves(self) -> Halves | None:
-        """The copy in bf16, made when it is first asked for; None where it is of no use."""
-        return Halves.of(self.embedding_PE)
+    def bf16_copy(self) -> Bf16Prefilter | None:
+        """The bf16 copy, made at first access; None where it does not apply."""
+        return Bf16Prefilter.build(self.embedding_PE)
 
     @cached_property
-    def in_bytes(self) -> Bytes | None:
-        """The copy in int8, likewise."""
-        return Bytes.of(self.embedding_PE)
+    def int8_copy(self) -> Int8Prefilter | None:
+        """The int8 copy, made at first access; None where it does not apply."""
+        return Int8Prefilter.build(self.embedding_PE)
 
 
 @dataclass(frozen=True)
-class BestVector(InMemory):
-    """Passages of M vectors each, in an index over all vectors; a passage's best one counts (``model.retriever``)."""
+class MaxSimIndex(InMemory):
+    """Index of passages with M vectors each, of which the best one is the score (``model.retriever``)."""
 
-    each: PassageIndex  # its passages are vectors
-    count: int  # of vectors, M
+    vector_index: PassageIndex  # its rows are single vectors
+    count: int  # vectors per passage, M
 
     @property
     def embedding_PE(self) -> Tensor:  # type: ignore[override]
-        """All vectors of a passage one after another, P x M E."""
-        rows = self.each.vectors(slice(None))
+        """All embeddings, the vectors of a passage concatenated, P x M E."""
+        rows = self.vector_index.vectors(slice(None))
         return rows.view(-1, self.count * rows.shape[1])
 
     def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k passages with the best vectors: the k M best vectors are of k passages at least."""
-        if isinstance(self.each, Exact) and (found := self.each.of_passages(query_QE, k, self.count)) is not None:
-            return found
-        score_QN, row_QN = self.each.search(query_QE, k * self.count)
+        """Return the k passages with the best vectors: the best k M vectors belong to at least k passages."""
+        if isinstance(self.vector_index, Exact):
+            results = self.vector_index.search_passages(query_QE, k, self.count)
+            if results is not None:
+                return results
+        score_QN, row_QN = self.vector_index.search(query_QE, k * self.count)
         passage_QN, order_QN = (row_QN // self.count).sort(dim=1, stable=True)
-        again_QN = F.pad(passage_QN[:, 1:] == passage_QN[:, :-1], (1, 0))
-        again_QN = torch.empty_like(again_QN).scatter(1, order_QN, again_QN)  # in the order of scores
-        place_QK = torch.argsort(again_QN.byte(), dim=1, stable=True)[:, : min(k, len(self.embedding_PE))]
+        repeated_QN = F.pad(passage_QN[:, 1:] == passage_QN[:, :-1], (1, 0))
+        repeated_QN = torch.empty_like(repeated_QN).scatter(1, order_QN, repeated_QN)  # in the order of scores
+        place_QK = torch.argsort(repeated_QN.byte(), dim=1, stable=True)[:, : min(k, len(self.embedding_PE))]
         return score_QN.gather(1, place_QK), (row_QN // self.count).gather(1, place_QK)
 
 
 def searched_often(passages: PassageIndex) -> PassageIndex:
-    """The same index for a server: worth a copy also where a search has a few queries."""
-    if isinstance(passages, BestVector):
-        return replace(passages, each=searched_often(passages.each))
-    return replace(passages, often=True) if isinstance(passages, Exact) else passages
+    """Return the index configured for serving: it also makes a copy that speeds up searches with few queries."""
+    if isinstance(passages, MaxSimIndex):
+        return replace(passages, vector_index=searched_often(passages.vector_index))
+    return replace(passages, use_int8=True) if isinstance(passages, Exact) else passages
 
 
 def exact(embedding_PX: Tensor, vectors: int) -> PassageIndex:
-    """An exact index of passages with so many vectors each."""
+    """Build an exact index of passages with ``vectors`` vectors each."""
     return over_vectors(embedding_PX, vectors, Exact)
 
 
 def over_vectors(embedding_PX: Tensor, vectors: int, make: Callable[[Tensor], PassageIndex]) -> PassageIndex:
-    """An index of passages with so many vectors each, from what makes an index over single vectors."""
+    """Build an index of passages with ``vectors`` vectors each.
+
+    Args:
+        embedding_PX: the embeddings, the vectors of a passage concatenated.
+        vectors: number of vectors per passage.
+        make: builds an index over single vectors.
+    """
     if vectors == 1:
         return make(embedding_PX)
-    return BestVector(make(embedding_PX.view(-1, embedding_PX.shape[1] // vectors)), vectors)
+    return MaxSimIndex(make(embedding_PX.view(-1, embedding_PX.shape[1] // vectors)), vectors)
 
 
 def search(query_QE: Tensor, embedding_PE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k passages with the largest inner product: scores and ids, Q x K, best first.
+    """Return scores and ids of the k passages with the largest inner products, Q x K, best first.
 
-    ``k`` is cut to the number of passages.  Above 50,000 passages a maximum over groups of 256 selects
-    the k groups that can hold the answer, so that the costly sort sees those only; the result is the same.
+    ``k`` is capped at the number of passages. Above 50,000 passages, maxima over groups of 256 select the k groups that
+    can contain the result, so that the expensive sort sees only those; the result is the same.
     """
     k = min(k, embedding_PE.shape[0])
     if embedding_PE.shape[0] <= _LARGE:
@@ -156,7 +170,7 @@ def search(query_QE: Tensor, embedding_PE: Tensor, k: int) -> tuple[Tensor, Tens
     if embedding_PE.is_cuda:
         chunk = max(chunk, _SCORES_ON_GPU // max(1, len(query_QE)))
     parts = torch.split(embedding_PE, chunk)
-    # made at once: many small results kept between large ones that go would break the memory up into pieces
+    # Allocated once: many small results that outlive large temporaries would fragment the memory.
     columns = sum(min(k, len(part_PE)) for part_PE in parts)
     score = torch.empty(len(query_QE), columns, dtype=query_QE.dtype, device=query_QE.device)
     ids = torch.empty(len(query_QE), columns, dtype=torch.int64, device=query_QE.device)
@@ -167,7 +181,7 @@ def search(query_QE: Tensor, embedding_PE: Tensor, k: int) -> tuple[Tensor, Tens
         score[:, at:end] = best_QK
         ids[:, at:end] = id_QK + number * chunk
         at = end
-        if (number + 1) * chunk % _HELD == 0:
+        if (number + 1) * chunk % _RESIDENT == 0:
             release(embedding_PE)
     top_QK, place_QK = score.topk(k, dim=1)
     return top_QK, ids.gather(1, place_QK)
@@ -180,209 +194,219 @@ def _search_groups(query_QE: Tensor, embedding_PE: Tensor, k: int) -> tuple[Tens
     if groups <= k:
         return score_QP.topk(k, dim=1)
     best_QG = score_QP[:, :whole].view(-1, groups, GROUP).amax(-1)
-    group_QK = best_QG.topk(k, dim=1).indices.sort(dim=1).values  # the k best lie in the k groups with the best maxima
+    group_QK = best_QG.topk(k, dim=1).indices.sort(dim=1).values  # these groups contain the k best
     ids = (group_QK[:, :, None] * GROUP + torch.arange(GROUP, device=score_QP.device)).flatten(1)
-    rest = torch.arange(whole, score_QP.shape[1], device=score_QP.device).expand(len(score_QP), -1)
-    ids = torch.cat([ids, rest], dim=1)
+    remainder = torch.arange(whole, score_QP.shape[1], device=score_QP.device).expand(len(score_QP), -1)
+    ids = torch.cat([ids, remainder], dim=1)
     top_QK, place_QK = score_QP.gather(1, ids).topk(k, dim=1)
     return top_QK, ids.gather(1, place_QK)
 
 
-# ---- candidates by a product in bf16 --------------------------------------------------------------
+# ---- prefilter in bf16 ----------------------------------------------------------------------------
 
 SMALL_GROUP = 16
-_SCORES = 1 << 20  # of one product; in bf16 they stay in a core's cache
-_PART = 1 << 18  # passages whose maxima are kept at a time
-_COPIED = 1 << 10  # passages that are copied to bf16 at a time, and measured in fp64
-_AGAIN = 1 << 13  # passages that are scored again at a time, of some queries
-_SHARE = 24  # to score more than one passage in so many again costs more than the whole product in fp32
-_FEW = 16  # queries; with fewer a search takes as long as it takes to read the passages, and
-_READ = 1 << 14  # passages of a product of a few queries
-_SHARE_OF_FEW = 8  # one passage in so many can be scored again
-_ROUNDING = 2.0**-8  # of bf16, relative
-_SUM = 2.0**-23  # what a sum in fp32 can lose at each step, relative, and as much again
-_ROUNDINGS = 16  # at most, of numbers that are compared
-_LEAST = 2.0**-126  # what becomes smaller may count as 0, in fp32 and in bf16
-_MOST = 2.0**120  # for |q| |z|, so that no sum overflows
+_SCORES = 1 << 20  # scores per matrix product; in bf16 they fit a core's cache
+_PART = 1 << 18  # passages whose group maxima are held at a time
+_COPY_ROWS = 1 << 10  # passages copied, and measured in fp64, at a time
+_RESCORED_ROWS = 1 << 13  # passages rescored at a time, over several queries
+_RESCORE_DIVISOR = 24  # rescoring more than P / 24 passages costs more than the whole product in fp32
+_FEW = 16  # queries; a search with fewer is bound by memory bandwidth
+_INT8_ROWS = 1 << 14  # passages per matrix product in int8
+_FEW_RESCORE_DIVISOR = 8  # with few queries, up to P / 8 passages are rescored
+_ROUNDING = 2.0**-8  # relative rounding error of bf16
+_SUM_ERROR = 2.0**-23  # twice the relative rounding error of one fp32 addition
+_ROUNDINGS = 16  # upper bound on the roundings of compared numbers
+_MIN_NORMAL = 2.0**-126  # smaller numbers may be flushed to 0, in fp32 and in bf16
+_MAX_PRODUCT = 2.0**120  # limit of |q| |z|, so that no sum overflows
 
 
 @dataclass(frozen=True)
-class Halves:
-    """Passages with a copy in bf16, whose products tell which passages have to be scored in fp32.
+class Bf16Prefilter:
+    """Passages with a bf16 copy, whose scores select the passages to rescore in fp32.
 
-    What is found is what fp32 finds: scores are fp32's sums of products, and no passage that is left out could have a
-    score as large as the last one found, in whatever order fp32 adds up. The copy is of the differences from the mean
-    m, which are smaller, and change no order. For the copies q' and z' in bf16
+    The result equals that of an fp32 search: scores are fp32 inner products, and no excluded passage can score as high
+    as the last result, whatever the order of fp32 summation. The copy holds differences from the mean m: they are
+    smaller, and centring does not change the ranking. For the bf16 copies q' and z'
 
         q z - q m - q' z' = q (z - m - z') + (q - q') z', which is at most |q| |z - m - z'| + |q - q'| |z'|.
 
-    The lengths of these differences are measured, not estimated. To that comes what the product q' z' loses itself:
-    each of its E sums is rounded in fp32, and the last one to bf16.
+    The norms of these differences are measured, not estimated. The error of the product q' z' itself is added: each of
+    its E sums is rounded in fp32, and the last one to bf16.
     """
 
     embedding_PE: Tensor
     mean_E: Tensor
-    half_PE: Tensor
-    length: float  # of the longest z'
-    lost: float  # the largest |z - m - z'|
+    bf16_PE: Tensor
+    max_norm: float  # max |z'|
+    max_error: float  # max |z - m - z'|
 
     @staticmethod
-    def of(embedding_PE: Tensor) -> Halves | None:
-        """The copy; None where it is of no use or a number is not finite."""
+    def build(embedding_PE: Tensor) -> Bf16Prefilter | None:
+        """Build the copy; None where it does not apply or a number is not finite."""
         if not _is_large(embedding_PE) or not multiplies_bf16():
             return None
         mean_E = embedding_PE.mean(dim=0)
-        half_PE = torch.empty_like(embedding_PE, dtype=torch.bfloat16)
-        lengths, losses = [], []
-        for half, part in zip(torch.split(half_PE, _COPIED), torch.split(embedding_PE, _COPIED), strict=True):
-            half.copy_(_half(part - mean_E))
-            lengths.append(float(_lengths(half).max()))
-            losses.append(float(_lengths(part.double() - mean_E - half).max()))
-        if not math.isfinite(sum(lengths) + sum(losses)):
+        bf16_PE = torch.empty_like(embedding_PE, dtype=torch.bfloat16)
+        norms, errors = [], []
+        for bf16, part in zip(torch.split(bf16_PE, _COPY_ROWS), torch.split(embedding_PE, _COPY_ROWS), strict=True):
+            bf16.copy_(_to_bf16(part - mean_E))
+            norms.append(float(_norms(bf16).max()))
+            errors.append(float(_norms(part.double() - mean_E - bf16).max()))
+        if not math.isfinite(sum(norms) + sum(errors)):
             return None
-        return Halves(embedding_PE, mean_E, half_PE, max(lengths), max(losses))
+        return Bf16Prefilter(embedding_PE, mean_E, bf16_PE, max(norms), max(errors))
 
     def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """As the function of that name; the best groups of 16 passages are scored in fp32, or all where they must."""
+        """Return what :func:`search` returns.
+
+        The best groups of 16 passages are rescored in fp32. Queries that the bound leaves undecided are searched in
+        fp32.
+        """
         groups = k + k // 2 + 8
-        if groups * SMALL_GROUP * _SHARE > len(self.half_PE):
+        if groups * SMALL_GROUP * _RESCORE_DIVISOR > len(self.bf16_PE):
             return search(query_QE, self.embedding_PE, k)
-        most_QG, group_QG = self._best_groups(query_QE, groups + 1)
+        max_QG, group_QG = self._best_groups(query_QE, groups + 1)
         score_QK, id_QK = self._score(query_QE, group_QG[:, :-1], k)
-        again_Q = ~(self.bound(query_QE, most_QG[:, -1]) < score_QK[:, -1])  # what is not a number is not sure either
-        if again_Q.any():
-            score_QK[again_Q], id_QK[again_Q] = search(query_QE[again_Q], self.embedding_PE, k)
+        undecided_Q = ~(self.bound(query_QE, max_QG[:, -1]) < score_QK[:, -1])  # NaN is undecided too
+        if undecided_Q.any():
+            score_QK[undecided_Q], id_QK[undecided_Q] = search(query_QE[undecided_Q], self.embedding_PE, k)
         return score_QK, id_QK
 
     def bound(self, query_QE: Tensor, score_Q: Tensor) -> Tensor:
-        """What fp32 can make of a passage at most whose product in bf16 is this, or less where it is 0; in fp64.
+        """Return the upper bound, in fp64, of fp32 scores of passages whose bf16 score is at most max(score, 0).
 
         Infinite where a sum could overflow.
         """
-        half_QE, mean_E = _half(query_QE), self.mean_E.double()
-        query_Q, half_Q, lost_Q = _lengths(query_QE), _lengths(half_QE), _lengths(query_QE.double() - half_QE)
-        longest = float(mean_E.norm()) + self.length + self.lost
-        products_Q = half_Q * self.length + query_Q * longest
-        sums_Q = (query_QE.shape[1] + 1) * (_SUM * products_Q + 4 * _LEAST)
-        copies_Q = query_Q * self.lost + lost_Q * self.length
+        bf16_QE, mean_E = _to_bf16(query_QE), self.mean_E.double()
+        norm_Q, bf16_norm_Q, error_Q = _norms(query_QE), _norms(bf16_QE), _norms(query_QE.double() - bf16_QE)
+        max_original_norm = float(mean_E.norm()) + self.max_norm + self.max_error
+        products_Q = bf16_norm_Q * self.max_norm + norm_Q * max_original_norm
+        sums_Q = (query_QE.shape[1] + 1) * (_SUM_ERROR * products_Q + 4 * _MIN_NORMAL)
+        copies_Q = norm_Q * self.max_error + error_Q * self.max_norm
         bound_Q = query_QE.double() @ mean_E + score_Q.double() * (1 + _ROUNDING) + copies_Q + sums_Q
-        return bound_Q.masked_fill(~(products_Q < _MOST), math.inf)
+        return bound_Q.masked_fill(~(products_Q < _MAX_PRODUCT), math.inf)
 
     def _best_groups(self, query_QE: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-        """The largest maxima of groups in bf16, or 0 where one is negative, and the groups; Q x G, best first."""
+        """Return the largest group maxima in bf16 (negative ones as 0) and their groups, Q x G, best first."""
         queries = len(query_QE)
-        half_EQ = _half(query_QE).T
+        bf16_EQ = _to_bf16(query_QE).T
         chunk = SMALL_GROUP * max(1, _SCORES // (SMALL_GROUP * queries))
         best = []
         for start in range(0, self._whole, _PART):
-            part_PE = self.half_PE[start : min(start + _PART, self._whole)]
-            found = [
-                # bits of numbers from 0 on have their order, and those of a negative one are a negative integer
-                (some_PE @ half_EQ).view(torch.int16).view(-1, SMALL_GROUP, queries).amax(1)
-                for some_PE in torch.split(part_PE, chunk)
+            part_PE = self.bf16_PE[start : min(start + _PART, self._whole)]
+            maxima = [
+                # Bits of non-negative numbers sort as integers like the numbers; those of negative ones are negative.
+                (chunk_PE @ bf16_EQ).view(torch.int16).view(-1, SMALL_GROUP, queries).amax(1)
+                for chunk_PE in torch.split(part_PE, chunk)
             ]
-            most_QG = torch.cat(found).T.clamp(min=0).contiguous().view(torch.bfloat16)
-            most_QG, group_QG = most_QG.topk(min(groups, most_QG.shape[1]), dim=1)
-            best.append((most_QG, group_QG + start // SMALL_GROUP))
-        most_QG, group_QG = (torch.cat(some, dim=1) for some in zip(*best, strict=True))
-        most_QG, place_QG = most_QG.topk(groups, dim=1)
-        return most_QG, group_QG.gather(1, place_QG)
+            max_QG = torch.cat(maxima).T.clamp(min=0).contiguous().view(torch.bfloat16)
+            max_QG, group_QG = max_QG.topk(min(groups, max_QG.shape[1]), dim=1)
+            best.append((max_QG, group_QG + start // SMALL_GROUP))
+        max_QG, group_QG = (torch.cat(column, dim=1) for column in zip(*best, strict=True))
+        max_QG, place_QG = max_QG.topk(groups, dim=1)
+        return max_QG, group_QG.gather(1, place_QG)
 
     def _score(self, query_QE: Tensor, group_QG: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The best k passages of the groups, and of those behind the last whole group, by their scores in fp32."""
+        """Return the k best passages of the groups and of the incomplete last group, scored in fp32."""
         queries, width = query_QE.shape
         group_QG = group_QG.sort(dim=1).values
         ids = (group_QG[:, :, None] * SMALL_GROUP + torch.arange(SMALL_GROUP)).flatten(1)
-        of_group_GE = self.embedding_PE[: self._whole].view(-1, SMALL_GROUP * width)
+        embedding_GE = self.embedding_PE[: self._whole].view(-1, SMALL_GROUP * width)
         score = torch.empty(ids.shape)
-        together = max(1, _AGAIN // ids.shape[1])
-        for some in range(0, queries, together):
-            part = slice(some, some + together)
-            again_QRE = of_group_GE[group_QG[part].flatten()].view(-1, ids.shape[1], width)
-            score[part] = torch.bmm(again_QRE, query_QE[part, :, None])[:, :, 0]
-        rest = torch.arange(self._whole, len(self.embedding_PE))
+        queries_per_batch = max(1, _RESCORED_ROWS // ids.shape[1])
+        for start in range(0, queries, queries_per_batch):
+            part = slice(start, start + queries_per_batch)
+            group_QRE = embedding_GE[group_QG[part].flatten()].view(-1, ids.shape[1], width)
+            score[part] = torch.bmm(group_QRE, query_QE[part, :, None])[:, :, 0]
+        remainder = torch.arange(self._whole, len(self.embedding_PE))
         score = torch.cat([score, query_QE @ self.embedding_PE[self._whole :].T], dim=1)
         score_QK, place_QK = score.topk(k, dim=1)
-        return score_QK, torch.cat([ids, rest.expand(queries, -1)], dim=1).gather(1, place_QK)
+        return score_QK, torch.cat([ids, remainder.expand(queries, -1)], dim=1).gather(1, place_QK)
 
     @property
     def _whole(self) -> int:
-        """Passages that are in a group."""
-        return len(self.half_PE) // SMALL_GROUP * SMALL_GROUP
+        """Number of passages in complete groups."""
+        return len(self.bf16_PE) // SMALL_GROUP * SMALL_GROUP
 
 
-# ---- candidates of a few queries by a product in int8 ---------------------------------------------
+# ---- prefilter in int8, for few queries -----------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Bytes:
-    """Passages with a copy in int8, whose products tell which passages have to be scored in fp32.
+class Int8Prefilter:
+    """Passages with an int8 copy, whose scores select the passages to rescore in fp32.
 
-    For a few queries a search takes as long as it takes to read the passages, and these have a quarter of the bytes.
-    As with :class:`Halves`, what is found is what fp32 finds, and the copy is of the differences from the mean m. Each
-    row of it is whole numbers z' times a factor s of the row. With a query rounded to r q' likewise
+    With few queries a search is bound by memory bandwidth, and the copy has a quarter of the bytes. As with
+    :class:`Bf16Prefilter`, the result equals that of an fp32 search, and the copy holds differences from the mean m.
+    Each row is integers z' times the scale s of the row. With a query quantised to r q' in the same way
 
         q z - q m - r s q' z' = q (z - m - s z') + (q - r q') s z', at most |q| |z - m - s z'| + |q - r q'| |s z'|.
 
-    The product q' z' is exact. A passage whose product is less than the k-th best by more than twice this bound is none
-    of the best; all others are scored in fp32.
+    The product q' z' is exact. A passage whose product is below the k-th best by more than twice this bound cannot be
+    among the k best; all others are rescored in fp32.
     """
 
     embedding_PE: Tensor
-    byte_PE: Tensor
-    factor_P: Tensor
-    length: float  # of the longest s z'
-    lost: float  # the largest |z - m - s z'|
-    longest: float  # no |z| + |m| is larger
+    int8_PE: Tensor
+    scale_P: Tensor
+    max_norm: float  # max |s z'|
+    max_error: float  # max |z - m - s z'|
+    max_original_norm: float  # upper bound of |z| + |m|
 
     @staticmethod
-    def of(embedding_PE: Tensor) -> Bytes | None:
-        """The copy; None where it is of no use or a number is not finite."""
+    def build(embedding_PE: Tensor) -> Int8Prefilter | None:
+        """Build the copy; None where it does not apply or a number is not finite."""
         if not _is_large(embedding_PE) or not multiplies_int8():
             return None
         mean_E = embedding_PE.mean(dim=0)
-        byte_PE, factor_P = torch.empty_like(embedding_PE, dtype=torch.int8), torch.empty(len(embedding_PE))
-        lengths, losses = [], []
-        for first in range(0, len(embedding_PE), _COPIED):
-            some = slice(first, first + _COPIED)
-            byte_PE[some], factor_P[some] = _byte(embedding_PE[some] - mean_E)
-            copy_PE = byte_PE[some].double() * factor_P[some, None]
-            lengths.append(float(_lengths(copy_PE).max()))
-            losses.append(float(_lengths(embedding_PE[some].double() - mean_E - copy_PE).max()))
-        if not math.isfinite(sum(lengths) + sum(losses)):
+        int8_PE, scale_P = torch.empty_like(embedding_PE, dtype=torch.int8), torch.empty(len(embedding_PE))
+        norms, errors = [], []
+        for first in range(0, len(embedding_PE), _COPY_ROWS):
+            part = slice(first, first + _COPY_ROWS)
+            int8_PE[part], scale_P[part] = _to_int8(embedding_PE[part] - mean_E)
+            copy_PE = int8_PE[part].double() * scale_P[part, None]
+            norms.append(float(_norms(copy_PE).max()))
+            errors.append(float(_norms(embedding_PE[part].double() - mean_E - copy_PE).max()))
+        if not math.isfinite(sum(norms) + sum(errors)):
             return None
-        length, lost = max(lengths), max(losses)
-        return Bytes(embedding_PE, byte_PE, factor_P, length, lost, 2 * float(mean_E.norm()) + length + lost)
+        max_norm, max_error = max(norms), max(errors)
+        return Int8Prefilter(
+            embedding_PE, int8_PE, scale_P, max_norm, max_error, 2 * float(mean_E.norm()) + max_norm + max_error
+        )
 
     def search(self, query_QE: Tensor, k: int, count: int = 1) -> tuple[Tensor, Tensor]:
-        """As the function of that name; of passages with ``count`` rows each the best row counts."""
-        byte_QE, factor_Q = _byte(query_QE)
-        product_QP = torch.cat([torch._int_mm(byte_QE, some_PE.T) for some_PE in torch.split(self.byte_PE, _READ)], 1)
-        bounds = (self.bound(query_QE) / factor_Q).tolist()
-        columns = zip(torch.split(query_QE, 1), product_QP, bounds, strict=True)
-        found = [
-            self._best(query_1E, product_P * self.factor_P, bound, k, count) for query_1E, product_P, bound in columns
+        """Return what :func:`search` returns; passages of ``count`` rows each are scored by their best row."""
+        int8_QE, scale_Q = _to_int8(query_QE)
+        product_QP = torch.cat(
+            [torch._int_mm(int8_QE, chunk_PE.T) for chunk_PE in torch.split(self.int8_PE, _INT8_ROWS)], 1
+        )
+        bounds = (self.bound(query_QE) / scale_Q).tolist()
+        per_query = zip(torch.split(query_QE, 1), product_QP, bounds, strict=True)
+        results = [
+            self._best(query_1E, product_P * self.scale_P, bound, k, count) for query_1E, product_P, bound in per_query
         ]
-        score_QK, id_QK = (torch.cat(some) for some in zip(*found, strict=True))
+        score_QK, id_QK = (torch.cat(column) for column in zip(*results, strict=True))
         return score_QK, id_QK
 
     def bound(self, query_QE: Tensor) -> Tensor:
-        """How far r s q' z' and fp32's q z - q m can be apart, in fp64; infinite where a sum could overflow."""
-        byte_QE, factor_Q = _byte(query_QE)
-        query_Q = _lengths(query_QE)
-        lost_Q = _lengths(query_QE.double() - byte_QE.double() * factor_Q[:, None])
-        products_Q = (query_Q + lost_Q) * self.longest
-        sums_Q = (query_QE.shape[1] + _ROUNDINGS) * (_SUM * products_Q + 4 * _LEAST)
-        return (query_Q * self.lost + lost_Q * self.length + sums_Q).masked_fill(~(products_Q < _MOST), math.inf)
+        """Return the maximum difference of r s q' z' and fp32's q z - q m, in fp64; infinite where sums overflow."""
+        int8_QE, scale_Q = _to_int8(query_QE)
+        norm_Q = _norms(query_QE)
+        error_Q = _norms(query_QE.double() - int8_QE.double() * scale_Q[:, None])
+        products_Q = (norm_Q + error_Q) * self.max_original_norm
+        sums_Q = (query_QE.shape[1] + _ROUNDINGS) * (_SUM_ERROR * products_Q + 4 * _MIN_NORMAL)
+        return (norm_Q * self.max_error + error_Q * self.max_norm + sums_Q).masked_fill(
+            ~(products_Q < _MAX_PRODUCT), math.inf
+        )
 
     def _best(self, query_1E: Tensor, score_P: Tensor, bound: float, k: int, count: int) -> tuple[Tensor, Tensor]:
         size = SMALL_GROUP if count == 1 else count
         groups = len(score_P) // size
         if groups >= k:
-            most_G = score_P[: groups * size].view(groups, size).amax(1)
-            least = float(most_G.topk(k).values[-1])  # k passages are as good as this one
-            possible_R = (score_P >= least - 2 * bound).nonzero()[:, 0]
-            if k <= len(possible_R) <= len(score_P) // _SHARE_OF_FEW:  # none where the bound is no number
+            max_G = score_P[: groups * size].view(groups, size).amax(1)
+            threshold = float(max_G.topk(k).values[-1])  # at least k passages score this or more
+            possible_R = (score_P >= threshold - 2 * bound).nonzero()[:, 0]
+            if k <= len(possible_R) <= len(score_P) // _FEW_RESCORE_DIVISOR:  # no passage where the bound is NaN
                 score_R = (query_1E @ self.embedding_PE[possible_R].T)[0]
                 if count > 1:
                     passage_R = possible_R // count
@@ -392,28 +416,28 @@ class Bytes:
                 return score_K[None], possible_R[place_K][None]
         if count == 1:
             return search(query_1E, self.embedding_PE, k)
-        return BestVector(Exact(self.embedding_PE), count).search(query_1E, k)
+        return MaxSimIndex(Exact(self.embedding_PE), count).search(query_1E, k)
 
 
-def _byte(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows as whole numbers up to 127, and the factor of each."""
-    factor_N = (rows.abs().amax(1) / 127).clamp(min=_LEAST)
-    return (rows / factor_N[:, None]).round().to(torch.int8), factor_N
+def _to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise rows to integers up to 127, with a scale for each row."""
+    scale_N = (rows.abs().amax(1) / 127).clamp(min=_MIN_NORMAL)
+    return (rows / scale_N[:, None]).round().to(torch.int8), scale_N
 
 
 def _is_large(embedding_PE: Tensor) -> bool:
-    """Whether a copy in fewer bits can be of use."""
+    """Check whether a copy of lower precision pays off."""
     on_cpu = embedding_PE.device.type == "cpu" and embedding_PE.dtype == torch.float32
     return on_cpu and len(embedding_PE) > _LARGE and embedding_PE.is_contiguous()
 
 
-def _half(number: Tensor) -> Tensor:
-    """In bf16; numbers that a product may take for 0 are 0."""
-    half = number.bfloat16()
-    return half.masked_fill(half.abs() < _LEAST, 0)
+def _to_bf16(x: Tensor) -> Tensor:
+    """Convert to bf16; numbers that a product may flush to 0 become 0."""
+    converted = x.bfloat16()
+    return converted.masked_fill(converted.abs() < _MIN_NORMAL, 0)
 
 
-def _lengths(rows: Tensor) -> Tensor:
-    """Of each row, in fp64: squares of tiny numbers would be 0."""
-    length: Tensor = torch.linalg.vector_norm(rows.double(), dim=1)
-    return length
+def _norms(rows: Tensor) -> Tensor:
+    """Return the norm of each row, in fp64: in fp32 the squares of tiny numbers would underflow."""
+    norm: Tensor = torch.linalg.vector_norm(rows.double(), dim=1)
+    return norm

@@ -1,8 +1,8 @@
-"""Words beside embeddings: f(x, z) = a scale q . d + b BM25(x, z) / max over z of BM25(x, z).
+"""Hybrid search: f(x, z) = a scale q . d + b BM25(x, z) / max over z of BM25(x, z).
 
 Not in the paper, whose f is the inner product alone. BM25 is divided by that of the query's best passage, so that long
-and short queries count alike; on real questions the sum is better than either part by far, without any training.
-The weights a and b are fitted by the likelihood of the right passages, so that softmax of f is a p(z|x) as it stands.
+and short queries have the same scale; on real questions the sum is far better than either part, without training. The
+weights a and b maximise the likelihood of the correct passages, so that softmax(f) is p(z|x) without another scale.
 
 Shape suffixes: Q queries, E embedding width, K results, C candidates.
 """
@@ -22,25 +22,25 @@ from realmops.model.retriever import Mixture
 from realmops.search.bm25 import Bm25
 from realmops.search.exact import PassageIndex
 
-LEAST = 1e-4  # of a fitted weight: with 0 words would no longer be looked for, and never fitted again
+MIN_WEIGHT = 1e-4  # of a fitted weight: with 0, BM25 would be skipped and its weight never fitted again
 
 
 @dataclass(frozen=True)
 class Hits:
-    """The passages found for each query, best first by f; id -1 where there are fewer."""
+    """Retrieved passages of each query, best first by f; missing ones have id -1."""
 
     id_QK: Tensor
     dense_QK: Tensor  # scale q . d
-    words_QK: Tensor  # BM25 over that of the best passage; 0 without words
+    words_QK: Tensor  # BM25 / max BM25 of the query; 0 without BM25
 
     def relevance(self, mixture: Mixture) -> Tensor:
-        """f(x, z), -inf for what is not there."""
+        """Return f(x, z), Q x K; -inf for missing passages."""
         return mixture.of(self.dense_QK, self.words_QK).masked_fill(self.id_QK < 0, -torch.inf)
 
 
 @dataclass(frozen=True)
 class Hybrid:
-    """Searches embeddings and, where the mixture wants it, words: the best of both by f."""
+    """Search by embeddings and, where the fusion weights include BM25, by words; results are the best of both by f."""
 
     passages: PassageIndex
     words: Bm25 | None
@@ -49,7 +49,10 @@ class Hybrid:
 
     @torch.no_grad()
     def search(self, query_QE: Tensor, queries: Sequence[str], k: int, depth: int | None = None) -> Hits:
-        """The best k passages of each query among the ``depth`` (k) best of either kind; all tensors on the CPU."""
+        """Return the best k passages of each query, on the CPU.
+
+        Candidates are the best ``depth`` by embeddings and the best ``depth`` by BM25 (at least, and by default, k).
+        """
         depth = max(k, depth or k)
         score_QK, id_QK = bring(*self.passages.search(query_QE, depth))
         if self.words is None or not self.mixture.lexical:
@@ -57,41 +60,41 @@ class Hybrid:
             return Hits(id_QK, self.scale * score_QK[:, :k].float(), torch.zeros(id_QK.shape))
         word_QK, word_id_QK = self.words.search(queries, depth)
         best_Q = word_QK[:, 0].clip(min=0.0)
-        both = zip(id_QK.numpy(), word_id_QK, strict=True)
-        ids_of = [np.unique(np.concatenate([ids, word_ids[word_ids >= 0]])) for ids, word_ids in both]
-        dense = _dense(self.passages, query_QE, ids_of)
+        pairs = zip(id_QK.numpy(), word_id_QK, strict=True)
+        candidate_ids = [np.unique(np.concatenate([ids, word_ids[word_ids >= 0]])) for ids, word_ids in pairs]
+        dense = _dense(self.passages, query_QE, candidate_ids)
         rows = []
-        for q, (query, ids) in enumerate(zip(queries, ids_of, strict=True)):
-            places = torch.from_numpy(ids)
+        for q, (query, ids) in enumerate(zip(queries, candidate_ids, strict=True)):
+            id_C = torch.from_numpy(ids)
             dense_C = self.scale * dense[q]
             words_C = torch.zeros(len(ids))
             if best_Q[q] > 0:
                 words_C = torch.from_numpy(self.words.score_of(query, ids) / best_Q[q])
             order = torch.argsort(self.mixture.of(dense_C, words_C), descending=True, stable=True)[:k]
-            rows.append((places[order], dense_C[order], words_C[order]))
+            rows.append((id_C[order], dense_C[order], words_C[order]))
         columns = zip(zip(*rows, strict=True), (-1, 0.0, 0.0), strict=True)
         return Hits(*(pad_sequence(list(column), batch_first=True, padding_value=fill) for column, fill in columns))
 
 
-def _dense(passages: PassageIndex, query_QE: Tensor, ids_of: Sequence[NDArray[np.int64]]) -> list[Tensor]:
-    """q . d of each query with the best vector of passages of its own, on the CPU; from a GPU by one copy each way."""
+def _dense(passages: PassageIndex, query_QE: Tensor, candidate_ids: Sequence[NDArray[np.int64]]) -> list[Tensor]:
+    """Return q . d of each query with the best vector of each candidate, on the CPU (one transfer each way)."""
     device = passages.device
     if device.type == "cpu":
-        found = []
-        for ids, query_E in zip(ids_of, *bring(query_QE.float()), strict=True):
+        scores = []
+        for ids, query_E in zip(candidate_ids, *bring(query_QE.float()), strict=True):
             vector_NE = passages.vectors(torch.from_numpy(ids)).float().view(-1, len(query_E))
-            found.append((vector_NE @ query_E).view(len(ids), -1).amax(-1))
-        return found
-    (id_QC,) = send(device, pad_sequence([torch.from_numpy(ids) for ids in ids_of], batch_first=True))
+            scores.append((vector_NE @ query_E).view(len(ids), -1).amax(-1))
+        return scores
+    (id_QC,) = send(device, pad_sequence([torch.from_numpy(ids) for ids in candidate_ids], batch_first=True))
     vectors_QCME = passages.vectors(id_QC).float().view(*id_QC.shape, -1, query_QE.shape[1])
     dense_QC = torch.einsum("qcme,qe->qcm", vectors_QCME, query_QE.float().to(device)).amax(-1)
-    return [dense_C[: len(ids)] for dense_C, ids in zip(*bring(dense_QC), ids_of, strict=True)]
+    return [dense_C[: len(ids)] for dense_C, ids in zip(*bring(dense_QC), candidate_ids, strict=True)]
 
 
 def words_share(
     words: Bm25 | None, mixture: Mixture, queries: Sequence[str], id_QK: Tensor, device: torch.device
 ) -> Tensor:
-    """BM25 of chosen passages over that of each query's best one, Q x K; 0 where the mixture wants no words."""
+    """Return BM25 over that of the query's best passage, Q x K; 0 where the fusion weights exclude BM25."""
     if words is None or not mixture.lexical:
         return torch.zeros(id_QK.shape, device=device)
     best_Q1, _ = words.search(queries, 1)
@@ -99,26 +102,26 @@ def words_share(
     return torch.from_numpy(np.stack(scores) / np.maximum(best_Q1, 1e-6)).clamp(0.0, 1.0).to(device)
 
 
-def fit_mixture(dense_QK: Tensor, words_QK: Tensor, there_QK: Tensor, correct_QK: Tensor) -> Mixture | None:
-    """The weights under which the right passages have the largest likelihood, the mean over queries.
+def fit_mixture(dense_QK: Tensor, words_QK: Tensor, is_present_QK: Tensor, correct_QK: Tensor) -> Mixture | None:
+    """Fit the fusion weights that maximise the mean likelihood of the correct passages over queries.
 
-    Queries without a right passage among the K do not count; None where no query counts.
+    Queries with no correct passage among the K, or with correct ones only, do not count; None if no query counts.
     """
     from scipy.optimize import minimize
 
-    counts_Q = (correct_QK & there_QK).any(-1) & ~(correct_QK | ~there_QK).all(-1)
-    if not counts_Q.any():
+    is_used_Q = (correct_QK & is_present_QK).any(-1) & ~(correct_QK | ~is_present_QK).all(-1)
+    if not is_used_Q.any():
         return None
-    dense_QK, words_QK = dense_QK[counts_Q].double(), words_QK[counts_Q].double()
-    there_QK, correct_QK = there_QK[counts_Q], (correct_QK & there_QK)[counts_Q]
+    dense_QK, words_QK = dense_QK[is_used_Q].double(), words_QK[is_used_Q].double()
+    is_present_QK, correct_QK = is_present_QK[is_used_Q], (correct_QK & is_present_QK)[is_used_Q]
 
-    def loss(logarithms: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
-        weights = torch.from_numpy(logarithms).requires_grad_()  # both weights are above 0
+    def loss(log_weights: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+        weights = torch.from_numpy(log_weights).requires_grad_()  # keeps both weights positive
         dense, lexical = weights.exp()
-        f_QK = (dense * dense_QK + lexical * words_QK).masked_fill(~there_QK, -torch.inf)
-        # a weak pull to 1 (that of one query) keeps weights finite where everything is right
+        f_QK = (dense * dense_QK + lexical * words_QK).masked_fill(~is_present_QK, -torch.inf)
+        # Regularisation towards 1, with the weight of one query, keeps weights finite where every ranking is perfect.
         value = -log_sum_correct(f_QK, correct_QK).mean() + 0.5 * (weights**2).sum() / len(f_QK)
         return value.item(), torch.autograd.grad(value, weights)[0].numpy()
 
     fitted = minimize(loss, np.zeros(2), jac=True, options={"gtol": 1e-9})
-    return Mixture(*(max(LEAST, round(weight, 4)) for weight in np.exp(fitted.x).tolist()))
+    return Mixture(*(max(MIN_WEIGHT, round(weight, 4)) for weight in np.exp(fitted.x).tolist()))

@@ -1,7 +1,7 @@
-"""Large matrices in files that are mapped: the system reads and drops their pages as it likes, so they need no memory.
+"""Memory-mapped files for large matrices: the kernel pages them in and out, so that they need not fit into memory.
 
-What is computed or copied here lies in a file of its own in the folder for temporary files (TMPDIR). It has no name:
-it goes with the process that uses it, also when that is killed.
+Computed or copied data are in unnamed files in the folder for temporary files (TMPDIR). Such a file is removed with the
+process that uses it, even if that is killed.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from typing import IO, TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-LEAST = 32 << 20  # bytes; what is smaller stays in memory
-SPARE_ROOM = 1.2  # a file is written only where this many times its size is free
-_BLOCK = 16 << 20
+MIN_BYTES = 32 << 20  # smaller data stay in memory
+SPARE_ROOM = 1.2  # free disk space required for a file, as a multiple of its size
+_BLOCK = 16 << 20  # bytes
 
 Content = bytes | mmap.mmap
 """The bytes of a file, in memory or mapped."""
 
-_MAPS: list[tuple[int, weakref.ref[mmap.mmap]]] = []  # with the addresses where they begin
-_MAPPING = Lock()  # of that list, and of the process's warning filters
+_MAPS: list[tuple[int, weakref.ref[mmap.mmap]]] = []  # (start address, map) of every map of this process
+_LOCK = Lock()  # protects _MAPS and the process's warning filters
 
 
 def scratch(size: int) -> IO[bytes] | None:
-    """A file of so many bytes without a name; None where it is small, or the folder for such files has no room."""
+    """Open an unnamed temporary file of ``size`` bytes; None if it is small, or if there is too little disk space."""
     folder = tempfile.gettempdir()
-    if size < LEAST or shutil.disk_usage(folder).free < SPARE_ROOM * size:
+    if size < MIN_BYTES or shutil.disk_usage(folder).free < SPARE_ROOM * size:
         return None
     file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
     try:
-        os.posix_fallocate(file.fileno(), 0, size)  # a mapped file that finds no room later is the end of the process
+        os.posix_fallocate(file.fileno(), 0, size)  # a full disk during a write to a mapped file kills the process
     except OSError:
         file.close()
         return None
@@ -47,60 +47,63 @@ def scratch(size: int) -> IO[bytes] | None:
 
 
 def mapped(file: IO[bytes]) -> mmap.mmap:
-    """A file's bytes, mapped; they stay when the file is closed or its name is gone."""
+    """Map a file for reading; the map stays valid when the file is closed or deleted."""
     file.flush()
-    return _known(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    return _register(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def matrix(rows: int, width: int) -> Tensor:
-    """Room for rows x width fp32 numbers, to be written: in memory, or mapped where it is large."""
+    """Allocate rows x width fp32 numbers for writing: in memory, or in a mapped file if they are large."""
     import torch
 
     file = scratch(4 * rows * width)
     if file is None:
         return torch.empty(rows, width)
     with file:
-        found = _known(mmap.mmap(file.fileno(), 4 * rows * width))
-    return torch.frombuffer(found, dtype=torch.float32).view(rows, width)
+        buffer = _register(mmap.mmap(file.fileno(), 4 * rows * width))
+    return torch.frombuffer(buffer, dtype=torch.float32).view(rows, width)
 
 
 def read_only(content: Content, offset: int) -> Tensor:
-    """The fp32 numbers behind ``offset``, in the same memory; nobody may write to them."""
+    """Return a view of the fp32 numbers from ``offset`` on; callers must not write to it."""
     import torch
 
-    with _MAPPING, warnings.catch_warnings(action="ignore"):  # that they cannot be written
+    with _LOCK, warnings.catch_warnings(action="ignore"):  # torch warns that the buffer is read-only
         return torch.frombuffer(content, dtype=torch.float32, offset=offset)
 
 
-def release(held: Tensor | Content) -> None:
-    """Drop the pages of a mapped file from this process; it finds them in the file again. Else nothing."""
-    if not isinstance(held, bytes | mmap.mmap):
-        address = held.untyped_storage().data_ptr()
-        maps = [(start, found) for start, known in tuple(_MAPS) if (found := known()) is not None]
-        held = next((found for start, found in maps if 0 <= address - start < len(found)), b"")
-    if isinstance(held, mmap.mmap):
-        held.madvise(mmap.MADV_DONTNEED)  # of a file nothing is lost, not even what was written
+def release(data: Tensor | Content) -> None:
+    """Drop the resident pages of mapped data, which are read again on access; do nothing for other data."""
+    if not isinstance(data, bytes | mmap.mmap):
+        address = data.untyped_storage().data_ptr()
+        maps = [(start, buffer) for start, reference in tuple(_MAPS) if (buffer := reference()) is not None]
+        data = next((buffer for start, buffer in maps if 0 <= address - start < len(buffer)), b"")
+    if isinstance(data, mmap.mmap):
+        data.madvise(mmap.MADV_DONTNEED)  # keeps written data: the maps are shared with their files
 
 
 def blocks(content: Content) -> Iterator[memoryview]:
-    """All bytes in order, some MiB at a time; of a mapped file no more than that is in memory."""
+    """Yield all bytes in order, in blocks of 16 MiB; at most one block of a mapped file is resident."""
     for first in range(0, len(content), _BLOCK):
         yield memoryview(content)[first : first + _BLOCK]
         release(content)
 
 
-def _known(found: mmap.mmap) -> mmap.mmap:
+def _register(buffer: mmap.mmap) -> mmap.mmap:
     import numpy as np
 
-    start = np.frombuffer(found, np.uint8).ctypes.data
-    with _MAPPING:
-        _MAPS[:] = [*((at, known) for at, known in _MAPS if known() is not None), (start, weakref.ref(found))]
-    return found
+    start = np.frombuffer(buffer, np.uint8).ctypes.data
+    with _LOCK:
+        _MAPS[:] = [
+            *((at, reference) for at, reference in _MAPS if reference() is not None),
+            (start, weakref.ref(buffer)),
+        ]
+    return buffer
 
 
 def memory_bytes() -> int:
-    """This machine's memory, no more than the control group of this process may use."""
+    """Return this machine's memory in bytes, at most the memory limit of this process's control group."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError, ValueError):  # no control groups, or no limit ("max")
+    with suppress(OSError, ValueError):  # no control groups, or the limit is "max"
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return total

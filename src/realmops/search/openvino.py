@@ -1,9 +1,9 @@
-"""Passages to embeddings in int8 on a CPU, by OpenVINO, which runs an encoder as a graph.
+"""Embed passages in int8 on a CPU with OpenVINO, which runs an encoder as a graph.
 
-Weights are held in int8, and what they are multiplied with is rounded as it comes, both with a scale for each 128
-numbers in a row: no passage depends on those beside it. A few columns of an encoder's hidden states are far larger than
-the rest, whatever it reads. They are made smaller before they are rounded, and their weights larger (Xiao et al. 2023,
-"SmoothQuant", alpha 1/2); which ones is seen on wordpieces in any order, so that no text has to be found for it.
+Weights and activations are quantised to int8, activations dynamically, with one scale per group of 128 numbers in a
+row: a passage's embedding does not depend on its batch. A few columns of an encoder's hidden states are far larger than
+the rest, whatever the input. They are scaled down before quantisation, and their weights up (Xiao et al. 2023,
+"SmoothQuant", alpha 1/2); random wordpieces show which columns these are, so that no calibration text is required.
 
 Shape suffixes: B passages, L wordpieces of the longest, T all of a batch, M vectors of a passage, D width, N outputs,
 G groups of a row.
@@ -30,28 +30,28 @@ from realmops.model.packed import Packed, Padded
 from realmops.model.retriever import Embedder, Tower
 
 _LOG = logging.getLogger(__name__)
-MANY = 512  # passages, from which on making a graph takes less time than it saves
-_GROUP = 128  # numbers of a row with a scale of their own
-_SEEN = 16, 128  # sequences, and wordpieces of each, that show which columns are large
-_LEAST = 1e-5  # of a column: what is smaller is not worth a place among 127
-_LENGTHS = 8  # sequences are padded to a multiple of it: OpenVINO keeps what it plans for each length
-_EXAMPLE = 160  # wordpieces of the longer example for tracing; the graph is right for all lengths
-_TRACING = Lock()  # torch's registry of traced classes is one for the process
+MIN_PASSAGES = 512  # with fewer, compiling the graph takes longer than it saves
+_GROUP = 128  # numbers of a row that share a scale
+_CALIBRATION = 16, 128  # sequences, and wordpieces of each, for the column maxima
+_MIN_SCALE = 1e-5  # lower bound of column maxima and scales: smaller columns need no resolution
+_LENGTH_MULTIPLE = 8  # of padded lengths: OpenVINO caches one plan per length
+_EXAMPLE = 160  # wordpieces of the longer example for tracing; the graph is valid for all lengths
+_TRACING = Lock()  # torch has one registry of traced classes per process
 
 
-class Graph:
-    """The encoder and the pooling of a tower, with the weights that it has now."""
+class OpenVinoGraph:
+    """Encoder and pooling of a tower with its current weights, compiled by OpenVINO."""
 
     def __init__(self, tower: Embedder, vectors: int) -> None:
         self.tower, self.vectors = tower, vectors
         threads = torch.get_num_threads()
         settings = {
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": _GROUP,
-            # Bf16 would round the distances that families compute which do not pack.
+            # Encoders without packing may compute token distances, which bf16 would round.
             "INFERENCE_PRECISION_HINT": "bf16" if multiplies_bf16() and tower.encoder.packs else "f32",
             "INFERENCE_NUM_THREADS": threads,
-            "NUM_STREAMS": threads,  # each computes on one thread, so that their number changes no digit
-            "ENABLE_CPU_PINNING": False,  # trainer and index builder would be bound to the same cores
+            "NUM_STREAMS": threads,  # one thread each, so that results do not depend on their number
+            "ENABLE_CPU_PINNING": False,  # trainer and index builder would be pinned to the same cores
         }
         openvino = _openvino()
         lengths = [min(_EXAMPLE, tower.bert.positions), 2]
@@ -59,19 +59,19 @@ class Graph:
         with (
             evaluating(tower),
             torch.no_grad(),
-            full_precision(tower.device),  # autocast adds rows by a number that tracing would keep
+            full_precision(tower.device),  # tracing would fix a batch-dependent size that autocast adds
             _TRACING,
-            warnings.catch_warnings(action="ignore"),  # that sizes become part of the graph: none of those matters
+            warnings.catch_warnings(action="ignore"),  # the tracer warns of constant sizes; none matters here
         ):
             try:
                 inputs = tuple(map(torch.from_numpy, example))
                 model = openvino.convert_model(_Pooled(_in_int8(tower.bert)), example_input=inputs)
                 self._compiled = openvino.Core().compile_model(model, "CPU", settings)
             finally:
-                torch._C._jit_clear_class_registry()  # else a copy of all weights stays with each tracing, for ever
+                torch._C._jit_clear_class_registry()  # otherwise each trace leaks a copy of all weights
 
     def __call__(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> Tensor:
-        """Embeddings B x M E of wordpieces and segments of each; several threads may call at once."""
+        """Return embeddings B x M E of wordpieces and segments of each sequence; thread-safe."""
         pooled_BMD = torch.from_numpy(self._compiled.infer_new_request(self._inputs(sequences))[0])
         embedding_BX: Tensor = self.tower.embedded(pooled_BMD.flatten(0, 1)).view(len(sequences), -1)
         return embedding_BX
@@ -79,26 +79,26 @@ class Graph:
     def _inputs(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, ...]:
         lengths_B = np.array([len(tokens) for tokens, _ in sequences])
         longest = int(lengths_B.max())
-        longest = min(longest + -longest % _LENGTHS, self.tower.bert.positions)
-        both_BL = np.zeros((2, len(sequences), longest), dtype=np.int64)
-        share_BML = np.zeros((len(sequences), self.vectors, longest), dtype=np.float32)
+        longest = min(longest + -longest % _LENGTH_MULTIPLE, self.tower.bert.positions)
+        input_BL = np.zeros((2, len(sequences), longest), dtype=np.int64)
+        weight_BML = np.zeros((len(sequences), self.vectors, longest), dtype=np.float32)
         for row, (tokens, segments) in enumerate(sequences):
-            both_BL[0, row, : len(tokens)] = tokens
+            input_BL[0, row, : len(tokens)] = tokens
             if self.tower.segments != "one":
-                both_BL[1, row, : len(tokens)] = segments
-            share_BML[row, :, : len(tokens)] = self.tower.shares(len(tokens), self.vectors)
-        return *both_BL, lengths_B, share_BML
+                input_BL[1, row, : len(tokens)] = segments
+            weight_BML[row, :, : len(tokens)] = self.tower.shares(len(tokens), self.vectors)
+        return *input_BL, lengths_B, weight_BML
 
 
-def graph_of(tower: Tower, vectors: int) -> Graph | None:
-    """Return a graph of a tower; None where OpenVINO compiles none, and where a number is not finite."""
+def compile_graph(tower: Tower, vectors: int) -> OpenVinoGraph | None:
+    """Compile a tower's graph; None where OpenVINO does not support the encoder, or a parameter is not finite."""
     if not isinstance(tower, Embedder) or tower.device.type != "cpu":
         return None
     if not all(bool(part.isfinite().all()) for part in tower.parameters()):
         return None
     try:
-        return Graph(tower, vectors)
-    except Exception:  # whatever the library stumbles over in a family that computes attention itself
+        return OpenVinoGraph(tower, vectors)
+    except Exception:  # OpenVINO raises many types for encoders with their own attention
         if tower.encoder.packs:
             raise
         _log_unsupported(tower.encoder.words)
@@ -107,41 +107,43 @@ def graph_of(tower: Tower, vectors: int) -> Graph | None:
 
 @cache
 def _log_unsupported(encoder: str) -> None:
-    """Log once that an encoder has no graph: an index builder asks for one with each index."""
-    _LOG.warning("run.precision is 'int8', which %s does not support; passages are embedded as with 'auto'", encoder)
+    """Log once per encoder that it has no graph: an index builder compiles one for each index."""
+    _LOG.warning("run.precision 'int8' is not supported by %s; embedding passages with 'auto' instead", encoder)
 
 
 class _Pooled(nn.Module):
-    """An encoder and the pooling after it, of padded sequences."""
+    """An encoder with pooling, over padded sequences."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
         self.encoder = encoder
 
-    def forward(self, tokens_BL: Tensor, segments_BL: Tensor, lengths_B: Tensor, share_BML: Tensor) -> Tensor:
-        """Return vectors B x M x D."""
+    def forward(self, tokens_BL: Tensor, segments_BL: Tensor, lengths_B: Tensor, weight_BML: Tensor) -> Tensor:
+        """Return pooled vectors B x M x D."""
         if self.encoder.packs:
             hidden_TD: Tensor = self.encoder(Padded(tokens_BL, segments_BL, lengths_B))
-            return share_BML @ hidden_TD.view(*tokens_BL.shape, -1)
+            return weight_BML @ hidden_TD.view(*tokens_BL.shape, -1)
         inputs = {"attention_mask": (torch.arange(tokens_BL.shape[1]) < lengths_B[:, None]).long()}
         inputs |= {"token_type_ids": segments_BL} if self.encoder.segments > 1 else {}
         hidden_BLD: Tensor = self.encoder.model(tokens_BL, **inputs).last_hidden_state
-        return share_BML @ hidden_BLD
+        return weight_BML @ hidden_BLD
 
 
 def _in_int8(encoder: Encoder) -> Encoder:
-    """Return a copy whose linear layers have weights in int8, in the form that OpenVINO recognises in a graph."""
-    most: dict[nn.Linear, Tensor] = {}
-    sequences, longest = _SEEN
+    """Return a copy with int8 weights in linear layers, in the form that OpenVINO recognises in a graph."""
+    column_maxima: dict[nn.Linear, Tensor] = {}
+    sequences, longest = _CALIBRATION
     rng = np.random.default_rng(0)
-    seen = rng.integers(0, encoder.vocabulary, (sequences, min(longest, encoder.positions)))
-    tabled = _with_rotary_tables(encoder)
-    with_linears(tabled, lambda layer: _ObservedLinear(layer, most))(Packed(list(seen)))
-    return with_linears(tabled, lambda layer: _Int8Linear(layer, most[layer]) if layer in most else layer)
+    calibration = rng.integers(0, encoder.vocabulary, (sequences, min(longest, encoder.positions)))
+    encoder_with_tables = _with_rotary_tables(encoder)
+    with_linears(encoder_with_tables, lambda layer: _ObservedLinear(layer, column_maxima))(Packed(list(calibration)))
+    return with_linears(
+        encoder_with_tables, lambda layer: _Int8Linear(layer, column_maxima[layer]) if layer in column_maxima else layer
+    )
 
 
 def _with_rotary_tables(encoder: Encoder) -> Encoder:
-    """Return a copy with a table in the place of each module that computes the angles of rotary positions."""
+    """Return a copy with tables instead of modules that compute the angles of rotary positions."""
 
     def table(part: nn.Module) -> nn.Module | None:
         return _RotaryTable(part, encoder.positions) if type(part).__name__.endswith("RotaryEmbedding") else None
@@ -150,11 +152,11 @@ def _with_rotary_tables(encoder: Encoder) -> Encoder:
 
 
 class _RotaryTable(nn.Module):
-    """Cosines and sines of rotary positions, computed in fp32 when first called: a graph in bf16 rounds the angles.
+    """Cosines and sines of rotary positions, computed in fp32 on the first call: bf16 would round the angles.
 
     Args:
-        rotary: transformers' module, called with hidden states, positions 1 x T and what chooses among its angles.
-        positions: the number of rows of each table.
+        rotary: module of transformers, called with hidden states, positions 1 x T and arguments that select its angles.
+        positions: number of rows of each table.
     """
 
     def __init__(self, rotary: nn.Module, positions: int) -> None:
@@ -172,45 +174,45 @@ class _RotaryTable(nn.Module):
 
 
 class _ObservedLinear(nn.Module):
-    """A linear layer in fp32 that enters into ``most`` the largest input of each of its columns."""
+    """A linear layer in fp32 that records the largest absolute input of each column."""
 
-    def __init__(self, layer: nn.Linear, most: dict[nn.Linear, Tensor]) -> None:
+    def __init__(self, layer: nn.Linear, column_maxima: dict[nn.Linear, Tensor]) -> None:
         super().__init__()
-        self.layer, self.most = layer, most
+        self.layer, self.column_maxima = layer, column_maxima
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        most_D = x_TD.flatten(0, -2).abs().amax(0)
-        self.most[self.layer] = torch.maximum(self.most.get(self.layer, most_D), most_D)
+        max_D = x_TD.flatten(0, -2).abs().amax(0)
+        self.column_maxima[self.layer] = torch.maximum(self.column_maxima.get(self.layer, max_D), max_D)
         return F.linear(x_TD, *_in_fp32(self.layer))
 
 
 class _Int8Linear(nn.Module):
-    """A product by whole numbers and their scales; ``most_D`` is the largest input of each column."""
+    """A linear layer with quantised weights; ``max_D`` is the largest absolute input of each column."""
 
-    def __init__(self, layer: nn.Linear, most_D: Tensor) -> None:
+    def __init__(self, layer: nn.Linear, max_D: Tensor) -> None:
         super().__init__()
         weight_ND, self.bias = _in_fp32(layer)
-        smooth_D = (weight_ND.abs().amax(0).clamp(min=_LEAST) / most_D.clamp(min=_LEAST)).sqrt()
+        smooth_D = (weight_ND.abs().amax(0).clamp(min=_MIN_SCALE) / max_D.clamp(min=_MIN_SCALE)).sqrt()
         self.smooth_D = smooth_D / smooth_D.mean()
         size = _GROUP if weight_ND.shape[1] % _GROUP == 0 else weight_ND.shape[1]
         weight_NGD = (weight_ND / self.smooth_D).view(len(weight_ND), -1, size)
-        self.scale_NG1 = weight_NGD.abs().amax(2, keepdim=True).clamp(min=_LEAST) / 127
-        self.whole_NGD = (weight_NGD / self.scale_NG1).round().to(torch.int8)
+        self.scale_NG1 = weight_NGD.abs().amax(2, keepdim=True).clamp(min=_MIN_SCALE) / 127
+        self.int8_NGD = (weight_NGD / self.scale_NG1).round().to(torch.int8)
         self.shape = weight_ND.shape
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        weight_ND = (self.whole_NGD.float() * self.scale_NG1).view(self.shape)
+        weight_ND = (self.int8_NGD.float() * self.scale_NG1).view(self.shape)
         return F.linear(x_TD * self.smooth_D, weight_ND, self.bias)
 
 
 def _in_fp32(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias; a frozen layer has them in bf16."""
+    """Return weight and bias in fp32; a frozen layer holds them in bf16."""
     bias: Tensor | None = layer.bias
     return layer.weight.detach().float(), None if bias is None else bias.detach().float()
 
 
 def _openvino() -> Any:
-    """The package without its telemetry, which would tell its makers of every import and of every graph."""
+    """Import OpenVINO without its telemetry, which would report every import and every graph."""
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     import openvino
 
