@@ -52,8 +52,8 @@ def home(monkeypatch: pytest.MonkeyPatch, answer: Callable[[], Answer]) -> None:
 def test_a_file_is_known_by_sha256_or_by_what_git_calls_it() -> None:
     for digest in ("e69de29bb2d1d6434b8b29ae775ad8c2e48c5391", hashlib.sha256().hexdigest()):
         original = public_data.PublishedFile("https://example.org/names.conll", digest)
-        assert original.is_of(b"")
-        assert not original.is_of(b"a")
+        assert original.has_digest_of(b"")
+        assert not original.has_digest_of(b"a")
 
 
 def no_network() -> Answer:
@@ -167,7 +167,7 @@ def test_a_file_that_is_there_needs_no_network(tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "to/ner/names.conll").read_bytes() == CONTENT
     (mine / "names.conll.gz").write_bytes(gzip.compress(b"other"))
     assert "is not the file at https://example.org/names.conll" in brought(*words)
-    monkeypatch.setattr(public_data, "LIMIT", 4)
+    monkeypatch.setattr(public_data, "MAX_BYTES", 4)
     assert "more than 4 bytes" in refused(*words)
 
 

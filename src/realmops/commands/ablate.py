@@ -102,11 +102,7 @@ def variants_file(params: Path) -> Path:
 
 
 def read_variants(params: Path) -> dict[str, dict[str, str]]:
-    """Read the ``TITLES`` of the variants by name, in table order.
-
-    Raises:
-        ValueError: the file lacks the reference, or an entry has other keys than ``TITLES``.
-    """
+    """Read the ``TITLES`` of the variants by name, in table order. Raises ValueError for an invalid file."""
     path = variants_file(params)
     entries = read_yaml(path).get("variants", {})
     if REFERENCE not in entries:
@@ -120,28 +116,21 @@ def read_variants(params: Path) -> dict[str, dict[str, str]]:
 def ablate(ablation: Ablation, *, jobs: int, report: Report, only_look: bool = False) -> tuple[list[Row], list[str]]:
     """Train and evaluate every variant with every seed; write outcomes, table, HTML report and MLflow runs.
 
-    Args:
-        ablation: the variants and seeds.
-        jobs: the number of stages that run in parallel.
-        report: receives progress and warnings.
-        only_look: train nothing, and report a missing stage as a failure.
+    Up to ``jobs`` stages run in parallel. With ``only_look`` nothing is trained, and a missing stage is a failure.
 
     Returns:
         Rows of the table, and one message per failed task: a failed stage ends its own variant only.
-
-    Raises:
-        ValueError: a variant is unknown.
     """
     failures = train(ablation, jobs=jobs, report=report, only_look=only_look)
     completed = {task: outcome_of(task) for task in ablation.tasks if task not in failures}
     outcomes = list(completed.values())
     for name in {outcome.variant for outcome in outcomes}:
-        seeds = [
+        results = [
             {"seed": run.seed, "em": float(run.correct.mean()), "recall_at_5": run.recall_at_5, **run.figures}
             for run in outcomes
             if run.variant == name
         ]
-        artifacts.write_json(ablation.out / OUTCOMES / f"{name}.json", seeds)
+        artifacts.write_json(ablation.out / OUTCOMES / f"{name}.json", results)
     rows: list[Row] = []
     if any(outcome.variant == REFERENCE for outcome in outcomes):
         rows = tables.table_rows(outcomes, read_variants(ablation.params))
@@ -233,10 +222,7 @@ def _means(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def is_made(home: Path, stage: Stage) -> bool:
-    """Return whether a stage has completed.
-
-    Folders are listed instead of tested for a path: NFS clients cache a negative lookup for some seconds.
-    """
+    """Return whether a stage has completed, by listing folders: NFS clients cache a failed lookup for some seconds."""
     names = (*Path(stage.folder).parts, artifacts.MANIFEST)
     return all(name in Files().listdir(home.joinpath(*names[:depth])) for depth, name in enumerate(names))
 

@@ -21,7 +21,6 @@ def ask(
 
     Raises:
         InvalidRequest: one of ``questions`` cannot be answered; raised before any is.
-        ValueError: there are no questions.
     """
     queries = [Query(text) for text in questions]
     from_file = [] if file is None else read_questions([file], format="auto")

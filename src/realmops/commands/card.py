@@ -75,12 +75,7 @@ realmops ask "Your question?"
 def card(format: str, opened: OpenedModel, retriever: Retriever, notes: Sequence[str], root: Path | None) -> str:
     """Return the model card of an exported retriever or of its embeddings.
 
-    Args:
-        format: the export format.
-        opened: the model that is exported.
-        retriever: the exported weights.
-        notes: limitations of the export.
-        root: the run's folder, whose metrics and encoder are listed; None for a model from the registry.
+    ``notes`` are limitations of the export; ``root`` is the run's folder, None for a model from the registry.
     """
     model = opened.model
     init = None if root is None else sections_of(root, "ict").get("bert", {}).get("init")

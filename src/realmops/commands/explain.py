@@ -156,35 +156,25 @@ def _sentence_sheet(record: Mapping[str, Any]) -> Sheet:
     return Sheet(record["sentence"], summary, head, [_row(z, z["guess"], **formats) for z in record["candidates"]])
 
 
-def _of_prediction(prediction: Prediction) -> Sheet:
-    abstained = " (abstained)" if prediction.abstained else ""
-    hit = f"number {prediction.first_hit + 1}" if prediction.first_hit >= 0 else "none of the retrieved passages"
+def _of_prediction(pred: Prediction) -> Sheet:
+    abstained = " (abstained)" if pred.abstained else ""
+    hit = f"number {pred.first_hit + 1}" if pred.first_hit >= 0 else "none of the retrieved passages"
     summary = [
-        f"expected: {'; '.join(prediction.answers)}",
-        f"answer: {prediction.prediction or '(none)'}  (score {prediction.span_score:.2f})",
-        *([] if prediction.confidence is None else [f"confidence: {prediction.confidence:.2f}{abstained}"]),
-        f"failed at: {prediction.failed_at} ({FAILED_AT[prediction.failed_at]})",
-        *(
-            []
-            if prediction.gold_span is None
-            else [f"best correct span: {prediction.gold_span}  (score {prediction.gold_score:.2f})"]
-        ),
+        f"expected: {'; '.join(pred.answers)}",
+        f"answer: {pred.prediction or '(none)'}  (score {pred.span_score:.2f})",
+        *([] if pred.confidence is None else [f"confidence: {pred.confidence:.2f}{abstained}"]),
+        f"failed at: {pred.failed_at} ({FAILED_AT[pred.failed_at]})",
+        *([] if pred.gold_span is None else [f"best correct span: {pred.gold_span}  (score {pred.gold_score:.2f})"]),
         f"first passage with an answer: {hit}",
     ]
-    columns = (
-        prediction.p_z,
-        prediction.passage_scores,
-        prediction.titles,
-        prediction.passage_ids,
-        prediction.passage_spans,
-    )
+    columns = (pred.p_z, pred.passage_scores, pred.titles, pred.passage_ids, pred.passage_spans)
     rows = []
     for number, (p_z, score, title, passage_id, span) in enumerate(zip(*columns, strict=True)):
         z = {"p_z": p_z, "score": score, "title": title, "passage_id": passage_id}
-        chosen = ">" if number == prediction.evidence_rank else ""
+        chosen = ">" if number == pred.evidence_rank else ""
         rows.append((chosen, *_row(z, span, p_z=".3f", score=".2f")))
     head = ("", "p(z|x)", "score", "passage: its best span")
-    return Sheet(f"{prediction.question_id}  {prediction.question}", summary, head, rows)
+    return Sheet(f"{pred.question_id}  {pred.question}", summary, head, rows)
 
 
 def _side_by_side(before: Sheet, after: Sheet) -> Table:
@@ -210,9 +200,7 @@ def split_questions(values: Sequence[str], root: Path, *, live: bool) -> tuple[l
 
     A value is an id if a prediction in results/ has it; with ``live`` the question of that id is answered again. Any
     other value is the text of a question.
-
-    Raises:
-        ValueError: there are results, and a value is neither an id nor contains white space: probably a mistyped id.
+    Raises ValueError for a value that is neither an id of the results nor has white space: probably a mistyped id.
     """
     file = results_file(root)
     stored = {p.question_id: p.question for p in read_results(root)} if values and file.is_file() else {}
@@ -231,8 +219,7 @@ def stored_answers(
 ) -> str:
     """Return the counts of failures as text, then up to ``limit`` answers with these ids and failures (all if empty).
 
-    Raises:
-        ValueError: a failure is not a key of ``FAILED_AT``.
+    Raises ValueError if a failure is not a key of ``FAILED_AT``.
     """
     for name in failures:
         if name not in FAILED_AT:

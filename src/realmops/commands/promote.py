@@ -127,15 +127,8 @@ def promote(values: Values, *, project: Path, root: Path, name: str, margin: flo
 
     Better means: on the same questions by the same rules, EM is higher by at least ``margin``, and the confidence
     interval of the difference (paired bootstrap) is above 0. The first run needs no comparison. A call that was killed
-    between registration and alias can be repeated.
-
-    Args:
-        values: all sections; only tracking is used.
-        project: the folder of params.yaml.
-        root: the run's folder.
-        name: the registered model.
-        margin: the minimum EM difference, 0 to 1.
-        copy: store all files as artifacts of the model instead of their paths.
+    between registration and alias can be repeated. With ``copy`` all files are stored as artifacts of the model, not
+    only their path.
 
     Raises:
         ValueError: the margin is out of range, the run is unfinished or was changed, tracking is disabled, or the
@@ -177,8 +170,7 @@ def promote(values: Values, *, project: Path, root: Path, name: str, margin: flo
 def read_run(project: Path, root: Path) -> FinishedRun:
     """Read the finished run in ``root``.
 
-    Raises:
-        ValueError: its models, corpus or question files have changed since the evaluation, or it has no reader.
+    Raises ValueError if models, corpus or question files have changed since the evaluation, or there is no reader.
     """
     stage = STAGES["evaluate"]
     results = root / stage.folder
@@ -242,10 +234,8 @@ def _compare_to_champion(
             f"{champion.uri} has the alias champion but was not registered by 'realmops promote'; choose another --name"
         )
     if champion_tags[EVALUATION_TAG] != run.evaluation:
-        sides = [
-            f"evaluation {tags[EVALUATION_TAG][:12]}: {tags[QUESTIONS_TAG]} by {tags[RULE_TAG]}"
-            for tags in (champion_tags, run_tags)
-        ]
+        pair = (champion_tags, run_tags)
+        sides = [f"evaluation {t[EVALUATION_TAG][:12]}: {t[QUESTIONS_TAG]} by {t[RULE_TAG]}" for t in pair]
         reason = f"it was evaluated on other questions or languages ({sides[0]}) than {run.results} ({sides[1]})"
         return False, f"{reason}; evaluate both on the same ones", None
     with tempfile.TemporaryDirectory() as folder:

@@ -216,13 +216,9 @@ def write_copies(name: str, to: Path, folder: Path | None) -> Iterator[str]:
 
 
 def fetch_data_sets(names: Sequence[str], to: Path, folder: Path | None, passages: int) -> Iterator[str]:
-    """Write data sets below ``to``; yield a line per file.
+    """Write data sets into subfolders of ``to``; yield a line per file.
 
-    Args:
-        names: ``squad``, ``ner`` or ``nq``.
-        to: the folder to write, with a subfolder for each data set.
-        folder: has the published files; None to download them.
-        passages: the approximate number of passages of SQuAD.
+    Published files are read from ``folder``, or downloaded if None. ``passages`` is the approximate size of SQuAD.
     """
     for name in names:
         yield from write_squad(to, folder, passages) if name == "squad" else write_copies(name, to, folder)

@@ -27,15 +27,8 @@ def convert_questions(
 ) -> list[str]:
     """Convert question files to JSON lines; return lines with the numbers read, dropped and written.
 
-    Args:
-        files: question files.
-        out: the folder to write: questions.jsonl, or questions.train.jsonl and questions.dev.jsonl.
-        format: the format of the files, or auto.
-        orqa_split: split into train and dev as ORQA, by FarmHash.
-        drop: prefixes of ids; questions with one of them are dropped.
-
-    Raises:
-        ValueError: no question is left for an output file.
+    The folder gets questions.jsonl, or with ``orqa_split`` questions.train.jsonl and questions.dev.jsonl. Questions
+    whose ids have a prefix in ``drop`` are dropped. Raises ValueError if no question is left for a file.
     """
     artifacts.check_replaceable(out, KIND)
     impossible: list[str] = []
@@ -59,12 +52,7 @@ def convert_questions(
 def questions_from_feedback(root: Path, out: Path) -> list[str]:
     """Write questions whose answers users confirmed or corrected as dev questions; return lines with their numbers.
 
-    Args:
-        root: the folder of the run with the feedback.
-        out: the folder to write.
-
-    Raises:
-        ValueError: the feedback has no confirmed or corrected answer.
+    Raises ValueError if the feedback in ``root`` has no confirmed or corrected answer.
     """
     artifacts.check_replaceable(out, KIND)
     path = feedback_file(root)
@@ -82,7 +70,7 @@ def make_cloze(root: Path, out: Path | None, *, seed: int, limit: int | None = N
     A folder generated from the same corpus, spans, seed and limit is kept. Its kind is that of ``convert_questions``.
 
     Args:
-        root: the folder of the run, with the stages ``snapshot`` and ``tag``.
+        root: the run's folder, with the stages ``snapshot`` and ``tag``.
         out: the folder to write; by default ``CLOZE`` in the root.
         seed: determines the sampled spans and the split.
         limit: the maximum number of questions; None for that of the existing folder, else ``CLOZE_LIMIT``.
@@ -132,12 +120,8 @@ def measure_ceilings(
 ) -> Iterator[str]:
     """Yield the shares of questions that any model could answer from the corpus, and the recall of BM25, as lines.
 
-    Args:
-        files: question files.
-        root: the folder of the run, with the stage ``snapshot``.
-        limits: the number of passages and the longest span of the reader.
-        format: the format of the files, or auto.
-        progress: returns, for a label and a total, a callback that takes the units completed.
+    ``limits`` has the number of passages and the longest span of the reader; ``progress`` returns, for a label and a
+    total, a callback that takes the units completed.
     """
     snapshot = Snapshot.open(root / STAGES["snapshot"].folder / "corpus")
     questions = read_questions(files, format=format)

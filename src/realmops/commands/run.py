@@ -33,18 +33,8 @@ def run_stages(
     """Run stages in order; yield the name and metrics of each, except in a process that only computes shards.
 
     External files are read and the encoder is opened before the first stage starts, so that invalid input fails early.
-    After the stage tag, questions are generated from the corpus if a later stage reads them.
-
-    Args:
-        names: the stages, in order.
-        values: all sections.
-        presets: their names, for the manifests.
-        project: the folder of params.yaml.
-        root: the run's folder.
-        report: receives progress and warnings.
-        force: run stages even if nothing changed.
-        watch_parent: end when the process with this id ends; under torchrun always its process.
-        alone: the only stage to run in this process, of ``names`` that run in several processes.
+    After the stage tag, questions are generated from the corpus if a later stage reads them. With ``alone`` only that
+    one of the stages runs in this process. The process ends with its ``watch_parent``, under torchrun with torchrun.
     """
     if watch_parent is None and "TORCHELASTIC_RUN_ID" in os.environ:
         watch_parent = os.getppid()  # torchrun: its workers would outlive it if it is killed

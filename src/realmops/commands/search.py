@@ -16,9 +16,7 @@ def filter_of(conditions: Sequence[str]) -> Where:
     """Parse conditions ``FIELD=VALUE``, ``FIELD>=VALUE`` and so on into a filter; two ``=`` of a field match either.
 
     A value that is a JSON number, true or false has that type; any other value, and the id of a document, is a string.
-
-    Raises:
-        ValueError: a condition cannot be parsed, or conflicts with another one of its field.
+    Raises ValueError for a condition that cannot be parsed or that conflicts with another one of its field.
     """
     filters: dict[str, Any] = {}
     for text in conditions:

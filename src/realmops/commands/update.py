@@ -65,18 +65,12 @@ def update(
     are added later, with the answers that differ from the newest earlier update with results, or from the pipeline's.
     Earlier states stay unchanged.
 
-    Args:
-        values: all sections.
-        project: the folder of params.yaml.
-        root: the run's folder.
-        report: receives progress and warnings.
-        may_shrink: accept less than half of the previous passages.
-
     Returns:
         The folder and its metrics; None if passages and their positions are unchanged and the answers up to date.
 
     Raises:
-        ValueError: a stage has not run, the corpus is invalid, or less than half of the passages are left.
+        ValueError: a stage has not run, the corpus is invalid, or, without ``may_shrink``, less than half of the
+            passages are left.
     """
     with alone(root / WORK, UPDATE):
         before, answered = _checked_states(values, project, root)
@@ -153,8 +147,7 @@ def _checked_states(values: Values, project: Path, root: Path) -> tuple[CorpusSt
     questions = read_questions([path], format=values["questions"]["format"])
     common_languages = Snapshot.open(answered.snapshot / "corpus", verify=False).common_languages
     now = {question.asked: question.answer_rule for question in in_languages(questions, common_languages)}
-    predictions = read_predictions(answered.results / PREDICTIONS)
-    before_rules = {prediction.asked: prediction.answer_rule for prediction in predictions}
+    before_rules = {p.asked: p.answer_rule for p in read_predictions(answered.results / PREDICTIONS)}
     if now.keys() != before_rules.keys() or any(before_rules[key] not in (None, rule) for key, rule in now.items()):
         raise ValueError(
             f"questions.test is {path} with {len(now)} questions, but {answered.results} answers {len(before_rules)} "

@@ -50,12 +50,7 @@ def verify(
     Documents are streamed as by the stage ``snapshot``; the quotations of all answers are in memory. An answer, unless
     abstained, must equal the quote of its first citation.
 
-    Args:
-        answers: a file of JSON lines with answer records.
-        documents: the file or folder in snapshot.documents.
-        format: the format of the documents, or auto.
-        progress: returns, for a label, a total and a unit, a callback that takes the units completed.
-        boxes: a file to write with the bounding boxes of quotations from PDF, one JSON line each, with the page.
+    ``boxes`` is a file to write with the bounding boxes of quotations from PDF, one JSON line each, with the page.
 
     Raises:
         ValueError: a line of ``answers`` is not an answer record.
