@@ -404,7 +404,7 @@ def test_a_failed_variant_is_named_and_the_others_go_on(project: Path) -> None:
     status, printed, told = ablate(project, *CHOSEN, "--variant", "per_token")
     assert status == 1
     assert "per_token, seed 0: the stage pretrain ended with 1" in told
-    assert "log.txt ends" in told
+    assert "log.txt:" in told
     assert "| REALM | " in printed
     assert "per token" not in printed
 

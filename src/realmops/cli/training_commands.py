@@ -86,7 +86,7 @@ def _run_in_child_processes(names: Sequence[str], **options: Any) -> None:
     if (parent := options.pop("watch_parent")) is not None:
         end_with(parent)
     for name in names:
-        work = partial(_explained_run, names, alone=name, **options)
+        work = partial(_explained_run, names, only_stage=name, **options)
         if code := apart(f"the stage {name}", "realmops.commands.run", work):
             sys.exit(code)
 

@@ -42,11 +42,7 @@ _TOLERANCE = 0.05  # relative L2 distance; bf16 rounding stays below
 def export(folder: Path, format: str, open_model: Callable[[], OpenedModel], root: Path | None) -> Iterator[str]:
     """Write a model's retriever, embeddings or reader into a folder with a model card; yield a description and notes.
 
-    Args:
-        folder: the folder to write or replace.
-        format: sentence-transformers, onnx, parquet or reader.
-        open_model: opens the model.
-        root: the folder of its run, None for a model from the registry.
+    ``root`` is the folder of the model's run, None for a model from the registry.
 
     Raises:
         ValueError: the folder has other files, the model has no embeddings, the format does not support its encoder or

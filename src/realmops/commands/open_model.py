@@ -75,11 +75,7 @@ class Champion:
 
 
 def open_promoted(folder: Path, registered: Path) -> OpenedModel:
-    """Open a promoted model on the device of its run.
-
-    Args:
-        folder: its files.
-        registered: the path of the manifest in the registry.
+    """Open a promoted model on the device of its run; ``registered`` is the path of its manifest from the registry.
 
     Raises:
         ValueError: a file is missing or differs from the registered one.

@@ -35,8 +35,7 @@ def import_published(
         titles: the titles of the passages, in the same order.
         report: receives progress and warnings.
 
-    Raises:
-        ValueError: the folders are not a complete model, or do not match.
+    Raises ValueError if the folders are not a complete model, or do not match.
     """
     if not (pretrained or finetuned or blocks):
         raise ValueError("nothing to import; give folders with --pretrained or --finetuned, or passages with --blocks")

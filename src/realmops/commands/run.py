@@ -28,22 +28,22 @@ def run_stages(
     report: Report,
     force: bool,
     watch_parent: int | None = None,
-    alone: str | None = None,
+    only_stage: str | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run stages in order; yield the name and metrics of each, except in a process that only computes shards.
 
     External files are read and the encoder is opened before the first stage starts, so that invalid input fails early.
-    After the stage tag, questions are generated from the corpus if a later stage reads them. With ``alone`` only that
-    one of the stages runs in this process. The process ends with its ``watch_parent``, under torchrun with torchrun.
+    After the stage tag, questions are generated from the corpus if a later stage reads them. ``only_stage`` limits this
+    process to one of the stages. The process ends with its ``watch_parent``, under torchrun with torchrun.
     """
     if watch_parent is None and "TORCHELASTIC_RUN_ID" in os.environ:
         watch_parent = os.getppid()  # torchrun: its workers would outlive it if it is killed
     if watch_parent is not None:
         end_with(watch_parent)
     names = tuple(names)
-    if alone in (None, names[0]):
+    if only_stage in (None, names[0]):
         _validate_inputs(names, values, project, root, report)
-    for name in names if alone is None else (alone,):
+    for name in names if only_stage is None else (only_stage,):
         metrics = run_stage(name, values, presets=presets, project=project, root=root, report=report, force=force)
         if metrics:
             yield name, metrics
@@ -76,7 +76,7 @@ def option_warnings(stages: Collection[str], values: Values) -> Iterator[str]:
                 f"and query together to {name}.reader_wordpieces={limit}: raise it to {block + extra} to read long "
                 "passages to their end"
             )
-    yield from _rates(stages, values)
+    yield from _learning_rate_warnings(stages, values)
 
 
 FROM_SCRATCH, PRE_TRAINED = 2.5e-4, 2.0e-4  # lowest and highest learning rates of reader and tagger that trained well
@@ -88,7 +88,7 @@ _RATES = (  # learning rates of models initialised from the encoder: stage, key,
 )
 
 
-def _rates(stages: Collection[str], values: Values) -> Iterator[str]:
+def _learning_rate_warnings(stages: Collection[str], values: Values) -> Iterator[str]:
     """Yield a warning about learning rates for the other kind of encoder: from scratch or pre-trained."""
     init = values["bert"]["init"]
     idle = {"tag"} if values["tag"]["method"] != "tagger" else set()
