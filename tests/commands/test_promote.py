@@ -246,7 +246,7 @@ def test_a_champion_that_came_while_the_model_was_loaded_stays(
     monkeypatch.setattr(mlflow.pyfunc, "load_model", slowly)
     result = promote(another, "loading")
     assert result.exit_code == 1
-    assert "the champion of loading changed meanwhile" in result.stderr
+    assert "the champion of loading changed during this call" in result.stderr
     theirs = champion(project, "loading")
     assert theirs is not None
     assert theirs[0] == 3
@@ -342,7 +342,7 @@ def test_the_registered_model_answers_as_the_evaluation_did(
     assert model.predict(table) == found[1:2]
     with pytest.raises(ValueError, match="the first column is 'id'; expected 'question'"):
         model.predict(DataFrame({"id": ["test-0"], "question": ["Who?"]}))
-    with pytest.raises(ValueError, match="a question is ' '; text is wanted"):
+    with pytest.raises(ValueError, match="a question is ' '; expected a non-empty string"):
         model.predict([" "])
     long, short = model.predict(["Who wrote a novel? " * 99, "Who wrote a novel?"])
     assert (long["answer"] != "", short) == (True, found[1]), "one that is too long is cut and ends nothing for others"

@@ -181,7 +181,7 @@ def test_an_error_next_to_an_answer_does_not_hide_the_answer(tmp_path: Path) -> 
     verdict = verify(answers, documents, "auto", silent)
     assert (verdict.answers, verdict.quotations) == (1, 1)
     assert verdict.problems == [
-        f"{answers}:2: citations[0]: {documents}:1 has 'Anna' at 0 to 4, quoted is 'Oslo'",
+        f"{answers}:2: citations[0]: {documents}:1 has 'Anna' at 0 to 4, but the quotation is 'Oslo'",
     ]
 
 
