@@ -459,7 +459,7 @@ def test_params_are_printed_and_only_written_on_demand(params: Path) -> None:
     assert params.read_text(encoding="utf-8") == TEXT
     assert call("--write") == "run.seed: 0 -> 7\n"
     assert params.read_text(encoding="utf-8") == TEXT.replace("seed: 0 ", "seed: 7 ", 1)
-    assert "nothing to change" in call("--write")
+    assert "no changes" in call("--write")
 
 
 @pytest.mark.parametrize("value", ["010", "1:30", "no", "0x10", "1_000"])

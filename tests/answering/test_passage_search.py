@@ -127,7 +127,7 @@ def test_people_see_the_words_in_brackets(root: Path) -> None:
     assert "1. Jon Vik 7" in result.stdout
     assert "[Item7] was built" in result.stdout
     assert "documents.jsonl, characters 0 to " in result.stdout
-    assert "nothing was found" in cli("search", "zzzz", "--root", root, "--by", "words").stdout
+    assert "no passages found" in cli("search", "zzzz", "--root", root, "--by", "words").stdout
 
 
 @pytest.mark.parametrize("by", ["run", "embeddings", "words"])
@@ -269,9 +269,9 @@ def test_conditions_are_read_from_words() -> None:
     }  # fmt: skip
     assert filter_of(["document_id=7"]) == {"document_id": ["7"]}
     for wrong in (["year=1990", "year>=1980"], ["year>=1980", "year=1990"], ["year>=1980", "year>=1990"]):
-        with pytest.raises(ValueError, match="year has another condition that this one cannot stand beside"):
+        with pytest.raises(ValueError, match="conflicts with another condition on year"):
             filter_of(wrong)
-    with pytest.raises(ValueError, match="--where 'year': FIELD=VALUE is wanted"):
+    with pytest.raises(ValueError, match="--where 'year': expected FIELD=VALUE"):
         filter_of(["year"])
 
 

@@ -186,7 +186,7 @@ def test_the_last_task_of_train_promotes_and_not_being_better_is_no_failure(
     better, worse = copied(run, "better", right=True), copied(run, "worse", right=False)
     assert promoted(better, project) == {"promoted": 1.0, "em_difference": 1.0 - em}
     assert promoted(worse, project) == {"promoted": 0.0, "em_difference": -1.0}
-    assert "not promoted, models:/toy/2 stays the champion" in capfd.readouterr().err
+    assert "not promoted, models:/toy/2 remains champion" in capfd.readouterr().err
     assert len(list((run.parent / ".realmops/promote").iterdir())) == 3, "one after another, whatever their roots"
 
 
@@ -203,7 +203,7 @@ def test_a_promotion_that_cannot_be_is_one_line(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert told().startswith("realmops: MLFLOW_TRACKING_URI is not set")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_of(project))
-    assert told(3.0) == "realmops: margin is 3.0, a share from 0 to 1 is wanted"
+    assert told(3.0) == "realmops: margin is 3.0; expected a number from 0 to 1"
 
 
 # Refresh
@@ -252,7 +252,7 @@ def test_ablations_compare_what_ended_well_and_train_nothing_twice(project: Path
     out = project / "runs" / "compared"
     (shown,) = outputs(project, "table", "rows")
     assert [row[0] for row in rows_of(shown)] == ["REALM", "Baseline (ORQA)"]
-    assert "\nper_token, seed 0: the stage pretrain has not been done in " in shown
+    assert "\nper_token, seed 0: the stage pretrain is not complete in " in shown
     measured = [out / name / "seed-0/results/metrics.json" for name in ("realm", "baseline")]
     em = [json.loads(path.read_text())["em"] for path in measured]
     assert [row[2].split(" ")[0] for row in rows_of(shown)] == [f"{value:.3f}" for value in em]

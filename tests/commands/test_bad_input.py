@@ -16,7 +16,7 @@ from safetensors.numpy import load as load_tensors
 from small_project import Quiet, cli, litter, run_all_here, run_command, toy_values, write_params, write_project
 
 from realmops import artifacts
-from realmops.commands.run import notes
+from realmops.commands.run import option_warnings
 from realmops.config import defaults, laid, preset_path
 from realmops.console import Console
 from realmops.stages import STAGES
@@ -134,14 +134,14 @@ def test_the_first_broken_records_are_shown(project: Path) -> None:
 def test_passages_longer_than_the_reader_sees_are_told_of(project: Path) -> None:
     run(project, "snapshot")
     long, report = "snapshot.block_wordpieces=288", Quiet()
-    assert "wordpieces, and the reader sees" not in run(project, "snapshot", "--set", long).stderr
+    assert "reader_wordpieces" not in run(project, "snapshot", "--set", long).stderr
     with pytest.raises(ValueError, match="nowhere"):
         run_all_here(project / "params.yaml", project / "root", long, "questions.test=nowhere", report=report)
     assert not report.warned, "what is wrong comes first"
     values = toy_values(snapshot={"block_wordpieces": 288})
-    first, second = notes(STAGES, values)
-    assert "pretrain.reader_wordpieces=128 of one and the text beside it: raise that to 288" in first
-    assert "finetune.reader_wordpieces=128 of one and the text beside it: raise that to 352" in second
+    first, second = option_warnings(STAGES, values)
+    assert "pretrain.reader_wordpieces=128: raise it to 288" in first
+    assert "finetune.reader_wordpieces=128: raise it to 352" in second
 
 
 def laid_over(*presets: str) -> dict[str, dict[str, Any]]:
@@ -162,11 +162,11 @@ def test_rates_for_another_kind_of_encoder_are_told_of() -> None:
         ("paper",),
     )
     for presets in fitting:
-        told = [note for note in notes(STAGES, laid_over(*presets)) if "bert.init" in note]
+        told = [warning for warning in option_warnings(STAGES, laid_over(*presets)) if "bert.init" in warning]
         assert told == [], presets
     values = laid_over("squad", "minilm")
     values["bert"]["init"] = "small"
-    [told] = notes(STAGES, values)
+    [told] = option_warnings(STAGES, values)
     assert "bert.init is small" in told
     for wrong in (
         "tag.learning_rate=0.0002",
@@ -174,12 +174,12 @@ def test_rates_for_another_kind_of_encoder_are_told_of() -> None:
         "finetune.reader_learning_rate=0.0001",
     ):
         assert wrong in told
-    assert "pretrain.reader_learning_rate" not in next(iter(notes(("tag",), values)))
+    assert "pretrain.reader_learning_rate" not in next(iter(option_warnings(("tag",), values)))
     values["tag"]["method"] = "dates"
-    assert list(notes(("snapshot", "tag"), values)) == []
+    assert list(option_warnings(("snapshot", "tag"), values)) == []
     values = laid_over("squad")
     values["bert"]["init"] = "some/encoder"
-    [told] = notes(STAGES, values)
+    [told] = option_warnings(STAGES, values)
     assert "bert.init is some/encoder" in told
     assert "finetune.reader_learning_rate=0.001" in told
 
@@ -190,7 +190,7 @@ def test_ctrl_c_says_how_to_go_on(project: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("realmops.commands.run.run_stages", stopped)
     result = run(project, "snapshot")
-    assert (result.exit_code, "stopped. Run the same command again: " in result.stderr) == (130, True), result.output
+    assert (result.exit_code, "stopped; run the same command again" in result.stderr) == (130, True), result.output
 
 
 def test_of_many_figures_the_chief_ones_are_shown(capsys: pytest.CaptureFixture[str]) -> None:

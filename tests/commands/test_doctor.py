@@ -47,7 +47,7 @@ def test_doctor_on_an_empty_folder(tmp_path: Path) -> None:
     assert any(line.startswith("device: cpu") for line in lines)
     for name in STAGES:
         assert state(lines, name) == "not run yet"
-    assert lines[-1] == "exchange: none; tag, pretrain, finetune and evaluate make one while they run"
+    assert lines[-1] == "exchange: none; tag, pretrain, finetune and evaluate have one while they run"
     assert files(tmp_path) == set()
 
 
@@ -95,7 +95,7 @@ def test_doctor_while_pre_training_runs_and_after_it_was_killed(trained: Path, r
         stage("pretrain", values, trained, root)
     during, after = seen[0], doctor(root)
     [work] = (root / ".realmops/work").iterdir()
-    for lines, advice in ((during, "it runs"), (after, "run the stage again to go on")):
+    for lines, advice in ((during, "the stage is running"), (after, "run the stage again to resume")):
         assert state(lines, "pretrain") == f"not run yet; unfinished work in {work}: {advice}"
         assert f"exchange {work / 'exchange'}:" in lines
         assert "  checkpoints: newest is v-000001-00000004" in lines
@@ -133,7 +133,7 @@ def test_doctor_finds_the_exchange_of_builders_that_a_pipeline_has_raised(tmp_pa
 def test_report_without_results_says_what_to_run(tmp_path: Path) -> None:
     result = cli("report", "--root", tmp_path)
     assert result.exit_code == 2
-    assert "holds no results; run 'make run' or 'realmops run all'" in result.stderr
+    assert "has no results; run 'make run' or 'realmops run all'" in result.stderr
 
 
 def test_report_in_the_middle_of_the_chain_shows_what_there_is(root: Path) -> None:

@@ -13,7 +13,7 @@ from serving import QUESTION, update
 from realmops.answering.opened_model import Query
 from realmops.answering.record import Record
 from realmops.artifacts import write_manifest
-from realmops.commands.explain import sorted_out
+from realmops.commands.explain import split_questions
 from realmops.commands.masked import explain_sentence
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
@@ -103,18 +103,18 @@ def test_what_cannot_be_asked_is_said(root: Path, question: str, message: str) -
 
 def test_an_id_is_shown_words_are_asked_and_a_mistyped_id_is_told(root: Path) -> None:
     words = "Who painted the sea?"
-    assert sorted_out(["test-1", words], root, anew=False) == ([words], ("test-1",))
-    assert sorted_out(["test-1", words], root, anew=True) == (["Who wrote a novel?", words], ())
-    with pytest.raises(ValueError, match=r"'test-9' is no id among the 2 of .* \(the first is 'test-0'\)"):
-        sorted_out(["test-9"], root, anew=False)
-    assert sorted_out(["test-9 "], root, anew=False) == (["test-9 "], ())
-    assert sorted_out(["test-1"], root / "nowhere", anew=False) == (["test-1"], ())
+    assert split_questions(["test-1", words], root, live=False) == ([words], ("test-1",))
+    assert split_questions(["test-1", words], root, live=True) == (["Who wrote a novel?", words], ())
+    with pytest.raises(ValueError, match=r"'test-9' is not among the 2 ids in .* \(the first is 'test-0'\)"):
+        split_questions(["test-9"], root, live=False)
+    assert split_questions(["test-9 "], root, live=False) == (["test-9 "], ())
+    assert split_questions(["test-1"], root / "nowhere", live=False) == (["test-1"], ())
 
 
 def test_terminal_json_and_page(root: Path, tmp_path: Path) -> None:
     both = small_project.cli("explain", "--root", root, "--question", "test-1", "--question", QUESTION)
     assert both.exit_code == 0, both.output
-    assert "wanted: Anna Berg" in both.output, "the one under results/"
+    assert "expected: Anna Berg" in both.output, "the one under results/"
     assert f"\n\n{QUESTION}\n  answer: " in both.output
     assert ", index 0\n" in both.output
     page = tmp_path / "question.html"
@@ -130,11 +130,11 @@ def test_terminal_json_and_page(root: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--question", QUESTION, "--failed-at", "reader"], "--failed-at is about the answers under results/"),
+        (["--question", QUESTION, "--failed-at", "reader"], "--failed-at selects answers in results/"),
         (["--question", QUESTION, "--question", "Who was it?", "--json"], "take one question"),
-        (["--before-after"], "are about a sentence with"),
-        (["--question", "test9"], "no question either"),
-        (["Who was it?"], "--question asks a question"),
+        (["--before-after"], "need a SENTENCE with"),
+        (["--question", "test9"], "the text of a question needs white space"),
+        (["Who was it?"], "use --question for a question"),
     ],
 )
 def test_options_that_do_not_belong_together(root: Path, words: list[str], message: str) -> None:

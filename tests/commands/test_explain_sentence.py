@@ -10,7 +10,7 @@ import pytest
 import small_project
 
 from realmops.artifacts import write_manifest
-from realmops.commands.explain import _of_sentence
+from realmops.commands.explain import _sentence_sheet
 from realmops.commands.masked import explain_sentence
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.stages.corpus_states import pipeline_state
@@ -71,10 +71,10 @@ def test_one_mask_stands_for_all_wordpieces_of_the_answer(root: Path) -> None:
 @pytest.mark.parametrize(
     ("sentence", "answer", "message"),
     [
-        ("Anna Berg was born in Oslo.", None, r"no \[MASK\]: put it in the place"),
+        ("Anna Berg was born in Oslo.", None, r"no \[MASK\] in the sentence"),
         ("[MASK] Berg [MASK]", "Oslo " * 9, "wordpieces, the sentence 2 "),
-        ("[MASK] was born.", " ", "has no wordpiece"),
-        ("[MASK] " + "was born " * 90, None, "wordpieces, at most 94 are read: shorten it"),
+        ("[MASK] was born.", " ", "has no wordpieces"),
+        ("[MASK] " + "was born " * 90, None, "wordpieces; at most 94 are allowed"),
     ],
 )
 def test_what_cannot_be_explained_is_said(root: Path, sentence: str, answer: str | None, message: str) -> None:
@@ -96,7 +96,7 @@ def test_terminal_json_and_page(root: Path, tmp_path: Path) -> None:
     assert "http" not in page.read_text().replace("http://www.w3.org/2000/svg", "")
     refused = small_project.cli("explain", "no mask", "--root", root)
     assert refused.exit_code == 2
-    wrong = ((["--json"], "are about a sentence"), ([SENTENCE, "--question", "q"], "leave the sentence out"))
+    wrong = ((["--json"], "need a SENTENCE"), ([SENTENCE, "--question", "q"], "leave SENTENCE out"))
     for words, message in wrong:
         refused = small_project.cli("explain", *words, "--root", root)
         assert refused.exit_code == 2
@@ -107,7 +107,7 @@ def test_the_three_lines_of_table_3(found: dict[str, Any]) -> None:
     passages = found["candidates"][:-1]
     best = max(passages, key=lambda c: c["p_y"])
     assert found["p_y_best"] == best["p_y"]
-    said = [" ".join(line.split()) for line in _of_sentence(found).said]
+    said = [" ".join(line.split()) for line in _sentence_sheet(found).summary]
     assert said[3:6] == [
         f"BERT, without retrieval: p(y|x) = {found['p_y_without']:.3g} (the reader with the null document)",
         f"REALM given the best z: p(y|x,z) = {best['p_y']:.3g} ({best['title']} [{best['passage_id'][:12]}])",

@@ -73,7 +73,7 @@ def test_documents_alone_have_questions_made_and_no_sample(tmp_path: Path) -> No
     assert "documents: 1 of jsonl" in told
     assert "encoder: from scratch (preset squad)" in told
     assert "questions: none" in told
-    assert "dates alone are masked" in told
+    assert "Only dates are masked" in told
     presets, own = read_params(folder / "params.yaml")
     assert presets == ["squad", "documents"]
     assert own["snapshot"] == {"documents": "documents.jsonl"}
@@ -126,7 +126,7 @@ def test_encoder_gpu_and_size_choose_the_presets(
     assert values["presets"] == [*presets, "documents"]
     by_openvino = not gpu and encoder != "small"
     assert (values["run"] or {}).get("precision") == ("int8" if by_openvino else None)
-    assert ("by OpenVINO, which is installed here" in told) == by_openvino
+    assert ("int8, as OpenVINO is installed" in told) == by_openvino
     monkeypatch.setattr(init, "find_spec", lambda name: None)
     monkeypatch.setattr(init, "version", lambda name: "2.9.1+cpu")
     told = made(tmp_path / "other", "--documents", documents, "--encoder", encoder)
@@ -175,9 +175,9 @@ def test_a_split_is_a_whole_word_of_a_file_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ("test_2.jsonl", "test.jsonl and mine/test_2.jsonl could each be questions.test; give one file for each of"),
-        ("train_test.jsonl", "--questions: mine/train_test.jsonl: no split by the name; give one file for each of"),
-        ("others.jsonl", "--questions: mine/others.jsonl: no split by the name; give one file for each of"),
+        ("test_2.jsonl", "test.jsonl and mine/test_2.jsonl both match questions.test; give one file for each of"),
+        ("train_test.jsonl", "--questions: mine/train_test.jsonl: no split in the name; give one file for each of"),
+        ("others.jsonl", "--questions: mine/others.jsonl: no split in the name; give one file for each of"),
     ],
 )
 def test_question_files_of_no_clear_split_are_refused(
@@ -199,7 +199,7 @@ def test_sixty_questions_are_split_and_one_fewer_is_refused(tmp_path: Path) -> N
     words = ("--documents", folder / "documents.jsonl", "--questions", tmp_path / "asked.jsonl")
     questions(tmp_path / "asked.jsonl", 59)
     result = cli("init", folder, *words)
-    assert (result.exit_code, "59 questions; from 60 on they are split" in result.stderr) == (2, True)
+    assert (result.exit_code, "59 questions; at least 60 are needed" in result.stderr) == (2, True)
     questions(tmp_path / "asked.jsonl", 60)
     made(folder, *words)
     assert sum(len(path.read_text().splitlines()) for path in (folder / "questions").iterdir()) == 60
@@ -217,8 +217,8 @@ def test_pipes_among_documents_are_counted_and_as_questions_refused(tmp_path: Pa
     ("words", "told"),
     [
         (["--documents", "nowhere"], "nowhere: there is no such file or folder"),
-        (["--questions", "asked.jsonl"], "want --documents"),
-        (["--documents", "documents.jsonl", "--questions", "asked.jsonl"], "5 questions; from 60 on they are split"),
+        (["--questions", "asked.jsonl"], "need --documents"),
+        (["--documents", "documents.jsonl", "--questions", "asked.jsonl"], "5 questions; at least 60 are needed"),
         (["--documents", "documents.jsonl", "--questions", "documents.jsonl"], "documents.jsonl"),
     ],
 )
@@ -238,7 +238,7 @@ def test_what_cannot_be_is_told_and_nothing_is_written(
 def test_what_a_user_has_stays(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("mine\n")
     (tmp_path / ".gitignore").write_text("*.log\n/data/")
-    assert "README.md is yours" in made(tmp_path)
+    assert "README.md exists and is kept" in made(tmp_path)
     assert (tmp_path / "README.md").read_text() == "mine\n"
     lines = (tmp_path / ".gitignore").read_text().splitlines()
     assert lines[:2] == ["*.log", "/data/"]
@@ -247,7 +247,7 @@ def test_what_a_user_has_stays(tmp_path: Path) -> None:
     assert "/models/" not in lines, "an encoder of the user's may lie beside ours"
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     result = cli("init", tmp_path)
-    assert (result.exit_code, "params.yaml exists, and would be overwritten" in result.stderr) == (2, True)
+    assert (result.exit_code, "params.yaml exists and would be overwritten" in result.stderr) == (2, True)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 

@@ -102,7 +102,7 @@ def test_the_first_run_becomes_the_champion_and_stays_it(project: Path) -> None:
         assert found[1][f"realmops.{name}"] == f"{candidate.metrics[name]:.4f}"
     again = promote(project, "first")
     assert again.exit_code == 0
-    assert "models:/first/1 is the champion already" in again.stdout
+    assert "models:/first/1 is already the champion" in again.stdout
     assert champion(project, "first") == found
     assert versions(project, "first") == 1
 
@@ -138,14 +138,14 @@ def test_a_run_is_promoted_that_is_better_by_the_margin_and_the_interval(
     result = promote(another, name, "--margin", margin)
     assert result.exit_code == (0 if promoted else 1), result.output
     assert told in result.output
-    assert f"Wanted are a difference of at least {float(margin):+.3f} and an interval above 0" in result.output
+    assert f"Required: a difference of at least {float(margin):+.3f} and an interval above 0" in result.output
     if promoted:
         assert f"models:/{name}/2 is the champion" in result.stdout
         found = champion(project, name)
         assert found is not None
         assert found[0] == 2
     else:
-        assert result.stderr.startswith(f"realmops: not promoted, models:/{name}/1 stays the champion")
+        assert result.stderr.startswith(f"realmops: not promoted, models:/{name}/1 remains champion")
         assert champion(project, name) == before
         assert versions(project, name) == 1
 
@@ -157,12 +157,12 @@ def test_other_questions_are_refused_by_their_digest(project: Path, another: Pat
     write_json_lines(another / "questions.test.jsonl", [{**record, "answers": ["Oslo"]} for record in TEST])
     stale = promote(another, "questions")
     assert stale.exit_code == 2
-    assert "other question files than those that are there now; run 'realmops run evaluate' first" in stale.stderr
+    assert "models, corpus or question files have changed since; run 'realmops run evaluate' first" in stale.stderr
     assert run(another, "run", "evaluate", *UNTRACKED).exit_code == 0
     answered(another, 10)
     result = promote(another, "questions")
     assert result.exit_code == 1
-    assert "measured on other questions" in result.stderr
+    assert "evaluated on other questions" in result.stderr
     assert before is not None
     for digest in (before[1]["realmops.evaluation_digest"], read_run(another, another / "root").evaluation):
         assert f"evaluation {digest[:12]}: 10 by exact_match" in result.stderr
@@ -187,7 +187,7 @@ def test_a_model_that_was_trained_since_is_not_promoted_with_old_results(another
     assert run(another, "run", "finetune", "--set", "finetune.epochs=1", *UNTRACKED).exit_code == 0
     result = promote(another, "stale")
     assert result.exit_code == 2
-    assert "made from other models" in result.stderr
+    assert "is out of date: models" in result.stderr
 
 
 def test_a_call_that_was_stopped_before_the_alias_goes_on(
@@ -246,7 +246,7 @@ def test_a_champion_that_came_while_the_model_was_loaded_stays(
     monkeypatch.setattr(mlflow.pyfunc, "load_model", slowly)
     result = promote(another, "loading")
     assert result.exit_code == 1
-    assert "the champion of loading changed meanwhile" in result.stderr
+    assert "the champion of loading changed during this call" in result.stderr
     theirs = champion(project, "loading")
     assert theirs is not None
     assert theirs[0] == 3
@@ -259,7 +259,7 @@ def test_a_champion_of_somebody_else_is_left_alone(project: Path) -> None:
     client.set_registered_model_alias("theirs", CHAMPION, "1")
     result = promote(project, "theirs")
     assert result.exit_code == 2
-    assert "models:/theirs/1 has the alias champion and was not registered by 'realmops promote'" in result.stderr
+    assert "models:/theirs/1 has the alias champion but was not registered by 'realmops promote'" in result.stderr
 
 
 def test_changed_predictions_of_the_champion_are_not_compared_with(project: Path, another: Path) -> None:
@@ -271,7 +271,7 @@ def test_changed_predictions_of_the_champion_are_not_compared_with(project: Path
     answered(another, 10)
     result = promote(another, "forged")
     assert result.exit_code == 2
-    assert "models:/forged/1: its predictions.parquet was changed since it was registered" in result.stderr
+    assert "models:/forged/1: predictions.parquet has changed since registration" in result.stderr
 
 
 def test_without_a_registry_there_is_one_message(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,9 +340,9 @@ def test_the_registered_model_answers_as_the_evaluation_did(
         assert ours["model"]["weights_step"] == 6
     table = DataFrame({"question": [predictions[1].question]})
     assert model.predict(table) == found[1:2]
-    with pytest.raises(ValueError, match="looked for in the column 'question'; found 'id' first"):
+    with pytest.raises(ValueError, match="the first column is 'id'; expected 'question'"):
         model.predict(DataFrame({"id": ["test-0"], "question": ["Who?"]}))
-    with pytest.raises(ValueError, match="a question is ' '; text is wanted"):
+    with pytest.raises(ValueError, match="a question is ' '; expected a non-empty string"):
         model.predict([" "])
     long, short = model.predict(["Who wrote a novel? " * 99, "Who wrote a novel?"])
     assert (long["answer"] != "", short) == (True, found[1]), "one that is too long is cut and ends nothing for others"
@@ -409,10 +409,10 @@ def test_a_changed_index_is_refused_when_the_model_is_loaded(another: Path, serv
     whole = {"folder": str(another / "moved")}
     assert mlflow.pyfunc.load_model("models:/tampered@champion", model_config=whole).predict(["Who wrote a novel?"])
     artifacts.write_manifest(folder, "promoted", digest="forged")
-    with pytest.raises(ValueError, match="is not the registered one"):
+    with pytest.raises(ValueError, match="is not the registered manifest"):
         mlflow.pyfunc.load_model("models:/tampered@champion")
     shutil.rmtree(folder)
-    with pytest.raises(ValueError, match="is not there: the model's files were removed"):
+    with pytest.raises(ValueError, match="does not exist: the model's files were removed"):
         mlflow.pyfunc.load_model("models:/tampered@champion")
 
 
@@ -421,14 +421,14 @@ def test_a_champion_can_be_copied_later(another: Path, server: str) -> None:
 
     assert promote(another, "later").exit_code == 0
     shutil.rmtree(another / "root/promoted")
-    with pytest.raises(ValueError, match=r"is not there.* register it by 'realmops promote --copy'"):
+    with pytest.raises(ValueError, match=r"does not exist.* register a copy with 'realmops promote --copy'"):
         mlflow.pyfunc.load_model("models:/later@champion")
     again = promote(another, "later", "--copy")
     assert "models:/later/2 is the champion" in again.stdout
-    assert "models:/later/1 was the same without copies of its files" in again.stdout
+    assert "models:/later/1 was the same run without copies of its files" in again.stdout
     assert mlflow.pyfunc.load_model("models:/later@champion").predict(["Who wrote a novel?"])
     for options in ((), ("--copy",)):
-        assert "models:/later/2 is the champion already" in promote(another, "later", *options).stdout
+        assert "models:/later/2 is already the champion" in promote(another, "later", *options).stdout
 
 
 def test_a_model_that_finds_by_words_takes_their_index_along(another: Path, server: str) -> None:
@@ -549,7 +549,7 @@ def test_every_route_of_a_promoted_model_answers(
 def test_a_closed_book_model_is_not_promoted(closed_book: Path) -> None:
     refused = promote(closed_book, "closed", "--set", "tracking.enabled=true")
     assert refused.exit_code == 2
-    assert "finetune.reader is t5, which has no evidence; promote a model that reads" in refused.stderr
+    assert "finetune.reader is t5, which reads no passages; promote a run with a reader" in refused.stderr
 
 
 def test_another_champion_takes_over_and_a_bad_one_does_not(
@@ -560,7 +560,7 @@ def test_another_champion_takes_over_and_a_bad_one_does_not(
     from realmops.answering.opened_model import OpenedModel, Query
     from realmops.serve.served_model import RegisteredChampion
 
-    with pytest.raises(ValueError, match="no version of moves is its champion: run 'realmops promote --name moves'"):
+    with pytest.raises(ValueError, match="moves has no version with the alias champion"):
         RegisteredChampion("models:/moves@champion", project / "root").mark()
     answered(another, 0)
     assert promote(another, "moves").exit_code == 0
@@ -581,7 +581,7 @@ def test_another_champion_takes_over_and_a_bad_one_does_not(
         client.set_registered_model_alias("moves", CHAMPION, "1")
         assert watcher.poll() is False
         assert watcher.refused is not None
-        assert "is not the registered one" in watcher.refused["reason"]
+        assert "is not the registered manifest" in watcher.refused["reason"]
         assert told[-1] is None
         assert "a new model of moves is rejected; the old one stays" in caplog.text
         monkeypatch.setattr(Registry, "champion", lambda self: (_ for _ in ()).throw(ConnectionError("away")))

@@ -44,16 +44,16 @@ class Answer(io.BytesIO):
 
 def home(monkeypatch: pytest.MonkeyPatch, answer: Callable[[], Answer]) -> None:
     """The data set ``ner`` is one file, whose home answers so."""
-    original = public_data.Original("https://example.org/names.conll", hashlib.sha256(CONTENT).hexdigest())
+    original = public_data.PublishedFile("https://example.org/names.conll", hashlib.sha256(CONTENT).hexdigest())
     monkeypatch.setattr(public_data, "COPIED", {"ner": (original,)})
     monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: answer())
 
 
 def test_a_file_is_known_by_sha256_or_by_what_git_calls_it() -> None:
     for digest in ("e69de29bb2d1d6434b8b29ae775ad8c2e48c5391", hashlib.sha256().hexdigest()):
-        original = public_data.Original("https://example.org/names.conll", digest)
-        assert original.is_of(b"")
-        assert not original.is_of(b"a")
+        original = public_data.PublishedFile("https://example.org/names.conll", digest)
+        assert original.has_digest_of(b"")
+        assert not original.has_digest_of(b"a")
 
 
 def no_network() -> Answer:
@@ -108,17 +108,17 @@ def test_squad_becomes_passages_and_three_parts_of_questions(tmp_path: Path) -> 
 def test_a_cut_takes_whole_articles_with_a_share_for_dev() -> None:
     sizes = {f"Article {n}": 10 for n in range(100)}
     dev = {title for title in sizes if title.endswith("7")}
-    chosen = public_data.chosen_articles(sizes, dev, 200)
+    chosen = public_data.choose_articles(sizes, dev, 200)
     assert len(chosen) == 20
     assert len(chosen & dev) == 3  # 30 passages are the first that reach 12 % of 200
-    assert chosen < public_data.chosen_articles(sizes, dev, 400)
+    assert chosen < public_data.choose_articles(sizes, dev, 400)
 
 
 def test_the_articles_of_dev_are_those_of_the_documented_figures() -> None:
     """Their choice is a hash: another one would measure other questions under the same name."""
     titles = ["51st state", "2008 Sichuan earthquake", "Spanish language in the United States"]
-    assert [public_data.number_of(f"dev:{title}") % 10 == 0 for title in titles] == [True, False, False]
-    assert public_data.number_of("seen:sqt-000-000-q07") % 20 == 0
+    assert [public_data.stable_hash(f"dev:{title}") % 10 == 0 for title in titles] == [True, False, False]
+    assert public_data.stable_hash("seen:sqt-000-000-q07") % 20 == 0
 
 
 def test_a_file_is_downloaded_once_its_digest_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,9 +137,9 @@ def led_astray() -> Answer:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (no_network, "cannot be downloaded (no network); get names.conll by hand from there, put it into a folder"),
-        (lambda: Answer(CONTENT[:-1]), "they were cut or changed on the way"),
-        (led_astray, "which is not https"),
+        (no_network, "cannot be downloaded (no network); download names.conll from there manually into a folder"),
+        (lambda: Answer(CONTENT[:-1]), "the transfer was cut or changed"),
+        (led_astray, ", not https"),
     ],
 )
 def test_what_cannot_be_downloaded_is_told_and_leaves_nothing(
@@ -161,13 +161,13 @@ def test_a_file_that_is_there_needs_no_network(tmp_path: Path, monkeypatch: pyte
     mine = tmp_path / "mine/deeper"
     mine.mkdir(parents=True)
     words = ["ner", "--from", str(tmp_path / "mine"), "--to", str(tmp_path / "to")]
-    assert "holds no names.conll and no names.conll.gz; its home is https://example.org/" in refused(*words)
+    assert "has no names.conll or names.conll.gz; download it from https://example.org/" in refused(*words)
     (mine / "names.conll.gz").write_bytes(gzip.compress(CONTENT))
     assert "is not the file" not in brought(*words)
     assert (tmp_path / "to/ner/names.conll").read_bytes() == CONTENT
     (mine / "names.conll.gz").write_bytes(gzip.compress(b"other"))
     assert "is not the file at https://example.org/names.conll" in brought(*words)
-    monkeypatch.setattr(public_data, "LIMIT", 4)
+    monkeypatch.setattr(public_data, "MAX_BYTES", 4)
     assert "more than 4 bytes" in refused(*words)
 
 
@@ -191,12 +191,12 @@ def test_a_file_in_a_linked_folder_is_found_and_a_pipe_is_refused(
 def test_what_is_no_squad_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "train-v1.1.json").write_bytes(content)
     told = refused("squad", "--from", tmp_path, "--to", tmp_path)
-    assert "train-v1.1.json is not SQuAD 1.1's, whose home is https://" in told
+    assert "train-v1.1.json is not the file of SQuAD 1.1" in told
 
 
 def test_the_presets_look_where_the_files_are_brought() -> None:
     brought = {f"data/public/{name}/{file.name}" for name, files in public_data.COPIED.items() for file in files}
-    brought |= {f"data/public/squad/{name}.jsonl.gz" for name in public_data.open_squad([], 0)}
+    brought |= {f"data/public/squad/{name}.jsonl.gz" for name in public_data.build_open_squad([], 0)}
     for path in sorted((ROOT / "src/realmops/presets").rglob("*.yaml")):
         sections = read_yaml(path).values()
         named = {value for section in sections for value in section.values() if str(value).startswith("data/public/")}

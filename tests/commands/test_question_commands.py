@@ -75,7 +75,7 @@ def test_a_bad_file_leaves_nothing(tmp_path: Path, trec: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trec.tsv"]
     trec.write_text(TREC)
     result = cli("questions", trec, "--drop-id-prefix", "t", "--drop-id-prefix", "lfb", "--out", tmp_path / "out")
-    assert "no question is left for questions.jsonl of 100 read" in result.stderr
+    assert "questions.jsonl would be empty: 100 questions read" in result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -90,20 +90,20 @@ def test_ceilings_need_no_model(project: Path) -> None:
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0] == "2 questions against 12 passages"
-    assert lines[1].startswith("substring: answered in the corpus 100.0%; by BM25's first passages ")
+    assert lines[1].startswith("substring: answer in the corpus 100.0%; in the top passages of BM25 ")
     assert lines[1].endswith("100.0% in 100")
-    assert lines[2].startswith("token_boundary: answered in the corpus 100.0%")
-    assert lines[3].startswith("as a span of at most 10 wordpieces in BM25's first 5 (token_boundary): ")
+    assert lines[2].startswith("token_boundary: answer in the corpus 100.0%")
+    assert lines[3].startswith("as a span of at most 10 wordpieces in the top 5 of BM25 (token_boundary): ")
     assert lines[4] == "with an answer of at most 10 wordpieces: 100.0%"
     limits = ["--set", "finetune.reader_candidates=3", "--set", "finetune.answer_wordpieces=1"]
     lines = cli("ceilings", project / "questions.test.jsonl", "--root", root, *limits).stdout.splitlines()
-    assert lines[3].startswith("as a span of at most 1 wordpieces in BM25's first 3 (token_boundary): ")
+    assert lines[3].startswith("as a span of at most 1 wordpieces in the top 3 of BM25 (token_boundary): ")
     assert lines[4] == "with an answer of at most 1 wordpieces: 50.0%"
     trec = project / "trec.tsv"
     trec.write_text("1\tx\tWhere did Jon Vik build ships?\tBergen|Nowhere\n2\tx\tWho?\tNobody\\sat all\n")
     lines = cli("ceilings", trec, "--root", root).stdout.splitlines()
-    assert lines[1].startswith("regex_match: answered in the corpus 50.0%")
-    assert lines[2].startswith("regex_search: answered in the corpus 50.0%")
+    assert lines[1].startswith("regex_match: answer in the corpus 50.0%")
+    assert lines[2].startswith("regex_search: answer in the corpus 50.0%")
     assert lines[3].endswith("(regex_search): 50.0%")
     assert len(lines) == 4
 

@@ -54,7 +54,7 @@ def test_the_folder_has_the_reader_its_calibration_and_a_card(reader: Path, answ
     assert yaml.safe_load(front)["license"] == "unknown"
     for part in ("questions.train.jsonl", "documents.jsonl", "2 questions of questions.dev.jsonl", "| EM (test"):
         assert part in text
-    assert "no run over others can begin with it" in text, "its wordpieces are of its own documents"
+    assert "runs over other documents cannot use it" in text, "its wordpieces are of its own documents"
 
 
 def test_a_run_begins_with_it_and_trains_no_reader(reader: Path, project: Path) -> None:
@@ -138,8 +138,8 @@ def test_init_writes_a_project_that_begins_with_it(reader: Path, tmp_path: Path)
     named = ("--documents", folder / "documents.jsonl", "--reader", reader)
     refused = cli("init", folder, *named, "--encoder", "small")
     assert refused.exit_code == 2
-    assert "name it by --encoder" in refused.stderr
-    assert "answers already and is not trained" in made(folder, *named, "--encoder", "some/encoder")
+    assert "needs the vocabulary of its pre-trained encoder" in refused.stderr
+    assert "already trained (preset reader)" in made(folder, *named, "--encoder", "some/encoder")
     presets, own = read_params(folder / "params.yaml")
     assert presets == ["squad", "minilm", "documents", "reader"]
     assert own["reader"] == {"init": str(reader)}

@@ -245,7 +245,7 @@ def test_less_than_half_of_the_passages_are_not_published(project: Path) -> None
     rewrite(project, [{"title": "Anna Berg", "text": NEW_TEXT}])
     refused = run(project, "update")
     assert refused.exit_code == 2
-    assert "1 passages where there were 12, less than half: nothing was published" in " ".join(refused.output.split())
+    assert "1 passages, less than half of the previous 12: nothing was published" in " ".join(refused.output.split())
     assert newest_state(root) == before
     assert run(project, "update", "--may-shrink").exit_code == 0
     assert newest_state(root).number == before.number + 1
@@ -356,8 +356,8 @@ def test_an_update_with_other_test_questions_is_refused(project: Path, change: d
     other = write_json_lines(project / "questions.other.jsonl", [one | change for one in asked[:questions]])
     result = run(project, "update", "--set", f"questions.test={other}")
     assert result.exit_code == 2
-    assert f"with {questions} questions, and" in result.stderr
-    assert "repeat the --set, --preset or --params that the run was trained with" in result.stderr
+    assert f"with {questions} questions, but" in result.stderr
+    assert "repeat the --set, --preset or --params of the training" in result.stderr
     assert files(project / "root") == before
 
 

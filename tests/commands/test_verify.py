@@ -144,8 +144,8 @@ def test_every_quotation_of_every_format_stands_in_its_source(tmp_path: Path, wr
     ("change", "told"),
     [
         ({"start": 1}, "has 'n"),
-        ({"quote": "Bergen"}, "quoted is 'Bergen'"),
-        ({"document_id": "7"}, "holds no document 7"),
+        ({"quote": "Bergen"}, "the quotation is 'Bergen'"),
+        ({"document_id": "7"}, "has no document 7"),
         ({"end": 10**9}, "at 0 to 1000000000"),
     ],
 )
@@ -169,7 +169,7 @@ def test_an_answer_without_its_source_is_wrong(tmp_path: Path) -> None:
     documents = jsonl(tmp_path)
     answers = write_json_lines(tmp_path / "a.jsonl", [{"answer": "Oslo", "citations": [], "passages": []}])
     result = cli("verify", answers, documents)
-    assert (result.exit_code, "the answer 'Oslo' has the source None" in result.stderr) == (1, True)
+    assert (result.exit_code, "the answer 'Oslo' has the quote None" in result.stderr) == (1, True)
 
 
 def test_an_error_next_to_an_answer_does_not_hide_the_answer(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_an_error_next_to_an_answer_does_not_hide_the_answer(tmp_path: Path) -> 
     verdict = verify(answers, documents, "auto", silent)
     assert (verdict.answers, verdict.quotations) == (1, 1)
     assert verdict.problems == [
-        f"{answers}:2: citations[0]: {documents}:1 has 'Anna' at 0 to 4, quoted is 'Oslo'",
+        f"{answers}:2: citations[0]: {documents}:1 has 'Anna' at 0 to 4, but the quotation is 'Oslo'",
     ]
 
 
@@ -197,10 +197,10 @@ def test_the_script_knows_documents_by_id_and_by_digest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("", "holds no answers"),
+        ("", "has no answers"),
         ("{", "a.jsonl:1: not valid JSON"),
-        ('{"question": "x"}', "a.jsonl:1: no answer with"),
-        ('{"answer": "x", "citations": [{"start": 1}], "passages": []}', "a.jsonl:1: citations[0] has no document_id"),
+        ('{"question": "x"}', "a.jsonl:1: not an answer record with"),
+        ('{"answer": "x", "citations": [{"start": 1}], "passages": []}', "a.jsonl:1: citations[0] needs a document_id"),
         (
             '{"answer": "x", "citations": [{"document_id": "a", "start": 3, "end": 1, "quote": ""}], "passages": []}',
             "0 <= start <= end",

@@ -253,7 +253,7 @@ def test_documents_alone_end_in_answers(project: Path) -> None:
     parts = {part: read_questions([root / name], format="jsonl") for part, name in FILES["questions"].items()}
     counts = {f"questions.{part}.jsonl": len(questions) for part, questions in parts.items()}
     assert result.stdout.splitlines()[-4:] == [
-        "11 questions made of 22 salient spans in 12 passages",
+        "11 questions generated from 22 salient spans in 12 passages",
         *(f"{count} written to {root / 'data/cloze' / name}" for name, count in counts.items()),
     ]
     assert read_manifest(root / "data/cloze", "questions")["written"] == counts
@@ -271,7 +271,7 @@ def test_documents_alone_end_in_answers(project: Path) -> None:
     own = {q.id: set(q.not_in) for q in parts["test"]}
     assert all(own[p.question_id].isdisjoint(p.passage_ids) for p in read_results(root))
     assert not report.warned
-    assert [line for line in how_to_ask(root) if "ask 'A question of your own?' --root" in line]
+    assert [line for line in how_to_ask(root) if "ask 'Your question?' --root" in line]
     path = root / FILES["questions"]["test"]
     path.write_text(path.read_text().replace('"not_in": ["', '"not_in": ["of-another-snapshot-'))
     stage("evaluate", values, project, root, report)
@@ -283,9 +283,11 @@ def test_a_limit_that_somebody_chose_holds_in_later_runs(project: Path) -> None:
     assert cli("cloze", "--params", params, "--root", root, "--limit", "9").exit_code == 0
     before = {path: path.read_bytes() for path in (root / "data/cloze").iterdir()}
     seed = toy_values()["run"]["seed"]
-    assert make_cloze(root, None, seed=seed) == [f"nothing to do, {root / 'data/cloze'} was made from the same corpus"]
-    assert make_cloze(root, None, seed=seed + 1)[0].startswith("9 questions made of "), "anew, and as many"
-    assert make_cloze(root, None, seed=seed)[0].startswith("9 questions made of ")
+    assert make_cloze(root, None, seed=seed) == [
+        f"nothing to do: {root / 'data/cloze'} was generated from the same corpus"
+    ]
+    assert make_cloze(root, None, seed=seed + 1)[0].startswith("9 questions generated from "), "anew, and as many"
+    assert make_cloze(root, None, seed=seed)[0].startswith("9 questions generated from ")
     assert {path: path.read_bytes() for path in (root / "data/cloze").iterdir()} == before
 
 
@@ -300,7 +302,7 @@ def test_other_labels_of_the_same_spans_make_other_questions(project: Path) -> N
     fields = {key: value for key, value in manifest.items() if key not in ("schema", "kind", "files", SEAL)}
     assert fields["labels"] == ["NAME"]
     write_manifest(folder, "spans", **fields | {"labels": ["LOC"]})
-    assert "questions made of" in make_cloze(root, None, seed=seed)[0]
+    assert "questions generated from" in make_cloze(root, None, seed=seed)[0]
     after = [question for path in paths for question in read_questions([path], format="jsonl")]
     assert [question.answers for question in after] == [question.answers for question in before]
     assert {question.question.split()[0] for question in before} == {"what"}

@@ -331,7 +331,7 @@ def test_a_second_call_trains_nothing_and_a_lost_stage_alone_is_made_again(proje
     assert points(project) == sent
     assert {run.info.status for run in mlflow_runs(project).values()} == {"FINISHED"}
     assert ablate(project, "--variant", "baseline")[:2] == (
-        0, f"No table: realm is not among what ended well; figures are in {project / 'out' / 'outcomes'}\n"
+        0, f"no table: the reference realm did not complete; metrics are in {project / 'out' / 'outcomes'}\n"
     )  # fmt: skip
     lost = (project / "out" / "random_token" / "seed-0" / "results").resolve()
     shutil.rmtree(lost)
@@ -404,7 +404,7 @@ def test_a_failed_variant_is_named_and_the_others_go_on(project: Path) -> None:
     status, printed, told = ablate(project, *CHOSEN, "--variant", "per_token")
     assert status == 1
     assert "per_token, seed 0: the stage pretrain ended with exit code 1" in told
-    assert "log.txt ends" in told
+    assert "log.txt:" in told
     assert "| REALM | " in printed
     assert "per token" not in printed
 
@@ -421,10 +421,10 @@ def test_a_table_of_what_is_there_trains_nothing_and_takes_no_result_of_other_se
 
     rows, missing = tabulated()
     assert [row["variant"] for row in rows] == ["realm"]
-    assert [line.split(" in ")[0] for line in missing] == ["per_token, seed 0: the stage pretrain has not been done"]
+    assert [line.split(" in ")[0] for line in missing] == ["per_token, seed 0: the stage pretrain is not complete"]
     rows, missing = tabulated("finetune.epochs=1")
     assert rows == []
-    assert missing[0].startswith("realm, seed 0: the stage finetune has not been done")
+    assert missing[0].startswith("realm, seed 0: the stage finetune is not complete")
     assert {path: path.stat().st_mtime_ns for path in (out / "store").glob("*/log.txt")} == made
 
 

@@ -19,9 +19,9 @@ WRONG = replace(
 
 def test_an_explanation_has_passages_scores_and_the_failure() -> None:
     assert _of_prediction(WRONG).lines() == [
-        "q2  Where was Ada Vell born?", "  wanted: Tor Hollow", "  answer: north  (score 2.00)",
+        "q2  Where was Ada Vell born?", "  expected: Tor Hollow", "  answer: north  (score 2.00)",
         "  confidence: 0.75", "  failed at: reader (the reader could select an answer and selected another span)",
-        "  best right span: Tor Hollow  (score 1.50)", "  first passage with an answer: number 1",
+        "  best correct span: Tor Hollow  (score 1.50)", "  first passage with an answer: number 1",
         "     p(z|x)  score  passage: its best span", "  >   0.750   2.00  Ada Vell [p7]: north",
         "      0.250      -  Tor Hollow [p2]: (none)",
     ]  # fmt: skip
@@ -39,7 +39,7 @@ def test_questions_are_chosen_by_id_and_failure() -> None:
     assert shown(("q1",), ()) == ["q1"]
     assert shown((), ("reader", "too_long")) == ["q2"]
     assert shown(("q1",), ("reader",)) == []
-    with pytest.raises(ValueError, match="fails at 'luck'; choose correct, not_in_corpus"):
+    with pytest.raises(ValueError, match="--failed-at 'luck': expected one of correct, not_in_corpus"):
         shown((), ("luck",))
 
 
@@ -47,6 +47,6 @@ def test_the_command_explains_what_is_asked_for(tmp_path: Path) -> None:
     results(tmp_path / "results", [True, False, False, False])
     text = cli("explain", "--root", tmp_path, "--failed-at", "reader", "--limit", "2").stdout
     assert [line.split()[0] for line in text.splitlines() if "Where was" in line] == ["q1", "q2"]
-    assert "1 more; --limit, --question and --failed-at choose others" in text
+    assert "1 more; select others with --limit, --question and --failed-at" in text
     assert "q3  Where" in cli("explain", "--root", tmp_path, "--question", "q3").stdout
     assert cli("explain", "--root", tmp_path, "--question", "q9").exit_code == 2

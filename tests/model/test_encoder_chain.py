@@ -101,7 +101,7 @@ def test_a_folder_of_each_family_goes_through_all(family: str, tmp_path: Path) -
     assert cli("export", tmp_path / "onnx", "--format", "onnx", "--root", root).exit_code == 0
     card = (tmp_path / "onnx/README.md").read_text()
     blank = " " if family in PROMPTS else ""
-    assert ("A blank before each" in card) == bool(blank)
+    assert ("The leading blank" in card) == bool(blank)
     found: dict[str, Any] = {}
     exec(re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0].replace("FOLDER", str(tmp_path / "onnx")), found)
     limits = re.findall(r'embed\("(\w+\.onnx)", (\d+), \[(.*)\]', card)

@@ -316,7 +316,7 @@ def test_a_decoder_retrieves_and_predicts_no_masked_words(family: str, tmp_path:
     (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": "lasttoken"}))
     changes = {"bert": {"init": str(folder), "positions": 128}, "retriever": {"embedding_width": 8}}
     for steps, stage in (({"ict": {"reader_steps": 1}}, "ict"), ({"pretrain": {"steps": 1}}, "pretrain")):
-        message = rf"a {family} continues texts .* predicts no masked words and may retrieve alone; set {stage}\."
+        message = rf"a {family} is a causal model, which cannot predict masked words .*; set {stage}\."
         with pytest.raises(ValueError, match=message):
             check_encoders(["ict", stage], toy_values(**changes, **{"ict": {"reader_steps": 0}, **steps}))
     assert check_encoders(["ict"], toy_values(**changes, ict={"reader_steps": 0})) == []

@@ -173,7 +173,7 @@ def test_evaluate_answers_as_the_peer_does(
     root = tmp_path / "root"
     shutil.copytree(project / "root" / "data", root / "data")
     report = imported(root, finetuned=("openqa",))
-    assert "the query tower stands in for it" in report.warned[0]
+    assert "the query tower replaces it" in report.warned[0]
     again = stage("evaluate", values(), project, root)
     assert again["em"] == 1.0
     assert "zero_shot_recall_at_5_token_boundary" not in again
@@ -236,8 +236,8 @@ def test_a_scorer_with_two_embedders_has_two_towers(tmp_path: Path, snapshot: Sn
         (("embedder",), (), r"embedder: a reader \(an encoder or an openqa folder\) is missing"),
         ((), ("reader",), r"reader: a query embedder \(an openqa folder\) is missing"),
         ((), ("embedder", "encoder"), r"the reader has no span head \(qa_outputs\)"),
-        ((), ("embedder", "reader"), r"no embeddings of passages \(block_emb\)"),
-        ((), (), "nothing to import; name folders with --pretrained or --finetuned"),
+        ((), ("embedder", "reader"), r"no passage embeddings \(block_emb\)"),
+        ((), (), "nothing to import; give folders with --pretrained or --finetuned"),
         (("gone",), (), r"gone is not a folder"),
     ],
 )
@@ -273,7 +273,7 @@ def test_embeddings_of_another_width_are_refused(tmp_path: Path) -> None:
     weights = torch.load(PEER / "openqa" / "pytorch_model.bin")
     torch.save({**weights, "block_emb": torch.zeros(24, 5)}, tmp_path / "openqa" / "pytorch_model.bin")
     result = cli("import", "--root", tmp_path, "--finetuned", tmp_path / "openqa")
-    assert "block_emb has shape [24, 5], the embedder makes vectors of 6" in " ".join(result.output.split())
+    assert "shape [24, 5], but the embedding width of the embedder is 6" in " ".join(result.output.split())
     assert result.exit_code == 2
     assert not (tmp_path / "models" / "finetune").exists()
 

@@ -543,7 +543,7 @@ def test_ask_gives_the_same_record_and_verify_agrees(answering: Path, server: Se
     checked = cli("verify", tmp_path / "answers.jsonl", answering / "documents.jsonl")
     assert (checked.exit_code, checked.stdout.startswith("2 answers, ")) == (0, True), checked.output
     nothing = cli("ask", "--root", answering / "root")
-    assert (nothing.exit_code, "give a question, or --from FILE" in nothing.stderr) == (2, True)
+    assert (nothing.exit_code, "no questions: give QUESTION, or --from" in nothing.stderr) == (2, True)
 
 
 def test_a_question_of_a_file_that_is_too_long_gets_an_error_and_the_rest_is_scored(
@@ -558,8 +558,8 @@ def test_a_question_of_a_file_that_is_too_long_gets_an_error_and_the_rest_is_sco
     assert [record["question"] for record in records] == [text.strip() for text, _ in texts]
     assert ["error" in record for record in records] == [False, True, False, False]
     assert "has 270 wordpieces, 1 to" in records[1]["error"]
-    assert f"exact match 0.500: 2 of 4 questions of {file} answered right" in found.stderr
-    assert (found.exit_code, f"1 of the questions in {file} could not be asked" in found.stderr) == (1, True)
+    assert f"exact match 0.500: 2 of 4 questions of {file} are correct" in found.stderr
+    assert (found.exit_code, f"1 of the questions in {file} have no answer" in found.stderr) == (1, True)
     assert "error: the question" in cli("ask", "--from", file, "--root", answering / "root").stdout
     (tmp_path / "answers.jsonl").write_text(found.stdout)
     checked = cli("verify", tmp_path / "answers.jsonl", answering / "documents.jsonl")

@@ -1,4 +1,4 @@
-"""The command line: takes options, calls what does the work, prints what that returns. No logic of its own."""
+"""The command line: parse options, call the function that does the work, print its result. No logic here."""
 
 from realmops.cli import answering_commands, operating_commands, result_commands, training_commands
 from realmops.cli.group import HEADINGS, main

@@ -1,4 +1,4 @@
-"""Commands that search and answer, and keep the corpus of answers up to date."""
+"""Commands that search, answer questions, and update the corpus that answers come from."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,28 +16,28 @@ from realmops.console import Console, show
 @click.argument("query")
 @option.existing_root
 @option.model
-@click.option("-k", type=click.IntRange(1, 1000), default=10, help="How many passages.")
+@click.option("-k", type=click.IntRange(1, 1000), default=10, help="The number of passages.")
 @option.repeated(
     "--where",
     "where",
     "FIELD=VALUE",
-    "Only documents with this field; also >=, >, <= and <. A field that is named twice has either value. A number also "
-    "finds texts that are numbers, as in CSV files.",
+    "Filter by a field of the document; also >=, >, <= and <. Two values of one field match either. A number also "
+    "matches text that is a number, as in CSV files.",
 )
 @click.option(
-    "--by", type=click.Choice(["run", "embeddings", "words"]), default="run", help="run: as the run's retriever does."
+    "--by", type=click.Choice(["run", "embeddings", "words"]), default="run", help="Rank by; run: the run's retriever."
 )
-@option.flag("--json", "as_json", help="Print one line of JSON, with the scores of words and of embeddings.")
+@option.flag("--json", "as_json", help="Print one line of JSON, with BM25 and embedding scores.")
 def search(
     query: str, root: Path, model: str | None, k: int, where: Sequence[str], by: Any, as_json: bool
 ) -> Iterator[str]:
     """Find passages.
 
-    This works as soon as there is a snapshot: by words at first, then by the newest retriever. Each passage is shown
-    with its place in the document, the words of QUERY in brackets.
+    You can search as soon as there is a snapshot: by BM25 at first, then by the newest retriever. Each passage is
+    printed with its position in the document, and the words of QUERY in brackets.
     """
     from realmops.commands.open_model import open_model
-    from realmops.commands.search import filter_of, shown
+    from realmops.commands.search import filter_of, result_lines
     from realmops.stages.open_run import open_search
 
     passages = open_model(root, model).passage_search() if model else open_search(root, Console())
@@ -45,7 +45,7 @@ def search(
     if as_json:
         yield json.dumps(record, ensure_ascii=False)
     else:
-        yield from shown(record)
+        yield from result_lines(record)
 
 
 @main.command()
@@ -53,7 +53,7 @@ def search(
 @option.existing_root
 @option.model
 @option.file(
-    "--from", "file", metavar="FILE", help='Ask the questions of FILE, too, in any format of "realmops questions".'
+    "--from", "file", metavar="FILE", help='Also answer the questions in FILE, in any format of "realmops questions".'
 )
 @option.flag("--json", "as_json", help="Print each answer as a line of JSON, as POST /v1/answer does.")
 def ask(question: Sequence[str], root: Path, model: str | None, file: Path | None, as_json: bool) -> Iterator[str]:
@@ -61,8 +61,8 @@ def ask(question: Sequence[str], root: Path, model: str | None, file: Path | Non
 
     Put each QUESTION in quotation marks. "realmops verify" checks what --json prints.
 
-    After the answers to FILE comes their exact match. A question of FILE that is too long gets an error instead of an
-    answer, and the exit code is 1.
+    After the answers to FILE, their exact match is printed. A question of FILE that is too long gets an error instead
+    of an answer, and the exit code is 1.
     """
     from realmops.answering.record import short
     from realmops.artifacts import canonical_json
@@ -72,46 +72,44 @@ def ask(question: Sequence[str], root: Path, model: str | None, file: Path | Non
     for record in ask(root, model, question, file, Console().say):
         failed += "error" in record
         yield canonical_json(record).decode() if as_json else "\n".join([record["question"], *short(record)])
-    exit_with([f"{failed} of the questions in {file} could not be asked; their errors say why"] if failed else [])
+    exit_with([f"{failed} of the questions in {file} have no answer; see their errors"] if failed else [])
 
 
 @main.command()
 @option.existing_root
 @option.model
-@click.option("--host", default="127.0.0.1", help="The address to listen at; 0.0.0.0: all of this machine's.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8080, help="The port; 0: a free one.")
-@option.file(
-    "--token-file", metavar="FILE", help="The bearer token that callers need; default: the variable REALMOPS_TOKEN."
-)
+@click.option("--host", default="127.0.0.1", help="The address to listen on; 0.0.0.0: all interfaces.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, help="The port; 0: any free port.")
+@option.file("--token-file", metavar="FILE", help="A file with the bearer token; default: the variable REALMOPS_TOKEN.")
 @click.option(
-    "--every", type=click.FloatRange(min=0.1), default=1.0, help="Seconds between checks for a newer generation."
+    "--every", type=click.FloatRange(min=0.1), default=1.0, help="Seconds between checks for a newer model or index."
 )
-def serve(root: Path, model: str | None, token_file: Path | None, **given: Any) -> None:
-    """Answer questions over HTTP, every word with its source.
+def serve(root: Path, model: str | None, token_file: Path | None, **options: Any) -> None:
+    """Answer questions over HTTP, each answer with its source.
 
-    Open its address in a browser to ask on a page. For programs, POST /v1/answer takes {"question": "..."}; the reply
-    has the answer, its probability, and citations, with their place in the document. /docs lists the other routes.
+    Open the server's address in a browser for a page. Programs send {"question": "..."} to POST /v1/answer; the
+    response has the answer, its probability, and citations with their positions in documents. /docs lists all routes.
 
-    After "realmops update" or "realmops promote" the server changes over to the newest generation, unless it is
-    damaged. SIGTERM ends the server when all accepted requests are answered.
+    After "realmops update" or "realmops promote" the server reloads the newest model, unless its files are damaged.
+    On SIGTERM the server completes all accepted requests, then ends.
     """
     from realmops.serve.served_model import model_source
     from realmops.serve.server import serve, token_of
 
-    serve(model_source(root, model), token=token_of(token_file), say=Console().say, **given)
+    serve(model_source(root, model), token=token_of(token_file), say=Console().say, **options)
 
 
 @main.command()
 @option.existing_root
 @option.model
-@option.flag("--http", help="Listen at http://127.0.0.1:PORT/mcp, for programs on this machine alone.")
+@option.flag("--http", help="Listen on http://127.0.0.1:PORT/mcp, for local programs only.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8081, help="The port, with --http.")
 def mcp(root: Path, model: str | None, http: bool, port: int) -> None:
-    """Offer search and answers to assistants by MCP.
+    """Offer search and answers to assistants over MCP.
 
-    The tools of the Model Context Protocol are "search" and, once a model that reads passages is fine-tuned, "answer";
-    each result names documents and characters. An assistant starts "realmops mcp --root FOLDER" itself and talks to it
-    by standard input and output, unless --http is given.
+    The tools of the Model Context Protocol are "search" and, once a model that reads passages is fine-tuned, "answer".
+    Each result names documents and character offsets. An assistant starts "realmops mcp --root FOLDER" as a child
+    process and uses its standard input and output, unless you give --http.
     """
     from realmops.serve.mcp import serve_tools
 
@@ -122,16 +120,16 @@ def mcp(root: Path, model: str | None, http: bool, port: int) -> None:
 @click.argument("answers", type=option.PATH)
 @click.argument("documents", type=option.PATH)
 @click.option("--format", default="auto", metavar="NAME", help="The format of the documents, as in snapshot.format.")
-@option.file("--boxes", metavar="FILE", help="Write the boxes of quotations on pages of a PDF, as JSON lines.")
-def verify(**given: Any) -> Iterator[str]:
+@option.file("--boxes", metavar="FILE", help="Write the bounding boxes of quotations in PDF pages, as JSON lines.")
+def verify(**options: Any) -> Iterator[str]:
     """Check that every quotation is in its source.
 
-    ANSWERS has lines of "realmops ask --json" or of POST /v1/answer, DOCUMENTS is what snapshot.documents names. Each
-    citation and each passage is compared with the document's text. The exit code is 1 when one is wrong.
+    ANSWERS is a file of lines from "realmops ask --json" or POST /v1/answer, DOCUMENTS the path in snapshot.documents.
+    Each citation and each passage is compared with the document's text. The exit code is 1 if one differs.
     """
     from realmops.commands.verify import verify
 
-    verdict = verify(progress=Console().progress, **given)
+    verdict = verify(progress=Console().progress, **options)
     yield (
         f"{verdict.answers} answers, {verdict.quotations} quotations in {verdict.documents} documents checked, "
         f"{len(verdict.problems)} wrong"
@@ -142,19 +140,19 @@ def verify(**given: Any) -> Iterator[str]:
 @main.command()
 @option.values
 @option.existing_root
-@option.flag("--may-shrink", help="Accept a corpus with less than half of the earlier passages.")
-def update(**given: Any) -> None:
-    """Answer over changed documents; nothing is trained.
+@option.flag("--may-shrink", help="Accept a corpus with less than half of the previous passages.")
+def update(**options: Any) -> None:
+    """Update the index to changed documents, without training.
 
-    The documents of snapshot.documents are read again, and new passages are embedded; from then on a server answers
-    from them. Then the test questions are answered, and the answers that changed are listed. The output is in updates/
-    under the root.
+    The documents in snapshot.documents are read again and new passages are embedded; a running server then switches to
+    them. Then the test questions are answered again, and changed answers are listed. The output is in updates/ under
+    the root.
     """
     from realmops.commands.update import changes_table, update
 
     report = Console()
-    if done := update(report=report, **given):
-        folder, metrics = done
+    if result := update(report=report, **options):
+        folder, metrics = result
         show(changes_table(folder).for_console())
         report.metrics("update", metrics)
 
@@ -165,16 +163,16 @@ def update(**given: Any) -> None:
     "--format",
     type=click.Choice(["sentence-transformers", "onnx", "parquet", "reader"]),
     default="sentence-transformers",
-    help="What to write.",
+    help="The format to write.",
 )
 @option.existing_root
 @option.model
 def export(folder: Path, format: str, root: Path, model: str | None) -> Iterable[str]:
-    """Write retriever, reader or embeddings for use elsewhere.
+    """Export retriever, reader or embeddings for other programs.
 
-    sentence-transformers: a folder that SentenceTransformer(FOLDER) opens, with the run's embeddings. onnx: the same
-    for ONNX Runtime; needs the extra "export". parquet: every passage with its embedding, its place in its document and
-    the document's other fields, for any vector store. reader: for "realmops init --reader FOLDER" alone.
+    sentence-transformers: a folder for SentenceTransformer(FOLDER), which computes the run's embeddings. onnx: the same
+    for ONNX Runtime; needs the extra "export". parquet: every passage with its embedding, its position in its document
+    and the document's other fields, for any vector store. reader: a reader for "realmops init --reader FOLDER".
     """
     from realmops.commands.export import export
     from realmops.commands.open_model import open_model

@@ -1,4 +1,4 @@
-"""The command ``realmops``: its headings, its errors and its exit codes."""
+"""The command group ``realmops``: headings of its help, error messages and exit codes."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from realmops.console import explained_errors, show
 
 HEADINGS = {
     "Run": ("init", "run", "params", "public-data", "import", "questions", "cloze"),
-    "Look": ("report", "explain", "ceilings"),
+    "Inspect": ("report", "explain", "ceilings"),
     "Serve": ("search", "ask", "serve", "mcp", "verify", "update", "export"),
     "Compare": ("ablate", "compare", "promote"),
     "Operate": ("submit", "index-builder", "sync", "doctor"),
@@ -19,20 +19,22 @@ HEADINGS = {
 
 
 class ExplainedCommand(click.Command):
-    """A command that prints what it returns, and ends with one message where a person can put right what is wrong."""
+    """A command that prints the lines it returns, and reports an error that users can fix as one message."""
 
     def invoke(self, ctx: click.Context) -> None:
+        """Run the command, print the lines that it yields, and explain its errors."""
         with explained_errors():
             for line in super().invoke(ctx) or ():
                 show(line)
 
 
 class ExplainedCommands(click.Group):
-    """A group of such commands, shown under headings."""
+    """A group of ``ExplainedCommand``, listed in its help under ``HEADINGS``."""
 
     command_class = ExplainedCommand
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write one section of commands for each heading."""
         width = max(map(len, self.commands))
         for heading, names in HEADINGS.items():
             with formatter.section(heading):
@@ -40,7 +42,7 @@ class ExplainedCommands(click.Group):
 
 
 def exit_with(problems: Sequence[str]) -> None:
-    """Name the problems and end with exit code 1, where there are any."""
+    """Print problems to standard error and exit with code 1; return if there are none."""
     for problem in problems:
         click.echo(f"realmops: {problem}", err=True)
     if problems:
@@ -52,11 +54,11 @@ def exit_with(problems: Sequence[str]) -> None:
 def main() -> None:
     """Train REALM: a retriever and a reader learn together from masked words, then answer questions.
 
-    Begin with "realmops init" for documents of your own, then "realmops run all": it runs the stages sample, snapshot,
+    Start with "realmops init" for your own documents, then "realmops run all": it runs the stages sample, snapshot,
     tag, ict, pretrain, finetune, evaluate and skips those that are done. Then "realmops ask" and "realmops serve"
-    answer your questions. docs/options.md has all options.
+    answer your questions. docs/options.md lists all options.
     """
-    # Trainer and builder share the cores: a thread that waits must not spin while the other process wants to work.
+    # Trainer and index builder share the cores: idle OpenMP threads must not spin while the other process computes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # They share a GPU too: without this, batches of ever new lengths leave gaps that fill its memory within minutes.
+    # They share a GPU too: without this, batches of varying lengths fragment its memory until it is full, in minutes.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

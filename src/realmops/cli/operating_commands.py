@@ -13,25 +13,25 @@ from realmops.cli.group import exit_with, main
 
 @main.command()
 @option.values
-@click.option("--pipeline", default="train", help="train, ablations, refresh, or a compiled pipeline's file.")
+@click.option("--pipeline", default="train", help="train, ablations, refresh, or the file of a compiled pipeline.")
 @option.repeated("--argument", "arguments", "NAME=VALUE", "A parameter of the pipeline, for example image=realmops:1.")
 @click.option("--experiment", default="realmops", help="The experiment in Kubeflow Pipelines.")
-@click.option("--name", help="The name of the run; default: the pipeline's name and the key.")
+@click.option("--name", help="The name of the run; default: pipeline name and key.")
 @click.option(
-    "--endpoint", envvar="KF_PIPELINES_ENDPOINT", show_envvar=True, metavar="URL", help="The API of Kubeflow Pipelines."
+    "--endpoint", envvar="KF_PIPELINES_ENDPOINT", show_envvar=True, metavar="URL", help="The URL of Kubeflow Pipelines."
 )
 @click.option(
     "--namespace",
-    help="The namespace of a Kubeflow profile; default: a pod's own, without profiles that of Kubeflow Pipelines.",
+    help="The namespace of a Kubeflow profile; default: that of this pod, or without profiles of Kubeflow Pipelines.",
 )
 @click.option(
     "--keep-hours",
     type=click.FloatRange(0, 500_000),
     default=168.0,
-    help="How long Kubeflow Pipelines 2.17 keeps pods after a run, if its set-up does not decide; 0: as set up.",
+    help="Hours that Kubeflow Pipelines 2.17 keeps pods after a run, unless its deployment sets this; 0: leave unset.",
 )
-@option.flag("--once", help="Start nothing if a run with the same key is under way or has succeeded.")
-@option.flag("--wait", "waits", help="Wait until the run has ended; exit code 1 unless it has succeeded.")
+@option.flag("--once", help="Submit nothing if a run with the same key is active or has succeeded.")
+@option.flag("--wait", "waits", help="Wait for the end of the run; exit code 1 unless it succeeded.")
 def submit(
     values: option.Values,
     project: Path,
@@ -41,18 +41,19 @@ def submit(
     keep_hours: float,
     once: bool,
     waits: bool,
-    **given: Any,
+    **options: Any,
 ) -> None:
     """Start the training on Kubeflow Pipelines.
 
-    Each training has a key, of its params (without tracking), the files that these name, the compiled pipeline, and the
-    arguments that decide the result, as the image. The exit code is 2 for a mistake, and 1 when the server is away.
+    Each training has a key: a hash of its params (without tracking), the files that these name, the compiled pipeline,
+    and the arguments that affect the result, such as the image. The exit code is 2 for invalid input, and 1 if the
+    server is unreachable.
     """
     from realmops.cluster.kfp_client import Server
     from realmops.cluster.submit import SUCCEEDED, Pipeline, prepare, submit, wait
 
     compiled = Pipeline.named(pipeline)
-    submission, notes = prepare(values, project, compiled, **given)
+    submission, notes = prepare(values, project, compiled, **options)
     for note in notes:
         click.echo(note, err=True)
     server = Server(endpoint, namespace)
@@ -62,39 +63,39 @@ def submit(
 
 
 @main.command("index-builder")
-@option.file("--exchange", help="The folder shared with the trainer.")
+@option.file("--exchange", help="The exchange folder shared with the trainer.")
 @option.file("--snapshot", help="The snapshot folder of the corpus.")
 @option.watch_parent
-@option.file("--follow", metavar="FILE", help="Serve the training or stage that FILE names, then the next one.")
+@option.file("--follow", metavar="FILE", help="Work for the training or stage that FILE names, then for the next.")
 @option.file("--alive", metavar="FILE", help="With --follow: touch FILE as a heartbeat.")
 def index_builder(
-    exchange: Path | None, snapshot: Path | None, follow: Path | None, alive: Path | None, **given: Any
+    exchange: Path | None, snapshot: Path | None, follow: Path | None, alive: Path | None, **options: Any
 ) -> None:
     """Rebuild the index with the newest weights of a training.
 
-    The stage pretrain starts a builder itself; this command is for builders that run elsewhere. It embeds the corpus
-    again whenever the trainer has published weights, and ends with the trainer.
+    The stage pretrain starts an index builder; use this command for builders on other machines. It embeds the corpus
+    each time the trainer publishes weights, and ends with the trainer.
 
     With --follow a file names the run, and after one run the builder waits for the next. With --follow
-    .realmops/STAGE.shards.json it helps the stage tag, finetune or evaluate.
+    .realmops/STAGE.shards.json it computes shards for the stage tag, finetune or evaluate.
     """
     from realmops.refresh.builder_process import Follower, run_index_builder
 
     if follow is not None:
         if exchange or snapshot:
-            raise ValueError("--follow names exchange and snapshot in its file: leave --exchange and --snapshot out")
+            raise ValueError("--follow names a file with exchange and snapshot; leave out --exchange and --snapshot")
         Follower(follow, alive).run()
     if exchange is None or snapshot is None:
-        raise ValueError("name --exchange and --snapshot, or with --follow the file that holds both")
+        raise ValueError("--exchange and --snapshot are required; give both, or --follow with a file that names them")
     from realmops.stages.sharded_work import WORKS
 
-    sys.exit(run_index_builder(exchange, snapshot, works=WORKS, **given))
+    sys.exit(run_index_builder(exchange, snapshot, works=WORKS, **options))
 
 
 @main.command()
 @option.existing_root
 def sync(root: Path) -> Iterator[str]:
-    """Send to MLflow what could not be sent while stages ran."""
+    """Send metrics and files to MLflow that are still unsent."""
     from realmops.tracking.runs import tracking_folder
     from realmops.tracking.sender import sync
 
@@ -105,12 +106,12 @@ def sync(root: Path) -> Iterator[str]:
 
 @main.command()
 @option.existing_root
-@option.file("--exchange", help="The folder shared by trainer and index builders, if not below the root.")
+@option.file("--exchange", help="The exchange folder of trainer and index builders, if outside the root.")
 def doctor(root: Path, exchange: Path | None) -> Iterable[str]:
-    """Show what is installed, what runs, and what is wrong.
+    """Show versions, device, stage states and problems.
 
-    It prints versions and device, the state of each stage, what was not sent to MLflow yet, and the state of the
-    exchange between trainer and index builders.
+    The report has package versions, the device, the state of each stage, journals not yet sent to MLflow, and the state
+    of the exchange between trainer and index builders.
     """
     from realmops.commands.doctor import diagnose
 

@@ -1,4 +1,4 @@
-"""Commands that show results, and compare runs."""
+"""Commands that show results and compare runs."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -14,39 +14,42 @@ from realmops.console import Console, show
 @main.command()
 @option.existing_root
 def report(root: Path) -> None:
-    """Print the tables of results, and where the report is."""
+    """Print the tables of results, and the path of the report."""
     from realmops.commands.report import summary
 
-    for shown in summary(root):
-        show(shown, columns=100)
+    for text_or_table in summary(root):
+        show(text_or_table, columns=100)
 
 
 @main.command()
 @click.argument("sentence", required=False)
 @click.option("--answer", metavar="TEXT", help="The words for [MASK] (one [MASK] for all), or an answer to --question.")
-@option.flag("--json", help="Print everything about a sentence or a question as JSON.")
-@option.file("--html", help="Write a page, too.")
-@option.flag("--before-after", help='Over the corpus before and after "realmops update".')
+@option.flag("--json", help="Print the full record of a sentence or a question as JSON.")
+@option.file("--html", help="Also write an HTML page.")
+@option.flag("--before-after", help='Compare the corpus before and after "realmops update".')
 @option.existing_root
-@option.repeated("--question", "questions", "ID|TEXT", "The id of a question in results/, or any question, asked now.")
+@option.repeated("--question", "questions", "ID|TEXT", "The id of a question in results/, or a new question.")
 @option.repeated(
-    "--failed-at", "failures", "NAME", "Only failures at NAME: not_in_corpus, not_retrieved, too_long or reader."
+    "--failed-at",
+    "failures",
+    "NAME",
+    "Only questions failed at NAME: not_in_corpus, not_retrieved, too_long or reader.",
 )
-@click.option("--limit", type=click.IntRange(min=0), default=20, help="Explain at most so many questions.")
-def explain(**given: Any) -> None:
-    """Show which passage and span each answer rests on.
+@click.option("--limit", type=click.IntRange(min=0), default=20, help="The maximum number of questions to explain.")
+def explain(**options: Any) -> None:
+    """Show the passages and spans that each answer is based on.
 
-    Without SENTENCE and --question it shows the last evaluation: the passages with p(z|x), the probability of passage z
-    for question x; the spans with their scores; and where each question failed. --question shows one of these, or asks
-    the fine-tuned model now (always with --answer, --json, --html or --before-after).
+    Without SENTENCE and --question you see the last evaluation: the passages with p(z|x), the probability of passage z
+    for question x; the spans with their scores; and where each question failed. --question selects one of these, or
+    queries the fine-tuned model now (always with --answer, --json, --html or --before-after).
 
-    A SENTENCE with [MASK] asks the pre-trained model: its guess with and without retrieval, and the utility of each
-    passage.
+    A SENTENCE with [MASK] queries the pre-trained model: its prediction with and without retrieval, and the utility of
+    each passage.
     """
     from realmops.commands.explain import explain
 
-    for shown in explain(**given):
-        show(shown, columns=160)
+    for text_or_table in explain(**options):
+        show(text_or_table, columns=160)
 
 
 @main.command()
@@ -54,26 +57,26 @@ def explain(**given: Any) -> None:
 @option.format
 @option.values
 @option.existing_root
-def ceilings(values: option.Values, project: Path, **given: Any) -> Iterable[str]:
-    """Say how many questions the corpus can answer at all.
+def ceilings(values: option.Values, project: Path, **options: Any) -> Iterable[str]:
+    """Measure the share of questions that the corpus can answer.
 
-    FILES have the questions. No model can answer a question whose answer is nowhere in the run's snapshot, or in no
-    span that is short enough (finetune.answer_wordpieces). The table also has how many answers are in the first
-    passages of BM25 (finetune.reader_candidates). Name the presets of the run.
+    FILES contain the questions. No model can answer a question whose answer is not in the run's snapshot, or only in
+    spans that are too long (finetune.answer_wordpieces). The output also has the share of answers in the top passages
+    of BM25 (finetune.reader_candidates). Give the presets of the run.
     """
     from realmops.commands.questions import measure_ceilings
     from realmops.config import parse_section
 
     limits = parse_section("finetune", values["finetune"])
-    return measure_ceilings(limits=limits, progress=Console().progress, **given)
+    return measure_ceilings(limits=limits, progress=Console().progress, **options)
 
 
 @main.command("ablate")
-@option.repeated("--variant", "variants", "NAME", "Only this variant.")
-@option.count("--seeds", default=1, help="Seeds of each variant.")
-@option.count("--jobs", default=1, help="Stages that run at once.")
+@option.repeated("--variant", "variants", "NAME", "Train only this variant.")
+@option.count("--seeds", default=1, help="The number of seeds of each variant.")
+@option.count("--jobs", default=1, help="The number of stages that run in parallel.")
 @option.file(
-    "--out", default=Path("runs/ablations"), help="The folder for trainings, table.md, table.csv and report.html."
+    "--out", default=Path("runs/ablations"), help="The output folder: trainings, table.md, table.csv and report.html."
 )
 @option.params
 def run_ablations(
@@ -87,13 +90,13 @@ def run_ablations(
 ) -> Iterator[str]:
     """Train and compare variants of REALM.
 
-    The variants are those of variants.yaml, of the package or next to the params file; the preset ablations/NAME has
-    what each changes. They start from the preset "ablation", with small trainings, unless --preset names another.
-    Stages that variants share are trained once.
+    The variants are listed in variants.yaml, next to the params file or else in the package; the preset ablations/NAME
+    has the options that each changes. They start from the preset "ablation", with short trainings, unless you name
+    another with --preset. Stages that variants share are trained once.
     """
-    from realmops.commands.ablate import Ablation, ablate, summary, variants_of
+    from realmops.commands.ablate import Ablation, ablate, read_variants, summary
 
-    names = variants or tuple(variants_of(params))
+    names = variants or tuple(read_variants(params))
     ablation = Ablation(params, presets or ("ablation",), settings, names, range(seeds), out)
     rows, failures = ablate(ablation, jobs=jobs, report=Console())
     yield from summary(rows, out)
@@ -104,10 +107,10 @@ def run_ablations(
 @click.argument("first", type=option.PATH)
 @click.argument("second", type=option.PATH)
 def compare(first: Path, second: Path) -> Iterable[str]:
-    """Say whether one run is better than another, and how sure.
+    """Compare two runs, with confidence intervals.
 
     FIRST and SECOND are folders of runs (--root), or their results folders. Exact match and recall@5 are compared on
-    questions with the same id, text and answers, with intervals by a paired bootstrap.
+    questions with the same id, text and answers, with confidence intervals by a paired bootstrap.
     """
     from realmops.evaluate.compare import compare, sentence
 
@@ -118,19 +121,18 @@ def compare(first: Path, second: Path) -> Iterable[str]:
 @option.values
 @option.existing_root
 @click.option("--name", default="realmops", help="The registered model in MLflow.")
-@click.option(
-    "--margin", type=click.FloatRange(0, 1), default=0.0, help="How much higher than the champion's its EM must be."
-)
-@option.flag("--copy", help="Copy corpus, model and index into MLflow's artifacts, instead of their paths.")
-def promote(**given: Any) -> Iterator[str]:
+@click.option("--margin", type=click.FloatRange(0, 1), default=0.0, help="The minimum difference to the champion's EM.")
+@option.flag("--copy", help="Copy corpus, model and index into MLflow's artifacts instead of registering paths.")
+def promote(**options: Any) -> Iterator[str]:
     """Register the run in MLflow as champion, if it is better.
 
-    A run is better if its exact match (EM) on the same questions by the same rules is higher by the margin at least,
-    and the interval of the difference is above 0. Otherwise the command prints why and ends with exit code 1.
+    A run is better if its exact match (EM) on the same questions by the same rules is higher by at least the margin,
+    and the confidence interval of the difference is above 0. Otherwise the command prints the reason and ends with
+    exit code 1.
     """
     from realmops.commands.promote import promote
 
-    promotion = promote(**given)
+    promotion = promote(**options)
     if not promotion.champion:
         exit_with([promotion.message])
     yield promotion.message

@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options shared by several commands."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
@@ -18,7 +18,7 @@ count = partial(click.option, type=click.IntRange(min=1))
 
 
 def repeated(option: str, name: str, metavar: str, help: str, type: Any = None) -> Callable[[Command], Command]:
-    """An option that can be given many times."""
+    """Build an option that can be repeated on the command line."""
     return click.option(option, name, multiple=True, metavar=metavar, help=f"{help} Repeatable.", type=type)
 
 
@@ -29,50 +29,50 @@ def _root(must_exist: bool) -> Callable[[Command], Command]:
 
 
 new_root, existing_root = _root(False), _root(True)
-watch_parent = click.option("--watch-parent", type=int, metavar="PID", help="End when this process, the parent, ends.")
+watch_parent = click.option("--watch-parent", type=int, metavar="PID", help="End when this parent process ends.")
 question_files = click.argument("files", nargs=-1, required=True, type=PATH)
 format = click.option(
     "--format",
     default="auto",
     metavar="NAME",
-    help="jsonl, webquestions, curatedtrec, squad, dpr, csv, or auto: by content.",
+    help="jsonl, webquestions, curatedtrec, squad, dpr, csv, or auto: detect by content.",
 )
 model = click.option(
     "--model",
     metavar="models:/NAME@champion",
-    help="The champion of MLflow's registry; default: the run's folder, with its newest update.",
+    help="The champion in MLflow's registry; default: the run in --root, with its newest update.",
 )
 
 
 _params = file(
     "--params",
     default=Path("params.yaml"),
-    help="The file of options that differ from the defaults; relative file names start at its folder.",
+    help="The file of options that differ from the defaults; paths in it are relative to its folder.",
 )
 _preset = repeated(
-    "--preset", "presets", "NAME", "Apply a preset: presets/NAME.yaml, realmops' own NAME, or the file NAME."
+    "--preset", "presets", "NAME", "Apply a preset: presets/NAME.yaml, a built-in preset NAME, or the file NAME."
 )
-_set = repeated("--set", "settings", "SECTION.KEY=VALUE", "Change one option, for example pretrain.steps=100.")
+_set = repeated("--set", "settings", "SECTION.KEY=VALUE", "Set one option, for example pretrain.steps=100.")
 
 
 def params(command: Command) -> Command:
-    """Give a command --params, --preset and --set."""
+    """Add --params, --preset and --set to a command."""
     return _params(_preset(_set(command)))
 
 
 def load_values(params: Path, presets: Sequence[str], settings: Sequence[str]) -> Values:
-    """All sections of the params file, presets and settings laid over it."""
+    """Load all sections of the params file, overridden by presets, then by settings."""
     from realmops import config
 
     return config.load(params, presets=[config.preset_path(name, params) for name in presets], settings=settings)
 
 
 def values(command: Command) -> Command:
-    """Give a command --params, --preset and --set, as ``values`` and the folder in which their file names start."""
+    """Add --params, --preset and --set to a command, which gets ``values`` and the params file's folder ``project``."""
 
     @params
     @wraps(command)
-    def with_values(params: Path, presets: Sequence[str], settings: Sequence[str], **others: Any) -> Any:
-        return command(values=load_values(params, presets, settings), project=params.parent, **others)
+    def with_values(params: Path, presets: Sequence[str], settings: Sequence[str], **options: Any) -> Any:
+        return command(values=load_values(params, presets, settings), project=params.parent, **options)
 
     return with_values

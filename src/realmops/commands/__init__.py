@@ -1,1 +1,1 @@
-"""What is a command and no stage."""
+"""Commands that are not stages."""

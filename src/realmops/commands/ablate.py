@@ -1,9 +1,9 @@
-"""Ablations: variants of one run over seeds, side by side, with everything that they share made once.
+"""Ablations: train variants of one run over several seeds, and compare them; shared stages run once.
 
-Each stage of each variant runs in a folder named by the stage's fingerprint (``store/STAGE-KEY``), through the same
-command as people use; a variant's own folder (``NAME/seed-N``) holds links to what it is made of. So two variants
-that differ in fine-tuning share their pre-training, and a call after a kill goes on from the checkpoints. Calls beside
-each other, as pods on one volume, share as well: of two that want the same stage, one waits for the other.
+Each stage of each variant runs in a folder named by the stage's fingerprint (``store/STAGE-KEY``), by the command line
+that users have; the folder of a variant (``NAME/seed-N``) contains symlinks to its stages. So two variants that differ
+only in fine-tuning share one pre-training, and a call after a kill resumes from the checkpoints. Concurrent calls, for
+example pods on one volume, share stages too: a lease lets one of them run a stage while the others wait.
 """
 
 import math
@@ -42,16 +42,16 @@ from realmops.tracking.sender import sync
 
 VARIANTS = "variants.yaml"
 FIGURES = (*STALENESS, "hit_at_5_after", "retrieval_utility", "p_null", "marginal_gain", "collapsed", "refreshes")
-MASKED = ("masked_accuracy", "masked_log_p", "masked_accuracy_without", "masked_log_p_without")  # of the reader
+MASKED = ("masked_accuracy", "masked_log_p", "masked_accuracy_without", "masked_log_p_without")  # reader metrics
 OUTCOMES = "outcomes"
 WRITTEN = ("table.md", "table.csv", "report.html")
 LAST_LINES = 5
-LOOK_SECONDS = 0.1  # between two looks at a stage's process and its claim
+POLL_SECONDS = 0.1  # interval between polls of a stage's process and lease
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """One variant with one seed: its options, and its folder, which looks like the root of any other run."""
+    """One variant with one seed: its options, and ``view``, a folder with the layout of a run's root."""
 
     variant: str
     seed: int
@@ -62,12 +62,13 @@ class Task:
     view: Path
 
     def folder(self, stage: str) -> Path:
+        """Return the output folder of a stage."""
         return self.view / STAGES[stage].folder
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """What is compared: ``presets`` and ``settings`` hold for every variant."""
+    """The grid of variants and seeds to compare; ``presets`` and ``settings`` apply to every variant."""
 
     params: Path
     presets: Sequence[str]
@@ -77,7 +78,7 @@ class Ablation:
     out: Path
 
     def task(self, variant: str, seed: int) -> Task:
-        """A variant by its preset, the reference has none, with a seed, which makes its world and its training."""
+        """Return the task of a variant's preset (none for the reference) and a seed, for both sample and training."""
         names = [*self.presets, *([] if variant == REFERENCE else [f"ablations/{variant}"])]
         presets = [preset_path(name, self.params) for name in names]
         settings = [*self.settings, f"run.seed={seed}", f"sample.seed={seed}"]
@@ -86,81 +87,83 @@ class Ablation:
 
     @cached_property
     def tasks(self) -> list[Task]:
-        """Every variant with every seed; ValueError for what is no variant, and for what is wrong with a preset."""
-        known = variants_of(self.params)
+        """Tasks of every variant with every seed. Raises ValueError for an unknown variant or an invalid preset."""
+        titles = read_variants(self.params)
         for name in self.variants:
-            if name not in known:
-                raise ValueError(f"variant {name!r}: {variants_file(self.params)} has {', '.join(known)}")
-        return [self.task(*both) for both in product(self.variants, self.seeds)]
+            if name not in titles:
+                raise ValueError(f"unknown variant {name!r}: {variants_file(self.params)} has {', '.join(titles)}")
+        return [self.task(*pair) for pair in product(self.variants, self.seeds)]
 
 
 def variants_file(params: Path) -> Path:
-    """A project's own variants, beside its params file, else those of the package."""
+    """Return the path of variants.yaml next to the params file or, without one, in the package."""
     own = params.parent / VARIANTS
     return own if own.is_file() else config.PACKAGE / VARIANTS
 
 
-def variants_of(params: Path) -> dict[str, dict[str, str]]:
-    """``TITLES`` of the variants by name, in the order of the table; ValueError for a file without the reference."""
+def read_variants(params: Path) -> dict[str, dict[str, str]]:
+    """Read the ``TITLES`` of the variants by name, in table order. Raises ValueError for an invalid file."""
     path = variants_file(params)
-    found = read_yaml(path).get("variants", {})
-    if REFERENCE not in found:
-        raise ValueError(f"{path}: variants lacks {REFERENCE}, to which all others are compared")
-    for name, entry in found.items():
+    entries = read_yaml(path).get("variants", {})
+    if REFERENCE not in entries:
+        raise ValueError(f"{path}: variants has no {REFERENCE}, the reference of all comparisons; add it")
+    for name, entry in entries.items():
         if not isinstance(entry, dict) or set(entry) != set(TITLES):
-            raise ValueError(f"{path}: variants.{name} is {entry!r}; wanted are the keys {', '.join(TITLES)}")
-    return {str(name): {key: str(entry[key]) for key in TITLES} for name, entry in found.items()}
+            raise ValueError(f"{path}: variants.{name} is {entry!r}; expected the keys {', '.join(TITLES)}")
+    return {str(name): {key: str(entry[key]) for key in TITLES} for name, entry in entries.items()}
 
 
 def ablate(ablation: Ablation, *, jobs: int, report: Report, only_look: bool = False) -> tuple[list[Row], list[str]]:
-    """Train and evaluate every variant with every seed, and write outcomes, table, page and MLflow runs.
+    """Train and evaluate every variant with every seed; write outcomes, table, HTML report and MLflow runs.
 
-    Returns the table's rows, and what went wrong: a stage that fails ends its variant, all others go on. With
-    ``only_look`` nothing is trained, and what is missing went wrong. Raises ValueError for a variant that is not known.
+    Up to ``jobs`` stages run in parallel. With ``only_look`` nothing is trained, and a missing stage is a failure.
+
+    Returns:
+        Rows of the table, and one message per failed task: a failed stage ends its own variant only.
     """
     failures = train(ablation, jobs=jobs, report=report, only_look=only_look)
-    done = {task: outcome_of(task) for task in ablation.tasks if task not in failures}
-    outcomes = list(done.values())
+    completed = {task: outcome_of(task) for task in ablation.tasks if task not in failures}
+    outcomes = list(completed.values())
     for name in {outcome.variant for outcome in outcomes}:
-        found = [
-            {"seed": one.seed, "em": float(one.correct.mean()), "recall_at_5": one.recall_at_5, **one.figures}
-            for one in outcomes
-            if one.variant == name
+        results = [
+            {"seed": run.seed, "em": float(run.correct.mean()), "recall_at_5": run.recall_at_5, **run.figures}
+            for run in outcomes
+            if run.variant == name
         ]
-        artifacts.write_json(ablation.out / OUTCOMES / f"{name}.json", found)
+        artifacts.write_json(ablation.out / OUTCOMES / f"{name}.json", results)
     rows: list[Row] = []
     if any(outcome.variant == REFERENCE for outcome in outcomes):
-        rows = tables.table_rows(outcomes, variants_of(ablation.params))
+        rows = tables.table_rows(outcomes, read_variants(ablation.params))
         page = tables.page(rows, outcomes, len(ablation.seeds))
         texts = (tables.table_of_rows(rows).as_markdown(), tables.as_csv(rows), page)
         for name, text in zip(WRITTEN, texts, strict=True):
             artifacts.write_bytes(ablation.out / name, text.encode())
-    if done and ablation.tasks[0].values["tracking"]["enabled"]:
-        _track(ablation, done, rows, report)
+    if completed and ablation.tasks[0].values["tracking"]["enabled"]:
+        _track(ablation, completed, rows, report)
     return rows, list(failures.values())
 
 
 def train(ablation: Ablation, *, jobs: int, report: Report, only_look: bool = False) -> dict[Task, str]:
-    """As :func:`ablate`, but writes nothing about all of them: others may train other variants there meanwhile."""
+    """Train like :func:`ablate` without summary files: other processes may train other variants in the same folder."""
     locks: dict[Path, threading.Lock] = {}
-    counting, stopped = threading.Lock(), threading.Event()
+    progress_lock, stopped = threading.Lock(), threading.Event()
     advance = report.progress("stages", len(ablation.tasks) * len(STAGES))
     artifacts.make_folder(ablation.out / OUTCOMES)
 
     def run(task: Task) -> str:
-        """Have all stages of a task in its folder, each fingerprint made once; what went wrong, if anything did."""
+        """Complete all stages of a task, each fingerprint once, and link them into its view; return a failure or ""."""
         for stage in STAGES.values():
             key = fingerprint(stage, task.values, inputs_of(stage, task.values, task.params.parent, task.view))
             home = ablation.out / "store" / f"{stage.name}-{key[:16]}"
             failure = ""
             with locks.setdefault(home, threading.Lock()):
                 if not is_made(home, stage):
-                    missing = f"has not been done in {home}"
-                    failure = missing if only_look else _make(stage, task, home, report, stopped)
+                    missing = f"is not complete in {home}"
+                    failure = missing if only_look else _run_stage(stage, task, home, report, stopped)
             if failure:
                 return f"{task.variant}, seed {task.seed}: the stage {stage.name} {failure}"
             put_link(home / stage.folder, task.view / stage.folder)
-            with counting:
+            with progress_lock:
                 advance(1)
         return ""
 
@@ -172,65 +175,65 @@ def train(ablation: Ablation, *, jobs: int, report: Report, only_look: bool = Fa
     return {task: failure for task, failure in zip(ablation.tasks, failures, strict=True) if failure}
 
 
-def _make(stage: Stage, task: Task, home: Path, report: Report, stopped: threading.Event) -> str:
-    """Run a stage in a process of its own, or wait for another one that does; what went wrong, if anything did."""
-    with claimed(home / WORK / "claim", report.say, stopped) as claim:
+def _run_stage(stage: Stage, task: Task, home: Path, report: Report, stopped: threading.Event) -> str:
+    """Run a stage in a child process, or wait for the process that holds its lease; return a failure or ""."""
+    with claimed(home / WORK / "claim", report.say, stopped) as lease:
         if is_made(home, stage):
             return ""
         for need in stage.needs:
             if task.folder(need).exists():
                 put_link(task.folder(need), home / STAGES[need].folder)
-        words = ["run", stage.name, f"--params={task.params}", f"--root={home}"]
-        words += [f"--preset={preset}" for preset in task.presets]
-        words += [f"--set={setting}" for setting in (*task.settings, "tracking.enabled=false")]
+        arguments = ["run", stage.name, f"--params={task.params}", f"--root={home}"]
+        arguments += [f"--preset={preset}" for preset in task.presets]
+        arguments += [f"--set={setting}" for setting in (*task.settings, "tracking.enabled=false")]
         log = home / "log.txt"
-        process = Apart("realmops.commands.run", partial(run_command, words, log))
-        while not (process.wait(LOOK_SECONDS) or claim.lost or stopped.is_set()):
+        process = Apart("realmops.commands.run", partial(run_command, arguments, log))
+        while not (process.wait(POLL_SECONDS) or lease.lost or stopped.is_set()):
             pass
         if not (status := process.end()):
             return ""
         last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
-        return "\n  ".join([f"{fate(status)}; {log} ends", *last])
+        return "\n  ".join([f"{fate(status)}; the last lines of {log}:", *last])
 
 
 def summary(rows: Sequence[Row], out: Path) -> Iterator[str]:
-    """The table, or that there is none, and where to look next."""
+    """Yield the table as Markdown, or the reason for its absence, and the paths of report and MLflow views."""
     if not rows:
-        yield f"No table: {REFERENCE} is not among what ended well; figures are in {out / OUTCOMES}"
+        yield f"no table: the reference {REFERENCE} did not complete; metrics are in {out / OUTCOMES}"
         return
     yield tables.table_of_rows(rows).as_markdown().rstrip("\n")
-    yield f"The page, which opens without a network: {out / 'report.html'}"
+    yield f"Report (HTML, offline): {out / 'report.html'}"
     if (runs.tracking_folder(out) / "mlflow.db").is_file():
         yield f"Compare runs in the browser: {browser_command(out)}"
-        yield f"and there, with their figures: {view_address('realmops-variants')}"
+        yield f"and open, with metrics as columns: {view_address('realmops-variants')}"
 
 
 def means_of(ablation: Ablation) -> dict[str, float]:
-    """What ``evaluate`` measured of all that was trained, under its names, as means of what all have."""
+    """Return the mean over all tasks of each metric of the stage ``evaluate`` that all of them have."""
     return _means([artifacts.read_json(task.folder("evaluate") / METRICS) for task in ablation.tasks])
 
 
-def _means(found: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of the numbers that all have."""
-    common = set.intersection(*map(set, found)) if found else set()
-    columns = {name: [one[name] for one in found] for name in sorted(common)}
-    numbers = {name: of_all for name, of_all in columns.items() if all(isinstance(v, int | float) for v in of_all)}
-    return {name: float(np.mean(of_all)) for name, of_all in numbers.items()}
+def _means(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the means of the numbers that all records have."""
+    common = set.intersection(*map(set, records)) if records else set()
+    columns = {name: [record[name] for record in records] for name in sorted(common)}
+    numbers = {name: column for name, column in columns.items() if all(isinstance(v, int | float) for v in column)}
+    return {name: float(np.mean(column)) for name, column in numbers.items()}
 
 
 def is_made(home: Path, stage: Stage) -> bool:
-    """Whether a stage is done, seen by listing folders: NFS hides for a while a name that was looked for too early."""
+    """Return whether a stage has completed, by listing folders: NFS clients cache a failed lookup for some seconds."""
     names = (*Path(stage.folder).parts, artifacts.MANIFEST)
     return all(name in Files().listdir(home.joinpath(*names[:depth])) for depth, name in enumerate(names))
 
 
 def folder_of(out: Path, variant: str, seed: int) -> Path:
-    """Return the folder of a variant's run in the folder of an ablation."""
+    """Return the run folder of a variant and seed below an ablation's folder."""
     return out / variant / f"seed-{seed}"
 
 
 def put_link(target: Path, link: Path) -> None:
-    """Put a link in its place whole: others may look at it or make the same one."""
+    """Create or replace a symlink atomically: other processes may read it or create the same one."""
     link.parent.mkdir(parents=True, exist_ok=True)
     new = link.with_name(f".{link.name}.{uuid.uuid4().hex}")
     new.symlink_to(target.resolve())
@@ -238,6 +241,7 @@ def put_link(target: Path, link: Path) -> None:
 
 
 def outcome_of(task: Task) -> VariantOutcome:
+    """Read the results of a completed task."""
     results, pretrained = task.folder("evaluate"), task.folder("pretrain")
     retriever, reader = task.values["finetune"]["retriever"], task.values["finetune"]["reader"]
     reads = reader not in CLOSED_BOOK
@@ -256,14 +260,14 @@ def outcome_of(task: Task) -> VariantOutcome:
     )
 
 
-def _track(ablation: Ablation, done: Mapping[Task, VariantOutcome], rows: Sequence[Row], report: Report) -> None:
-    """One MLflow run for the ablation, and under it one for each variant and seed.
+def _track(ablation: Ablation, completed: Mapping[Task, VariantOutcome], rows: Sequence[Row], report: Report) -> None:
+    """Log a parent MLflow run for the ablation, and a child run for each variant and seed.
 
-    The figures of the ablation's own run are those of the reference, as means over seeds.
+    The metrics of the parent run are those of the reference, as means over seeds.
     """
     folder = runs.tracking_folder(ablation.out)
     base = ablation.task(REFERENCE, ablation.seeds[0]).values
-    journals = {task: _journals(task, outcome) for task, outcome in done.items()}
+    journals = {task: _journals(task, outcome) for task, outcome in completed.items()}
     times = {task: [line["time"] for path in paths for line in read_journal(path)] for task, paths in journals.items()}
     tags = {"realmops.kind": "ablation", "realmops.variants": ", ".join(ablation.variants)}
     parent = runs.TrackedRun(
@@ -273,8 +277,8 @@ def _track(ablation: Ablation, done: Mapping[Task, VariantOutcome], rows: Sequen
         experiment=base["tracking"]["experiment"],
         began=min(map(min, times.values())),
     )
-    of_reference = []
-    for task, outcome in done.items():
+    reference_figures = []
+    for task, outcome in completed.items():
         results = task.folder("evaluate")
         figures = runs.headline("evaluate", artifacts.read_json(results / METRICS))
         if outcome.recall_at_5 is None:
@@ -283,17 +287,17 @@ def _track(ablation: Ablation, done: Mapping[Task, VariantOutcome], rows: Sequen
             figures["zero_shot_recall_at_5"] = outcome.recall_at_5
         figures |= outcome.figures
         if task.variant == REFERENCE:
-            of_reference.append(figures)
+            reference_figures.append(figures)
         run, files = _child(parent, task, min(times[task])), runs.shown_files("evaluate", results)
         runs.keep_finished(run, journals[task], figures, files, max(times[task]), folder)
     written = {name: ablation.out / name for name in WRITTEN} if rows else {}
-    runs.keep_finished(parent, [], _means(of_reference), written, max(map(max, times.values())), folder)
+    runs.keep_finished(parent, [], _means(reference_figures), written, max(map(max, times.values())), folder)
     for problem in sync(folder).problems:
-        report.warn(f"MLflow: {problem}; realmops sync --root {ablation.out} sends what is left")
+        report.warn(f"MLflow: {problem}; run 'realmops sync --root {ablation.out}' to send the rest")
 
 
 def _journals(task: Task, outcome: VariantOutcome) -> list[Path]:
-    """The journals of a variant, without that of a pre-training that it does not use."""
+    """Return the journals of a variant, without pre-training's if the variant does not use it."""
     paths = [task.folder(name) / JOURNAL for name in STAGES if name != "pretrain" or outcome.figures]
     return [path for path in paths if path.is_file()]
 
@@ -306,7 +310,7 @@ def _child(parent: runs.TrackedRun, task: Task, began: float) -> runs.TrackedRun
     answers = artifacts.read_json(task.folder("evaluate") / artifacts.MANIFEST)["files"][PREDICTIONS]
     read = external_files(STAGES["evaluate"], task.values, project, task.view)
     return runs.TrackedRun(
-        # not of the commit: a later call after another commit shows the same training, and must not show it twice
+        # The git commit is not part of the key: a call after a new commit must not log the same training twice.
         artifacts.digest_of([parent.key, task.variant, task.seed, params_hash, corpus, answers]),
         {"ablation": {"variant": task.variant}, **task.values},
         tags | {"realmops.kind": "variant", "realmops.variant": task.variant, "realmops.seed": str(task.seed)},

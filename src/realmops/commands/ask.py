@@ -1,4 +1,4 @@
-"""``realmops ask``: questions answered at the terminal."""
+"""``realmops ask``: answer questions at the terminal."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,25 +14,26 @@ from realmops.evaluate.exact_match import is_right
 def ask(
     root: Path, model: str | None, questions: Sequence[str], file: Path | None, log: Callable[[str], None]
 ) -> Iterator[Record]:
-    """Yield the records of questions, and of those of a question file, each answered by itself.
+    """Yield answer records for questions, then for those of a question file, in batches of one.
 
-    A question of the file that cannot be asked has a record with ``error`` instead. Passages that a question was made
-    from are not read for it. At the end ``log`` gets the exact match over the file's questions.
+    A question of the file that the model cannot take has a record with ``error`` instead. Passages that a question was
+    generated from are excluded from its retrieval. At the end ``log`` gets the exact match over the file.
 
-    Raises InvalidRequest for another question that cannot be asked, before the first is answered.
+    Raises:
+        InvalidRequest: one of ``questions`` cannot be answered; raised before any is.
     """
     queries = [Query(text) for text in questions]
-    listed = [] if file is None else read_questions([file], format="auto")
-    if not queries and not listed:
-        raise ValueError("there is nothing to ask: give a question, or --from FILE")
+    from_file = [] if file is None else read_questions([file], format="auto")
+    if not queries and not from_file:
+        raise ValueError("no questions: give QUESTION, or --from with a file that has some")
     opened = open_model(root, model)
     opened.probe()
     for query in queries:
         opened.check(query)
     for query in queries:
         yield from opened.answer([query])
-    right = 0
-    for question in in_languages(listed, opened.model.snapshot.common_languages):
+    correct = 0
+    for question in in_languages(from_file, opened.model.snapshot.common_languages):
         query = Query(question.question, question.not_in)
         try:
             opened.check(query)
@@ -40,7 +41,9 @@ def ask(
             yield {"question": question.question, "error": str(error)}
             continue
         [record] = opened.answer([query])
-        right += is_right(record["answer"] or "", question)
+        correct += is_right(record["answer"] or "", question)
         yield record
-    if listed:
-        log(f"exact match {right / len(listed):.3f}: {right} of {len(listed)} questions of {file} answered right")
+    if from_file:
+        log(
+            f"exact match {correct / len(from_file):.3f}: {correct} of {len(from_file)} questions of {file} are correct"
+        )

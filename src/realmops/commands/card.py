@@ -1,4 +1,4 @@
-"""The card of an export: README.md with the front matter that the Hugging Face hub reads."""
+"""The model card of an export: README.md with the front matter of the Hugging Face hub."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -41,9 +41,9 @@ tokenizer = tokenizers.Tokenizer.from_file("FOLDER/tokenizer.json")
 def embed(file, wordpieces, texts):
     tokenizer.enable_truncation(wordpieces)
     tokenizer.enable_padding(pad_id=PADDING)
-    found = tokenizer.encode_batch(texts)
+    batch = tokenizer.encode_batch(texts)
     inputs = ONNX_INPUTS
-    inputs = {name: numpy.array([getattr(one, of) for one in found]) for name, of in inputs.items()}
+    inputs = {name: numpy.array([getattr(text, of) for text in batch]) for name, of in inputs.items()}
     return onnxruntime.InferenceSession(f"FOLDER/{file}").run(None, inputs)[0]
 
 queries = embed("QUERY_FILE", QUERY_LIMIT, ["QUERY_BLANKWhere was Anna Berg born?"])
@@ -53,51 +53,48 @@ passages = embed("DOCUMENT_FILE", DOCUMENT_LIMIT, [("DOCUMENT_BLANKAnna Berg", "
 A passage is the pair of its title and its text; without a title it is `("DOCUMENT_BLANK", text)`.BLANK_NOTE
 """,
     "parquet": """\
-| column of passages.parquet | what it is |
+| column of passages.parquet | content |
 |---|---|
 | `passage_id`, `document_id`, `title`, `text` | the passage and its document |
-| `extra` | what else the document came with, as JSON, or empty |
-| `start`, `end` | the characters of the document's text at which the passage stands |
-| `vector`, `embedding` | the number of the vector, 0 where a passage has one, and the vector |
+| `extra` | other fields of the document, as JSON, or empty |
+| `start`, `end` | the character offsets of the passage in the document's text |
+| `vector`, `embedding` | the index of the vector, 0 if a passage has one, and its values |
 
-Embeddings of questions come from `realmops export FOLDER --format sentence-transformers` or `onnx`.
+Get question embeddings with a model from `realmops export FOLDER --format sentence-transformers` or `onnx`.
 """,
 }
 _READER_USE = """\
 ```
 realmops init --documents DOCUMENTS --reader FOLDER
 realmops run all
-realmops ask "A question of your own?"
+realmops ask "Your question?"
 ```
 """
 
 
 def card(format: str, opened: OpenedModel, retriever: Retriever, notes: Sequence[str], root: Path | None) -> str:
-    """The card's text.
+    """Return the model card of an exported retriever or of its embeddings.
 
-    Args:
-        retriever: with the weights that are exported.
-        notes: what the export is not.
-        root: the run's folder, whose figures and encoder are told; None for a model of the registry.
+    ``notes`` are limitations of the export; ``root`` is the run's folder, None for a model from the registry.
     """
     model = opened.model
     init = None if root is None else sections_of(root, "ict").get("bert", {}).get("init")
     facts = {
         "towers": f"{'one' if retriever.shared else 'two, for queries and passages'}: {retriever.query.words}",
-        "embeddings": f"{retriever.query.width} numbers, compared by {similarity(retriever)}",
-        "f(x, z), of which p(z|x) is the softmax": f"{retriever.scale:.6g} times the inner product",
+        "embeddings": f"{retriever.query.width} dimensions, compared by {similarity(retriever)}",
+        "f(x, z), the logit of p(z|x)": f"{retriever.scale:.6g} times the inner product",
         "wordpieces": f"{model.options.query_wordpieces} of a query, {model.snapshot.block_wordpieces} of a passage",
-        "numbers": f"fp32; the run itself computes in {str(model.dtype).removeprefix('torch.')}",
+        "dtype": f"fp32; the run computed in {str(model.dtype).removeprefix('torch.')}",
         "corpus": f"{len(model.snapshot)} passages, {model.snapshot.corpus_hash}, update {opened.number}",
         "vocabulary": model.snapshot.vocabulary_hash,
         "model": f"{opened.version}, fine-tuned for {opened.weights_step} steps",
-        "the training began with": {None: "what is not known here", "small": "an encoder from scratch"}.get(init, init),
+        "initialised from": {None: "unknown", "small": "an encoder from scratch"}.get(init, init),
         "realmops": __version__,
     }
     return _card(
         _front_matter(format, init),
         f"# {'Passages with embeddings' if format == 'parquet' else 'A retriever'} of REALM\n\n"
-        "The retriever learned from masked words (Guu et al. 2020); realmops trained and exported it.\n",
+        "The retriever was trained on masked words (REALM, Guu et al. 2020) and exported by realmops.\n",
         _filled(_USE[format], opened, retriever),
         notes,
         facts,
@@ -106,16 +103,18 @@ def card(format: str, opened: OpenedModel, retriever: Retriever, notes: Sequence
 
 
 def reader_card(opened: OpenedModel, confidence: Confidence, root: Path | None) -> str:
-    """The text of a reader's card; arguments as of ``card``."""
+    """Return the model card of an exported reader."""
     model = opened.model
     trained = {} if root is None else sections_of(root, "finetune") | sections_of(root, "snapshot")
     init = trained.get("bert", {}).get("init")
-    scratch = "Its wordpieces were made of its own documents: no run over others can begin with it. Train one from a "
+    scratch = (
+        "Its vocabulary is specific to its documents: runs over other documents cannot use it. Train a reader from a "
+    )
     notes = [scratch + "pre-trained encoder (bert.init)."] if init == "small" else []
     facts = {
-        "the training began with": init or "what is not known here",
-        "documents": trained.get("snapshot", {}).get("documents", "not known here"),
-        "training questions": trained.get("questions", {}).get("train", "not known here"),
+        "initialised from": init or "unknown",
+        "documents": trained.get("snapshot", {}).get("documents", "unknown"),
+        "training questions": trained.get("questions", {}).get("train", "unknown"),
         "calibrated on": f"{confidence.questions} questions of {trained.get('questions', {}).get('dev', 'a dev file')}",
         "answers": f"up to {model.options.answer_wordpieces} wordpieces",
         "vocabulary": model.snapshot.vocabulary_hash,
@@ -123,7 +122,7 @@ def reader_card(opened: OpenedModel, confidence: Confidence, root: Path | None) 
         "realmops": __version__,
     }
     front = {"license": "unknown", "tags": ["question-answering", "realm", "realmops"]}
-    head = "# A reader of REALM\n\nIt points at the answer to a question in a passage; realmops trained it.\n"
+    head = "# A reader of REALM\n\nIt extracts the answer to a question from a passage; trained by realmops.\n"
     return _card(front, head, _READER_USE, notes, facts, root)
 
 
@@ -135,15 +134,15 @@ def _card(
         head,
         use,
         *(f"**Note.** {note}\n" for note in notes),
-        "## What it comes from\n",
-        _table(("what", "value"), facts.items()),
+        "## Provenance\n",
+        _table(("property", "value"), facts.items()),
         "`manifest.json` has the sha256 of every file.\n",
         "## Licence\n",
-        "realmops does not know it. It follows from the encoder that the training began with, from the documents and "
-        "from the questions: write it into the first lines of this file before you publish it.\n",
+        "Unknown to realmops. It depends on the encoder that training started from, on the documents and on the "
+        "questions: set it in the first lines of this file before you publish it.\n",
     ]
     if root is not None and (figures := headline_rows(metrics_under(root))):
-        parts += ["## Figures of the run\n", _table(("measure", "value", "95 % interval over questions"), figures)]
+        parts += ["## Results of the run\n", _table(("metric", "value", "95 % interval over questions"), figures)]
     return "\n".join(parts)
 
 
@@ -161,7 +160,7 @@ def _filled(text: str, opened: OpenedModel, retriever: Retriever) -> str:
     inputs = inputs_of(tower.encoder) if isinstance(tower, Embedder) else []
     tokenizer, special = opened.model.snapshot.tokenizer, opened.model.special
     query, document = (blank_before(tokenizer, first) for first in (special.query, special.document))
-    note = " A blank before each question or title belongs to its first word." if query or document else ""
+    note = " The leading blank of a question or title is part of its first wordpiece." if query or document else ""
     values = {
         "ONNX_INPUTS": json.dumps({name: _ONNX[name] for name in _ONNX if name in inputs}),
         "PADDING": special.padding,

@@ -1,4 +1,4 @@
-"""What ``realmops doctor`` finds out: software, device, running stages, and the exchange's health."""
+"""``realmops doctor``: report software versions, device, stage states and the health of the exchange."""
 
 import importlib.metadata
 import importlib.util
@@ -18,7 +18,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "ml
 
 
 def diagnose(root: Path, exchange: Path | None) -> Iterator[str]:
-    """Lines for a person, the most general first."""
+    """Yield the lines of the report, the most general first."""
     yield f"realmops {__version__}, Python {platform.python_version()}, {platform.platform()}"
     for name in PACKAGES:
         yield f"  {name}: {_version(name)}"
@@ -27,12 +27,12 @@ def diagnose(root: Path, exchange: Path | None) -> Iterator[str]:
     for stage in STAGES.values():
         yield f"  {stage.name}: {_state(root, stage.name)}"
     for journal in unsent(tracking_folder(root)):
-        yield f"MLflow: {journal} is not sent yet; `realmops sync` sends it when the server answers"
-    of_builders = (card.parent for card in (root / "exchange").glob("*/run"))  # raised by a Kubeflow pipeline
-    of_stages = (folder for place in ("*/exchange", "*/shards/*") for folder in (root / WORK / "work").glob(place))
-    exchanges = [exchange] if exchange else sorted([*of_stages, *of_builders])
+        yield f"MLflow: {journal} is not sent yet; run 'realmops sync' when the server is reachable"
+    for_builders = (card.parent for card in (root / "exchange").glob("*/run"))  # created by a Kubeflow pipeline
+    in_stages = (folder for pattern in ("*/exchange", "*/shards/*") for folder in (root / WORK / "work").glob(pattern))
+    exchanges = [exchange] if exchange else sorted([*in_stages, *for_builders])
     if not exchanges:
-        yield "exchange: none; tag, pretrain, finetune and evaluate make one while they run"
+        yield "exchange: none; tag, pretrain, finetune and evaluate have one while they run"
     for folder in exchanges:
         yield f"exchange {folder}:"
         for line in inspect(folder):
@@ -63,7 +63,7 @@ def _device() -> Iterator[str]:
 def _state(root: Path, name: str) -> str:
     folder = root / STAGES[name].folder
     works = sorted((root / WORK / "work").glob(f"{name}-*"))
-    advice = "it runs" if is_running(root / WORK, name) else "run the stage again to go on"
+    advice = "the stage is running" if is_running(root / WORK, name) else "run the stage again to resume"
     unfinished = f"; unfinished work in {', '.join(map(str, works))}: {advice}" if works else ""
     if not (folder / artifacts.MANIFEST).is_file():
         return f"not run yet{unfinished}"

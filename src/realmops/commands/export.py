@@ -1,4 +1,4 @@
-"""``realmops export``: the retriever and its embeddings in forms that other programs read; the reader for other runs.
+"""``realmops export``: retriever and embeddings in formats of other programs, or the reader for other runs.
 
 Shape suffixes: R passages of a row group, M vectors of a passage, E embedding width.
 """
@@ -32,26 +32,27 @@ from realmops.search.mapped import release
 
 KIND = "export"
 PASSAGES = "passages.parquet"
-INPUTS = ("input_ids", "attention_mask", "token_type_ids")  # of an ONNX file; the last where there are segments
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")  # of an ONNX file; the last if the encoder has segments
 OUTPUT = "sentence_embedding"
-_NEEDED = ("sentence_transformers", "onnxscript")  # of --format onnx
-_CHECKED = 8  # passages whose embeddings are made again
-_FAR = 0.05  # of a vector's length; numbers in bf16 are nearer
+_ONNX_PACKAGES = ("sentence_transformers", "onnxscript")
+_CHECKED = 8  # passages that are embedded again, to compare with the index
+_TOLERANCE = 0.05  # relative L2 distance; bf16 rounding stays below
 
 
 def export(folder: Path, format: str, open_model: Callable[[], OpenedModel], root: Path | None) -> Iterator[str]:
-    """Write a model's retriever, embeddings or reader into a folder, with a card; says what it is and is not.
+    """Write a model's retriever, embeddings or reader into a folder with a model card; yield a description and notes.
 
-    Args:
-        open_model: opens the model.
-        root: the folder of its run, None for a model of the registry.
+    ``root`` is the folder of the model's run, None for a model from the registry.
 
-    Raises ValueError for a folder with files that this command did not write, a model without embeddings, an encoder or
-    tower that the format has no form for, and where a package is missing.
+    Raises:
+        ValueError: the folder has other files, the model has no embeddings, the format does not support its encoder or
+            tower, or a package is missing.
     """
     artifacts.check_replaceable(folder, KIND)
-    if format == "onnx" and not all(map(find_spec, _NEEDED)):
-        raise ValueError("--format onnx needs more packages: pip install 'realmops[export]'")
+    if format == "onnx" and not all(map(find_spec, _ONNX_PACKAGES)):
+        raise ValueError(
+            "--format onnx: sentence-transformers or onnxscript is not installed; pip install 'realmops[export]'"
+        )
     opened = open_model()
     if format == "reader":
         yield _export_reader(folder, opened, root)
@@ -59,20 +60,21 @@ def export(folder: Path, format: str, open_model: Callable[[], OpenedModel], roo
     model = opened.model
     if model.passages is None:
         raise ValueError(
-            f"finetune.retriever is {model.options.retriever}, which finds passages without embeddings: there is "
-            "nothing to export; fine-tune with finetune.retriever=pretrain or ict"
+            f"no embeddings to export: finetune.retriever is {model.options.retriever}, which retrieves without them; "
+            "fine-tune with finetune.retriever=pretrain or ict"
         )
-    # Not the networks that are open: where they compute in bf16, their weights are rounded.
+    # Loaded from disk: the weights of the opened model may be rounded to bf16.
     retriever, _ = load_models(opened.folder, model.snapshot.vocabulary_hash)
     notes = list(_notes(format, opened, model.passages))
-    take = retriever.eval(), model.snapshot.tokenizer, (model.options.query_wordpieces, model.snapshot.block_wordpieces)
+    limits = model.options.query_wordpieces, model.snapshot.block_wordpieces
+    retriever.eval()
     with artifacts.atomic_folder(folder) as out:
         if format == "parquet":
             _write_passages(out / PASSAGES, opened, model.passages)
         elif format == "onnx":
-            _write_onnx(out, *take)
+            _write_onnx(out, retriever, model.snapshot.tokenizer, limits)
         else:
-            write_retriever(out, *take)
+            write_retriever(out, retriever, model.snapshot.tokenizer, limits)
         (out / CARD).write_text(card(format, opened, retriever, notes, root), encoding="utf-8")
         artifacts.write_manifest(out, KIND, format=format, realmops=__version__, **opened.about)
     yield f"{folder}: {format} of {len(model.snapshot)} passages, {retriever.query.words}"
@@ -80,12 +82,12 @@ def export(folder: Path, format: str, open_model: Callable[[], OpenedModel], roo
 
 
 def _export_reader(folder: Path, opened: OpenedModel, root: Path | None) -> str:
-    """Write what ``reader.init`` names, of a reader that points at spans and whose probabilities are calibrated."""
+    """Write a folder for ``reader.init``, from a reader of spans with calibrated probabilities."""
     model = opened.model
     if model.reader.spans is None or opened.confidence is None:
         raise ValueError(
-            f"{opened.folder} has no reader that points at spans with a calibration of its answers, as the stage "
-            "finetune trains it here: there is no reader to export"
+            f"no reader to export: {opened.folder} has no span reader with calibrated answers; export a run whose "
+            "stage finetune trained one"
         )
     with artifacts.atomic_folder(folder) as out:
         copy_models(opened.folder, out, "reader")
@@ -93,48 +95,48 @@ def _export_reader(folder: Path, opened: OpenedModel, root: Path | None) -> str:
         model.snapshot.tokenizer.save(str(out / TOKENIZER))
         (out / CARD).write_text(reader_card(opened, opened.confidence, root), encoding="utf-8")
         artifacts.write_manifest(out, KIND, format="reader", realmops=__version__, **opened.about)
-    return f"{folder}: the reader of {opened.version}; another run begins with it by reader.init"
+    return f"{folder}: the reader of {opened.version}; use it in another run with reader.init"
 
 
 def _notes(format: str, opened: OpenedModel, passages: PassageIndex) -> Iterator[str]:
-    """What an export is not, in sentences for the card and for the terminal."""
+    """Yield the limitations of an export, for its model card and the terminal."""
     model, retriever = opened.model, opened.model.retriever
     if retriever.vectors > 1 and format == "parquet":
         yield (
-            f"A passage has {retriever.vectors} rows, one for each of its vectors (column `vector`): the largest inner "
-            "product among them counts. Group what a search finds by `passage_id`."
+            f"A passage has {retriever.vectors} rows, one for each of its vectors (column `vector`); its score is the "
+            "largest inner product among them. Group search results by `passage_id`."
         )
     elif retriever.vectors > 1:
         yield (
-            f"An approximation: in this run a passage has {retriever.vectors} vectors, of which the nearest counts. "
-            "Here it has one, of the mean over its whole text. Queries are exact; --format parquet has them all."
+            f"An approximation: in this run a passage has {retriever.vectors} vectors and is scored by the nearest. "
+            "Here it has one, the mean over its text. Query embeddings are exact; --format parquet has all vectors."
         )
     if model.hybrid:
         mixture = retriever.mixture
         yield (
-            f"In part: in this run f(x, z) is {mixture.dense:.4g} times the scaled inner product and "
-            f"{mixture.lexical:.4g} times BM25, over that of the best passage. Embeddings have no BM25."
+            f"Partial: in this run f(x, z) is {mixture.dense:.4g} times the scaled inner product plus "
+            f"{mixture.lexical:.4g} times BM25, relative to the best passage's. The export has no BM25."
         )
     if format == "parquet":
         return
     rows = np.unique(np.linspace(0, len(model.snapshot) - 1, _CHECKED).astype(int)).tolist()
-    made_RX = embed_documents(retriever, model.snapshot, rows, model.dtype)
-    known_RX = passages.vectors(torch.tensor(rows)).float().cpu()
-    if (made_RX - known_RX).norm() > _FAR * known_RX.norm():
+    embedded_RX = embed_documents(retriever, model.snapshot, rows, model.dtype)
+    indexed_RX = passages.vectors(torch.tensor(rows)).float().cpu()
+    if (embedded_RX - indexed_RX).norm() > _TOLERANCE * indexed_RX.norm():
         yield (
-            "The passages' tower is not the one that made this run's index, as after 'realmops import' without "
-            "--pretrained: search the embeddings of --format parquet, with queries from here."
+            "The passage tower is not the one that computed this run's index, for example after 'realmops import' "
+            "without --pretrained: search the embeddings of --format parquet with query embeddings of this export."
         )
     if model.reader.spans is not None:
         yield (
-            "The reader is not in it: it scores a span by an MLP over its start and end together, "
-            "w . LayerNorm(ReLU(W_s h_start + W_e h_end)), and AutoModelForQuestionAnswering adds a score of the start "
-            "to one of the end. 'realmops serve' answers."
+            "Without the reader: it scores a span by an MLP over its start and end jointly, "
+            "w . LayerNorm(ReLU(W_s h_start + W_e h_end)), while AutoModelForQuestionAnswering adds a score of the "
+            "start and one of the end. Use 'realmops serve' for answers."
         )
 
 
 def _write_passages(path: Path, opened: OpenedModel, passages: PassageIndex) -> None:
-    """Every passage with its embedding, a row group in memory at a time."""
+    """Write every passage with its embedding, with one row group in memory at a time."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -149,26 +151,28 @@ def _write_passages(path: Path, opened: OpenedModel, passages: PassageIndex) -> 
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
         for first in range(0, len(snapshot), ROWS_PER_BATCH):
             rows = np.arange(first, min(first + ROWS_PER_BATCH, len(snapshot)))
-            columns = [np.array(one, object) for one in zip(*snapshot.rows(rows, *TEXT_COLUMNS), strict=True)]
+            columns = [np.array(column, object) for column in zip(*snapshot.rows(rows, *TEXT_COLUMNS), strict=True)]
             start = snapshot.places[rows, 1]
             columns += [start, start + [len(text) for text in columns[3]]]
-            each = [pa.array(np.repeat(one, vectors), of.type) for one, of in zip(columns, schema, strict=False)]
+            repeated = [
+                pa.array(np.repeat(column, vectors), field.type) for column, field in zip(columns, schema, strict=False)
+            ]
             part_RX = passages.vectors(slice(first, first + len(rows)))
             flat = pa.array(part_RX.float().cpu().numpy().reshape(-1))
             number = pa.array(np.tile(np.arange(vectors, dtype=np.int32), len(rows)))
             embedding = pa.FixedSizeListArray.from_arrays(flat, width)
-            writer.write_table(pa.Table.from_arrays([*each, number, embedding], schema=schema))
+            writer.write_table(pa.Table.from_arrays([*repeated, number, embedding], schema=schema))
             release(part_RX)
 
 
 def _write_onnx(out: Path, retriever: Retriever, tokenizer: Tokenizer, limits: tuple[int, int]) -> None:
-    """A file for each tower, from the modules of sentence-transformers, and the tokenizer."""
+    """Write one ONNX file per tower, from the modules of sentence-transformers, and the tokenizer."""
     from sentence_transformers import SentenceTransformer
 
     if not isinstance(retriever.query, Embedder):
         raise ValueError(
-            "retriever.tower is bag, a table of word vectors without a network: take --format sentence-transformers, "
-            "whose model.safetensors is that table"
+            "--format onnx: retriever.tower is bag, a table of word vectors; use --format sentence-transformers, whose "
+            "model.safetensors is that table"
         )
     with tempfile.TemporaryDirectory() as folder:
         write_retriever(Path(folder), retriever, tokenizer, limits)
@@ -176,11 +180,11 @@ def _write_onnx(out: Path, retriever: Retriever, tokenizer: Tokenizer, limits: t
     routes = {"encoder": list(library)} if retriever.shared else {r: list(library[0].sub_modules[r]) for r in ROUTES}
     example, mask = torch.tensor([[2, 1, 3, 1, 3], [2, 1, 3, 0, 0]]), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("wordpieces")}
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of packages that nobody needs here
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns about optional packages
     inputs = [name for name in INPUTS if name in inputs_of(retriever.query.encoder)]
     examples = (example, mask, 0 * mask)[: len(inputs)]
     for route, modules in routes.items():
-        with warnings.catch_warnings(action="ignore"):  # of torch's own calls
+        with warnings.catch_warnings(action="ignore"):  # deprecations inside torch
             torch.onnx.export(
                 _Route(*modules).eval(), examples, str(out / f"{route}.onnx"), input_names=inputs,
                 output_names=[OUTPUT], dynamic_shapes=((sizes,) * len(inputs),), external_data=False, verbose=False,
@@ -189,10 +193,10 @@ def _write_onnx(out: Path, retriever: Retriever, tokenizer: Tokenizer, limits: t
 
 
 class _Route(nn.Sequential):
-    """Modules of sentence-transformers, one behind the other, with tensors instead of a dictionary."""
+    """A sequence of sentence-transformers modules that takes tensors instead of a dictionary."""
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Embeddings B x E."""
+        """Return embeddings [B, E]."""
         features = dict(zip(INPUTS, inputs, strict=False))
         for module in self:
             features = module(features)

@@ -1,4 +1,4 @@
-"""``realmops init``: a project of the user's own, made of what the package has and of what the documents are."""
+"""``realmops init``: create a project from the package's templates, with presets chosen by the user's documents."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from urllib.request import urlopen
 
 from realmops import __version__, artifacts, config
 from realmops.commands.params import as_yaml
-from realmops.commands.public_data import bring
+from realmops.commands.public_data import fetch_data_sets
 from realmops.config import PACKAGE, Values
 from realmops.config_rules import check, option_rules
 from realmops.corpus.documents import Document, Raw, Rejected
@@ -29,30 +29,29 @@ from realmops.stages import CLOZE, HUB, STAGES, chain, in_use, named_below
 from realmops.text.languages import AUTO, ENGLISH, detect, languages
 
 STARTER = PACKAGE / "starter"
-BASES = f"realmops-{__version__}"  # the folder of the manifests below k8s
-CLUSTERS = {"standalone": "kubeflow", "local": "realmops", "production": "realmops"}  # each with its namespace
-ENCODER = "sentence-transformers/all-MiniLM-L6-v2"  # what the preset minilm starts from
-WIDE = 768  # numbers of a wordpiece, from which on an encoder learns at the rates of the preset base
+BASES = f"realmops-{__version__}"  # folder of the package's manifests in k8s/
+CLUSTERS = {"standalone": "kubeflow", "local": "realmops", "production": "realmops"}  # namespaces by overlay
+ENCODER = "sentence-transformers/all-MiniLM-L6-v2"  # bert.init of the preset minilm
+WIDE = 768  # hidden size from which an encoder needs the learning rates of the preset base
 SPLITS = "train", "dev", "test"
-LEAST = 60  # questions, below which all are test questions
-TAGGED = "data/public"  # where the presets look for tagged sentences
-HUB_SECONDS = 5.0
-GPU_SECONDS = 10.0  # for the driver's answer
-LARGE = 20_000_000  # bytes of documents, some 20,000 passages, from which on the preset large finds more from scratch
+MIN_QUESTIONS = 60  # fewer are not split into train, dev and test
+TAGGED = "data/public"  # the presets' folder of tagged sentences
+HUB_SECONDS = 5.0  # timeout of the hub
+GPU_SECONDS = 10.0  # timeout of nvidia-smi
+LARGE = 20_000_000  # bytes, about 20,000 passages; from scratch, the preset large pays off from here
 PARAMS_HEAD = """\
-# What differs from the defaults. docs/options.md of realmops has every option; "realmops params --json" prints all that
-# hold here. A preset is a file of differences, realmops' own or presets/NAME.yaml here.
+# Options that differ from the defaults. docs/options.md of realmops lists every option; "realmops params --json" prints
+# the effective values. A preset is a file of differences: a built-in one, or presets/NAME.yaml in this folder.
 """
 DVC_HEAD = """\
 # The whole chain. Each stage is one call of the command line; params lists the presets and the sections that it reads.
-# With persist DVC leaves a stage's folder to the stage, which goes on with what realmops run has made, and replaces the
-# folder whole.
+# With persist, DVC keeps a stage's folder until the stage runs, which itself skips, resumes or replaces it.
 """
 
 
 @dataclass
 class Project:
-    """What will be written: text by file, and what a person is told."""
+    """The files of a new project by name, and the lines to print."""
 
     folder: Path
     files: dict[str, str] = field(default_factory=dict)
@@ -67,7 +66,7 @@ class Project:
 
     @property
     def values(self) -> dict[str, dict[str, Any]]:
-        """All sections."""
+        """All sections with the project's presets and options applied."""
         files = [config.preset_path(name, self.folder / "params.yaml") for name in self.presets]
         return config.checked(self.own, "params.yaml", config.laid(config.defaults(), files))
 
@@ -81,72 +80,75 @@ def init(
     image: str,
     reader: Path | None = None,
 ) -> Iterator[str]:
-    """Write a project into a folder; what was found and what comes next, in words.
+    """Write a project into a folder; yield a description of the input, and the next commands.
 
     Args:
-        documents: a file or a folder; None for the invented encyclopedia.
-        questions: files; they are split where there are enough of them.
-        encoder: a folder, a name on the hub, or "small" for one from scratch; None for what is at hand.
-        image: of the pods.
-        reader: a folder of ``realmops export --format reader``.
+        folder: the project's folder.
+        documents: a file or a folder; None for the synthetic encyclopedia.
+        questions: question files; split if there are at least ``MIN_QUESTIONS``.
+        encoder: a folder, a name on the hub, or "small" for one from scratch; None to choose by availability.
+        cluster: a key of ``CLUSTERS``.
+        image: the container image of the pods.
+        reader: a folder from ``realmops export --format reader``.
 
-    Raises ValueError, before anything is written, for documents or questions that no stage could read, and for a
-    folder that has one of the files already.
+    Raises:
+        ValueError: the documents or questions cannot be read, or the folder already has one of the files. Nothing is
+            written then.
     """
     project = Project(folder)
     if documents is not None:
-        size = _look_at_documents(project, documents)
-        project.presets += _model(project, encoder, size)
+        size = _add_documents(project, documents)
+        project.presets += _choose_model(project, encoder, size)
         if encoder is None and "language" in project.own["snapshot"]:
-            project.lines[-1] += "; name one of the documents' language, or a multilingual one, by --encoder"
+            project.lines[-1] += "; name an encoder of the documents' language, or a multilingual one, with --encoder"
         if questions:
-            _look_at_questions(project, questions)
+            _add_questions(project, questions)
         else:
             project.presets.append("documents")
-            project.lines.append("questions: none; realmops makes some from the documents (preset documents)")
+            project.lines.append("questions: none; they will be generated from the documents (preset documents)")
         if reader is not None:
             if project.values["bert"]["init"] == "small":
                 raise ValueError(
-                    f"--reader {reader} began with a pre-trained encoder, and reads its wordpieces alone: name it "
-                    f"by --encoder ({reader / 'README.md'} says which it was)"
+                    f"--reader {reader} needs the vocabulary of its pre-trained encoder: give the encoder named in "
+                    f"{reader / 'README.md'} with --encoder"
                 )
             project.presets.append("reader")
-            project.put("reader.init", _named(project, reader))
-            project.lines.append(f"reader: {reader}, which answers already and is not trained (preset reader)")
+            project.put("reader.init", _path_in_params(project, reader))
+            project.lines.append(f"reader: {reader}, already trained (preset reader)")
     elif questions or encoder or reader:
-        raise ValueError("--questions, --encoder and --reader want --documents: the sample has its own")
+        raise ValueError("--questions, --encoder and --reader need --documents; the sample corpus has its own")
     project.put("tracking.experiment", folder.resolve().name or "realmops")
     check(option_rules(project.values))
     places = dict(PLACES)
     if (folder / "README.md").exists():
         del places["README.md"]
-        project.lines.append(f"{folder / 'README.md'} is yours, and stays as it is")
-    there = [name for name in (*ALWAYS, *places.values(), *project.files) if (folder / name).exists()]
-    if there:
-        raise ValueError(f"{folder / there[0]} exists, and would be overwritten; name another folder, or move it away")
-    _bring_tagged(project)
+        project.lines.append(f"{folder / 'README.md'} exists and is kept")
+    existing = [name for name in (*ALWAYS, *places.values(), *project.files) if (folder / name).exists()]
+    if existing:
+        raise ValueError(f"{folder / existing[0]} exists and would be overwritten; choose another folder, or move it")
+    _fetch_tagged(project)
     values = project.values
     project.files |= {
         "params.yaml": params_text(project.presets, project.own),
         "dvc.yaml": dvc_text(values, project.own),
-        ".gitignore": _ignored(folder / ".gitignore"),
+        ".gitignore": _gitignore_text(folder / ".gitignore"),
         "kustomization.yaml": kustomization_text(cluster, image),
-        **{place: _filled(name, project, cluster) for name, place in places.items()},
+        **{place: _fill_template(name, project, cluster) for name, place in places.items()},
     }
     for name, text in project.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         artifacts.write_bytes(folder / name, text.encode())
-    kept = shutil.ignore_patterns("README.md", "overlays", "__pycache__")
-    shutil.copytree(resource("k8s"), folder / "k8s" / BASES, ignore=kept)
+    ignored = shutil.ignore_patterns("README.md", "overlays", "__pycache__")
+    shutil.copytree(resource("k8s"), folder / "k8s" / BASES, ignore=ignored)
     yield from project.lines
     yield f"written: {', '.join(str(folder / name) for name in project.files)}, {folder / 'k8s' / BASES}"
     place = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
     dvc = "DVC" if find_spec("dvc") is not None else "DVC (pip install 'realmops[dvc]')"
-    yield f"next: {place}realmops run all; or with {dvc}: {place}{_dvc_words(folder.resolve())}dvc repro"
+    yield f"next: {place}realmops run all; or with {dvc}: {place}{_dvc_init_command(folder.resolve())}dvc repro"
 
 
-def _dvc_words(folder: Path) -> str:
-    """What comes before ``dvc repro``, which wants its own folder, beside git's or below it."""
+def _dvc_init_command(folder: Path) -> str:
+    """Return the shell prefix that initialises git and DVC, as far as ``dvc repro`` still needs them."""
     if (folder / ".dvc").is_dir():
         return ""
     if any((above / ".git").exists() for above in folder.parents) and not (folder / ".git").exists():
@@ -155,7 +157,7 @@ def _dvc_words(folder: Path) -> str:
 
 
 ALWAYS = "params.yaml", "dvc.yaml", "kustomization.yaml", f"k8s/{BASES}"
-PLACES = {  # of the templates
+PLACES = {  # destinations by template
     "README.md": "README.md",
     "argo-cd.yaml": "k8s/argo-cd.yaml",
     "flux.yaml": "k8s/flux.yaml",
@@ -163,15 +165,15 @@ PLACES = {  # of the templates
 }
 
 
-def _ignored(file: Path) -> str:
-    """A .gitignore with what runs write; lines that it has stay."""
+def _gitignore_text(file: Path) -> str:
+    """Return a .gitignore with the outputs of runs added to its lines, if any."""
     own = file.read_text(encoding="utf-8") if file.is_file() else ""
     lines = (STARTER / "gitignore").read_text(encoding="utf-8").splitlines(keepends=True)
     end = "" if own.endswith("\n") or not own else "\n"
     return own + end + "".join(line for line in lines if line.rstrip() not in own.splitlines())
 
 
-def _filled(name: str, project: Project, cluster: str) -> str:
+def _fill_template(name: str, project: Project, cluster: str) -> str:
     text = (STARTER / name).read_text(encoding="utf-8")
     for mark, value in {
         "@NAME@": project.folder.resolve().name,
@@ -184,50 +186,50 @@ def _filled(name: str, project: Project, cluster: str) -> str:
     return text
 
 
-def _look_at_documents(project: Project, documents: Path) -> int:
-    """Tell of the documents; their bytes."""
-    found = sources(documents, "auto")
-    counts = Counter(_kind(one) for one in found)
-    size = sum(one.size for one in found)
-    files = ", ".join(f"{count} of {name}" for name, count in sorted(counts.items()))
-    project.lines.append(f"documents: {files}, {size / 1e6:,.1f} MB")
-    project.lines += _looked_into(project, found)
-    project.put("snapshot.documents", _named(project, documents))
+def _add_documents(project: Project, documents: Path) -> int:
+    """Set snapshot.documents and its language, describe the documents, and return their size in bytes."""
+    files = sources(documents, "auto")
+    counts = Counter(_kind(source) for source in files)
+    size = sum(source.size for source in files)
+    kinds = ", ".join(f"{count} of {name}" for name, count in sorted(counts.items()))
+    project.lines.append(f"documents: {kinds}, {size / 1e6:,.1f} MB")
+    project.lines += _inspect_records(project, files)
+    project.put("snapshot.documents", _path_in_params(project, documents))
     return size
 
 
 def _kind(source: Source) -> str:
-    """What a person calls a file: by its ending where one format reads several kinds of texts."""
+    """Return the file type to print: the suffix if the format, text, covers several types."""
     ending = Path(source.path.name.removesuffix(".gz")).suffix.lstrip(".")
     return ending if ending and source.format.name == "text" else source.format.name
 
 
-def _named(project: Project, path: Path) -> str:
-    """A file's name in params.yaml: from the project's folder on where it lies there."""
+def _path_in_params(project: Project, path: Path) -> str:
+    """Return a path for params.yaml: relative if it is inside the project's folder, otherwise absolute."""
     if str(path).startswith(HUB):
         return str(path)
     place, home = path.resolve(), project.folder.resolve()
     return place.relative_to(home).as_posix() if place.is_relative_to(home) else str(place)
 
 
-SHORT = 100  # characters, below which a document says little of its language
-SEVERAL = 0.05  # share of the documents in another language than most, from which on each document has its own
+SHORT = 100  # characters; language detection is unreliable below
+SEVERAL = 0.05  # share of documents in a second language from which each document is detected on its own (auto)
 
 
-def _looked_into(project: Project, found: Sequence[Source]) -> list[str]:
-    """A line where one of the first records is broken, and one where the first documents are not in English."""
-    spoken: Counter[str] = Counter()
+def _inspect_records(project: Project, files: Sequence[Source]) -> list[str]:
+    """Return a line about the first broken record, if any, and one about languages, if not only English."""
+    detected: Counter[str] = Counter()
     broken: list[Rejected] = []
-    for one in found[:20]:
-        for raw in islice(one.format.records(one.path), 50):
-            document = one.format.convert(raw) if isinstance(raw, Raw) else raw
+    for source in files[:20]:
+        for raw in islice(source.format.records(source.path), 50):
+            document = source.format.convert(raw) if isinstance(raw, Raw) else raw
             if isinstance(document, Document):
                 likely = detect(document.text)
-                spoken.update(likely if len(likely) == 1 and len(document.text) >= SHORT else ())
+                detected.update(likely if len(likely) == 1 and len(document.text) >= SHORT else ())
             elif isinstance(document, Rejected):
                 broken.append(document)
     lines = [f"documents: {broken[0].place}: {broken[0].problem}"] if broken else []
-    shares = {code: count / spoken.total() for code, count in spoken.most_common() if count >= SEVERAL * spoken.total()}
+    shares = {code: n / detected.total() for code, n in detected.most_common() if n >= SEVERAL * detected.total()}
     if not shares or [*shares] == [ENGLISH]:
         return lines
     project.put("snapshot.language", AUTO if len(shares) > 1 else next(iter(shares)))
@@ -236,27 +238,27 @@ def _looked_into(project: Project, found: Sequence[Source]) -> list[str]:
     return lines
 
 
-def _model(project: Project, encoder: str | None, size: int) -> list[str]:
-    """The presets of the model: by the encoder, the bytes of the documents, and whether there is a GPU."""
-    chosen, gpu = encoder or _at_hand(), _gpu()
+def _choose_model(project: Project, encoder: str | None, size: int) -> list[str]:
+    """Return the presets of the model, by encoder, size of the documents in bytes, and GPU."""
+    chosen, gpu = encoder or _available_encoder(), _gpu_name()
     if gpu:
         project.lines.append(f"GPU: {gpu}")
     if chosen == "small":
-        why = "" if encoder else f"; {ENCODER} is not in the hub's cache, and the hub cannot be reached"
+        reason = "" if encoder else f"; {ENCODER} is not in the hub's cache, and the hub is unreachable"
         presets = ["squad", "large"] if size >= LARGE else ["squad"]
-        project.lines.append(f"encoder: from scratch ({_presets(presets)}){why}")
+        project.lines.append(f"encoder: from scratch ({_presets(presets)}){reason}")
         return presets
     if chosen != ENCODER:
         path = Path(chosen)
-        project.put("bert.init", _named(project, path) if path.is_dir() else chosen)
+        project.put("bert.init", _path_in_params(project, path) if path.is_dir() else chosen)
     presets = ["squad", "minilm", *(["base"] if _is_wide(chosen) else [])]
     if gpu and _is_plain_bert(chosen):
         presets = ["squad", "bert-base"]
-    why = "; bert-base is for a plain BERT on a GPU, and was not run by us" if "bert-base" in presets else ""
-    project.lines.append(f"encoder: {chosen} ({_presets(presets)}){why}")
+    note = "; bert-base is for a plain BERT on a GPU, and untested" if "bert-base" in presets else ""
+    project.lines.append(f"encoder: {chosen} ({_presets(presets)}){note}")
     if not gpu and find_spec("openvino") is not None:
         project.put("run.precision", "int8")
-        project.lines.append("passages are embedded in int8 by OpenVINO, which is installed here (run.precision)")
+        project.lines.append("precision: passages are embedded in int8, as OpenVINO is installed (run.precision)")
     return presets
 
 
@@ -265,13 +267,13 @@ def _presets(names: Sequence[str]) -> str:
 
 
 def _is_plain_bert(encoder: str) -> bool:
-    """Whether an encoder is no sentence encoder, as far as its folder or its name on the hub says."""
+    """Return whether an encoder is not a sentence encoder, judged by its folder or its name on the hub."""
     folder = Path(encoder)
     return not is_sentence_encoder(folder) if folder.is_dir() else encoder.startswith(("google-bert/", "bert-"))
 
 
 def _is_wide(encoder: str) -> bool:
-    """Whether an encoder is a base one or larger, as far as its folder or its name on the hub says."""
+    """Return whether an encoder has base size or more, judged by its configuration or its name on the hub."""
     folder = Path(encoder)
     if not folder.is_dir():
         return any(size in encoder.lower() for size in ("base", "large"))
@@ -280,20 +282,20 @@ def _is_wide(encoder: str) -> bool:
     return any(isinstance(width, int) and width >= WIDE for width in widths)
 
 
-def _gpu() -> str:
-    """The name of an NVIDIA GPU that torch can use, empty where there is none; torch would take seconds to import."""
+def _gpu_name() -> str:
+    """Return the name of an NVIDIA GPU that torch can use, or "", without the seconds of importing torch."""
     if version("torch").endswith("+cpu") or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return ""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=GPU_SECONDS, check=True)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=GPU_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return next(iter(asked.stdout.splitlines()), "").strip()
+    return next(iter(process.stdout.splitlines()), "").strip()
 
 
-def _at_hand() -> str:
-    """``ENCODER`` where the hub's cache has it or the hub answers, else "small"."""
+def _available_encoder() -> str:
+    """Return ``ENCODER`` if it is in the hub's cache or the hub is reachable, else "small"."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(ENCODER, "config.json"), str):
@@ -307,53 +309,53 @@ def _at_hand() -> str:
         return "small"
 
 
-def _look_at_questions(project: Project, files: Sequence[Path]) -> None:
-    """Questions in three parts below questions/: those of files named train, dev and test, else drawn."""
-    if named := _by_name(files):
-        for split, path in named.items():
+def _add_questions(project: Project, files: Sequence[Path]) -> None:
+    """Set questions.train, dev and test to files with these names, else to a random split in questions/."""
+    if file_of_split := _by_name(files):
+        for split, path in file_of_split.items():
             count = len(read_questions([path], format="auto"))
             project.lines.append(f"questions.{split}: {count} of {path}")
-            project.put(f"questions.{split}", _named(project, path))
+            project.put(f"questions.{split}", _path_in_params(project, path))
         return
-    found = read_questions(files, format="auto")
-    if len(found) < LEAST:
+    questions = read_questions(files, format="auto")
+    if len(questions) < MIN_QUESTIONS:
         raise ValueError(
-            f"{', '.join(map(str, files))}: {len(found)} questions; from {LEAST} on they are split into train, dev and "
-            "test. With fewer, leave --questions out: realmops makes questions of the documents, and these measure the "
-            "model with 'realmops ask --from FILE'"
+            f"{', '.join(map(str, files))}: {len(questions)} questions; at least {MIN_QUESTIONS} are needed for train, "
+            "dev and test. Leave --questions out to train on questions generated from the documents, and measure the "
+            "model on yours with 'realmops ask --from FILE'"
         )
-    for split, part in parts_of(found).items():
+    for split, part in parts_of(questions).items():
         name = f"questions/{split}.jsonl"
         project.files[name] = b"".join(map(json_line, part)).decode()
         project.put(f"questions.{split}", name)
-        project.lines.append(f"questions.{split}: {len(part)} of {len(found)}, in {name}")
+        project.lines.append(f"questions.{split}: {len(part)} of {len(questions)}, in {name}")
 
 
 def _by_name(files: Sequence[Path]) -> dict[str, Path]:
-    """Return the file of each split where every split has one, else nothing.
+    """Return the file of each split if every split has one, else an empty dictionary.
 
-    A file is of the split that is one of the words of its name: ``latest_dev.jsonl`` is of dev, and not of test.
+    The split of a file is a whole word in its name: ``latest_dev.jsonl`` is dev, not test.
     """
-    found: dict[str, list[Path]] = {split: [] for split in SPLITS}
-    others: list[Path] = []
+    candidates: dict[str, list[Path]] = {split: [] for split in SPLITS}
+    unmatched: list[Path] = []
     for path in files:
         splits = [split for split in SPLITS if split in re.split(r"[\W_]+", path.name.lower())]
-        (found[splits[0]] if len(splits) == 1 else others).append(path)
-    if not all(found.values()):
+        (candidates[splits[0]] if len(splits) == 1 else unmatched).append(path)
+    if not all(candidates.values()):
         return {}
-    advice = f"give one file for each of {', '.join(SPLITS)}, with that word in its name and no other of them"
-    for split, paths in found.items():
+    advice = f"give one file for each of {', '.join(SPLITS)}, with exactly one of these words in its name"
+    for split, paths in candidates.items():
         if len(paths) > 1:
-            raise ValueError(f"--questions: {' and '.join(map(str, paths))} could each be questions.{split}; {advice}")
-    if others:
-        raise ValueError(f"--questions: {' and '.join(map(str, others))}: no split by the name; {advice}")
-    return {split: path for split, (path,) in found.items()}
+            raise ValueError(f"--questions: {' and '.join(map(str, paths))} both match questions.{split}; {advice}")
+    if unmatched:
+        raise ValueError(f"--questions: {' and '.join(map(str, unmatched))}: no split in the name; {advice}")
+    return {split: path for split, (path,) in candidates.items()}
 
 
-def _bring_tagged(project: Project) -> None:
-    """Bring the tagged sentences that the presets name; where they are not to be had, dates alone are masked.
+def _fetch_tagged(project: Project) -> None:
+    """Download the tagged sentences of the presets; if that fails, mask only dates.
 
-    In another language than English they are of no use, and phrases are masked.
+    They are English: for other languages phrases are masked instead.
     """
     values = project.values
     if values["tag"]["method"] != "tagger" or not values["tag"]["train"].startswith(TAGGED):
@@ -361,37 +363,38 @@ def _bring_tagged(project: Project) -> None:
     if values["snapshot"]["language"] != ENGLISH:
         project.put("tag.method", "phrases")
         project.lines.append(
-            "names: by capitals, or phrases that recur (tag.method: phrases), as the tagged sentences at hand are "
-            "English; with CoNLL files of your own as tag.train and tag.dev, delete that line"
+            "names: capitalised words or recurring phrases (tag.method: phrases), as the public tagged sentences are "
+            "English; to use your own CoNLL files as tag.train and tag.dev, delete that line"
         )
         return
     to = project.folder / TAGGED
     try:
-        for _ in bring(["ner"], to, None, 0):
+        for _ in fetch_data_sets(["ner"], to, None, 0):
             pass
-        project.lines.append(f"tagged sentences, from which names are learned: downloaded to {to / 'ner'}")
+        project.lines.append(f"tagged sentences for the name tagger: downloaded to {to / 'ner'}")
     except ValueError as error:
         project.put("tag.method", "dates")
         project.lines.append(
-            f"tagged sentences, from which names are learned: {str(error).partition(';')[0]}. So dates alone are "
-            "masked (tag.method: dates). 'realmops public-data ner' gets the files; then delete that line"
+            f"tagged sentences for the name tagger: {str(error).partition(';')[0]}. Only dates are masked "
+            "(tag.method: dates); run 'realmops public-data ner' for the files, then delete that line"
         )
 
 
 def params_text(presets: Sequence[str], own: Values) -> str:
-    """A params.yaml of differences; DVC wants every section, so that those without one stand there empty."""
+    """Return a params.yaml of differences; sections without any are written empty, as DVC needs all of them."""
     lines = [PARAMS_HEAD, f"presets: [{', '.join(presets)}]", ""]
-    whole = {name: own.get(name, {}) for name in config.SECTIONS}
-    for name, keys in sorted(whole.items(), key=lambda one: not one[1]):
+    sections = {name: own.get(name, {}) for name in config.SECTIONS}
+    for name, keys in sorted(sections.items(), key=lambda section: not section[1]):
         lines.append(as_yaml({name: dict(keys)}).rstrip("\n"))
     return "\n".join(lines) + "\n"
 
 
 def dvc_text(values: Values, own: Values) -> str:
-    """The dvc.yaml of a project: the stages of its chain, each with the files that its options name.
+    """Return the dvc.yaml of a project: the stages of its chain, with the files in their options as dependencies.
 
     Args:
-        own: what params.yaml has: DVC takes file names from there.
+        values: all sections, defaults and presets applied.
+        own: the options in params.yaml, which DVC interpolates into paths.
     """
     names = chain(values)
     lines = [DVC_HEAD + "stages:"]
@@ -403,28 +406,28 @@ def dvc_text(values: Values, own: Values) -> str:
         lines.append(f"    outs: [{{{folder}: {{persist: true}}}}]")
 
     for name in names:
-        one = STAGES[name]
-        deps = [STAGES[need].folder for need in one.needs if need in names]
-        for key in in_use(one, values):
+        definition = STAGES[name]
+        deps = [STAGES[need].folder for need in definition.needs if need in names]
+        for key in in_use(definition, values):
             section, _, option = key.partition(".")
             file = values[section][option]
             if Path(CLOZE) in Path(file).parents:
                 deps += [CLOZE] if CLOZE not in deps else []
             elif not file.startswith(HUB):
                 deps.append(f'"${{{key}}}"' if option in own.get(section, {}) else file)
-        stage(name, f"realmops run {name}", deps, one.sections, one.folder)
+        stage(name, f"realmops run {name}", deps, definition.sections, definition.folder)
         if name == "tag" and cloze:
             stage("cloze", "realmops cloze", [STAGES[need].folder for need in ("snapshot", "tag")], ["run"], CLOZE)
     return "\n".join(lines) + "\n\n" + (STARTER / "plots.yaml").read_text(encoding="utf-8")
 
 
 def kustomization_text(cluster: str, image: str) -> str:
-    """An overlay of the package for a project's folder, with its params.yaml as a ConfigMap."""
+    """Return an overlay of the package adapted to a project's folder, with its params.yaml as a ConfigMap."""
     text = (resource("k8s") / "overlays" / cluster / "kustomization.yaml").read_text(encoding="utf-8")
     text = text.replace("../../", f"k8s/{BASES}/").replace(" ../", " --cluster ")
     name, _, tag = image.rpartition(":")
     text = text.replace("    newTag: local\n", f"    newName: {name}\n    newTag: {tag}\n")
     return text + (
-        "# For the Job that submits the pipeline: another option is another commit, and no other image.\n"
+        "# For the Job that submits the pipeline: a changed option needs a commit, but no new image.\n"
         "configMapGenerator:\n  - name: realmops-params\n    files: [params.yaml]\n"
     )

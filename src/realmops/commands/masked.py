@@ -1,6 +1,6 @@
-"""What a pre-trained model makes of one masked sentence: its candidates, what each is worth, and its guess.
+"""Explain one masked sentence with a pre-trained model: candidates, their utility, and the prediction.
 
-The paper's Table 3 for a sentence of one's own: the words behind [MASK] without retrieval, with one passage, and with
+This is the paper's Table 3 for any sentence: the prediction for [MASK] without retrieval, given one passage, and by
 the marginal over all candidates.
 """
 
@@ -35,7 +35,7 @@ MASK = "[MASK]"
 
 @dataclass(frozen=True)
 class Pretrained:
-    """What ``pretrain`` left, in evaluation mode, with an index of a corpus; ``searched`` says which in words."""
+    """The models of ``pretrain`` in eval mode, with an index of a corpus; ``searched`` describes the index."""
 
     realm: Realm
     index: Index
@@ -44,36 +44,40 @@ class Pretrained:
 
 @torch.no_grad()
 def explain_sentence(sentence: str, root: Path, where: CorpusState, answer: str | None = None) -> dict[str, Any]:
-    """Explain a sentence with [MASK] by the models that ``pretrain`` left under ``root``.
-
-    ``p_y_without`` (of the null document), ``p_y_best`` (with the best passage, None where there is none) and ``p_y``
-    (equation 1) are the lines of the paper's Table 3, whose first is another model, trained without retrieval. ``y`` is
-    the answer, or else the marginal's guess. Of each candidate, the null document last: p(z|x), p(z|x,y), p(y|z,x), its
-    utility in nats over the null document (appendix D), and its own guess.
+    """Explain a sentence with [MASK] by the models of ``pretrain`` in a run.
 
     Args:
-        where: the corpus that is searched: the pipeline's own or an update's.
-        answer: the words behind the mask; a single [MASK] then stands for all of their wordpieces.
+        sentence: a text with one or more [MASK].
+        root: the run's folder.
+        where: the corpus to search: the pipeline's or an update's.
+        answer: the masked words; a single [MASK] then stands for all of their wordpieces.
 
-    Raises ValueError when the sentence has no [MASK], when it is too long, when the answer has another number of
-    wordpieces than there are masks, and when pre-training has no null document to compare with.
+    Returns:
+        ``p_y_without`` (null document), ``p_y_best`` (best passage, None without passages) and ``p_y`` (equation 1) are
+        the lines of the paper's Table 3, whose first is another model, trained without retrieval. ``y`` is the answer,
+        by default the prediction of the marginal. Each candidate, the null document last, has p(z|x), p(z|x,y),
+        p(y|z,x), its utility in nats over the null document (appendix D), and its own guess.
+
+    Raises:
+        ValueError: the sentence has no [MASK] or is too long, the number of wordpieces in the answer differs from the
+            number of masks, or pre-training had no null document.
     """
     if MASK not in sentence:
         raise ValueError(
-            f"the sentence has no {MASK}: put it in the place of the words to guess; --question asks a question"
+            f"no {MASK} in the sentence; write it instead of the words to predict, or use --question for a question"
         )
     model = pretrained(root, where)
     realm, snapshot = model.realm, model.realm.snapshot
     if not realm.options.null_document:
         raise ValueError(
-            f"{root / STAGES['pretrain'].folder} was trained with pretrain.null_document=false: there is nothing to "
-            "compare with"
+            f"{root / STAGES['pretrain'].folder} has no null document for the comparison; train with "
+            "pretrain.null_document=true"
         )
     example = _example(sentence, answer, realm)
     query_BE = embed(realm.retriever.query, query_sequences(realm.queries([example])), realm.dtype)
     [passages] = Candidates(snapshot, realm.options, realm.words).retrieve([example], query_BE, model.index)
     prior_BK, missing_BK = realm.log_prior([example], [passages])
-    log_prior_K = prior_BK[0, ~missing_BK[0]].double().cpu()  # the null document last, as in log_word_KMV
+    log_prior_K = prior_BK[0, ~missing_BK[0]].double().cpu()  # null document last, as in log_word_KMV
     log_word_KMV = realm.log_words(example, passages).double().cpu()
 
     def log_likelihood(y_M: Tensor) -> Tensor:
@@ -83,16 +87,16 @@ def explain_sentence(sentence: str, root: Path, where: CorpusState, answer: str 
         text: str = snapshot.tokenizer.decode(y_M.tolist(), skip_special_tokens=False)
         return text.strip()
 
-    guess_KM = log_word_KMV.argmax(-1)  # masks are independent given z, so this is the likeliest y of each z
+    guess_KM = log_word_KMV.argmax(-1)  # argmax of y for each z, since masks are independent given z
     marginal_K = torch.stack([(log_prior_K + log_likelihood(y_M)).logsumexp(0) for y_M in guess_KM])
     best_M, without_M = guess_KM[int(marginal_K.argmax())], guess_KM[-1]
     y_M = torch.from_numpy(example.targets) if answer is not None else best_M
-    given_K = log_likelihood(y_M)
+    log_y_K = log_likelihood(y_M)
     figures = {
         "p_z": log_prior_K.exp(),
-        "p_z_given_y": likelihood.log_posterior(log_prior_K[None], given_K[None])[0].exp(),
-        "p_y": given_K.exp(),
-        "utility": likelihood.retrieval_utility(given_K[None], given_K[-1:])[0],
+        "p_z_given_y": likelihood.log_posterior(log_prior_K[None], log_y_K[None])[0].exp(),
+        "p_y": log_y_K.exp(),
+        "utility": likelihood.retrieval_utility(log_y_K[None], log_y_K[-1:])[0],
     }
     named = [*((snapshot.title(p), snapshot.passage_id(p)) for p in passages), ("(null document)", "")]
     candidates: list[dict[str, Any]] = [
@@ -105,7 +109,7 @@ def explain_sentence(sentence: str, root: Path, where: CorpusState, answer: str 
         "index": model.searched,
         "with_retrieval": {"words": words(best_M), "probability": float(marginal_K.max().exp())},
         "without_retrieval": {"words": words(without_M), "probability": float(log_likelihood(without_M)[-1].exp())},
-        "p_y": float((log_prior_K + given_K).logsumexp(0).exp()),
+        "p_y": float((log_prior_K + log_y_K).logsumexp(0).exp()),
         "p_y_without": candidates[-1]["p_y"],
         "p_y_best": max((z["p_y"] for z in candidates[:-1]), default=None),
         "candidates": candidates,
@@ -113,9 +117,9 @@ def explain_sentence(sentence: str, root: Path, where: CorpusState, answer: str 
 
 
 def pretrained(root: Path, where: CorpusState) -> Pretrained:
-    """The models of ``pretrain`` under ``root``, over a corpus.
+    """Load the models of ``pretrain`` of a run, with an index of a corpus.
 
-    The index of the fine-tuned model is taken where the same passage tower made it; otherwise passages are embedded.
+    The index of the fine-tuned model is reused if the same passage tower computed it; otherwise passages are embedded.
     """
     trained = root / STAGES["pretrain"].folder
     options, run = options_of(root, ["pretrain"], ("pretrain", "run"))
@@ -125,7 +129,7 @@ def pretrained(root: Path, where: CorpusState) -> Pretrained:
     retriever, reader = load_models(trained, snapshot.vocabulary_hash)
     retriever.to(device).eval()
     reader.to(device).eval()
-    if _same_passage_tower(where.finetune, retriever, snapshot):
+    if _has_same_passage_tower(where.finetune, retriever, snapshot):
         place, passages = str(where.finetune / INDEX), load_index(where.finetune, snapshot)
     else:
         place, passages = "embedded now", embed_corpus(retriever, snapshot, dtype)
@@ -136,38 +140,40 @@ def pretrained(root: Path, where: CorpusState) -> Pretrained:
     return Pretrained(Realm(retriever, reader, snapshot, options, dtype, words), index, searched)
 
 
-def _same_passage_tower(tuned: Path, retriever: Retriever, snapshot: Snapshot) -> bool:
-    """Whether the index of a fine-tuned model, whose passage tower is frozen, is that of this retriever."""
+def _has_same_passage_tower(tuned: Path, retriever: Retriever, snapshot: Snapshot) -> bool:
+    """Return whether the frozen passage tower of a fine-tuned model has the weights of this retriever's."""
     if not (tuned / INDEX).is_file():
         return False
-    theirs = load_models(tuned, snapshot.vocabulary_hash)[0].document.state_dict()
-    ours = retriever.document.state_dict()
-    return theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name].cpu()) for name in ours)
+    tuned_state = load_models(tuned, snapshot.vocabulary_hash)[0].document.state_dict()
+    state = retriever.document.state_dict()
+    return tuned_state.keys() == state.keys() and all(
+        torch.equal(tuned_state[name], state[name].cpu()) for name in state
+    )
 
 
 def _example(sentence: str, answer: str | None, realm: Realm) -> Example:
     def pieces(text: str) -> list[int]:
-        found: list[int] = realm.snapshot.tokenizer.encode(text.rstrip(), add_special_tokens=False).ids
-        return found
+        ids: list[int] = realm.snapshot.tokenizer.encode(text.rstrip(), add_special_tokens=False).ids
+        return ids
 
-    before, *behind = sentence.split(MASK)
-    hidden = [realm.special.mask] * len(behind) if answer is None else pieces(before[len(before.rstrip()) :] + answer)
-    if len(behind) > 1 and len(hidden) != len(behind):
+    before, *parts = sentence.split(MASK)
+    hidden = [realm.special.mask] * len(parts) if answer is None else pieces(before[len(before.rstrip()) :] + answer)
+    if len(parts) > 1 and len(hidden) != len(parts):
         raise ValueError(
-            f"the answer {answer!r} has {len(hidden)} wordpieces, the sentence {len(behind)} {MASK}: write one "
-            f"{MASK} for all of them, or as many as there are wordpieces"
+            f"the answer {answer!r} has {len(hidden)} wordpieces, the sentence {len(parts)} {MASK}; write one {MASK} "
+            "for all wordpieces, or one for each"
         )
     if not hidden:
-        raise ValueError(f"the answer {answer!r} has no wordpiece")
+        raise ValueError(f"the answer {answer!r} has no wordpieces; give at least one word")
     original = pieces(before)
     positions: list[int] = []
-    for group, part in zip([hidden] if len(behind) == 1 else [[piece] for piece in hidden], behind, strict=True):
+    for group, part in zip([hidden] if len(parts) == 1 else [[piece] for piece in hidden], parts, strict=True):
         positions += range(len(original), len(original) + len(group))
         original += [*group, *pieces(part)]
     limit = min(realm.options.query_wordpieces - 2, realm.options.reader_wordpieces - 3)
     if len(original) > limit:
-        raise ValueError(f"the sentence has {len(original)} wordpieces, at most {limit} are read: shorten it")
-    whole, at = np.array(original, dtype=np.int64), np.array(positions, dtype=np.int64)
-    x = whole.copy()
-    x[at] = realm.special.mask
-    return Example(NULL, whole, x, at, whole[at], sentence.replace(MASK, " "))
+        raise ValueError(f"the sentence has {len(original)} wordpieces; at most {limit} are allowed; shorten it")
+    ids, masked = np.array(original, dtype=np.int64), np.array(positions, dtype=np.int64)
+    x = ids.copy()
+    x[masked] = realm.special.mask
+    return Example(NULL, ids, x, masked, ids[masked], sentence.replace(MASK, " "))

@@ -1,4 +1,4 @@
-"""A model opened to answer: that of a run's folder, or the champion of a registered model."""
+"""Open a model for answering: from a run's folder, or the champion of a registered model."""
 
 import re
 import tempfile
@@ -16,16 +16,16 @@ from realmops.stages.tuned_model import open_reading
 from realmops.tracking.registry import CHAMPION, ModelVersion, Registry
 from realmops.tracking.runs import tracking_folder
 
-PROMOTED = "promoted"  # the kind of a promoted model's manifest, and the folder of a run that holds such models
-CORPUS, FINETUNE = "corpus", "finetune"  # folders of a promoted model
+PROMOTED = "promoted"  # kind of a promoted model's manifest, and the subfolder of a run with promoted models
+CORPUS, FINETUNE = "corpus", "finetune"  # subfolders of a promoted model
 DIGEST_TAG = "realmops.digest"
 STEPS_TAG = "realmops.weights_step"
-COPIED_TAG = "realmops.copied"  # of versions whose files lie in MLflow's artifacts
+COPIED_TAG = "realmops.copied"  # set on versions whose files are MLflow artifacts
 _ALIAS = re.compile(rf"models:/([\w-]+)@{CHAMPION}")
 
 
 def open_model(root: Path, model: str | None = None) -> OpenedModel:
-    """Open the champion that ``model`` (models:/NAME@champion) names, or without it the newest model of a run."""
+    """Open the champion in ``model`` (models:/NAME@champion) or, if None, the newest model of a run."""
     return open_run(root) if model is None else Champion(model, root).open()
 
 
@@ -33,61 +33,62 @@ class Champion:
     """The version of a registered model that has the alias ``champion`` in MLflow's registry.
 
     Args:
-        uri: models:/NAME@champion.
-        root: the folder of the run whose local registry is used where MLFLOW_TRACKING_URI names no server.
+        uri: models:/NAME@champion; a ValueError is raised for any other form.
+        root: the run's folder, whose local registry is used if MLFLOW_TRACKING_URI is not set.
     """
 
     def __init__(self, uri: str, root: Path) -> None:
-        found = _ALIAS.fullmatch(uri)
-        if not found:
-            raise ValueError(f"--model is {uri!r}; expected models:/NAME@{CHAMPION}, as 'realmops promote' writes it")
-        self.name, self.root = found[1], root
+        match = _ALIAS.fullmatch(uri)
+        if not match:
+            raise ValueError(
+                f"--model is {uri!r}; expected models:/NAME@{CHAMPION}, with the name from 'realmops promote'"
+            )
+        self.name, self.root = match[1], root
         self._registry = Registry(self.name, tracking_folder(root), "realmops")
 
     def mark(self) -> Hashable:
-        """Return the version and the digest of its files. Raises ConnectionError where the registry is away."""
+        """Return the version and the digest of its files. Raises ConnectionError if the registry is unreachable."""
         version = self._version()
         return version.number, version.tags.get(DIGEST_TAG)
 
     def open(self) -> OpenedModel:
-        """Open the champion, every file compared with what was registered."""
+        """Open the champion after its files are verified against the registered manifest."""
         version = self._version()
-        held = tempfile.TemporaryDirectory(prefix="realmops-champion-")
+        temporary = tempfile.TemporaryDirectory(prefix="realmops-champion-")
         if version.tags.get(COPIED_TAG):
-            folder = self._registry.fetch(version, "", Path(held.name))
+            folder = self._registry.fetch(version, "", Path(temporary.name))
             registered = folder / artifacts.MANIFEST
         else:
-            registered = self._registry.fetch(version, artifacts.MANIFEST, Path(held.name))
+            registered = self._registry.fetch(version, artifacts.MANIFEST, Path(temporary.name))
             folder = Path(self._registry.settings(version)["folder"])
         opened = open_promoted(folder, registered)
         step = version.tags.get(STEPS_TAG)
-        return replace(opened, version=version.uri, weights_step=None if step is None else int(step), held=held)
+        return replace(opened, version=version.uri, weights_step=None if step is None else int(step), held=temporary)
 
     def _version(self) -> ModelVersion:
         version = self._registry.champion()
         if version is None:
-            raise ValueError(f"no version of {self.name} is its {CHAMPION}: run 'realmops promote --name {self.name}'")
+            raise ValueError(
+                f"{self.name} has no version with the alias {CHAMPION}; run 'realmops promote --name {self.name}'"
+            )
         return version
 
 
 def open_promoted(folder: Path, registered: Path) -> OpenedModel:
-    """Open a promoted model on the device of its run.
+    """Open a promoted model on the device of its run; ``registered`` is the path of its manifest from the registry.
 
-    Args:
-        folder: its files.
-        registered: the manifest that the registry has of them.
-
-    Raises ValueError that names the file when one is missing or is not what was registered.
+    Raises:
+        ValueError: a file is missing or differs from the registered one.
     """
     if not folder.is_dir():
         raise ValueError(
-            f"{folder} is not there: the model's files were removed, or lie on another machine; name their folder with "
-            "model_config={'folder': ...}, or register it by 'realmops promote --copy'"
+            f"{folder} does not exist: the model's files were removed or are on another machine; pass their folder as "
+            "model_config={'folder': ...}, or register a copy with 'realmops promote --copy'"
         )
     manifest = artifacts.read_manifest(folder, PROMOTED)
     if artifacts.sha256_file(folder / artifacts.MANIFEST) != artifacts.sha256_file(registered):
         raise ValueError(
-            f"{folder / artifacts.MANIFEST} is not the registered one, {registered}: the folder holds another model"
+            f"{folder / artifacts.MANIFEST} is not the registered manifest {registered}: the folder has another model"
         )
     place = str(folder / artifacts.MANIFEST)
     run, options = (parse_section(name, manifest["sections"][name], place) for name in ("run", "finetune"))

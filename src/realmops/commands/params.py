@@ -1,4 +1,4 @@
-"""``realmops params``: params files as they are written, where every YAML reader finds the same values."""
+"""``realmops params``: write params files that YAML 1.1 and YAML 1.2 parsers read alike."""
 
 from collections.abc import Sequence
 from io import StringIO
@@ -16,16 +16,16 @@ from realmops.config_yaml import parse_yaml, read_params
 
 
 class _Representer(RoundTripRepresenter):
-    """Writes numbers and texts that readers of YAML 1.1 and of YAML 1.2 take for the same."""
+    """Represents numbers and strings so that YAML 1.1 and YAML 1.2 parsers agree on them."""
 
     def represent_number(self, value: float) -> Any:
-        """Add a point: YAML 1.1 takes 1e-05 for a text."""
+        """Add a decimal point: YAML 1.1 parses 1e-05 as a string."""
         mantissa, e, exponent = repr(value).partition("e")
         point = ".0" if e and "." not in mantissa else ""
         return self.represent_scalar("tag:yaml.org,2002:float", f"{mantissa}{point}{e}{exponent}")
 
     def represent_text(self, text: str) -> Any:
-        """Add quotation marks where a reader would take the text for something else, as no or 1e5."""
+        """Quote a string that a parser would read as another type, for example no or 1e5."""
         return self.represent_scalar("tag:yaml.org,2002:str", text, None if _is_text(text) else '"')
 
 
@@ -44,32 +44,32 @@ def _editor() -> YAML:
     editor = YAML()
     editor.Representer = _Representer
     editor.preserve_quotes = True
-    editor.width = 1 << 16  # no line is folded
+    editor.width = 1 << 16  # do not fold lines
     return editor
 
 
 def as_yaml(values: Values) -> str:
-    """Return sections as a params file has them."""
+    """Return sections as YAML text of a params file."""
     text = StringIO()
     _editor().dump(values, text)
     return text.getvalue()
 
 
 def rewritten(path: Path, presets: Sequence[str], settings: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the text of a params file with other presets and values, and each change that this makes.
+    """Return the text of a params file with new presets and settings, and a list of its changes.
 
-    Comments are kept. What the file has as its presets of before, or as the defaults, becomes what it is now; what a
-    person has changed stays.
+    Comments are kept. Values equal to those of the previous presets or the defaults get the new ones; values that the
+    user has changed stay.
     """
     named, own = read_params(path)
     names = list(presets) or named
-    was, now = (laid(defaults(), [preset_path(name, path) for name in some]) for some in (named, names))
+    was, now = (laid(defaults(), [preset_path(name, path) for name in selection]) for selection in (named, names))
     before = checked(own, path, was)
-    kept = {
+    customised = {
         section: {key: before[section][key] for key in keys if before[section][key] != was[section][key]}
         for section, keys in own.items()
     }
-    after = apply_settings(checked(kept, path, now), settings)
+    after = apply_settings(checked(customised, path, now), settings)
     check(option_rules(after))
 
     editor, text, changes = _editor(), StringIO(), []

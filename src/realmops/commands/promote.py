@@ -1,7 +1,7 @@
-"""``realmops promote``: a finished run becomes the champion of MLflow's model registry, or it is said why not.
+"""``realmops promote``: register a finished run as champion in MLflow's model registry, if it is better.
 
-The files that answer questions are kept under a name of their own (hard links, where the disk knows them), so that
-the next training does not take them from under the registered model.
+The files needed for answering are kept in a separate folder (as hard links if the file system supports them), so that
+the next training does not overwrite the files of the registered model.
 """
 
 import tempfile
@@ -34,9 +34,9 @@ PREDICTIONS_TAG = "realmops.predictions_sha256"
 CORPUS_TAG = "realmops.corpus_hash"
 QUESTIONS_TAG = "realmops.questions"
 RULE_TAG = "realmops.em_rule"
-SHOWN = ("ece", "precision_at_30", "answered", "answered_precision")  # tags beside EM: what its confidence is worth
+SHOWN = ("ece", "precision_at_30", "answered", "answered_precision")  # calibration metrics shown as tags
 
-# The record of ``answering.record`` in MLflow's types; a figure with "?" may be missing, a list holds such objects.
+# The record of ``answering.record`` in MLflow's types; "?" marks an optional value, a list is an array of objects.
 _PLACE = dict.fromkeys(("uri", "document_id", "passage_id", "title"), "string")
 _PLACE |= {"start": "long?", "end": "long?", "page": "long?"}
 _WEIGHT = {"p_z": "double", "p_z_given_y": "double?"}
@@ -54,42 +54,42 @@ _RECORD = {
 }
 
 
-def _in_form(kind: Any) -> dict[str, Any]:
-    """A type as MLflow's signatures have it."""
+def _signature_type(kind: Any) -> dict[str, Any]:
+    """Convert a type of ``_RECORD`` to the JSON form of MLflow's signatures."""
     if isinstance(kind, str):
         return {"type": kind.removesuffix("?"), "required": not kind.endswith("?")}
     if isinstance(kind, list):
-        items = {name: value for name, value in _in_form(kind[0]).items() if name != "required"}
+        items = {name: value for name, value in _signature_type(kind[0]).items() if name != "required"}
         return {"type": "array", "required": True, "items": items}
-    return {"type": "object", "required": True, "properties": {name: _in_form(of) for name, of in kind.items()}}
+    return {"type": "object", "required": True, "properties": {name: _signature_type(of) for name, of in kind.items()}}
 
 
 SIGNATURE = {
-    "inputs": [_in_form("string")],
-    "outputs": [{"name": name, **_in_form(kind)} for name, kind in _RECORD.items()],
+    "inputs": [_signature_type("string")],
+    "outputs": [{"name": name, **_signature_type(kind)} for name, kind in _RECORD.items()],
 }
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run: what it answers with, and what its answers are worth.
+    """A finished run: the files it answers with, and its evaluation.
 
-    ``evaluation`` is the digest of what makes two results comparable: the test questions with their answers and
-    languages, and the rules by which an answer is right. The corpus does not count: a better one is a fair way to win,
-    so it is shown.
+    ``evaluation`` is the digest of everything that two comparable results share: the test questions with their answers
+    and languages, and the rules of answer matching. The corpus is not part of it, as a better corpus may win; its hash
+    is shown instead.
     """
 
     results: Path
-    files: Mapping[str, Path]  # by their names in the folder of a promoted model
-    digest: str  # of the files' content and the sections
+    files: Mapping[str, Path]  # by path inside the promoted model's folder
+    digest: str  # of the files' contents and the sections
     predictions: str  # sha256
     evaluation: str
     rule: str
     corpus_hash: str
     sections: Mapping[str, Any]
     metrics: Mapping[str, Any]
-    question: str  # the first
-    steps: int | None  # of fine-tuning; None where the model was imported
+    question: str  # the first, as example input
+    steps: int | None  # of fine-tuning; None for an imported model
 
     def __str__(self) -> str:
         return (
@@ -98,7 +98,7 @@ class FinishedRun:
         )
 
     def tags(self, copy: bool) -> dict[str, str]:
-        """What the registry says about it."""
+        """Return the tags of the run's model version in the registry."""
         return {
             **({COPIED_TAG: "true"} if copy else {}),
             DIGEST_TAG: self.digest,
@@ -115,7 +115,7 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class Promotion:
-    """Whether the run is the champion now, and why or why not; by how much its EM is higher, where they compare."""
+    """The result of a promotion: whether the run is champion, the reason, and the EM difference if comparable."""
 
     champion: bool
     message: str
@@ -123,52 +123,55 @@ class Promotion:
 
 
 def promote(values: Values, *, project: Path, root: Path, name: str, margin: float, copy: bool) -> Promotion:
-    """Make the run under ``root`` the champion of the registered model ``name`` if it is better than the present one.
+    """Make a run the champion of the registered model ``name`` if it is better than the current champion.
 
-    Better means: on the same questions by the same rules, EM higher by at least ``margin``, and an interval of the
-    difference (paired bootstrap) above 0. The first run needs no comparison. A call that was stopped between
-    registration and alias goes on there.
+    Better means: on the same questions by the same rules, EM is higher by at least ``margin``, and the confidence
+    interval of the difference (paired bootstrap) is above 0. The first run needs no comparison. A call that was killed
+    between registration and alias can be repeated. With ``copy`` all files are stored as artifacts of the model, not
+    only their path.
 
-    Args:
-        copy: put all files into the model's artifacts instead of their paths.
-
-    Raises ValueError for a margin that is no share, when the run is not finished or was changed, when tracking is off,
-    and for a champion that this command did not register; ConnectionError when MLflow fails.
+    Raises:
+        ValueError: the margin is out of range, the run is unfinished or was changed, tracking is disabled, or the
+            champion was not registered by this command.
+        ConnectionError: MLflow fails.
     """
     if not 0 <= margin <= 1:
-        raise ValueError(f"margin is {margin}, a share from 0 to 1 is wanted")
+        raise ValueError(f"margin is {margin}; expected a number from 0 to 1")
     options: Tracking = parse_section("tracking", values["tracking"])
     if not options.enabled:
         raise ValueError(
-            "tracking.enabled is false, and the registry is MLflow's: set tracking.enabled=true, and for a server "
-            "MLFLOW_TRACKING_URI"
+            "tracking.enabled is false, but promotion needs MLflow's registry; set tracking.enabled=true, and for a "
+            "server MLFLOW_TRACKING_URI"
         )
     with alone(root / WORK, "promote"):
         run = read_run(project, root)
         registry = Registry(name, tracking_folder(root), options.experiment)
         champion = registry.champion()
-        wanted = {DIGEST_TAG: run.digest, **({COPIED_TAG: "true"} if copy else {})}
-        if champion is not None and wanted.items() <= champion.tags.items():
-            return Promotion(True, f"{champion.uri} is the champion already: {run}")
-        reason, difference = "there was none before", None
+        tags = {DIGEST_TAG: run.digest, **({COPIED_TAG: "true"} if copy else {})}
+        if champion is not None and tags.items() <= champion.tags.items():
+            return Promotion(True, f"{champion.uri} is already the champion: {run}")
+        reason, difference = "it is the first champion", None
         if champion is not None and champion.tags.get(DIGEST_TAG) == run.digest:
-            reason = f"before, {champion.uri} was the same without copies of its files"
+            reason = f"the previous champion {champion.uri} was the same run without copies of its files"
         elif champion is not None:
-            better, figures, difference = _against(champion, run, registry, margin)
+            better, figures, difference = _compare_to_champion(champion, run, registry, margin)
             if not better:
-                return Promotion(False, f"not promoted, {champion.uri} stays the champion: {figures}", difference)
-            reason = f"before, it was {champion.uri}. {figures}"
-        with _gathered(run, root, copy) as folder:
-            version = _registered(registry, wanted, copy) or _register(run, registry, root, folder, copy)
+                return Promotion(False, f"not promoted, {champion.uri} remains champion: {figures}", difference)
+            reason = f"the previous champion was {champion.uri}. {figures}"
+        with _model_folder(run, root, copy) as folder:
+            version = _find_registered(registry, tags, copy) or _register(run, registry, root, folder, copy)
             if not registry.crown(version, run.question, champion):
                 return Promotion(
-                    False, f"not promoted: the champion of {name} changed meanwhile; run the command again"
+                    False, f"not promoted: the champion of {name} changed during this call; run the command again"
                 )
         return Promotion(True, f"{version.uri} is the champion: {run}; {reason}", difference)
 
 
 def read_run(project: Path, root: Path) -> FinishedRun:
-    """The finished run under a root; ValueError when its results are not those of its models, corpus and questions."""
+    """Read the finished run in ``root``.
+
+    Raises ValueError if models, corpus or question files have changed since the evaluation, or there is no reader.
+    """
     stage = STAGES["evaluate"]
     results = root / stage.folder
     manifest = artifacts.read_manifest(results, stage.name)
@@ -176,16 +179,18 @@ def read_run(project: Path, root: Path) -> FinishedRun:
     inputs = inputs_of(stage, sections, project, root)
     if fingerprint(stage, sections, inputs) != manifest["fingerprint"]:
         raise ValueError(
-            f"{results} was made from other models, another corpus or other question files than those that are there "
-            "now; run 'realmops run evaluate' first"
+            f"{results} is out of date: models, corpus or question files have changed since; run 'realmops run "
+            "evaluate' first"
         )
     reader = sections["finetune"]["reader"]
     if reader in CLOSED_BOOK:
-        raise ValueError(f"{results}: finetune.reader is {reader}, which has no evidence; promote a model that reads")
+        raise ValueError(
+            f"{results}: finetune.reader is {reader}, which reads no passages; promote a run with a reader"
+        )
     questions = read_questions([inputs["questions.test"]], format=sections["questions"]["format"])
     corpus, tuned = (artifacts.read_json(inputs[name] / artifacts.MANIFEST)["files"] for name in ("snapshot", FINETUNE))
-    read = (CORPUS, bm25.FOLDER)  # every model is searched by words, too
-    entries = {name: (inputs["snapshot"] / name, e) for name, e in corpus.items() if name.split("/")[0] in read}
+    folders = (CORPUS, bm25.FOLDER)  # every model supports search by BM25
+    entries = {name: (inputs["snapshot"] / name, e) for name, e in corpus.items() if name.split("/")[0] in folders}
     entries |= {
         f"{FINETUNE}/{name}": (inputs[FINETUNE] / name, entry)
         for name, entry in tuned.items()
@@ -193,11 +198,11 @@ def read_run(project: Path, root: Path) -> FinishedRun:
     }
     entries[PREDICTIONS] = (results / PREDICTIONS, manifest["files"][PREDICTIONS])
     rule = em_rules(questions)[0]
-    used = {name: sections[name] for name in ("run", "finetune")}
-    asked = sorted(
+    model_sections = {name: sections[name] for name in ("run", "finetune")}
+    evaluated = sorted(
         [
             *(q.id, q.question, sorted(q.answers)),
-            # What is not evidence of a question, and its language, are part of what is measured; most have neither.
+            # Excluded passages and language change the measurement; most questions have neither.
             *([sorted(q.not_in)] if q.not_in else []),
             *([] if q.answer_rule in (ENGLISH, EXPRESSIONS) else [q.answer_rule]),
         ]
@@ -207,60 +212,61 @@ def read_run(project: Path, root: Path) -> FinishedRun:
     return FinishedRun(
         results=results,
         files={name: path for name, (path, _) in entries.items()},
-        digest=artifacts.digest_of([{name: entry["sha256"] for name, (_, entry) in entries.items()}, used]),
+        digest=artifacts.digest_of([{name: entry["sha256"] for name, (_, entry) in entries.items()}, model_sections]),
         predictions=manifest["files"][PREDICTIONS]["sha256"],
-        evaluation=artifacts.digest_of({"questions": asked, "rules": [rule, questions[0].match_rule]}),
+        evaluation=artifacts.digest_of({"questions": evaluated, "rules": [rule, questions[0].match_rule]}),
         rule=rule,
         corpus_hash=artifacts.read_json(inputs["snapshot"] / CORPUS / artifacts.MANIFEST)["corpus_hash"],
-        sections=used,
+        sections=model_sections,
         metrics=artifacts.read_json(results / METRICS),
         question=questions[0].question,
         steps=tuned_steps(root),
     )
 
 
-def _against(
+def _compare_to_champion(
     champion: ModelVersion, run: FinishedRun, registry: Registry, margin: float
 ) -> tuple[bool, str, float | None]:
-    """Whether the run is better, the figures, and the difference where the questions are the same."""
-    theirs, ours = champion.tags, run.tags(copy=False)
-    if EVALUATION_TAG not in theirs:
+    """Return whether the run is better, the comparison in words, and the EM difference if the questions match."""
+    champion_tags, run_tags = champion.tags, run.tags(copy=False)
+    if EVALUATION_TAG not in champion_tags:
         raise ValueError(
-            f"{champion.uri} has the alias champion and was not registered by 'realmops promote': choose another --name"
+            f"{champion.uri} has the alias champion but was not registered by 'realmops promote'; choose another --name"
         )
-    if theirs[EVALUATION_TAG] != run.evaluation:
-        sides = [f"evaluation {t[EVALUATION_TAG][:12]}: {t[QUESTIONS_TAG]} by {t[RULE_TAG]}" for t in (theirs, ours)]
-        found = f"it was measured on other questions or in other languages ({sides[0]}) than {run.results} ({sides[1]})"
-        return False, f"{found}; evaluate both on the same ones", None
+    if champion_tags[EVALUATION_TAG] != run.evaluation:
+        pair = (champion_tags, run_tags)
+        sides = [f"evaluation {t[EVALUATION_TAG][:12]}: {t[QUESTIONS_TAG]} by {t[RULE_TAG]}" for t in pair]
+        reason = f"it was evaluated on other questions or languages ({sides[0]}) than {run.results} ({sides[1]})"
+        return False, f"{reason}; evaluate both on the same ones", None
     with tempfile.TemporaryDirectory() as folder:
         stored = registry.fetch(champion, PREDICTIONS, Path(folder))
-        if artifacts.sha256_file(stored) != theirs[PREDICTIONS_TAG]:
+        if artifacts.sha256_file(stored) != champion_tags[PREDICTIONS_TAG]:
             raise ValueError(
-                f"{champion.uri}: its {PREDICTIONS} was changed since it was registered (sha256 is not "
-                f"{theirs[PREDICTIONS_TAG]}); do not trust it: take its alias away, or restore the file"
+                f"{champion.uri}: {PREDICTIONS} has changed since registration (sha256 is not "
+                f"{champion_tags[PREDICTIONS_TAG]}); restore the file, or remove the alias"
             )
         em, _ = compare(run.results, Path(folder), seed=0)
     figures = (
-        f"{sentence(em)}. Wanted are a difference of at least {margin:+.3f} and an interval above 0. "
-        f"Corpus {run.corpus_hash[:12]} against {theirs[CORPUS_TAG][:12]}"
+        f"{sentence(em)}. Required: a difference of at least {margin:+.3f} and an interval above 0. "
+        f"Corpus {run.corpus_hash[:12]} against {champion_tags[CORPUS_TAG][:12]}"
     )
     return em.difference.mean >= margin and em.difference.low > 0, figures, em.difference.mean
 
 
-def _registered(registry: Registry, wanted: Mapping[str, str], copy: bool) -> ModelVersion | None:
-    """A version with these tags that can still be loaded: its folder may be gone, when it was another root's."""
-    found = registry.find(wanted)
-    if found is None or copy or COPIED_TAG in found.tags or Path(registry.settings(found)["folder"]).is_dir():
-        return found
+def _find_registered(registry: Registry, tags: Mapping[str, str], copy: bool) -> ModelVersion | None:
+    """Find a version with these tags that can be loaded: the folder of another root's version may be deleted."""
+    version = registry.find(tags)
+    if version is None or copy or COPIED_TAG in version.tags or Path(registry.settings(version)["folder"]).is_dir():
+        return version
     return None
 
 
 def _register(run: FinishedRun, registry: Registry, root: Path, folder: Path, copy: bool) -> ModelVersion:
-    copied = [artifacts.MANIFEST, PREDICTIONS]
-    copied += [name for name in (CORPUS, bm25.FOLDER, FINETUNE) if copy and (folder / name).is_dir()]
+    uploaded = [artifacts.MANIFEST, PREDICTIONS]
+    uploaded += [name for name in (CORPUS, bm25.FOLDER, FINETUNE) if copy and (folder / name).is_dir()]
     return registry.register(
         Path(__file__).with_name("pyfunc.py"),
-        {name: folder / name for name in copied},
+        {name: folder / name for name in uploaded},
         config={} if copy else {"folder": str(folder)},
         signature=SIGNATURE,
         question=run.question,
@@ -270,20 +276,20 @@ def _register(run: FinishedRun, registry: Registry, root: Path, folder: Path, co
 
 
 @contextmanager
-def _gathered(run: FinishedRun, root: Path, copy: bool) -> Iterator[Path]:
-    """A folder with the run's files and a manifest over them: to stay, or to be copied from."""
+def _model_folder(run: FinishedRun, root: Path, copy: bool) -> Iterator[Path]:
+    """Context manager: a folder with the run's files and their manifest, temporary if they are copied from it."""
     if copy:
         with tempfile.TemporaryDirectory(dir=root / WORK) as folder:
-            _gather(run, Path(folder))
+            _link_files(run, Path(folder))
             yield Path(folder).absolute()
         return
     final = (root / PROMOTED / run.digest[:12]).absolute()
     with artifacts.atomic_folder(final) as folder:
-        _gather(run, folder)
+        _link_files(run, folder)
     yield final
 
 
-def _gather(run: FinishedRun, folder: Path) -> None:
+def _link_files(run: FinishedRun, folder: Path) -> None:
     for name, path in run.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         artifacts.link_or_copy(path, folder / name)

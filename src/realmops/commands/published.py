@@ -1,4 +1,4 @@
-"""``realmops import``: published REALM checkpoints as the folders that pretrain and finetune would have written."""
+"""``realmops import``: convert published REALM checkpoints to the output folders of pretrain and finetune."""
 
 import time
 from collections.abc import Sequence
@@ -25,23 +25,27 @@ def import_published(
     titles: Path | None,
     report: Report,
 ) -> None:
-    """Write what was given under ``root``; ValueError when the folders do not make a whole model.
+    """Write checkpoints and passages as outputs of a run.
 
     Args:
-        pretrained: embedder or scorer, encoder, or openqa folders; become ``models/pretrain``.
-        finetuned: a fine-tuned openqa folder, and a reader's if it is apart; become ``models/finetune``.
-        blocks: the passages as TensorFlow records; become ``data/published/passages.jsonl.gz``.
-        titles: their titles, in the same order.
+        root: the run's folder.
+        pretrained: embedder or scorer, encoder, or openqa folders; written to ``models/pretrain``.
+        finetuned: a fine-tuned openqa folder, and the reader's if separate; written to ``models/finetune``.
+        blocks: the passages as TensorFlow records; written to ``data/published/passages.jsonl.gz``.
+        titles: the titles of the passages, in the same order.
+        report: receives progress and warnings.
+
+    Raises ValueError if the folders are not a complete model, or do not match.
     """
     if not (pretrained or finetuned or blocks):
-        raise ValueError("nothing to import; name folders with --pretrained or --finetuned, or passages with --blocks")
+        raise ValueError("nothing to import; give folders with --pretrained or --finetuned, or passages with --blocks")
     if titles is not None and blocks is None:
-        raise ValueError("--titles without --blocks; name the records of the passages too")
+        raise ValueError("--titles without --blocks; give the records of the passages too")
     before, after = [read_published(f) for f in pretrained], [read_published(f) for f in finetuned]
-    for one in (*before, *after):
+    for checkpoint in (*before, *after):
         first = (*before, *after)[0]
-        if one.vocabulary_hash != first.vocabulary_hash:
-            raise ValueError(f"{one.folder} has another vocabulary than {first.folder}; they do not belong together")
+        if checkpoint.vocabulary_hash != first.vocabulary_hash:
+            raise ValueError(f"{checkpoint.folder} has another vocabulary than {first.folder}; import matching folders")
     if blocks is not None:
         folder = root / PUBLISHED
         with artifacts.atomic_folder(folder) as out:
@@ -56,14 +60,14 @@ def import_published(
     if after:
         if retriever is None:
             report.warn(
-                "without --pretrained the tower that embeds passages is unknown: the query tower stands in for it, and "
-                "only the passages of the checkpoint's own index can be searched"
+                "without --pretrained the passage tower is unknown: the query tower replaces it, and only passages in "
+                "the checkpoint's index can be searched"
             )
         _commit(root, "finetune", *finetuned_models(after, retriever), after, report)
 
 
 def _corpus_hash(root: Path, passages: int) -> str:
-    """Return the corpus hash of the imported passages, "" where none or as many others were imported."""
+    """Return the corpus hash of the imported passages, or "" if none, or another number of them, were imported."""
     if not (root / PUBLISHED / artifacts.MANIFEST).is_file():
         return ""
     manifest = artifacts.read_manifest(root / PUBLISHED, KIND, verify=False)
@@ -74,18 +78,17 @@ def _commit(
     root: Path, name: str, retriever: Retriever, reader: Reader, folders: Sequence[Published], report: Report
 ) -> None:
     started = time.monotonic()
-    names = ", ".join(str(found.folder) for found in folders)
+    names = ", ".join(str(checkpoint.folder) for checkpoint in folders)
     embedding_PE = next((e for e in (f.embeddings for f in folders) if e is not None), None)
     if name == "finetune" and embedding_PE is None:
         raise ValueError(
-            f"{names}: no embeddings of passages (block_emb), which a fine-tuned "
-            "model answers from; name its openqa folder"
+            f"{names}: no passage embeddings (block_emb), which a fine-tuned model needs; give its openqa folder"
         )
     width = retriever.query.width
     if embedding_PE is not None and (embedding_PE.dim() != 2 or embedding_PE.shape[1] != width):
         raise ValueError(
-            f"{names}: block_emb has shape {list(embedding_PE.shape)}, the embedder "
-            f"makes vectors of {width}; they do not belong together"
+            f"{names}: block_emb has shape {list(embedding_PE.shape)}, but the embedding width of the embedder is "
+            f"{width}; import matching folders"
         )
     final = root / STAGES[name].folder
     with artifacts.atomic_folder(final) as out:
@@ -94,5 +97,5 @@ def _commit(
             save_index(out / INDEX, embedding_PE, _corpus_hash(root, len(embedding_PE)))
         artifacts.write_json(out / METRICS, {"seconds": round(time.monotonic() - started, 1)})
         artifacts.write_manifest(out, name, fingerprint="imported", imported=[f.folder.name for f in folders])
-    embedded = "without embeddings of passages" if embedding_PE is None else f"{len(embedding_PE)} embedded passages"
-    report.say(f"{final}: retriever and reader, {embedded}")
+    index = "no passage embeddings" if embedding_PE is None else f"{len(embedding_PE)} passage embeddings"
+    report.say(f"{final}: retriever and reader, {index}")

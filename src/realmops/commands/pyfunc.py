@@ -1,6 +1,6 @@
-"""The registered model: answers questions with their evidence, and traces what it retrieved.
+"""The registered MLflow model: answers questions with evidence, and traces its retrieval.
 
-Nothing imports this file: MLflow keeps a copy of it in the registered model, and runs that (models from code).
+No module imports this file: MLflow stores a copy in the registered model and runs that (models from code).
 """
 
 from collections.abc import Iterator
@@ -20,10 +20,10 @@ COLUMN = "question"
 
 
 class RegisteredModel(PythonModel):
-    """Questions in, the record of each answer out."""
+    """A pyfunc model that maps questions to answer records."""
 
     def load_context(self, context: PythonModelContext) -> None:
-        """Open the files; ValueError when they are not those that were registered."""
+        """Open the model. Raises ValueError if its files are not those that were registered."""
         registered = Path(context.artifacts["manifest.json"])
         folder = (context.model_config or {}).get("folder", registered.parent)
         self._model = open_promoted(Path(folder), registered)
@@ -32,31 +32,31 @@ class RegisteredModel(PythonModel):
         self, context: PythonModelContext, model_input: DataFrame, params: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
         """Answer a list of questions, or the column ``question`` of a table."""
-        if model_input.columns[0] not in (COLUMN, 0):  # a list comes as column 0
+        if model_input.columns[0] not in (COLUMN, 0):  # MLflow passes a list as column 0
             raise ValueError(
-                f"the questions are looked for in the column {COLUMN!r}; found {model_input.columns[0]!r} first: give "
-                "that column alone, or a list"
+                f"the first column is {model_input.columns[0]!r}; expected {COLUMN!r}: pass a list of questions, or "
+                "a table with that column"
             )
         return [self._answer(question) for question in model_input.iloc[:, 0]]
 
     def _answer(self, question: object) -> dict[str, Any]:
         if not isinstance(question, str) or not question.strip():
-            raise ValueError(f"a question is {question!r}; text is wanted")
+            raise ValueError(f"a question is {question!r}; expected a non-empty string")
         with mlflow.start_span("answer", SpanType.CHAIN) as span:
             span.set_inputs({COLUMN: question})
             with mlflow.start_span("retrieve", SpanType.RETRIEVER) as retrieval:
                 retrieval.set_inputs({"query": question})
-                [found] = self._model.find([Query(question)])
-                retrieval.set_outputs([document.to_dict() for document in self._documents(found)])
-            [record] = self._model.read([found])
+                [retrieved] = self._model.find([Query(question)])
+                retrieval.set_outputs([document.to_dict() for document in self._documents(retrieved)])
+            [record] = self._model.read([retrieved])
             span.set_outputs(record)
         return record
 
-    def _documents(self, found: Found) -> Iterator[Document]:
+    def _documents(self, retrieved: Found) -> Iterator[Document]:
         snapshot = self._model.model.snapshot
-        for passage, score in zip(found.passages, found.relevance, strict=True):
-            about = {"title": snapshot.title(passage), "doc_uri": snapshot.document_id(passage), "score": score}
-            yield Document(page_content=snapshot.text(passage), metadata=about, id=snapshot.passage_id(passage))
+        for passage, score in zip(retrieved.passages, retrieved.relevance, strict=True):
+            metadata = {"title": snapshot.title(passage), "doc_uri": snapshot.document_id(passage), "score": score}
+            yield Document(page_content=snapshot.text(passage), metadata=metadata, id=snapshot.passage_id(passage))
 
 
 mlflow.models.set_model(RegisteredModel())

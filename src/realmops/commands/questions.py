@@ -1,4 +1,4 @@
-"""Question sets on their own: brought into one form, made from the corpus, and measured before any training."""
+"""Question sets: convert them to one format, generate them from the corpus, and measure ceilings before training."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,59 +25,55 @@ CLOZE_LIMIT = 20_000
 def convert_questions(
     files: Sequence[Path], out: Path, *, format: str, orqa_split: bool, drop: Sequence[str]
 ) -> list[str]:
-    """Write question files of any format as JSON lines into a folder; what was read, dropped and written, in words.
+    """Convert question files to JSON lines; return lines with the numbers read, dropped and written.
 
-    The folder holds questions.jsonl, or with ``orqa_split`` questions.train.jsonl and questions.dev.jsonl.
-
-    Args:
-        drop: beginnings of ids; those questions are left out.
+    The folder gets questions.jsonl, or with ``orqa_split`` questions.train.jsonl and questions.dev.jsonl. Questions
+    whose ids have a prefix in ``drop`` are dropped. Raises ValueError if no question is left for a file.
     """
     artifacts.check_replaceable(out, KIND)
     impossible: list[str] = []
-    found = read_questions(files, format=format, unanswerable=impossible)
-    kept = [question for question in found if not question.id.startswith(tuple(drop))]
-    parts = {"questions.jsonl": kept}
+    questions = read_questions(files, format=format, unanswerable=impossible)
+    kept_questions = [question for question in questions if not question.id.startswith(tuple(drop))]
+    parts = {"questions.jsonl": kept_questions}
     if orqa_split:
         parts = {
-            f"questions.{name}.jsonl": [q for q in kept if in_orqa_dev(q.question) == (name == "dev")]
+            f"questions.{name}.jsonl": [q for q in kept_questions if in_orqa_dev(q.question) == (name == "dev")]
             for name in ("train", "dev")
         }
-    empty = [name for name, questions in parts.items() if not questions]
+    empty = [name for name, part in parts.items() if not part]
     if empty:
-        raise ValueError(f"no question is left for {empty[0]} of {len(found)} read; give more files or drop fewer")
-    lines = [f"{len(found) + len(impossible)} questions read"]
+        raise ValueError(f"{empty[0]} would be empty: {len(questions)} questions read; give more files, or drop fewer")
+    lines = [f"{len(questions) + len(impossible)} questions read"]
     lines += [f"{len(impossible)} dropped: marked as impossible"] if impossible else []
-    lines += [f"{len(found) - len(kept)} dropped: the id starts with {' or '.join(drop)}"] if drop else []
-    return lines + _write(out, parts, read=len(found) + len(impossible))
+    lines += [f"{len(questions) - len(kept_questions)} dropped: the id starts with {' or '.join(drop)}"] if drop else []
+    return lines + _write(out, parts, read=len(questions) + len(impossible))
 
 
 def questions_from_feedback(root: Path, out: Path) -> list[str]:
-    """Write the questions whose answers people confirmed or corrected, as dev questions into a folder; in words.
+    """Write questions whose answers users confirmed or corrected as dev questions; return lines with their numbers.
 
-    Args:
-        root: of the run whose answers they are.
+    Raises ValueError if the feedback in ``root`` has no confirmed or corrected answer.
     """
     artifacts.check_replaceable(out, KIND)
     path = feedback_file(root)
-    found = list(read_feedback(path))
-    kept = questions_of(found)
-    if not kept:
-        raise ValueError(f"{path}: no answer of {len(found)} was confirmed or corrected yet")
-    line = f"{len(found)} judgements read"
-    return [line, *_write(out, {"questions.dev.jsonl": kept}, read=len(found))]
+    feedback = list(read_feedback(path))
+    questions = questions_of(feedback)
+    if not questions:
+        raise ValueError(f"{path}: none of {len(feedback)} answers is confirmed or corrected; collect feedback first")
+    line = f"{len(feedback)} judgements read"
+    return [line, *_write(out, {"questions.dev.jsonl": questions}, read=len(feedback))]
 
 
 def make_cloze(root: Path, out: Path | None, *, seed: int, limit: int | None = None) -> list[str]:
-    """Write questions made from the corpus and its salient spans into a folder: train, dev and test; in words.
+    """Generate train, dev and test questions from the corpus and its salient spans; return lines with their numbers.
 
-    What was made from the same corpus, spans and seed is left as it is.
-
-    The folder is of the same kind as that of ``convert_questions``.
+    A folder generated from the same corpus, spans, seed and limit is kept. Its kind is that of ``convert_questions``.
 
     Args:
-        root: of the stages ``snapshot`` and ``tag``.
-        out: ``CLOZE`` under the root if None.
-        limit: of questions; None for that of the questions that are there, else ``CLOZE_LIMIT``.
+        root: the run's folder, with the stages ``snapshot`` and ``tag``.
+        out: the folder to write; by default ``CLOZE`` in the root.
+        seed: determines the sampled spans and the split.
+        limit: the maximum number of questions; None for that of the existing folder, else ``CLOZE_LIMIT``.
     """
     out = root / CLOZE if out is None else out
     artifacts.check_replaceable(out, KIND)
@@ -85,27 +81,27 @@ def make_cloze(root: Path, out: Path | None, *, seed: int, limit: int | None = N
     snapshot = Snapshot.open(folders["snapshot"])
     spans = Spans.open(folders["tag"], corpus_hash=snapshot.corpus_hash)
     labels = [spans.labels[label] for label in spans.label_ids.tolist()]
-    there = artifacts.read_manifest(out, KIND) if out.is_dir() else {}
-    limit = limit or there.get("limit", CLOZE_LIMIT)
-    # the whole manifest of the spans: their labels choose the question words
-    made_of = {
+    existing = artifacts.read_manifest(out, KIND) if out.is_dir() else {}
+    limit = limit or existing.get("limit", CLOZE_LIMIT)
+    # The seal covers the whole manifest of the spans: their labels determine the question words.
+    inputs = {
         "corpus_hash": snapshot.corpus_hash,
         "spans": spans.manifest[artifacts.SEAL],
         "seed": seed,
         "limit": limit,
     }
     if snapshot.language != ENGLISH:
-        made_of["language"] = snapshot.language
-    if made_of.items() <= there.items() and there.get("language", ENGLISH) == snapshot.language:
-        return [f"nothing to do, {out} was made from the same corpus"]
+        inputs["language"] = snapshot.language
+    if inputs.items() <= existing.items() and existing.get("language", ENGLISH) == snapshot.language:
+        return [f"nothing to do: {out} was generated from the same corpus"]
     questions = cloze_questions(snapshot, SentencesWithSpans(snapshot, spans)[:], labels, seed, limit)
     parts = {f"questions.{name}.jsonl": part for name, part in split(questions, seed).items()}
-    line = f"{len(questions)} questions made of {len(spans.rows)} salient spans in {len(snapshot)} passages"
-    return [line, *_write(out, parts, **made_of)]
+    line = f"{len(questions)} questions generated from {len(spans.rows)} salient spans in {len(snapshot)} passages"
+    return [line, *_write(out, parts, **inputs)]
 
 
 def _write(out: Path, parts: Mapping[str, Sequence[Question]], **fields: Any) -> list[str]:
-    """Write each part as JSON lines, and a manifest with the fields; what was written, in words."""
+    """Write each part as JSON lines, and a manifest with the fields; return a line for each file."""
     counts = {name: len(questions) for name, questions in parts.items()}
     with artifacts.atomic_folder(out) as stage:
         for name, questions in parts.items():
@@ -122,12 +118,10 @@ def measure_ceilings(
     format: str,
     progress: Callable[[str, int], Callable[[int], None]],
 ) -> Iterator[str]:
-    """What is possible with these questions on the corpus, whatever the model, and BM25 beside it, in words.
+    """Yield the shares of questions that any model could answer from the corpus, and the recall of BM25, as lines.
 
-    Args:
-        root: of the stage ``snapshot``.
-        limits: passages and longest span of the reader.
-        progress: gives, for a label and a total, the function that takes units done.
+    ``limits`` has the number of passages and the longest span of the reader; ``progress`` returns, for a label and a
+    total, a callback that takes the units completed.
     """
     snapshot = Snapshot.open(root / STAGES["snapshot"].folder / "corpus")
     questions = read_questions(files, format=format)
@@ -138,18 +132,18 @@ def measure_ceilings(
     ranks = hit_ranks_by_rule(questions, ranked, texts.__getitem__)
     yield f"{len(questions)} questions against {len(texts)} passages"
     for rule in REGEX_RULES if questions[0].is_regex else WORD_RULES:
-        known = hits_at(ranks[rule], max(RECALL_AT))
+        hits_Q = hits_at(ranks[rule], max(RECALL_AT))
         bar = progress(f"passages, {rule}", len(texts))
-        in_corpus = answered_in_corpus(questions, texts, rule=rule, known_Q=known, progress=bar)
+        in_corpus = answered_in_corpus(questions, texts, rule=rule, known_Q=hits_Q, progress=bar)
         recall = ", ".join(f"{hits_at(ranks[rule], k).mean():.1%} in {k}" for k in RECALL_AT)
-        yield f"{rule}: answered in the corpus {in_corpus.mean():.1%}; by BM25's first passages {recall}"
+        yield f"{rule}: answer in the corpus {in_corpus.mean():.1%}; in the top passages of BM25 {recall}"
     rule = questions[0].match_rule
-    passages, most = limits.reader_candidates, limits.answer_wordpieces
-    spans = reader_can_answer(questions, ranked[:, :passages], snapshot, rule, most)
-    yield f"as a span of at most {most} wordpieces in BM25's first {passages} ({rule}): {spans.mean():.1%}"
+    passages, longest = limits.reader_candidates, limits.answer_wordpieces
+    spans = reader_can_answer(questions, ranked[:, :passages], snapshot, rule, longest)
+    yield f"as a span of at most {longest} wordpieces in the top {passages} of BM25 ({rule}): {spans.mean():.1%}"
     if not questions[0].is_regex:
-        fits = answer_fits_reader(questions, snapshot.tokenizer, most)
-        yield f"with an answer of at most {most} wordpieces: {fits.mean():.1%}"
+        fits = answer_fits_reader(questions, snapshot.tokenizer, longest)
+        yield f"with an answer of at most {longest} wordpieces: {fits.mean():.1%}"
     slow = [q.id for q in questions if q.is_regex and any(expression(a).timed_out for a in q.answers)]
     if slow:
-        yield f"regular expressions given up as too slow: {len(slow)} ({', '.join(slow)})"
+        yield f"regular expressions that timed out: {len(slow)} ({', '.join(slow)})"

@@ -1,4 +1,4 @@
-"""The table that ``make run`` ends with."""
+"""``realmops report``: the tables of results, and commands to continue with."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ if TYPE_CHECKING:
 
 
 def summary(root: Path) -> Iterator[Table | str]:
-    """The results under ``root``, and the commands that people want next; ValueError when there are none."""
+    """Yield tables of a run's results, and commands to continue with. Raises ValueError if there are no results."""
     metrics = metrics_under(root)
     if not metrics:
-        raise ValueError(f"{root.resolve()} holds no results; run 'make run' or 'realmops run all' there first")
+        raise ValueError(f"{root.resolve()} has no results; run 'make run' or 'realmops run all' there first")
     yield from (table.for_console() for table in figure_tables(metrics))
     if presets := presets_of(root):
         yield f"Presets:  {', '.join(presets)}"
     page = page_under(root)
     if page.is_file():
-        yield f"The report, which opens without a network:  {page}"
+        yield f"Report (HTML, offline):  {page}"
     if find_spec("mlflow") is not None:
         yield f"Compare runs in the browser:  {browser_command(root)}"
-        yield f"and there, with their figures:  {view_address('realmops-runs')}"
+        yield f"and open, with metrics as columns:  {view_address('realmops-runs')}"
     yield from how_to_ask(root)
 
 
 def metrics_under(root: Path) -> dict[str, dict[str, Any]]:
-    """What each stage under ``root`` has measured."""
+    """Read the metrics of each completed stage of a run."""
     paths = {stage.name: root / stage.folder / METRICS for stage in STAGES.values()}
     return {name: artifacts.read_json(path) for name, path in paths.items() if path.is_file()}
 
 
 def seconds_table(names: Iterable[str], root: Path) -> Table:
-    """Return a table of the seconds that each stage under ``root`` took when it last ran, and of their sum."""
+    """Return a table of the duration in seconds of each stage's last run, with their sum."""
     metrics = metrics_under(root)
     seconds = {name: metrics[name]["seconds"] for name in names}
     rows = [(name, f"{value:,.1f}") for name, value in seconds.items()]
@@ -54,39 +54,40 @@ def seconds_table(names: Iterable[str], root: Path) -> Table:
 
 
 def presets_of(root: Path) -> list[str]:
-    """The presets that the results come from, by name."""
+    """Return the names of the presets that the results were computed with."""
     record = root / STAGES["evaluate"].folder / artifacts.MANIFEST
-    found: list[str] = artifacts.read_json(record).get("presets", []) if record.is_file() else []
-    return found
+    presets: list[str] = artifacts.read_json(record).get("presets", []) if record.is_file() else []
+    return presets
 
 
 def page_under(root: Path) -> Path:
+    """Return the path of a run's HTML report."""
     return root / STAGES["evaluate"].folder / "report.html"
 
 
 def browser_command(root: Path) -> str:
-    """What shows the MLflow runs under ``root``, with the mlflow of this environment, which need not be on the PATH."""
+    """Return the command for the MLflow UI of a run, with this environment's mlflow, which may not be on the PATH."""
     return f"{_command('mlflow')} ui --backend-store-uri {default_uri(tracking_folder(root))}"
 
 
 def how_to_ask(root: Path) -> Iterator[str]:
-    """The commands that answer questions; none for a model that reads nothing.
+    """Yield commands for answering questions; none if the model has no reader.
 
-    The first has one of the test questions, unless these were made from the corpus, which nobody would ask.
+    The example is a test question, unless these were generated from the corpus: cloze questions are not natural ones.
     """
     if not results_file(root).is_file():
         return
-    first = next((one.question for one in read_results(root) if one.passage_ids), None)
-    if first is None:
+    example = next((prediction.question for prediction in read_results(root) if prediction.passage_ids), None)
+    if example is None:
         return
     if metrics_under(root)["evaluate"].get("cloze_questions"):
-        first = "A question of your own?"
-    where = "" if root.resolve() == Path.cwd() else f" --root {shlex.quote(str(root))}"
-    yield f"Ask, every answer with its source:  {_command('realmops')} ask {shlex.quote(first)}{where}"
-    yield f"The same over HTTP:  {_command('realmops')} serve{where}"
+        example = "Your question?"
+    option = "" if root.resolve() == Path.cwd() else f" --root {shlex.quote(str(root))}"
+    yield f"Ask questions, with sources:  {_command('realmops')} ask {shlex.quote(example)}{option}"
+    yield f"The same over HTTP:  {_command('realmops')} serve{option}"
 
 
 def _command(name: str) -> Path:
-    """A program of this environment."""
+    """Return the path of a program in this environment, relative to the working directory if inside it."""
     command = Path(sys.executable).parent / name
     return command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else command

@@ -1,4 +1,4 @@
-"""``realmops run``: stages one after another, and how they end with the process that started them."""
+"""``realmops run``: validate all inputs, then run stages in order, until the parent process ends."""
 
 import os
 from collections.abc import Collection, Iterator, Sequence
@@ -28,22 +28,22 @@ def run_stages(
     report: Report,
     force: bool,
     watch_parent: int | None = None,
-    alone: str | None = None,
+    only_stage: str | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Run stages as ``run_stage`` does; the name and the metrics of each, which a process that only helps has not.
+    """Run stages in order; yield the name and metrics of each, except in a process that only computes shards.
 
-    The files that they want from outside are read before the first one begins, and the encoder is opened: what the last
-    of them would refuse costs nothing. Behind the stage tag questions are made from the corpus, where a later stage
-    reads such. Of all stages this process may have to run one ``alone``.
+    External files are read and the encoder is opened before the first stage starts, so that invalid input fails early.
+    After the stage tag, questions are generated from the corpus if a later stage reads them. ``only_stage`` limits this
+    process to one of the stages. The process ends with its ``watch_parent``, under torchrun with torchrun.
     """
     if watch_parent is None and "TORCHELASTIC_RUN_ID" in os.environ:
-        watch_parent = os.getppid()  # torchrun, whose processes outlive it when it is killed
+        watch_parent = os.getppid()  # torchrun: its workers would outlive it if it is killed
     if watch_parent is not None:
         end_with(watch_parent)
     names = tuple(names)
-    if alone in (None, names[0]):
-        _look_ahead(names, values, project, root, report)
-    for name in names if alone is None else (alone,):
+    if only_stage in (None, names[0]):
+        _validate_inputs(names, values, project, root, report)
+    for name in names if only_stage is None else (only_stage,):
         metrics = run_stage(name, values, presets=presets, project=project, root=root, report=report, force=force)
         if metrics:
             yield name, metrics
@@ -52,7 +52,7 @@ def run_stages(
                 report.say(f"cloze: {line}")
 
 
-def _look_ahead(names: Sequence[str], values: Values, project: Path, root: Path, report: Report) -> None:
+def _validate_inputs(names: Sequence[str], values: Values, project: Path, root: Path, report: Report) -> None:
     check_files(names, values, project, root)
     files = {
         key: path
@@ -60,27 +60,27 @@ def _look_ahead(names: Sequence[str], values: Values, project: Path, root: Path,
         for key, path in external_files(STAGES[name], values, project, root).items()
         if key in in_use(STAGES[name], values) and path.exists()
     }
-    for key, path in files.items():  # each once
-        look_at(key, path, values)
-    for note in (*check_encoders(names, values), *notes(names, values)):
-        report.warn(note)
+    for key, path in files.items():
+        read_external_input(key, path, values)
+    for warning in (*check_encoders(names, values), *option_warnings(names, values)):
+        report.warn(warning)
 
 
-def notes(stages: Collection[str], values: Values) -> Iterator[str]:
-    """Yield warnings about options of these stages that are allowed and seldom intended."""
+def option_warnings(stages: Collection[str], values: Values) -> Iterator[str]:
+    """Yield warnings about options of these stages that are valid but rarely intended."""
     block, question = values["snapshot"]["block_wordpieces"], values["finetune"]["query_wordpieces"]
-    for name, beside in (("pretrain", 0), ("finetune", question)):
+    for name, extra in (("pretrain", 0), ("finetune", question)):
         if name in stages and (limit := values[name]["reader_wordpieces"]) < block:
             yield (
-                f"passages have up to snapshot.block_wordpieces={block} wordpieces, and the reader sees no more than "
-                f"{name}.reader_wordpieces={limit} of one and the text beside it: raise that to {block + beside}, or "
-                "the ends of long passages are not read"
+                f"passages have up to snapshot.block_wordpieces={block} wordpieces, but the reader truncates passage "
+                f"and query together to {name}.reader_wordpieces={limit}: raise it to {block + extra} to read long "
+                "passages to their end"
             )
-    yield from _rates(stages, values)
+    yield from _learning_rate_warnings(stages, values)
 
 
-FROM_SCRATCH, PRE_TRAINED = 2.5e-4, 2.0e-4  # least and most of a reader's and a tagger's learning rate that went well
-_RATES = (  # of what starts as the encoder: the stage, its key, and the key without which nothing learns by it
+FROM_SCRATCH, PRE_TRAINED = 2.5e-4, 2.0e-4  # lowest and highest learning rates of reader and tagger that trained well
+_RATES = (  # learning rates of models initialised from the encoder: stage, key, and the key that must not be 0
     ("tag", "learning_rate", "steps"),
     ("ict", "reader_learning_rate", "reader_steps"),
     ("pretrain", "reader_learning_rate", "steps"),
@@ -88,8 +88,8 @@ _RATES = (  # of what starts as the encoder: the stage, its key, and the key wit
 )
 
 
-def _rates(stages: Collection[str], values: Values) -> Iterator[str]:
-    """Yield a warning about learning rates that suit the other kind of encoder."""
+def _learning_rate_warnings(stages: Collection[str], values: Values) -> Iterator[str]:
+    """Yield a warning about learning rates for the other kind of encoder: from scratch or pre-trained."""
     init = values["bert"]["init"]
     idle = {"tag"} if values["tag"]["method"] != "tagger" else set()
     idle |= {"finetune"} if values["finetune"]["reader"] in CLOSED_BOOK else set()
@@ -102,18 +102,18 @@ def _rates(stages: Collection[str], values: Values) -> Iterator[str]:
     high = [f"{key}={rate:g}" for key, rate in rates.items() if rate > PRE_TRAINED]
     if init == "small" and low:
         yield (
-            f"bert.init is small, an encoder from scratch, and {', '.join(low)} suits one that is pre-trained: the "
-            f"model may learn little. Leave out the preset for such an encoder, or set {FROM_SCRATCH:g} or more"
+            f"bert.init is small, an encoder from scratch, but {', '.join(low)} is for a pre-trained one: the model "
+            f"may underfit; remove the preset of a pre-trained encoder, or set {FROM_SCRATCH:g} or more"
         )
     if init != "small" and high:
         yield (
-            f"bert.init is {init}, a pre-trained encoder, and {', '.join(high)} suits one from scratch: it may forget "
-            f"what it knows. Add a preset for such an encoder, as minilm, or set {PRE_TRAINED:g} or less"
+            f"bert.init is {init}, a pre-trained encoder, but {', '.join(high)} is for one from scratch: it may lose "
+            f"its pre-training; add a preset for a pre-trained encoder such as minilm, or set {PRE_TRAINED:g} or less"
         )
 
 
-def look_at(key: str, path: Path, values: Values) -> None:
-    """Read what an option names as the stage will that wants it; ValueError now for what would end that then."""
+def read_external_input(key: str, path: Path, values: Values) -> None:
+    """Read the file or folder of an option as its stage will. Raises ValueError now, before any stage runs."""
     if key == "snapshot.documents":
         sources(path, values["snapshot"]["format"])
     elif key == "snapshot.warmup":
@@ -130,12 +130,12 @@ def check_encoders(names: Collection[str], values: Values) -> list[str]:
     """Open the pre-trained encoder that one of these stages requires, as ``ict`` does, and find T5's files.
 
     Returns:
-        What is worth knowing of the encoder before a stage begins.
+        Warnings about the encoder.
 
     Raises:
-        ValueError: the encoder cannot work here, or not with these options.
+        ValueError: the encoder is not supported, or not with these options.
     """
-    init, about = values["bert"]["init"], []
+    init, warnings = values["bert"]["init"], []
     if init != "small" and any("bert" in STAGES[name].sections for name in names):
         from realmops.model.checkpoint_files import build_models
         from realmops.model.transformers_models import USUAL
@@ -150,14 +150,14 @@ def check_encoders(names: Collection[str], values: Values) -> list[str]:
             section, _, name = key.partition(".")
             if built.masked_words is None and stage in names and values[section][name]:
                 raise ValueError(
-                    f"{folder}: a {kind} continues texts and sees no word after a mask, so it predicts no masked "
-                    f"words and may retrieve alone; set {key}=0, or choose an encoder, for example {USUAL}"
+                    f"{folder}: a {kind} is a causal model, which cannot predict masked words and is supported only "
+                    f"for retrieval; set {key}=0, or choose a bidirectional encoder, for example {USUAL}"
                 )
         if not built.encoder.packs:
-            about.append(
-                f"bert.init is a {kind}, whose batches are padded: it is slower than a family of transformers that "
-                "supports its attention interface, for example BERT, RoBERTa, DistilBERT, ELECTRA or ModernBERT"
+            warnings.append(
+                f"bert.init is a {kind}, whose batches are padded: it is slower than a family that supports the "
+                "attention interface of transformers, for example BERT, RoBERTa, DistilBERT, ELECTRA or ModernBERT"
             )
     if "finetune" in names and values["finetune"]["reader"] in CLOSED_BOOK:
         encoder_files(values["closed_book"]["init"], T5)
-    return about
+    return warnings

@@ -1,4 +1,4 @@
-"""``realmops search``: its filters, and its passages as text."""
+"""``realmops search``: parse filters, and format passages as text."""
 
 import json
 import re
@@ -9,31 +9,32 @@ from realmops.answering.passage_search import ID, Where
 
 _CONDITION = re.compile(r"([^<>=]+)(>=|<=|=|>|<)(.*)", re.DOTALL)
 _BOUND = {">=": "gte", ">": "gt", "<=": "lte", "<": "lt"}
-_AROUND = 90  # characters shown on either side of the words that were found
+_CONTEXT = 90  # characters shown on either side of a match
 
 
 def filter_of(conditions: Sequence[str]) -> Where:
-    """Of ``FIELD=VALUE``, ``FIELD>=VALUE`` and so on; a field with ``=`` twice has either.
+    """Parse conditions ``FIELD=VALUE``, ``FIELD>=VALUE`` and so on into a filter; two ``=`` of a field match either.
 
-    A value that is a number, true or false as JSON writes them is that; any other, and a document's id, is text.
+    A value that is a JSON number, true or false has that type; any other value, and the id of a document, is a string.
+    Raises ValueError for a condition that cannot be parsed or that conflicts with another one of its field.
     """
-    found: dict[str, Any] = {}
+    filters: dict[str, Any] = {}
     for text in conditions:
         match = _CONDITION.fullmatch(text)
         if not match:
-            raise ValueError(f"--where {text!r}: FIELD=VALUE is wanted, or >=, >, <= or < in the place of =")
+            raise ValueError(f"--where {text!r}: expected FIELD=VALUE, or >=, >, <= or < instead of =")
         field, sign, value = match[1].strip(), match[2], match[3].strip()
-        known = found.setdefault(field, [] if sign == "=" else {})
-        if isinstance(known, list) != (sign == "=") or _BOUND.get(sign) in known:
-            raise ValueError(f"--where {text!r}: {field} has another condition that this one cannot stand beside")
+        conditions_of_field = filters.setdefault(field, [] if sign == "=" else {})
+        if isinstance(conditions_of_field, list) != (sign == "=") or _BOUND.get(sign) in conditions_of_field:
+            raise ValueError(f"--where {text!r}: conflicts with another condition on {field}; leave one out")
         if sign == "=":
-            known.append(_value(value, field))
+            conditions_of_field.append(_parse_value(value, field))
         else:
-            known[_BOUND[sign]] = _value(value, field)
-    return found
+            conditions_of_field[_BOUND[sign]] = _parse_value(value, field)
+    return filters
 
 
-def _value(text: str, field: str) -> Any:
+def _parse_value(text: str, field: str) -> Any:
     try:
         value = json.loads(text, parse_constant=str)
     except ValueError:
@@ -41,22 +42,22 @@ def _value(text: str, field: str) -> Any:
     return value if isinstance(value, str | int | float) and field != ID else text
 
 
-def shown(record: Mapping[str, Any]) -> Iterator[str]:
-    """The passages that were found, for people."""
+def result_lines(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the passages of a search record as lines, with query words in brackets."""
     if not record["passages"]:
-        yield "nothing was found"
-    for number, one in enumerate(record["passages"], 1):
-        places = one["highlights"]
-        first = max(0, places[0][0] - _AROUND) if places else 0
-        end = min(len(one["text"]), (places[0][1] if places else 0) + 2 * _AROUND)
+        yield "no passages found"
+    for number, passage in enumerate(record["passages"], 1):
+        highlights = passage["highlights"]
+        first = max(0, highlights[0][0] - _CONTEXT) if highlights else 0
+        end = min(len(passage["text"]), (highlights[0][1] if highlights else 0) + 2 * _CONTEXT)
         text, at = "", first
-        for low, high in places:
+        for low, high in highlights:
             if high <= end:
-                text += f"{one['text'][at:low]}[{one['text'][low:high]}]"
+                text += f"{passage['text'][at:low]}[{passage['text'][low:high]}]"
                 at = high
-        text = " ".join((text + one["text"][at:end]).split())
-        before, after = "… " if first else "", " …" if end < len(one["text"]) else ""
-        page = f", page {one['page']}" if one.get("page") else ""
-        yield f"{number}. {one['title'] or one['document_id']}  ({one['score']:.3g})"
+        text = " ".join((text + passage["text"][at:end]).split())
+        before, after = "… " if first else "", " …" if end < len(passage["text"]) else ""
+        page = f", page {passage['page']}" if passage.get("page") else ""
+        yield f"{number}. {passage['title'] or passage['document_id']}  ({passage['score']:.3g})"
         yield f"   {before}{text}{after}"
-        yield f"   {one['uri']}, characters {one['start']} to {one['end']}{page}"
+        yield f"   {passage['uri']}, characters {passage['start']} to {passage['end']}{page}"

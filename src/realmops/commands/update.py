@@ -1,6 +1,8 @@
-"""A changed corpus under a trained model (appendix C of the paper): new passages are embedded, the others' embeddings
-are taken over, and nothing is trained. From then on the new corpus is served; the test questions are answered again
-after that."""
+"""``realmops update``: change the corpus of a trained model without training (appendix C of the paper).
+
+Only new passages are embedded; all other embeddings are reused. A server switches to the new corpus at once; the test
+questions are answered again after that.
+"""
 
 import itertools
 import json
@@ -34,22 +36,22 @@ from realmops.stages.corpus_states import RESULTS, UPDATE, UPDATES, CorpusState,
 from realmops.stages.runner import alone
 from realmops.stages.snapshot import counts, tell_rejects
 
-ANSWERS = "answers"  # the kind of the manifest of an update's answers
+ANSWERS = "answers"  # manifest kind of an update's answers
 CHANGES = f"{RESULTS}/changed_answers.jsonl"
-_SHOWN = 10
-_CUT = 60
+_SHOWN = 10  # changed answers on the terminal
+_EVIDENCE_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
 class _Task:
-    """One update: what it is given, what it starts from, and the folder of its unfinished work."""
+    """One update: its options, the states it starts from, and the folder of its unfinished work."""
 
     values: Values
     project: Path
     root: Path
     report: Report
     before: CorpusState
-    answered: CorpusState  # the newest one whose answers are there
+    answered: CorpusState  # the newest state with answers
     old: Snapshot
     work: Path
 
@@ -57,45 +59,48 @@ class _Task:
 def update(
     values: Values, *, project: Path, root: Path, report: Report, may_shrink: bool = False
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Read ``snapshot.documents`` again; returns the folder updates/HASH that was written, and its metrics.
+    """Read ``snapshot.documents`` again and publish a new corpus with its index.
 
-    None when the passages, and where they stand, are those of before, and the test questions are answered over them.
+    The folder updates/HASH appears as soon as it has the snapshot, and the fine-tuned model with the new index. Results
+    are added later, with the answers that differ from the newest earlier update with results, or from the pipeline's.
+    Earlier states stay unchanged.
 
-    The folder holds snapshot, and fine-tuned model with the new index, and is there as soon as these are. Then it
-    gets results, and what became of each answer that is another one than in the newest update before that has
-    results, or in the pipeline's own; those stay as they are.
-    Raises ValueError when a stage that it builds on has not run, for a bad corpus, and where less than half of the
-    passages are left, unless it ``may_shrink``.
+    Returns:
+        The folder and its metrics; None if passages and their positions are unchanged and the answers up to date.
+
+    Raises:
+        ValueError: a stage has not run, the corpus is invalid, or, without ``may_shrink``, less than half of the
+            passages are left.
     """
     with alone(root / WORK, UPDATE):
         before, answered = _checked_states(values, project, root)
         old = Snapshot.open(before.snapshot / "corpus")
         if (before.finetune / INDEX).is_file():
-            load_index(before.finetune, old)  # ValueError now where it is of another corpus
+            load_index(before.finetune, old)  # fail early if it is of another corpus
         documents = external_files(STAGES["snapshot"], values, project, root)["snapshot.documents"]
         options: SnapshotOptions = parse_section("snapshot", values["snapshot"])
-        read = [str(documents), content_of(documents), options.format, options.broken_share]
-        key = artifacts.digest_of([old.vocabulary_hash, old.manifest["settings"], *read])
+        source = [str(documents), content_of(documents), options.format, options.broken_share]
+        key = artifacts.digest_of([old.vocabulary_hash, old.manifest["settings"], *source])
         work = root / WORK / "work" / f"{UPDATE}-{key[:16]}"
-        for other in work.parent.glob(f"{UPDATE}-*"):  # killed, and the documents have changed since
+        for other in work.parent.glob(f"{UPDATE}-*"):  # of a killed update of other documents
             if other != work:
                 shutil.rmtree(other)
         task = _Task(values, project, root, report, before, answered, old, work)
         new = _read_corpus(task, documents)
         if 2 * len(new) < len(old) and not may_shrink:
             raise ValueError(
-                f"{documents} gives {len(new)} passages where there were {len(old)}, less than half: nothing was "
-                "published. Look for documents that are missing; if they are to go, run 'realmops update --may-shrink'"
+                f"{documents} has {len(new)} passages, less than half of the previous {len(old)}: nothing was "
+                "published; check for missing documents, or accept with 'realmops update --may-shrink'"
             )
-        if not _same_places(new, old):
+        if not _has_same_passages(new, old):
             _index_words(task, new)
             final = _publish(task, new)
-            report.say(f"update: {final} is there and may serve; the test questions are answered again")
-        elif before != answered:  # killed while it answered
+            report.say(f"update: {final} is ready to serve; answering the test questions")
+        elif before != answered:  # a killed update has no answers yet
             final = before.snapshot.parent
         else:
             shutil.rmtree(work)
-            report.say(f"update: nothing to do, {before.snapshot} holds the passages of {documents}")
+            report.say(f"update: nothing to do, {before.snapshot} is up to date with {documents}")
             return None
         figures = _answer(task, final)
         shutil.rmtree(work)
@@ -103,12 +108,12 @@ def update(
 
 
 def _publish(task: _Task, new: Snapshot) -> Path:
-    """The folder of the update, with all but the answers."""
+    """Commit the folder of the update, without answers."""
     number = task.before.number + 1
     name = new.corpus_hash[:12]
-    # An earlier update may have had this corpus, under this model or another: it stays.
+    # An earlier update may have had this corpus, with this model or another: its folder is kept.
     names = itertools.chain([name], (f"{name}-{count}" for count in itertools.count(number)))
-    final = next(path for one in names if not (path := task.root / UPDATES / one).exists())
+    final = next(path for candidate in names if not (path := task.root / UPDATES / candidate).exists())
     with artifacts.atomic_folder(final) as out:
         shutil.copytree(task.work / "snapshot", out / "snapshot", copy_function=artifacts.link_or_copy)
         artifacts.write_json(out / METRICS, _embed(task, new, out))
@@ -118,20 +123,20 @@ def _publish(task: _Task, new: Snapshot) -> Path:
     return final
 
 
-def _same_places(new: Snapshot, old: Snapshot) -> bool:
-    """Whether the passages are the same, with their titles, documents, other columns, and places in their sources."""
+def _has_same_passages(new: Snapshot, old: Snapshot) -> bool:
+    """Return whether passages, titles, documents, other columns, and positions in the sources are unchanged."""
     files, before = new.manifest["files"], old.manifest["files"]
     return all(files[name] == before.get(name) for name in (TEXTS, PLACES)) and new.sources == old.sources
 
 
 def _checked_states(values: Values, project: Path, root: Path) -> tuple[CorpusState, CorpusState]:
-    """What an update starts from, and the newest one with answers; ValueError where new ones could not be compared."""
+    """Return the newest state, and the newest with answers; raise ValueError if it answers other questions."""
     for name in ("snapshot", "finetune", "evaluate"):
-        made = artifacts.read_manifest(root / STAGES[name].folder, name)
-    if (reader := made["sections"]["finetune"]["reader"]) in CLOSED_BOOK:
+        manifest = artifacts.read_manifest(root / STAGES[name].folder, name)
+    if (reader := manifest["sections"]["finetune"]["reader"]) in CLOSED_BOOK:
         raise ValueError(
-            f"{root / STAGES['finetune'].folder} answers without reading (finetune.reader is {reader}): another corpus "
-            "changes none of its answers; fine-tune a reader to use one"
+            f"{root / STAGES['finetune'].folder} reads no passages (finetune.reader is {reader}), so a new corpus does "
+            "not change its answers; fine-tune with a reader of passages"
         )
     known_states = states(root)
     before = known_states[-1]
@@ -140,39 +145,39 @@ def _checked_states(values: Values, project: Path, root: Path) -> tuple[CorpusSt
         artifacts.read_manifest(answered.results, ANSWERS)
     path = external_files(STAGES["evaluate"], values, project, root)["questions.test"]
     questions = read_questions([path], format=values["questions"]["format"])
-    spoken = Snapshot.open(answered.snapshot / "corpus", verify=False).common_languages
-    now = {question.asked: question.answer_rule for question in in_languages(questions, spoken)}
-    known = {one.asked: one.answer_rule for one in read_predictions(answered.results / PREDICTIONS)}
-    if now.keys() != known.keys() or any(known[asked] not in (None, rule) for asked, rule in now.items()):
+    common_languages = Snapshot.open(answered.snapshot / "corpus", verify=False).common_languages
+    now = {question.asked: question.answer_rule for question in in_languages(questions, common_languages)}
+    before_rules = {p.asked: p.answer_rule for p in read_predictions(answered.results / PREDICTIONS)}
+    if now.keys() != before_rules.keys() or any(before_rules[key] not in (None, rule) for key, rule in now.items()):
         raise ValueError(
-            f"questions.test is {path} with {len(now)} questions, and {answered.results} answers {len(known)} others: "
-            "repeat the --set, --preset or --params that the run was trained with, or evaluate it on these first"
+            f"questions.test is {path} with {len(now)} questions, but {answered.results} answers {len(before_rules)} "
+            "others; repeat the --set, --preset or --params of the training, or evaluate on these first"
         )
     return before, answered
 
 
 def _read_corpus(task: _Task, documents: Path) -> Snapshot:
-    """The snapshot of the documents as they are now, with vocabulary and settings of the old one."""
+    """Return a snapshot of the current documents, with vocabulary and settings of the old one."""
     old, work = task.old, task.work
     final = work / "snapshot" / "corpus"
     figures = final.parent / METRICS
     if figures.is_file():
-        with suppress(ValueError):  # killed while it was being removed
+        with suppress(ValueError):  # partly removed by a killed update
             return Snapshot.open(final)
     options: SnapshotOptions = parse_section("snapshot", task.values["snapshot"])
-    found = sources(documents, options.format)
+    files = sources(documents, options.format)
     settings = {**old.manifest["settings"], "casing": old.casing}
     try:
         with artifacts.atomic_folder(final) as stage:
             manifest = write_snapshot(
-                found,
+                files,
                 stage,
                 work=work / "growing",
                 vocabulary=old.vocabulary,
                 tokenizer=old.tokenizer_json,
                 broken_share=options.broken_share,
                 workers=options.workers,
-                progress=task.report.progress("passages", sum(source.size for source in found), "B"),
+                progress=task.report.progress("passages", sum(source.size for source in files), "B"),
                 earlier=old.folder,
                 **settings,
             )
@@ -186,8 +191,8 @@ def _read_corpus(task: _Task, documents: Path) -> Snapshot:
 
 
 def _index_words(task: _Task, new: Snapshot) -> None:
-    """Write the BM25 index beside the new snapshot: only the words of new passages are counted."""
-    with suppress(ValueError):  # not there, or killed while it was being removed
+    """Write the BM25 index next to the new snapshot; only the words of new passages are counted."""
+    with suppress(ValueError):  # missing, or partly removed by a killed update
         bm25.Bm25.of(new, verify=True)
         return
     options: SnapshotOptions = parse_section("snapshot", task.values["snapshot"])
@@ -203,43 +208,43 @@ def _index_words(task: _Task, new: Snapshot) -> None:
 
 
 def _embed(task: _Task, new: Snapshot, out: Path) -> dict[str, Any]:
-    """Write the model with the new index; returns how many passages changed and what embedding them took."""
+    """Write the model with the new index; return counts of passages by change, and embedding seconds."""
     before, old = task.before.finetune, task.old
     run = parse_section("run", task.values["run"])
     tune_process(run.threads)
     device, dtype = device_and_dtype(run)
     folder = out / "finetune"
     folder.mkdir()
-    model = pipeline_state(task.root).finetune  # an earlier update may have an old calibration
+    model = pipeline_state(task.root).finetune  # not of an earlier update, whose calibration may be old
     for path in (model / name for name in artifacts.read_manifest(model, "finetune")["files"]):
         if path.name not in (INDEX, artifacts.MANIFEST):
-            copied = folder / path.relative_to(model)
-            copied.parent.mkdir(exist_ok=True)
-            artifacts.link_or_copy(path, copied)
+            copy = folder / path.relative_to(model)
+            copy.parent.mkdir(exist_ok=True)
+            artifacts.link_or_copy(path, copy)
     row = new.places_in(old)
-    unknown = np.flatnonzero(row < 0)
+    new_rows = np.flatnonzero(row < 0)
     documents = set(old.column("document_id"))
-    of_known_documents = sum(document in documents for (document,) in new.rows(unknown, "document_id"))
+    in_old_documents = sum(document in documents for (document,) in new.rows(new_rows, "document_id"))
     started = time.monotonic()
-    if (before / INDEX).is_file():  # else the retriever goes by words
+    if (before / INDEX).is_file():  # else the retriever is BM25
         retriever = load_models(folder, new.vocabulary_hash)[0].to(device)
-        bar = task.report.progress("embeddings", len(unknown))
+        bar = task.report.progress("embeddings", len(new_rows))
         embedding_PE = embed_changed(retriever, new, dtype, row, load_index(before, old), bar)
         save_index(folder / INDEX, embedding_PE, new.corpus_hash)
     seconds = time.monotonic() - started
     return {
         "passages": len(new),
-        "passages_unchanged": len(new) - len(unknown),
-        "passages_changed": of_known_documents,
-        "passages_new": len(unknown) - of_known_documents,
-        "passages_removed": len(old) - (len(new) - len(unknown)),
+        "passages_unchanged": len(new) - len(new_rows),
+        "passages_changed": in_old_documents,
+        "passages_new": len(new_rows) - in_old_documents,
+        "passages_removed": len(old) - (len(new) - len(new_rows)),
         "seconds_embedding": round(seconds, 2),
-        "seconds_embedding_all_at_that_rate": round(seconds * len(new) / max(len(unknown), 1), 2),
+        "seconds_embedding_all_at_that_rate": round(seconds * len(new) / max(len(new_rows), 1), 2),
     }
 
 
 def _answer(task: _Task, final: Path) -> dict[str, Any]:
-    """Run the stage ``evaluate`` on an update and write the answers that changed; returns figures of both."""
+    """Run the stage ``evaluate`` on an update and write changed answers; return metrics before and after."""
     stage, before = STAGES["evaluate"], task.answered.results
     inputs = {"snapshot": final / "snapshot", "finetune": final / "finetune"}
     inputs |= external_files(stage, task.values, task.project, task.root)
@@ -261,11 +266,11 @@ def _answer(task: _Task, final: Path) -> dict[str, Any]:
 
 
 def changed_answers(before: Sequence[Prediction], after: Sequence[Prediction]) -> list[dict[str, Any]]:
-    """Question, references, and answer and evidence before and after, where the answer's text changed (``text_key``).
+    """Return question, references, answer and evidence of each answer whose text changed (``text_key``).
 
-    Questions that stand in only one of the two are left out.
+    Questions in only one of the two sequences are left out.
     """
-    known = {prediction.asked: prediction for prediction in before}
+    old_predictions = {prediction.asked: prediction for prediction in before}
     return [
         {
             "id": new.question_id,
@@ -275,7 +280,7 @@ def changed_answers(before: Sequence[Prediction], after: Sequence[Prediction]) -
             "after": _side(new),
         }
         for new in after
-        if (old := known.get(new.asked)) and text_key(new.prediction) != text_key(old.prediction)
+        if (old := old_predictions.get(new.asked)) and text_key(new.prediction) != text_key(old.prediction)
     ]
 
 
@@ -291,19 +296,25 @@ def _side(prediction: Prediction) -> dict[str, Any]:
 
 
 def changes_table(folder: Path, limit: int = _SHOWN) -> FigureTable:
-    """The first answers that changed, as people read them."""
+    """Return a table of the first changed answers."""
     rows = []
     with open(folder / CHANGES, "rb") as file:
         for change in map(json.loads, itertools.islice(file, limit)):
             sides = change["before"], change["after"]
             answers = (f"{side['answer'] or '(none)'}{' ✓' if side['right'] else ''}" for side in sides)
             evidence = f"{sides[1]['title']}: {sides[1]['evidence']}"
-            rows.append((change["question"], *answers, evidence if len(evidence) <= _CUT else f"{evidence[:_CUT]}…"))
+            rows.append(
+                (
+                    change["question"],
+                    *answers,
+                    evidence if len(evidence) <= _EVIDENCE_CHARACTERS else f"{evidence[:_EVIDENCE_CHARACTERS]}…",
+                )
+            )
     title = f"Answers that changed (the first {len(rows)}; all: {folder / CHANGES})"
     return FigureTable(title, ("question", "before", "after", "evidence after"), [rows], are_numbers=False)
 
 
 def changes_markdown(folder: Path, limit: int) -> str:
-    """The same as Markdown."""
+    """Return the table of the first changed answers as Markdown."""
     table = changes_table(folder, limit)
     return f"{as_text(table.title)}\n\n{table.as_markdown()}" if table.groups[0] else "No answer changed.\n"

@@ -1,4 +1,4 @@
-"""``realmops verify``: does every quotation stand in its source, where the answer says that it stands?"""
+"""``realmops verify``: check that every quotation is at its position in its source document."""
 
 import json
 from collections import defaultdict
@@ -19,7 +19,7 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Quotation:
-    """What an answer says to stand in a document; ``start`` and ``end`` are characters of the document's text."""
+    """A text that an answer quotes from a document; ``start`` and ``end`` are character offsets in its text."""
 
     place: str
     document: str
@@ -30,7 +30,7 @@ class Quotation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was checked, and one sentence for each thing that is wrong."""
+    """Counts of what was checked, and a message for each problem."""
 
     answers: int
     quotations: int
@@ -47,99 +47,100 @@ def verify(
 ) -> Verdict:
     """Check the citations and passages of answers, records of ``realmops ask --json`` and ``POST /v1/answer``.
 
-    The documents are read as the stage ``snapshot`` reads them, in flat memory; the answers' quotations are held.
-    An answer that was not abstained must be what its first citation quotes.
+    Documents are streamed as by the stage ``snapshot``; the quotations of all answers are in memory. An answer, unless
+    abstained, must equal the quote of its first citation.
 
-    Args:
-        boxes: a file for the rectangles of what is quoted from PDF: a JSON line for each, with its page.
+    ``boxes`` is a file to write with the bounding boxes of quotations from PDF, one JSON line each, with the page.
 
-    Raises ValueError, naming the line, for a file that holds no such records.
+    Raises:
+        ValueError: a line of ``answers`` is not an answer record.
     """
-    wanted: dict[str, list[Quotation]] = defaultdict(list)
+    by_document: dict[str, list[Quotation]] = defaultdict(list)
     problems: list[str] = []
-    counted = quotations = 0
+    count = quotations = 0
     for place, answer in _records(answers):
-        counted += 1
-        problems += _unfounded(answer, place)
+        count += 1
+        problems += _check_source(answer, place)
         for quotation in _quotations(answer, place):
             quotations += 1
-            wanted[quotation.document].append(quotation)
-    if not counted:
-        raise ValueError(f"{answers} holds no answers; write some with 'realmops ask --json'")
-    found = sources(documents, format)
-    places: list[str] = []
-    bar = progress("documents", sum(source.size for source in found), "B")
-    looked_in = len(wanted)
-    for source in found:
+            by_document[quotation.document].append(quotation)
+    if not count:
+        raise ValueError(f"{answers} has no answers; write some with 'realmops ask --json'")
+    files = sources(documents, format)
+    box_lines: list[str] = []
+    bar = progress("documents", sum(source.size for source in files), "B")
+    document_count = len(by_document)
+    for source in files:
         for batch in batches([source]):
             for outcome in convert([(source.format.name, records) for _, records in batch.runs]):
-                if isinstance(outcome, Document):  # of an id that comes twice the first document counts
-                    quoted = wanted.pop(document_name(outcome), [])
-                    problems += _misquoted(quoted, outcome)
+                if isinstance(outcome, Document):  # of several documents with one id the first counts
+                    quoted = by_document.pop(document_name(outcome), [])
+                    problems += _check_quotations(quoted, outcome)
                     if boxes and source.format.name == PDF:
-                        places += _boxes(quoted, outcome)
+                        box_lines += _boxes(quoted, outcome)
         bar(source.size)
-    for missing in wanted.values():
-        problems += [f"{one.place}: {documents} holds no document {one.document}" for one in missing]
+    for missing in by_document.values():
+        problems += [f"{quotation.place}: {documents} has no document {quotation.document}" for quotation in missing]
     if boxes:
-        boxes.write_text("".join(places), encoding="utf-8")
-    return Verdict(counted, quotations, looked_in, problems)
+        boxes.write_text("".join(box_lines), encoding="utf-8")
+    return Verdict(count, quotations, document_count, problems)
 
 
 def _boxes(quotations: list[Quotation], document: Document) -> Iterator[str]:
-    for one in quotations:
-        if document.text[one.start : one.end] == one.text:
-            for page, box in boxes_of(Path(document.place), one.start, one.end):
-                found = {"quotation": one.place, "document_id": one.document, "start": one.start, "end": one.end}
-                yield f"{json.dumps({**found, 'page': page, 'box': [round(edge, 2) for edge in box]})}\n"
+    for quote in quotations:
+        if document.text[quote.start : quote.end] == quote.text:
+            span = {"quotation": quote.place, "document_id": quote.document, "start": quote.start, "end": quote.end}
+            for page, box in boxes_of(Path(document.place), quote.start, quote.end):
+                yield f"{json.dumps({**span, 'page': page, 'box': [round(edge, 2) for edge in box]})}\n"
 
 
 def _records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each answer; a line may also hold several, as ``POST /v1/answer`` gives them for several questions."""
+    """Yield each answer with its line; a line may have several, like a response of ``POST /v1/answer``."""
     for place, line in read_json_lines(path):
         for answer in line["answers"] if isinstance(line.get("answers"), list) else [line]:
             match answer:
                 case {"answer": str() | None, "citations": list(citations), "passages": list(passages)} if all(
-                    isinstance(one, dict) for one in (*citations, *passages)
+                    isinstance(item, dict) for item in (*citations, *passages)
                 ):
                     yield place, answer
                 case {"error": _} if "answer" not in answer:
-                    pass  # of a question that could not be asked
+                    pass  # a question without an answer
                 case _:
                     raise ValueError(
-                        f"{place}: no answer with 'answer', 'citations' and 'passages'; give what "
-                        "'realmops ask --json' or POST /v1/answer writes"
+                        f"{place}: not an answer record with 'answer', 'citations' and 'passages'; give output of "
+                        "'realmops ask --json' or POST /v1/answer"
                     )
 
 
 def _quotations(answer: Mapping[str, Any], place: str) -> Iterator[Quotation]:
-    sentence = [answer["quote"]] if answer.get("quote") else []  # versions before had none
-    for key, text, those in (
+    sentence = [answer["quote"]] if answer.get("quote") else []  # records of earlier versions have none
+    for key, text, items in (
         ("citations", "quote", answer["citations"]),
         ("passages", "text", answer["passages"]),
         ("quote", "quote", sentence),
     ):
-        for number, one in enumerate(those):
-            match one:
+        for number, item in enumerate(items):
+            match item:
                 case {"document_id": str(document), "start": int(start), "end": int(end)} if 0 <= start <= end:
                     where = f"{place}: {key}[{number}]"
-                    yield Quotation(where, document, start, end, check_text(one.get(text), text, where))
+                    yield Quotation(where, document, start, end, check_text(item.get(text), text, where))
                 case _:
                     raise ValueError(
-                        f"{place}: {key}[{number}] has no document_id with whole numbers start and end, "
-                        "0 <= start <= end; give answers as they were written"
+                        f"{place}: {key}[{number}] needs a document_id and integers 0 <= start <= end; give unchanged "
+                        "answer records"
                     )
 
 
-def _unfounded(answer: Mapping[str, Any], place: str) -> list[str]:
-    """An answer without a source, or other words than its source has."""
+def _check_source(answer: Mapping[str, Any], place: str) -> list[str]:
+    """Return a problem if the answer is not the quote of its first citation."""
     if not answer["answer"]:
         return []
     first = answer["citations"][0].get("quote") if answer["citations"] else None
-    return [] if first == answer["answer"] else [f"{place}: the answer {answer['answer']!r} has the source {first!r}"]
+    return [] if first == answer["answer"] else [f"{place}: the answer {answer['answer']!r} has the quote {first!r}"]
 
 
-def _misquoted(quotations: list[Quotation], document: Document) -> Iterator[str]:
-    for one in quotations:
-        if (there := document.text[one.start : one.end]) != one.text:
-            yield f"{one.place}: {document.place} has {there!r} at {one.start} to {one.end}, quoted is {one.text!r}"
+def _check_quotations(quotations: list[Quotation], document: Document) -> Iterator[str]:
+    for quote in quotations:
+        if (text := document.text[quote.start : quote.end]) != quote.text:
+            span = f"{quote.start} to {quote.end}"
+            yield f"{quote.place}: {document.place} has {text!r} at {span}, but the quotation is {quote.text!r}"
