@@ -399,7 +399,7 @@ def test_an_api_server_that_is_away_is_asked_again_for_builders(
         (TimeoutError("no index came"), 1, "no index came"),
         (ConnectionError("the server is gone"), 2, "the server is gone."),
         (PermissionError(errno.EACCES, "Permission denied", "runs/one"), 2, "runs/one: Permission denied."),
-        (OSError(errno.ENOSPC, "No space left"), 2, "No space left. Make room and run the same command again: "),
+        (OSError(errno.ENOSPC, "No space left"), 2, "No space left. Free disk space and run the same command again; "),
         (ChildProcessError("the index builder ended with exit code 2"), 2, "the index builder ended with exit code 2."),
         (Fenced("a newer trainer has taken over"), 2, "a newer trainer has taken over"),
     ],
