@@ -88,9 +88,10 @@ class Searcher:
 
     @classmethod
     def open(cls, root: str | Path = ".", *, model: str | None = None) -> Self:
-        """Open the run in a folder.
+        """Open a run or a registered model.
 
         Args:
+            root: folder of the run.
             model: a model of MLflow's registry, ``models:/NAME@champion``, to open instead.
 
         Raises:
@@ -113,6 +114,8 @@ class Searcher:
         """Return the top ``k`` passages, best first.
 
         Args:
+            query: text to search for.
+            k: number of passages.
             filters: conditions on fields of the documents, applied before ranking: a value, a list of alternative
                 values, or a range such as ``{"gte": 1990, "lt": 2000}``.
             by: ranking by the run's retriever, by embeddings only, or by words (BM25) only.
@@ -153,6 +156,7 @@ class Answerer:
         """Answer a question, with citations and the passages read.
 
         Args:
+            question: text of the question.
             without: ids of passages to exclude.
 
         Raises:

@@ -360,8 +360,7 @@ def apply_settings(values: dict[str, dict[str, Any]], settings: Iterable[str]) -
 def checked(values: Values, source: str | Path, base: Values | None = None) -> dict[str, dict[str, Any]]:
     """Return ``base`` (the defaults if None) overridden by ``values`` and validated.
 
-    Args:
-        source: file or description of ``values``, for error messages.
+    ``source`` is the file or a description of ``values``, for error messages.
 
     Raises:
         ValueError: if a section or key is unknown, or a value is invalid.

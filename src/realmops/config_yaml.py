@@ -25,14 +25,14 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """Construct a mapping, rejecting repeated and unhashable keys."""
-        seen: set[Any] = set()
+        keys: set[Any] = set()
         for key_node, _ in node.value:
             key, line = self.construct_object(key_node, deep=deep), key_node.start_mark.line + 1
             if not isinstance(key, Hashable):
                 raise ValueError(f"line {line}: a key must be a string, not a list or a mapping")
-            if key in seen:
+            if key in keys:
                 raise ValueError(f"line {line}: the key {key!r} is repeated; keep one")
-            seen.add(key)
+            keys.add(key)
         return super().construct_mapping(node, deep=deep)
 
 

@@ -38,12 +38,8 @@ class Console:
     def progress(self, label: str, total: int, unit: str = "") -> Callable[[int], None]:
         """Start a progress bar with rate and time left; without a terminal, print a line every ten seconds.
 
-        Args:
-            total: number of units, 0 if unknown.
-            unit: shown after counts; ``"B"`` is shown as MB.
-
-        Returns:
-            A callback that takes the number of units completed since its last call.
+        ``total`` is 0 if unknown; the unit ``"B"`` is shown as MB. The returned callback takes the number of units
+        completed since its last call.
         """
         return _bar(label, total, unit) if sys.stderr.isatty() else _plain(label, total, unit)
 
@@ -69,7 +65,7 @@ def show(text: str | Table, columns: int = 120) -> None:
 
 
 def end_on_sigterm() -> None:
-    """Turn SIGTERM into SystemExit, so that partial files are removed and child processes stopped."""
+    """Raise SystemExit on SIGTERM, so that partial files are removed and child processes stopped."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 

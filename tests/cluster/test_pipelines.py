@@ -244,7 +244,7 @@ def test_what_a_pod_may_take_and_how_often_it_is_tried() -> None:
         seconds = {name: int(pod["activeDeadlineSeconds"]) for name, pod in executors.items()}
         assert min(seconds.values()) >= 1800
         if pipeline == "train":
-            assert seconds["exec-scale-builder"] > builders.LOWER_SECONDS
+            assert seconds["exec-scale-builder"] > builders.SCALE_DOWN_SECONDS
         for component in (found["root"], *found["components"].values()):
             for name, task in component.get("dag", {}).get("tasks", {}).items():
                 label = found["components"][task["componentRef"]["name"]].get("executorLabel")

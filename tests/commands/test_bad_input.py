@@ -89,7 +89,7 @@ def test_a_corpus_that_is_no_file_is_refused(project: Path, name: str, told: lis
         ("questions.test", "check the path"),
         ("questions.train", "check the path"),
         ("tag.dev", "check the path"),
-        ("tag.train", "or set tag.method to dates, or to given where documents carry spans"),
+        ("tag.train", "or set tag.method to dates, or to given if the documents contain spans"),
     ],
 )
 def test_a_file_that_only_a_later_stage_wants_is_missed_before_the_first(project: Path, key: str, told: str) -> None:
