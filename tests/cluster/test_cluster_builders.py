@@ -171,7 +171,7 @@ def test_builders_that_never_live_end_the_wait(
     with pytest.raises(TimeoutError, match=f"0 of 2 index builders .*{waits_for_builders(lab, seen)}"):
         builders.raise_builders(root, tmp_path / "exchange", DEPLOYMENT, 2, "run", 0.2, said.append)
     assert lab.replicas == [2]
-    assert said == ["waiting for index builders: 0 of 2 live after 0 s"]
+    assert said == ["waiting for index builders: 0 of 2 alive after 0 s"]
     named = json.loads(assignment.read_text())
     assert named["exchange"] == str(tmp_path / "exchange")
     assert named["snapshot"] == str(root / "data/snapshot/corpus")

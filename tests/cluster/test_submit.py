@@ -445,7 +445,7 @@ def test_an_older_server_is_refused_with_its_version(project: Path, lab: KfpLab)
     lab.tag_name = "2.15.2"
     result = submitted(project)
     assert result.exit_code == 2
-    assert re.match(f"realmops: {lab.url} is Kubeflow Pipelines 2.15.2: .* needs 2.16.0 or later", result.stderr)
+    assert re.match(f"realmops: {lab.url} is Kubeflow Pipelines 2.15.2; .* needs 2.16.0 or later", result.stderr)
     assert lab.kept["versions"] == []
 
 
