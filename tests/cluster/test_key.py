@@ -59,7 +59,7 @@ def test_params_files_pipeline_and_image_change_the_key(project: Path) -> None:
 def test_arguments_change_the_key_and_those_that_say_where_it_runs_do_not() -> None:
     def with_arguments(name: str, *arguments: str) -> str:
         pipeline = Pipeline.read(file_of(name))
-        return key_of({}, {}, pipeline.documents, pipeline.parsed(arguments))
+        return key_of({}, {}, pipeline.documents, pipeline.parse_arguments(arguments))
 
     assert len({with_arguments("ablations", *more) for more in ((), ("seeds=5",), ('variants=["realm"]',))}) == 3
     assert with_arguments("refresh", "run=first") != with_arguments("refresh", "run=second")

@@ -510,7 +510,7 @@ def test_a_pipeline_that_says_how_long_its_pods_are_kept_is_left_as_it_is(projec
     spec, platform = documents(compiled.read_text())
     platform["platforms"]["kubernetes"]["pipelineConfig"] = {"resourceTtlOnCompletion": 60}
     compiled.write_text(yaml.safe_dump_all([spec, platform]))
-    with Pipeline.read(compiled).kept_for(2.0) as sent:
+    with Pipeline.read(compiled).with_ttl(2.0) as sent:
         assert config_of(sent.read_text()) == {"resourceTtlOnCompletion": 60}
 
 

@@ -36,7 +36,7 @@ def patch_replicas(deployment: str, replicas: int) -> None:
     cluster, body = _cluster(), {"spec": {"replicas": replicas}}
     kubectl = f"kubectl -n {cluster.namespace} get"
     try:
-        cluster.ask("AppsV1Api", "patch_namespaced_deployment_scale", deployment, cluster.namespace, body)
+        cluster.call("AppsV1Api", "patch_namespaced_deployment_scale", deployment, cluster.namespace, body)
     except RefusedError as error:
         reasons = {
             403: f"this ServiceAccount may not scale it; '{kubectl} rolebindings' lists those that may",

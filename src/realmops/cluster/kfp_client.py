@@ -64,7 +64,7 @@ class Server:
         self._uploads = api.PipelineUploadServiceApi(client)
         self._runs = api.RunServiceApi(client)
         self._own = namespace or (NAMESPACE.read_text().strip() if NAMESPACE.is_file() else "")
-        health = self.ask(api.HealthzServiceApi(client).healthz_service_get_healthz)
+        health = self.call(api.HealthzServiceApi(client).healthz_service_get_healthz)
         tag = str(json.loads(client.last_response.data).get("tag_name") or "")
         version = re.match(r"v?(\d+)\.(\d+)", tag)
         # builds from source report no version and are accepted
@@ -80,11 +80,11 @@ class Server:
         self.place: Place = place_of(self.endpoint, self._own if health.multi_user else namespace, health.multi_user)
 
     @property
-    def keeps_pods(self) -> bool:
+    def supports_ttl(self) -> bool:
         """Whether the server supports a time to live for pods; False if it does not report its version."""
         return self._version is not None and self._version >= KEEPS
 
-    def ask(self, function: Callable[..., Any], **arguments: Any) -> Any:
+    def call(self, function: Callable[..., Any], **arguments: Any) -> Any:
         """Call a function of the API; an HTML page as response, such as a login, raises ValueError."""
         from kfp_server_api import ApiException
         from urllib3.exceptions import HTTPError, LocationValueError
@@ -168,14 +168,14 @@ class Server:
 
         def find() -> Any:
             by_name = _filter(operation="EQUALS", key="display_name", stringValue=name)
-            matches = getattr(self.ask(list_, filter=by_name, **where), kind)
+            matches = getattr(self.call(list_, filter=by_name, **where), kind)
             return matches[0] if matches else None
 
         existing = find()
         if existing is not None:
             return existing, False
         try:
-            return self.ask(create, **body), True
+            return self.call(create, **body), True
         except TakenError as error:
             existing = awaited(find, POLL_SECONDS, LISTED_SECONDS)
             if existing is None:
@@ -193,7 +193,7 @@ class Server:
         """
         more = {"filter": _filter(**predicate)}
         while True:
-            page = self.ask(self._runs.run_service_list_runs, page_size=PAGE, **more, **self._namespace)
+            page = self.call(self._runs.run_service_list_runs, page_size=PAGE, **more, **self._namespace)
             yield from page.runs or ()
             if not page.next_page_token:
                 return
@@ -212,7 +212,7 @@ class Server:
 
     def run(self, run_id: str) -> Any:
         """Return a run with its details."""
-        return self.ask(self._runs.run_service_get_run, run_id=run_id)
+        return self.call(self._runs.run_service_get_run, run_id=run_id)
 
     def start(self, experiment: str, version: Any, name: str, arguments: Mapping[str, Any]) -> Any:
         """Start a run of a pipeline version in an experiment, and return it."""
@@ -226,7 +226,7 @@ class Server:
             ),
             runtime_config=V2beta1RuntimeConfig(parameters=dict(arguments)),
         )
-        return self.ask(self._runs.run_service_create_run, run=body)
+        return self.call(self._runs.run_service_create_run, run=body)
 
 
 def _filter(**predicate: Any) -> str:

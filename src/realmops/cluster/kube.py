@@ -32,14 +32,14 @@ class Cluster:
 
     Attributes:
         namespace: this pod's namespace, or that of the kubeconfig's context.
-        seen_by: the credentials in use, for messages.
+        credentials: the credentials in use, for messages.
     """
 
     client: Any
     namespace: str
-    seen_by: str
+    credentials: str
 
-    def ask(self, kind: str, function: str, *arguments: Any, **options: Any) -> Any:
+    def call(self, kind: str, function: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of one of the client's API classes.
 
         Raises:
@@ -63,7 +63,7 @@ class Cluster:
     def has(self, kind: str, name: str, namespace: str) -> bool:
         """Return whether an object exists; RefusedError if reading it is forbidden."""
         try:
-            self.ask(*READERS[kind], name, namespace)
+            self.call(*READERS[kind], name, namespace)
         except RefusedError as error:
             if error.status == 404:
                 return False
@@ -73,13 +73,13 @@ class Cluster:
     def pods(self, namespace: str, labels: str, phase: str) -> list[str]:
         """Return a line with name and reason for each pod with these labels in a phase such as Pending or Failed."""
         selectors = {"label_selector": labels, "field_selector": f"status.phase={phase}"}
-        pods = self.ask("CoreV1Api", "list_namespaced_pod", namespace, **selectors).items
+        pods = self.call("CoreV1Api", "list_namespaced_pod", namespace, **selectors).items
         return [f"{pod.metadata.name}: {', '.join(_reasons(pod.status)) or 'no reason yet'}" for pod in pods]
 
     def warnings(self, namespace: str, prefix: str) -> list[str]:
         """Return the last warning event of each pod whose name starts with ``prefix``."""
         of_pods = "involvedObject.kind=Pod,type=Warning"
-        events = self.ask("CoreV1Api", "list_namespaced_event", namespace, field_selector=of_pods).items
+        events = self.call("CoreV1Api", "list_namespaced_event", namespace, field_selector=of_pods).items
         events.sort(key=_last_seen)  # the server sorts by name
         last = {event.involved_object.name: f"{event.reason}: {event.message}" for event in events}
         return [f"{name}: {warning}" for name, warning in last.items() if name.startswith(prefix)]

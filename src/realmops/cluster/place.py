@@ -37,7 +37,7 @@ class Place:
         own = "" if self.namespace == INSTALLED_IN else f", with 'namespace: {self.namespace}' in it"
         return f"'kubectl apply -k .' with the files of 'realmops init --cluster {kind}'{own}"
 
-    def described(self, objects: Mapping[str, str]) -> str:
+    def describe(self, objects: Mapping[str, str]) -> str:
         """Return one line about the namespace and the objects that runs need, given names by parameter."""
         owner = "the profile's" if self.profiles else "the server's"
         required = [f"{KINDS[parameter]} {name}" for parameter, name in objects.items() if name]
@@ -95,5 +95,5 @@ def check(place: Place, objects: Mapping[str, str], say: Say) -> None:
             remedy = f"it is created with {source}"
         raise ValueError(
             f"{kind} {name} does not exist in namespace {place.namespace}, where the pods run (checked with "
-            f"{cluster.seen_by}): {remedy}; --namespace and --argument set others"
+            f"{cluster.credentials}): {remedy}; --namespace and --argument set others"
         )

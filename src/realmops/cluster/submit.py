@@ -79,7 +79,7 @@ class Pipeline:
             raise ValueError(f"{path} is not a compiled pipeline; compile with python -m pipelines") from None
 
     @contextmanager
-    def kept_for(self, hours: float) -> Iterator[Path]:
+    def with_ttl(self, hours: float) -> Iterator[Path]:
         """Context manager: yield a copy of the file that keeps pods for ``hours`` after a run.
 
         With 0 the file itself is yielded. The copy contains what the compiler writes for
@@ -111,7 +111,7 @@ class Pipeline:
             if "executorLabel" in components[task["componentRef"]["name"]]
         }
 
-    def parsed(self, arguments: Sequence[str]) -> dict[str, Any]:
+    def parse_arguments(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Parse ``NAME=VALUE`` arguments into values of each parameter's type, by name.
 
         Raises:
@@ -186,7 +186,7 @@ def prepare(
     Raises:
         ValueError: if the arguments do not match the pipeline's parameters.
     """
-    chosen = pipeline.parsed(arguments)
+    chosen = pipeline.parse_arguments(arguments)
     files, notes = digests_of_files(values, project)
     key = key_of(values, files, pipeline.documents, chosen)
     if "image" in pipeline.parameters:
@@ -212,9 +212,9 @@ def submit(submission: Submission, server: Server, *, once: bool, keep_hours: fl
     check(server.place, submission.objects, say)
     experiment = server.experiment(submission.experiment)
     pipeline = server.pipeline(submission.pipeline.name)
-    if keep_hours and not server.keeps_pods:
+    if keep_hours and not server.supports_ttl:
         say("the server's settings decide how long pods are kept: it is older than 2.17, or reports no version")
-    with submission.pipeline.kept_for(keep_hours if server.keeps_pods else 0) as file:
+    with submission.pipeline.with_ttl(keep_hours if server.supports_ttl else 0) as file:
         version, is_new = server.version(pipeline, submission.key, file)
     if once and not is_new:
         runs = _await_runs(version, server, say)
@@ -225,7 +225,7 @@ def submit(submission: Submission, server: Server, *, once: bool, keep_hours: fl
                 return run
         for run in runs:
             say(f"{_describe(run)} has the same key {submission.key[:16]}: submitting it again")
-    say(server.place.described(submission.objects))
+    say(server.place.describe(submission.objects))
     run = server.start(experiment, version, submission.name, submission.arguments)
     say(f"submitted: {_describe(run)} with the key {submission.key[:16]}")
     say(f"run page: {server.link(run)}")
