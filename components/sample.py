@@ -12,7 +12,7 @@ def sample(
     manifest: dsl.Output[dsl.Artifact],
     metrics: dsl.Output[dsl.Metrics],
 ):
-    """Generate a fictional encyclopedia with questions about it.
+    """Generate an invented encyclopedia with questions about it.
 
     Args:
         options: params as JSON, only the differences from the defaults.

@@ -1,5 +1,7 @@
-"""Write the generated pages: docs/commands.md from the commands' help, docs/options.md from defaults.yaml, and
-docs/components.md and docs/components/NAME.md from the Kubeflow components.
+"""Write the generated pages.
+
+docs/commands.md comes from the commands' help, docs/options.md from defaults.yaml, docs/components.md and
+docs/components/NAME.md from the Kubeflow components.
 
 python scripts/reference_pages.py
 """

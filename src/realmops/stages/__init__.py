@@ -104,10 +104,10 @@ class Stage:
 STAGES: dict[str, Stage] = {
     stage.name: stage
     for stage in (
-        Stage("sample", "Make an invented encyclopedia, with questions about it.", ("sample",), (), "data/sample"),
+        Stage("sample", "Generate an invented encyclopedia with questions about it.", ("sample",), (), "data/sample"),
         Stage(
             "snapshot",
-            "Cut documents into passages, make the vocabulary, index the words for BM25.",
+            "Split documents into passages, train the vocabulary, build the BM25 index.",
             ("snapshot", "bert"),
             ("sample",),
             "data/snapshot",
@@ -115,7 +115,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "tag",
-            "Find the names and dates that may be masked; a tagger for names is trained here.",
+            "Find the salient spans (names and dates); train a tagger for names.",
             ("run", "bert", "tag", "optimiser"),
             ("sample", "snapshot"),
             "data/spans",
@@ -123,7 +123,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "ict",
-            "Give the retriever (inverse cloze task) and the reader (masked words) a warm start.",
+            "Warm-start the retriever (inverse cloze task) and the reader (masked words).",
             ("run", "bert", "retriever", "reader", "ict", "optimiser"),
             ("snapshot", "tag"),
             "models/ict",
@@ -147,7 +147,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "evaluate",
-            "Measure exact match, recall and what bounds them; write predictions and the report.",
+            "Measure exact match, recall and their upper bounds; write predictions and the report.",
             ("run", "finetune", "evaluate", "questions"),
             ("sample", "snapshot", "ict", "pretrain", "finetune"),
             "results",

@@ -70,7 +70,7 @@ def _open_qa(
     if reader.spans is None:  # a reader of reader.init has a span head
         add_spans(reader, options.span_width, seed)
     retriever, metrics = finder.retriever, dict[str, Any](finder.metrics)
-    model = OpenQa(retriever, reader, snapshot, finder.passages, options, dtype, finder.ranker, finder.words)
+    model = OpenQa(retriever, reader, snapshot, finder.passages, options, dtype, finder.ranker, finder.bm25)
     if model.hybrid:
         retriever.mixture = fit_to_questions(model, held_out)
         keep_freed_memory()
@@ -112,8 +112,8 @@ def _learn_to_read(trainings: StageTrainings, model: OpenQa, questions: list[Que
     """Train the reader by ``finetune.reader_training``; return the number of questions with evidence as a metric."""
     job, options = trainings.job, model.options
     if options.reader_training == "passages":
-        surroundings = trainings.context("finetune", finetune_steps(len(questions), options), "fine-tuning")
-        finetune(surroundings, model, questions, options, job.section(Optimiser))
+        context = trainings.context("finetune", finetune_steps(len(questions), options), "fine-tuning")
+        finetune(context, model, questions, options, job.section(Optimiser))
         return {}
     lessons = lessons_of(model, questions, EVIDENCE, job.report.progress("evidence", len(questions)))
     if not lessons:
@@ -122,8 +122,8 @@ def _learn_to_read(trainings: StageTrainings, model: OpenQa, questions: list[Que
             "windows; check that questions.train belongs to these documents, or set "
             "finetune.reader_training=passages"
         )
-    surroundings = trainings.context("finetune", finetune_steps(len(lessons), options), "fine-tuning")
-    train_in_windows(surroundings, model, lessons, options, job.section(Optimiser))
+    context = trainings.context("finetune", finetune_steps(len(lessons), options), "fine-tuning")
+    train_in_windows(context, model, lessons, options, job.section(Optimiser))
     return {"questions_with_evidence": len(lessons)}
 
 

@@ -48,7 +48,7 @@ class Finder:
     retriever: Retriever
     passages: PassageIndex | None
     ranker: Ranker | None
-    words: Bm25 | None
+    bm25: Bm25 | None
     metrics: dict[str, int]
 
 
@@ -100,7 +100,7 @@ def ready_to_find(
         return Finder(retriever, None, ranker_of(options.retriever, snapshot, path), None, metrics)
     retriever.to(reader.device)
     index_type(job.section(IndexOptions), len(snapshot) * retriever.vectors, retriever.document.width, reader.device)
-    words = Bm25.of(snapshot) if retriever.mixture.lexical else None
+    bm25 = Bm25.of(snapshot) if retriever.mixture.lexical else None
     if options.retriever_training == "passages":
         if options.retriever_epochs:
             metrics["passages_with_questions"] = _train_by_passages(trainings, retriever, snapshot, questions)
@@ -113,7 +113,7 @@ def ready_to_find(
         embedding_PE = _embed_all(job, retriever, snapshot)
     queries = question_queries(snapshot, sampled(questions, seed), options.query_wordpieces)
     passages = searchable(job, embedding_PE, retriever.query, queries, options.retriever_candidates)
-    return Finder(retriever, passages, None, words, metrics)
+    return Finder(retriever, passages, None, bm25, metrics)
 
 
 def _train_paths(
@@ -128,8 +128,8 @@ def _train_paths(
     for question in questions:
         walks += [walk] if (walk := path.lesson(question)) else []
         bar(1)
-    surroundings = trainings.context("paths", finetune_steps(len(walks), options), "paths", "path_")
-    trainings.end = train_paths(surroundings, path, walks, options, job.section(Optimiser))
+    context = trainings.context("paths", finetune_steps(len(walks), options), "paths", "path_")
+    trainings.end = train_paths(context, path, walks, options, job.section(Optimiser))
     return path, len(walks)
 
 
@@ -141,41 +141,41 @@ def _train_by_passages(
     options = job.section(Finetune)
     positives = _positives(job, snapshot, questions)
     steps = passage_steps(len(positives.passages), options)
-    surroundings = trainings.context("retriever", steps, "retriever", "retriever_")
+    context = trainings.context("retriever", steps, "retriever", "retriever_")
     data = (questions, positives, options, job.section(Optimiser))
-    with _with_refresh(job, surroundings, retriever, snapshot, steps) as (surroundings, source):
-        trainings.end = train_by_passages(surroundings, retriever, snapshot, *data, source)
+    with _with_refresh(job, context, retriever, snapshot, steps) as (context, source):
+        trainings.end = train_by_passages(context, retriever, snapshot, *data, source)
     return len(positives.passages)
 
 
 @contextmanager
 def _with_refresh(
-    job: Job, surroundings: Context, retriever: Retriever, snapshot: Snapshot, steps: int
+    job: Job, context: Context, retriever: Retriever, snapshot: Snapshot, steps: int
 ) -> Iterator[tuple[Context, IndexSource | None]]:
     """Context manager: run an index builder during training if ``finetune.retriever_refresh_every`` is set."""
     every = job.section(Finetune).retriever_refresh_every
     if not every:
-        yield surroundings, None
+        yield context, None
         return
     policy = Policy("fixed_lag", None, "wait", BUILDER_TIMEOUT)
     refresh = Refresh(steps, every, every // 2, 0, "child", "auto", SHARD_ROWS, policy)
-    site = BuilderSettings(job.work, job.section(RunOptions).threads, job.report.say)
-    device = surroundings.device
+    settings = BuilderSettings(job.work, job.section(RunOptions).threads, job.report.say)
+    device = context.device
 
     def passages(embedding_PE: Tensor, searcher: Retriever) -> PassageIndex:
         return exact(embedding_PE.to(device), searcher.vectors)
 
-    with exchange(surroundings, site, refresh, snapshot, retriever, passages) as refreshed:
+    with exchange(context, settings, refresh, snapshot, retriever, passages) as refreshed:
         yield refreshed
 
 
 def _positives(job: Job, snapshot: Snapshot, questions: list[Question]) -> Positives:
     """Return for each question the best passage among BM25's top ``EVIDENCE`` that contains an answer."""
-    words, sources = Bm25.of(snapshot), Sources(snapshot)
+    bm25, sources = Bm25.of(snapshot), Sources(snapshot)
     bar = job.report.progress("passages of questions", len(questions))
     positives = []
     for question in questions:
-        _, [ids] = words.search([question.question], EVIDENCE)
+        _, [ids] = bm25.search([question.question], EVIDENCE)
         excluded = sources.of(question)
         matches = (p for p in ids.tolist() if p >= 0 and p not in excluded)
         matches = (p for p in matches if contains_answer(snapshot.text(p), question.answers, question.match_rule))

@@ -49,15 +49,15 @@ def run(job: Job) -> dict[str, Any]:
     reader.to(device).train()
     optimiser = job.section(Optimiser)
     trainings = StageTrainings(job)
-    surroundings = trainings.context("ict", options.steps, "inverse cloze task")
-    trainings.end = train_retriever(surroundings, retriever, corpus, options, optimiser)
+    context = trainings.context("ict", options.steps, "inverse cloze task")
+    trainings.end = train_retriever(context, retriever, corpus, options, optimiser)
     if spans is not None:
-        surroundings = trainings.context("warm_start", options.reader_steps, "reader's warm start", "reader_")
+        context = trainings.context("warm_start", options.reader_steps, "reader's warm start", "reader_")
         held_out = (
             () if has_warmup else held_out_rows(len(spans.rows), run_options.seed).tolist()
         )  # held out in pretrain
-        train_reader(surroundings, reader, text, spans, options, optimiser, held_out, job.work)
-    if not surroundings.team.leads:
+        train_reader(context, reader, text, spans, options, optimiser, held_out, job.work)
+    if not context.team.leads:
         return {}
     if requested.task == "crop" and options.steps and not crops_helped(job):
         retriever = initialise()[0]

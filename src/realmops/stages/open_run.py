@@ -91,16 +91,16 @@ def open_search(root: Path, report: Report) -> Search:
             return open_run(root).passage_search()
     snapshot = Snapshot.open(root / STAGES["snapshot"].folder / "corpus")
     about = {"snapshot": snapshot.corpus_hash, "stage": "snapshot"}
-    words = Bm25.of(snapshot)
+    bm25 = Bm25.of(snapshot)
     for stage in ("pretrain", "ict"):
         sections = sections_of(root, stage) if _is_done(root, stage) else {}
         if not sections:
             continue
         run = parse_section("run", sections["run"])
         retriever, passages, dtype = _load_with_embeddings(root, stage, run, snapshot, report)
-        return Search(snapshot, words, retriever, passages, LIMIT, dtype, about | {"stage": stage})
+        return Search(snapshot, bm25, retriever, passages, LIMIT, dtype, about | {"stage": stage})
     report.say("search: no retriever is trained yet, searching by words (BM25) only")
-    return Search(snapshot, words, None, None, LIMIT, torch.float32, about)
+    return Search(snapshot, bm25, None, None, LIMIT, torch.float32, about)
 
 
 def _is_done(root: Path, stage: str) -> bool:

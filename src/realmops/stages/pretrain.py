@@ -57,12 +57,12 @@ def run(job: Job) -> dict[str, Any]:
     examples = _examples(job, snapshot)
     examples.hold_out(rows)
     retriever, reader = load_models(job.inputs["ict"], snapshot.vocabulary_hash)
-    surroundings = StageTrainings(job).context("pretrain", options.steps, "pre-training")
-    device, dtype = surroundings.device, surroundings.dtype
+    context = StageTrainings(job).context("pretrain", options.steps, "pre-training")
+    device, dtype = context.device, context.dtype
     retriever.to(device).train()
     reader.to(device).train()
-    words = Bm25.of(snapshot) if retriever.mixture.lexical else None
-    realm = Realm(retriever, reader, snapshot, options, dtype, words)
+    bm25 = Bm25.of(snapshot) if retriever.mixture.lexical else None
+    realm = Realm(retriever, reader, snapshot, options, dtype, bm25)
     vectors = len(snapshot) * retriever.vectors
     index_type(job.section(IndexOptions), vectors, retriever.query.width, device)  # fails before training
     sampled = _sample_examples(examples, run_options.seed)
@@ -83,18 +83,18 @@ def run(job: Job) -> dict[str, Any]:
         shard_rows=options.shard_rows,
         policy=policy,
     )
-    site = BuilderSettings(job.work, run_options.threads, job.report.say)
-    with exchange(surroundings, site, refresh, snapshot, retriever, passages) as (surroundings, source):
+    settings = BuilderSettings(job.work, run_options.threads, job.report.say)
+    with exchange(context, settings, refresh, snapshot, retriever, passages) as (context, source):
         optimiser = job.section(Optimiser)
-        pretrain(surroundings, realm, examples, optimiser, source, evaluate=measure, warn=job.report.warn)
-    if not surroundings.team.leads:
+        pretrain(context, realm, examples, optimiser, source, evaluate=measure, warn=job.report.warn)
+    if not context.team.leads:
         return {}
     final = _final_index(job, retriever, snapshot, options.steps)
     after = measure(final)
     if best.step != options.steps:
         job.report.say(best.told(after))
         retriever, reader = best.models()
-        realm = Realm(retriever.to(device), reader.to(device), snapshot, options, dtype, words)
+        realm = Realm(retriever.to(device), reader.to(device), snapshot, options, dtype, bm25)
         final, after = _final_index(job, retriever, snapshot, best.step), best.figures
     save_models(job.out, retriever, reader, snapshot.vocabulary_hash, snapshot.tokenizer)
     assert source.own is not None

@@ -59,9 +59,9 @@ def _train(job: Job, options: Tag) -> tuple[Tagger, dict[str, Any]]:
         tagger.output.weight.normal_(0.0, 0.02, generator=generator)
         tagger.output.bias.zero_()
     tagger.to(device)
-    surroundings = StageTrainings(job).context("tag", options.steps, "tagger")
-    train_tagger(surroundings, tagger, training, snapshot.tokenizer, options, job.section(Optimiser))
-    if not surroundings.team.leads:
+    context = StageTrainings(job).context("tag", options.steps, "tagger")
+    train_tagger(context, tagger, training, snapshot.tokenizer, options, job.section(Optimiser))
+    if not context.team.leads:
         return tagger, {}
     predicted = predict_words(tagger, held_out, snapshot.tokenizer, options, dtype)
     return tagger, entity_scores([list(s.tags) for s in held_out], predicted)

@@ -62,9 +62,9 @@ def open_tuned(
     path = PathRetriever.load(folder, snapshot, options, device, dtype) if options.retriever == "path" else None
     ranker = ranker_of(options.retriever, snapshot, path, QUESTIONS_IN_MEMORY)
     passages = load_passages(index or folder, snapshot, device, retriever.vectors) if ranker is None else None
-    words = Bm25.of(snapshot) if ranker is None and retriever.mixture.lexical else None
+    bm25 = Bm25.of(snapshot) if ranker is None and retriever.mixture.lexical else None
     networks = retriever.to(device), reader.to(device)
-    model = kind(*networks, snapshot, passages, options, dtype, ranker, words)
+    model = kind(*networks, snapshot, passages, options, dtype, ranker, bm25)
     model.restore(folder)
     return model
 
