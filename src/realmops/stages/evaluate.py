@@ -81,7 +81,7 @@ def run(job: Job) -> dict[str, Any]:
         metrics |= confidence_figures(confidence, answers, scores[em_rule].correct, **bootstrap)
         if confidence.holds_all:
             job.report.say(
-                "evaluate: the model always abstains: no confidence reached wanted_precision on dev questions"
+                "evaluate: the model abstains on every question: nothing reached wanted_precision on the dev questions"
             )
     if cloze := sum(bool(question.not_in) for question in questions):
         metrics["cloze_questions"] = cloze

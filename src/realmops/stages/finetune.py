@@ -83,9 +83,8 @@ def _open_qa(
         metrics["index_recall"] = _widen_index(job, model, structure, sampled(held_out, seed))
     if model.hybrid and options.reader_training == "passages":  # the query tower was trained together with the reader
         retriever.mixture = fit_to_questions(model, held_out)
-    if model.hybrid and all(
-        question.not_in for question in held_out
-    ):  # the value of fit_reading for generated questions
+    if model.hybrid and all(question.not_in for question in held_out):
+        # all dev questions are generated: the value that fit_reading returns for them
         retriever.mixture = replace(retriever.mixture, reading=READING_OF_MADE)
     answers = model.answer(held_out, ranked=5, progress=job.report.progress("dev questions", len(held_out)))
     if model.hybrid:
@@ -93,9 +92,8 @@ def _open_qa(
         weight = fit_reading(model, held_out, answers, is_right)
         retriever.mixture = replace(retriever.mixture, reading=weight)
         if weight != before:  # p(y|x) sums over all spans, which are not stored
-            answers = model.answer(
-                held_out, ranked=5, progress=job.report.progress("dev questions again", len(held_out))
-            )
+            bar = job.report.progress("dev questions again", len(held_out))
+            answers = model.answer(held_out, ranked=5, progress=bar)
         metrics |= {f"weight_{name}": value for name, value in asdict(retriever.mixture).items()}
         job.report.say(
             f"finetune: f(x, z) = {retriever.mixture.dense:g} * embedding score + {retriever.mixture.lexical:g} * BM25 "
