@@ -279,5 +279,5 @@ def test_our_settings_of_mlflow_step_back_behind_those_of_its_plugin(
 def test_figures_without_a_value_and_texts_are_not_shown(tmp_path: Path) -> None:
     """JSON has no NaN, and KFP takes numbers."""
     shown = Output(tmp_path / "metrics.json")
-    tasks._show({"em": 0.5, "questions": 3, "loss": math.nan, "ratio": math.inf, "reader": "pretrain"}, shown)
+    tasks._write_metrics({"em": 0.5, "questions": 3, "loss": math.nan, "ratio": math.inf, "reader": "pretrain"}, shown)
     assert shown.shown == json.loads((tmp_path / "metrics.json").read_text()) == {"em": 0.5, "questions": 3.0}
