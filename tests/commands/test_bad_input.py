@@ -75,7 +75,7 @@ def test_a_bad_corpus_is_refused(project: Path) -> None:
     ("name", "told"),
     [
         ("nothere.jsonl", ["snapshot.documents is 'nothere.jsonl'", "does not exist", "check the path"]),
-        ("''", ["snapshot.documents is empty", "check the path"]),
+        ("''", ["snapshot.documents is empty", "set it to a file or folder"]),
     ],
 )
 def test_a_corpus_that_is_no_file_is_refused(project: Path, name: str, told: list[str]) -> None:

@@ -156,7 +156,7 @@ def test_a_reader_of_another_kind_answers_is_saved_and_says_what_it_is(
     with pytest.raises(ValueError, match=r"has a model of the class 'yes_no', but finetune.reader=pretrain has"):
         tuned_model.open_tuned(tmp_path, options(), world.snapshot, CPU, FP32)
     (tmp_path / tuned_model.KIND).write_text('{"class": "of tomorrow"}')
-    with pytest.raises(ValueError, match=r"'of tomorrow', and finetune.reader=yes_no is one of the class 'yes_no'"):
+    with pytest.raises(ValueError, match=r"'of tomorrow', but finetune.reader=yes_no has the class 'yes_no'"):
         tuned_model.open_tuned(tmp_path, chosen, world.snapshot, CPU, FP32)
 
 
