@@ -259,7 +259,7 @@ def test_documents_alone_end_in_answers(project: Path) -> None:
         stage(name, values, project, root, report)
     metrics = stage("evaluate", values, project, root, report)
     assert metrics["questions"] == metrics["cloze_questions"] == len(parts["test"])
-    assert [line for line in report.said if "made from the corpus" in line]
+    assert [line for line in report.said if "generated from the corpus" in line]
     own = {q.id: set(q.not_in) for q in parts["test"]}
     assert all(own[p.question_id].isdisjoint(p.passage_ids) for p in read_results(root))
     assert not report.warned
