@@ -1,4 +1,4 @@
-"""Component ``finetune``: that stage in a pod."""
+"""Component ``finetune``: runs the stage of that name in a pod."""
 
 from kfp import dsl
 
@@ -20,15 +20,15 @@ def finetune(
     """Fine-tune retriever and reader to answer questions.
 
     Args:
-        options: params as JSON, sections with what differs from the defaults.
+        options: params as JSON, only the differences from the defaults.
         root: folder of the run on the shared volume.
-        processes: that train together in this pod, one for each of its GPUs.
-        model: where it lies, digests and figures.
-        metrics: its figures.
-        owner: id of the pipeline's run, which alone gives the builders back.
+        processes: number of training processes in this pod, one per GPU.
+        model: folder, digests and metrics of the models.
+        metrics: chief metrics of the stage.
+        owner: id of the pipeline run; only the same run scales the builders down.
         deployment: the index builders' Deployment; empty for none.
-        shard_pods: that tag and embed the corpus together; those beside this one are replicas of the Deployment.
-        after: the manifest of the stage before; it decides the order, nothing else.
+        shard_pods: number of pods that tag and embed the corpus; all but this one are replicas of the Deployment.
+        after: manifest of the previous stage; it only determines the order.
     """
     from realmops.cluster import tasks
 

@@ -1,4 +1,4 @@
-"""Component ``guard``: the first task, which ends a run that is one too many."""
+"""Component ``guard``: the first task, which stops a duplicate run."""
 
 from kfp import dsl
 
@@ -7,12 +7,12 @@ from realmops.cluster import IMAGE
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def guard(key: str, run: str, endpoint: str):
-    """End the pipeline's run when an older one with the same key lives.
+    """Stop the run if an older run with the same key is active.
 
     Args:
-        key: of the submission; nothing is done where it is empty.
-        run: id of the pipeline's run.
-        endpoint: of the Kubeflow Pipelines API; nothing is done where it is empty.
+        key: key of the training; empty to skip the check.
+        run: id of the pipeline run.
+        endpoint: URL of the Kubeflow Pipelines API; empty to skip the check.
     """
     from realmops.cluster import tasks
 

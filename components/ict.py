@@ -1,4 +1,4 @@
-"""Component ``ict``: that stage in a pod."""
+"""Component ``ict``: runs the stage of that name in a pod."""
 
 from kfp import dsl
 
@@ -14,15 +14,15 @@ def ict(
     metrics: dsl.Output[dsl.Metrics],
     after: dsl.Input[dsl.Artifact] = None,
 ):
-    """Warm up the retriever by the inverse cloze task and the reader by masked words.
+    """Warm-start the retriever by the inverse cloze task and the reader by masked words.
 
     Args:
-        options: params as JSON, sections with what differs from the defaults.
+        options: params as JSON, only the differences from the defaults.
         root: folder of the run on the shared volume.
-        processes: that train together in this pod, one for each of its GPUs.
-        model: where it lies, digests and figures.
-        metrics: its figures.
-        after: the manifest of the stage before; it decides the order, nothing else.
+        processes: number of training processes in this pod, one per GPU.
+        model: folder, digests and metrics of the models.
+        metrics: chief metrics of the stage.
+        after: manifest of the previous stage; it only determines the order.
     """
     from realmops.cluster import tasks
 

@@ -1,4 +1,4 @@
-"""Component ``pretrain``: that stage in a pod, with the index builders' Deployment beside it."""
+"""Component ``pretrain``: runs the stage of that name in a pod, with the index builders' Deployment."""
 
 from kfp import dsl
 
@@ -22,17 +22,17 @@ def pretrain(
     """Pre-train retriever and reader together while the index is refreshed in the background.
 
     Args:
-        options: params as JSON, sections with what differs from the defaults.
+        options: params as JSON, only the differences from the defaults.
         root: folder of the run on the shared volume.
-        owner: id of the pipeline's run, which alone gives the builders back.
-        deployment: the index builders' Deployment, raised for this task; empty for a builder in this pod.
-        builders: its replicas.
-        wait_seconds: how long to wait for them.
-        processes: that train together in this pod, one for each of its GPUs.
-        limits: of this pod, said in its log.
-        model: where it lies, digests and figures.
-        metrics: its figures.
-        after: the manifest of the stage before; it decides the order, nothing else.
+        owner: id of the pipeline run; only the same run scales the builders down.
+        deployment: the index builders' Deployment, scaled up for this task; empty for a builder in this pod.
+        builders: replicas of the Deployment.
+        wait_seconds: seconds to wait for the builders.
+        processes: number of training processes in this pod, one per GPU.
+        limits: resource limits of this pod, for its log.
+        model: folder, digests and metrics of the models.
+        metrics: chief metrics of the stage.
+        after: manifest of the previous stage; it only determines the order.
     """
     from realmops.cluster import tasks
 

@@ -1,4 +1,4 @@
-"""Component ``promote``: the champion of MLflow's registry, if the run is better."""
+"""Component ``promote``: registers the run as champion in MLflow if it is better."""
 
 from kfp import dsl
 
@@ -15,16 +15,16 @@ def promote(
     metrics: dsl.Output[dsl.Metrics],
     after: dsl.Input[dsl.Artifact] = None,
 ):
-    """Register the run as the champion if it is better than the present one, else say why not.
+    """Register the run as the champion if it is better than the current one; report the decision.
 
     Args:
-        options: params as JSON, sections with what differs from the defaults.
+        options: params as JSON, only the differences from the defaults.
         root: folder of the run on the shared volume.
-        model: the registered model in MLflow; nothing is done where it is empty.
-        margin: by how much exact match must be higher than the champion's, 0 to 1.
-        champion: what became of it, and the run's figures.
-        metrics: whether the run is the champion (1 or 0), and by how much it is better.
-        after: the manifest of the evaluation; it decides the order, nothing else.
+        model: name of the registered model in MLflow; empty to skip promotion.
+        margin: required improvement of exact match over the champion, 0 to 1.
+        champion: the decision, and the run's metrics.
+        metrics: whether the run is the champion (1 or 0), and the difference of exact match.
+        after: manifest of the evaluation; it only determines the order.
     """
     from realmops.cluster import tasks
 

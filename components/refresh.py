@@ -1,4 +1,4 @@
-"""Component ``refresh``: a changed corpus under a trained model (appendix C of the paper)."""
+"""Component ``refresh``: updates the corpus of a trained model (appendix C of the paper)."""
 
 from kfp import dsl
 
@@ -12,14 +12,14 @@ def refresh(
     changes: dsl.Output[dsl.Markdown],
     metrics: dsl.Output[dsl.Metrics],
 ):
-    """Embed passages that changed, answer the test questions again and compare; nothing is trained.
+    """Embed changed passages, answer the test questions again and compare; nothing is trained.
 
     Args:
-        options: params as JSON, sections with what differs from the defaults; snapshot.documents names the corpus as it
-            is now.
+        options: params as JSON, only the differences from the defaults; snapshot.documents is the changed
+            corpus.
         root: folder of the trained run on the shared volume.
-        changes: the answers that are others now.
-        metrics: passages and answers that changed, and exact match before and after.
+        changes: the answers that changed.
+        metrics: numbers of changed passages and answers, and exact match before and after.
     """
     from realmops.cluster import tasks
 

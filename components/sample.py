@@ -1,4 +1,4 @@
-"""Component ``sample``: that stage in a pod."""
+"""Component ``sample``: runs the stage of that name in a pod."""
 
 from kfp import dsl
 
@@ -12,13 +12,13 @@ def sample(
     manifest: dsl.Output[dsl.Artifact],
     metrics: dsl.Output[dsl.Metrics],
 ):
-    """Make an invented encyclopedia, with questions about it.
+    """Generate an invented encyclopedia with questions about it.
 
     Args:
-        options: params as JSON, sections with what differs from the defaults.
+        options: params as JSON, only the differences from the defaults.
         root: folder of the run on the shared volume.
-        manifest: what was made, and where.
-        metrics: its figures.
+        manifest: folder, digests and metrics of the output.
+        metrics: chief metrics of the stage.
     """
     from realmops.cluster import tasks
 

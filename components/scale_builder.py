@@ -1,4 +1,4 @@
-"""Component ``scale_builder``: the last task, whatever became of the others."""
+"""Component ``scale_builder``: the last task, which runs however the others ended."""
 
 from kfp import dsl
 
@@ -7,12 +7,12 @@ from realmops.cluster import IMAGE
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def scale_builder(deployment: str, root: str, owner: str):
-    """Lower the index builders' Deployment to 0 where this run has raised it.
+    """Scale the index builders' Deployment down to 0 if this run has scaled it up.
 
     Args:
-        deployment: its name; nothing is done where it is empty.
+        deployment: name of the Deployment; empty to do nothing.
         root: folder of the run on the shared volume.
-        owner: id of the pipeline's run.
+        owner: id of the pipeline run.
     """
     from realmops.cluster import tasks
 

@@ -1,4 +1,4 @@
-"""Component ``snapshot``: that stage in a pod."""
+"""Component ``snapshot``: runs the stage of that name in a pod."""
 
 from kfp import dsl
 
@@ -13,14 +13,14 @@ def snapshot(
     metrics: dsl.Output[dsl.Metrics],
     after: dsl.Input[dsl.Artifact] = None,
 ):
-    """Cut documents into passages, tokenise and hash them.
+    """Split documents into passages, tokenise and hash them.
 
     Args:
-        options: params as JSON, sections with what differs from the defaults.
+        options: params as JSON, only the differences from the defaults.
         root: folder of the run on the shared volume.
-        corpus: where it lies, digests and figures.
-        metrics: its figures.
-        after: the manifest of the stage before; it decides the order, nothing else.
+        corpus: folder, digests and metrics of the snapshot.
+        metrics: chief metrics of the stage.
+        after: manifest of the previous stage; it only determines the order.
     """
     from realmops.cluster import tasks
 

@@ -1,4 +1,4 @@
-"""Component ``table``: the last task of the ablations, over whatever variants ended well."""
+"""Component ``table``: the last task of the ablations, over the variants that succeeded."""
 
 from kfp import dsl
 
@@ -17,18 +17,18 @@ def table(
     page: dsl.Output[dsl.HTML],
     metrics: dsl.Output[dsl.Metrics],
 ):
-    """Write the table of an ablation, its page, and its runs in MLflow; nothing is trained.
+    """Write the table of an ablation, its report, and its runs in MLflow; nothing is trained.
 
     Args:
-        variants: their names, without that of the reference.
-        options: params as JSON, sections with what differs from the defaults.
-        presets: names of presets for every variant, as a JSON list.
-        settings: section.key=value for every variant, as a JSON list.
-        seeds: how many times each was trained.
+        variants: names of the variants, without the reference.
+        options: params as JSON, only the differences from the defaults.
+        presets: names of presets for all variants, as a JSON list.
+        settings: section.key=value for all variants, as a JSON list.
+        seeds: number of seeds each was trained with.
         out: folder of the ablation on the shared volume.
-        rows: the table, and what is missing in it.
-        page: the table with its curves.
-        metrics: exact match, recall and difference to the reference of each variant.
+        rows: the table, and the missing variants.
+        page: the table with learning curves.
+        metrics: exact match, recall and the difference from the reference, for each variant.
     """
     from realmops.cluster import tasks
 

@@ -1,4 +1,4 @@
-"""Component ``tag``: that stage in a pod."""
+"""Component ``tag``: runs the stage of that name in a pod."""
 
 from kfp import dsl
 
@@ -16,17 +16,17 @@ def tag(
     shard_pods: int = 1,
     after: dsl.Input[dsl.Artifact] = None,
 ):
-    """Find the salient spans: entities by a tagger trained here, dates by expression.
+    """Find the salient spans: entities by a trained tagger, dates by regular expression.
 
     Args:
-        options: params as JSON, sections with what differs from the defaults.
+        options: params as JSON, only the differences from the defaults.
         root: folder of the run on the shared volume.
-        manifest: what was made, and where.
-        metrics: its figures.
-        owner: id of the pipeline's run, which alone gives the builders back.
+        manifest: folder, digests and metrics of the output.
+        metrics: chief metrics of the stage.
+        owner: id of the pipeline run; only the same run scales the builders down.
         deployment: the index builders' Deployment; empty for none.
-        shard_pods: that tag and embed the corpus together; those beside this one are replicas of the Deployment.
-        after: the manifest of the stage before; it decides the order, nothing else.
+        shard_pods: number of pods that tag and embed the corpus; all but this one are replicas of the Deployment.
+        after: manifest of the previous stage; it only determines the order.
     """
     from realmops.cluster import tasks
 

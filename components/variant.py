@@ -1,4 +1,4 @@
-"""Component ``variant``: one variant of an ablation, all its stages with every seed, in one pod."""
+"""Component ``variant``: all stages of one variant of an ablation, with every seed, in one pod."""
 
 from kfp import dsl
 
@@ -16,17 +16,17 @@ def variant(
     limits: str,
     metrics: dsl.Output[dsl.Metrics],
 ):
-    """Train and evaluate a variant; what another variant has made or is making is shared.
+    """Train and evaluate a variant; outputs of stages are shared with other variants.
 
     Args:
-        name: of the variant, a key of realmops' variants.yaml.
-        options: params as JSON, sections with what differs from the defaults.
-        presets: names of presets for every variant, as a JSON list.
-        settings: section.key=value for every variant, as a JSON list.
-        seeds: train it so many times.
+        name: name of the variant, a key of variants.yaml.
+        options: params as JSON, only the differences from the defaults.
+        presets: names of presets for all variants, as a JSON list.
+        settings: section.key=value for all variants, as a JSON list.
+        seeds: number of seeds to train with.
         out: folder of the ablation on the shared volume.
-        limits: of this pod, said in its log.
-        metrics: its name, and the figures of evaluate as means over seeds.
+        limits: resource limits of this pod, for its log.
+        metrics: its name, and the metrics of evaluate as means over seeds.
     """
     from realmops.cluster import tasks
 

@@ -1,8 +1,8 @@
-"""The pipeline ``ablations``: the reference, then its variants beside each other, then their table.
+"""The pipeline ``ablations``: the reference, then the variants in parallel, then their table.
 
     python -m pipelines        compiles it into pipelines/ablations.yaml
 
-The reference comes first and alone, so that the stages that variants share with it are there when they begin.
+The reference runs first and alone, so that the variants find the stages that they share with it.
 """
 
 from kfp import dsl
@@ -15,7 +15,7 @@ from realmops.config import PACKAGE
 from realmops.config_yaml import read_yaml
 
 REFERENCE, *VARIANTS = read_yaml(PACKAGE / "variants.yaml")["variants"]
-PODS = 4  # that train at the same time; KFP takes no parameter for it
+PODS = 4  # variants in parallel; KFP accepts no parameter for it
 
 
 @dsl.pipeline(name="realmops-ablations", description="Variants of REALM over seeds, and their table.")
@@ -35,42 +35,42 @@ def ablations(
     memory_request: str = "2Gi",
     accelerator: str = "nvidia.com/gpu",
     accelerators: str = "0",
-    node_selector: dict = {},  # noqa: B006  # a pipeline's default
+    node_selector: dict = {},  # noqa: B006  # default of a pipeline parameter
     tolerations: list = [],  # noqa: B006
     affinity: dict = {},  # noqa: B006
     settings: str = "realmops-tracking",
     secret: str = "realmops-secrets",
 ):
-    """Train and compare variants; the table is written over those that ended well.
+    """Train and compare variants; the table covers those that succeeded.
 
     Args:
-        run: the name of the ablation's folder; the same name goes on where it was stopped.
-        variants: keys of variants.yaml beside realm, which is always trained.
-        seeds: train each so many times.
-        presets: laid over the options for every variant, as a JSON list of names.
-        overrides: section.key=value for every variant, as a JSON list.
-        options: params as JSON, sections with what differs from the defaults.
-        runs: the folder of all runs on the volume, which is mounted at /realmops.
-        image: of every pod.
-        volume: the claim that all pods share.
-        cpu: limit of the pods that train.
-        cpu_request: what a node must have left for one; at most cpu.
-        memory: their limit.
-        memory_request: what a node must have left for one; at most memory.
-        accelerator: the kind of accelerator of those pods.
-        accelerators: how many.
-        node_selector: labels of the nodes for them.
-        tolerations: of those pods.
-        affinity: the node affinity of all pods, as Kubernetes writes it.
-        settings: a ConfigMap with keys as MLFLOW_TRACKING_URI; it may be missing.
-        secret: a Secret with keys as MLFLOW_TRACKING_TOKEN; it may be missing.
+        run: name of the ablation's folder; the same name resumes a stopped ablation.
+        variants: keys of variants.yaml; the reference realm is always trained.
+        seeds: number of seeds to train each with.
+        presets: names of presets that override the options of all variants, as a JSON list.
+        overrides: section.key=value for all variants, as a JSON list.
+        options: params as JSON, only the differences from the defaults.
+        runs: folder of all runs on the volume, which is mounted at /realmops.
+        image: image of all pods.
+        volume: PersistentVolumeClaim shared by all pods.
+        cpu: CPU limit of the training pods.
+        cpu_request: CPU request of such a pod; at most cpu.
+        memory: memory limit of the training pods.
+        memory_request: memory request of such a pod; at most memory.
+        accelerator: resource name of the accelerators of the training pods.
+        accelerators: number of accelerators per pod.
+        node_selector: node labels for the training pods.
+        tolerations: tolerations of the training pods.
+        affinity: node affinity of all pods, in Kubernetes' format.
+        settings: ConfigMap with keys such as MLFLOW_TRACKING_URI; optional.
+        secret: Secret with keys such as MLFLOW_TRACKING_TOKEN; optional.
     """
     limits = cpu, cpu_request, memory, memory_request, accelerator, accelerators
     pods = Pods(image, volume, settings, secret, *limits, node_selector, tolerations, affinity)
-    what = {"options": options, "presets": presets, "settings": overrides, "seeds": seeds, "out": f"{runs}/{run}"}
-    # Collected outputs would keep the table from being written where a variant fails; an exit task takes none.
-    last = pods.placed(table(variants=variants, **what))
+    shared = {"options": options, "presets": presets, "settings": overrides, "seeds": seeds, "out": f"{runs}/{run}"}
+    # An exit task also runs if a variant fails, which a task that collects their outputs would not.
+    last = pods.configure(table(variants=variants, **shared))
     with dsl.ExitHandler(last, name="variants-compared"):
-        first = pods.placed(variant(name=REFERENCE, limits=pods.limits, **what), trains=True)
+        first = pods.configure(variant(name=REFERENCE, limits=pods.limits, **shared), trains=True)
         with dsl.ParallelFor(variants, name="variants", parallelism=PODS) as name:
-            pods.placed(variant(name=name, limits=pods.limits, **what).after(first), trains=True)
+            pods.configure(variant(name=name, limits=pods.limits, **shared).after(first), trains=True)

@@ -1,8 +1,8 @@
-"""The pipeline ``train``: every stage as a pod, data on a shared volume, index builders raised for pre-training.
+"""The pipeline ``train``: each stage in a pod, data on a shared volume, index builders scaled up for pre-training.
 
     python -m pipelines        compiles it into pipelines/train.yaml
 
-Everything that differs between clusters is a parameter: one compiled file serves them all.
+Everything that differs between clusters is a parameter, so that one compiled file serves all of them.
 """
 
 from kfp import dsl
@@ -41,7 +41,7 @@ def train(
     accelerator: str = "nvidia.com/gpu",
     accelerators: str = "0",
     nproc_per_node: int = 1,
-    node_selector: dict = {},  # noqa: B006  # a pipeline's default
+    node_selector: dict = {},  # noqa: B006  # default of a pipeline parameter
     tolerations: list = [],  # noqa: B006
     affinity: dict = {},  # noqa: B006
     settings: str = "realmops-tracking",
@@ -49,52 +49,52 @@ def train(
     key: str = "",
     endpoint: str = "http://ml-pipeline.kubeflow:8888",
 ):
-    """Train and evaluate.
+    """Train and evaluate a run.
 
     Args:
-        run: the name of the run's folder; the same name goes on where it was stopped.
-        options: params as JSON, sections with what differs from the defaults.
-        runs: the folder of all runs on the volume, which is mounted at /realmops.
-        image: of every pod.
-        volume: the claim that trainer and builders share.
-        deployment: the index builders' Deployment; empty for a builder inside the trainer's pod.
-        builders: its replicas in pre-training.
-        shard_pods: that tag and embed the corpus together in tag, finetune and evaluate: the stage's own and replicas
-            of the Deployment.
-        wait_seconds: how long pre-training waits for its builders.
-        model: the registered model in MLflow whose champion the run becomes if it is better; empty for none.
-        margin: by how much exact match must be higher than the champion's, 0 to 1.
-        cpu: limit of the pods that train.
-        cpu_request: what a node must have left for one; at most cpu.
-        memory: their limit.
-        memory_request: what a node must have left for one; at most memory.
-        accelerator: the kind of accelerator of those pods.
-        accelerators: how many.
-        nproc_per_node: processes that train together in a pod, one for each of its accelerators.
-        node_selector: labels of the nodes for them.
-        tolerations: of those pods.
-        affinity: the node affinity of all pods, as Kubernetes writes it.
-        settings: a ConfigMap with keys as MLFLOW_TRACKING_URI; it may be missing.
-        secret: a Secret with keys as MLFLOW_TRACKING_TOKEN; it may be missing.
-        key: of what is trained, from "realmops submit"; a run ends itself when an older one with the same key lives.
-        endpoint: where the pods ask for those; empty to ask nowhere.
+        run: name of the run's folder; the same name resumes a stopped run.
+        options: params as JSON, only the differences from the defaults.
+        runs: folder of all runs on the volume, which is mounted at /realmops.
+        image: image of all pods.
+        volume: PersistentVolumeClaim shared by trainer and builders.
+        deployment: the index builders' Deployment; empty for a builder in the trainer's pod.
+        builders: replicas of the Deployment in pre-training.
+        shard_pods: number of pods that tag and embed the corpus in tag, finetune and evaluate; all but the stage's pod
+            are replicas of the Deployment.
+        wait_seconds: seconds that pre-training waits for its builders.
+        model: registered model in MLflow whose champion the run becomes if it is better; empty for none.
+        margin: required improvement of exact match over the champion, 0 to 1.
+        cpu: CPU limit of the training pods.
+        cpu_request: CPU request of such a pod; at most cpu.
+        memory: memory limit of the training pods.
+        memory_request: memory request of such a pod; at most memory.
+        accelerator: resource name of the accelerators of the training pods.
+        accelerators: number of accelerators per pod.
+        nproc_per_node: training processes per pod, one per accelerator.
+        node_selector: node labels for the training pods.
+        tolerations: tolerations of the training pods.
+        affinity: node affinity of all pods, in Kubernetes' format.
+        settings: ConfigMap with keys such as MLFLOW_TRACKING_URI; optional.
+        secret: Secret with keys such as MLFLOW_TRACKING_TOKEN; optional.
+        key: key of the training, from "realmops submit"; a run stops if an older one with the same key is active.
+        endpoint: URL of the Kubeflow Pipelines API for that check; empty to skip it.
     """
     root = f"{runs}/{run}"
     limits = cpu, cpu_request, memory, memory_request, accelerator, accelerators
     pods = Pods(image, volume, settings, secret, *limits, node_selector, tolerations, affinity)
-    placed, given = pods.placed, {"options": options, "root": root}
-    this = dsl.PIPELINE_JOB_ID_PLACEHOLDER
-    alone = placed(guard(key=key, run=this, endpoint=endpoint), asks=True)
-    last = placed(scale_builder(deployment=deployment, root=root, owner=this))
-    shared = {"owner": this, "deployment": deployment, "shard_pods": shard_pods}
+    place, common = pods.configure, {"options": options, "root": root}
+    run_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
+    check = place(guard(key=key, run=run_id, endpoint=endpoint), uses_api=True)
+    last = place(scale_builder(deployment=deployment, root=root, owner=run_id))
+    shards = {"owner": run_id, "deployment": deployment, "shard_pods": shard_pods}
     with dsl.ExitHandler(last, name="stages"):
-        made = placed(sample(**given)).after(alone)
-        made = placed(snapshot(**given, after=made.outputs["manifest"]))
-        made = placed(tag(**given, **shared, after=made.outputs["corpus"]), trains=True)
-        made = placed(ict(**given, processes=nproc_per_node, after=made.outputs["manifest"]), trains=True)
-        raised = {"owner": this, "deployment": deployment, "builders": builders, "wait_seconds": wait_seconds}
-        trained = pretrain(**given, **raised, processes=nproc_per_node, limits=pods.limits, after=made.outputs["model"])
-        made = placed(trained, trains=True)
-        made = placed(finetune(**given, **shared, processes=nproc_per_node, after=made.outputs["model"]), trains=True)
-        made = placed(evaluate(**given, **shared, after=made.outputs["model"]), trains=True)
-        placed(promote(**given, model=model, margin=margin, after=made.outputs["manifest"]), trains=True)
+        task = place(sample(**common)).after(check)
+        task = place(snapshot(**common, after=task.outputs["manifest"]))
+        task = place(tag(**common, **shards, after=task.outputs["corpus"]), trains=True)
+        task = place(ict(**common, processes=nproc_per_node, after=task.outputs["manifest"]), trains=True)
+        scaling = {"owner": run_id, "deployment": deployment, "builders": builders, "wait_seconds": wait_seconds}
+        scaling |= {"processes": nproc_per_node, "limits": pods.limits}
+        task = place(pretrain(**common, **scaling, after=task.outputs["model"]), trains=True)
+        task = place(finetune(**common, **shards, processes=nproc_per_node, after=task.outputs["model"]), trains=True)
+        task = place(evaluate(**common, **shards, after=task.outputs["model"]), trains=True)
+        place(promote(**common, model=model, margin=margin, after=task.outputs["manifest"]), trains=True)

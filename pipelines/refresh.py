@@ -1,4 +1,4 @@
-"""The pipeline ``refresh``: a changed corpus under a trained model, without training.
+"""The pipeline ``refresh``: updates the corpus of a trained model without training.
 
 python -m pipelines        compiles it into pipelines/refresh.yaml
 """
@@ -24,33 +24,33 @@ def refresh(
     memory_request: str = "2Gi",
     accelerator: str = "nvidia.com/gpu",
     accelerators: str = "0",
-    node_selector: dict = {},  # noqa: B006  # a pipeline's default
+    node_selector: dict = {},  # noqa: B006  # default of a pipeline parameter
     tolerations: list = [],  # noqa: B006
     affinity: dict = {},  # noqa: B006
     settings: str = "realmops-tracking",
     secret: str = "realmops-secrets",
 ):
-    """Embed what changed, answer again, compare.
+    """Embed changed passages, answer the test questions again and compare.
 
     Args:
-        run: the name of the trained run's folder.
-        options: params as JSON, sections with what differs from the defaults: those that the run was trained with,
-            snapshot.documents naming the corpus as it is now.
-        runs: the folder of all runs on the volume, which is mounted at /realmops.
-        image: of the pod.
-        volume: the claim that holds the run.
-        cpu: limit of the pod.
-        cpu_request: what a node must have left for one; at most cpu.
-        memory: its limit.
-        memory_request: what a node must have left for one; at most memory.
-        accelerator: the kind of accelerator of the pod.
-        accelerators: how many.
-        node_selector: labels of the nodes for it.
-        tolerations: of the pod.
-        affinity: its node affinity, as Kubernetes writes it.
-        settings: a ConfigMap with keys as MLFLOW_TRACKING_URI; it may be missing.
-        secret: a Secret with keys as MLFLOW_TRACKING_TOKEN; it may be missing.
+        run: name of the trained run's folder.
+        options: params as JSON, only the differences from the defaults: those of the training, with
+            snapshot.documents set to the changed corpus.
+        runs: folder of all runs on the volume, which is mounted at /realmops.
+        image: image of the pod.
+        volume: PersistentVolumeClaim with the run.
+        cpu: CPU limit of the pod.
+        cpu_request: CPU request of such a pod; at most cpu.
+        memory: memory limit of the pod.
+        memory_request: memory request of such a pod; at most memory.
+        accelerator: resource name of the pod's accelerators.
+        accelerators: number of accelerators per pod.
+        node_selector: node labels for the pod.
+        tolerations: tolerations of the pod.
+        affinity: node affinity of the pod, in Kubernetes' format.
+        settings: ConfigMap with keys such as MLFLOW_TRACKING_URI; optional.
+        secret: Secret with keys such as MLFLOW_TRACKING_TOKEN; optional.
     """
     limits = cpu, cpu_request, memory, memory_request, accelerator, accelerators
     pods = Pods(image, volume, settings, secret, *limits, node_selector, tolerations, affinity)
-    pods.placed(component.refresh(options=options, root=f"{runs}/{run}"), trains=True)
+    pods.configure(component.refresh(options=options, root=f"{runs}/{run}"), trains=True)

@@ -1,9 +1,9 @@
-"""Make the schemas of resources that others define, for tests/custom_resources.py, from their definitions.
+"""Generate reduced schemas of custom resources from their definitions, for tests/custom_resources.py.
 
     python scripts/custom_schemas.py FOLDER
 
-FOLDER holds clones of the repositories below, with their tags. What is kept are names, types, allowed values, patterns
-and what is required; no text, no defaults, no status. Where a definition holds a pod's spec the fixture says so.
+FOLDER contains clones of the repositories below, with their tags. The schemas keep names, types, allowed values,
+patterns and required fields, without descriptions, defaults and status. Pod specs are marked as such.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 FIXTURES = Path(__file__).parents[1] / "tests" / "fixtures" / "custom_resources"
-# kind: repository on GitHub, version, file in it
+# kind: (repository on GitHub, version, file)
 SOURCES = {
     "Application": ("argoproj/argo-cd", "v3.5.1", "manifests/crds/application-crd.yaml"),
     "GitRepository": (
@@ -43,61 +43,63 @@ KEPT = ("type", "pattern", "enum", "required", "minimum", "maximum", "minLength"
         "minProperties", "maxProperties", "anyOf", "oneOf", "allOf", "not")  # fmt: skip
 OPEN = "x-kubernetes-preserve-unknown-fields"
 POD = "kubernetes-pod-spec"
-POD_FIELDS = {"containers", "restartPolicy", "nodeSelector"}  # who has these is a pod's spec
-# what KServe's predictor has beside a pod's fields, and is looked into here
-BESIDE_POD = {
+POD_FIELDS = {"containers", "restartPolicy", "nodeSelector"}  # an object with these fields is a pod spec
+# fields of KServe's predictor in addition to those of a pod spec
+PREDICTOR_FIELDS = {
     "annotations", "batcher", "canaryTrafficPercent", "containerConcurrency", "deploymentStrategy", "labels",
     "maxReplicas", "minReplicas", "scaleMetric", "scaleMetricType", "scaleTarget", "timeout",
 }  # fmt: skip
-# long parts of a pod that stand alone, and what people never write: not looked into
+# long parts of a pod spec, and fields that manifests do not use: reduced to their type
 SKIPPED = {
     "affinity", "explainer", "initContainers", "operation", "podSpecOverrides", "podTemplateOverrides", "resources",
     "runtimePatches", "sidecars", "transformer", "valueFrom", "volumes",
 }  # fmt: skip
 
 
-def reduced(node: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema of a definition without what does not decide; closed, as the server with strict validation takes it."""
+def reduce_schema(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Reduce a schema to what validation needs; unknown fields are rejected, as by strict server-side validation."""
     fields: Mapping[str, Any] = node.get("properties", {})
     if fields.keys() >= POD_FIELDS:
-        beside = {name: reduced(fields[name]) for name in sorted(fields.keys() & BESIDE_POD)}
-        return {"type": "object", POD: True, **({"properties": beside} if beside else {})}
-    found = {key: node[key] for key in KEPT if key in node}
+        extra = {name: reduce_schema(fields[name]) for name in sorted(fields.keys() & PREDICTOR_FIELDS)}
+        return {"type": "object", POD: True, **({"properties": extra} if extra else {})}
+    schema = {key: node[key] for key in KEPT if key in node}
     if node.get("nullable"):
-        found["type"] = [found["type"], "null"]
+        schema["type"] = [schema["type"], "null"]
     if fields:
-        found["properties"] = {
-            name: {"type": one["type"]} if name in SKIPPED and "type" in one else reduced(one)
-            for name, one in fields.items()
+        schema["properties"] = {
+            name: {"type": field["type"]} if name in SKIPPED and "type" in field else reduce_schema(field)
+            for name, field in fields.items()
         }
     if isinstance(more := node.get("additionalProperties"), dict):
-        found["additionalProperties"] = reduced(more)
+        schema["additionalProperties"] = reduce_schema(more)
     elif node.get("type") == "object" and not node.get(OPEN):
-        found["additionalProperties"] = False
+        schema["additionalProperties"] = False
     if "items" in node:
-        found["items"] = reduced(node["items"])
-    return found
+        schema["items"] = reduce_schema(node["items"])
+    return schema
 
 
 def definition(text: str, kind: str) -> dict[str, Any]:
-    """Group, version and reduced schema of the newest version that is served."""
-    [found] = [one for one in yaml.load_all(text, yaml.CSafeLoader) if one and one["spec"]["names"]["kind"] == kind]
-    newest = next(one for one in found["spec"]["versions"] if one["storage"])
-    schema = reduced(newest["schema"]["openAPIV3Schema"])
+    """Return group, version and reduced schema of the storage version of a custom resource."""
+    documents = yaml.load_all(text, yaml.CSafeLoader)
+    [crd] = [document for document in documents if document and document["spec"]["names"]["kind"] == kind]
+    newest = next(version for version in crd["spec"]["versions"] if version["storage"])
+    schema = reduce_schema(newest["schema"]["openAPIV3Schema"])
     schema["properties"].pop("status", None)
     schema["properties"]["metadata"] = {"type": "object"}
     schema["required"] = sorted({"apiVersion", "kind", "metadata", *schema.get("required", ())})
-    return {"apiVersion": f"{found['spec']['group']}/{newest['name']}", "schema": schema}
+    return {"apiVersion": f"{crd['spec']['group']}/{newest['name']}", "schema": schema}
 
 
 def main(folder: Path) -> None:
+    """Write the fixtures."""
     for kind, (repository, version, path) in SOURCES.items():
         clone = folder / repository.split("/")[1]
         text = subprocess.run(
             ["git", "-C", clone, "show", f"{version}:{path}"], check=True, capture_output=True, text=True
         ).stdout
-        found = {"source": f"{repository} {version}", **definition(text, kind)}
-        (FIXTURES / f"{kind}.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        fixture = {"source": f"{repository} {version}", **definition(text, kind)}
+        (FIXTURES / f"{kind}.json").write_text(json.dumps(fixture, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

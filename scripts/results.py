@@ -1,10 +1,9 @@
-"""Write the tables of docs/results.md from the records of benchmarks/records/; benchmarks/LOG.md links the others.
+"""Write the tables of docs/results.md from the records in benchmarks/records/; benchmarks/LOG.md links the others.
 
 python scripts/results.py
 
-A record has figures with their command, commit, date, processor and seeds, each null where nobody kept it. Where the
-commit is null, ``recorded`` names the one that brought the figures into the repository. A ``note`` goes below the
-table.
+A record has figures with their command, commit, date, processor and seeds, each null if it is unknown. If the commit is
+null, ``recorded`` is the commit that added the figures to the repository. A ``note`` is printed below the table.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "results.md"
 RECORDS = ROOT / "benchmarks" / "records"
-PLACE = re.compile(r"<!-- record: ([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
+MARKERS = re.compile(r"<!-- record: ([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def origin(record: dict[str, Any]) -> str:
-    """Where the figures of a record come from."""
-    command = f"`{record['command']}`" if record["command"] else "No command was kept"
+    """Return the provenance of a record: command, processor, seeds and commit."""
+    command = f"`{record['command']}`" if record["command"] else "Command not recorded"
     commit = f"commit {record['commit']}, {record['date']}" if record["commit"] else f"recorded in {record['recorded']}"
     processor = record["processor"] or "processor not recorded"
     return f"{command}; {processor}; {record['seeds'] or 'seeds not recorded'}; {commit}."
 
 
 def table(record: dict[str, Any]) -> str:
-    """Where the figures of a record come from, the figures, and what they show."""
+    """Return the provenance of a record, its table, and its note."""
     head, *rows = (
         "| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |"
         for line in (record["columns"], *record["rows"])
@@ -39,13 +38,13 @@ def table(record: dict[str, Any]) -> str:
 
 
 def page(text: str) -> str:
-    """The page with the table of its record between each pair of markers."""
+    """Return the page with each pair of markers filled with the table of its record."""
 
-    def place(found: re.Match[str]) -> str:
-        record = json.loads((RECORDS / f"{found[1]}.json").read_text(encoding="utf-8"))
-        return f"<!-- record: {found[1]} -->\n{table(record)}\n<!-- end -->"
+    def fill(marker: re.Match[str]) -> str:
+        record = json.loads((RECORDS / f"{marker[1]}.json").read_text(encoding="utf-8"))
+        return f"<!-- record: {marker[1]} -->\n{table(record)}\n<!-- end -->"
 
-    return PLACE.sub(place, text)
+    return MARKERS.sub(fill, text)
 
 
 if __name__ == "__main__":

@@ -360,7 +360,7 @@ def serve(lab: KfpLab) -> Iterator[KfpLab]:
 
 def named_by_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KfpLab]:
     """A server whose runs are RUNNING, whose clients wait for moments; no cluster is at hand."""
-    for module, name in ((submit, "LOOK_SECONDS"), (submit, "WATCH_SECONDS"), (kfp_client, "LOOK_SECONDS")):
+    for module, name in ((submit, "POLL_SECONDS"), (submit, "WATCH_SECONDS"), (kfp_client, "POLL_SECONDS")):
         monkeypatch.setattr(module, name, 0.05)
     monkeypatch.setattr(submit, "GRACE_SECONDS", 0.3)
     monkeypatch.setenv("KUBECONFIG", str(folder / "kubeconfig"))

@@ -248,7 +248,7 @@ def test_a_command_that_needs_passages_says_what_a_closed_book_run_can_do(
 ) -> None:
     result = cli(*(tmp_path / "out" if word == "OUT" else word for word in words), "--root", closed_book / "root")
     assert result.exit_code == 2
-    assert "answers without reading (finetune.reader is t5), so its answers cite no passage" in result.stderr
+    assert "answers without reading passages (finetune.reader is t5), so its answers have no citations" in result.stderr
     assert "realmops search" in result.stderr
     assert not (tmp_path / "out").exists()
 

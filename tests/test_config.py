@@ -72,8 +72,12 @@ def test_code_has_no_defaults() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("  seed: 0 ", "  sed: 0 ", r"line 7: unknown key run\.sed; its keys are seed, device, .*; is seed meant\?"),
-        ("ict:\n", "itc:\n", r"line \d+: unknown section 'itc'; sections are run, bert, .*; is ict meant\?"),
+        (
+            "  seed: 0 ",
+            "  sed: 0 ",
+            r"line 7: unknown key run\.sed; allowed keys are seed, device, .*; closest match: seed",
+        ),
+        ("ict:\n", "itc:\n", r"line \d+: unknown section 'itc'; sections are run, bert, .*; closest match: ict"),
         (
             "  device: auto ",
             "  device: gpu ",
@@ -142,10 +146,10 @@ def test_a_number_may_be_whole_or_in_quotation_marks(value: Any, number: float) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dropout": 2, "width": 0, "witdh": 1}, r"unknown key bert\.witdh; its keys are .*; is width meant\?"),
+        ({"dropout": 2, "width": 0, "witdh": 1}, r"unknown key bert\.witdh; allowed keys are .*; closest match: width"),
         ({"dropout": 2, "width": 0}, r"bert\.width is 0"),
         ({"dropout": 2}, r"bert\.dropout is 2"),
-        ({7: 1}, r"unknown key bert\.7; its keys are init, vocabulary, .*, dropout"),
+        ({7: 1}, r"unknown key bert\.7; allowed keys are init, vocabulary, .*, dropout"),
     ],
 )
 def test_of_several_errors_an_unknown_key_comes_first_then_the_first_option(changes: Any, message: str) -> None:
@@ -178,13 +182,16 @@ def test_a_closed_book_needs_room_for_a_sequence_and_its_end(params: Path, key: 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["tower=bag", "head=cosine", "document_vectors=2"], r"vectors 2: a bag makes one .*document_vectors=1"),
-        (["pooling=cls", "document_vectors=2"], r"vectors is 2, and .*pooling cls .* set retriever\.pooling=mean"),
-        (["tower=bag"], r"retriever\.tower is bag and retriever\.head normalised: .* set retriever\.head=cosine"),
-        (["tower=bag", "head=cosine", "embedding_width=0"], r"embedding_width 0: .* retriever\.embedding_width=384"),
-        (["head=release", "pooling=mean"], r"retriever\.pooling mean .*set retriever\.pooling=cls and retriever\.proj"),
-        (["head=release", "projection=identity", "embedding_width=0"], r"retriever\.head is release, .* identity: the"),
-        (["head=release", "projection=pca"], r"retriever\.head is release, .* pca: the released code has a dense"),
+        (["tower=bag", "head=cosine", "document_vectors=2"], r"vectors is 2: a bag has one .*document_vectors=1"),
+        (
+            ["pooling=cls", "document_vectors=2"],
+            r"vectors is 2, and .*pooling=cls gives .* set retriever\.pooling=mean",
+        ),
+        (["tower=bag"], r"retriever\.tower is bag and retriever\.head is normalised: .* set retriever\.head=cosine"),
+        (["tower=bag", "head=cosine", "embedding_width=0"], r"embedding_width is 0: .* retriever\.embedding_width=384"),
+        (["head=release", "pooling=mean"], r"retriever\.pooling=mean .*set retriever\.pooling=cls and retriever\.proj"),
+        (["head=release", "projection=identity", "embedding_width=0"], r"retriever\.head is release, .*=identity: the"),
+        (["head=release", "projection=pca"], r"retriever\.head is release, .*=pca: the released code has a dense"),
         (["projection=identity", "embedding_width=64"], r"keeps the encoder's width of 128, .* is 64; set .*width=0"),
         (["projection=pca", "embedding_width=129"], r"have no more than 128 components; set .*embedding_width=128"),
         (["temperature=0"], r"retriever\.temperature is 0 \(int\); it must be greater than 0"),
@@ -203,16 +210,19 @@ def test_towers_that_make_no_sense_are_refused(params: Path, settings: list[str]
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["bert.width=16", "bert.heads=3"], r"^bert\.width is 16, no multiple of bert\.heads=3; choose such a width$"),
+        (["bert.width=16", "bert.heads=3"], r"^bert\.width is 16; it must be a multiple of bert\.heads=3$"),
         (
             ["sample.test_share=0.6", "sample.dev_share=0.4"],
             r"^sample\.test_share \+ sample\.dev_share is 1\.0; ",
         ),
-        (["bert.positions=64"], r"^tag\.wordpieces is 96, but the encoder has bert\.positions=64; lower the one"),
-        (["reader.copies=false"], r"^reader\.apart is true and reader\.copies false: .*; set reader\.copies=true"),
+        (
+            ["bert.positions=64"],
+            r"^tag\.wordpieces is 96, above the encoder's bert\.positions=64; lower tag\.wordpieces",
+        ),
+        (["reader.copies=false"], r"^reader\.apart is true and reader\.copies is false: .*; set reader\.copies=true"),
         (
             ["finetune.reader_wordpieces=65"],
-            r"^finetune\.reader_wordpieces is 65: no room .*query_wordpieces=64; ",
+            r"^finetune\.reader_wordpieces is 65, which leaves no room .*query_wordpieces=64; ",
         ),
     ],
 )
@@ -278,12 +288,12 @@ def test_the_projects_params_show_some_options_of_every_section_as_the_defaults_
         ("run:\n  seed: 0\n  seed: 1\n", r"line 3: the key 'seed' is repeated; keep one"),
         ("run: {}\nbert: {}\nrun: {}\n", r"line 3: the key 'run' is repeated; keep one"),
         ("run: &a\n  seed: 0\nbert: *a\n", r"line 3: an alias \(\*name\) is not allowed; write the value"),
-        ("run:\n  ? [1, 2]\n  : 3\n", r"line 2: a key must be a word, not a list or a mapping"),
+        ("run:\n  ? [1, 2]\n  : 3\n", r"line 2: a key must be a string, not a list or a mapping"),
         ("run:\n\tseed: 0\n", r"found character '\\t' that cannot start any token"),
         ("run: [1\n", r"params\.yaml: while parsing a flow sequence"),
         ("run: !!python/object/apply:os.system ['true']\n", r"could not determine a constructor"),
-        ("run: 7\n", r"sections with keys are expected, as in 'run:'"),
-        ("- run\n", r"sections with keys are expected"),
+        ("run: 7\n", r"run is not a section; expected sections with keys, for example 'run:'"),
+        ("- run\n", r"this is not a section; expected sections with keys"),
         ("[" * 5000, r"params\.yaml: "),
         ("a: {b: " * 3000, r"params\.yaml: "),
         ("run: \x00\n", r"params\.yaml: .*unacceptable character"),
@@ -307,7 +317,7 @@ def test_a_file_that_is_missing_or_too_large_is_refused(params: Path) -> None:
     with pytest.raises(ValueError, match=r"gone\.yaml does not exist; run in the project's folder"):
         read_yaml(params.with_name("gone.yaml"))
     params.write_bytes(b"#" * (LARGEST_FILE + 1))
-    with pytest.raises(ValueError, match=r"has 1048577 bytes; a params file has at most 1048576"):
+    with pytest.raises(ValueError, match=r"has 1048577 bytes; a params file may have at most 1048576"):
         read_yaml(params)
     params.write_bytes(b"#" * LARGEST_FILE)
     assert read_yaml(params) == {}
@@ -336,7 +346,7 @@ def test_presets_and_settings_lie_over_the_file_in_order(params: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("pretrain:\n  stpes: 1\n", r"preset\.yaml, line 2: unknown key pretrain\.stpes; its keys are steps"),
+        ("pretrain:\n  stpes: 1\n", r"preset\.yaml, line 2: unknown key pretrain\.stpes; allowed keys are steps"),
         ("pretrian:\n  steps: 1\n", r"preset\.yaml, line 1: unknown section 'pretrian'; sections are run"),
     ],
 )
@@ -351,13 +361,13 @@ def test_a_preset_cannot_invent_keys(params: Path, text: str, message: str) -> N
     ("setting", "message"),
     [
         ("pretrain.stpes=1", r"--set pretrain\.stpes=1: unknown key pretrain\.stpes"),
-        ("steps=1", r"--set 'steps=1' is no section\.key=value, for example pretrain\.steps=100"),
-        ("pretrain.steps", r"is no section\.key=value"),
-        (".steps=1", r"is no section\.key=value"),
-        ("pretrain.=1", r"is no section\.key=value"),
+        ("steps=1", r"--set 'steps=1' is not of the form section\.key=value; for example pretrain\.steps=100"),
+        ("pretrain.steps", r"is not of the form section\.key=value"),
+        (".steps=1", r"is not of the form section\.key=value"),
+        ("pretrain.=1", r"is not of the form section\.key=value"),
         ("pretrain.steps=[1", r"--set 'pretrain\.steps=\[1': while parsing"),
         ("pretrain.steps=*a", r"an alias \(\*name\) is not allowed"),
-        ("pretrain.steps={[1]: 2}", r"a key must be a word"),
+        ("pretrain.steps={[1]: 2}", r"a key must be a string"),
         ("pretrain.steps=many", r"pretrain\.steps is 'many' \(str\); it must be a valid integer"),
         ("pretrain.steps=", r"pretrain\.steps is None"),
     ],
@@ -391,7 +401,9 @@ def test_presets_are_found_by_name_or_path(params: Path) -> None:
     assert preset_path("minilm", params) == PACKAGE / "presets" / "minilm.yaml"
     (folder / "minilm.yaml").write_text("{}")
     assert preset_path("minilm", params) == folder / "minilm.yaml", "a project's own comes first"
-    with pytest.raises(ValueError, match=r"'bog': no such file, and none of the presets ablation, .*, big, .*minilm"):
+    with pytest.raises(
+        ValueError, match=r"preset 'bog': neither a file nor one of the presets ablation, .*, big, .*minilm"
+    ):
         preset_path("bog", params)
 
 
@@ -442,10 +454,10 @@ def test_other_presets_take_the_place_of_those_before_and_edits_stay(params: Pat
 @pytest.mark.parametrize("text", ["presets: squad\n", "presets: [1]\n", "presets: {squad: 1}\n"])
 def test_presets_are_a_list_of_names(params: Path, text: str) -> None:
     params.write_text(text)
-    with pytest.raises(ValueError, match=r"line 1: presets is .*; it must be a list of names, as \[squad\]"):
+    with pytest.raises(ValueError, match=r"line 1: presets is .*; it must be a list of names, for example \[squad\]"):
         load(params)
     params.write_text("presets: [squod]\n")
-    with pytest.raises(ValueError, match="preset 'squod': no such file"):
+    with pytest.raises(ValueError, match="preset 'squod': neither a file nor one of the presets"):
         load(params)
 
 

@@ -10,7 +10,7 @@ __all__ = ["AnswerRecord", "Answerer", "Citation", "Passage", "Searcher", "__ver
 
 
 def __getattr__(name: str) -> Any:
-    """What Python programs use, imported when it is asked for."""
+    """Import the public classes of ``realmops.api`` on first access."""
     if name in __all__:
         from realmops import api
 

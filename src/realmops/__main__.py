@@ -1,6 +1,6 @@
-"""``python -m realmops``: the command line, also where the script is not on PATH."""
+"""Command line as ``python -m realmops``, for when the script is not on PATH."""
 
 from realmops.cli import main
 
-if __name__ == "__main__":  # the processes of stages import it too
+if __name__ == "__main__":  # child processes of stages import this module too
     main()

@@ -1,4 +1,4 @@
-"""realmops from Python: open what was trained, search it and ask it.
+"""Python API: search the passages of a trained run and answer questions with it.
 
 from realmops import Answerer, Searcher
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Passage:
-    """A passage that was found or read; ``start`` and ``end`` are characters of its document's text."""
+    """A retrieved passage; ``start`` and ``end`` are character offsets in its document's text."""
 
     document_id: str
     passage_id: str
@@ -37,19 +37,19 @@ class Passage:
     uri: str
     start: int | None
     end: int | None
-    score: float | None = None  # by which it is ranked; in an answer that of its best span
-    embeddings: float | None = None  # the scaled inner product with the query
-    words: float | None = None  # BM25
-    highlights: Sequence[tuple[int, int]] = ()  # where in ``text`` words of the query stand
-    extra: Mapping[str, Any] = field(default_factory=dict)  # the document's own fields
-    p_z: float | None = None  # p(z|x), in an answer
+    score: float | None = None  # ranking score; in an answer, the score of the best span
+    embeddings: float | None = None  # scaled inner product with the query
+    words: float | None = None  # BM25 score
+    highlights: Sequence[tuple[int, int]] = ()  # character ranges of query words in ``text``
+    extra: Mapping[str, Any] = field(default_factory=dict)  # other fields of the document
+    p_z: float | None = None  # p(z|x), of passages of an answer
     p_z_given_y: float | None = None  # p(z|x, y)
-    page: int | None = None  # of a document that has pages
+    page: int | None = None  # page number, of documents with pages
 
 
 @dataclass(frozen=True)
 class Citation:
-    """A quotation that an answer rests on; ``start`` and ``end`` are characters of the document's text."""
+    """A quotation that supports an answer; ``start`` and ``end`` are character offsets in the document's text."""
 
     document_id: str
     passage_id: str
@@ -58,14 +58,17 @@ class Citation:
     uri: str
     start: int | None
     end: int | None
-    p_z: float | None = None  # of a citation
+    p_z: float | None = None  # p(z|x) of its passage
     p_z_given_y: float | None = None
     page: int | None = None
 
 
 @dataclass(frozen=True)
 class AnswerRecord:
-    """An answer: ``text`` is empty where there is none, ``abstained`` says that it is better not believed."""
+    """An answer with its evidence.
+
+    ``text`` is empty if no span was found. ``abstained`` is True if the confidence is below ``threshold``.
+    """
 
     question: str
     text: str
@@ -74,20 +77,25 @@ class AnswerRecord:
     abstained: bool
     citations: Sequence[Citation]
     passages: Sequence[Passage]
-    quote: Citation | None = None  # the sentence that the answer stands in
+    quote: Citation | None = None  # the sentence that contains the answer
 
 
 class Searcher:
-    """Finds passages of a run, whatever of it is trained so far, or of a registered model."""
+    """Passage search over a run, trained or partly trained, or over a registered model."""
 
     def __init__(self, search: Search) -> None:
         self._search = search
 
     @classmethod
     def open(cls, root: str | Path = ".", *, model: str | None = None) -> Self:
-        """Open the run in a folder, or ``models:/NAME@champion`` of MLflow's registry.
+        """Open a run or a registered model.
 
-        Raises ValueError where there is no snapshot, and for files that were changed.
+        Args:
+            root: folder of the run.
+            model: a model of MLflow's registry, ``models:/NAME@champion``, to open instead.
+
+        Raises:
+            ValueError: if the run has no snapshot, or a file does not match its digest.
         """
         from realmops.commands.open_model import open_model
         from realmops.stages import Silent
@@ -103,40 +111,56 @@ class Searcher:
         filters: Mapping[str, Any] | None = None,
         by: By = "run",
     ) -> list[Passage]:
-        """The best ``k`` passages, best first.
+        """Return the top ``k`` passages, best first.
 
         Args:
-            filters: of the documents' own fields: a value, a list of which one is enough, or a range as
-                ``{"gte": 1990, "lt": 2000}``; applied before the best are chosen.
-            by: as the run's retriever ranks, or by embeddings or words alone.
+            query: text to search for.
+            k: number of passages.
+            filters: conditions on fields of the documents, applied before ranking: a value, a list of alternative
+                values, or a range such as ``{"gte": 1990, "lt": 2000}``.
+            by: ranking by the run's retriever, by embeddings only, or by words (BM25) only.
 
-        Raises ValueError for an empty query, a filter that is none, and for embeddings where there are none.
+        Raises:
+            ValueError: if the query is empty, a filter is malformed, or there are no embeddings to search by.
         """
-        return [_of(Passage, one) for one in self._search.search(query, k, [filters or {}], by)["passages"]]
+        return [_build(Passage, record) for record in self._search.search(query, k, [filters or {}], by)["passages"]]
 
     def embed(self, texts: Sequence[str], *, documents: bool = False) -> NDArray[np.float32]:
-        """Vectors of texts, fp32 [N, E]: as queries, or as passages; f(x, z) is their inner product, scaled."""
-        found: NDArray[np.float32] = self._search.embed(list(texts), documents=documents).numpy()
-        return found
+        """Embed texts as queries, or as passages with ``documents``.
+
+        Returns:
+            Embeddings in fp32, shape [N, E]; f(x, z) is the scaled inner product of a query's and a passage's.
+        """
+        embeddings: NDArray[np.float32] = self._search.embed(list(texts), documents=documents).numpy()
+        return embeddings
 
 
 class Answerer:
-    """Answers questions from a run that was fine-tuned, or by a registered model."""
+    """Question answering with a fine-tuned run or a registered model."""
 
     def __init__(self, opened: OpenedModel) -> None:
         self._opened = opened
 
     @classmethod
     def open(cls, root: str | Path = ".", *, model: str | None = None) -> Self:
-        """Open the run in a folder, or ``models:/NAME@champion``; ValueError where no model reads passages."""
+        """Open the run in a folder, or the registered model ``models:/NAME@champion``.
+
+        Raises:
+            ValueError: if there is no fine-tuned model that reads passages.
+        """
         from realmops.commands.open_model import open_model
 
         return cls(open_model(Path(root), model))
 
     def answer(self, question: str, *, without: Sequence[str] = ()) -> AnswerRecord:
-        """One answer with what it rests on; ``without`` has ids of passages that must not be read.
+        """Answer a question, with citations and the passages read.
 
-        Raises ValueError for a question that is empty or too long.
+        Args:
+            question: text of the question.
+            without: ids of passages to exclude.
+
+        Raises:
+            ValueError: if the question is empty or too long.
         """
         from realmops.answering.opened_model import Query
 
@@ -147,9 +171,9 @@ class Answerer:
             probability=record["probability"],
             threshold=record["threshold"],
             abstained=record["abstained"],
-            citations=[_of(Citation, one) for one in record["citations"]],
-            passages=[_of(Passage, one) for one in record["passages"]],
-            quote=_of(Citation, record["quote"]) if record["quote"] else None,
+            citations=[_build(Citation, citation) for citation in record["citations"]],
+            passages=[_build(Passage, passage) for passage in record["passages"]],
+            quote=_build(Citation, record["quote"]) if record["quote"] else None,
         )
 
     def searcher(self) -> Searcher:
@@ -157,6 +181,6 @@ class Answerer:
         return Searcher(self._opened.passage_search())
 
 
-def _of(kind: type[T], record: Mapping[str, Any]) -> T:
-    """A record's fields that a class has."""
-    return kind(**{one.name: record[one.name] for one in fields(kind) if one.name in record})  # type: ignore[arg-type]
+def _build(kind: type[T], record: Mapping[str, Any]) -> T:
+    """Build a dataclass from the fields of a record that it declares."""
+    return kind(**{item.name: record[item.name] for item in fields(kind) if item.name in record})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Options as pydantic models, one for each section; defaults.yaml has the defaults, a params.yaml what differs."""
+"""Options as pydantic models, one per section; defaults.yaml holds the defaults, params.yaml the overrides."""
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping
@@ -10,18 +10,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from realmops.config_rules import check, option_rules
-from realmops.config_yaml import parse_yaml, place_of, read_params, read_yaml
+from realmops.config_yaml import locate_key, parse_yaml, read_params, read_yaml
 
 PACKAGE = Path(__file__).parent
 DEFAULTS = PACKAGE / "defaults.yaml"
-LARGEST_INTEGER = 2**63 - 1  # what an array of 64 bits holds
-CLOSED_BOOK = ("t5",)  # of finetune.reader: those that read no passages
+LARGEST_INTEGER = 2**63 - 1  # maximum of int64 arrays
+CLOSED_BOOK = ("t5",)  # values of finetune.reader whose models read no passages
 
 Values = Mapping[str, Mapping[str, Any]]  # options by section
 
 
-def _number_in_quotes(value: Any) -> Any:
-    """Return a text as the number that it is: writers of YAML 1.1 put quotation marks around 1e-05."""
+def _parse_quoted_number(value: Any) -> Any:
+    """Return a quoted number as float: YAML 1.1 writers put quotation marks around 1e-05."""
     with suppress(ValueError):
         return float(value) if isinstance(value, str) else value
     return value
@@ -29,20 +29,20 @@ def _number_in_quotes(value: Any) -> Any:
 
 Size = Annotated[int, Field(gt=0, le=LARGEST_INTEGER)]
 Count = Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]
-Number = Annotated[float, BeforeValidator(_number_in_quotes)]
+Number = Annotated[float, BeforeValidator(_parse_quoted_number)]
 Amount = Annotated[Number, Field(ge=0)]
 PositiveAmount = Annotated[Number, Field(gt=0)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 PositiveShare = Annotated[Number, Field(gt=0, le=1)]
 
-SECTIONS: dict[str, type["Section"]] = {}  # all sections of defaults.yaml, in its order
+SECTIONS: dict[str, type["Section"]] = {}  # in the order of defaults.yaml
 
 
 class Section(BaseModel):
-    """The options of one section; defaults.yaml says what each does. ``parse_section`` makes one from values."""
+    """Options of one section, documented in defaults.yaml and built by ``parse_section``."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-    section: ClassVar[str]  # its name
+    section: ClassVar[str]  # name in YAML
 
     def __init_subclass__(cls, name: str) -> None:
         cls.section = name
@@ -50,6 +50,8 @@ class Section(BaseModel):
 
 
 class RunOptions(Section, name="run"):
+    """Seed, device, dtype and threads of a run."""
+
     seed: Count
     device: Literal["auto", "cpu", "cuda"]
     precision: Literal["auto", "fp32", "bf16", "int8"]
@@ -57,6 +59,8 @@ class RunOptions(Section, name="run"):
 
 
 class BertOptions(Section, name="bert"):
+    """Initialisation and shape of the BERT encoder."""
+
     init: str
     vocabulary: Size
     width: Size
@@ -68,6 +72,8 @@ class BertOptions(Section, name="bert"):
 
 
 class Sample(Section, name="sample"):
+    """Size and splits of the generated sample corpus."""
+
     seed: Count
     subjects: Annotated[int, Field(ge=60, le=800)]
     warmup_worlds: Size
@@ -76,6 +82,8 @@ class Sample(Section, name="sample"):
 
 
 class SnapshotOptions(Section, name="snapshot"):
+    """Documents, and how they are split into passages."""
+
     documents: str
     format: str
     warmup: str
@@ -89,6 +97,8 @@ class SnapshotOptions(Section, name="snapshot"):
 
 
 class QuestionFiles(Section, name="questions"):
+    """Question files of the three splits and their format."""
+
     train: str
     dev: str
     test: str
@@ -96,6 +106,8 @@ class QuestionFiles(Section, name="questions"):
 
 
 class Tag(Section, name="tag"):
+    """Salient span tagging, and the training of the tagger."""
+
     method: Literal["tagger", "phrases", "given", "dates"]
     train: str
     dev: str
@@ -108,6 +120,8 @@ class Tag(Section, name="tag"):
 
 
 class RetrieverOptions(Section, name="retriever"):
+    """Architecture of the retriever: tower, pooling, projection, head."""
+
     tower: Literal["bert", "bag"]
     pooling: Literal["auto", "cls", "mean", "last"]
     projection: Literal["orthogonal", "identity", "pca", "random", "first"]
@@ -121,6 +135,8 @@ class RetrieverOptions(Section, name="retriever"):
 
 
 class ReaderOptions(Section, name="reader"):
+    """Architecture and initialisation of the reader."""
+
     init: str
     copies: bool
     apart: bool
@@ -128,11 +144,15 @@ class ReaderOptions(Section, name="reader"):
 
 
 class IndexOptions(Section, name="index"):
+    """Index type and the recall that it must reach."""
+
     type: Literal["auto", "exact", "ivf", "hnsw", "pq"]
     target_recall: PositiveShare
 
 
 class Ict(Section, name="ict"):
+    """Warm start of the retriever (inverse cloze task) and the reader (masked words)."""
+
     task: Literal["cloze", "crop"]
     crops: Size
     steps: Count
@@ -152,6 +172,8 @@ class Ict(Section, name="ict"):
 
 
 class Pretrain(Section, name="pretrain"):
+    """REALM pre-training, index refresh and staleness."""
+
     steps: Count
     batch_size: Size
     candidates: Size
@@ -184,11 +206,13 @@ class Pretrain(Section, name="pretrain"):
 
     @property
     def documents(self) -> int:
-        """Passages among the candidates of an example, the null document left out."""
+        """Number of candidate passages per example, without the null document."""
         return self.candidates - int(self.null_document)
 
 
 class Finetune(Section, name="finetune"):
+    """Fine-tuning of retriever and reader on questions."""
+
     retriever: Literal["pretrain", "ict", "bm25", "tfidf", "graph", "path"]
     reader: Literal["pretrain", "ict", "t5"]
     span_loss: Literal["marginal", "hard_em", "per_passage"]
@@ -216,11 +240,13 @@ class Finetune(Section, name="finetune"):
 
     @property
     def reads_passages(self) -> bool:
-        """Whether the reader answers from passages, and not from its weights alone."""
+        """Whether the reader answers from retrieved passages rather than from its weights alone."""
         return self.reader not in CLOSED_BOOK
 
 
 class ClosedBookOptions(Section, name="closed_book"):
+    """The closed-book T5 baseline."""
+
     init: str
     steps: Count
     batch_size: Size
@@ -233,6 +259,8 @@ class ClosedBookOptions(Section, name="closed_book"):
 
 
 class Optimiser(Section, name="optimiser"):
+    """Adam and the learning rate schedule."""
+
     weight_decay: Amount
     clip: PositiveAmount
     bias_correction: bool
@@ -241,24 +269,32 @@ class Optimiser(Section, name="optimiser"):
 
 
 class Evaluate(Section, name="evaluate"):
+    """Bootstrap intervals and baselines of the evaluation."""
+
     bootstrap: Count
     bm25: bool
 
 
 class Tracking(Section, name="tracking"):
+    """MLflow tracking."""
+
     enabled: bool
     experiment: str
 
 
 @cache
 def defaults() -> Values:
-    """Return all sections with the values of defaults.yaml."""
+    """Return all sections with their values in defaults.yaml."""
     values = read_yaml(DEFAULTS)
     return {name: parse_section(name, values[name], DEFAULTS).model_dump() for name in SECTIONS}
 
 
 def parse_section(name: str, values: Mapping[str, Any], source: str | Path = "params") -> Any:
-    """Return one section as its model; ValueError names a key that is unknown, missing, of a wrong type or range."""
+    """Return one section as a validated model.
+
+    Raises:
+        ValueError: if a key is unknown or missing, or a value has the wrong type or range.
+    """
     try:
         return SECTIONS[name].model_validate({str(key): value for key, value in values.items()})
     except ValidationError as error:
@@ -266,12 +302,12 @@ def parse_section(name: str, values: Mapping[str, Any], source: str | Path = "pa
 
 
 def _first_error(error: ValidationError, section: str, source: str | Path) -> str:
-    """Return the message for what pydantic found in a section: unknown keys first, else in the order of the options."""
-    first = min(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
+    """Return the message for the first validation error of a section; unknown keys precede other errors."""
+    first = min(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
     key, value = str(first["loc"][0]), first["input"]
-    place = place_of(source, section, key)
+    place = locate_key(source, section, key)
     if first["type"] == "extra_forbidden":
-        return f"{place}: unknown key {section}.{key}; its keys are {_allowed(key, SECTIONS[section].model_fields)}"
+        return f"{place}: unknown key {section}.{key}; allowed keys are {_allowed(key, SECTIONS[section].model_fields)}"
     if first["type"] == "missing":
         return f"{place}: the key {section}.{key} is missing; docs/options.md has its default"
     expected = first["msg"].removeprefix("Input should be ")
@@ -279,84 +315,96 @@ def _first_error(error: ValidationError, section: str, source: str | Path) -> st
 
 
 def _allowed(name: object, names: Collection[str]) -> str:
-    """Return all names, and the one that was meant, if one is near."""
-    near = difflib.get_close_matches(str(name), names, 1)
-    return ", ".join(names) + (f"; is {near[0]} meant?" if near else "")
+    """Return all allowed names, and the closest match to ``name`` if there is one."""
+    matches = difflib.get_close_matches(str(name), names, 1)
+    return ", ".join(names) + (f"; closest match: {matches[0]}" if matches else "")
 
 
 def parse_setting(text: str) -> dict[str, dict[str, Any]]:
-    """Return ``section.key=value`` of the command line as options, the value read as YAML."""
+    """Parse ``section.key=value`` of the command line, with the value as YAML."""
     name, equals, value = text.partition("=")
     section, dot, key = name.strip().partition(".")
     if not (equals and dot and section and key):
-        raise ValueError(f"--set {text!r} is no section.key=value, for example pretrain.steps=100")
+        raise ValueError(f"--set {text!r} is not of the form section.key=value; for example pretrain.steps=100")
     return {section: {key: parse_yaml(value, f"--set {text!r}")}}
 
 
 def load(path: Path, *, presets: Iterable[Path] = (), settings: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
-    """Return all sections, checked, laid over each other: the defaults, the presets that a params file names, the file
-    itself, then ``presets`` and ``settings``.
+    """Load and validate all sections of a params file.
+
+    Later sources override earlier ones: defaults.yaml, the presets named in the file, the file itself, ``presets``,
+    ``settings``.
     """
-    named, own = read_params(path)
-    values = checked(own, path, laid(defaults(), [preset_path(name, path) for name in named]))
+    preset_names, overrides = read_params(path)
+    values = checked(overrides, path, laid(defaults(), [preset_path(name, path) for name in preset_names]))
     values = apply_settings(laid(values, presets), settings)
     check(option_rules(values))
     return values
 
 
 def laid(values: Values, presets: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Return ``values`` with those of preset files laid over them, in order, all checked."""
-    laid = {section: dict(keys) for section, keys in values.items()}
+    """Return ``values`` overridden by preset files in order, and validated."""
+    merged = {section: dict(keys) for section, keys in values.items()}
     for preset in presets:
-        laid = checked(read_yaml(preset), preset, laid)
-    return laid
+        merged = checked(read_yaml(preset), preset, merged)
+    return merged
 
 
 def apply_settings(values: dict[str, dict[str, Any]], settings: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return ``values`` with those of --set laid over them, in order, all checked."""
+    """Return ``values`` overridden by ``--set`` settings in order, and validated."""
     for setting in settings:
         values = checked(parse_setting(setting), f"--set {setting}", values)
     return values
 
 
 def checked(values: Values, source: str | Path, base: Values | None = None) -> dict[str, dict[str, Any]]:
-    """Return ``values`` laid over ``base`` or else the defaults; ValueError names what is unknown or wrong."""
-    laid = {section: dict(keys) for section, keys in (defaults() if base is None else base).items()}
+    """Return ``base`` (the defaults if None) overridden by ``values`` and validated.
+
+    ``source`` is the file or a description of ``values``, for error messages.
+
+    Raises:
+        ValueError: if a section or key is unknown, or a value is invalid.
+    """
+    merged = {section: dict(keys) for section, keys in (defaults() if base is None else base).items()}
     for section, keys in values.items():
-        if section not in laid:
-            known = _allowed(section, laid)
-            raise ValueError(f"{place_of(source, section)}: unknown section {section!r}; sections are {known}")
-        laid[section] = parse_section(section, laid[section] | dict(keys), source).model_dump()
-    return laid
+        if section not in merged:
+            allowed = _allowed(section, merged)
+            raise ValueError(f"{locate_key(source, section)}: unknown section {section!r}; sections are {allowed}")
+        merged[section] = parse_section(section, merged[section] | dict(keys), source).model_dump()
+    return merged
 
 
-_LATER = {("snapshot", "language"): "en"}  # options that came later, with the value that acts as versions before did
-_PLACES = {("pretrain", "builder"), ("pretrain", "exchange")}  # where indexes are built; a cluster sets them itself
+_ADDED = {("snapshot", "language"): "en"}  # options added later, with the value equivalent to their absence
+_PLACEMENT = {("pretrain", "builder"), ("pretrain", "exchange")}  # where indexes are built; set by a cluster
 
 
 def keyed(values: Values) -> dict[str, dict[str, Any]]:
-    """Return the options that make a key: not those that say where indexes are built.
+    """Return the options that are part of cache keys.
 
-    Later ones count only where they act otherwise, so that keys stay as they were.
+    Options that only choose where indexes are built are left out. An option added in a later version is left out at the
+    value that keeps the earlier behaviour, so that existing keys remain valid.
     """
     return {
         section: {
             key: value
             for key, value in keys.items()
-            if (section, key) not in _PLACES and _LATER.get((section, key), ...) != value
+            if (section, key) not in _PLACEMENT and _ADDED.get((section, key), ...) != value
         }
         for section, keys in values.items()
     }
 
 
 def preset_path(name: str, params: Path) -> Path:
-    """Return the file of a preset: a path, or a name under ``presets`` beside the params file, else in the package."""
+    """Return the file of a preset, given its path or its name.
+
+    A name is looked up in the folder ``presets`` next to the params file, then in the package.
+    """
     folders = params.parent / "presets", PACKAGE / "presets"
     for candidate in (Path(name), *(folder / f"{name}.yaml" for folder in folders)):
         if candidate.is_file():
             return candidate
-    known = {p.relative_to(folder).with_suffix("").as_posix() for folder in folders for p in folder.rglob("*.yaml")}
+    names = {p.relative_to(folder).with_suffix("").as_posix() for folder in folders for p in folder.rglob("*.yaml")}
     raise ValueError(
-        f"preset {name!r}: no such file, and none of the presets {', '.join(sorted(known))}, which are realmops' own "
-        f"and those in {folders[0]}"
+        f"unknown preset {name!r}: neither a file nor one of the presets {', '.join(sorted(names))} of realmops and "
+        f"{folders[0]}"
     )

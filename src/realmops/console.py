@@ -1,4 +1,4 @@
-"""What the command line shows: bars on a terminal, plain lines elsewhere, one message for an error."""
+"""Console output of the command line: progress bars on a terminal, plain lines elsewhere, one message per error."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-PLAIN_SECONDS = 10.0
-CHIEF = {  # of the stages that have many figures
+PLAIN_SECONDS = 10.0  # between progress lines without a terminal
+CHIEF = {  # metrics printed for stages that have many
     "finetune": ("questions", "span_loss", "dev_em", "dev_f1", "dev_answered", "dev_answered_precision", "seconds"),
     "evaluate": (
         *("questions", "em", "f1", "rule_em", "closed_book_em", "recall_at_5", "ceiling_in_corpus"),
@@ -25,31 +25,37 @@ CHIEF = {  # of the stages that have many figures
 
 
 class Console:
-    """Implements ``stages.Report`` on standard error; the results of a stage go to standard output."""
+    """A ``stages.Report`` on standard error; metrics of a finished stage go to standard output."""
 
     def say(self, message: str) -> None:
+        """Print an informational line."""
         print(message, file=sys.stderr, flush=True)
 
     def warn(self, message: str) -> None:
+        """Print a warning."""
         print(f"warning: {message}", file=sys.stderr, flush=True)
 
     def progress(self, label: str, total: int, unit: str = "") -> Callable[[int], None]:
-        """A bar with rate and time left; without a terminal a line every ten seconds. The unit "B" is shown in MB."""
+        """Start a progress bar with rate and time left; without a terminal, print a line every ten seconds.
+
+        ``total`` is 0 if unknown; the unit ``"B"`` is shown as MB. The returned callback takes the number of units
+        completed since its last call.
+        """
         return _bar(label, total, unit) if sys.stderr.isatty() else _plain(label, total, unit)
 
     def metrics(self, name: str, metrics: Mapping[str, Any], file: Path | None = None) -> None:
-        """The figures of a finished stage, on one line; of many the chief ones, and ``file``, which has them all."""
+        """Print the metrics of a finished stage on one line; given ``file``, which has all, those in ``CHIEF``."""
         chief = [key for key in CHIEF.get(name, ()) if key in metrics] if file else []
         shown = [
             f"{key}={metrics[key]:.4g}" if isinstance(metrics[key], float) else f"{key}={metrics[key]}"
             for key in chief or metrics
         ]
-        rest = f"; all {len(metrics)} figures are in {file}" if chief else ""
-        print(f"{name}: {', '.join(shown)}{rest}", flush=True)
+        suffix = f"; all {len(metrics)} figures are in {file}" if chief else ""
+        print(f"{name}: {', '.join(shown)}{suffix}", flush=True)
 
 
 def show(text: str | Table, columns: int = 120) -> None:
-    """Print a text as it is, or a table as wide as the terminal; elsewhere than on a terminal so many columns wide."""
+    """Print text unchanged, or a table at the width of the terminal (``columns`` without one)."""
     if isinstance(text, str):
         print(text, flush=True)
         return
@@ -59,13 +65,16 @@ def show(text: str | Table, columns: int = 120) -> None:
 
 
 def end_on_sigterm() -> None:
-    """Let SIGTERM end this process as an exception does: half-written files are removed, child processes stopped."""
+    """Raise SystemExit on SIGTERM, so that partial files are removed and child processes stopped."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 @contextmanager
 def explained_errors() -> Iterator[None]:
-    """Errors that a person can mend end the process with one message; exit code 2, of a TimeoutError 1."""
+    """Exit with a one-line message on errors that the user can fix.
+
+    The exit code is 2, or 1 for TimeoutError. Other exceptions propagate.
+    """
     try:
         yield
     except (ValueError, TimeoutError) as error:
@@ -79,7 +88,7 @@ def explained_errors() -> Iterator[None]:
     except OSError as error:
         path = error.filename2 or error.filename
         name = f" {path}:" if path else ""
-        advice = " Make room and run the same command again: it goes on where it was." if error.errno == ENOSPC else ""
+        advice = " Free disk space and run the same command again; it resumes." if error.errno == ENOSPC else ""
         _end(f"{name} {error.strerror or error}.{advice}")
 
 
@@ -91,11 +100,11 @@ def _end(message: str, code: int = 2) -> None:
 def _bar(label: str, total: int, unit: str) -> Callable[[int], None]:
     from tqdm import tqdm
 
-    how: dict[str, Any] = {"unit": unit, "unit_scale": True} if unit else {}
-    bar = tqdm(total=total or None, desc=label, file=sys.stderr, dynamic_ncols=True, mininterval=0.3, **how)
+    options: dict[str, Any] = {"unit": unit, "unit_scale": True} if unit else {}
+    bar = tqdm(total=total or None, desc=label, file=sys.stderr, dynamic_ncols=True, mininterval=0.3, **options)
 
-    def update(done: int) -> None:
-        bar.update(done)
+    def update(units: int) -> None:
+        bar.update(units)
         if bar.total is not None and bar.n >= bar.total:
             bar.close()
 
@@ -104,23 +113,23 @@ def _bar(label: str, total: int, unit: str) -> Callable[[int], None]:
 
 def _plain(label: str, total: int, unit: str) -> Callable[[int], None]:
     started = last = time.monotonic()
-    done = 0
+    completed = 0
 
     def update(units: int) -> None:
-        nonlocal done, last
-        done += units
+        nonlocal completed, last
+        completed += units
         now = time.monotonic()
-        if now - last < PLAIN_SECONDS and done != total:
+        if now - last < PLAIN_SECONDS and completed != total:
             return
         last = now
-        rate = done / max(now - started, 1e-9)
-        left = f", {(total - done) / max(rate, 1e-9):.0f} s left" if total else ""
-        of = f" of {_shown(total, unit)}" if total else ""
-        print(f"{label}: {_shown(done, unit)}{of}, {_shown(rate, unit, 1)}/s{left}", file=sys.stderr, flush=True)
+        rate = completed / max(now - started, 1e-9)
+        left = f", {(total - completed) / max(rate, 1e-9):.0f} s left" if total else ""
+        of = f" of {_format(total, unit)}" if total else ""
+        print(f"{label}: {_format(completed, unit)}{of}, {_format(rate, unit, 1)}/s{left}", file=sys.stderr, flush=True)
 
     return update
 
 
-def _shown(units: float, unit: str, digits: int = 0) -> str:
-    """A number of units, bytes as MB."""
+def _format(units: float, unit: str, digits: int = 0) -> str:
+    """Format a number of units, bytes as MB."""
     return f"{units / 1e6:.1f} MB" if unit == "B" else f"{units:.{digits}f}"

@@ -1,4 +1,4 @@
-"""Files of the project that are no Python: the Kubernetes manifests and the compiled pipelines."""
+"""Locations of the Kubernetes manifests and the compiled pipelines."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ _PACKAGE = Path(__file__).parent
 
 
 def resource(name: str) -> Path:
-    """Return the folder ``k8s`` or ``pipelines``: the installed package has it, else the top of the checkout.
+    """Return the folder ``k8s`` or ``pipelines`` of the installed package or of the checkout.
 
     ``setup.py`` copies both into the wheel; an editable install and ``PYTHONPATH=src`` read the checkout.
     """

@@ -224,7 +224,7 @@ def test_finetune_fits_it_and_evaluate_applies_it(project: Path) -> None:
     [said] = [line for line in report.said if "wanted_precision" in line]
     stored = json.loads((root / f"models/finetune/{FILE}").read_text())
     assert (stored["questions"], stored["wanted_precision"]) == (2, 0.8)
-    assert ("every answer is held back" in said) == (stored["threshold"] == HOLDS_ALL)
+    assert ("the model abstains on every question" in said) == (stored["threshold"] == HOLDS_ALL)
     assert FILE in artifacts.read_json(root / "models/finetune/manifest.json")["files"]
     measured = stage("evaluate", values, project, root)
     rows = read_predictions(root / "results/predictions.parquet")

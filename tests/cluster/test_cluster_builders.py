@@ -77,7 +77,7 @@ def test_who_may_scale_the_builders_may_do_nothing_else(api: tuple[Any, str]) ->
         builders.patch_replicas(DEPLOYMENT, replicas)
         found = apps.patch_namespaced_deployment_scale(DEPLOYMENT, namespace, {})  # changes nothing
         assert found.spec.replicas == (replicas or None)
-    with pytest.raises(ValueError, match=f"Deployment {DEPLOYMENT} in namespace {namespace}, -1 replicas: .*says 422"):
+    with pytest.raises(ValueError, match=f"{DEPLOYMENT} in namespace {namespace}, -1 replicas: .*returned 422"):
         builders.patch_replicas(DEPLOYMENT, -1)
 
 
@@ -90,7 +90,7 @@ def test_scaling_touches_the_scale_of_one_deployment_and_nothing_else(lab: Lab) 
 
 @pytest.mark.parametrize(
     ("status", "message"),
-    [(403, "may not scale it.*get rolebindings"), (404, "none of that name.*get deployments"), (422, "says 422")],
+    [(403, "may not scale it.*get rolebindings"), (404, "does not exist.*get deployments"), (422, "returned 422")],
 )
 def test_a_cluster_that_refuses_is_explained(lab: Lab, status: int, message: str) -> None:
     lab.status = status
@@ -104,19 +104,19 @@ def test_a_cluster_that_does_not_answer_ends_the_scaling(tmp_path: Path, monkeyp
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         cluster_lab.write_kubeconfig(tmp_path / "kubeconfig", {"server": address}, {}, cluster_lab.NAMESPACE)
-        with pytest.raises(TimeoutError, match=r"API server does not answer: .*Read timed out"):
+        with pytest.raises(TimeoutError, match=r"API server does not respond: .*Read timed out"):
             builders.patch_replicas(DEPLOYMENT, 1)
 
 
 def test_an_api_server_that_is_busy_is_asked_again(lab: Lab) -> None:
     for lab.status in (429, 500, 503):
-        with pytest.raises(TimeoutError, match=f"API server says {lab.status}"):
+        with pytest.raises(TimeoutError, match=f"API server returned {lab.status}"):
             builders.patch_replicas(DEPLOYMENT, 1)
 
 
 def test_without_a_cluster_one_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match=r"no cluster to speak to .*leave the name of the builders"):
+    with pytest.raises(ValueError, match=r"no Kubernetes cluster is configured .*leave the name of the builders"):
         builders.patch_replicas(DEPLOYMENT, 1)
 
 
@@ -132,16 +132,16 @@ def waits_for_builders(lab: Lab, seen: bool) -> str:
             when = {"eventTime" if minute == 1 else "lastTimestamp": f"2026-01-01T00:0{minute}:00Z"}
             lab.put("events", cluster_lab.NAMESPACE, f"{pod}.{number}", involvedObject=about, **told, **when)
     kubectl = f"kubectl -n {cluster_lab.NAMESPACE}"
-    commands = f"'{kubectl} get events --field-selector involvedObject.kind=Pod,type=Warning', .*'{kubectl} logs "
+    commands = f"'{kubectl} get events --field-selector involvedObject.kind=Pod,type=Warning' .*'{kubectl} logs "
     if seen:
-        return f"s; {DEPLOYMENT}-7d-x: FailedScheduling: 0/5 nodes are available more is shown by {commands}"
-    return f"s; the reason is shown by {commands}"
+        return f"s; {DEPLOYMENT}-7d-x: FailedScheduling: 0/5 nodes are available; see {commands}"
+    return f"s; see {commands}"
 
 
 def test_scaling_outlives_an_api_server_that_is_away(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the end of a run, whose builders would stay up otherwise; and at the start of its pre-training."""
-    monkeypatch.setattr(builders, "AGAIN_SECONDS", 0.01)
-    monkeypatch.setattr(builders, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(builders, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(builders, "POLL_SECONDS", 0.01)
     root, said = tmp_path / "runs/one", list[str]()
     lab.away = 10
     builders.raise_builders(root, tmp_path / "exchange", DEPLOYMENT, 0, "us", 60, said.append)
@@ -150,11 +150,11 @@ def test_scaling_outlives_an_api_server_that_is_away(lab: Lab, tmp_path: Path, m
     timer.start()
     builders.give_back(DEPLOYMENT, root, "us", said.append)
     assert lab.replicas == [0, 0]
-    assert re.fullmatch("the cluster's API server .*; trying again for 60 s", said[0])
-    assert said[-1].endswith("; trying again for 1500 s")
+    assert re.fullmatch("the Kubernetes API server .*; retrying for 60 s", said[0])
+    assert said[-1].endswith("; retrying for 1500 s")
     lab.away = 1000
-    monkeypatch.setattr(builders, "LOWER_SECONDS", 0.05)
-    with pytest.raises(TimeoutError, match="API server does not answer"):
+    monkeypatch.setattr(builders, "SCALE_DOWN_SECONDS", 0.05)
+    with pytest.raises(TimeoutError, match="API server does not respond"):
         builders.give_back(DEPLOYMENT, root, "us", said.append)
 
 
@@ -163,7 +163,7 @@ def test_builders_that_never_live_end_the_wait(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: bool
 ) -> None:
     """A sign that was there before and does not change is of a builder that is gone."""
-    monkeypatch.setattr(builders, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(builders, "POLL_SECONDS", 0.01)
     root, assignment = tmp_path / "runs/one", tmp_path / "builder" / "assignment.json"
     (assignment.parent / "alive").mkdir(parents=True)
     (assignment.parent / "alive" / "gone.json").write_text("{}")
@@ -171,7 +171,7 @@ def test_builders_that_never_live_end_the_wait(
     with pytest.raises(TimeoutError, match=f"0 of 2 index builders .*{waits_for_builders(lab, seen)}"):
         builders.raise_builders(root, tmp_path / "exchange", DEPLOYMENT, 2, "run", 0.2, said.append)
     assert lab.replicas == [2]
-    assert said == ["waiting for index builders: 0 of 2 live after 0 s"]
+    assert said == ["waiting for index builders: 0 of 2 alive after 0 s"]
     named = json.loads(assignment.read_text())
     assert named["exchange"] == str(tmp_path / "exchange")
     assert named["snapshot"] == str(root / "data/snapshot/corpus")
@@ -203,7 +203,7 @@ def test_builders_of_a_run_that_is_still_starting_are_waited_for_and_taken_at_it
     monkeypatch.setattr(tasks, "_run", train)
     pretrained(tmp_path, "first")
     told = capfd.readouterr().err
-    assert f"index builders of {assignment.parent} are another run's, whose end did not come in 0 s" in told
+    assert f"index builders of {assignment.parent} are held by another run that did not end within 0 s" in told
     assert f"process {os.getpid()} holds" in told
     assert served == ["first"]
     assert lab.replicas == [0]
@@ -226,7 +226,7 @@ def test_builders_that_a_newcomer_is_raising_are_left_to_it(lab: Lab, tmp_path: 
         assign(assignment, tmp_path / "second", tmp_path / "corpus", "second")
     last.join(60)
     assert lab.replicas == []
-    assert said[-1] == f"{assignment}: the index builders work for another run, which gives them back"
+    assert said[-1] == f"{assignment}: the index builders work for another run, which scales them down"
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_builders_are_raised_to_help_with_shards_and_given_back_when_there_are_n
 
     monkeypatch.setattr(shards, "SHARD_ROWS", 3)
     monkeypatch.setattr(Shards, "make_one", lazy)
-    monkeypatch.setattr(builders, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(builders, "POLL_SECONDS", 0.05)
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
     with cluster_lab.serve(Lab(cluster_lab.follower(assignment)), tmp_path / "kubeconfig") as lab:
         found = tagged(snapshot, tmp_path, shard_pods=3)
@@ -342,7 +342,7 @@ def test_a_stage_never_waits_for_builders_that_would_help(
 
     monkeypatch.setattr(shards, "SHARD_ROWS", 3)
     monkeypatch.setattr(Shards, "make_one", late)
-    monkeypatch.setattr(builders, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(builders, "POLL_SECONDS", 0.05)
     if holder:
         life = tmp_path / builders.ASSIGNMENT.parent / "claim" / "000001"
         life.mkdir(parents=True)
@@ -355,7 +355,7 @@ def test_the_builders_of_a_task_help_it_with_its_shards(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pre-training's, which it holds all the time: for each of its last indexes."""
-    monkeypatch.setattr(builders, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(builders, "POLL_SECONDS", 0.05)
     root, assignment = tmp_path / "runs/one", tmp_path / builders.ASSIGNMENT
     offer, report = offer_of(root, "pretrain"), small_project.Quiet()
     offer.parent.mkdir(parents=True)
@@ -385,8 +385,8 @@ def test_an_api_server_that_is_away_is_asked_again_for_builders(
 
     monkeypatch.setattr(shards, "SHARD_ROWS", 3)
     monkeypatch.setattr(Shards, "make_one", late)
-    monkeypatch.setattr(builders, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(builders, "AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(builders, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(builders, "RETRY_SECONDS", 0.05)
     monkeypatch.setattr(kube, "TIME_OUT", (5, 0.1))
     assert tagged(snapshot, tmp_path, 2) == spans_of(snapshot / "alone")
     assert lab.replicas == [1, 0]
@@ -399,7 +399,7 @@ def test_an_api_server_that_is_away_is_asked_again_for_builders(
         (TimeoutError("no index came"), 1, "no index came"),
         (ConnectionError("the server is gone"), 2, "the server is gone."),
         (PermissionError(errno.EACCES, "Permission denied", "runs/one"), 2, "runs/one: Permission denied."),
-        (OSError(errno.ENOSPC, "No space left"), 2, "No space left. Make room and run the same command again: "),
+        (OSError(errno.ENOSPC, "No space left"), 2, "No space left. Free disk space and run the same command again; "),
         (ChildProcessError("the index builder ended with exit code 2"), 2, "the index builder ended with exit code 2."),
         (Fenced("a newer trainer has taken over"), 2, "a newer trainer has taken over"),
     ],
@@ -470,7 +470,7 @@ def test_a_run_takes_over_what_another_has_made_of_the_same(
     for name in ("snapshot", "tag", "ict"):
         tasks.run_stage(name, json.dumps(values), str(two), shown, shown)
     pretrain(two, values)
-    assert capfd.readouterr().err.count("is taken over") == 4
+    assert capfd.readouterr().err.count("reusing") == 4
     for name in ("snapshot", "tag", "ict", "pretrain"):
         assert artifacts.read_manifest(two / STAGES[name].folder, name)
     with pytest.raises(Runs):

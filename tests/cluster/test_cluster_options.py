@@ -25,10 +25,10 @@ def test_options_are_what_differs_from_the_defaults(tmp_path: Path) -> None:
     [
         (
             '{"defaults": "0", "pretrain": {"steps": 40}}',
-            r"differ from the defaults 0, and those of this",
+            r"refer to the defaults 0, and this image has",
         ),
-        ("[]", "sections with keys are wanted"),
-        ("{", "options is no JSON"),
+        ("[]", "expected sections with keys"),
+        ("{", "options is not valid JSON"),
     ],
 )
 def test_options_of_another_version_are_refused(text: str, message: str) -> None:

@@ -59,7 +59,7 @@ def test_params_files_pipeline_and_image_change_the_key(project: Path) -> None:
 def test_arguments_change_the_key_and_those_that_say_where_it_runs_do_not() -> None:
     def with_arguments(name: str, *arguments: str) -> str:
         pipeline = Pipeline.read(file_of(name))
-        return key_of({}, {}, pipeline.documents, pipeline.parsed(arguments))
+        return key_of({}, {}, pipeline.documents, pipeline.parse_arguments(arguments))
 
     assert len({with_arguments("ablations", *more) for more in ((), ("seeds=5",), ('variants=["realm"]',))}) == 3
     assert with_arguments("refresh", "run=first") != with_arguments("refresh", "run=second")
@@ -75,20 +75,20 @@ def test_arguments_change_the_key_and_those_that_say_where_it_runs_do_not() -> N
 
 
 @pytest.mark.parametrize(
-    ("image", "says"),
+    ("image", "note"),
     [
-        ("realmops", "no tag says"),
-        ("host:5000/realmops", "no tag says"),
-        ("host:5000/realmops:latest", "the tag latest says"),
+        ("realmops", "missing tag does not identify"),
+        ("host:5000/realmops", "missing tag does not identify"),
+        ("host:5000/realmops:latest", "tag latest does not identify"),
         ("realmops:1", ""),
         (f"realmops:latest@sha256:{'1' * 64}", ""),
     ],
 )
-def test_a_tag_that_moves_is_warned_of(image: str, says: str, project: Path) -> None:
+def test_a_tag_that_moves_is_warned_of(image: str, note: str, project: Path) -> None:
     pipeline = Pipeline.read(project / "pipelines" / "train.yaml")
     values = load(project / "params.yaml")
     _, notes = submit.prepare(values, project, pipeline, [f"image={image}"], "e", None)
-    assert [says in note for note in notes] == [True] * bool(says)
+    assert [note in line for line in notes] == [True] * bool(note)
     assert submit.prepare(values, project, pipeline, [], "e", None)[1] == [], "the released image has a number"
 
 
@@ -103,7 +103,7 @@ def test_an_empty_lock_of_dvc_records_nothing(project: Path) -> None:
     values = load(project / "params.yaml")
     values["snapshot"]["documents"] = "/volume/documents.jsonl"
     _, [note] = digests_of_files(values, project)
-    assert "is not here, and DVC has no digest of it" in note
+    assert "does not exist here and has no digest in DVC" in note
 
 
 def test_files_that_other_options_make_superfluous_are_not_in_the_key(project: Path) -> None:
@@ -208,7 +208,9 @@ def test_the_content_of_an_encoder_changes_the_key(project: Path) -> None:
 
     name, [note] = of("pretrain")
     assert name == "encoder"
-    assert note.startswith("bert.init is 'encoder', which is not here, and DVC has no digest of it: the key holds its")
+    assert note.startswith(
+        "bert.init is 'encoder', which does not exist here and has no digest in DVC: the key contains its"
+    )
     (project / "encoder").mkdir()
     (project / "encoder" / "model.safetensors").write_bytes(b"weights")
     before, notes = of("pretrain")
@@ -237,4 +239,6 @@ def test_of_a_file_that_is_elsewhere_dvc_knows_the_digest(project: Path) -> None
         "questions.test": "questions.test.jsonl",
     }
     [note] = notes
-    assert note.startswith("questions.test is 'questions.test.jsonl', which is not here, and DVC has no digest of it")
+    assert note.startswith(
+        "questions.test is 'questions.test.jsonl', which does not exist here and has no digest in DVC"
+    )

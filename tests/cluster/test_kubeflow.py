@@ -199,5 +199,5 @@ def test_a_run_that_is_terminated_leaves_no_index_builder_and_is_tried_again(clu
     assert cluster.ended(run_id).state in ("FAILED", "CANCELED")
     assert cluster.replicas() == 0
     said = cluster.realmops(*words, "--once", "--wait")
-    assert "another try" in said
+    assert "submitting it again" in said
     assert run_of(said) != run_id

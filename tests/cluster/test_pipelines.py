@@ -244,7 +244,7 @@ def test_what_a_pod_may_take_and_how_often_it_is_tried() -> None:
         seconds = {name: int(pod["activeDeadlineSeconds"]) for name, pod in executors.items()}
         assert min(seconds.values()) >= 1800
         if pipeline == "train":
-            assert seconds["exec-scale-builder"] > builders.LOWER_SECONDS
+            assert seconds["exec-scale-builder"] > builders.SCALE_DOWN_SECONDS
         for component in (found["root"], *found["components"].values()):
             for name, task in component.get("dag", {}).get("tasks", {}).items():
                 label = found["components"][task["componentRef"]["name"]].get("executorLabel")
@@ -279,5 +279,5 @@ def test_our_settings_of_mlflow_step_back_behind_those_of_its_plugin(
 def test_figures_without_a_value_and_texts_are_not_shown(tmp_path: Path) -> None:
     """JSON has no NaN, and KFP takes numbers."""
     shown = Output(tmp_path / "metrics.json")
-    tasks._show({"em": 0.5, "questions": 3, "loss": math.nan, "ratio": math.inf, "reader": "pretrain"}, shown)
+    tasks._write_metrics({"em": 0.5, "questions": 3, "loss": math.nan, "ratio": math.inf, "reader": "pretrain"}, shown)
     assert shown.shown == json.loads((tmp_path / "metrics.json").read_text()) == {"em": 0.5, "questions": 3.0}

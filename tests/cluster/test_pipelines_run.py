@@ -231,7 +231,7 @@ def test_refresh_embeds_what_changed_and_shows_the_answers(project: Path, run: P
     assert [row[0] for row in rows_of(shown)] == [change["question"] for change in changed]
     again = project / "again.md"
     tasks.refresh(json.dumps(values), str(run), Output(again), Output(project / "none.json"))
-    assert again.read_text() == "The passages are those of before.\n"
+    assert again.read_text() == "The passages are unchanged.\n"
 
 
 # Ablations
@@ -285,9 +285,9 @@ def test_ablations_compare_what_ended_well_and_train_nothing_twice(project: Path
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"seeds": 0}, "seeds is 0, at least 1 is wanted"),
-        ({"presets": "ablation"}, "presets is 'ablation'; a JSON list of texts is wanted"),
-        ({"settings": "[1]"}, "overrides is '[1]'; a JSON list of texts is wanted"),
+        ({"seeds": 0}, "seeds is 0; it must be at least 1"),
+        ({"presets": "ablation"}, "presets is 'ablation'; expected a JSON list of strings"),
+        ({"settings": "[1]"}, "overrides is '[1]'; expected a JSON list of strings"),
         ({"settings": '["pretrain.stepz=1"]'}, "stepz"),
         ({"name": "orqa"}, "variants.yaml has realm, "),
     ],

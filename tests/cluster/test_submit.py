@@ -81,7 +81,7 @@ def submitted(project: Path, *words: str) -> Result:
 def test_a_file_without_a_digest_is_said(project: Path, lab: KfpLab) -> None:
     result = submitted(project, "--set", "snapshot.documents=hf:wiki")
     assert result.exit_code == 0
-    assert "snapshot.documents is 'hf:wiki', which lies on the hub: the key holds its name" in result.stderr
+    assert "snapshot.documents is 'hf:wiki', which is on the hub: the key contains its name" in result.stderr
 
 
 def test_a_submission_carries_options_run_and_key(project: Path, lab: KfpLab) -> None:
@@ -103,7 +103,7 @@ def test_a_submission_carries_options_run_and_key(project: Path, lab: KfpLab) ->
     assert run["display_name"] == f"realmops-train-{wanted[:16]}"
     assert result.stdout.splitlines()[-2:] == [
         f"submitted: the run realmops-train-{wanted[:16]} ({run['run_id']}, RUNNING) with the key {wanted[:16]}",
-        f"the run: {lab.url}/#/runs/details/{run['run_id']}",
+        f"run page: {lab.url}/#/runs/details/{run['run_id']}",
     ]
     [version] = lab.kept["versions"]
     assert version["name"] == wanted
@@ -127,30 +127,30 @@ def test_run_name_experiment_and_folder_may_be_named(project: Path, lab: KfpLab)
         (
             "--argument colour=red",
             2,
-            r"--argument colour: .*train.yaml takes accelerator, .*builders, .*image, .*run, ",
+            r"--argument colour: .*train.yaml; allowed are accelerator, .*builders, .*image, .*run, ",
         ),
-        ("--argument key=mine", 2, "--argument key: .* takes "),
-        ("--argument options={}", 2, "--argument options: .* takes "),
-        ("--argument image", 2, "NAME=VALUE is wanted"),
-        ("--argument builders=many", 2, "--argument builders=many: a whole number is wanted"),
-        ("--argument builders=2.5", 2, "a whole number is wanted"),
-        ("--argument margin=NaN", 2, "--argument margin=NaN: a number is wanted"),
-        ("--argument tolerations={}", 2, r"JSON as \[.* is wanted"),
-        ("--argument node_selector=gpu", 2, r"JSON as \{.* is wanted"),
+        ("--argument key=mine", 2, "--argument key: not a parameter of "),
+        ("--argument options={}", 2, "--argument options: not a parameter of "),
+        ("--argument image", 2, "expected NAME=VALUE"),
+        ("--argument builders=many", 2, "--argument builders=many: expected a whole number"),
+        ("--argument builders=2.5", 2, "expected a whole number"),
+        ("--argument margin=NaN", 2, "--argument margin=NaN: expected a number"),
+        ("--argument tolerations={}", 2, r"expected JSON such as \["),
+        ("--argument node_selector=gpu", 2, r"expected JSON such as \{"),
         # a run with an empty name fails at its first task: resolveInputParameterStr of Kubeflow's driver wants a text
-        ("--argument volume=", 2, "--argument volume=: Kubeflow Pipelines takes no "),
-        ("--argument settings=", 2, "--argument settings=: Kubeflow Pipelines takes no "),
-        ("--argument secret=", 2, "--argument secret=: Kubeflow Pipelines takes no "),
+        ("--argument volume=", 2, "--argument volume=: Kubeflow Pipelines needs a name for the "),
+        ("--argument settings=", 2, "--argument settings=: Kubeflow Pipelines needs a name for the "),
+        ("--argument secret=", 2, "--argument secret=: Kubeflow Pipelines needs a name for the "),
         (
             "--pipeline nowhere.yaml",
             2,
-            "nowhere.yaml does not exist: --pipeline wants train, ablations, refresh or a compiled file",
+            "nowhere.yaml does not exist; --pipeline must be train, ablations, refresh or a compiled file",
         ),
-        ("--pipeline PROJECT/params.yaml", 2, "params.yaml is no compiled pipeline"),
-        ("--endpoint ", 2, "name one that starts with http:// or https:// with --endpoint or KF_PIPELINES_ENDPOINT"),
-        ("--endpoint ml-pipeline:8888", 2, "'ml-pipeline:8888': name one that starts with http"),
-        ("--endpoint http://127.0.0.1:port", 2, "is no address"),
-        ("--endpoint http://127.0.0.1:9", 1, "http://127.0.0.1:9 does not answer: .*Connection refused"),
+        ("--pipeline PROJECT/params.yaml", 2, "params.yaml is not a compiled pipeline"),
+        ("--endpoint ", 2, "it must start with http:// or https://: set --endpoint or KF_PIPELINES_ENDPOINT"),
+        ("--endpoint ml-pipeline:8888", 2, "'ml-pipeline:8888'; it must start with http"),
+        ("--endpoint http://127.0.0.1:port", 2, "is not a valid URL"),
+        ("--endpoint http://127.0.0.1:9", 1, "http://127.0.0.1:9 does not respond: .*Connection refused"),
     ],
 )
 def test_what_cannot_be_submitted_is_refused_in_one_line(
@@ -168,7 +168,7 @@ def test_parameters_without_a_default_must_be_given(project: Path, lab: KfpLab) 
     changed = documents(compiled.read_text())
     changed[0]["root"]["inputDefinitions"]["parameters"]["volume"] = {"parameterType": "STRING"}
     compiled.write_text(yaml.safe_dump_all(changed))
-    assert "wants volume as well: give --argument volume=VALUE" in submitted(project).stderr
+    assert "also needs volume: set --argument volume=VALUE" in submitted(project).stderr
     assert submitted(project, "--argument", "volume=data").exit_code == 0
 
 
@@ -194,7 +194,7 @@ def test_a_repeat_finds_the_run(state: str, project: Path, lab: KfpLab) -> None:
     [run] = lab.runs
     said, link = second.stdout.splitlines()
     assert said.startswith(f"nothing to submit: the run {run['display_name']} ({run['run_id']}")
-    assert link == f"the run: {lab.url}/#/runs/details/{run['run_id']}"
+    assert link == f"run page: {lab.url}/#/runs/details/{run['run_id']}"
 
 
 @pytest.mark.parametrize("state", ["FAILED", "CANCELED", "CANCELING"])
@@ -228,7 +228,7 @@ def test_who_comes_after_one_that_was_killed_makes_the_run(project: Path, lab: K
     assert (len(lab.kept["versions"]), len(lab.runs)) == (1, 0)
     result = submitted(project, "--once")
     assert result.exit_code == 0
-    assert result.stdout.startswith("there is a version of this key without a run: waiting")
+    assert result.stdout.startswith("this key has a version without a run: waiting")
     assert (len(lab.kept["versions"]), len(lab.runs)) == (1, 1)
 
 
@@ -241,7 +241,7 @@ def test_wait_ends_as_the_run_does(state: str, code: int, project: Path, lab: Kf
     told = ["pretrain: SUCCEEDED", f"the run {run['display_name']} ({run['run_id']}, {state})"]
     lines = result.stdout.splitlines()
     assert lines[-2 - code :][:2] == told
-    assert lines[-1].startswith("pods that have failed: 'kubectl -n kubeflow get pods") == bool(code)
+    assert lines[-1].startswith("failed pods: 'kubectl -n kubeflow get pods") == bool(code)
 
 
 def test_wait_outlives_a_server_that_is_away_for_a_while(
@@ -258,7 +258,7 @@ def test_wait_outlives_a_server_that_is_away_for_a_while(
     monkeypatch.setattr(Server, "run", sometimes)
     assert submitted(project, "--wait").exit_code == 0
     away = iter([True])
-    monkeypatch.setattr(submit, "AWAY_SECONDS", -1.0)
+    monkeypatch.setattr(submit, "UNREACHABLE_SECONDS", -1.0)
     assert submitted(project, "--wait").exit_code == 1
 
 
@@ -268,12 +268,12 @@ def test_wait_outlives_a_server_that_is_away_for_a_while(
 @pytest.mark.parametrize(
     ("status", "code", "message"),
     [
-        (401, 2, "says 401 .*name a file with a token that it takes in KF_PIPELINES_SA_TOKEN_PATH"),
-        (403, 2, r"says 403 .*--namespace that is yours \(team is not\), or bind who .* kubeflow-pipelines-edit there"),
-        (404, 2, "says 404 .*is this the address of the API"),
-        (400, 2, "says 400 Bad Request: as the test wants it"),
-        (500, 1, "says 500 .*try again"),
-        (503, 1, "says 503 .*try again"),
+        (401, 2, "returned 401 .*set KF_PIPELINES_SA_TOKEN_PATH to a file with a valid token"),
+        (403, 2, r"returned 403 .*--namespace to your own \(team is not\), or bind .* kubeflow-pipelines-edit there"),
+        (404, 2, "returned 404 .*check that this is the address of the Kubeflow Pipelines API"),
+        (400, 2, "returned 400 Bad Request: as the test wants it"),
+        (500, 1, "returned 500 .*try again"),
+        (503, 1, "returned 503 .*try again"),
     ],
 )
 def test_a_server_that_refuses_is_explained(status: int, code: int, message: str, project: Path, lab: KfpLab) -> None:
@@ -299,9 +299,9 @@ def test_a_login_page_in_between_is_no_answer(project: Path, lab: KfpLab, monkey
     experiment = lab.kept["experiments"][0]["experiment_id"]
     lab.page_for_all = "<html>Log in</html>"
     for ask in (lambda: there.runs_of(version), lambda: there.start(experiment, version, "name", {})):
-        with pytest.raises(ValueError, match="answers with a page, perhaps a login, not as an API"):
+        with pytest.raises(ValueError, match="returned a page, perhaps a login, instead of JSON"):
             ask()
-    with pytest.raises(ValueError, match="answers with a page"):
+    with pytest.raises(ValueError, match="returned a page"):
         submit.wait(run_id, set(), there, print)
     assert submitted(project).exit_code == 2
 
@@ -315,12 +315,12 @@ def test_the_token_in_the_file_is_shown_to_the_server(
     monkeypatch.setenv(server.TOKEN_FILE, str(project / "token"))
     assert submitted(project).exit_code == 0
     (project / "token").unlink()
-    assert "which is no file: mount the token there" in submitted(project).stderr
+    assert "which is not a file; mount the token there" in submitted(project).stderr
 
 
 def test_a_server_of_many_users_wants_a_namespace(project: Path, lab: KfpLab) -> None:
     lab.multi_user = True
-    assert "name the namespace of a profile with --namespace" in submitted(project).stderr
+    assert "set --namespace to the namespace of a profile" in submitted(project).stderr
     assert submitted(project, "--namespace", "team", "--once").exit_code == 0
     assert submitted(project, "--namespace", "team", "--once").exit_code == 0
     assert [one["namespace"] for one in lab.kept["pipelines"]] == ["team"]
@@ -349,10 +349,10 @@ def test_without_profiles_pods_are_in_the_servers_own_namespace(project: Path, l
     result = submitted(project, "--namespace", "kfp")
     assert result.exit_code == 0
     assert result.stdout.splitlines()[0] == (
-        "runs have their pods in the namespace kfp, the server's own: PersistentVolumeClaim realmops-data, ConfigMap "
-        "realmops-tracking, Secret realmops-secrets, Deployment realmops-index-builder, ServiceAccount pipeline-runner "
-        "belong there; 'kubectl apply -k .' with the files of 'realmops init --cluster standalone', with 'namespace: "
-        "kfp' in it makes them"
+        "pods run in namespace kfp (the server's), which needs PersistentVolumeClaim realmops-data, ConfigMap "
+        "realmops-tracking, Secret realmops-secrets, Deployment realmops-index-builder, ServiceAccount pipeline-runner"
+        "; 'kubectl apply -k .' with the files of 'realmops init --cluster standalone', with 'namespace: "
+        "kfp' in it creates them"
     )
     assert [run["pods_in"] for run in lab.runs] == ["kfp"]
     assert [one["namespace"] for one in lab.kept["pipelines"]] == [""]
@@ -361,12 +361,12 @@ def test_without_profiles_pods_are_in_the_servers_own_namespace(project: Path, l
 def test_with_profiles_pods_are_in_that_of_the_profile(project: Path, lab: KfpLab) -> None:
     lab.multi_user = True
     said = submitted(project, "--namespace", "team", "--argument", "deployment=").stdout.splitlines()[0]
-    assert said.startswith("runs have their pods in the namespace team, that of the profile: PersistentVolumeClaim")
+    assert said.startswith("pods run in namespace team (the profile's), which needs PersistentVolumeClaim")
     assert "Deployment" not in said
     assert said.endswith(
-        "ServiceAccount default-editor belong there; 'kubectl apply -k .' with the files of 'realmops init --cluster "
+        "ServiceAccount default-editor; 'kubectl apply -k .' with the files of 'realmops init --cluster "
         "production (or local)', with "
-        "'namespace: team' in it makes them"
+        "'namespace: team' in it creates them"
     )
     assert [run["pods_in"] for run in lab.runs] == ["team"]
 
@@ -386,7 +386,7 @@ def test_the_servers_own_namespace_is_in_its_address(endpoint: str, given: str |
 def test_a_pods_own_namespace_is_not_the_servers(project: Path, lab: KfpLab, monkeypatch: pytest.MonkeyPatch) -> None:
     (project / "namespace").write_text("team")
     monkeypatch.setattr(server, "NAMESPACE", project / "namespace")
-    assert submitted(project).stdout.startswith("runs have their pods in the namespace kubeflow, the server's own")
+    assert submitted(project).stdout.startswith("pods run in namespace kubeflow (the server's)")
 
 
 @pytest.mark.parametrize("content", ["", "{", "clusters: []", "current-context: a\ncontexts: []\n"])
@@ -398,9 +398,12 @@ def test_a_kubeconfig_of_no_use_keeps_nobody_from_submitting(project: Path, lab:
 @pytest.mark.parametrize(
     ("resource", "message"),
     [
-        ("persistentvolumeclaims", "no PersistentVolumeClaim realmops-data .*realmops init --cluster standalone"),
-        ("deployments", "no Deployment realmops-index-builder .*realmops init --cluster standalone"),
-        ("serviceaccounts", "no ServiceAccount pipeline-runner .*comes with Kubeflow Pipelines"),
+        (
+            "persistentvolumeclaims",
+            "PersistentVolumeClaim realmops-data does not exist .*realmops init --cluster standalone",
+        ),
+        ("deployments", "Deployment realmops-index-builder does not exist .*realmops init --cluster standalone"),
+        ("serviceaccounts", "ServiceAccount pipeline-runner does not exist .*created with Kubeflow Pipelines"),
     ],
 )
 def test_what_is_not_there_is_said_before_a_pod_waits_for_it(
@@ -411,13 +414,13 @@ def test_what_is_not_there_is_said_before_a_pod_waits_for_it(
     kube_lab.put(resource, "realmops", "realmops-data")
     result = submitted(project)
     assert result.exit_code == 2
-    assert re.match(f"realmops: there is {message}", result.stderr)
-    assert "in the namespace kubeflow, where runs have their pods (by the kubeconfig's context lab)" in result.stderr
+    assert re.match(f"realmops: {message}", result.stderr)
+    assert "in namespace kubeflow, where the pods run (checked with the kubeconfig's context lab)" in result.stderr
     assert len(lab.runs) == 1
     kube_lab.forbidden.add(resource)
     result = submitted(project)
     assert result.exit_code == 0
-    assert "in the namespace kubeflow is not known: the API server says 403" in result.stdout
+    assert "in namespace kubeflow was not checked: the Kubernetes API server returned 403" in result.stdout
 
 
 def test_a_cluster_that_is_away_keeps_nobody_from_submitting(project: Path, lab: KfpLab, kube_lab: Lab) -> None:
@@ -442,7 +445,7 @@ def test_an_older_server_is_refused_with_its_version(project: Path, lab: KfpLab)
     lab.tag_name = "2.15.2"
     result = submitted(project)
     assert result.exit_code == 2
-    assert re.match(f"realmops: {lab.url} is Kubeflow Pipelines 2.15.2: .* wants 2.16.0 or younger", result.stderr)
+    assert re.match(f"realmops: {lab.url} is Kubeflow Pipelines 2.15.2; .* needs 2.16.0 or later", result.stderr)
     assert lab.kept["versions"] == []
 
 
@@ -484,7 +487,7 @@ def test_pods_are_kept_for_a_week_where_the_server_can_be_told(project: Path, la
     compiler.Compiler().compile(kept, str(project / "kept.yaml"))
     wanted = config_of((project / "kept.yaml").read_text())
     sent = (project / "pipelines" / "train.yaml").read_text()
-    said = "pods are kept after the run as the server's settings say: it is older than 2.17, or tells no version"
+    said = "the server's settings decide how long pods are kept: it is older than 2.17, or reports no version"
     cases = {"2.17.0": wanted, "2.18.1": wanted, "2.16.1": None, "": None}
     for number, (tag, config) in enumerate(cases.items()):
         lab.tag_name = tag
@@ -507,7 +510,7 @@ def test_a_pipeline_that_says_how_long_its_pods_are_kept_is_left_as_it_is(projec
     spec, platform = documents(compiled.read_text())
     platform["platforms"]["kubernetes"]["pipelineConfig"] = {"resourceTtlOnCompletion": 60}
     compiled.write_text(yaml.safe_dump_all([spec, platform]))
-    with Pipeline.read(compiled).kept_for(2.0) as sent:
+    with Pipeline.read(compiled).with_ttl(2.0) as sent:
         assert config_of(sent.read_text()) == {"resourceTtlOnCompletion": 60}
 
 
@@ -526,7 +529,7 @@ def test_a_version_that_is_never_listed_is_explained(
     lab.kept["versions"][0]["status"] = "CREATING"
     result = submitted(project)
     assert result.exit_code == 1
-    assert "is not listed after 0 s: try again, and where that does not help" in result.stderr
+    assert "is not listed after 0 s: try again; if that fails" in result.stderr
 
 
 def test_kfp_run_create_hands_the_options_on(project: Path, lab: KfpLab) -> None:

@@ -62,8 +62,8 @@ def test_a_younger_run_of_the_same_key_ends_itself(
         tasks.guard(key, younger["run_id"], lab.url)
     assert ended.value.code == 2
     assert capsys.readouterr().err.splitlines() == [
-        f"realmops: this run ends itself: the run {older['display_name']} ({older['run_id']}, RUNNING) "
-        f"has the same key {key[:16]} and is older"
+        f"realmops: guard: the run {older['display_name']} ({older['run_id']}, RUNNING) "
+        f"has the same key {key[:16]} and is older, so this run stops"
     ]
     tasks.guard(key, older["run_id"], lab.url)
     tasks.guard(other, lab.runs[2]["run_id"], lab.url)
@@ -85,9 +85,12 @@ def test_of_two_runs_of_one_second_the_lower_id_stays(project: Path, lab: KfpLab
 @pytest.mark.parametrize(
     ("token", "told"),
     [
-        ("of the pods", "this run ends itself"),
-        ("of another audience", "goes on without knowing .*says 401 .*the audience pipelines.kubeflow.org"),
-        ("", "goes on without knowing .*says 401 .*the audience pipelines.kubeflow.org"),
+        ("of the pods", "is older, so this run stops"),
+        (
+            "of another audience",
+            "could not check for an older .*returned 401 .*the audience pipelines.kubeflow.org",
+        ),
+        ("", "could not check for an older .*returned 401 .*the audience pipelines.kubeflow.org"),
     ],
 )
 def test_with_profiles_the_first_task_asks_with_its_token(
@@ -124,8 +127,8 @@ def test_a_run_that_cannot_ask_goes_on(lab: KfpLab, capsys: pytest.CaptureFixtur
     tasks.guard("key", "unknown", lab.url)
     tasks.guard("key", "run", "http://127.0.0.1:9")
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("warning: this run goes on without knowing whether an older one has the same key: ")
-    assert "does not answer" in second
+    assert first.startswith("warning: guard: could not check for an older run with the same key, continuing: ")
+    assert "does not respond" in second
 
 
 # What is said of a run
@@ -158,7 +161,7 @@ def test_wait_says_once_which_task_waits_for_its_pod_and_what_shows_why(
     said: list[str] = []
     assert submit.wait("1", {"ict"}, Looked(looks), said.append) == "SUCCEEDED"  # type: ignore[arg-type]
     assert [line.split(";")[0] for line in said] == [
-        "ict: RUNNING", "ict: a pod waits, still PENDING after 0 s", "ict: SUCCEEDED", "the run r (1, SUCCEEDED)",
+        "ict: RUNNING", "ict: 1 pod is still PENDING after 0 s", "ict: SUCCEEDED", "the run r (1, SUCCEEDED)",
     ]  # fmt: skip
     assert "'kubectl -n kubeflow get pods -l pipeline/runid=1 --field-selector status.phase=Pending'" in said[1]
     assert "'kubectl -n kubeflow get events --field-selector type=Warning'" in said[1]
@@ -179,8 +182,8 @@ def test_wait_says_why_a_pod_waits_where_the_cluster_is_at_hand(kube_lab: Lab, m
     nodes = argo_nodes("1", {"variant-2/0": "Pending", "variant-2/1": "Pending"}, retried=False)
     said: list[str] = []
     submit.wait("1", {"variant-2"}, Looked([nodes] * 5), said.append)  # type: ignore[arg-type]
-    assert said[2].startswith("variant-2: 2 pods wait, still PENDING")
-    assert said[3:5] == ["the pod a: Unschedulable, 0/3 nodes are available", "the pod b: ErrImagePull, no such image"]
+    assert said[2].startswith("variant-2: 2 pods are still PENDING")
+    assert said[3:5] == ["pod a: Unschedulable, 0/3 nodes are available", "pod b: ErrImagePull, no such image"]
 
 
 def test_wait_says_why_pods_have_failed_where_the_cluster_is_at_hand(kube_lab: Lab) -> None:
@@ -201,11 +204,11 @@ def test_wait_says_why_pods_have_failed_where_the_cluster_is_at_hand(kube_lab: L
     assert submit.wait("1", set(), Looked([], "FAILED"), said.append) == "FAILED"  # type: ignore[arg-type]
     assert said == [
         "the run r (1, FAILED)",
-        "pods that have failed: 'kubectl -n kubeflow get pods -l pipeline/runid=1 --field-selector status.phase=Failed'"
-        " and 'kubectl -n kubeflow logs POD -c main' show which",
-        "the pod a: DeadlineExceeded, Pod was active on the node longer than the specified deadline, "
+        "failed pods: 'kubectl -n kubeflow get pods -l pipeline/runid=1 --field-selector status.phase=Failed'"
+        " and 'kubectl -n kubeflow logs POD -c main' show the reason",
+        "pod a: DeadlineExceeded, Pod was active on the node longer than the specified deadline, "
         "main ended with 143, Error",
-        "the pod b: main ended with 137, OOMKilled",
+        "pod b: main ended with 137, OOMKilled",
     ]
 
 
@@ -225,7 +228,7 @@ def test_wait_reads_what_a_real_server_says_of_a_pod_that_finds_no_room(monkeypa
     tasks = {"guard", "sample", "snapshot", "tag", "ict"}
     submit.wait("1", tasks, Looked([run["run_details"]["task_details"]] * 20), said.append)  # type: ignore[arg-type]
     assert sorted(said[:4]) == ["guard: SUCCEEDED", "sample: SUCCEEDED", "snapshot: SUCCEEDED", "tag: RUNNING"]
-    assert said[4].startswith("tag: a pod waits, still PENDING")
+    assert said[4].startswith("tag: 1 pod is still PENDING")
     assert len(said) == 6
 
 

@@ -75,7 +75,7 @@ def test_a_bad_corpus_is_refused(project: Path) -> None:
     ("name", "told"),
     [
         ("nothere.jsonl", ["snapshot.documents is 'nothere.jsonl'", "does not exist", "check the path"]),
-        ("''", ["snapshot.documents is empty", "check the path"]),
+        ("''", ["snapshot.documents is empty", "set it to a file or folder"]),
     ],
 )
 def test_a_corpus_that_is_no_file_is_refused(project: Path, name: str, told: list[str]) -> None:
@@ -89,7 +89,7 @@ def test_a_corpus_that_is_no_file_is_refused(project: Path, name: str, told: lis
         ("questions.test", "check the path"),
         ("questions.train", "check the path"),
         ("tag.dev", "check the path"),
-        ("tag.train", "or set tag.method to dates, or to given where documents carry spans"),
+        ("tag.train", "or set tag.method to dates, or to given if the documents contain spans"),
     ],
 )
 def test_a_file_that_only_a_later_stage_wants_is_missed_before_the_first(project: Path, key: str, told: str) -> None:
@@ -244,14 +244,14 @@ def test_spans_that_nobody_gave_are_asked_for(project: Path) -> None:
 
 def test_bad_options_are_refused(project: Path) -> None:
     """On the command line and in the file; what else may be wrong with them is in test_config.py."""
-    refused(run(project, "snapshot", "--set", "pretrain.step=5"), "unknown key pretrain.step", "is steps meant?")
+    refused(run(project, "snapshot", "--set", "pretrain.step=5"), "unknown key pretrain.step", "closest match: steps")
     write_params(project / "params.yaml", {**toy_values(), "ict": {"steps": "5 steps"}})
     refused(run(project, "snapshot"), "params.yaml", "ict.steps", "'5 steps'", "it must be a valid integer")
     assert not (project / "root").exists()
 
 
 def test_a_missing_file_or_preset_is_named(project: Path) -> None:
-    refused(run(project, "snapshot", "--preset", "tiny"), "preset 'tiny'", "realmops' own and those in")
+    refused(run(project, "snapshot", "--preset", "tiny"), "preset 'tiny'", "neither a file nor one of the presets")
     refused(cli("run", "snapshot", "--params", project / "no.yaml"), "no.yaml does not exist", "--params")
     (project / "params.yaml").write_text("run: [\n")
     refused(run(project, "snapshot"), "params.yaml", "line 2")
@@ -381,7 +381,7 @@ def test_a_full_disk_ends_a_stage_until_there_is_room(trained: Path, name: str) 
             if result.exit_code == 0:
                 break
             refusals += 1
-            refused(result, "Make room and run the same command again")
+            refused(result, "Free disk space and run the same command again")
             assert not (disk / "root" / STAGES[name].folder).exists()
             assert litter(disk / "root") == []
     assert result.exit_code == 0
@@ -398,7 +398,9 @@ def test_pre_training_on_a_full_disk_goes_on_when_there_is_room(trained: Path) -
         shutil.rmtree(disk / "root/models/pretrain")
         filler = disk / "filler"
         filler.write_bytes(bytes(330 << 10))
-        refused(cli("run", "pretrain", *words, "--root", disk / "root"), "Make room and run the same command again")
+        refused(
+            cli("run", "pretrain", *words, "--root", disk / "root"), "Free disk space and run the same command again"
+        )
         assert not (disk / "root/models/pretrain").exists()
         assert litter(disk / "root") == []
         filler.unlink()

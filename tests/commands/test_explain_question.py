@@ -179,7 +179,7 @@ def test_without_an_update_there_is_no_after(root: Path, tmp_path: Path) -> None
         shutil.copytree(root / name, tmp_path / name)
     refused = small_project.cli("explain", "--root", tmp_path, "--question", QUESTION, "--before-after")
     assert refused.exit_code == 2
-    assert "holds no update of the present model; run 'realmops update' first" in refused.output
+    assert "has no update of the current model; run 'realmops update' first" in refused.output
 
 
 def test_an_imported_model_is_asked_with_the_options_of_its_evaluation(root: Path, tmp_path: Path) -> None:

@@ -125,5 +125,5 @@ def test_an_imported_model_is_refused_with_its_name(root: Path, tmp_path: Path) 
     trained = tmp_path / "models/pretrain"
     shutil.copytree(root / "models/pretrain", trained)
     write_manifest(trained, "pretrain", fingerprint="imported")
-    with pytest.raises(ValueError, match="models/pretrain was imported, so the options"):
+    with pytest.raises(ValueError, match="models/pretrain was imported, so its training options"):
         explain(SENTENCE, tmp_path)

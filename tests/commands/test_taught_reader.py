@@ -84,13 +84,13 @@ def test_its_calibration_holds_where_only_made_questions_could_fit_another(reade
     [
         (
             1.0,
-            "finetune: 0 of 2 dev questions are answered with a confidence of 1.000 or more; reader.init brought this "
-            "threshold, for wanted_precision=0.6",
+            "finetune: 0 of 2 dev questions are answered, with a confidence of at least 1.000; the threshold is of "
+            "reader.init, for wanted_precision=0.6",
         ),
         (
             HOLDS_ALL,
-            "finetune: every answer is held back by the calibration of reader.init: none reached its "
-            "wanted_precision=0.6; set questions.dev to questions that people asked, and it is fitted again on these",
+            "finetune: the model abstains on every question: in the calibration of reader.init nothing reached "
+            "wanted_precision=0.6; set questions.dev to questions of people to fit it again",
         ),
     ],
 )

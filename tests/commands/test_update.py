@@ -368,7 +368,7 @@ def test_another_question_file_than_in_training_is_told_of(project: Path) -> Non
     words = ("run", "evaluate", "--params", project / "params.yaml", "--root", project / "root")
     told = cli(*words, *settings).stderr
     assert f"fine-tuned with questions.train=questions.train.jsonl, and now that is {copied}" in told
-    assert "6 of 6 test questions are training questions too" in told
+    assert "6 of 6 test questions are also training questions" in told
     assert "warning" not in cli(*words).stderr
 
 

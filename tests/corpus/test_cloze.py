@@ -267,7 +267,7 @@ def test_documents_alone_end_in_answers(project: Path) -> None:
         stage(name, values, project, root, report)
     metrics = stage("evaluate", values, project, root, report)
     assert metrics["questions"] == metrics["cloze_questions"] == len(parts["test"])
-    assert [line for line in report.said if "made from the corpus" in line]
+    assert [line for line in report.said if "generated from the corpus" in line]
     own = {q.id: set(q.not_in) for q in parts["test"]}
     assert all(own[p.question_id].isdisjoint(p.passage_ids) for p in read_results(root))
     assert not report.warned
@@ -275,7 +275,7 @@ def test_documents_alone_end_in_answers(project: Path) -> None:
     path = root / FILES["questions"]["test"]
     path.write_text(path.read_text().replace('"not_in": ["', '"not_in": ["of-another-snapshot-'))
     stage("evaluate", values, project, root, report)
-    assert [line for line in report.warned if "passages that questions were made from are not in the corpus" in line]
+    assert [line for line in report.warned if "source passages of generated questions are not in the corpus" in line]
 
 
 def test_a_limit_that_somebody_chose_holds_in_later_runs(project: Path) -> None:

@@ -161,7 +161,7 @@ def test_pages_with_bytes_that_are_no_text_are_counted_and_told(tmp_path: Path) 
     report = Quiet()
     metrics = stage("snapshot", values, tmp_path, tmp_path / "root", report)
     assert (metrics["documents"], metrics["replaced"], metrics["rejected"]) == (3, 1, 0)
-    assert any("1 of 3 documents of corpus hold U+FFFD" in warning for warning in report.warned)
+    assert any("1 of 3 documents of corpus contain U+FFFD" in warning for warning in report.warned)
     per_file = (tmp_path / "root" / "data" / "snapshot" / "corpus" / "sources.jsonl").read_text().splitlines()
     assert [json.loads(line)["replaced"] for line in per_file] == [1, 0, 0]
 

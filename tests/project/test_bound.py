@@ -104,7 +104,7 @@ def test_made_questions_of_another_corpus_are_refused(trained: Path, tmp_path: P
     reverse_documents(project)
     for name in ("snapshot", "tag", "ict"):
         stage(name, values, project, root)
-    with pytest.raises(ValueError, match=r"questions\.dev is .*, made from corpus .*: run 'realmops cloze'"):
+    with pytest.raises(ValueError, match=r"questions\.dev is .*, generated from corpus .*; run 'realmops cloze'"):
         stage("pretrain", values, project, root)
     assert cli("cloze", "--params", project / "params.yaml", "--root", root).exit_code == 0
     stage("pretrain", values, project, root)

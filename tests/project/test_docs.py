@@ -352,7 +352,7 @@ def test_the_tables_of_results_are_those_of_the_records() -> None:
     text = PAGES["docs/results.md"]
     assert results.page(text) == text
     linked = {name for line in LOG_LINES for name in linked_records(line)}
-    assert sorted([*results.PLACE.findall(text), *linked]) == sorted(RECORDED)
+    assert sorted([*results.MARKERS.findall(text), *linked]) == sorted(RECORDED)
 
 
 def test_every_line_of_the_log_has_date_question_result_and_verdict() -> None:
@@ -382,7 +382,7 @@ def test_a_record_says_where_its_figures_come_from(name: str) -> None:
 
 
 def test_every_figure_in_the_prose_of_results_is_one_of_a_record() -> None:
-    by_hand = decimals(results.PLACE.sub("", PAGES["docs/results.md"]))
+    by_hand = decimals(results.MARKERS.sub("", PAGES["docs/results.md"]))
     known = " ".join(str(cell) for record in RECORDED.values() for row in record["rows"] for cell in row)
     assert by_hand
     assert [figure for figure in by_hand if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", known)] == []

@@ -22,5 +22,5 @@ def test_an_option_comes_with_its_value_its_comment_and_the_papers_value() -> No
 
 
 def test_a_line_of_another_form_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"defaults\.yaml, line 2: neither 'section:'"):
+    with pytest.raises(ValueError, match=r"defaults\.yaml, line 2: expected 'section:'"):
         reference_pages.options_page("ict:\n    - 3\n", {})

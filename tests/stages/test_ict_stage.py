@@ -24,18 +24,16 @@ def job_of(found: list[float], monkeypatch: pytest.MonkeyPatch, *, kept: bool = 
 def test_the_first_and_the_last_steps_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     job, report = job_of([0.4] * 10 + [0.0] * 5 + [0.7] * 10, monkeypatch)
     assert ict.crops_helped(job)
-    assert report.said == [
-        "ict: 0.40 of the crops found their passage among those of their batch in the first 10 steps, 0.70 in the last"
-    ]
+    assert report.said == ["ict: in-batch accuracy of crops is 0.40 in the first 10 steps and 0.70 in the last 10"]
     job, report = job_of([0.71] * 10 + [0.72] * 10, monkeypatch)
     assert ict.crops_helped(job)
-    assert "ict.steps=0 keeps it" in report.said[1]
+    assert "ict.steps=0 keeps the initial weights" in report.said[1]
     job, report = job_of([0.71] * 10 + [0.7] * 10, monkeypatch, kept=True)
     assert ict.crops_helped(job), "no more than chance"
-    assert "0.85 in the last" in report.said[0]
+    assert "0.85 in the last 10" in report.said[0]
     job, report = job_of([0.71] * 10 + [0.65] * 10, monkeypatch)
     assert not ict.crops_helped(job)
-    assert "stays as it came" in report.warned[0]
+    assert "keeps its initial weights" in report.warned[0]
     for few in ([], [0.9] * 10 + [0.1] * 9):
         job, report = job_of(few, monkeypatch)
         assert ict.crops_helped(job), "too few steps to tell"

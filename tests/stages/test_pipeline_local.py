@@ -299,7 +299,7 @@ def test_another_text_than_the_corpus_can_be_masked(project: Path, tmp_path: Pat
 
 def test_masking_a_text_that_is_not_there_is_refused(project: Path, tmp_path: Path) -> None:
     root = copy_of(project, tmp_path, "data", "models/ict")
-    with pytest.raises(ValueError, match=r"pretrain\.examples is warmup, and .*data/snapshot holds no warm-up text"):
+    with pytest.raises(ValueError, match=r"pretrain\.examples is warmup, but .*data/snapshot has no warm-up text"):
         stage("pretrain", toy_values(pretrain={"examples": "warmup"}), project, root)
 
 
@@ -501,7 +501,7 @@ def test_a_closed_book_answers_and_reads_nothing(project: Path, warm: Path, tmp_
     params = small_project.write_params(tmp_path / "params.yaml", values)
     refused = cli("update", "--params", params, "--root", root)
     assert refused.exit_code == 2
-    assert "answers without reading (finetune.reader is t5)" in refused.output
+    assert "answers without reading passages (finetune.reader is t5)" in refused.output
 
 
 def test_bert_without_retrieval_is_a_pretraining_like_any_other(project: Path, tmp_path: Path) -> None:
@@ -575,7 +575,7 @@ def test_a_stage_does_not_run_beside_itself(project: Path, tmp_path: Path, monke
     stage("ict", toy_values(), project, root)
     assert len(refusals) == 2
     for told in refusals:
-        assert "another process runs the stage ict there; wait for it or end it" in told
+        assert "another process runs the stage ict; wait for it or end it" in told
     assert model_files(root / "models/ict") == model_files(project / "root/models/ict")
 
 

@@ -103,7 +103,7 @@ def test_killed_in_each_of_its_parts_it_ends_with_the_same_bytes(
     metrics = tune(project, report)
     assert (metrics["passages_with_questions"], metrics["questions_with_evidence"]) == (6, 6)
     [said] = [line for line in report.said if line.startswith("finetune: f(x, z) = ")]
-    counts = f"it counts {metrics['weight_reading']:g} times beside a span's score"
+    counts = f"its weight next to the span score is {metrics['weight_reading']:g}"
     assert said.endswith(f"fitted on 2 dev questions; {counts}")
     expected, lines = files(project), small_project.journal(project / "root/models/finetune")
     own = {"index.safetensors", "model.json", "reader.safetensors", "retriever.safetensors"}
@@ -194,8 +194,8 @@ def test_a_query_tower_that_goes_on_learning_leaves_the_passages_tower_alone(pro
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, r"BM25's first 20 passages: the retriever cannot learn .*finetune\.retriever_training=queries"),
-        ({"retriever_training": "queries"}, r"first 20 passages: the reader .*finetune\.reader_training=passages"),
+        ({}, r"BM25's top 20 passages, so the retriever cannot .*finetune\.retriever_training=queries"),
+        ({"retriever_training": "queries"}, r"top 20 passages, so the reader .*finetune\.reader_training=passages"),
     ],
 )
 def test_questions_that_nothing_answers_are_refused(

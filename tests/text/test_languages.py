@@ -208,7 +208,7 @@ def test_thirty_of_fifty_passages_in_another_language_are_a_warning(german: int,
     write_json_lines(tmp_path / "documents.jsonl", documents)
     report = Quiet()
     stage("snapshot", toy_values(snapshot={"block_wordpieces": 512}), tmp_path, tmp_path, report)
-    report_of = "30 of 50 passages look German, and snapshot.language is en"
+    report_of = "snapshot.language is en, but 30 of 50 sampled passages are in German"
     assert len([line for line in report.warned if report_of in line]) == (german == 30)
     values = toy_values(snapshot={"block_wordpieces": 512, "language": "de" if german == 30 else "en"})
     warned = len(report.warned)

@@ -205,7 +205,7 @@ def test_a_pod_starts_the_processes_that_it_is_told_to(
         with pytest.raises(SystemExit) as error:
             tasks.run_stage("ict", options, str(trained / "nowhere"), manifest, metrics, processes=2)
         assert error.value.code == code
-        monkeypatch.setattr(tasks, "_take_over", lambda *_: None)
+        monkeypatch.setattr(tasks, "_reuse_output", lambda *_: None)
 
 
 class Helper(Team):

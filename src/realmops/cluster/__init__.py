@@ -1,6 +1,6 @@
-"""Everything that talks to a cluster: submission, key, builders, tasks of the pipeline."""
+"""Kubernetes and Kubeflow Pipelines: submission, training keys, index builders, pipeline tasks."""
 
 from realmops import __version__
 
-# of the pods, where no other is named: what .github/workflows/release.yml makes of a version
+# default image of the pods, published by .github/workflows/release.yml for each version
 IMAGE = f"ghcr.io/realmops/realmops:{__version__}"

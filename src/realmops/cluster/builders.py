@@ -1,7 +1,7 @@
-"""The index builders' Deployment, seen from the pod of a stage: how many there are, and whether they live.
+"""Scaling and liveness of the index builders' Deployment, from the pod of a stage.
 
-The trainer's ServiceAccount may read and change the Deployment's scale and nothing else. That builders live is seen on
-the shared volume, where each leaves a sign beside the file that gives them work.
+The trainer's ServiceAccount may only read and patch the scale of the Deployment. Liveness is therefore observed on the
+shared volume, where each builder writes a heartbeat next to the file that assigns the work.
 """
 
 import json
@@ -19,31 +19,32 @@ from realmops.refresh.lease import claimed
 from realmops.stages import STAGES, Report, fingerprint
 
 ASSIGNMENT = Path("builder/assignment.json")  # on the shared volume
-SCALING = "scaling"  # beside it: the claim of who changes it and the replicas
-LOOK_SECONDS = 1.0
-AGAIN_SECONDS = 5.0  # before an API server that was away is asked again
-LOWER_SECONDS = 1500.0  # for an API server that is away when builders are given back; the task has half an hour
-RETURN_SECONDS = 60.0  # the same behind shards: what stays is given back at the run's end
+SCALING = "scaling"  # lease next to it, held while assignment and replicas change
+POLL_SECONDS = 1.0  # polling interval
+RETRY_SECONDS = 5.0  # retry interval while the API server is unreachable
+SCALE_DOWN_SECONDS = 1500.0  # retries of the last task, which may take half an hour
+SHARD_SCALE_DOWN_SECONDS = 60.0  # retries after shards; the last task of the run scales down in any case
 
 
 def patch_replicas(deployment: str, replicas: int) -> None:
-    """Patch the replicas of a Deployment in this pod's own namespace.
+    """Patch the replicas of a Deployment in this pod's namespace.
 
-    Raises ValueError when the Deployment is not there or the ServiceAccount may not scale it, TimeoutError when the
-    cluster does not answer.
+    Raises:
+        ValueError: if the Deployment does not exist or the ServiceAccount may not scale it.
+        TimeoutError: if the Kubernetes API server does not respond.
     """
     cluster, body = _cluster(), {"spec": {"replicas": replicas}}
     kubectl = f"kubectl -n {cluster.namespace} get"
     try:
-        cluster.ask("AppsV1Api", "patch_namespaced_deployment_scale", deployment, cluster.namespace, body)
+        cluster.call("AppsV1Api", "patch_namespaced_deployment_scale", deployment, cluster.namespace, body)
     except RefusedError as error:
-        about = {
-            403: f"this ServiceAccount may not scale it; '{kubectl} rolebindings' shows who may",
-            404: f"there is none of that name; '{kubectl} deployments' shows those that are there",
+        reasons = {
+            403: f"this ServiceAccount may not scale it; '{kubectl} rolebindings' lists those that may",
+            404: f"it does not exist; '{kubectl} deployments' lists the existing ones",
         }
         raise ValueError(
             f"Deployment {deployment} in namespace {cluster.namespace}, {replicas} replicas: "
-            f"{about.get(error.status, error)}"
+            f"{reasons.get(error.status, error)}"
         ) from None
 
 
@@ -52,35 +53,44 @@ def _cluster() -> Cluster:
         return connect()
     except ValueError as error:
         raise ValueError(
-            f"{error}: leave the name of the builders' Deployment empty to have the trainer start its own"
+            f"{error}: leave the name of the builders' Deployment empty, and the trainer starts its own builder"
         ) from None
 
 
 def patch_replicas_with_retries(deployment: str, replicas: int, seconds: float, say: Say) -> None:
     """Retry ``patch_replicas`` for up to ``seconds`` while the Kubernetes API server is unreachable."""
-    away = TimeoutError()
+    last_error = TimeoutError()
 
-    def look() -> bool | None:
-        nonlocal away
+    def try_patch() -> bool | None:
+        nonlocal last_error
         try:
             patch_replicas(deployment, replicas)
         except TimeoutError as error:
-            away = error
+            last_error = error
             return None
         return True
 
-    if not awaited(look, AGAIN_SECONDS, seconds, lambda waited: say(f"{away}; trying again for {seconds:.0f} s")):
-        raise away
+    def log_retry(elapsed: float) -> None:
+        say(f"{last_error}; retrying for {seconds:.0f} s")
+
+    if not awaited(try_patch, RETRY_SECONDS, seconds, log_retry):
+        raise last_error
 
 
 @contextmanager
 def raised_builders(
     values: Values, root: Path, deployment: str, builders: int, owner: str, wait_seconds: float, say: Say
 ) -> Iterator[Values]:
-    """Have the builders for the pre-training under ``root``, where work is left; gives the options that it is run with.
+    """Context manager: scale up the builders for the pre-training under ``root``, unless it is up to date.
 
-    While they are another run's, its end is waited for, or that its signs of life cease. Without a Deployment there is
-    nothing to raise. Raises TimeoutError that says what can be done, after ``wait_seconds``.
+    While another run holds the builders, wait until it ends or its heartbeat stops. Without a Deployment nothing is
+    scaled.
+
+    Yields:
+        The options to run pre-training with.
+
+    Raises:
+        TimeoutError: if the builders are not available after ``wait_seconds``.
     """
     from realmops.stages.runner import finished, inputs_of
 
@@ -89,7 +99,7 @@ def raised_builders(
         return
     stage = STAGES["pretrain"]
     inputs = inputs_of(stage, values, root, root)
-    # another corpus or other options want an exchange of their own
+    # another corpus or other options need a separate exchange
     exchange = root / "exchange" / fingerprint(stage, values, inputs)[:16]
     options = {**values, "pretrain": {**values["pretrain"], "builder": "external", "exchange": str(exchange)}}
     if finished(root / stage.folder, stage, fingerprint(stage, options, inputs)) is not None:
@@ -103,7 +113,7 @@ def raised_builders(
             stack.enter_context(claimed(assignment.parent / "claim", say, stop))
         except InterruptedError:
             raise TimeoutError(
-                f"the index builders of {assignment.parent} are another run's, whose end did not come in "
+                f"the index builders of {assignment.parent} are held by another run that did not end within "
                 f"{wait_seconds:.0f} s: train one after the other, or leave the parameter deployment empty for a "
                 "builder in the trainer's pod"
             ) from None
@@ -114,16 +124,17 @@ def raised_builders(
 
 
 def assignment_of(root: Path) -> Path:
-    """The file that gives the builders their work, on the volume of a run's folder."""
+    """Return the file that assigns work to the builders, on the volume of a run's folder."""
     return root.parent.parent / ASSIGNMENT
 
 
 def raise_builders(
     root: Path, exchange: Path, deployment: str, builders: int, owner: str, wait_seconds: float, say: Say
 ) -> None:
-    """Give the builders their work, raise their Deployment and wait until so many live.
+    """Assign work to the builders, scale up their Deployment and wait until ``builders`` of them are alive.
 
-    Raises TimeoutError that says what was awaited, for how long, and what shows more.
+    Raises:
+        TimeoutError: if fewer are alive after ``wait_seconds``; the message has the reasons that Kubernetes reports.
     """
     from realmops.refresh.builder_process import SIGNS, assign
 
@@ -132,39 +143,42 @@ def raise_builders(
         assign(assignment, exchange, root / STAGES["snapshot"].folder / "corpus", owner)
         patch_replicas_with_retries(deployment, builders, wait_seconds, say)
     signs = assignment.parent / SIGNS
-    first, living = read_signs(signs), set[str]()
+    first, alive = read_signs(signs), set[str]()
 
-    def look() -> bool | None:
-        living.update(name for name, sign in read_signs(signs).items() if sign != first.get(name))
-        return len(living) >= builders or None
+    def check_alive() -> bool | None:
+        alive.update(name for name, heartbeat in read_signs(signs).items() if heartbeat != first.get(name))
+        return len(alive) >= builders or None
 
-    def tell(waited: float) -> None:
-        say(f"waiting for index builders: {len(living)} of {builders} live after {waited:.0f} s")
+    def log_waiting(elapsed: float) -> None:
+        say(f"waiting for index builders: {len(alive)} of {builders} alive after {elapsed:.0f} s")
 
-    if not awaited(look, LOOK_SECONDS, wait_seconds, tell):
+    if not awaited(check_alive, POLL_SECONDS, wait_seconds, log_waiting):
         raise TimeoutError(
-            f"{len(living)} of {builders} index builders of the Deployment {deployment} live after "
-            f"{wait_seconds:.0f} s; {_why(deployment)}"
+            f"{len(alive)} of {builders} index builders of the Deployment {deployment} alive after "
+            f"{wait_seconds:.0f} s; {_reasons(deployment)}"
         )
 
 
-def _why(deployment: str) -> str:
-    """Why builders do not live, as far as this ServiceAccount may see it, and what shows it to a person."""
+def _reasons(deployment: str) -> str:
+    """Return why builders do not start, as far as this ServiceAccount can read it, and the commands that show more."""
     cluster = _cluster()
-    seen = describe_pods(lambda cluster: cluster.warnings(cluster.namespace, f"{deployment}-"))
+    warnings = describe_pods(lambda cluster: cluster.warnings(cluster.namespace, f"{deployment}-"))
     kubectl, events = f"kubectl -n {cluster.namespace}", "events --field-selector involvedObject.kind=Pod,type=Warning"
-    shown = " ".join([*seen[:3], "more is shown by" if seen else "the reason is shown by"])
-    return f"{shown} '{kubectl} get {events}', and what they say by '{kubectl} logs deployment/{deployment}'"
+    reasons = "".join(f"{warning}; " for warning in warnings[:3])
+    return f"{reasons}see '{kubectl} get {events}' and '{kubectl} logs deployment/{deployment}'"
 
 
 @contextmanager
 def helped(
     root: Path, stage: str, deployment: str, pods: int, owner: str, report: Report, *, held: bool = False
 ) -> Iterator[None]:
-    """Have builders help with the shards that a stage under ``root`` offers, so that ``pods`` work on them in all.
+    """Context manager: let builders help with the shards that a stage under ``root`` offers.
 
-    They are raised while it offers some and no other run has them, and given back then. The stage never waits for them:
-    that they cannot be had is warned of. ``held`` says that the builders are this task's already.
+    Builders are scaled up while the stage offers shards and no other run holds them, and scaled down afterwards. The
+    stage never waits for them; if they are unavailable, a warning is logged.
+
+    ``pods`` is the total number of pods that work on the shards, this one included. ``held`` is True if this task
+    already holds the lease of the builders.
     """
     if pods < 2 or not deployment:
         yield
@@ -174,91 +188,94 @@ def helped(
 
     offer, assignment, ended = offer_of(root, stage), assignment_of(root), threading.Event()
 
-    def serve() -> None:
-        """Keep builders while there is an offer, and let them work on it."""
-        served = b""
+    def serve_offer() -> None:
+        """Assign builders to the offer until it is withdrawn."""
+        assigned = b""
         try:
-            while (content := _content(offer)) and not ended.is_set():
-                if content != served:
-                    named = json.loads(content)
+            while (content := _read_offer(offer)) and not ended.is_set():
+                if content != assigned:
+                    work = json.loads(content)
                     with claimed(assignment.parent / SCALING, report.say):
-                        assign(assignment, Path(named["exchange"]), Path(named["snapshot"]), owner)
+                        assign(assignment, Path(work["exchange"]), Path(work["snapshot"]), owner)
                         patch_replicas(deployment, pods - 1)
-                    report.say(f"{pods - 1} index builders are raised to help with {named['exchange']}")
-                    served = content
-                ended.wait(LOOK_SECONDS)
+                    report.say(f"{stage}: scaled up {pods - 1} index builders to help with {work['exchange']}")
+                    assigned = content
+                ended.wait(POLL_SECONDS)
         finally:
-            if served:
-                _lower(deployment, assignment, owner, RETURN_SECONDS, report.say)
+            if assigned:
+                _scale_down(deployment, assignment, owner, SHARD_SCALE_DOWN_SECONDS, report.say)
 
-    def lend() -> None:
-        said = ""
-        while not ended.wait(LOOK_SECONDS):
+    def watch_offers() -> None:
+        last_error = ""
+        while not ended.wait(POLL_SECONDS):
             if not offer.is_file():
                 continue
             try:
                 with nullcontext() if held else claimed(assignment.parent / "claim", report.say, ended):
-                    serve()
+                    serve_offer()
             except InterruptedError:
                 return
-            except ValueError as error:  # for a person to mend
+            except ValueError as error:  # a retry does not help
                 report.warn(f"{stage} works without index builders: {error}")
                 return
             except OSError as error:
-                if str(error) != said:
-                    report.warn(f"{stage} works without index builders, which are asked for again: {error}")
-                said = str(error)
-                ended.wait(AGAIN_SECONDS)
+                if str(error) != last_error:
+                    report.warn(f"{stage} works without index builders and retries: {error}")
+                last_error = str(error)
+                ended.wait(RETRY_SECONDS)
 
-    lending = threading.Thread(target=lend)
-    lending.start()
+    watcher = threading.Thread(target=watch_offers)
+    watcher.start()
     try:
         yield
     finally:
         ended.set()
-        lending.join()
+        watcher.join()
 
 
-def _content(offer: Path) -> bytes:
+def _read_offer(offer: Path) -> bytes:
     try:
         return offer.read_bytes()
     except FileNotFoundError:
         return b""
 
 
-def _lower(deployment: str, assignment: Path, owner: str, seconds: float, say: Say) -> bool:
-    """Give back the builders that ``owner`` has raised; False where they are another run's by now."""
-    with claimed(assignment.parent / SCALING, say):  # nobody raises them between the look and the scaling
+def _scale_down(deployment: str, assignment: Path, owner: str, seconds: float, say: Say) -> bool:
+    """Scale down the builders of ``owner``; return False if they belong to another run by now."""
+    with claimed(assignment.parent / SCALING, say):  # no other run scales up between the check and the patch
         if read_json(assignment).get("owner") != owner:
-            say(f"{assignment}: the index builders work for another run, which gives them back")
+            say(f"{assignment}: the index builders work for another run, which scales them down")
             return False
         patch_replicas_with_retries(deployment, 0, seconds, say)
         return True
 
 
 def give_back(deployment: str, root: Path, owner: str, say: Say) -> None:
-    """Give back the builders that ``owner`` has raised, and remove the exchange of a pre-training that is done.
+    """Scale down the builders of ``owner``, and remove the exchange of a finished pre-training.
 
-    Those that another run has raised are left to it.
+    Builders of another run are left running.
     """
     assignment = assignment_of(root)
-    if not deployment or not assignment.is_file():  # nobody has raised them
+    if not deployment or not assignment.is_file():  # never scaled up
         return
-    if not _lower(deployment, assignment, owner, LOWER_SECONDS, say):
+    if not _scale_down(deployment, assignment, owner, SCALE_DOWN_SECONDS, say):
         return
-    with suppress(ValueError):  # it is not done and goes on from there
-        made = read_manifest(root / STAGES["pretrain"].folder, "pretrain")
-        exchange = Path(made["sections"]["pretrain"]["exchange"])
+    with suppress(ValueError):  # an unfinished pre-training resumes from its exchange
+        manifest = read_manifest(root / STAGES["pretrain"].folder, "pretrain")
+        exchange = Path(manifest["sections"]["pretrain"]["exchange"])
         if exchange.parent == root / "exchange":
             shutil.rmtree(exchange, ignore_errors=True)
 
 
 def read_signs(folder: Path) -> dict[str, bytes]:
-    """What each builder last wrote, by its name; two looks that differ show that it lives, whatever its clock says."""
-    found = {}
+    """Return the last heartbeat of each builder, by name.
+
+    A builder is alive if its heartbeat changes between two reads; clocks are not compared.
+    """
+    heartbeats = {}
     for path in folder.glob("*.json") if folder.is_dir() else ():
         try:
-            found[path.stem] = path.read_bytes()
+            heartbeats[path.stem] = path.read_bytes()
         except OSError:
-            continue  # replaced at this moment
-    return found
+            continue  # being replaced
+    return heartbeats

@@ -1,4 +1,4 @@
-"""The key of a training: equal when everything that decides what comes out of it is equal, comments aside."""
+"""The key of a training: equal if everything that determines its result is equal."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,13 +15,13 @@ from realmops.corpus.documents import shown
 from realmops.corpus.walk import files_below
 from realmops.stages import HUB, content_of, option_of, outside_files
 
-NOT_TRAINED_WITH = {"tracking"}  # sections of params that change nothing of what is trained
-GIVEN = {"options", "run", "key"}  # parameters of a pipeline whose defaults a submission replaces
-PLACEMENT = {  # parameters that say where a training runs; how many processes and accelerators it has is none of them
+NOT_TRAINED_WITH = {"tracking"}  # sections of params without effect on the result
+GIVEN = {"options", "run", "key"}  # pipeline parameters that a submission sets
+PLACEMENT = {  # parameters of where a training runs; the number of processes and accelerators affects the result
     "accelerator", "affinity", "builders", "cpu", "cpu_request", "deployment", "endpoint", "memory", "memory_request",
     "node_selector", "runs", "secret", "settings", "shard_pods", "tolerations", "volume", "wait_seconds",
 }  # fmt: skip
-DIGEST = "@sha256:"  # in the name of an image; what stands before it is where the image is pulled from
+DIGEST = "@sha256:"  # in an image name, after the registry and repository
 
 
 def key_of(
@@ -30,32 +30,32 @@ def key_of(
     pipeline: Sequence[Any],
     arguments: Mapping[str, Any],
 ) -> str:
-    """The sha256 over params, digests of files from outside, and the parsed documents of a pipeline.
+    """Return the sha256 over params, digests of external files, and the parsed documents of a pipeline.
 
-    ``arguments``, by parameter, count as if the pipeline had them as defaults; but those of ``PLACEMENT`` do not, so
-    that another try with more memory goes on in the folder of the first. How many processes and accelerators train
-    decides how a batch is shared and rounded, and so what the weights are.
+    ``arguments`` count like defaults of the pipeline's parameters, except those in ``PLACEMENT``, so that a second
+    submission with more memory resumes in the folder of the first. The number of processes and accelerators is part of
+    the key: it changes how a batch is split and rounded, and so the weights.
     """
-    compiled, *others = pipeline
+    compiled, *platforms = pipeline
     inputs = compiled["root"].get("inputDefinitions", {})
-    declared = {name: _declared(name, entry, arguments) for name, entry in inputs.get("parameters", {}).items()}
+    declared = {name: _declare(name, entry, arguments) for name, entry in inputs.get("parameters", {}).items()}
     root = compiled["root"] | {"inputDefinitions": inputs | {"parameters": declared}}
     return artifacts.digest_of(
         {
             "params": keyed({name: keys for name, keys in values.items() if name not in NOT_TRAINED_WITH}),
             "files": files,
-            "pipeline": [compiled | {"root": root}, *others],
+            "pipeline": [compiled | {"root": root}, *platforms],
         }
     )
 
 
-def _declared(name: str, entry: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What a pipeline says of a parameter, with the value that counts, written in one way."""
-    declared = {what: value for what, value in entry.items() if what != "defaultValue"}
+def _declare(name: str, entry: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter's definition with its effective value in canonical form."""
+    declared = {field: value for field, value in entry.items() if field != "defaultValue"}
     value = arguments.get(name, None if name in GIVEN else entry.get("defaultValue"))
     if name in PLACEMENT or value is None:
         return declared
-    if entry["parameterType"].startswith("NUMBER"):  # 1 on the command line is 1.0 in a compiled file
+    if entry["parameterType"].startswith("NUMBER"):  # 1 of the command line is 1.0 in a compiled file
         value = float(value)
     if name == "image" and DIGEST in value:
         value = value.partition(DIGEST)[2]
@@ -63,43 +63,43 @@ def _declared(name: str, entry: Mapping[str, Any], arguments: Mapping[str, Any])
 
 
 def digests_of_files(values: Values, project: Path) -> tuple[dict[str, Any], list[str]]:
-    """A digest of each file that params name and no stage makes, by section.key, and a line for each that has none.
+    """Return the digests of external inputs by section.key, and a note for each input without one.
 
-    It is DVC's, whether the content is here or only what DVC has recorded of it: a laptop and CI give the same. Content
-    that differs from its record counts, not the record.
+    Digests are DVC's, from the content or, where the content is absent, from DVC's records, so that a laptop and CI
+    agree. Where content and record differ, the content counts.
     """
-    found: dict[str, Any] = {}
+    digests: dict[str, Any] = {}
     notes = []
-    project = _plain(project)
-    recorded = {record.path: record for record in _locked(project)}
-    outside = outside_files(values, project)
+    project = _absolute(project)
+    recorded = {record.path: record for record in _read_lock(project)}
+    external = outside_files(values, project)
     for section in ("bert", *(["closed_book"] if values["finetune"]["reader"] in CLOSED_BOOK else [])):  # encoders
         if (init := values[section]["init"]) != "small":
-            outside[f"{section}.init"] = project / init
-    for key, path in outside.items():
-        name, path = option_of(values, key), _plain(path)
-        found[key] = _digest(path, _pointed_at(path, project) or recorded.get(path))
-        if found[key] is None:
-            found[key] = name
-            where = "lies on the hub" if name.startswith(HUB) else "is not here, and DVC has no digest of it"
-            notes.append(f"{key} is {name!r}, which {where}: the key holds its name, not its content")
-    return found, notes
+            external[f"{section}.init"] = project / init
+    for key, path in external.items():
+        name, path = option_of(values, key), _absolute(path)
+        digests[key] = _digest(path, _read_pointer(path, project) or recorded.get(path))
+        if digests[key] is None:
+            digests[key] = name
+            where = "is on the hub" if name.startswith(HUB) else "does not exist here and has no digest in DVC"
+            notes.append(f"{key} is {name!r}, which {where}: the key contains its name, not its content")
+    return digests, notes
 
 
 def image_note(image: str) -> list[str]:
-    """A line about an image whose name comes to mean other code: without a digest, its tag is a word as ``latest``."""
+    """Return a note if the image name is mutable: without a digest, and with no tag or a word such as ``latest``."""
     tag = image.rpartition("/")[2].partition(":")[2]
     if DIGEST in image or any(character.isdigit() for character in tag):
         return []
     return [
-        f"image is {image!r}, and {f'the tag {tag}' if tag else 'no tag'} says which code that is: with other code in "
-        "it the key stays the same, and --once finds the older run; name IMAGE@sha256:..., or a tag for each build"
+        f"image is {image!r}, whose {f'tag {tag}' if tag else 'missing tag'} does not identify the code: after a new "
+        "build the key is unchanged and --once finds the older run; set IMAGE@sha256:..., or a tag for each build"
     ]
 
 
 @dataclass(frozen=True)
 class _KeyRecord:
-    """What DVC has recorded of a file or a folder."""
+    """DVC's record of a file or folder."""
 
     path: Path
     digest: str
@@ -107,25 +107,25 @@ class _KeyRecord:
 
     @classmethod
     def of(cls, path: Path, entry: Mapping[str, str]) -> Self:
-        """DVC before 3 names no algorithm: it was one that takes the line ends of Windows for those of Unix."""
-        return cls(_plain(path), entry["md5"], entry.get("hash", "md5-dos2unix"))
+        """Read an entry of a DVC file; those of DVC 2 name no algorithm and normalise line ends (md5-dos2unix)."""
+        return cls(_absolute(path), entry["md5"], entry.get("hash", "md5-dos2unix"))
 
 
 def _digest(path: Path, record: _KeyRecord | None) -> str | None:
     if not path.exists():
         return record.digest if record else None
-    if record and record.path.exists() and _digest_here(record.path, record.algorithm) == record.digest:
+    if record and record.path.exists() and _compute_digest(record.path, record.algorithm) == record.digest:
         return record.digest
-    return _digest_here(path)
+    return _compute_digest(path)
 
 
-def _digest_here(path: Path, algorithm: str = "md5") -> str:
-    """Return what ``dvc add`` would record of a file or a folder; of a folder without what .dvcignore names.
+def _compute_digest(path: Path, algorithm: str = "md5") -> str:
+    """Return the digest that ``dvc add`` would record, without files that .dvcignore excludes.
 
-    DVC follows no links to folders. Where a reader does, the digest is over what it finds there too.
+    DVC does not follow links to folders; the files that a reader finds below them are added to the digest.
     """
     if find_spec("dvc") is None:
-        raise ValueError("the key of a training wants DVC's digests; pip install 'realmops[cluster]'")
+        raise ValueError("the key of a training needs DVC's digests; pip install 'realmops[cluster]'")
     from dvc.ignore import DvcIgnoreFilter
     from dvc_data.hashfile.build import IgnoreInCollectedDirError, build
     from dvc_data.hashfile.db import HashFileDB
@@ -134,19 +134,19 @@ def _digest_here(path: Path, algorithm: str = "md5") -> str:
     if not path.is_dir():
         artifacts.open_regular(path).close()
     root = next((str(place) for place in path.parents if (place / ".dvc").is_dir()), None)
-    walked: Any = _RegularFiles(DvcIgnoreFilter(localfs, root) if root else None)
-    database = HashFileDB(localfs, os.devnull, read_only=True)  # nothing is kept
+    walk_filter: Any = _RegularFiles(DvcIgnoreFilter(localfs, root) if root else None)
+    database = HashFileDB(localfs, os.devnull, read_only=True)  # stores nothing
     try:
-        _, _, made = build(database, str(path), localfs, algorithm, dry_run=True, ignore=walked)
+        _, _, tree = build(database, str(path), localfs, algorithm, dry_run=True, ignore=walk_filter)
     except IgnoreInCollectedDirError as error:
         raise ValueError(f"{path}: {error}; move it to a folder above") from None
-    recorded, linked = str(made.hash_info.value), _linked(path) if path.is_dir() else {}
-    return artifacts.digest_of([recorded, linked]) if linked else recorded
+    digest, linked = str(tree.hash_info.value), _linked(path) if path.is_dir() else {}
+    return artifacts.digest_of([digest, linked]) if linked else digest
 
 
 @dataclass(frozen=True)
 class _RegularFiles:
-    """A filter of DVC's walk: what DVC ignores goes, and what it cannot read, such as pipes and broken links."""
+    """A filter of DVC's walk that drops ignored files, and unreadable ones such as pipes and broken links."""
 
     ignored: Any  # DvcIgnoreFilter or None
 
@@ -157,7 +157,7 @@ class _RegularFiles:
 
 
 def _linked(folder: Path) -> dict[str, Any]:
-    """Return the digests of the files that are read below links to folders, by name."""
+    """Return the digests of the files below links to folders, by name."""
     top = folder.resolve()
     return {
         shown(file.relative_to(folder)): content_of(file)
@@ -166,8 +166,8 @@ def _linked(folder: Path) -> dict[str, Any]:
     }
 
 
-def _locked(project: Path) -> Iterator[_KeyRecord]:
-    """Files of dvc.lock with their digests."""
+def _read_lock(project: Path) -> Iterator[_KeyRecord]:
+    """Yield the records of dvc.lock."""
     lock = project / "dvc.lock"
     for stage in ((_read(lock) or {}).get("stages") or {}).values() if lock.is_file() else ():
         for entry in [*stage.get("deps", []), *stage.get("outs", [])]:
@@ -175,14 +175,14 @@ def _locked(project: Path) -> Iterator[_KeyRecord]:
                 yield _KeyRecord.of(project / entry["path"], entry)
 
 
-def _pointed_at(path: Path, project: Path) -> _KeyRecord | None:
-    """What a .dvc file says of a file or of a folder around it; that of a file elsewhere may lie beside params."""
-    for place in (path, *path.parents, project / path.name):
-        pointer = place.parent / f"{place.name}.dvc"
+def _read_pointer(path: Path, project: Path) -> _KeyRecord | None:
+    """Return the record in the .dvc file of a path or of a parent folder; for an external file, also in the project."""
+    for candidate in (path, *path.parents, project / path.name):
+        pointer = candidate.parent / f"{candidate.name}.dvc"
         if pointer.is_file():
             [entry, *_] = (_read(pointer) or {}).get("outs") or [{}]
-            what = place if place in path.parents else path
-            return _KeyRecord.of(what, entry) if "md5" in entry else None
+            target = candidate if candidate in path.parents else path
+            return _KeyRecord.of(target, entry) if "md5" in entry else None
     return None
 
 
@@ -190,8 +190,8 @@ def _read(path: Path) -> Any:
     try:
         return yaml.load(path.read_bytes(), yaml.CSafeLoader)
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {error}; 'dvc status' says more") from None
+        raise ValueError(f"{path} is not valid YAML: {error}; see 'dvc status'") from None
 
 
-def _plain(path: Path) -> Path:
+def _absolute(path: Path) -> Path:
     return Path(os.path.abspath(path))

@@ -1,6 +1,6 @@
-"""The cluster's own API: how it is reached, what is there, and why pods wait or have failed.
+"""Access to the Kubernetes API: connection, existence of objects, reasons for pending and failed pods.
 
-A command that is advised names the namespace: who types it has another one as default.
+Commands in messages name the namespace, because the user's default namespace may be another one.
 """
 
 import os
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-TIME_OUT = (5, 60)  # seconds to connect, and for an answer
-READERS = {  # of the client, by kind
+TIME_OUT = (5, 60)  # seconds to connect, and to read the response
+READERS = {  # API class and method of the client, by kind
     "PersistentVolumeClaim": ("CoreV1Api", "read_namespaced_persistent_volume_claim"),
     "ServiceAccount": ("CoreV1Api", "read_namespaced_service_account"),
     "Deployment": ("AppsV1Api", "read_namespaced_deployment"),
@@ -19,44 +19,51 @@ READERS = {  # of the client, by kind
 
 
 class RefusedError(ValueError):
-    """The API server refuses; the same request later is refused as well."""
+    """The API server rejected a request with a status for which a retry does not help."""
 
     def __init__(self, status: int, reason: str) -> None:
-        super().__init__(f"the API server says {status} {reason}")
+        super().__init__(f"the Kubernetes API server returned {status} {reason}")
         self.status = status
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster that can be asked.
+    """A connection to a cluster.
 
-    ``namespace`` is this pod's own, else the context's; ``seen_by`` says how it was found.
+    Attributes:
+        namespace: this pod's namespace, or that of the kubeconfig's context.
+        credentials: the credentials in use, for messages.
     """
 
     client: Any
     namespace: str
-    seen_by: str
+    credentials: str
 
-    def ask(self, kind: str, function: str, *words: Any, **options: Any) -> Any:
-        """Call a function of one of the client's APIs; RefusedError, or TimeoutError where trying again may help."""
+    def call(self, kind: str, function: str, *arguments: Any, **options: Any) -> Any:
+        """Call a method of one of the client's API classes.
+
+        Raises:
+            RefusedError: if the server rejects the request.
+            TimeoutError: if the server is unreachable or overloaded, and a retry may succeed.
+        """
         from kubernetes import client
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
 
         api = getattr(client, kind)(self.client)
         try:
-            return getattr(api, function)(*words, **options, _request_timeout=TIME_OUT)
+            return getattr(api, function)(*arguments, **options, _request_timeout=TIME_OUT)
         except ApiException as error:
             if error.status >= 500 or error.status == 429:
-                raise TimeoutError(f"the cluster's API server says {error.status} {error.reason}") from None
+                raise TimeoutError(f"the Kubernetes API server returned {error.status} {error.reason}") from None
             raise RefusedError(error.status, error.reason) from None
         except HTTPError as error:
-            raise TimeoutError(f"the cluster's API server does not answer: {error}") from None
+            raise TimeoutError(f"the Kubernetes API server does not respond: {error}") from None
 
     def has(self, kind: str, name: str, namespace: str) -> bool:
-        """Whether an object is there; RefusedError where that is not for us to know."""
+        """Return whether an object exists; RefusedError if reading it is forbidden."""
         try:
-            self.ask(*READERS[kind], name, namespace)
+            self.call(*READERS[kind], name, namespace)
         except RefusedError as error:
             if error.status == 404:
                 return False
@@ -64,24 +71,24 @@ class Cluster:
         return True
 
     def pods(self, namespace: str, labels: str, phase: str) -> list[str]:
-        """A line for each pod with these labels in that phase, as Pending or Failed: its name, and why."""
-        chosen = {"label_selector": labels, "field_selector": f"status.phase={phase}"}
-        found = self.ask("CoreV1Api", "list_namespaced_pod", namespace, **chosen)
-        return [f"{pod.metadata.name}: {', '.join(_reasons(pod.status)) or 'no reason yet'}" for pod in found.items]
+        """Return a line with name and reason for each pod with these labels in a phase such as Pending or Failed."""
+        selectors = {"label_selector": labels, "field_selector": f"status.phase={phase}"}
+        pods = self.call("CoreV1Api", "list_namespaced_pod", namespace, **selectors).items
+        return [f"{pod.metadata.name}: {', '.join(_reasons(pod.status)) or 'no reason yet'}" for pod in pods]
 
     def warnings(self, namespace: str, prefix: str) -> list[str]:
-        """The last warning of each pod whose name begins so; a list comes by name, not by time."""
+        """Return the last warning event of each pod whose name starts with ``prefix``."""
         of_pods = "involvedObject.kind=Pod,type=Warning"
-        found = self.ask("CoreV1Api", "list_namespaced_event", namespace, field_selector=of_pods).items
-        found.sort(key=_seen)
-        last = {event.involved_object.name: f"{event.reason}: {event.message}" for event in found}
+        events = self.call("CoreV1Api", "list_namespaced_event", namespace, field_selector=of_pods).items
+        events.sort(key=_last_seen)  # the server sorts by name
+        last = {event.involved_object.name: f"{event.reason}: {event.message}" for event in events}
         return [f"{name}: {warning}" for name, warning in last.items() if name.startswith(prefix)]
 
 
-def _seen(event: Any) -> float:
-    """When an event was last seen: one that repeats keeps its name, and which field says so depends on its maker."""
+def _last_seen(event: Any) -> float:
+    """Return when an event last occurred; the field that holds the time depends on the component that emitted it."""
     times = (event.series and event.series.last_observed_time, event.last_timestamp, event.event_time)
-    return max((one.timestamp() for one in times if one), default=0.0)
+    return max((time.timestamp() for time in times if time), default=0.0)
 
 
 def _reasons(status: Any) -> Iterator[str]:
@@ -94,13 +101,13 @@ def _reasons(status: Any) -> Iterator[str]:
     for container in containers:
         if waiting := container.state and container.state.waiting:
             yield f"{waiting.reason}, {waiting.message}" if waiting.message else str(waiting.reason)
-        ended = container.state and container.state.terminated
-        if ended and ended.exit_code:
-            yield f"{container.name} ended with {ended.exit_code}, {ended.reason}"
+        terminated = container.state and container.state.terminated
+        if terminated and terminated.exit_code:
+            yield f"{container.name} ended with {terminated.exit_code}, {terminated.reason}"
 
 
 def connect() -> Cluster:
-    """The cluster that this pod is in, outside of pods that of KUBECONFIG; ValueError where there is none."""
+    """Connect to the cluster of this pod, or else to that of KUBECONFIG; ValueError if there is neither."""
     from kubernetes import client, config
     from kubernetes.config import ConfigException
     from yaml import YAMLError
@@ -115,11 +122,11 @@ def connect() -> Cluster:
         namespace = context["context"].get("namespace", "default")
         return Cluster(client.ApiClient(), namespace, f"the kubeconfig's context {context['name']}")
     except (ConfigException, OSError, YAMLError) as error:
-        raise ValueError(f"there is no cluster to speak to ({error})") from None
+        raise ValueError(f"no Kubernetes cluster is configured ({error})") from None
 
 
 def at_hand() -> Cluster | None:
-    """The same, None where there is none."""
+    """Connect as ``connect`` does; None if no cluster is configured."""
     files = (os.environ.get("KUBECONFIG") or "~/.kube/config").split(os.pathsep)
     if not NAMESPACE.is_file() and not any(Path(file).expanduser().is_file() for file in files):
         return None
@@ -130,7 +137,7 @@ def at_hand() -> Cluster | None:
 
 
 def describe_pods(describe: Callable[[Cluster], list[str]]) -> list[str]:
-    """Return lines about pods of the cluster at hand; empty where there is none, or listing is forbidden."""
+    """Return the lines of ``describe`` about the configured cluster; empty without one or without access."""
     cluster = at_hand()
     try:
         return describe(cluster) if cluster else []

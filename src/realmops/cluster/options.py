@@ -1,7 +1,7 @@
-"""Params as the text that a pipeline's parameter ``options`` takes: what differs from the defaults, and from which.
+"""Serialisation of params for the pipeline parameter ``options``: the differences from the defaults, as JSON.
 
-Argo keeps some forty copies of it in the state of a run, compresses that state from 1 MiB on, and Kubeflow Pipelines
-then shows the last tasks of a run no more (2.17.0, seen 2026-11-25): all options, 6 kB, were too many.
+Argo stores about forty copies of the parameter in the state of a workflow. Above 1 MiB it compresses the state, and
+Kubeflow Pipelines then omits the last tasks of the run (seen with 2.17.0). All options, 6 kB, exceeded that size.
 """
 
 import hashlib
@@ -12,31 +12,35 @@ from realmops import config
 from realmops.artifacts import canonical_json
 from realmops.config import Values
 
-OF = "defaults"  # the key that says which defaults the differences are of
+OF = "defaults"  # key of the digest of the defaults that the differences refer to
 
 
 def packed(values: Values) -> str:
-    """JSON of what differs from the defaults of this version."""
-    found: dict[str, Any] = {OF: _digest()}
+    """Return the differences from the defaults of this version, as JSON."""
+    changes: dict[str, Any] = {OF: _digest()}
     for section, keys in config.defaults().items():
         if changed := {key: values[section][key] for key, value in keys.items() if values[section][key] != value}:
-            found[section] = changed
-    return canonical_json(found).decode()
+            changes[section] = changed
+    return canonical_json(changes).decode()
 
 
 def unpacked(text: str) -> dict[str, dict[str, Any]]:
-    """All sections; ValueError for what is no such JSON, or differs from other defaults than this version's."""
+    """Return all sections from the JSON of ``packed``.
+
+    Raises:
+        ValueError: if the text is not such JSON, or refers to the defaults of another version.
+    """
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"options is no JSON ({error}); 'realmops params --json' prints what is wanted") from None
-    of = values.pop(OF, None) if isinstance(values, dict) else None
+        raise ValueError(f"options is not valid JSON ({error}); 'realmops params --json' prints it") from None
+    digest = values.pop(OF, None) if isinstance(values, dict) else None
     if not isinstance(values, dict) or not all(isinstance(keys, dict) for keys in values.values()):
-        raise ValueError(f"options is {text[:60]!r}; sections with keys are wanted: see 'realmops params --json'")
-    if of not in (None, _digest()):
+        raise ValueError(f"options is {text[:60]!r}; expected sections with keys, as 'realmops params --json' prints")
+    if digest not in (None, _digest()):
         raise ValueError(
-            f"options differ from the defaults {of}, and those of this image are {_digest()}: submit with the version "
-            "of realmops that the image has, or name an image of this version"
+            f"options refer to the defaults {digest}, and this image has {_digest()}: submit with the image's version "
+            "of realmops, or set an image of the submitting version"
         )
     return config.checked(values, "options")
 

@@ -1,4 +1,4 @@
-"""Where the pods of a server's runs are: the namespace, and what must be there before a run begins."""
+"""The namespace of a run's pods, and the objects that it must contain before a run starts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,89 +7,93 @@ from urllib.parse import urlsplit
 from realmops.cluster.kube import RefusedError, at_hand
 from realmops.cluster.waiting import Say
 
-KINDS = {  # what parameters of a pipeline name
+KINDS = {  # kinds of the objects that pipeline parameters name
     "volume": "PersistentVolumeClaim",
     "settings": "ConfigMap",
     "secret": "Secret",
     "deployment": "Deployment",
 }
 OPTIONAL = ("settings", "secret")
-INSTALLED_IN = "kubeflow"  # by Kubeflow Pipelines' own manifests
-RUN_LABEL = "pipeline/runid"  # of all pods of a run
+INSTALLED_IN = "kubeflow"  # namespace in the manifests of Kubeflow Pipelines
+RUN_LABEL = "pipeline/runid"  # label of all pods of a run
 
 
 @dataclass(frozen=True)
 class Place:
-    """The namespace of the pods; ``profiles`` says whether it is that of a Kubeflow profile."""
+    """The namespace of a run's pods; with ``profiles``, that of a Kubeflow profile."""
 
     namespace: str
     profiles: bool
 
     @property
     def account(self) -> str:
-        """The ServiceAccount that Kubeflow Pipelines gives to the pods."""
+        """The ServiceAccount of the pods."""
         return "default-editor" if self.profiles else "pipeline-runner"
 
     @property
     def advice(self) -> str:
-        """What makes our objects there."""
+        """The command that creates the required objects."""
         kind = "production (or local)" if self.profiles else "standalone"
         own = "" if self.namespace == INSTALLED_IN else f", with 'namespace: {self.namespace}' in it"
         return f"'kubectl apply -k .' with the files of 'realmops init --cluster {kind}'{own}"
 
-    def described(self, objects: Mapping[str, str]) -> str:
-        """One line about it and what runs want there: names by parameter."""
-        whose = "that of the profile" if self.profiles else "the server's own"
-        wanted = [f"{KINDS[parameter]} {name}" for parameter, name in objects.items() if name]
+    def describe(self, objects: Mapping[str, str]) -> str:
+        """Return one line about the namespace and the objects that runs need, given names by parameter."""
+        owner = "the profile's" if self.profiles else "the server's"
+        required = [f"{KINDS[parameter]} {name}" for parameter, name in objects.items() if name]
         return (
-            f"runs have their pods in the namespace {self.namespace}, {whose}: "
-            f"{', '.join([*wanted, f'ServiceAccount {self.account}'])} belong there; {self.advice} makes them"
+            f"pods run in namespace {self.namespace} ({owner}), which needs "
+            f"{', '.join([*required, f'ServiceAccount {self.account}'])}; {self.advice} creates them"
         )
 
     def commands(self, run_id: str, phase: str) -> str:
-        """What shows why pods of a run wait, or have failed."""
+        """Return kubectl commands that show why pods of a run are pending or have failed."""
         kubectl = f"kubectl -n {self.namespace}"
         more = "logs POD -c main" if phase == "Failed" else "get events --field-selector type=Warning"
         return (
             f"'{kubectl} get pods -l {RUN_LABEL}={run_id} --field-selector status.phase={phase}' and "
-            f"'{kubectl} {more}' show which"
+            f"'{kubectl} {more}' show the reason"
         )
 
 
 def place_of(endpoint: str, namespace: str | None, profiles: bool) -> Place:
-    """Where pods of runs are.
+    """Return the namespace of a run's pods.
 
-    Without profiles the server runs everything in its own namespace, whatever a request says. No answer of its API
-    names that: it is in the address of its Service, else ``namespace``, else where Kubeflow installs it.
+    Without profiles the server runs all pods in its own namespace and ignores that of a request. Its API does not
+    return that namespace: it is taken from the address of the Service, else from ``namespace``, else ``kubeflow``.
     """
     if profiles:
         return Place(namespace or "", profiles)
-    service, *rest = (urlsplit(endpoint).hostname or "").split(".")
-    inside = (len(rest) == 1 and service == "ml-pipeline") or rest[1:2] == ["svc"]
-    return Place(rest[0] if inside else namespace or INSTALLED_IN, profiles)
+    service, *domain = (urlsplit(endpoint).hostname or "").split(".")
+    in_cluster = (len(domain) == 1 and service == "ml-pipeline") or domain[1:2] == ["svc"]
+    return Place(domain[0] if in_cluster else namespace or INSTALLED_IN, profiles)
 
 
 def check(place: Place, objects: Mapping[str, str], say: Say) -> None:
-    """Look whether what a run cannot do without is there: ValueError that says what to apply.
+    """Check that the required objects exist in the namespace.
 
-    Where no cluster is at hand, or it may not be looked, a pod that waits will tell.
+    Without access to the cluster nothing is checked; missing objects then show as pending pods.
+
+    Raises:
+        ValueError: if an object is missing; the message names what to apply.
     """
     cluster = at_hand()
     if cluster is None:
         return
-    wanted = [(KINDS[parameter], name) for parameter, name in objects.items() if name and parameter not in OPTIONAL]
-    for kind, name in [*wanted, ("ServiceAccount", place.account)]:
+    required = [(KINDS[parameter], name) for parameter, name in objects.items() if name and parameter not in OPTIONAL]
+    for kind, name in [*required, ("ServiceAccount", place.account)]:
         try:
-            there = cluster.has(kind, name, place.namespace)
+            exists = cluster.has(kind, name, place.namespace)
         except (RefusedError, TimeoutError) as error:
-            say(f"whether {kind} {name} is in the namespace {place.namespace} is not known: {error}")
+            say(f"{kind} {name} in namespace {place.namespace} was not checked: {error}")
             continue
-        if there:
+        if exists:
             continue
-        makes = f"{place.advice} makes it"
+        remedy = f"{place.advice} creates it"
         if kind == "ServiceAccount":
-            makes = "it comes with " + ("the Kubeflow profile of that name" if place.profiles else "Kubeflow Pipelines")
+            source = "the Kubeflow profile of that name" if place.profiles else "Kubeflow Pipelines"
+            remedy = f"it is created with {source}"
         raise ValueError(
-            f"there is no {kind} {name} in the namespace {place.namespace}, where runs have their pods (by "
-            f"{cluster.seen_by}): {makes}; --namespace and --argument name others"
+            f"{kind} {name} does not exist in namespace {place.namespace}, where the pods run (checked with "
+            f"{cluster.credentials}): {remedy}; --namespace and --argument set others"
         )

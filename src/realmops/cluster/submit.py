@@ -1,7 +1,7 @@
-"""Kubeflow Pipelines seen from outside: one pipeline submitted, by name and key, and its run watched.
+"""Submission of a pipeline to Kubeflow Pipelines, at most once per training key, and monitoring of its run.
 
-A version of the pipeline is named by the key of the training (key.py). Names of versions are unique, so that of
-several who submit the same one makes the version and then its run; the others find both.
+Each pipeline version is named by the key of the training (key.py). Names of versions are unique: of several processes
+that submit the same training, one creates the version and then its run, and the others find both.
 """
 
 import json
@@ -28,29 +28,29 @@ from realmops.config import Values
 from realmops.resources import resource
 
 SUCCEEDED = "SUCCEEDED"
-FAILURES = {"FAILED", "CANCELED", "SKIPPED"}  # every other state but SUCCEEDED is of a run that lives
-CANCELING = "CANCELING"  # it lives and will not succeed: another run does not wait for it
+FAILURES = {"FAILED", "CANCELED", "SKIPPED"}  # in every other state but SUCCEEDED a run is active
+CANCELING = "CANCELING"  # active but will not succeed, so another run need not wait for it
 LIVE = ("PENDING", "RUNNING", "PAUSED", "RUNTIME_STATE_UNSPECIFIED")
-GRACE_SECONDS = 30.0  # from a version without a run to the belief that its maker is gone
-LOOK_SECONDS = 1.0
-WATCH_SECONDS = 5.0
-AWAY_SECONDS = 600.0  # how long a server may be away while a run is watched
-PENDING_SECONDS = 120.0  # of a pod, until a person should look
-# the nodes that are pods, beside the tasks, which run as soon as they are there
+GRACE_SECONDS = 30.0  # after which the creator of a version without a run is assumed to be dead
+POLL_SECONDS = 1.0  # polling interval for runs of a version
+WATCH_SECONDS = 5.0  # polling interval for the state of a run
+UNREACHABLE_SECONDS = 600.0  # how long the server may be unreachable while a run is watched
+PENDING_SECONDS = 120.0  # after which a pending pod is reported
+# names of pod nodes among the details of a run; task nodes are RUNNING from their creation
 PODS = re.compile(r"executor(\(\d+\))?|.+-driver(\(\d+\))?")
 
 TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "NUMBER_INTEGER": ("a whole number", lambda value: type(value) is int),
     "NUMBER_DOUBLE": ("a number", lambda value: type(value) in (int, float) and math.isfinite(value)),
     "BOOLEAN": ("true or false", lambda value: type(value) is bool),
-    "LIST": ('JSON as ["a", "b"]', lambda value: isinstance(value, list)),
-    "STRUCT": ('JSON as {"a": "b"}', lambda value: isinstance(value, dict)),
+    "LIST": ('JSON such as ["a", "b"]', lambda value: isinstance(value, list)),
+    "STRUCT": ('JSON such as {"a": "b"}', lambda value: isinstance(value, dict)),
 }
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A compiled pipeline: its file, the documents in it, and what the first of them says of parameters."""
+    """A compiled pipeline: its file, the YAML documents in it, and the definitions of its parameters."""
 
     path: Path
     documents: Sequence[Any]
@@ -59,7 +59,7 @@ class Pipeline:
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """A pipeline of the package, or a file; ValueError for what is neither."""
+        """Read a pipeline of the package by name, or a compiled file by path; ValueError if neither exists."""
         own = resource("pipelines") / f"{name}.yaml"
         if Path(name).is_file() or not own.is_file():
             return cls.read(Path(name))
@@ -67,31 +67,31 @@ class Pipeline:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises ValueError for what is no compiled pipeline."""
+        """Read a compiled pipeline; ValueError if the file is not one."""
         if not path.is_file():
-            raise ValueError(f"{path} does not exist: --pipeline wants train, ablations, refresh or a compiled file")
+            raise ValueError(f"{path} does not exist; --pipeline must be train, ablations, refresh or a compiled file")
         try:
             documents = list(yaml.load_all(path.read_bytes(), yaml.CSafeLoader))
             spec = documents[0]
             parameters = spec["root"].get("inputDefinitions", {}).get("parameters", {})
             return cls(path, documents, spec["pipelineInfo"]["name"], parameters)
         except (yaml.YAMLError, AttributeError, IndexError, KeyError, TypeError):
-            raise ValueError(f"{path} is no compiled pipeline; python -m pipelines makes some") from None
+            raise ValueError(f"{path} is not a compiled pipeline; compile with python -m pipelines") from None
 
     @contextmanager
-    def kept_for(self, hours: float) -> Iterator[Path]:
-        """The file to upload, which says how long the pods of a run are kept after it; 0 says nothing of that.
+    def with_ttl(self, hours: float) -> Iterator[Path]:
+        """Context manager: yield a copy of the file that keeps pods for ``hours`` after a run.
 
-        It is what the compiler writes for ``PipelineConfig(ttl_seconds_after_finished)``, as a copy: servers of 2.16
-        drop all that pods want for a field that they do not know. What the workflow controller's defaults say of runs
-        that succeeded or failed wins over it.
+        With 0 the file itself is yielded. The copy contains what the compiler writes for
+        ``PipelineConfig(ttl_seconds_after_finished)``; the file does not, because servers of 2.16 drop the whole
+        platform spec for a field that they do not know. Defaults of the workflow controller take precedence over it.
         """
         platforms = self.documents[1].get("platforms", {}) if len(self.documents) > 1 else {}
         if not hours or "kubernetes" not in platforms:
             yield self.path
             return
-        written = platforms["kubernetes"].get("pipelineConfig", {})
-        config = {"resourceTtlOnCompletion": round(3600 * hours), **written}
+        existing = platforms["kubernetes"].get("pipelineConfig", {})
+        config = {"resourceTtlOnCompletion": round(3600 * hours), **existing}
         platform = {"platforms": platforms | {"kubernetes": platforms["kubernetes"] | {"pipelineConfig": config}}}
         with TemporaryDirectory() as folder:
             file = Path(folder) / self.path.name
@@ -100,7 +100,7 @@ class Pipeline:
 
     @cached_property
     def tasks(self) -> set[str]:
-        """The names of the tasks that are pods, those in groups included."""
+        """Names of the tasks that run as pods, including those in groups."""
         spec = self.documents[0]
         components = spec.get("components", {})
         tasks = [group.get("dag", {}).get("tasks", {}) for group in (spec["root"], *components.values())]
@@ -111,39 +111,43 @@ class Pipeline:
             if "executorLabel" in components[task["componentRef"]["name"]]
         }
 
-    def parsed(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """``NAME=VALUE`` by name, with values of the type that each parameter has."""
+    def parse_arguments(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """Parse ``NAME=VALUE`` arguments into values of each parameter's type, by name.
+
+        Raises:
+            ValueError: for an unknown parameter or a value of another type.
+        """
         allowed = sorted({*self.parameters} - {"options", "key"})
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for argument in arguments:
             name, equals, text = argument.partition("=")
             if not equals:
-                raise ValueError(f"--argument {argument!r}: NAME=VALUE is wanted, as image=realmops:1")
+                raise ValueError(f"--argument {argument!r}: expected NAME=VALUE, for example image=realmops:1")
             if name not in allowed:
-                raise ValueError(f"--argument {name}: {self.path} takes {', '.join(allowed)}")
-            found[name] = _value(name, text, self.parameters[name]["parameterType"])
-        return found
+                raise ValueError(f"--argument {name}: not a parameter of {self.path}; allowed are {', '.join(allowed)}")
+            values[name] = _parse_value(name, text, self.parameters[name]["parameterType"])
+        return values
 
 
-def _value(name: str, text: str, kind: str) -> Any:
+def _parse_value(name: str, text: str, kind: str) -> Any:
     if name in KINDS and not text and name != "deployment":
-        none = "; one that is not there may be named" if name in OPTIONAL else ""
-        raise ValueError(f"--argument {name}=: Kubeflow Pipelines takes no {KINDS[name]} without a name{none}")
+        hint = "; the object need not exist" if name in OPTIONAL else ""
+        raise ValueError(f"--argument {name}=: Kubeflow Pipelines needs a name for the {KINDS[name]}{hint}")
     if kind not in TYPES:
         return text
-    wanted, fits = TYPES[kind]
+    expected, is_valid = TYPES[kind]
     try:
         value = json.loads(text)
     except ValueError:
         value = None
-    if not fits(value):
-        raise ValueError(f"--argument {name}={text}: {wanted} is wanted")
+    if not is_valid(value):
+        raise ValueError(f"--argument {name}={text}: expected {expected}")
     return value
 
 
 @dataclass(frozen=True)
 class Submission:
-    """What is submitted: arguments are values by parameter."""
+    """A pipeline with its key, run name, experiment and arguments by parameter."""
 
     pipeline: Pipeline
     key: str
@@ -153,10 +157,12 @@ class Submission:
 
     @property
     def objects(self) -> dict[str, str]:
-        """What is named of a cluster's objects, by parameter."""
-        known = self.pipeline.parameters
+        """Names of the Kubernetes objects that the run uses, by parameter."""
+        declared = self.pipeline.parameters
         return {
-            name: str(self.arguments.get(name, known[name].get("defaultValue", ""))) for name in KINDS if name in known
+            name: str(self.arguments.get(name, declared[name].get("defaultValue", "")))
+            for name in KINDS
+            if name in declared
         }
 
 
@@ -168,135 +174,144 @@ def prepare(
     experiment: str,
     name: str | None,
 ) -> tuple[Submission, list[str]]:
-    """The submission of a pipeline with these params, and what a person should know of its key.
+    """Build the submission of a pipeline with these params.
 
-    ``project`` is the folder of params. The run's folder is named by the key, so that another try of a run that failed
-    goes on in it. Raises ValueError for arguments that the pipeline does not take.
+    The run's folder is named by the key, so that a second submission of a failed run resumes there.
+
+    File names in ``values`` are relative to ``project``, the folder of the params file.
+
+    Returns:
+        The submission, and notes for the user about its key.
+
+    Raises:
+        ValueError: if the arguments do not match the pipeline's parameters.
     """
-    given = pipeline.parsed(arguments)
+    chosen = pipeline.parse_arguments(arguments)
     files, notes = digests_of_files(values, project)
-    key = key_of(values, files, pipeline.documents, given)
+    key = key_of(values, files, pipeline.documents, chosen)
     if "image" in pipeline.parameters:
-        notes += image_note(str(given.get("image", pipeline.parameters["image"].get("defaultValue", ""))))
-    ours = {"options": packed(values), "run": key[:16], "key": key}
-    given = {one: value for one, value in ours.items() if one in pipeline.parameters} | given
+        notes += image_note(str(chosen.get("image", pipeline.parameters["image"].get("defaultValue", ""))))
+    generated = {"options": packed(values), "run": key[:16], "key": key}
+    chosen = {parameter: value for parameter, value in generated.items() if parameter in pipeline.parameters} | chosen
     missing = [
-        one
-        for one, entry in pipeline.parameters.items()
-        if one not in given and "defaultValue" not in entry and not entry.get("isOptional")
+        parameter
+        for parameter, entry in pipeline.parameters.items()
+        if parameter not in chosen and "defaultValue" not in entry and not entry.get("isOptional")
     ]
     if missing:
-        raise ValueError(f"{pipeline.path} wants {', '.join(missing)} as well: give --argument {missing[0]}=VALUE")
-    return Submission(pipeline, key, name or f"{pipeline.name}-{key[:16]}", experiment, given), notes
+        raise ValueError(f"{pipeline.path} also needs {', '.join(missing)}: set --argument {missing[0]}=VALUE")
+    return Submission(pipeline, key, name or f"{pipeline.name}-{key[:16]}", experiment, chosen), notes
 
 
 def submit(submission: Submission, server: Server, *, once: bool, keep_hours: float, say: Say) -> Any:
-    """Start a run; with ``once`` only when none of the same key lives or has succeeded, else that run is returned.
+    """Start a run and return it; with ``once`` return an existing run of the same key that is active or has succeeded.
 
-    ``keep_hours`` says how long pods are kept after a run, 0 for as long as the server's settings say. It counts for a
-    version that is made here and now.
+    ``keep_hours`` is the time to live of the run's pods, 0 for the server's setting. It applies only if this call
+    creates the pipeline version.
     """
     check(server.place, submission.objects, say)
     experiment = server.experiment(submission.experiment)
     pipeline = server.pipeline(submission.pipeline.name)
-    if keep_hours and not server.keeps_pods:
-        say("pods are kept after the run as the server's settings say: it is older than 2.17, or tells no version")
-    with submission.pipeline.kept_for(keep_hours if server.keeps_pods else 0) as file:
-        version, made = server.version(pipeline, submission.key, file)
-    if once and not made:
-        runs = _runs_of_another(version, server, say)
+    if keep_hours and not server.supports_ttl:
+        say("the server's settings decide how long pods are kept: it is older than 2.17, or reports no version")
+    with submission.pipeline.with_ttl(keep_hours if server.supports_ttl else 0) as file:
+        version, is_new = server.version(pipeline, submission.key, file)
+    if once and not is_new:
+        runs = _await_runs(version, server, say)
         for run in runs:
             if run.state not in FAILURES | {CANCELING}:
-                say(f"nothing to submit: {_shown(run)} has the same key {submission.key[:16]}")
-                say(f"the run: {server.link(run)}")
+                say(f"nothing to submit: {_describe(run)} has the same key {submission.key[:16]}")
+                say(f"run page: {server.link(run)}")
                 return run
         for run in runs:
-            say(f"{_shown(run)} has the same key {submission.key[:16]}: another try")
-    say(server.place.described(submission.objects))
+            say(f"{_describe(run)} has the same key {submission.key[:16]}: submitting it again")
+    say(server.place.describe(submission.objects))
     run = server.start(experiment, version, submission.name, submission.arguments)
-    say(f"submitted: {_shown(run)} with the key {submission.key[:16]}")
-    say(f"the run: {server.link(run)}")
+    say(f"submitted: {_describe(run)} with the key {submission.key[:16]}")
+    say(f"run page: {server.link(run)}")
     return run
 
 
-def _runs_of_another(version: Any, server: Server, say: Say) -> list[Any]:
-    """The runs of a version that somebody has made a moment ago, or was killed before its run was made."""
+def _await_runs(version: Any, server: Server, say: Say) -> list[Any]:
+    """Return the runs of an existing version; empty if its creator died before it started one."""
 
-    def tell(waited: float) -> None:
-        say(f"there is a version of this key without a run: waiting {GRACE_SECONDS:.0f} s for who made it")
+    def log_waiting(elapsed: float) -> None:
+        say(f"this key has a version without a run: waiting {GRACE_SECONDS:.0f} s for the process that created it")
 
-    return awaited(lambda: server.runs_of(version) or None, LOOK_SECONDS, GRACE_SECONDS, tell) or []
+    return awaited(lambda: server.runs_of(version) or None, POLL_SECONDS, GRACE_SECONDS, log_waiting) or []
 
 
 def wait(run_id: str, tasks: set[str], server: Server, say: Say) -> str:
-    """The state in which a run ends; each change of a task's state is said, and of a pod that it is pending for long.
+    """Wait until a run ends and return its final state.
 
-    A task runs as soon as it is there, whatever becomes of its pod, which is a node of its own in a run's details.
+    Changes of the tasks' states are logged, and pods that are pending for long. A task is RUNNING from its creation,
+    independently of its pod, which is a separate node in the details of a run.
     """
     states: dict[str, str] = {}
-    since: dict[str, float] = {}  # of a pod; infinite once it was said
-    answered = time.monotonic()
+    since: dict[str, float] = {}  # first time each pod was pending; infinite once logged
+    last_response = time.monotonic()
 
-    def look() -> Any:
-        nonlocal answered
+    def poll_run() -> Any:
+        nonlocal last_response
         try:
             run = server.run(run_id)
         except TimeoutError:
-            if time.monotonic() - answered > AWAY_SECONDS:
+            if time.monotonic() - last_response > UNREACHABLE_SECONDS:
                 raise
             return None
-        answered = time.monotonic()
+        last_response = time.monotonic()
         details = (run.run_details.task_details if run.run_details else None) or ()
         for task in details:
-            # iterations of a loop are tasks of one name
+            # iterations of a loop share the name of their task
             if task.display_name in tasks and task.state and states.get(task.task_id) != task.state:
                 states[task.task_id] = task.state
                 say(f"{task.display_name}: {task.state}")
-        pending = {one.task_id: one for one in details if one.state == "PENDING" and PODS.fullmatch(one.display_name)}
+        pending = [node.task_id for node in details if node.state == "PENDING" and PODS.fullmatch(node.display_name)]
         for pod in pending:
-            since.setdefault(pod, answered)
-        if late := [pod for pod in pending if answered - since[pod] > PENDING_SECONDS]:
+            since.setdefault(pod, last_response)
+        if late := [pod for pod in pending if last_response - since[pod] > PENDING_SECONDS]:
             since.update(dict.fromkeys(late, math.inf))
             running = [task.display_name for task in details if task.state == "RUNNING" and task.display_name in tasks]
-            _tell_of_pods(running, len(late), run_id, server, say)
+            _log_pending(running, len(late), run_id, server, say)
         return run if run.state == SUCCEEDED or run.state in FAILURES else None
 
-    run: Any = awaited(look, WATCH_SECONDS)
+    run: Any = awaited(poll_run, WATCH_SECONDS)
     reason = f", {run.error.message}" if run.error and run.error.message else ""
-    say(f"{_shown(run)}{reason}")
+    say(f"{_describe(run)}{reason}")
     if run.state in FAILURES:
         place = server.place
-        say(f"pods that have failed: {place.commands(run_id, 'Failed')}")
+        say(f"failed pods: {place.commands(run_id, 'Failed')}")
         for line in describe_pods(lambda cluster: cluster.pods(place.namespace, f"{RUN_LABEL}={run_id}", "Failed")):
-            say(f"the pod {line}")
+            say(f"pod {line}")
     return str(run.state)
 
 
-def _tell_of_pods(tasks: Sequence[str], late: int, run_id: str, server: Server, say: Say) -> None:
-    """Say that pods wait, of which tasks, and why where a cluster is at hand: the server itself does not know."""
+def _log_pending(tasks: Sequence[str], late: int, run_id: str, server: Server, say: Say) -> None:
+    """Log pending pods with their tasks, and the reasons if the cluster is accessible; the server has no reasons."""
     place = server.place
-    waits = "a pod waits" if late == 1 else f"{late} pods wait"
+    pods = "1 pod is" if late == 1 else f"{late} pods are"
     say(
-        f"{', '.join(dict.fromkeys(tasks)) or 'before the first task'}: {waits}, still PENDING after "
-        f"{PENDING_SECONDS:.0f} s; a claim that is not there, an image that cannot be pulled or no room on a node: "
-        f"{place.commands(run_id, 'Pending')}"
+        f"{', '.join(dict.fromkeys(tasks)) or 'before the first task'}: {pods} still PENDING after "
+        f"{PENDING_SECONDS:.0f} s; possible causes are a missing claim, an image that cannot be pulled or no free "
+        f"node: {place.commands(run_id, 'Pending')}"
     )
     for line in describe_pods(lambda cluster: cluster.pods(place.namespace, f"{RUN_LABEL}={run_id}", "Pending")):
-        say(f"the pod {line}")
+        say(f"pod {line}")
 
 
 def older_run(server: Server, key: str, run_id: str) -> str | None:
-    """A run that lives, has the same key and is older than this one, in words; of one second, the lower id is older.
+    """Return a description of an older active run with the same key, or None.
 
-    One that is being cancelled leaves the work to this one.
+    Of two runs created in the same second, the one with the lower id is the older. A run that is being cancelled does
+    not count.
     """
     this = server.run(run_id)
     for run in server.runs(operation="IN", key="state", stringValues={"values": LIVE}):
         arguments = (run.runtime_config.parameters if run.runtime_config else None) or {}
         if arguments.get("key") == key and (run.created_at, run.run_id) < (this.created_at, this.run_id):
-            return _shown(run)
+            return _describe(run)
     return None
 
 
-def _shown(run: Any) -> str:
+def _describe(run: Any) -> str:
     return f"the run {run.display_name} ({run.run_id}, {run.state or 'PENDING'})"

@@ -1,7 +1,7 @@
-"""What the components of the Kubeflow pipelines call in their pods: one task on the shared volume.
+"""Tasks of the Kubeflow components, which run in pods with the shared volume.
 
-Options come as JSON text: as a dictionary, KFP would hand 288 on as 288.0. What a stage makes stays on the volume; the
-artifact is a small manifest of it.
+Options are passed as JSON text, because KFP converts 288 in a dictionary to 288.0. Outputs of a stage stay on the
+volume; the KFP artifact is a small manifest of them.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ from realmops.tracking.sender import ABOVE
 if TYPE_CHECKING:
     from realmops.commands.ablate import Ablation
 
-OURS = "REALMOPS_MLFLOW_TRACKING_", "REALMOPS_MLFLOW_EXPERIMENT_"
-CHANGES_SHOWN = 200  # as many answers as a page takes
+SETTINGS_PREFIXES = "REALMOPS_MLFLOW_TRACKING_", "REALMOPS_MLFLOW_EXPERIMENT_"
+CHANGES_SHOWN = 200  # changed answers in the Markdown artifact
 
 
 class Output(Protocol):
-    """What KFP gives a task for an output: the file to write, and ``metadata`` that KFP shows of it."""
+    """An output artifact of KFP: the file to write, and ``metadata`` shown in the UI."""
 
     path: str
     metadata: dict[str, Any]
 
 
 class Metrics(Output, Protocol):
-    """The same for figures: they go to the file, which KFP's cache wants, and are shown in KFP."""
+    """An output artifact for metrics: a file, which KFP's cache needs, and values shown in the UI."""
 
     def log_metric(self, metric: str, value: float) -> None:
-        """Show a figure."""
+        """Show a metric in the UI."""
 
 
 def take_settings(environment: MutableMapping[str, str]) -> None:
-    """Give MLflow our settings under the names that it reads.
+    """Copy the settings ``REALMOPS_MLFLOW_*`` to the variables that MLflow reads.
 
-    Where MLflow's plugin of Kubeflow Pipelines has named a server, that and its credentials stand. The run that it has
-    made for this task is one to show ours under: ours goes through all tasks.
+    If the MLflow plugin of Kubeflow Pipelines has set a server, that server and its credentials are kept. The plugin's
+    run of this task becomes the parent of ours, because our run spans all tasks.
     """
     if "MLFLOW_TRACKING_URI" not in environment:
-        ours = {name: value for name, value in environment.items() if name.startswith(OURS)}
-        environment.update({name.removeprefix("REALMOPS_"): value for name, value in ours.items()})
+        settings = {name: value for name, value in environment.items() if name.startswith(SETTINGS_PREFIXES)}
+        environment.update({name.removeprefix("REALMOPS_"): value for name, value in settings.items()})
     if run := environment.pop("MLFLOW_RUN_ID", ""):
         environment[ABOVE] = run
 
 
 @contextmanager
 def _task() -> Iterator[None]:
-    """Around all of a task: errors are explained as on the command line, SIGTERM ends it as an exception does."""
+    """Context manager of every task: settings, one-line errors, and SIGTERM as an exception."""
     take_settings(os.environ)
     end_on_sigterm()
     with explained_errors():
@@ -84,13 +84,18 @@ def run_stage(
     deployment: str = "",
     shard_pods: int = 1,
 ) -> None:
-    """Run a stage under ``root`` and write its small results.
+    """Run a stage under ``root`` and write its manifest and metrics.
 
     Args:
-        options: params as JSON, sections with what differs from the defaults.
-        manifest: what was made where.
-        processes: started by torchrun, to train together.
-        shard_pods: that tag and embed together; those beside this one are replicas of ``deployment``.
+        stage: name of the stage.
+        options: params as JSON, the differences from the defaults.
+        root: folder of the run on the shared volume.
+        manifest: output artifact for folder, digests and metrics.
+        metrics: output artifact for the chief metrics.
+        processes: number of processes that torchrun starts for training.
+        owner: id of the pipeline run.
+        deployment: name of the index builders' Deployment; empty for none.
+        shard_pods: number of pods that tag and embed the corpus; all but this one are replicas of ``deployment``.
     """
     with helped(Path(root), stage, deployment, shard_pods, owner, Console()):
         _run(stage, unpacked(options), Path(root), manifest, metrics, processes)
@@ -110,15 +115,15 @@ def pretrain(
     processes: int,
     limits: str,
 ) -> None:
-    """As :func:`run_stage`; raises the index builders' Deployment first, where one is named and work is left."""
+    """Run pre-training as :func:`run_stage` does, with the index builders scaled up unless it is up to date."""
     values, console, place = unpacked(options), Console(), Path(root)
     console.say(f"limits of this pod: {limits}")
-    _take_over("pretrain", values, place)  # before builders are raised for it
+    _reuse_output("pretrain", values, place)  # before builders are scaled up
     with (
-        raised_builders(values, place, deployment, builders, owner, wait_seconds, console.say) as given,
+        raised_builders(values, place, deployment, builders, owner, wait_seconds, console.say) as run_options,
         helped(place, "pretrain", deployment, builders + 1, owner, console, held=True),
     ):
-        _run("pretrain", given, place, manifest, metrics, processes)
+        _run("pretrain", run_options, place, manifest, metrics, processes)
 
 
 @_task()
@@ -134,11 +139,18 @@ def evaluate(
     deployment: str,
     shard_pods: int,
 ) -> None:
-    """As :func:`run_stage`, and what people look at.
+    """Run the evaluation as :func:`run_stage` does, and write its report.
 
     Args:
-        report: the page of the run, in HTML.
-        summary: the tables that a run on one machine ends with, in Markdown.
+        options: params as JSON, the differences from the defaults.
+        root: folder of the run on the shared volume.
+        manifest: output artifact for folder, digests and metrics.
+        report: output artifact for the report of the run, in HTML.
+        summary: output artifact for the tables of metrics, in Markdown.
+        metrics: output artifact for the chief metrics.
+        owner: id of the pipeline run.
+        deployment: name of the index builders' Deployment; empty for none.
+        shard_pods: number of pods that embed the corpus.
     """
     from realmops.commands.report import metrics_under, page_under
     from realmops.evaluate.run_report import figure_tables
@@ -152,81 +164,88 @@ def evaluate(
 
 @_task()
 def lower_builders(deployment: str, root: str, owner: str) -> None:
-    """Give the index builders back, whatever became of the run (``builders.give_back``)."""
+    """Scale down the index builders, however the run ended."""
     give_back(deployment, Path(root), owner, Console().say)
 
 
 @_task()
 def guard(key: str, run: str, endpoint: str) -> None:
-    """End with an error when an older run with the same key lives; nothing to do without a key or an endpoint.
+    """Fail if an older run with the same key is active; without a key or an endpoint do nothing.
 
-    Where it cannot be asked, the run goes on: two trainers in one folder refuse each other in any case.
+    If the server is unreachable the run continues: the lock of the stage keeps a second trainer out of the folder.
     """
     if not (key and endpoint):
         return
     try:
         older = older_run(Server(endpoint), key, run)
     except (ValueError, TimeoutError) as error:
-        Console().warn(f"this run goes on without knowing whether an older one has the same key: {error}")
+        Console().warn(f"guard: could not check for an older run with the same key, continuing: {error}")
         return
     if older:
-        raise ValueError(f"this run ends itself: {older} has the same key {key[:16]} and is older")
+        raise ValueError(f"guard: {older} has the same key {key[:16]} and is older, so this run stops")
 
 
 @_task()
 def promote(options: str, root: str, model: str, margin: float, champion: Output, metrics: Metrics) -> None:
-    """Make the run the champion of a registered model if it is better; that it is not is no error.
+    """Make the run the champion of a registered model if it is better; otherwise succeed without a change.
 
     Args:
-        model: its name; nothing is done where it is empty.
-        champion: what became of it.
+        options: params as JSON, the differences from the defaults.
+        root: folder of the run on the shared volume.
+        model: name of the registered model; nothing is done if it is empty.
+        margin: required improvement of exact match, 0 to 1.
+        champion: output artifact for the decision and the run's metrics.
+        metrics: output artifact for the decision and the difference of exact match.
     """
     report, place = Console(), Path(root)
     if not model:
-        champion.metadata["message"] = "no registered model is named: nothing is promoted"
+        champion.metadata["message"] = "promote: no registered model is set, so nothing is promoted"
         report.say(champion.metadata["message"])
         return
     if not os.environ.get("MLFLOW_TRACKING_URI"):
         raise ValueError(
-            "MLFLOW_TRACKING_URI is not set, and a registry in the run's own folder knows no other run: put it "
-            "into the ConfigMap that the pipeline's parameter settings names, or leave model empty"
+            "MLFLOW_TRACKING_URI is not set, and a registry in the run's folder has no other run to compare with: set "
+            "it in the ConfigMap of the pipeline's parameter settings, or leave model empty"
         )
     from realmops.commands.promote import promote
     from realmops.tracking.runs import headline
 
-    with claimed(place.parent / artifacts.WORK / "promote", report.say):  # MLflow itself takes any of two at once
+    with claimed(place.parent / artifacts.WORK / "promote", report.say):  # MLflow does not serialise promotions
         promotion = promote(unpacked(options), project=place, root=place, name=model, margin=margin, copy=False)
     report.say(promotion.message)
     difference = {} if promotion.difference is None else {"em_difference": promotion.difference}
-    shown = {"promoted": int(promotion.champion), **difference}
+    figures = {"promoted": int(promotion.champion), **difference}
     results = artifacts.read_json(place / STAGES["evaluate"].folder / METRICS)
-    champion.metadata.update({"name": model, "message": promotion.message, **headline("evaluate", results), **shown})
+    champion.metadata.update({"name": model, "message": promotion.message, **headline("evaluate", results), **figures})
     artifacts.write_json(Path(champion.path), champion.metadata)
-    _show(shown, metrics)
+    _write_metrics(figures, metrics)
 
 
 @_task()
 def refresh(options: str, root: str, changes: Output, metrics: Metrics) -> None:
-    """Read a changed corpus under the trained run ``root``, as ``realmops update`` does.
+    """Update the corpus of the trained run in ``root``, as ``realmops update`` does.
 
     Args:
-        changes: the answers that changed, in Markdown.
+        options: params as JSON, the differences from the defaults.
+        root: folder of the trained run on the shared volume.
+        changes: output artifact for the changed answers, in Markdown.
+        metrics: output artifact for the metrics of the update.
     """
     from realmops.commands.update import changes_markdown, update
 
-    done = update(unpacked(options), project=Path(root), root=Path(root), report=Console())
-    if done is None:
-        artifacts.write_bytes(Path(changes.path), b"The passages are those of before.\n")
+    result = update(unpacked(options), project=Path(root), root=Path(root), report=Console())
+    if result is None:
+        artifacts.write_bytes(Path(changes.path), b"The passages are unchanged.\n")
         return
-    artifacts.write_bytes(Path(changes.path), changes_markdown(done[0], CHANGES_SHOWN).encode())
-    _show(done[1], metrics)
+    artifacts.write_bytes(Path(changes.path), changes_markdown(result[0], CHANGES_SHOWN).encode())
+    _write_metrics(result[1], metrics)
 
 
 @_task()
 def variant(
     name: str, options: str, presets: str, settings: str, seeds: int, out: str, limits: str, metrics: Metrics
 ) -> None:
-    """Train and evaluate one variant of an ablation with every seed; table and MLflow runs are for :func:`table`."""
+    """Train and evaluate one variant of an ablation with every seed; :func:`table` writes table and MLflow runs."""
     from realmops.commands.ablate import means_of, train
 
     report = Console()
@@ -234,8 +253,8 @@ def variant(
     ablation = _ablation([name], options, presets, settings, seeds, out)
     if failures := train(ablation, jobs=1, report=report):
         raise ValueError("\n".join(failures.values()))
-    metrics.metadata["variant"] = name  # Kubeflow's page that compares calls the pods of all variants by one name
-    _show(means_of(ablation), metrics)
+    metrics.metadata["variant"] = name  # the UI shows the same task name for all variants
+    _write_metrics(means_of(ablation), metrics)
 
 
 @_task()
@@ -250,62 +269,71 @@ def table(
     page: Output,
     metrics: Metrics,
 ) -> None:
-    """Write the table of the reference and ``variants`` as far as they have been trained, and their MLflow runs.
+    """Write the table of the reference and the variants trained so far, and their MLflow runs.
 
     Args:
-        rows: the table, in Markdown.
-        page: in HTML.
+        variants: names of the variants, without the reference.
+        options: params as JSON, the differences from the defaults.
+        presets: names of presets for every variant, as a JSON list.
+        settings: ``section.key=value`` for every variant, as a JSON list.
+        seeds: number of seeds.
+        out: folder of the ablation on the shared volume.
+        rows: output artifact for the table, in Markdown.
+        page: output artifact for the table with its curves, in HTML.
+        metrics: output artifact for the metrics of each variant.
     """
     from realmops.commands.ablate import ablate
     from realmops.evaluate.ablation import REFERENCE, table_of_rows
 
     ablation = _ablation([REFERENCE, *variants], options, presets, settings, seeds, out)
-    found, missing = ablate(ablation, jobs=1, report=Console(), only_look=True)
-    text = table_of_rows(found).as_markdown() if found else f"No table: {REFERENCE} is not among what ended well.\n"
+    results, missing = ablate(ablation, jobs=1, report=Console(), only_look=True)
+    text = table_of_rows(results).as_markdown() if results else f"No table: {REFERENCE} did not succeed.\n"
     text += "".join(f"\n{line}\n" for line in missing)
     artifacts.write_bytes(Path(rows.path), text.encode())
-    shown = (ablation.out / "report.html").read_bytes() if found else escape(text).encode()
-    artifacts.write_bytes(Path(page.path), shown)
+    html = (ablation.out / "report.html").read_bytes() if results else escape(text).encode()
+    artifacts.write_bytes(Path(page.path), html)
     columns = {"em": "em", "zero_shot_recall_at_5": "recall_at_5", "em_difference": "em_difference"}
-    _show({f"{row['variant']}_{what}": row[name] for row in found for what, name in columns.items()}, metrics)
+    figures = {f"{row['variant']}_{name}": row[column] for row in results for name, column in columns.items()}
+    _write_metrics(figures, metrics)
 
 
 def _ablation(variants: list[str], options: str, presets: str, settings: str, seeds: int, out: str) -> Ablation:
     from realmops.commands.ablate import Ablation
 
     if seeds < 1:
-        raise ValueError(f"seeds is {seeds}, at least 1 is wanted")
-    values, chosen, given = unpacked(options), _names("presets", presets), _names("overrides", settings)
+        raise ValueError(f"seeds is {seeds}; it must be at least 1")
+    values = unpacked(options)
+    preset_names, overrides = _parse_names("presets", presets), _parse_names("overrides", settings)
     artifacts.make_folder(Path(out))
     params = Path(out) / "params.yaml"
     is_new = not params.exists()
-    artifacts.write_json(params, values)  # JSON is YAML; all pods of an ablation write the same
+    artifacts.write_json(params, values)  # JSON is YAML; all pods of an ablation write the same file
     ablation = Ablation(
         params,
-        presets=chosen,
-        settings=given,
+        presets=preset_names,
+        settings=overrides,
         variants=list(dict.fromkeys(variants)),
         seeds=range(seeds),
         out=Path(out),
     )
     try:
-        _ = ablation.tasks  # every variant with its presets is looked at
+        _ = ablation.tasks  # validates every variant with its presets
     except ValueError:
         if is_new:
             params.unlink()
-            with suppress(OSError):  # others have written there
+            with suppress(OSError):  # other pods have written there
                 Path(out).rmdir()
         raise
     return ablation
 
 
-def _names(key: str, text: str) -> list[str]:
+def _parse_names(key: str, text: str) -> list[str]:
     try:
         names = json.loads(text)
     except ValueError:
         names = None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f'{key} is {text[:60]!r}; a JSON list of texts is wanted, for example ["ablation"]')
+        raise ValueError(f'{key} is {text[:60]!r}; expected a JSON list of strings, for example ["ablation"]')
     return names
 
 
@@ -314,81 +342,85 @@ def _run(stage: str, values: Values, root: Path, manifest: Output, metrics: Metr
 
     _make_folder(root)
     folder = root / STAGES[stage].folder
-    _take_over(stage, values, root)
+    _reuse_output(stage, values, root)
     if processes > 1:
         _run_together(stage, values, root, processes)
-        found = artifacts.read_json(folder / METRICS)
+        results = artifacts.read_json(folder / METRICS)
     else:
-        found = runner.run_stage(stage, values, project=root, root=root, report=Console())
-    made = artifacts.read_json(folder / artifacts.MANIFEST)
-    small = {"stage": stage, "folder": str(folder), "fingerprint": made["fingerprint"], "files": made["files"]}
+        results = runner.run_stage(stage, values, project=root, root=root, report=Console())
+    full = artifacts.read_json(folder / artifacts.MANIFEST)
+    small = {"stage": stage, "folder": str(folder), "fingerprint": full["fingerprint"], "files": full["files"]}
     artifacts.write_json(Path(manifest.path), small)
-    lies = {"folder": folder.absolute().as_uri(), "digest": made["manifest_digest"], "fingerprint": made["fingerprint"]}
-    manifest.metadata.update(lies | _figures(found))
-    # Kubeflow's page shows ten figures at once, by the alphabet; the manifest has all
-    _show({name: found[name] for name in CHIEF.get(stage, found) if name in found}, metrics)
+    place = {
+        "folder": folder.absolute().as_uri(),
+        "digest": full["manifest_digest"],
+        "fingerprint": full["fingerprint"],
+    }
+    manifest.metadata.update(place | _numbers(results))
+    # the UI shows ten metrics at once, in alphabetical order; the manifest has all
+    _write_metrics({name: results[name] for name in CHIEF.get(stage, results) if name in results}, metrics)
 
 
-def _take_over(stage: str, values: Values, root: Path) -> None:
-    """Link what another run beside ``root`` has made of the same inputs and options, so that it is not made again.
+def _reuse_output(stage: str, values: Values, root: Path) -> None:
+    """Link the output of another run on the volume with the same inputs, options and code, if there is one.
 
-    By the same code alone: an image of another commit trains anew, and so does one that tells no commit.
+    Without the commit of the image nothing is reused.
     """
     from realmops.stages import fingerprint
     from realmops.stages.runner import alone, code, finished, inputs_of
 
-    one, folder = STAGES[stage], root / STAGES[stage].folder
-    key = fingerprint(one, values, inputs_of(one, values, root, root))
-    if finished(folder, one, key) is not None or not code():
+    definition, folder = STAGES[stage], root / STAGES[stage].folder
+    key = fingerprint(definition, values, inputs_of(definition, values, root, root))
+    if finished(folder, definition, key) is not None or not code():
         return
-    for record in sorted(root.parent.glob(f"*/{one.folder}/{artifacts.MANIFEST}")):
-        with suppress(OSError, ValueError):  # replaced at this moment, or damaged: it is made here
-            made = artifacts.read_json(record)
-            if (made.get("fingerprint"), made.get("code")) != (key, code()):
+    for record in sorted(root.parent.glob(f"*/{definition.folder}/{artifacts.MANIFEST}")):
+        with suppress(OSError, ValueError):  # being replaced, or damaged
+            manifest = artifacts.read_json(record)
+            if (manifest.get("fingerprint"), manifest.get("code")) != (key, code()):
                 continue
-            if finished(record.parent, one, key) is None:
+            if finished(record.parent, definition, key) is None:
                 continue
             with alone(root / artifacts.WORK, stage), artifacts.atomic_folder(folder) as out:
                 for file in (path for path in record.parent.rglob("*") if path.is_file()):
-                    place = out / file.relative_to(record.parent)
-                    artifacts.make_folder(place.parent)
-                    artifacts.link_or_copy(file, place)
-            Console().say(f"{stage}: {record.parent} was made from the same inputs and options, and is taken over")
+                    target = out / file.relative_to(record.parent)
+                    artifacts.make_folder(target.parent)
+                    artifacts.link_or_copy(file, target)
+            Console().say(f"{stage}: reusing {record.parent}, which has the same inputs and options")
             return
 
 
 def _make_folder(root: Path) -> None:
-    """Make the run's folder; ValueError where the volume does not let this pod's user write."""
-    place = next(one for one in (root, *root.parents) if one.exists())
-    if not os.access(place, os.W_OK):
-        found = place.stat()
+    """Create the run's folder; ValueError if this pod's user may not write to the volume."""
+    folder = next(path for path in (root, *root.parents) if path.exists())
+    if not os.access(folder, os.W_OK):
+        status = folder.stat()
         raise ValueError(
-            f"{place} belongs to user {found.st_uid} and group {found.st_gid} (mode {found.st_mode & 0o7777:o}), "
-            f"and user {os.getuid()} of this pod may not write there: start one index builder, which gives the volume "
-            "to the pods' group ('kubectl scale deployment/realmops-index-builder --replicas=1', and 0 when it is "
-            "ready), or change the folder's owner"
+            f"{folder} belongs to user {status.st_uid} and group {status.st_gid} (mode {status.st_mode & 0o7777:o}), "
+            f"and user {os.getuid()} of this pod may not write there: start one index builder, which sets the group of "
+            "the volume ('kubectl scale deployment/realmops-index-builder --replicas=1', then 0 once it is ready), or "
+            "change the folder's owner"
         )
     artifacts.make_folder(root)
 
 
 def _run_together(stage: str, values: Values, root: Path, processes: int) -> None:
-    """The stage by several processes of torchrun, which exits with 1 whichever of them fails, and this task too."""
+    """Run a stage with several processes under torchrun, and exit with its status if one of them fails."""
     params = root / f"{stage}.params.json"
     artifacts.write_json(params, values)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "realmops"]
     command = [sys.executable, *torchrun, "run", stage, f"--params={params}", f"--root={root}"]
-    code = subprocess.call(command, env={**os.environ, "PYTHONSAFEPATH": "1"})  # imports nothing from this folder
+    code = subprocess.call(command, env={**os.environ, "PYTHONSAFEPATH": "1"})  # no imports from the current folder
     if code:
         sys.exit(code)
 
 
-def _figures(found: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(v) for name, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
+def _numbers(results: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(v) for name, v in results.items() if isinstance(v, int | float) and math.isfinite(v)}
 
 
-def _show(found: Mapping[str, Any], metrics: Metrics) -> None:
-    """Write the figures among what was found, and show them in KFP."""
-    figures = _figures(found)
-    artifacts.write_json(Path(metrics.path), figures)
-    for name, value in figures.items():
+def _write_metrics(results: Mapping[str, Any], metrics: Metrics) -> None:
+    """Write the finite numbers of ``results``, and show them in KFP."""
+    numbers = _numbers(results)
+    artifacts.write_json(Path(metrics.path), numbers)
+    for name, value in numbers.items():
         metrics.log_metric(name, value)

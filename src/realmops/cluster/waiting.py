@@ -1,33 +1,40 @@
-"""Waiting for what others do, and saying so."""
+"""Polling with progress messages."""
 
 import math
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
-SAID_SECONDS = 30.0
+SAID_SECONDS = 30.0  # between progress messages
 T = TypeVar("T")
 Say = Callable[[str], None]
 
 
 def awaited(
-    look: Callable[[], T | None],
-    every: float,
-    most: float = math.inf,
-    tell: Callable[[float], None] = lambda waited: None,
+    poll: Callable[[], T | None],
+    interval: float,
+    timeout: float = math.inf,
+    on_progress: Callable[[float], None] = lambda elapsed: None,
 ) -> T | None:
-    """What ``look`` finds, asked every so many seconds; None when ``most`` of them have passed.
+    """Call ``poll`` until it returns a value other than None.
 
-    ``tell`` is called after the first look, and then every ``SAID_SECONDS``, with the seconds that have passed.
+    Args:
+        poll: called repeatedly; None means not ready.
+        interval: seconds between calls.
+        timeout: seconds after which to give up.
+        on_progress: called with the elapsed seconds after the first poll, then every ``SAID_SECONDS``.
+
+    Returns:
+        The value, or None after the timeout.
     """
-    began = time.monotonic()
-    told = -math.inf
-    while (found := look()) is None:
-        waited = time.monotonic() - began
-        if waited > most:
+    started = time.monotonic()
+    reported = -math.inf
+    while (result := poll()) is None:
+        elapsed = time.monotonic() - started
+        if elapsed > timeout:
             break
-        if waited - told > SAID_SECONDS:
-            tell(waited)
-            told = waited
-        time.sleep(every)
-    return found
+        if elapsed - reported > SAID_SECONDS:
+            on_progress(elapsed)
+            reported = elapsed
+        time.sleep(interval)
+    return result

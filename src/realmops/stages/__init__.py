@@ -1,4 +1,4 @@
-"""The pipeline as data: which stages there are, what each reads, and the one way to run one."""
+"""The pipeline as data: the table of stages, their inputs and fingerprints."""
 
 from __future__ import annotations
 
@@ -16,70 +16,78 @@ from realmops.journal import Journal
 
 JOURNAL = "metrics.jsonl"
 METRICS = "metrics.json"
-PUBLISHED = "data/published"  # passages that were imported with a checkpoint
-CLOZE = "data/cloze"  # questions that were made from the corpus
-CORPUS = "corpus"  # folder of the snapshot that is searched, below that of its stage
-HUB = "hf:"
-ENCODER = "encoder"  # reader.init: the reader starts as the encoder
+PUBLISHED = "data/published"  # passages imported with a checkpoint
+CLOZE = "data/cloze"  # questions generated from the corpus
+CORPUS = "corpus"  # folder of the searched snapshot, below that of its stage
+HUB = "hf:"  # prefix of datasets on the hub
+ENCODER = "encoder"  # value of reader.init: initialise the reader from the encoder
 
-if TYPE_CHECKING:  # the command line loads this module, and pydantic takes .2 seconds
+if TYPE_CHECKING:  # the command line imports this module, and pydantic takes 0.2 s
     from realmops.config import Section, Values
 Options = TypeVar("Options", bound="Section")
 
 
 class Report(Protocol):
-    """Where a stage says what it does."""
+    """Log lines, warnings and progress bars of a stage."""
 
     def say(self, message: str) -> None:
-        """A line of information."""
+        """Log an informational line."""
 
     def warn(self, message: str) -> None:
-        """A line that a person should act on."""
+        """Log a warning that the user should act on."""
 
     def progress(self, label: str, total: int, unit: str = "") -> Callable[[int], None]:
-        """A bar; the function takes the number of units done since its last call; the unit "B" is shown in MB."""
+        """Start a progress bar; the returned callback takes the units completed since its last call ("B" is bytes)."""
 
 
 class Silent:
-    """A report of which nobody hears."""
+    """A report that discards everything."""
 
-    def say(self, message: str) -> None: ...
+    def say(self, message: str) -> None:
+        """Discard a line."""
 
-    def warn(self, message: str) -> None: ...
+    def warn(self, message: str) -> None:
+        """Discard a warning."""
 
     def progress(self, label: str, total: int, unit: str = "") -> Callable[[int], None]:
-        return lambda done: None
+        """Return a callback without effect."""
+        return lambda units: None
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one run of a stage is given."""
+    """Options, inputs and folders of one run of a stage."""
 
-    sections: Mapping[str, Any]  # models of config, by name
+    sections: Mapping[str, Any]  # options by section name
     inputs: Mapping[str, Path]
-    out: Path  # the stage's folder, committed when it returns
-    work: Path  # outlives a killed process; empty on the first try
+    out: Path  # output folder, committed when the stage succeeds
+    work: Path  # for checkpoints; survives a killed process
     journal: Journal
     report: Report
-    offer: Path  # the file that tells index builders what they can help with
-    presets: Sequence[str] = ()  # their names, for people
+    offer: Path  # file that offers shards of the work to index builders
+    presets: Sequence[str] = ()  # names, for the report
 
     def section(self, kind: type[Options]) -> Options:
-        """Return the options of one section, by their type; KeyError where the stage does not declare it."""
+        """Return the options of one section by their type; KeyError if the stage does not declare the section."""
         options: Options = self.sections[kind.section]
         return options
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: the params sections and earlier stages that it reads, and the folder that it writes.
+    """A stage of the pipeline.
 
-    ``files`` are the keys (section.key) that name files from outside the pipeline; ``optional`` are needs whose
-    folder may be absent, as when a model was imported or the corpus is somebody else's.
+    Attributes:
+        what: one sentence on what it does.
+        sections: sections of params that it reads.
+        needs: earlier stages whose output it reads.
+        folder: output folder, relative to the root of the run.
+        files: options (section.key) that name files it reads.
+        optional: stages among ``needs`` whose output may be absent, because a model or the corpus was imported.
     """
 
     name: str
-    what: str  # it does, in a sentence
+    what: str
     sections: tuple[str, ...]
     needs: tuple[str, ...]
     folder: str
@@ -87,7 +95,7 @@ class Stage:
     optional: tuple[str, ...] = ("sample",)
 
     def run(self, job: Job) -> dict[str, Any]:
-        """Do the work of ``stages/<name>.py``; returns its metrics."""
+        """Run ``stages/<name>.py`` and return its metrics."""
         module = importlib.import_module(f"realmops.stages.{self.name}")
         metrics: dict[str, Any] = module.run(job)
         return metrics
@@ -96,10 +104,10 @@ class Stage:
 STAGES: dict[str, Stage] = {
     stage.name: stage
     for stage in (
-        Stage("sample", "Make an invented encyclopedia, with questions about it.", ("sample",), (), "data/sample"),
+        Stage("sample", "Generate an invented encyclopedia with questions about it.", ("sample",), (), "data/sample"),
         Stage(
             "snapshot",
-            "Cut documents into passages, make the vocabulary, index the words for BM25.",
+            "Split documents into passages, train the vocabulary, build the BM25 index.",
             ("snapshot", "bert"),
             ("sample",),
             "data/snapshot",
@@ -107,7 +115,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "tag",
-            "Find the names and dates that may be masked; a tagger for names is trained here.",
+            "Find the salient spans (names and dates); train a tagger for names.",
             ("run", "bert", "tag", "optimiser"),
             ("sample", "snapshot"),
             "data/spans",
@@ -115,7 +123,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "ict",
-            "Give the retriever (inverse cloze task) and the reader (masked words) a warm start.",
+            "Warm-start the retriever (inverse cloze task) and the reader (masked words).",
             ("run", "bert", "retriever", "reader", "ict", "optimiser"),
             ("snapshot", "tag"),
             "models/ict",
@@ -139,7 +147,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "evaluate",
-            "Measure exact match, recall and what bounds them; write predictions and the report.",
+            "Measure exact match, recall and their upper bounds; write predictions and the report.",
             ("run", "finetune", "evaluate", "questions"),
             ("sample", "snapshot", "ict", "pretrain", "finetune"),
             "results",
@@ -151,105 +159,106 @@ STAGES: dict[str, Stage] = {
 
 
 def parse_sections(stage: Stage, values: Values) -> dict[str, Any]:
-    """Return the stage's sections as models; it sees no other."""
+    """Return the sections that a stage declares, as models."""
     from realmops.config import parse_section
 
     return {name: parse_section(name, values[name]) for name in stage.sections}
 
 
 def external_files(stage: Stage, values: Values, project: Path, root: Path) -> dict[str, Path]:
-    """The files that a stage's options name, by section.key.
+    """Return the files that a stage's options name, by section.key.
 
-    Relative names start at the project; those inside a stage's folder (data/sample/...), or among what was
-    imported or made of the corpus, at the root of the run.  The name of a dataset on the hub (hf:...) stays as it is.
+    Relative names are resolved against the project; those in the output of a stage (data/sample/...), and imported or
+    generated data, against the root of the run. Names of datasets on the hub (hf:...) are returned unchanged.
     """
-    found = {}
+    paths = {}
     for key in stage.files:
         name = option_of(values, key)
         if not name:
-            raise ValueError(f"{key} is empty: nothing cannot be read; check the path")
-        start = root if _made_here(Path(name)) else project
-        found[key] = Path(name) if name.startswith(HUB) else start / name
-    return found
+            raise ValueError(f"{key} is empty; set it to a file or folder")
+        base = root if _is_stage_output(Path(name)) else project
+        paths[key] = Path(name) if name.startswith(HUB) else base / name
+    return paths
 
 
 def option_of(values: Values, key: str) -> Any:
+    """Return the option ``section.key``."""
     section, option = key.split(".")
     return values[section][option]
 
 
-def _made_here(name: Path) -> bool:
-    """Whether a file lies in a stage's folder, or among what was imported or made of the corpus."""
+def _is_stage_output(name: Path) -> bool:
+    """Return whether a file is in the folder of a stage, or in that of imported or generated data."""
     return any(Path(folder) in name.parents for folder in (PUBLISHED, CLOZE, *(s.folder for s in STAGES.values())))
 
 
-def _needless(values: Values) -> set[str]:
-    """The keys of files that other options make superfluous."""
-    found = set() if values["snapshot"]["use_warmup"] else {"snapshot.warmup"}
-    found |= set() if values["tag"]["method"] == "tagger" else {"tag.train", "tag.dev"}
-    return found if values["reader"]["init"] != ENCODER else found | {"reader.init"}
+def _unused_files(values: Values) -> set[str]:
+    """Return the keys of files that are not read with these options."""
+    unused = set() if values["snapshot"]["use_warmup"] else {"snapshot.warmup"}
+    unused |= set() if values["tag"]["method"] == "tagger" else {"tag.train", "tag.dev"}
+    return unused if values["reader"]["init"] != ENCODER else unused | {"reader.init"}
 
 
 def in_use(stage: Stage, values: Values) -> list[str]:
-    """The keys of the files that a stage reads with these options."""
-    return [key for key in stage.files if key not in _needless(values)]
+    """Return the keys of the files that a stage reads with these options."""
+    return [key for key in stage.files if key not in _unused_files(values)]
 
 
 def named_below(folder: str, names: Collection[str], values: Values) -> bool:
-    """Whether an option in use of one of these stages names a file in a folder of the run."""
+    """Return whether one of these stages reads a file below a folder of the run."""
     files = (option_of(values, key) for name in names for key in in_use(STAGES[name], values))
     return any(Path(folder) in Path(file).parents for file in files)
 
 
 def reads_spans(values: Values) -> bool:
-    """Whether salient spans are read: by the reader's warm start, by pre-training, or to make questions of."""
+    """Return whether salient spans are needed: by the reader's warm start, pre-training or generated questions."""
     return bool(values["ict"]["reader_steps"] or values["pretrain"]["steps"] or named_below(CLOZE, STAGES, values))
 
 
 def chain(values: Values) -> tuple[str, ...]:
-    """All stages in their order, without the sample where nothing of it is read, and without the tagger likewise."""
-    needless = set() if reads_spans(values) else {"tag"}
-    needless |= set() if named_below(STAGES["sample"].folder, {*STAGES} - needless, values) else {"sample"}
-    return tuple(name for name in STAGES if name not in needless)
+    """Return the stages to run, in order; ``sample`` and ``tag`` are skipped if nothing reads their output."""
+    skipped = set() if reads_spans(values) else {"tag"}
+    skipped |= set() if named_below(STAGES["sample"].folder, {*STAGES} - skipped, values) else {"sample"}
+    return tuple(name for name in STAGES if name not in skipped)
 
 
 def outside_files(values: Values, project: Path) -> dict[str, Path]:
-    """The files that the chain reads and that nothing of ours makes, by section.key."""
+    """Return the external inputs, which no stage produces, by section.key."""
     return {
         key: path
         for stage in STAGES.values()
         for key, path in external_files(stage, values, project, project).items()
-        if key not in _needless(values) and not _made_here(Path(option_of(values, key)))
+        if key not in _unused_files(values) and not _is_stage_output(Path(option_of(values, key)))
     }
 
 
 def check_files(names: Collection[str], values: Values, project: Path, root: Path) -> None:
-    """ValueError for the first file that one of these stages wants from outside and that is not there.
+    """Raise ValueError for the first missing input file of these stages.
 
-    Asked before the first of them runs: what is missing at the last would cost all the others.
+    Called before the first stage runs, so that a missing file of the last one does not waste the others.
     """
-    needless = _needless(values)
+    unused = _unused_files(values)
     for name in names:
         for key, path in external_files(STAGES[name], values, project, root).items():
             value = option_of(values, key)
-            maker = next((one.name for one in STAGES.values() if Path(one.folder) in Path(value).parents), "")
+            producer = next((s.name for s in STAGES.values() if Path(s.folder) in Path(value).parents), "")
             cloze = Path(CLOZE) in Path(value).parents
-            if key in needless or value.startswith(HUB) or path.exists() or ("tag" if cloze else maker) in names:
+            if key in unused or value.startswith(HUB) or path.exists() or ("tag" if cloze else producer) in names:
                 continue
-            advice = f"run the stage {maker} first, or name a file of your own" if maker else "check the path"
+            advice = f"run the stage {producer} first, or set another file" if producer else "check the path"
             if cloze:
-                advice = "run 'realmops cloze' with the same options, which makes it of the corpus"
+                advice = "run 'realmops cloze' with the same options, which generates it from the corpus"
             advice += {
-                "snapshot.warmup": ", or set snapshot.use_warmup=false: the reader then starts from the documents",
-                "tag.train": ", or set tag.method to dates, or to given where documents carry spans",
+                "snapshot.warmup": ", or set snapshot.use_warmup=false: the documents are then used for the warm start",
+                "tag.train": ", or set tag.method to dates, or to given if the documents contain spans",
             }.get(key, "")
             raise ValueError(f"{key} is {value!r}, and {path} does not exist; {advice}")
 
 
 def fingerprint(stage: Stage, values: Values, inputs: Mapping[str, Path]) -> str:
-    """A digest of everything that a stage's output depends on: its options and the content of its inputs.
+    """Return a digest of everything that a stage's output depends on: its options and the content of its inputs.
 
-    The metrics of an earlier stage do not count: they hold the seconds that it took. Nor does where indexes are built.
+    Metrics of earlier stages are excluded, because they contain wall-clock times, and so is where indexes are built.
     """
     from realmops.config import keyed
 
@@ -265,20 +274,20 @@ def fingerprint(stage: Stage, values: Values, inputs: Mapping[str, Path]) -> str
 
 
 def deciding(stage: Stage, values: Values) -> dict[str, dict[str, Any]]:
-    """The options that a stage's output depends on: its sections without the files that other stages alone read."""
-    others = {key for one in STAGES.values() for key in one.files} - {*stage.files}
+    """Return the options that a stage's output depends on: its sections without the files that only others read."""
+    foreign = {key for other in STAGES.values() for key in other.files} - {*stage.files}
     return {
-        section: {key: value for key, value in values[section].items() if f"{section}.{key}" not in others}
+        section: {key: value for key, value in values[section].items() if f"{section}.{key}" not in foreign}
         for section in stage.sections
     }
 
 
 def content_of(path: Path) -> Any:
-    """Return the digest of a file, or of each file that a reader finds in a folder; None for what cannot be read."""
+    """Return the digest of a file, or those of the files in a folder by name; None for what cannot be read."""
     if path.is_dir():
         return {shown(file.relative_to(path)): _digest_of_file(file) for file in files_below(path)}
     return _digest_of_file(path)
 
 
 def _digest_of_file(path: Path) -> str | None:
-    return artifacts.sha256_file(path) if os.path.isfile(path) else None  # of a pipe or the like there is none
+    return artifacts.sha256_file(path) if os.path.isfile(path) else None  # None for pipes and devices

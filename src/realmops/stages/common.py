@@ -1,4 +1,4 @@
-"""What several stages do the same way."""
+"""Helpers shared by several stages."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,33 +30,33 @@ T = TypeVar("T")
 
 
 def questions_of(job: Job, snapshot: Snapshot, split: str) -> list[Question]:
-    """The questions of ``questions.SPLIT``; warns where the corpus lacks passages that they were made from."""
+    """Return the questions of a split; warn if source passages of generated questions are missing in the corpus."""
     name = f"questions.{split}"
-    found = read_questions([job.inputs[name]], format=job.section(QuestionFiles).format)
-    questions = in_languages(found, snapshot.common_languages)
-    lost, named = Sources(snapshot).lost(questions)
-    if lost:
+    records = read_questions([job.inputs[name]], format=job.section(QuestionFiles).format)
+    questions = in_languages(records, snapshot.common_languages)
+    missing, total = Sources(snapshot).lost(questions)
+    if missing:
         job.report.warn(
-            f"{job.inputs[name]}: {lost} of {named} passages that questions were made from are not in the corpus. If "
-            "they are there in another form, with another id, they count as evidence, and recall and EM are too high: "
-            "run realmops cloze again after a change of documents, encoder or the section snapshot"
+            f"{job.inputs[name]}: {missing} of {total} source passages of generated questions are not in the corpus. "
+            "If the corpus has them with another id, they count as evidence, and recall and EM are too high: run "
+            "realmops cloze again after a change of documents, encoder or the section snapshot"
         )
     return questions
 
 
 @dataclass
 class StageTrainings:
-    """The trainings of a stage, whose lines stand one behind the other in its journal."""
+    """The consecutive trainings of a stage, which share its journal."""
 
     job: Job
-    steps: int = 0  # of the trainings so far
-    end: int = 0  # the journal's length behind them
+    steps: int = 0  # total of the trainings so far
+    end: int = 0  # length of the journal after the last finished training
 
     def context(self, stream: str, steps: int, label: str, prefix: str = "") -> Context:
-        """The surroundings of the next one, with checkpoints in the stage's work folder and a progress bar."""
+        """Build the context of the next training, with checkpoints in the stage's work folder and a progress bar."""
         job, run = self.job, self.job.section(RunOptions)
         device, dtype = device_and_dtype(run)
-        found = Context(
+        context = Context(
             stream,
             run.seed,
             device,
@@ -71,29 +71,31 @@ class StageTrainings:
             f"{job.journal.stage}: {label}",
         )
         self.steps += steps
-        return found
+        return context
 
 
 def open_snapshot(job: Job, name: str = "corpus") -> Snapshot:
-    return Snapshot.open(job.inputs["snapshot"] / name, verify=False)  # the stage's manifest was checked whole
+    """Open the snapshot ``corpus`` or ``warmup`` of a stage's inputs."""
+    return Snapshot.open(job.inputs["snapshot"] / name, verify=False)  # verified with the manifest of its stage
 
 
 def open_spans(job: Job, snapshot: Snapshot, name: str = "corpus") -> Spans:
+    """Open the salient spans of a snapshot; ValueError if they were computed with another vocabulary."""
     spans = Spans.open(job.inputs["tag"] / name, verify=False, corpus_hash=snapshot.corpus_hash)
     if spans.vocabulary_hash != snapshot.vocabulary_hash:
         raise ValueError(
-            f"{spans.folder}: made with the vocabulary {spans.vocabulary_hash[:12]}, the snapshot has "
+            f"{spans.folder} was computed with the vocabulary {spans.vocabulary_hash[:12]}, but the snapshot has "
             f"{snapshot.vocabulary_hash[:12]}; run the tag stage again"
         )
     return spans
 
 
 def searchable(job: Job, embedding_PE: Tensor, tower: Tower, queries: Sequence[np.ndarray], k: int) -> PassageIndex:
-    """An index over embeddings as the section ``index`` wants it, its recall of the top k measured with the queries."""
+    """Build the index of the section ``index`` over embeddings, and measure its recall of the top k on the queries."""
     run = job.section(RunOptions)
     device, dtype = device_and_dtype(run)
 
-    def embedded() -> Tensor:
+    def embed_queries() -> Tensor:
         return embed(tower, query_sequences(queries), dtype)
 
     seed = artifacts.seed_for(run.seed, "index")
@@ -101,46 +103,46 @@ def searchable(job: Job, embedding_PE: Tensor, tower: Tower, queries: Sequence[n
     passages = over_vectors(
         embedding_PE,
         vectors,
-        lambda rows: passage_index(rows, job.section(IndexOptions), device, seed, embedded, k * vectors),
+        lambda rows: passage_index(rows, job.section(IndexOptions), device, seed, embed_queries, k * vectors),
     )
     if device.type == "cuda" and (structure := approximate(passages)) is not None:
-        _say_once(job.report.say, f"{job.journal.stage}: index.type {structure.recipe.type} is on {structure.place}")
+        _log_once(job.report.say, f"{job.journal.stage}: index.type {structure.recipe.type} is on {structure.place}")
     return passages
 
 
 @cache
-def _say_once(say: Callable[[str], None], message: str) -> None:
-    """Report a fact that is the same for every index of a run."""
+def _log_once(say: Callable[[str], None], message: str) -> None:
+    """Log a message that is the same for every index of a run."""
     say(message)
 
 
 def sampled(items: Sequence[T], seed: int) -> list[T]:
-    """Those that the recall of an index is measured with."""
+    """Return a random sample of at most ``QUERIES`` items, for measuring the recall of an index."""
     rng = np.random.default_rng(artifacts.seed_for(seed, "index", "queries"))
     return [items[row] for row in rng.permutation(len(items))[:QUERIES]]
 
 
 def question_queries(snapshot: Snapshot, questions: Sequence[Question], limit: int) -> list[np.ndarray]:
-    """[CLS] question [SEP] of each question, tokenised here and once."""
+    """Return the token ids of [CLS] question [SEP], one array per question, cut to ``limit``."""
     return text_queries(snapshot, [q.question for q in questions], limit)
 
 
 def rank(
     retriever: Retriever, passages: PassageIndex, queries: Sequence[np.ndarray], k: int, dtype: torch.dtype
 ) -> np.ndarray:
-    """Ids of the top k passages of each query, Q x k."""
+    """Return the ids of the top k passages of each query, Q x k."""
     query = embed(retriever.query, query_sequences(queries), dtype)
     ids: np.ndarray = passages.search(query, k)[1].cpu().numpy()
     return ids
 
 
 def warn_of_timeouts(job: Job, questions: Sequence[Question]) -> dict[str, int]:
-    """Name the questions whose regular expressions took too long; their number as a metric, if there are any."""
+    """Warn of questions whose regular expressions timed out, and return their number as a metric."""
     expressions = [question for question in questions if question.is_regex]
     slow = [q.id for q in expressions if any(expression(answer).timed_out for answer in q.answers)]
     if slow:
         job.report.warn(
-            f"the regular expressions of {len(slow)} questions took longer than {MATCH_SECONDS:g} s for one text and "
-            f"were given up, which counts as no match: {', '.join(slow)}; simplify them"
+            f"the regular expressions of {len(slow)} questions timed out after {MATCH_SECONDS:g} s on one text, which "
+            f"counts as no match: {', '.join(slow)}; simplify them"
         )
     return {"regex_timeouts": len(slow)} if expressions else {}

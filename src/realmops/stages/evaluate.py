@@ -53,12 +53,12 @@ from realmops.stages.sharded_work import embeddings_of
 from realmops.stages.tuned_model import open_tuned
 
 TRAINED = ("ict", "pretrain", "finetune")
-HYBRID = "hybrid_"  # behind that, where words count beside embeddings
-DEPTH = max(RECALL_AT)
+HYBRID = "hybrid_"  # infix of metrics of BM25 plus embeddings
+DEPTH = max(RECALL_AT)  # passages ranked per question
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Answer the test questions and write everything that a person wants to see; returns all figures."""
+    """Answer the test questions, write predictions and report, and return all metrics."""
     options = job.section(Finetune)
     bootstrap = {"seed": job.section(RunOptions).seed, "resamples": job.section(Evaluate).bootstrap}
     snapshot = open_snapshot(job)
@@ -68,27 +68,29 @@ def run(job: Job) -> dict[str, Any]:
     bar = job.report.progress("test questions", len(questions))
     answers = model.answer(questions, ranked=DEPTH, progress=bar)
 
-    def score(said: list[str], rule: str) -> Score:
-        return score_predictions(questions, said, rule=rule, **bootstrap)
+    def score(texts: list[str], rule: str) -> Score:
+        return score_predictions(questions, texts, rule=rule, **bootstrap)
 
-    right = {rule: score([answer.text for answer in answers], rule) for rule in em_rules(questions)}
-    metrics: dict[str, Any] = {"questions": len(questions), **right[em_rule].figures("")}
-    metrics |= {f"em_{rule}": found.em.mean for rule, found in right.items() if len(right) > 1}
+    scores = {rule: score([answer.text for answer in answers], rule) for rule in em_rules(questions)}
+    metrics: dict[str, Any] = {"questions": len(questions), **scores[em_rule].figures("")}
+    metrics |= {f"em_{rule}": result.em.mean for rule, result in scores.items() if len(scores) > 1}
     confidence = Confidence.load(job.inputs["finetune"])
     if confidence is None:
         job.report.say("evaluate: the model was not calibrated on dev questions, so its answers have no confidence")
     else:
-        metrics |= confidence_figures(confidence, answers, right[em_rule].correct, **bootstrap)
+        metrics |= confidence_figures(confidence, answers, scores[em_rule].correct, **bootstrap)
         if confidence.holds_all:
-            job.report.say("evaluate: every answer is held back: none reached wanted_precision at the calibration")
+            job.report.say(
+                "evaluate: the model abstains on every question: nothing reached wanted_precision on the dev questions"
+            )
     if cloze := sum(bool(question.not_in) for question in questions):
         metrics["cloze_questions"] = cloze
         job.report.say(
-            f"evaluate: {cloze} of {len(questions)} test questions were made from the corpus: exact match says whether "
-            "the training worked, not how well questions of people are answered"
+            f"evaluate: {cloze} of {len(questions)} test questions were generated from the corpus: exact match shows "
+            "whether the training worked, not how well questions of people are answered"
         )
     training = questions_of(job, snapshot, "train")
-    _warn_of_other_questions(job, training, questions)
+    _warn_of_question_mismatch(job, training, questions)
     if not all(question.is_regex for question in training):
         metrics["closed_book_em"] = closed_book_floor(training, questions)[1]
     if isinstance(model, RetrieveAndRead) and (structure := approximate(model.passages)) is not None:
@@ -100,12 +102,12 @@ def run(job: Job) -> dict[str, Any]:
         texts = answers_by_rule(snapshot, questions, rankings["bm25_"][:, 0].tolist())
         metrics |= score(texts, em_rule).figures("rule_")
         if isinstance(model, RetrieveAndRead):
-            bar = job.report.progress("the same over BM25's passages", len(questions))
+            bar = job.report.progress("test questions over BM25's passages", len(questions))
             over_bm25 = model.over(bm25).answer(questions, ranked=DEPTH, progress=bar)
             metrics |= score([answer.text for answer in over_bm25], em_rule).figures("bm25_")
     hits = {}
     for prefix, ranked in rankings.items():
-        texts_in_order = snapshot.texts(ranked.ravel().tolist())  # read in the order of the file
+        texts_in_order = snapshot.texts(ranked.ravel().tolist())  # read in file order
         ranks = hit_ranks_by_rule(questions, ranked, texts_in_order.__getitem__)
         metrics |= recall_metrics(ranks, prefix=prefix)
         metrics |= recall_intervals(ranks[match_rule], match_rule, prefix=prefix, **bootstrap)
@@ -122,7 +124,7 @@ def run(job: Job) -> dict[str, Any]:
         snapshot,
         questions,
         answers,
-        right[em_rule],
+        scores[em_rule],
         hits[""],
         possible["in_corpus"],
         options.reader_candidates,
@@ -139,64 +141,69 @@ def run(job: Job) -> dict[str, Any]:
 def _rankings(
     job: Job, snapshot: Snapshot, questions: list[Question], model: Answering, bm25: Ranker | None
 ) -> dict[str, Rows]:
-    """The first passages by every retriever beside the model, by its prefix in the metrics, [Q, K].
+    """Rank passages by every retriever other than the model.
 
-    Passages that a question was made from are left out, and others take their places.
+    Source passages of a generated question are removed from its ranking.
+
+    Returns:
+        Passage ids [Q, K] by prefix of the metrics.
     """
     depth = DEPTH + max(len(question.not_in) for question in questions)
     queries = question_queries(snapshot, questions, job.section(Finetune).query_wordpieces)
-    found: dict[str, Rows] = {}
+    rankings: dict[str, Rows] = {}
     if isinstance(model, RetrieveAndRead) and model.hybrid:
         assert model.passages is not None
-        found["dense_"] = rank(model.retriever, model.passages, queries, depth, model.dtype)
-    made: dict[str, PassageIndex] = {}
-    if isinstance(model, RetrieveAndRead) and (own := model.passages) is not None:
-        learned = load_models(job.inputs["finetune"], snapshot.vocabulary_hash)[0]  # the model's own is rounded
-        made[_embeds_as(learned)] = exact(own.vectors(slice(None)), learned.vectors) if approximate(own) else own
+        rankings["dense_"] = rank(model.retriever, model.passages, queries, depth, model.dtype)
+    indexes: dict[str, PassageIndex] = {}
+    if isinstance(model, RetrieveAndRead) and (index := model.passages) is not None:
+        tuned = load_models(job.inputs["finetune"], snapshot.vocabulary_hash)[0]  # weights in `model` are rounded
+        indexes[_tower_digest(tuned)] = (
+            exact(index.vectors(slice(None)), tuned.vectors) if approximate(index) else index
+        )
     for name, prefix in ZERO_SHOT.items():
-        if name in job.inputs:  # not where a fine-tuned model was imported
-            by_kind = _zero_shot(job, name, snapshot, questions, queries, depth, made)
-            found |= {prefix + kind: ids for kind, ids in by_kind.items()}
+        if name in job.inputs:  # absent if a fine-tuned model was imported
+            by_kind = _zero_shot(job, name, snapshot, questions, queries, depth, indexes)
+            rankings |= {prefix + kind: ids for kind, ids in by_kind.items()}
     if bm25 is not None:
-        found["bm25_"] = np.stack([bm25(question.question, depth) for question in questions])
+        rankings["bm25_"] = np.stack([bm25(question.question, depth) for question in questions])
     sources = Sources(snapshot)
     return {
-        prefix: padded(sources.left_out(questions, ids)[:, :DEPTH].tolist(), DEPTH) for prefix, ids in found.items()
+        prefix: padded(sources.left_out(questions, ids)[:, :DEPTH].tolist(), DEPTH) for prefix, ids in rankings.items()
     }
 
 
 def _index_recall(job: Job, model: RetrieveAndRead, passages: Approximate, questions: list[Question]) -> float:
-    """What an approximate index finds of the exact search's passages; warned of when that is less than was wanted."""
-    chosen = model.queries([question.question for question in sampled(questions, job.section(RunOptions).seed)])
+    """Measure the recall of an approximate index against exact search; warn if it is below ``target_recall``."""
+    queries = model.queries([question.question for question in sampled(questions, job.section(RunOptions).seed)])
     depth = DEPTH * model.retriever.vectors
-    recall = passages.recall(embed(model.retriever.query, query_sequences(chosen), model.dtype), depth)
+    recall = passages.recall(embed(model.retriever.query, query_sequences(queries), model.dtype), depth)
     if recall < passages.recipe.target_recall:
         job.report.warn(
-            f"the {passages.recipe.type} index finds {recall:.4f} of the exact top {depth} for the test questions, "
-            f"index.target_recall was {passages.recipe.target_recall}: recall and EM are too low by that; run finetune "
-            "again with index.type=exact"
+            f"the {passages.recipe.type} index has a recall of {recall:.4f} of the exact top {depth} on the test "
+            f"questions, below index.target_recall={passages.recipe.target_recall}, which lowers recall and EM; run "
+            "finetune again with index.type=exact"
         )
     return recall
 
 
-def _warn_of_other_questions(job: Job, training: list[Question], questions: list[Question]) -> None:
-    """Say it when the model was trained on others than ``questions.train`` names, or on the test questions."""
-    path = job.inputs["finetune"] / artifacts.MANIFEST  # an update is not finished yet
+def _warn_of_question_mismatch(job: Job, training: list[Question], questions: list[Question]) -> None:
+    """Warn if the model was trained on another file than ``questions.train``, or on test questions."""
+    path = job.inputs["finetune"] / artifacts.MANIFEST  # missing in an unfinished update
     manifest = artifacts.read_json(path) if path.is_file() else {}
     trained_on = manifest.get("sections", {}).get("questions", {}).get("train")
     named = job.section(QuestionFiles).train
     if trained_on not in (None, named):
         job.report.warn(
-            f"the model was fine-tuned with questions.train={trained_on}, and now that is {named}: were --set, "
-            "--preset or --params of the training left out?"
+            f"questions.train is {named}, but the model was fine-tuned with questions.train={trained_on}; evaluate "
+            "with the --set, --preset and --params of the training"
         )
-    known = {question.question for question in training}
-    if seen := sum(question.question in known for question in questions):
-        job.report.warn(f"{seen} of {len(questions)} test questions are training questions too: EM is too high")
+    trained = {question.question for question in training}
+    if overlap := sum(question.question in trained for question in questions):
+        job.report.warn(f"{overlap} of {len(questions)} test questions are also training questions: EM is too high")
 
 
-def _embeds_as(retriever: Retriever) -> str:
-    """The same for two retrievers that give a passage the same embedding."""
+def _tower_digest(retriever: Retriever) -> str:
+    """Return a digest of the document tower, equal for retrievers with equal passage embeddings."""
     return hashlib.sha256(save(cpu_state(retriever.document)) + str(retriever.vectors).encode()).hexdigest()
 
 
@@ -207,39 +214,42 @@ def _zero_shot(
     questions: list[Question],
     queries: list[np.ndarray],
     depth: int,
-    made: dict[str, PassageIndex],
+    indexes: dict[str, PassageIndex],
 ) -> dict[str, Rows]:
-    """The first passages by the embeddings of a stage's retriever and, where it is one, by its hybrid, ids [Q, K].
+    """Rank passages by the embeddings of a stage's retriever and, if it is hybrid, by embeddings plus BM25.
 
-    ``made`` has the exact indexes that are there, by ``_embeds_as``, and takes those that are made here.
+    ``indexes`` caches exact indexes by ``_tower_digest``.
+
+    Returns:
+        Passage ids [Q, K] by infix of the metrics.
     """
     device, dtype = device_and_dtype(job.section(RunOptions))
     retriever = load_models(job.inputs[name], snapshot.vocabulary_hash)[0]
-    key = _embeds_as(retriever)
+    key = _tower_digest(retriever)
     retriever.to(device)
     if (job.inputs[name] / INDEX).is_file():  # imported
-        made[key] = exact(load_index(job.inputs[name], snapshot), retriever.vectors)
-    elif key not in made:
-        made[key] = exact(embeddings_of(job, retriever, snapshot), retriever.vectors)
-    passages = made[key]
+        indexes[key] = exact(load_index(job.inputs[name], snapshot), retriever.vectors)
+    elif key not in indexes:
+        indexes[key] = exact(embeddings_of(job, retriever, snapshot), retriever.vectors)
+    passages = indexes[key]
     query_QE = embed(retriever.query, query_sequences(queries), dtype)
-    found = {"": passages.search(query_QE, depth)[1].cpu().numpy()}
+    rankings = {"": passages.search(query_QE, depth)[1].cpu().numpy()}
     if retriever.mixture.lexical:
         search = Hybrid(passages, Bm25.of(snapshot), retriever.mixture, retriever.scale)
-        found[HYBRID] = search.search(query_QE, [question.question for question in questions], depth).id_QK.numpy()
-    return found
+        rankings[HYBRID] = search.search(query_QE, [question.question for question in questions], depth).id_QK.numpy()
+    return rankings
 
 
 def _report(job: Job, snapshot: Snapshot, metrics: dict[str, Any]) -> None:
-    """report.html, plots and the data of ``dvc plots``."""
+    """Write report.html, its plots and the data of ``dvc plots``."""
     stages = [name for name in ("snapshot", *TRAINED) if name in job.inputs]
-    known = {name: artifacts.read_json(job.inputs[name] / METRICS) for name in stages}
+    stage_metrics = {name: artifacts.read_json(job.inputs[name] / METRICS) for name in stages}
     journals: list[Path] = [job.inputs[name] / JOURNAL for name in stages]
-    options = _options(job)
+    options = _changed_options(job)
     about = {
         "evaluated on": datetime.now(UTC).strftime("%d %B %Y"),
         "corpus": snapshot.corpus_hash[:12],
-        "documents": f"{known.get('snapshot', {}).get('documents', '?')} in {len(snapshot)} passages",
+        "documents": f"{stage_metrics.get('snapshot', {}).get('documents', '?')} in {len(snapshot)} passages",
     }
     if job.presets:
         about["presets"] = ", ".join(job.presets)
@@ -250,22 +260,22 @@ def _report(job: Job, snapshot: Snapshot, metrics: dict[str, Any]) -> None:
         about=about,
         options=options,
         journals=[path for path in journals if path.is_file()],
-        metrics={**known, "evaluate": metrics},
+        metrics={**stage_metrics, "evaluate": metrics},
         predictions=job.out / PREDICTIONS,
     )
 
 
-def _options(job: Job) -> dict[str, Any]:
-    """What differs from the defaults in the options that the stages were run with, by section.key."""
+def _changed_options(job: Job) -> dict[str, Any]:
+    """Return the options of the run that differ from the defaults, by section.key."""
     sections: dict[str, Any] = {}
     manifests = [job.inputs[name] / artifacts.MANIFEST for name in ("snapshot", *TRAINED) if name in job.inputs]
-    for path in manifests:  # the later one has the say
+    for path in manifests:  # later stages take precedence
         sections |= artifacts.read_json(path).get("sections", {}) if path.is_file() else {}
     sections |= {name: section.model_dump() for name, section in job.sections.items()}
-    usual = defaults()
+    default_values = defaults()
     return {
         f"{name}.{key}": value
         for name, keys in sorted(sections.items())
         for key, value in keys.items()
-        if usual.get(name, {}).get(key) != value
+        if default_values.get(name, {}).get(key) != value
     }

@@ -1,4 +1,4 @@
-"""Stage ``finetune``: open-domain question answering over the frozen passages of the chosen retriever."""
+"""Stage ``finetune``: open-domain question answering over the frozen passage embeddings of a retriever."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -39,7 +39,7 @@ from realmops.train.windows import lessons_of, train_in_windows
 
 @dataclass(frozen=True)
 class Tuned:
-    """A model that was fine-tuned, its answers to the dev questions, and what there is to say about its training."""
+    """A fine-tuned model, its answers to the dev questions, and the metrics of its training."""
 
     model: Answering
     answers: list[Answer]
@@ -47,30 +47,30 @@ class Tuned:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Fine-tune, write the model; returns losses and exact match on the dev questions."""
+    """Fine-tune and write the model; return losses and exact match on the dev questions."""
     snapshot = open_snapshot(job)
     questions, held_out = (questions_of(job, snapshot, split) for split in ("train", "dev"))
     tuned = TRAINERS[job.section(Finetune).reader](StageTrainings(job), snapshot, questions, held_out)
     if not team().leads:
         return {}
     save_tuned(job.out, tuned.model)
-    return {**_dev_figures(job, held_out, tuned.answers), **tuned.metrics}
+    return {**_dev_metrics(job, held_out, tuned.answers), **tuned.metrics}
 
 
 def _open_qa(
     trainings: StageTrainings, snapshot: Snapshot, questions: list[Question], held_out: list[Question]
 ) -> Tuned:
-    """Retriever and reader that answer by a span."""
+    """Fine-tune a retriever and a reader that extracts spans."""
     job = trainings.job
     options, seed = job.section(Finetune), job.section(RunOptions).seed
     device, dtype = device_and_dtype(job.section(RunOptions))
     retriever, reader = start_models(job, snapshot, options.reader)
     reader.to(device)
     finder = ready_to_find(trainings, retriever, reader, snapshot, questions)
-    if reader.spans is None:  # reader.init brings one
+    if reader.spans is None:  # a reader of reader.init has a span head
         add_spans(reader, options.span_width, seed)
     retriever, metrics = finder.retriever, dict[str, Any](finder.metrics)
-    model = OpenQa(retriever, reader, snapshot, finder.passages, options, dtype, finder.ranker, finder.words)
+    model = OpenQa(retriever, reader, snapshot, finder.passages, options, dtype, finder.ranker, finder.bm25)
     if model.hybrid:
         retriever.mixture = fit_to_questions(model, held_out)
         keep_freed_memory()
@@ -80,23 +80,24 @@ def _open_qa(
     if not team().leads:
         return Tuned(model, [], {})
     if (structure := approximate(model.passages)) is not None:
-        metrics["index_recall"] = _fit_to_tuned(job, model, structure, sampled(held_out, seed))
-    if model.hybrid and options.reader_training == "passages":  # the query tower learned beside the reader
+        metrics["index_recall"] = _widen_index(job, model, structure, sampled(held_out, seed))
+    if model.hybrid and options.reader_training == "passages":  # the query tower was trained together with the reader
         retriever.mixture = fit_to_questions(model, held_out)
-    if model.hybrid and all(question.not_in for question in held_out):  # what fit_reading says of them, once read
+    if model.hybrid and all(question.not_in for question in held_out):
+        # all dev questions are generated: the value that fit_reading returns for them
         retriever.mixture = replace(retriever.mixture, reading=READING_OF_MADE)
     answers = model.answer(held_out, ranked=5, progress=job.report.progress("dev questions", len(held_out)))
     if model.hybrid:
         before = retriever.mixture.reading
         weight = fit_reading(model, held_out, answers, is_right)
         retriever.mixture = replace(retriever.mixture, reading=weight)
-        if weight != before:  # p(y|x) is over all spans, which nothing kept
-            answers = model.answer(held_out, ranked=5, progress=job.report.progress("the same again", len(held_out)))
+        if weight != before:  # p(y|x) sums over all spans, which are not stored
+            bar = job.report.progress("dev questions again", len(held_out))
+            answers = model.answer(held_out, ranked=5, progress=bar)
         metrics |= {f"weight_{name}": value for name, value in asdict(retriever.mixture).items()}
         job.report.say(
-            f"finetune: f(x, z) = {retriever.mixture.dense:g} x the embeddings' + {retriever.mixture.lexical:g} x BM25 "
-            f"over that of the best passage, fitted on {len(held_out)} dev questions; "
-            f"it counts {weight:g} times beside a span's score"
+            f"finetune: f(x, z) = {retriever.mixture.dense:g} * embedding score + {retriever.mixture.lexical:g} * BM25 "
+            f"/ maximum BM25, fitted on {len(held_out)} dev questions; its weight next to the span score is {weight:g}"
         )
     losses = {
         name: JournalValues(job.journal).mean(name, last=50) for name in ("span_loss", "early_loss", "no_correct_span")
@@ -106,28 +107,28 @@ def _open_qa(
 
 
 def _learn_to_read(trainings: StageTrainings, model: OpenQa, questions: list[Question]) -> dict[str, int]:
-    """Train the reader by ``finetune.reader_training``; returns how many questions had evidence."""
+    """Train the reader by ``finetune.reader_training``; return the number of questions with evidence as a metric."""
     job, options = trainings.job, model.options
     if options.reader_training == "passages":
-        surroundings = trainings.context("finetune", finetune_steps(len(questions), options), "fine-tuning")
-        finetune(surroundings, model, questions, options, job.section(Optimiser))
+        context = trainings.context("finetune", finetune_steps(len(questions), options), "fine-tuning")
+        finetune(context, model, questions, options, job.section(Optimiser))
         return {}
     lessons = lessons_of(model, questions, EVIDENCE, job.report.progress("evidence", len(questions)))
     if not lessons:
         raise ValueError(
-            f"no training question has an answer in its first {EVIDENCE} passages: the reader cannot learn from "
+            f"no training question has an answer in its top {EVIDENCE} passages, so the reader cannot be trained on "
             "windows; check that questions.train belongs to these documents, or set "
             "finetune.reader_training=passages"
         )
-    surroundings = trainings.context("finetune", finetune_steps(len(lessons), options), "fine-tuning")
-    train_in_windows(surroundings, model, lessons, options, job.section(Optimiser))
+    context = trainings.context("finetune", finetune_steps(len(lessons), options), "fine-tuning")
+    train_in_windows(context, model, lessons, options, job.section(Optimiser))
     return {"questions_with_evidence": len(lessons)}
 
 
 def _closed_book(
     trainings: StageTrainings, snapshot: Snapshot, questions: list[Question], held_out: list[Question]
 ) -> Tuned:
-    """A model that takes the place of retriever and reader."""
+    """Fine-tune a closed-book model, which replaces retriever and reader."""
     job = trainings.job
     options, seed = job.section(ClosedBookOptions), job.section(RunOptions).seed
     reader = load_models(job.inputs.get("ict", job.inputs["pretrain"]), snapshot.vocabulary_hash)[1]
@@ -145,7 +146,7 @@ def _closed_book(
     )
 
 
-# By ``finetune.reader``: the stage whose reader starts, or a reader of another kind.
+# By ``finetune.reader``.
 TRAINERS: Mapping[str, Callable[[StageTrainings, Snapshot, list[Question], list[Question]], Tuned]] = {
     "pretrain": _open_qa,
     "ict": _open_qa,
@@ -153,15 +154,15 @@ TRAINERS: Mapping[str, Callable[[StageTrainings, Snapshot, list[Question], list[
 }
 
 
-def _dev_figures(job: Job, questions: list[Question], answers: list[Answer]) -> dict[str, float]:
-    """Exact match, F1 and calibration on the dev questions; writes the calibration, which is fitted on them."""
-    seed, wanted = job.section(RunOptions).seed, job.section(Finetune).wanted_precision
+def _dev_metrics(job: Job, questions: list[Question], answers: list[Answer]) -> dict[str, float]:
+    """Fit and write the calibration; return exact match, F1 and calibration metrics on the dev questions."""
+    seed, precision = job.section(RunOptions).seed, job.section(Finetune).wanted_precision
     score = score_predictions(questions, [answer.text for answer in answers], seed=seed)
-    kept = _of_the_public(job, questions)
-    confidence = kept or fit_confidence(answers, score.correct, wanted)
+    inherited = _inherited_calibration(job, questions)
+    confidence = inherited or fit_confidence(answers, score.correct, precision)
     confidence.save(job.out)
     figures = confidence_figures(confidence, answers, score.correct, seed=seed)
-    job.report.say(f"finetune: {_answered(confidence, figures, len(questions), came=kept is not None)}")
+    job.report.say(f"finetune: {_describe(confidence, figures, len(questions), is_inherited=inherited is not None)}")
     return {
         "dev_em": score.em.mean,
         "dev_f1": score.f1.mean,
@@ -169,45 +170,46 @@ def _dev_figures(job: Job, questions: list[Question], answers: list[Answer]) -> 
     }
 
 
-def _answered(confidence: Confidence, figures: Mapping[str, float], questions: int, *, came: bool) -> str:
-    """Which dev questions are answered, and why; ``came``: the calibration came with ``reader.init``."""
-    reached = f"wanted_precision={confidence.wanted_precision:g}"
-    if confidence.holds_all and came:
+def _describe(confidence: Confidence, figures: Mapping[str, float], questions: int, *, is_inherited: bool) -> str:
+    """Return a sentence on the threshold and the dev questions above it; inherited: read from ``reader.init``."""
+    target = f"wanted_precision={confidence.wanted_precision:g}"
+    if confidence.holds_all and is_inherited:
         return (
-            f"every answer is held back by the calibration of reader.init: none reached its {reached}; set "
-            "questions.dev to questions that people asked, and it is fitted again on these"
+            f"the model abstains on every question: in the calibration of reader.init nothing reached {target}; set "
+            "questions.dev to questions of people to fit it again"
         )
     if confidence.holds_all:
         return (
-            f"no confidence reaches finetune.{reached} on the {questions} dev questions, so every answer is held back; "
-            "set a lower one, or train on more questions"
+            f"the model abstains on every question: no confidence reaches finetune.{target} on the {questions} dev "
+            "questions; lower it, or train on more questions"
         )
-    source = (
-        f"reader.init brought this threshold, for {reached}" if came else f"the threshold is for finetune.{reached}"
-    )
-    right = figures.get("answered_precision")  # not there where no question is answered
+    source = f"of reader.init, for {target}" if is_inherited else f"for finetune.{target}"
+    precision = figures.get("answered_precision")  # missing if no question is answered
     return (
-        f"{figures['answered'] * questions:.0f} of {questions} dev questions are answered with a confidence of "
-        f"{confidence.threshold:.3f} or more"
-        f"{'' if right is None else f', and {right:.0%} of these answers are right'}; {source}"
+        f"{figures['answered'] * questions:.0f} of {questions} dev questions are answered, with a confidence of at "
+        f"least {confidence.threshold:.3f}{'' if precision is None else f', {precision:.0%} of them correctly'}; the "
+        f"threshold is {source}"
     )
 
 
-def _of_the_public(job: Job, questions: list[Question]) -> Confidence | None:
-    """The calibration that came with ``reader.init``, where nothing was learned here and no dev question is a person's.
+def _inherited_calibration(job: Job, questions: list[Question]) -> Confidence | None:
+    """Return the calibration of ``reader.init`` if the reader was not trained here and all dev questions are generated.
 
-    Questions made from the documents say little of how often people's are answered rightly.
+    Generated questions do not predict the precision on questions of people.
     """
-    fits = job.section(Finetune).epochs or job.section(ReaderOptions).init == ENCODER
-    return None if fits or not all(q.not_in for q in questions) else Confidence.load(job.inputs["reader.init"])
+    is_trained = job.section(Finetune).epochs or job.section(ReaderOptions).init == ENCODER
+    return None if is_trained or not all(q.not_in for q in questions) else Confidence.load(job.inputs["reader.init"])
 
 
-def _fit_to_tuned(job: Job, model: RetrieveAndRead, passages: Approximate, questions: list[Question]) -> float:
-    """Let the index find for the tuned query tower what ``evaluate`` asks for; the recall, warned of when too low."""
+def _widen_index(job: Job, model: RetrieveAndRead, passages: Approximate, questions: list[Question]) -> float:
+    """Widen the search for the tuned query tower until it reaches ``target_recall``; return the recall.
+
+    A recall below the target is only a warning, so that the training is not lost.
+    """
     queries = question_queries(model.snapshot, questions, model.options.query_wordpieces)
-    most = max(RECALL_AT) * model.retriever.vectors
+    depth = max(RECALL_AT) * model.retriever.vectors  # as ``evaluate`` needs
     try:
-        passages.widen(embed(model.retriever.query, query_sequences(queries), model.dtype), most)
-    except ValueError as error:  # the training is worth keeping
+        passages.widen(embed(model.retriever.query, query_sequences(queries), model.dtype), depth)
+    except ValueError as error:
         job.report.warn(str(error))
     return passages.recipe.recall

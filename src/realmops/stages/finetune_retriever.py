@@ -1,4 +1,4 @@
-"""The retriever's part of ``finetune``: what it starts from, what it learns, and its index or ranker."""
+"""The retriever in stage ``finetune``: initialisation, training, and its index or ranker."""
 
 import copy
 from collections.abc import Iterator
@@ -38,26 +38,25 @@ from realmops.train.passage_batches import Positives, passage_steps, train_by_pa
 
 SHARD_ROWS = 512  # passages that the index builder embeds and commits at a time
 BUILDER_TIMEOUT = 900.0  # seconds to wait for an index
-EVIDENCE = 20  # best passages among which the one that answers a training question is looked for
+EVIDENCE = 20  # top passages that are searched for the answer of a training question
 
 
 @dataclass(frozen=True)
 class Finder:
-    """What finds passages while the reader learns, and what there is to say about how it learned."""
+    """The retrieval of passages while the reader is trained, and the metrics of its training."""
 
     retriever: Retriever
     passages: PassageIndex | None
     ranker: Ranker | None
-    words: Bm25 | None
+    bm25: Bm25 | None
     metrics: dict[str, int]
 
 
 def start_models(job: Job, snapshot: Snapshot, stage: str) -> tuple[Retriever, Reader]:
-    """The reader of a stage or of ``reader.init``, and the retriever that the options name.
+    """Load the retriever that the options name, and the reader of ``stage`` or of ``reader.init``.
 
-    The query tower is apart from the passages' where it learns alone.
-
-    Where the retriever is none of ours, that of the reader's stage keeps its place and is not used.
+    The query tower is a separate copy if only it is trained. For a retriever without embeddings, such as BM25, the
+    returned retriever is that of ``stage`` and unused.
     """
     options = job.section(Finetune)
     source = options.retriever if options.retriever in DENSE else stage
@@ -76,51 +75,51 @@ def start_models(job: Job, snapshot: Snapshot, stage: str) -> tuple[Retriever, R
         retriever.mixture = EMBEDDINGS_ALONE
     if options.retriever_training == "passages":
         return retriever, reader
-    return _with_query_apart(retriever), reader
+    return _with_query_copy(retriever), reader
 
 
-def _with_query_apart(retriever: Retriever) -> Retriever:
-    """The same with a query tower of its own, which can learn over frozen passages."""
-    apart = Retriever(copy.deepcopy(retriever.query), retriever.document, retriever.vectors)
-    apart.mixture = retriever.mixture
-    return apart
+def _with_query_copy(retriever: Retriever) -> Retriever:
+    """Return a retriever with a separate copy of the query tower, which can be trained over frozen passages."""
+    result = Retriever(copy.deepcopy(retriever.query), retriever.document, retriever.vectors)
+    result.mixture = retriever.mixture
+    return result
 
 
 def ready_to_find(
     trainings: StageTrainings, retriever: Retriever, reader: Reader, snapshot: Snapshot, questions: list[Question]
 ) -> Finder:
-    """Train what ``finetune.retriever`` and ``retriever_training`` want trained before the reader, and index it."""
+    """Train the retriever as far as ``retriever_training`` requires before the reader, and index the passages."""
     job = trainings.job
     options, seed = job.section(Finetune), job.section(RunOptions).seed
     metrics: dict[str, int] = {}
     if options.retriever not in DENSE:
         path = None
         if options.retriever == "path":
-            path, metrics["questions_with_path"] = _learn_paths(trainings, reader, snapshot, questions)
+            path, metrics["questions_with_path"] = _train_paths(trainings, reader, snapshot, questions)
         retriever.to(reader.device)
         return Finder(retriever, None, ranker_of(options.retriever, snapshot, path), None, metrics)
     retriever.to(reader.device)
     index_type(job.section(IndexOptions), len(snapshot) * retriever.vectors, retriever.document.width, reader.device)
-    words = Bm25.of(snapshot) if retriever.mixture.lexical else None
+    bm25 = Bm25.of(snapshot) if retriever.mixture.lexical else None
     if options.retriever_training == "passages":
         if options.retriever_epochs:
-            metrics["passages_with_questions"] = _learn_by_passages(trainings, retriever, snapshot, questions)
-        if options.reader_training == "passages":  # the query tower goes on learning
-            retriever = _with_query_apart(retriever)
-        embedding_PE = _embedded(job, retriever, snapshot)
+            metrics["passages_with_questions"] = _train_by_passages(trainings, retriever, snapshot, questions)
+        if options.reader_training == "passages":  # the query tower is trained further
+            retriever = _with_query_copy(retriever)
+        embedding_PE = _embed_all(job, retriever, snapshot)
     elif (job.inputs[options.retriever] / INDEX).is_file():  # imported with the model
         embedding_PE = load_index(job.inputs[options.retriever], snapshot)
     else:
-        embedding_PE = _embedded(job, retriever, snapshot)
-    asked = question_queries(snapshot, sampled(questions, seed), options.query_wordpieces)
-    passages = searchable(job, embedding_PE, retriever.query, asked, options.retriever_candidates)
-    return Finder(retriever, passages, None, words, metrics)
+        embedding_PE = _embed_all(job, retriever, snapshot)
+    queries = question_queries(snapshot, sampled(questions, seed), options.query_wordpieces)
+    passages = searchable(job, embedding_PE, retriever.query, queries, options.retriever_candidates)
+    return Finder(retriever, passages, None, bm25, metrics)
 
 
-def _learn_paths(
+def _train_paths(
     trainings: StageTrainings, reader: Reader, snapshot: Snapshot, questions: list[Question]
 ) -> tuple[PathRetriever, int]:
-    """A retriever of paths over links, and how many questions have one to learn from."""
+    """Train a retriever of paths over links; return it and the number of questions with a path."""
     job = trainings.job
     options, run = job.section(Finetune), job.section(RunOptions)
     path = PathRetriever.start(reader.encoder, snapshot, options, device_and_dtype(run)[1], run.seed)
@@ -129,74 +128,74 @@ def _learn_paths(
     for question in questions:
         walks += [walk] if (walk := path.lesson(question)) else []
         bar(1)
-    surroundings = trainings.context("paths", finetune_steps(len(walks), options), "paths", "path_")
-    trainings.end = train_paths(surroundings, path, walks, options, job.section(Optimiser))
+    context = trainings.context("paths", finetune_steps(len(walks), options), "paths", "path_")
+    trainings.end = train_paths(context, path, walks, options, job.section(Optimiser))
     return path, len(walks)
 
 
-def _learn_by_passages(
+def _train_by_passages(
     trainings: StageTrainings, retriever: Retriever, snapshot: Snapshot, questions: list[Question]
 ) -> int:
-    """Train all of the retriever; returns how many passages answer a question."""
+    """Train both towers of the retriever; return the number of passages that answer a question."""
     job = trainings.job
     options = job.section(Finetune)
     positives = _positives(job, snapshot, questions)
     steps = passage_steps(len(positives.passages), options)
-    surroundings = trainings.context("retriever", steps, "retriever", "retriever_")
-    learned = (questions, positives, options, job.section(Optimiser))
-    with _refreshed(job, surroundings, retriever, snapshot, steps) as (surroundings, source):
-        trainings.end = train_by_passages(surroundings, retriever, snapshot, *learned, source)
+    context = trainings.context("retriever", steps, "retriever", "retriever_")
+    data = (questions, positives, options, job.section(Optimiser))
+    with _with_refresh(job, context, retriever, snapshot, steps) as (context, source):
+        trainings.end = train_by_passages(context, retriever, snapshot, *data, source)
     return len(positives.passages)
 
 
 @contextmanager
-def _refreshed(
-    job: Job, surroundings: Context, retriever: Retriever, snapshot: Snapshot, steps: int
+def _with_refresh(
+    job: Job, context: Context, retriever: Retriever, snapshot: Snapshot, steps: int
 ) -> Iterator[tuple[Context, IndexSource | None]]:
-    """A training, with a builder beside it where ``finetune.retriever_refresh_every`` wants new indexes."""
+    """Context manager: run an index builder during training if ``finetune.retriever_refresh_every`` is set."""
     every = job.section(Finetune).retriever_refresh_every
     if not every:
-        yield surroundings, None
+        yield context, None
         return
     policy = Policy("fixed_lag", None, "wait", BUILDER_TIMEOUT)
     refresh = Refresh(steps, every, every // 2, 0, "child", "auto", SHARD_ROWS, policy)
-    site = BuilderSettings(job.work, job.section(RunOptions).threads, job.report.say)
-    device = surroundings.device
+    settings = BuilderSettings(job.work, job.section(RunOptions).threads, job.report.say)
+    device = context.device
 
     def passages(embedding_PE: Tensor, searcher: Retriever) -> PassageIndex:
         return exact(embedding_PE.to(device), searcher.vectors)
 
-    with exchange(surroundings, site, refresh, snapshot, retriever, passages) as found:
-        yield found
+    with exchange(context, settings, refresh, snapshot, retriever, passages) as refreshed:
+        yield refreshed
 
 
 def _positives(job: Job, snapshot: Snapshot, questions: list[Question]) -> Positives:
-    """For each question the best of BM25's first passages that holds an answer."""
-    words, sources = Bm25.of(snapshot), Sources(snapshot)
+    """Return for each question the best passage among BM25's top ``EVIDENCE`` that contains an answer."""
+    bm25, sources = Bm25.of(snapshot), Sources(snapshot)
     bar = job.report.progress("passages of questions", len(questions))
-    found = []
+    positives = []
     for question in questions:
-        _, [ids] = words.search([question.question], EVIDENCE)
-        own = sources.of(question)
-        right = (p for p in ids.tolist() if p >= 0 and p not in own)
-        right = (p for p in right if contains_answer(snapshot.text(p), question.answers, question.match_rule))
-        found.append(next(right, -1))
+        _, [ids] = bm25.search([question.question], EVIDENCE)
+        excluded = sources.of(question)
+        matches = (p for p in ids.tolist() if p >= 0 and p not in excluded)
+        matches = (p for p in matches if contains_answer(snapshot.text(p), question.answers, question.match_rule))
+        positives.append(next(matches, -1))
         bar(1)
-    if max(found, default=-1) < 0:
+    if max(positives, default=-1) < 0:
         raise ValueError(
-            f"no training question has an answer in one of BM25's first {EVIDENCE} passages: the retriever cannot "
-            "learn from them; check that questions.train belongs to these documents, or set "
+            f"no training question has an answer in BM25's top {EVIDENCE} passages, so the retriever cannot be trained "
+            "on passages; check that questions.train belongs to these documents, or set "
             "finetune.retriever_training=queries"
         )
-    return Positives.of(found)
+    return Positives.of(positives)
 
 
-def _embedded(job: Job, retriever: Retriever, snapshot: Snapshot) -> Tensor:
-    """Embeddings P x E of all passages, which the first of several processes has made and the others are sent."""
-    all_of_us = team()
-    if all_of_us.leads:
+def _embed_all(job: Job, retriever: Retriever, snapshot: Snapshot) -> Tensor:
+    """Return the embeddings of all passages, P x E; rank 0 computes them and broadcasts them to the others."""
+    group = team()
+    if group.leads:
         embedding_PE = embeddings_of(job, retriever, snapshot)
     else:
         embedding_PE = torch.empty(len(snapshot), retriever.width)
-    all_of_us.broadcast([embedding_PE])
+    group.broadcast([embedding_PE])
     return embedding_PE

@@ -1,4 +1,4 @@
-"""Stage ``ict``: warm starts of retriever and reader."""
+"""Stage ``ict``: warm start of the retriever (inverse cloze task) and the reader (masked words)."""
 
 from statistics import fmean
 from typing import Any
@@ -15,25 +15,25 @@ from realmops.stages.common import StageTrainings, open_snapshot, open_spans
 from realmops.train.held_out import held_out_rows
 from realmops.train.inverse_cloze import steps_over, train_reader, train_retriever
 
-ENDS = 10  # steps at the beginning and at the end, which tell what crops brought
-CHANCE = 0.03  # a difference of these shares that means nothing
+ENDS = 10  # first and last steps whose accuracies are compared
+CHANCE = 0.03  # difference of accuracies within noise
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Train both models one after the other and write them; returns the accuracies of the last steps."""
+    """Train both models one after the other and write them; return the accuracies of the last steps."""
     run_options = job.section(RunOptions)
     device, dtype = device_and_dtype(run_options)
     corpus = open_snapshot(job)
     has_warmup = (job.inputs["snapshot"] / "warmup").is_dir()
     text = open_snapshot(job, "warmup") if has_warmup else corpus
-    wanted: Ict = job.section(Ict)
-    steps, reader_steps = steps_over(len(corpus), wanted)[0], steps_over(len(text), wanted)[1]
-    options = wanted.model_copy(update={"steps": steps, "reader_steps": reader_steps})
+    requested: Ict = job.section(Ict)
+    steps, reader_steps = steps_over(len(corpus), requested)[0], steps_over(len(text), requested)[1]
+    options = requested.model_copy(update={"steps": steps, "reader_steps": reader_steps})
     spans = open_spans(job, text, text.folder.name) if options.reader_steps else None
     size = corpus.tokenizer.get_vocab_size()
     towers = job.section(RetrieverOptions)
 
-    def started() -> tuple[Retriever, Reader]:
+    def initialise() -> tuple[Retriever, Reader]:
         retriever, reader = build_models(
             job.section(BertOptions), towers, job.section(ReaderOptions), size, run_options.seed, job.report.warn
         )
@@ -43,22 +43,24 @@ def run(job: Job) -> dict[str, Any]:
         start_from_passages(retriever, corpus, dtype, run_options.seed, job.report.progress)
         return retriever, reader
 
-    retriever, reader = started()
+    retriever, reader = initialise()
     job.report.say(f"ict: the retriever is {retriever.query.words}")
     start_matches(reader, corpus, run_options.seed, job.report.progress)
     reader.to(device).train()
     optimiser = job.section(Optimiser)
     trainings = StageTrainings(job)
-    surroundings = trainings.context("ict", options.steps, "inverse cloze task")
-    trainings.end = train_retriever(surroundings, retriever, corpus, options, optimiser)
+    context = trainings.context("ict", options.steps, "inverse cloze task")
+    trainings.end = train_retriever(context, retriever, corpus, options, optimiser)
     if spans is not None:
-        surroundings = trainings.context("warm_start", options.reader_steps, "reader's warm start", "reader_")
-        held_out = () if has_warmup else held_out_rows(len(spans.rows), run_options.seed).tolist()  # pretrain's
-        train_reader(surroundings, reader, text, spans, options, optimiser, held_out, job.work)
-    if not surroundings.team.leads:
+        context = trainings.context("warm_start", options.reader_steps, "reader's warm start", "reader_")
+        held_out = (
+            () if has_warmup else held_out_rows(len(spans.rows), run_options.seed).tolist()
+        )  # held out in pretrain
+        train_reader(context, reader, text, spans, options, optimiser, held_out, job.work)
+    if not context.team.leads:
         return {}
-    if wanted.task == "crop" and options.steps and not crops_helped(job):
-        retriever = started()[0]
+    if requested.task == "crop" and options.steps and not crops_helped(job):
+        retriever = initialise()[0]
     save_models(job.out, retriever, reader, corpus.vocabulary_hash, corpus.tokenizer)
     names = ("accuracy_removed", "accuracy_kept", "reader_loss")
     logged = JournalValues(job.journal)
@@ -66,22 +68,24 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def crops_helped(job: Job) -> bool:
-    """Say how many crops found their passage at the beginning and at the end; False where they became fewer.
+    """Log the accuracy of the crop task in the first and last steps; return False if it dropped.
 
-    Short trainings do not tell. Most passages of the last steps were not seen before, or once.
+    Trainings of fewer than ``2 * ENDS`` steps return True. The accuracy of the last steps is close to a held-out one,
+    because most of their passages were seen at most once before.
     """
     logged = JournalValues(job.journal)
-    found = [values for name in ("accuracy_kept", "accuracy_removed") if len(values := logged.of(name)) >= 2 * ENDS]
-    if not found:
+    accuracies = [
+        values for name in ("accuracy_kept", "accuracy_removed") if len(values := logged.of(name)) >= 2 * ENDS
+    ]
+    if not accuracies:
         return True
-    first, last = (fmean(fmean(values[part]) for values in found) for part in (slice(ENDS), slice(-ENDS, None)))
+    first, last = (fmean(fmean(values[part]) for values in accuracies) for part in (slice(ENDS), slice(-ENDS, None)))
     job.report.say(
-        f"ict: {first:.2f} of the crops found their passage among those of their batch in the first {ENDS} steps, "
-        f"{last:.2f} in the last"
+        f"ict: in-batch accuracy of crops is {first:.2f} in the first {ENDS} steps and {last:.2f} in the last {ENDS}"
     )
     if last < first - CHANCE:
-        job.report.warn("crops made the retriever find less, so it stays as it came; try a lower ict.learning_rate")
+        job.report.warn("ict: accuracy dropped; the retriever keeps its initial weights; try a lower ict.learning_rate")
         return False
     if last < first + CHANCE:
-        job.report.say("ict: the retriever knew documents like these; ict.steps=0 keeps it as it came and is faster")
+        job.report.say("ict: accuracy did not change; ict.steps=0 keeps the initial weights and is faster")
     return True

@@ -1,4 +1,4 @@
-"""A run's folder opened to be searched or asked: what its stages made, or the newest update of that."""
+"""Open the folder of a run for search or question answering, at its newest corpus state."""
 
 import shutil
 from contextlib import suppress
@@ -25,47 +25,47 @@ from realmops.stages.corpus_states import UPDATES, CorpusState, newest_state, pi
 from realmops.stages.trained import options_of, sections_of, tuned_steps
 from realmops.stages.tuned_model import ClosedBookModel, open_reading
 
-TRIES = 3  # to open a run whose folders change meanwhile
-EMBEDDINGS = "search"  # below the work folder: embeddings of a retriever that is not fine-tuned yet
-LIMIT: int = defaults()["finetune"]["query_wordpieces"]  # of queries, before fine-tuning says it
+TRIES = 3  # attempts to open a run whose folders are being replaced
+EMBEDDINGS = "search"  # below the work folder: embeddings by a retriever that is not fine-tuned yet
+LIMIT: int = defaults()["finetune"]["query_wordpieces"]  # query length before fine-tuning
 
 
 def open_run(root: Path, state: CorpusState | None = None) -> OpenedModel:
-    """Open a run's fine-tuned model over a corpus, in evaluation mode, every file compared with its digest.
+    """Open a run's fine-tuned model over a corpus, in eval mode, with the digest of every file verified.
 
-    Args:
-        state: the corpus; without it that of the newest update, or of the stages before there is one.
+    The corpus is ``state``, by default the newest one.
 
-    Raises ValueError when a stage has not run, for files that were changed, and when folders are replaced again and
-    again while they are read, and ClosedBookModel for a model that answers without reading.
+    Raises:
+        ValueError: if a stage has not run, a file does not match its digest, or folders keep being replaced.
+        ClosedBookModel: if the model reads no passages.
     """
     for _ in range(TRIES):
         before = manifest_stats(root)
         try:
             opened = _open_once(root, state)
         except (OSError, ValueError, KeyError):
-            if manifest_stats(root) == before:  # else a part of it was read of another one
+            if manifest_stats(root) == before:  # otherwise files of two versions were mixed
                 raise
             continue
         if manifest_stats(root) == before:
             return opened
-    raise ValueError(f"{root}: its folders were replaced {TRIES} times while they were read; wait until nothing runs")
+    raise ValueError(f"{root}: the folders were replaced {TRIES} times while they were read; wait until no stage runs")
 
 
 def manifest_stats(root: Path) -> tuple[tuple[str | int, ...], ...]:
-    """Return path, inode, time and size of each manifest that a model may be opened from; a new folder has new ones."""
+    """Return path, inode, time and size of each manifest of the model; they change when a folder is replaced."""
     stages = [root / STAGES[stage].folder / MANIFEST for stage in ("snapshot", "finetune", "evaluate")]
     updates = sorted((root / UPDATES).glob(f"[!.]*/{MANIFEST}"))
-    found: list[tuple[str | int, ...]] = []
+    stats: list[tuple[str | int, ...]] = []
     for path in (*stages, *updates):
         with suppress(OSError):
-            disk = path.stat()
-            found.append((str(path), disk.st_ino, disk.st_mtime_ns, disk.st_size))
-    return tuple(found)
+            status = path.stat()
+            stats.append((str(path), status.st_ino, status.st_mtime_ns, status.st_size))
+    return tuple(stats)
 
 
 def _open_once(root: Path, state: CorpusState | None) -> OpenedModel:
-    tuned = pipeline_state(root).finetune  # an update has a copy of the model, which may have an old calibration
+    tuned = pipeline_state(root).finetune  # the copy in an update may have an old calibration
     files = artifacts.read_manifest(tuned, "finetune")["files"]
     state = state or newest_state(root)
     options, run = options_of(root, ("finetune", "evaluate"), ("finetune", "run"))
@@ -79,37 +79,38 @@ def _open_once(root: Path, state: CorpusState | None) -> OpenedModel:
 
 
 def open_search(root: Path, report: Report) -> Search:
-    """Open a search of a run's corpus: by the last of its retrievers, and by words alone before there is one.
+    """Open the search of a run's corpus, by the newest trained retriever, or by BM25 only if there is none.
 
-    The passages are embedded once for a retriever that is not fine-tuned, and kept under the root.
+    For a retriever that is not fine-tuned, the embeddings of the passages are computed once and cached under the root.
 
-    Raises ValueError where there is no snapshot.
+    Raises:
+        ValueError: if the run has no snapshot.
     """
     if _is_done(root, "finetune"):
-        with suppress(ClosedBookModel):  # the retrievers of earlier stages are left
+        with suppress(ClosedBookModel):  # retrievers of earlier stages remain
             return open_run(root).passage_search()
     snapshot = Snapshot.open(root / STAGES["snapshot"].folder / "corpus")
     about = {"snapshot": snapshot.corpus_hash, "stage": "snapshot"}
-    words = Bm25.of(snapshot)
+    bm25 = Bm25.of(snapshot)
     for stage in ("pretrain", "ict"):
         sections = sections_of(root, stage) if _is_done(root, stage) else {}
         if not sections:
             continue
         run = parse_section("run", sections["run"])
-        retriever, passages, dtype = _embedded(root, stage, run, snapshot, report)
-        return Search(snapshot, words, retriever, passages, LIMIT, dtype, about | {"stage": stage})
-    report.say("no retriever is trained yet: words alone are searched")
-    return Search(snapshot, words, None, None, LIMIT, torch.float32, about)
+        retriever, passages, dtype = _load_with_embeddings(root, stage, run, snapshot, report)
+        return Search(snapshot, bm25, retriever, passages, LIMIT, dtype, about | {"stage": stage})
+    report.say("search: no retriever is trained yet, searching by words (BM25) only")
+    return Search(snapshot, bm25, None, None, LIMIT, torch.float32, about)
 
 
 def _is_done(root: Path, stage: str) -> bool:
     return (root / STAGES[stage].folder / MANIFEST).is_file()
 
 
-def _embedded(
+def _load_with_embeddings(
     root: Path, stage: str, run: RunOptions, snapshot: Snapshot, report: Report
 ) -> tuple[Retriever, Any, torch.dtype]:
-    """Return the retriever of a stage with the embeddings of all passages, computed unless they were kept."""
+    """Return the retriever of a stage, the embeddings of all passages (computed unless cached) and their dtype."""
     folder = root / STAGES[stage].folder
     manifest = artifacts.read_manifest(folder, stage)
     tune_process(run.threads)
@@ -120,14 +121,14 @@ def _embedded(
     names = [path.relative_to(folder).as_posix() for path in identifying_files(folder, "retriever")]
     digests = [manifest["files"][name]["sha256"] for name in names]
     key = artifacts.digest_of([*digests, snapshot.corpus_hash, str(dtype)])[:16]
-    kept = root / WORK / EMBEDDINGS / key
-    if not kept.is_dir():
+    cached = root / WORK / EMBEDDINGS / key
+    if not cached.is_dir():
         bar = report.progress("passages embedded", len(snapshot))
         embedding = embed_corpus(retriever, snapshot, dtype, bar)
-        artifacts.make_folder(kept.parent)
-        with artifacts.atomic_folder(kept) as made:
-            save_passages(made, exact(embedding, retriever.vectors), snapshot.corpus_hash)
-        for other in kept.parent.glob("[!.]*"):  # of another retriever or corpus; with a dot others are at work
-            if other != kept:
+        artifacts.make_folder(cached.parent)
+        with artifacts.atomic_folder(cached) as folder:
+            save_passages(folder, exact(embedding, retriever.vectors), snapshot.corpus_hash)
+        for other in cached.parent.glob("[!.]*"):  # of another retriever or corpus; dot names are being written
+            if other != cached:
                 shutil.rmtree(other, ignore_errors=True)
-    return retriever, load_passages(kept, snapshot, device, retriever.vectors), dtype
+    return retriever, load_passages(cached, snapshot, device, retriever.vectors), dtype

@@ -1,4 +1,4 @@
-"""Stage ``pretrain``: REALM, with the index builder beside it over the exchange."""
+"""Stage ``pretrain``: REALM pre-training with asynchronous index refresh over the exchange."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -43,9 +43,9 @@ from realmops.train.realm import Realm
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Pre-train and write both models; returns utility, staleness, refreshes and recall before and after.
+    """Pre-train and write both models; return utility, staleness, refreshes, and recall before and after.
 
-    With no steps the models are those of ``ict``, and nothing is measured: ``evaluate`` measures them.
+    With 0 steps the models of ``ict`` are copied and nothing is measured.
     """
     options, run_options = job.section(Pretrain), job.section(RunOptions)
     if not options.steps:
@@ -57,21 +57,21 @@ def run(job: Job) -> dict[str, Any]:
     examples = _examples(job, snapshot)
     examples.hold_out(rows)
     retriever, reader = load_models(job.inputs["ict"], snapshot.vocabulary_hash)
-    surroundings = StageTrainings(job).context("pretrain", options.steps, "pre-training")
-    device, dtype = surroundings.device, surroundings.dtype
+    context = StageTrainings(job).context("pretrain", options.steps, "pre-training")
+    device, dtype = context.device, context.dtype
     retriever.to(device).train()
     reader.to(device).train()
-    words = Bm25.of(snapshot) if retriever.mixture.lexical else None
-    realm = Realm(retriever, reader, snapshot, options, dtype, words)
+    bm25 = Bm25.of(snapshot) if retriever.mixture.lexical else None
+    realm = Realm(retriever, reader, snapshot, options, dtype, bm25)
     vectors = len(snapshot) * retriever.vectors
-    index_type(job.section(IndexOptions), vectors, retriever.query.width, device)  # told before training
-    drawn = _drawn(examples, run_options.seed)
+    index_type(job.section(IndexOptions), vectors, retriever.query.width, device)  # fails before training
+    sampled = _sample_examples(examples, run_options.seed)
 
     def passages(embedding_PE: Tensor, searcher: Retriever) -> PassageIndex:
-        return searchable(job, embedding_PE, searcher.query, realm.queries(drawn), depth(options))
+        return searchable(job, embedding_PE, searcher.query, realm.queries(sampled), depth(options))
 
     best = BestModels(job.work / "best", snapshot.vocabulary_hash)
-    measure = _measure(job, masked, realm, best)
+    measure = _build_measure(job, masked, realm, best)
     policy = Policy(options.adopt, options.max_staleness_steps, options.on_stale, options.builder_timeout)
     refresh = Refresh(
         options.steps,
@@ -83,18 +83,18 @@ def run(job: Job) -> dict[str, Any]:
         shard_rows=options.shard_rows,
         policy=policy,
     )
-    site = BuilderSettings(job.work, run_options.threads, job.report.say)
-    with exchange(surroundings, site, refresh, snapshot, retriever, passages) as (surroundings, source):
+    settings = BuilderSettings(job.work, run_options.threads, job.report.say)
+    with exchange(context, settings, refresh, snapshot, retriever, passages) as (context, source):
         optimiser = job.section(Optimiser)
-        pretrain(surroundings, realm, examples, optimiser, source, evaluate=measure, warn=job.report.warn)
-    if not surroundings.team.leads:
+        pretrain(context, realm, examples, optimiser, source, evaluate=measure, warn=job.report.warn)
+    if not context.team.leads:
         return {}
     final = _final_index(job, retriever, snapshot, options.steps)
     after = measure(final)
     if best.step != options.steps:
         job.report.say(best.told(after))
         retriever, reader = best.models()
-        realm = Realm(retriever.to(device), reader.to(device), snapshot, options, dtype, words)
+        realm = Realm(retriever.to(device), reader.to(device), snapshot, options, dtype, bm25)
         final, after = _final_index(job, retriever, snapshot, best.step), best.figures
     save_models(job.out, retriever, reader, snapshot.vocabulary_hash, snapshot.tokenizer)
     assert source.own is not None
@@ -105,12 +105,12 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def _examples(job: Job, corpus: Snapshot, **changes: Any) -> Examples:
-    """Masked sentences of the corpus or, with ``pretrain.examples: warmup``, of the warm-up text."""
+    """Build the masked sentences of the corpus or, with ``pretrain.examples: warmup``, of the warm-up text."""
     options = job.section(Pretrain).model_copy(update=changes)
     if options.examples == "warmup" and not (job.inputs["snapshot"] / "warmup").is_dir():
         raise ValueError(
-            f"pretrain.examples is warmup, and {job.inputs['snapshot']} holds no warm-up text; name one with "
-            "snapshot.warmup and set snapshot.use_warmup to true, or set pretrain.examples to corpus"
+            f"pretrain.examples is warmup, but {job.inputs['snapshot']} has no warm-up text; set snapshot.warmup and "
+            "snapshot.use_warmup=true, or set pretrain.examples=corpus"
         )
     text = corpus if options.examples == "corpus" else open_snapshot(job, "warmup")
     spans = open_spans(job, text, options.examples)
@@ -118,7 +118,7 @@ def _examples(job: Job, corpus: Snapshot, **changes: Any) -> Examples:
 
 
 def _held_out(job: Job, snapshot: Snapshot) -> tuple[np.ndarray, list[Example]]:
-    """The spans that are measured and not trained on, and their sentences with them masked, whatever training masks."""
+    """Return the held-out rows of the spans, and their sentences with salient spans masked, for any ``masking``."""
     salient, seed = _examples(job, snapshot, masking="salient", exclude_trivial=True), job.section(RunOptions).seed
     rows = held_out.held_out_rows(len(salient.rows), seed, salient.options.masked_sentences)
     return rows, held_out.masked_at(salient, rows, seed)
@@ -145,26 +145,28 @@ def _metrics(job: Job, after: Mapping[str, float], source: ExchangeSource) -> di
     }
 
 
-def _drawn(examples: Examples, seed: int) -> list[Example]:
-    """The masked sentences that the recall of an approximate index is measured with."""
+def _sample_examples(examples: Examples, seed: int) -> list[Example]:
+    """Return a random sample of masked sentences, for measuring the recall of an approximate index."""
     rng = np.random.default_rng(seed_for(seed, "index", "queries"))
     return [examples.draw(rng) for _ in range(QUERIES)]
 
 
-def _measure(job: Job, masked: list[Example], realm: Realm, best: BestModels) -> Callable[[Index], dict[str, float]]:
-    """recall@5 on the dev questions, hit@5 and log p(y|x) on held-out masked sentences, for an index as it is adopted.
+def _build_measure(
+    job: Job, masked: list[Example], realm: Realm, best: BestModels
+) -> Callable[[Index], dict[str, float]]:
+    """Return a function that measures the models with a newly adopted index and offers them to ``best``.
 
-    recall@5 is that of the embeddings alone.  What is measured is offered to ``best``.
-    Of an approximate index also ``index_recall``, that of the exact search's results.
+    It returns recall@5 on the dev questions by embeddings only, hit@5 and log p(y|x) on held-out masked sentences, and
+    for an approximate index ``index_recall``, its recall against exact search.
     """
     snapshot = realm.snapshot
     questions = questions_of(job, snapshot, "dev")
-    answers_are_expressions(questions)  # one rule for all
+    answers_are_expressions(questions)  # raises if match rules are mixed
     queries = question_queries(snapshot, questions, realm.options.query_wordpieces)
-    sources, most = Sources(snapshot), max(len(question.not_in) for question in questions)
+    sources, excluded = Sources(snapshot), max(len(question.not_in) for question in questions)
 
     def measure(index: Index) -> dict[str, float]:
-        ids = sources.left_out(questions, rank(index.retriever, index.passages, queries, 5 + most, realm.dtype))
+        ids = sources.left_out(questions, rank(index.retriever, index.passages, queries, 5 + excluded, realm.dtype))
         hits = hits_at(first_hit_ranks(questions, ids, snapshot.text, rule=questions[0].match_rule), 5)
         figures = {"recall_at_5": float(hits.mean())}
         if (structure := approximate(index.passages)) is not None:

@@ -1,4 +1,4 @@
-"""Run one stage whole: inputs checked, work resumed, output and metrics committed together."""
+"""Run one stage: check inputs, resume work, commit output and metrics together."""
 
 import fcntl
 import math
@@ -47,57 +47,59 @@ def run_stage(
     report: Report,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Run a stage on the folders under ``root``; returns its metrics.
+    """Run a stage on the folders under ``root`` and return its metrics.
+
+    The output folder is replaced only when the stage has succeeded. A killed stage resumes from its checkpoints when
+    it is run again with the same options and inputs. Under torchrun, rank 0 runs the stage and the other processes
+    take part in its training.
 
     Args:
-        values: all sections of the params file.
-        presets: names of those that the values come from, for the record.
-        project: where relative file names of the params start.
-        root: where the stages' folders lie (data/, models/, results/).
-        force: run again even when the output was made from the same inputs and options.
-
-    The output folder is replaced when the stage has succeeded, and only then.  A killed stage goes on from
-    its checkpoints when it is run again with the same options and inputs.  Where torchrun has started several
-    processes, the first one runs the stage and the others help it to train.
+        name: name of the stage.
+        values: all sections of the params.
+        presets: names of the presets in ``values``, for the record.
+        project: folder against which relative file names in the params are resolved.
+        root: folder of the stages' outputs (data/, models/, results/).
+        report: where to log.
+        force: run even if the output is up to date.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from realmops.devices import resolve_device
         from realmops.train.parallel import join, team
 
         join(resolve_device(values["run"]["device"]))
-        team().wait()  # what the stage reads is there
+        team().wait()  # for the inputs of the stage
         if not team().leads:
-            return _help(STAGES[name], values, project, root, force)
+            return _run_worker(STAGES[name], values, project, root, force)
     with alone(root / WORK, name):
-        return _run_alone(STAGES[name], values, presets, project, root, report, force)
+        return _run_locked(STAGES[name], values, presets, project, root, report, force)
 
 
 @contextmanager
 def alone(folder: Path, name: str) -> Iterator[None]:
-    """Refuse to run a stage beside itself, as beside one whose ``dvc`` was killed: both would write one journal."""
+    """Context manager: lock a stage, so that two processes do not write one journal; ValueError if it is locked."""
     artifacts.make_folder(folder)
     with open(folder / f"{name}.lock", "ab") as file:
         if artifacts.try_lock(file) is False:
             raise ValueError(
-                f"{file.name} is held: another process runs the stage {name} there; wait for it or end it, then run "
-                "the same command again"
+                f"{file.name} is locked: another process runs the stage {name}; wait for it or end it, then run the "
+                "same command again"
             )
         yield
 
 
 def offer_of(root: Path, name: str) -> Path:
-    """The file by which a stage offers shards of its work to index builders that follow it."""
+    """Return the file in which a stage offers shards of its work to index builders."""
     return root / WORK / f"{name}.shards.json"
 
 
 def is_running(folder: Path, name: str) -> bool:
-    """Whether a process holds the lock of a stage, looked at without making one."""
+    """Return whether a process holds the lock of a stage; the lock file is not created."""
     with suppress(OSError), open(folder / f"{name}.lock", "rb") as file:
         return artifacts.try_lock(file, fcntl.LOCK_SH) is False
     return False  # never run
 
 
-def _run_alone(
+def _run_locked(
     stage: Stage,
     values: Values,
     presets: Sequence[str],
@@ -112,10 +114,10 @@ def _run_alone(
     key = fingerprint(stage, values, inputs)
     final = root / stage.folder
     work = root / WORK / "work" / f"{name}-{key[:16]}"
-    if not force and (done := finished(final, stage, key)) is not None:
-        shutil.rmtree(work, ignore_errors=True)  # of a process killed as it ended
-        report.say(f"{name}: nothing to do, {final} was made from the same inputs and options")
-        return done
+    if not force and (existing := finished(final, stage, key)) is not None:
+        shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed after its commit
+        report.say(f"{name}: nothing to do, {final} is up to date with its inputs and options")
+        return existing
     if force:
         shutil.rmtree(work, ignore_errors=True)
     artifacts.make_folder(work)
@@ -126,30 +128,30 @@ def _run_alone(
         journal = stack.enter_context(Journal(work / JOURNAL, name))
         tracker = tracked(stack, journal, name, values, presets, inputs, project, root)
         job = Job(sections, inputs, out, work, journal, report, offer_of(root, name), presets)
-        metrics = _finite(_worked(stage, values, job))
+        metrics = _finite(_run_tuned(stage, values, job))
         metrics["seconds"] = round(time.monotonic() - started, 1)
         journal.position()
         if (work / JOURNAL).stat().st_size:
             shutil.copyfile(work / JOURNAL, out / JOURNAL)
         artifacts.write_json(out / METRICS, metrics)
-        made = {"sections": deciding(stage, values), "presets": [*presets]} | ({"code": code()} if code() else {})
-        artifacts.write_manifest(out, name, fingerprint=key, **made)
+        origin = {"sections": deciding(stage, values), "presets": [*presets]} | ({"code": code()} if code() else {})
+        artifacts.write_manifest(out, name, fingerprint=key, **origin)
         if tracker is not None:
             figures = {f"final/{name}.{key}": value for key, value in metrics.items()}
-            tuned = values["finetune"]
-            figures |= headline(name, metrics, "" if tuned["reader"] in CLOSED_BOOK else tuned["retriever"])
+            finetune = values["finetune"]
+            figures |= headline(name, metrics, "" if finetune["reader"] in CLOSED_BOOK else finetune["retriever"])
             tracker.finish(figures, shown_files(name, out))
     shutil.rmtree(work, ignore_errors=True)
     return metrics
 
 
 def code() -> str:
-    """The commit of the image that this runs in; empty where it is not known."""
+    """Return the git commit of the container image; empty if unknown."""
     return os.environ.get("REALMOPS_COMMIT", "")
 
 
-def _help(stage: Stage, values: Values, project: Path, root: Path, force: bool) -> dict[str, Any]:
-    """Take part in the training of a stage that another process leads: say nothing, and keep nothing of it."""
+def _run_worker(stage: Stage, values: Values, project: Path, root: Path, force: bool) -> dict[str, Any]:
+    """Take part in the training of a stage that rank 0 runs, without logs and output."""
     if stage.name in TRAINS_NOTHING:
         return {}
     sections, inputs = parse_sections(stage, values), inputs_of(stage, values, project, root)
@@ -160,11 +162,12 @@ def _help(stage: Stage, values: Values, project: Path, root: Path, force: bool) 
         Journal(Path(folder) / JOURNAL, stage.name) as journal,
     ):
         place = Path(folder)
-        _worked(stage, values, Job(sections, inputs, place, place, journal, Silent(), place / "offer"))
+        _run_tuned(stage, values, Job(sections, inputs, place, place, journal, Silent(), place / "offer"))
     return {}
 
 
-def _worked(stage: Stage, values: Values, job: Job) -> dict[str, Any]:
+def _run_tuned(stage: Stage, values: Values, job: Job) -> dict[str, Any]:
+    """Run a stage with threads and allocator tuned for this process."""
     if "run" in stage.sections:
         from realmops.devices import tune_process
 
@@ -173,7 +176,7 @@ def _worked(stage: Stage, values: Values, job: Job) -> dict[str, Any]:
 
 
 def inputs_of(stage: Stage, values: Values, project: Path, root: Path) -> dict[str, Path]:
-    """What a stage reads: folders of earlier stages, files that its options name, files of the encoder."""
+    """Return the inputs of a stage: folders of earlier stages, files that its options name, files of the encoder."""
     inputs: dict[str, Path] = {}
     for need in stage.needs:
         folder = root / STAGES[need].folder
@@ -183,50 +186,51 @@ def inputs_of(stage: Stage, values: Values, project: Path, root: Path) -> dict[s
         artifacts.read_manifest(folder, need)
         inputs[need] = folder
     inputs |= external_files(stage, values, project, root)
-    _check_made_questions(inputs)
-    if "bert" in stage.sections:  # other weights under the same name are another encoder
+    _check_generated_questions(inputs)
+    if "bert" in stage.sections:  # the weights under one name may change
         inputs |= {f"bert.init/{name}": path for name, path in encoder_files(values["bert"]["init"]).items()}
     if "closed_book" in stage.sections and values["finetune"]["reader"] in CLOSED_BOOK:
-        found = encoder_files(values["closed_book"]["init"], T5)
-        inputs |= {f"closed_book.init/{name}": path for name, path in found.items()}
+        files = encoder_files(values["closed_book"]["init"], T5)
+        inputs |= {f"closed_book.init/{name}": path for name, path in files.items()}
     return inputs
 
 
-def _check_made_questions(inputs: Mapping[str, Path]) -> None:
-    """ValueError for questions that ``realmops cloze`` made from another corpus than that of the snapshot."""
+def _check_generated_questions(inputs: Mapping[str, Path]) -> None:
+    """Raise ValueError for questions that ``realmops cloze`` generated from another corpus than the snapshot."""
     for key, path in inputs.items():
         if not key.startswith("questions.") or not (path.parent / artifacts.MANIFEST).is_file():
             continue
         try:
             manifest = artifacts.read_json(path.parent / artifacts.MANIFEST)
         except ValueError:
-            continue  # a user's own file of that name
-        made_from = manifest.get("corpus_hash") if isinstance(manifest, dict) and manifest.get("kind") == KIND else None
+            continue  # a file of the user with that name
+        is_generated = isinstance(manifest, dict) and manifest.get("kind") == KIND
+        source_hash = manifest.get("corpus_hash") if is_generated else None
         corpus_hash = artifacts.read_json(inputs["snapshot"] / CORPUS / artifacts.MANIFEST)["corpus_hash"]
-        if made_from not in (None, corpus_hash):
+        if source_hash not in (None, corpus_hash):
             raise ValueError(
-                f"{key} is {path}, made from corpus {made_from[:12]}; the snapshot is corpus {corpus_hash[:12]}: run "
-                "'realmops cloze' with the same options"
+                f"{key} is {path}, generated from corpus {source_hash[:12]}, but the snapshot is corpus "
+                f"{corpus_hash[:12]}; run 'realmops cloze' with the same options"
             )
 
 
 def _finite(metrics: dict[str, Any]) -> dict[str, Any]:
-    """The metrics without those that have no value, as the loss of no step."""
+    """Return the metrics without NaN and infinities, such as the mean loss over no steps."""
     return {name: v for name, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}
 
 
 def _remove_empty(work: Path) -> None:
-    """Leave no work folder of a stage that ended before there was anything to go on from."""
+    """Remove the work folder of a stage that ended before it wrote anything to resume from."""
     if not any(path.stat().st_size for path in work.rglob("*") if path.is_file()):
         shutil.rmtree(work, ignore_errors=True)
 
 
 def finished(final: Path, stage: Stage, key: str) -> dict[str, Any] | None:
-    """The metrics of a stage whose output lies in ``final`` and has this fingerprint; None where it does not."""
+    """Return the metrics of the output in ``final`` if it has this fingerprint, else None."""
     if not (final / artifacts.MANIFEST).is_file():
         return None
     try:
         manifest = artifacts.read_manifest(final, stage.name)
     except ValueError:
-        return None  # damaged: make it again
+        return None  # damaged, so it is recomputed
     return artifacts.read_json(final / METRICS) if manifest.get("fingerprint") == key else None

@@ -1,4 +1,4 @@
-"""Stage ``sample``: the sample corpus."""
+"""Stage ``sample``: the generated sample corpus."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from realmops.stages import Job
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Write corpus, warm-up text, questions and tagged sentences; returns their counts."""
+    """Write corpus, warm-up text, questions and tagged sentences; return their counts."""
     options = job.section(Sample)
     return write_sample(
         job.out,

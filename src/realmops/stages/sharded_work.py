@@ -1,4 +1,4 @@
-"""What stages have made of all passages in shards, by themselves and by index builders that help: spans, embeddings."""
+"""Sharded work over all passages, shared with index builders: tagging and embedding."""
 
 from collections.abc import Iterator, Mapping
 
@@ -19,20 +19,20 @@ WORKS: Mapping[str, Work] = {EMBEDDING: embedding, TAGGING: tagging}
 
 
 def spans_of(job: Job, tagger: Mapping[str, bytes], snapshot: Snapshot) -> Iterator[list[Entity]]:
-    """For each passage, in order, what a tagger finds, which is given as files (``train.tagger.tagger_files``)."""
-    for files in _made(job, TAGGING, snapshot, tagger, f"tags of {snapshot.folder.name}"):
+    """Yield the entities of each passage in order; ``tagger`` is serialised by ``train.tagger.tagger_files``."""
+    for files in _run_shards(job, TAGGING, snapshot, tagger, f"tags of {snapshot.folder.name}"):
         yield from spans_in(files)
 
 
 def embeddings_of(job: Job, retriever: Retriever, snapshot: Snapshot) -> Tensor:
-    """Embeddings P x E of all passages."""
-    keep_freed_memory()  # as a training that came before
+    """Return the embeddings of all passages, P x E."""
+    keep_freed_memory()  # already set if a training ran before
     model = retriever_files(retriever, snapshot.vocabulary_hash)
-    parts = _made(job, EMBEDDING, snapshot, model, "embeddings")
+    parts = _run_shards(job, EMBEDDING, snapshot, model, "embeddings")
     return joined(parts, len(snapshot), retriever.width)
 
 
-def _made(
+def _run_shards(
     job: Job, name: str, snapshot: Snapshot, model: Mapping[str, bytes], label: str
 ) -> Iterator[dict[str, bytes]]:
     run = job.section(RunOptions)

@@ -1,4 +1,4 @@
-"""Stage ``tag``: salient spans of corpus and warm-up text."""
+"""Stage ``tag``: salient spans of the corpus and the warm-up text."""
 
 import shutil
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ from realmops.train.tagger import (
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Write a spans folder for each snapshot; returns counts and, for a trained tagger, seqeval's F1."""
+    """Write a folder of spans for each snapshot; return counts and, for a trained tagger, seqeval's F1."""
     options = job.section(Tag)
     tagger: Tagger | None = None
     metrics: dict[str, Any] = {}
@@ -59,9 +59,9 @@ def _train(job: Job, options: Tag) -> tuple[Tagger, dict[str, Any]]:
         tagger.output.weight.normal_(0.0, 0.02, generator=generator)
         tagger.output.bias.zero_()
     tagger.to(device)
-    surroundings = StageTrainings(job).context("tag", options.steps, "tagger")
-    train_tagger(surroundings, tagger, training, snapshot.tokenizer, options, job.section(Optimiser))
-    if not surroundings.team.leads:
+    context = StageTrainings(job).context("tag", options.steps, "tagger")
+    train_tagger(context, tagger, training, snapshot.tokenizer, options, job.section(Optimiser))
+    if not context.team.leads:
         return tagger, {}
     predicted = predict_words(tagger, held_out, snapshot.tokenizer, options, dtype)
     return tagger, entity_scores([list(s.tags) for s in held_out], predicted)
@@ -69,14 +69,14 @@ def _train(job: Job, options: Tag) -> tuple[Tagger, dict[str, Any]]:
 
 def _tag(job: Job, options: Tag, tagger: Tagger | None, snapshot: Snapshot, folder: Path) -> dict[str, Any]:
     if options.method == "given":
-        given = snapshot.folder / GIVEN_SPANS
-        if not given.is_dir():
+        source = snapshot.folder / GIVEN_SPANS
+        if not source.is_dir():
             raise ValueError(
-                f"{job.inputs['snapshot']}: tag.method is 'given', but no document has 'spans'; give each JSON line "
-                'its "spans": [[start, end, label], ...] or set tag.method to tagger or dates'
+                f"{job.inputs['snapshot']}: tag.method is 'given', but no document has 'spans'; add "
+                '"spans": [[start, end, label], ...] to each JSON line, or set tag.method to tagger or dates'
             )
         folder.mkdir()
-        for file in given.iterdir():
+        for file in source.iterdir():
             shutil.copyfile(file, folder / file.name)
         return {"spans": len(Spans.open(folder).rows)}
     folder.mkdir()
@@ -86,9 +86,9 @@ def _tag(job: Job, options: Tag, tagger: Tagger | None, snapshot: Snapshot, fold
     else:
         spans = spans_of(job, tagger_files(tagger, options), snapshot)
     with SpansWriter(folder) as writer:
-        for passage, found in enumerate(spans):
+        for passage, entities in enumerate(spans):
             writer.add(
-                found, snapshot.chars(passage), snapshot.sentences(passage), int(snapshot.sentence_offsets[passage])
+                entities, snapshot.chars(passage), snapshot.sentences(passage), int(snapshot.sentence_offsets[passage])
             )
         manifest = writer.close(corpus_hash=snapshot.corpus_hash, vocabulary_hash=snapshot.vocabulary_hash)
     return {"spans": manifest["spans"], "spans_dropped": manifest["dropped"]["not_in_one_sentence"]}

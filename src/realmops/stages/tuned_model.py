@@ -1,4 +1,4 @@
-"""Fine-tuned models in their folders: saved with the name of their class, and opened by it."""
+"""Saving and opening of fine-tuned models, whose folders name their class."""
 
 from pathlib import Path
 
@@ -17,17 +17,17 @@ from realmops.model.checkpoint_files import load_models
 from realmops.search.bm25 import Bm25
 from realmops.search.embeddings import load_passages
 
-KIND = "reader.json"  # in a stage folder; says which class can open it
+KIND = "reader.json"  # in the folder of a stage; names the class of the model
 READERS: dict[str, type[Answering]] = {"pretrain": OpenQa, "ict": OpenQa, "t5": t5.ClosedBook}  # by finetune.reader
-QUESTIONS_IN_MEMORY = 1024  # whose passages by words or links are remembered
+QUESTIONS_IN_MEMORY = 1024  # size of the cache of passages by words or links
 
 
 class ClosedBookModel(ValueError):
-    """The model of a run answers without reading passages, so it can be neither queried nor explained."""
+    """The model answers without reading passages, so it can be neither searched nor explained."""
 
 
 def save_tuned(folder: Path, model: Answering) -> None:
-    """Write a fine-tuned model into a stage folder, and what it is."""
+    """Write a fine-tuned model and its class into the folder of a stage."""
     model.save(folder)
     write_json(folder / KIND, {"class": model.kind})
 
@@ -40,16 +40,18 @@ def open_tuned(
     dtype: torch.dtype,
     index: Path | None = None,
 ) -> Answering:
-    """The model that the stage ``finetune`` left, in evaluation mode.
+    """Open the model of stage ``finetune`` in eval mode.
 
-    ``index`` is the folder of the index where that is another one: of an update. ValueError for another class than that
-    of ``finetune.reader``.
+    ``index`` is the folder of the index if it is a different one, that of an update.
+
+    Raises:
+        ValueError: if the model's class is not that of ``finetune.reader``.
     """
-    kind, found = READERS[options.reader], _kind(folder)
-    if found != kind.kind:
+    kind, saved = READERS[options.reader], _read_kind(folder)
+    if saved != kind.kind:
         raise ValueError(
-            f"{folder} holds a model of the class {found!r}, and finetune.reader={options.reader} is one of the class "
-            f"{kind.kind!r}: run finetune with that option first, or leave it out"
+            f"{folder} has a model of the class {saved!r}, but finetune.reader={options.reader} has the class "
+            f"{kind.kind!r}: run finetune with that option first, or remove it"
         )
     if not issubclass(kind, RetrieveAndRead):
         assert kind is t5.ClosedBook
@@ -60,9 +62,9 @@ def open_tuned(
     path = PathRetriever.load(folder, snapshot, options, device, dtype) if options.retriever == "path" else None
     ranker = ranker_of(options.retriever, snapshot, path, QUESTIONS_IN_MEMORY)
     passages = load_passages(index or folder, snapshot, device, retriever.vectors) if ranker is None else None
-    words = Bm25.of(snapshot) if ranker is None and retriever.mixture.lexical else None
-    both = retriever.to(device), reader.to(device)
-    model = kind(*both, snapshot, passages, options, dtype, ranker, words)
+    bm25 = Bm25.of(snapshot) if ranker is None and retriever.mixture.lexical else None
+    networks = retriever.to(device), reader.to(device)
+    model = kind(*networks, snapshot, passages, options, dtype, ranker, bm25)
     model.restore(folder)
     return model
 
@@ -72,21 +74,22 @@ def open_reading(
 ) -> RetrieveAndRead:
     """Open a fine-tuned model as ``open_tuned`` does, on the device of its run.
 
-    Raises ClosedBookModel for one that reads nothing.
+    Raises:
+        ClosedBookModel: if the model reads no passages.
     """
     tune_process(run.threads)
     model = open_tuned(folder, options, snapshot, *device_and_dtype(run), index=index)
     if not isinstance(model, RetrieveAndRead):
         raise ClosedBookModel(
-            f"{folder} answers without reading (finetune.reader is {options.reader}), so its answers cite no passage: "
-            "search the run ('realmops search'), see its test answers ('realmops explain'), or fine-tune with "
-            "finetune.reader=pretrain or ict"
+            f"{folder} answers without reading passages (finetune.reader is {options.reader}), so its answers have no "
+            "citations: search the run ('realmops search'), see its test answers ('realmops explain'), or fine-tune "
+            "with finetune.reader=pretrain or ict"
         )
     return model
 
 
-def _kind(folder: Path) -> str:
-    """Models of 0.1.0, and those that were imported, do not say it."""
+def _read_kind(folder: Path) -> str:
+    """Return the class of a model, which models of 0.1.0 and imported ones do not store."""
     if (folder / KIND).is_file():
         return str(read_json(folder / KIND)["class"])
     return t5.ClosedBook.kind if (folder / t5.FILE).is_file() else OpenQa.kind
