@@ -149,19 +149,19 @@ def ours(path: Path, query_QE: Any, arguments: argparse.Namespace) -> dict[str, 
     import torch
 
     from realmops.config import IndexOptions
-    from realmops.search.approximate import Approximate, passage_index
-    from realmops.search.embeddings import embeddings_in
-    from realmops.search.mapped import mapped
+    from realmops.search.approximate import ApproximateIndex, passage_index
+    from realmops.search.embeddings import view_embeddings
+    from realmops.search.memory_map import map_file
 
     with open(path, "rb") as file:
-        embedding_PE = embeddings_in(mapped(file))
+        embedding_PE = view_embeddings(map_file(file))
 
     def built(seed: int) -> Any:
         options = IndexOptions(type="pq", target_recall=arguments.target)
         return passage_index(embedding_PE, options, torch.device("cpu"), seed, lambda: query_QE[:WIDEN], BEST)
 
     seconds, index = seconds_of(lambda: built(0))
-    assert isinstance(index, Approximate)
+    assert isinstance(index, ApproximateIndex)
     asked_QE = query_QE[WIDEN : WIDEN + QUERIES]
     found = {"build": seconds, "lists": index.recipe.lists, "width": index.recipe.width}
     found |= {"recall": index.recall(asked_QE, BEST)} | times(lambda q_QE: index.search(q_QE, BEST), asked_QE)
@@ -179,17 +179,17 @@ def flat(path: Path, query_QE: Any, arguments: argparse.Namespace) -> dict[str, 
     import faiss
     import torch
 
-    from realmops.search.embeddings import embeddings_in
-    from realmops.search.mapped import mapped, release
+    from realmops.search.embeddings import view_embeddings
+    from realmops.search.memory_map import map_file, release_pages
 
     with open(path, "rb") as file:
-        embedding_PE = embeddings_in(mapped(file))
+        embedding_PE = view_embeddings(map_file(file))
     index = faiss.IndexFlatIP(embedding_PE.shape[1])
 
     def add() -> None:
         for rows_RE in torch.split(embedding_PE, BLOCK):
             index.add(rows_RE.numpy())
-            release(embedding_PE)
+            release_pages(embedding_PE)
 
     seconds, _ = seconds_of(add)
     asked_QE = query_QE[WIDEN : WIDEN + QUERIES]
@@ -201,12 +201,12 @@ def graph(path: Path, query_QE: Any, arguments: argparse.Namespace) -> dict[str,
     import torch
     from usearch.index import Index
 
-    from realmops.search.embeddings import embeddings_in
+    from realmops.search.embeddings import view_embeddings
     from realmops.search.exact import search
-    from realmops.search.mapped import mapped
+    from realmops.search.memory_map import map_file
 
     with open(path, "rb") as file:
-        embedding_PE = embeddings_in(mapped(file))
+        embedding_PE = view_embeddings(map_file(file))
     index = Index(ndim=embedding_PE.shape[1], metric="ip", dtype="f32")
     keys = torch.arange(len(embedding_PE)).numpy()
     seconds, _ = seconds_of(lambda: index.add(keys, embedding_PE.numpy(), threads=torch.get_num_threads()))

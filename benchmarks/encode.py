@@ -89,7 +89,7 @@ class Ours:
     def __init__(self, folder: Path, dtype: Any, device: str = "cpu") -> None:
         import torch
 
-        from realmops.devices import with_packed_linears
+        from realmops.devices import pack_linears
         from realmops.model.encoder_files import load_encoder
         from realmops.model.retriever import Embedder
         from realmops.model.sequences import SpecialTokens
@@ -104,7 +104,7 @@ class Ours:
         self.tokenizer = open_tokenizer(text) if text else build_tokenizer(pieces, casing)
         self.special, self.dtype = SpecialTokens.of(self.tokenizer), dtype
         self.graph = compile_graph(self.tower, 1) if dtype == torch.int8 else None
-        self.packed = with_packed_linears(self.tower, dtype)  # once for all passages
+        self.packed = pack_linears(self.tower, dtype)  # once for all passages
 
     def sequences(self, documents: list[str]) -> list[Any]:
         """[CLS] text [SEP] of each, cut as the peer cuts."""
@@ -211,11 +211,11 @@ def compare(
     import generated
     import torch
 
-    from realmops.devices import DTYPES, PRECISIONS, multiplies_bf16, multiplies_int8, resolve_precision
+    from realmops.devices import DTYPES, PRECISIONS, resolve_precision, supports_bf16, supports_int8
 
     dtype = resolve_precision(arguments.precision, torch.device("cpu"))
     precision, multiplied = PRECISIONS[dtype], torch.bfloat16 if dtype == torch.int8 else dtype
-    able = {"fp32": True, "bf16": multiplies_bf16(), "int8": multiplies_int8()}
+    able = {"fp32": True, "bf16": supports_bf16(), "int8": supports_int8()}
     mine = [p for p in DTYPES if p == precision or (arguments.peers and able[p] and p in arguments.precisions)]
     ours: dict[str, Any] = {p: Ours(folder, DTYPES[p]) for p in mine}
     one = ours[precision]
@@ -281,11 +281,11 @@ def compare(
 
 def measure(arguments: argparse.Namespace) -> list[Row]:
     """The rows of every model."""
-    from realmops.devices import tune_process
+    from realmops.devices import configure_process
 
     against.one_thread()
     against.quiet_transformers()
-    tune_process(1)
+    configure_process(1)
     arguments.peers = [name for name in arguments.peers if name != "none"]
     documents = texts(arguments.documents)
     asked: list[tuple[str, int]] = []

@@ -29,7 +29,7 @@ from typing import Any
 import against
 from against import Goal, Row
 
-from realmops.stages import Silent
+from realmops.stages import SilentReport
 
 PROJECT = Path(__file__).parents[1]
 MILLISECONDS = 10.0
@@ -63,8 +63,8 @@ def prepare(root: Path, files: Sequence[Path], size: int) -> None:
     if not lines.is_file():
         lines.write_text("".join(f"{json.dumps(record)}\n" for record in documents(files, size)))
     settings = [f"{name}={json.dumps(value)}" for name, value in CHOSEN.items()]
-    values = config.load(PROJECT / "params.yaml", settings=[*settings, f"snapshot.documents={lines}"])
-    run_stage("snapshot", values, project=PROJECT, root=root, report=Silent())
+    values = config.load_params(PROJECT / "params.yaml", settings=[*settings, f"snapshot.documents={lines}"])
+    run_stage("snapshot", values, project=PROJECT, root=root, report=SilentReport())
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,11 @@ class Untrained:
         from realmops.answering.opened_model import OpenedModel
         from realmops.answering.openqa import OpenQa
         from realmops.corpus.snapshot_reader import Snapshot
-        from realmops.devices import device_and_dtype, freeze_products
+        from realmops.devices import device_and_dtype, freeze_linear_weights
         from realmops.model.reader import Reader, SpanHead
-        from realmops.model.retriever import Embedder, Mixture, Retriever
+        from realmops.model.retriever import Embedder, FusionWeights, Retriever
         from realmops.search.bm25 import Bm25
-        from realmops.search.exact import exact
+        from realmops.search.exact import exact_index
         from realmops.stages import STAGES
 
         torch.manual_seed(0)
@@ -100,14 +100,14 @@ class Untrained:
         width = encoder.width
         tower = Embedder(encoder, width, "cosine", pooling="mean", projection="identity", temperature=0.05)
         retriever, reader = Retriever(tower, tower), Reader(*generated.random_bert("MiniLM-L6"))
-        retriever.mixture, reader.spans = Mixture(1.0, 1.0), SpanHead(width, 256)
-        values = config.load(PROJECT / "params.yaml", settings=["run.device=cpu"])
+        retriever.mixture, reader.spans = FusionWeights(1.0, 1.0), SpanHead(width, 256)
+        values = config.load_params(PROJECT / "params.yaml", settings=["run.device=cpu"])
         _, dtype = device_and_dtype(config.parse_section("run", values["run"]))
         for part in (retriever, reader):
-            freeze_products(part.eval(), dtype)
+            freeze_linear_weights(part.eval(), dtype)
         vectors = torch.nn.functional.normalize(torch.randn(len(snapshot), width), dim=1)
         options, words = config.parse_section("finetune", values["finetune"]), Bm25.of(snapshot)
-        model = OpenQa(retriever, reader, snapshot, exact(vectors, 1), options, dtype, words=words)
+        model = OpenQa(retriever, reader, snapshot, exact_index(vectors, 1), options, dtype, words=words)
         return OpenedModel(model, "untrained", None, 0, None)
 
     def before(self, generation: Any) -> None:

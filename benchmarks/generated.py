@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from realmops.corpus.sample_corpus import build_world
 from realmops.model.encoder import Encoder
 from realmops.model.masked_word_head import MaskedWordHead
-from realmops.model.transformers_models import without_pooler, without_start
+from realmops.model.transformers_models import remove_pooler, skip_weight_init
 from realmops.text.vocabulary import bert_words, build_tokenizer, learn_pieces
 
 VOCABULARY = 30_522
@@ -36,10 +36,10 @@ def random_bert(shape: str, std: float = 0.02) -> tuple[Encoder, MaskedWordHead]
     import torch
     from transformers import BertConfig, BertForMaskedLM
 
-    with without_start():
+    with skip_weight_init():
         model = BertForMaskedLM(BertConfig(**SHAPES[shape]))
     model.tie_weights()
-    encoder, head = Encoder(without_pooler(model.bert), packs=True), MaskedWordHead(model)
+    encoder, head = Encoder(remove_pooler(model.bert), packs=True), MaskedWordHead(model)
     with torch.no_grad():
         for part in (encoder, head):
             for name, parameter in part.named_parameters():

@@ -103,7 +103,13 @@ def refresh(arguments: argparse.Namespace) -> list[Row]:
     from step import snapshot_of
 
     from realmops.model.retriever import Retriever
-    from realmops.search.embed import SHARD_ROWS, document_embedding, document_sequences, embed_passages, no_progress
+    from realmops.search.embed import (
+        SHARD_ROWS,
+        document_sequences,
+        embed_passages,
+        make_document_embedder,
+        no_progress,
+    )
 
     passages, rows = PARTS * SHARD_ROWS, []
     with tempfile.TemporaryDirectory() as folder:
@@ -111,7 +117,7 @@ def refresh(arguments: argparse.Namespace) -> list[Row]:
         ready = document_sequences(snapshot, range(passages))
     for shape, vectors in (("BERT-base", 1), ("MiniLM-L6", 6)):
         document = tower(shape)
-        make = document_embedding(Retriever(document, document, vectors), snapshot, torch.bfloat16, many=True)
+        make = make_document_embedder(Retriever(document, document, vectors), snapshot, torch.bfloat16, many=True)
 
         def parts(make: Callable[..., Any] = make) -> float:
             firsts = range(0, passages, SHARD_ROWS)

@@ -48,14 +48,14 @@ def compare(kind: str, passage_PE: Tensor, query_QE: Tensor, repeats: int) -> No
     import faiss
 
     from realmops.config import IndexOptions
-    from realmops.search.approximate import Approximate, passage_index
+    from realmops.search.approximate import ApproximateIndex, passage_index
 
     options = IndexOptions(type=kind, target_recall=TARGET)
-    built: dict[str, Approximate] = {}
+    built: dict[str, ApproximateIndex] = {}
 
     def build(device: str) -> None:
         index = passage_index(passage_PE, options, torch.device(device), 0, lambda: query_QE, BEST)
-        assert isinstance(index, Approximate)
+        assert isinstance(index, ApproximateIndex)
         built[device] = index
 
     builds = {device: seconds_of(lambda device=device: build(device)) for device in ("cpu", "cuda")}
@@ -100,7 +100,7 @@ def main() -> None:
 
     card = torch.device("cuda")
     for kind in ("ivf", "pq"):
-        if reason := faiss_gpu.why_cpu(faiss, kind, arguments.width, card):
+        if reason := faiss_gpu.cpu_fallback_reason(faiss, kind, arguments.width, card):
             sys.exit(f"gpu_faiss: nothing is run: {reason}")
     major, minor = torch.cuda.get_device_capability(card)
     print(

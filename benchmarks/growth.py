@@ -36,7 +36,7 @@ from typing import Any
 import against
 from against import Goal, Row
 
-from realmops.stages import Silent
+from realmops.stages import SilentReport
 
 TURNS_OF = 60_000  # passages
 QUERIES, SEARCHES, STEPS = 64, 10, 5
@@ -78,14 +78,16 @@ def values_of(root: Path, **more: Any) -> dict[str, dict[str, Any]]:
 
     small = SMALL | (REAL if (root / "real").exists() else {}) | more
     settings = [f"{name}={json.dumps(value)}" for name, value in small.items()]
-    return config.load(PROJECT / "params.yaml", settings=[*settings, f"snapshot.documents={root / 'documents.jsonl'}"])
+    return config.load_params(
+        PROJECT / "params.yaml", settings=[*settings, f"snapshot.documents={root / 'documents.jsonl'}"]
+    )
 
 
 def stage(name: str, root: Path, **more: Any) -> dict[str, Any]:
     """Run one stage in this process."""
     from realmops.stages.runner import run_stage
 
-    return run_stage(name, values_of(root, **more), project=PROJECT, root=root, report=Silent())
+    return run_stage(name, values_of(root, **more), project=PROJECT, root=root, report=SilentReport())
 
 
 def seconds_of(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -112,8 +114,8 @@ def chain(root: Path) -> dict[str, float]:
     from realmops.evaluate.recall import RECALL_AT, hit_ranks_by_rule
     from realmops.model.checkpoint_files import load_models
     from realmops.search.embeddings import embed_corpus
-    from realmops.search.exact import Exact, search
-    from realmops.stages.common import question_queries, rank
+    from realmops.search.exact import ExactIndex, search
+    from realmops.stages.common import question_queries, rank_passages
 
     found = {}
     found["tag"], _ = seconds_of(lambda: stage("tag", root))
@@ -128,7 +130,7 @@ def chain(root: Path) -> dict[str, float]:
 
     def retrieve() -> None:
         queries = question_queries(snapshot, questions, QUERIES)
-        ranked_QK = rank(retriever, Exact(embedding_PE), queries, max(RECALL_AT), dtype)
+        ranked_QK = rank_passages(retriever, ExactIndex(embedding_PE), queries, max(RECALL_AT), dtype)
         hit_ranks_by_rule(questions, ranked_QK, snapshot.texts(ranked_QK.ravel().tolist()).__getitem__)
 
     found["evaluate's retrieval"], _ = seconds_of(retrieve)
@@ -140,7 +142,7 @@ def trainer(root: Path) -> dict[str, float]:
     import torch
 
     from realmops.corpus.snapshot_reader import Snapshot
-    from realmops.search.exact import Exact
+    from realmops.search.exact import ExactIndex
 
     stage("pretrain", root)
     lines = map(json.loads, (root / "models" / "pretrain" / "metrics.jsonl").read_text().splitlines())
@@ -148,7 +150,7 @@ def trainer(root: Path) -> dict[str, float]:
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     passages = len(Snapshot.open(root / "data" / "snapshot" / "corpus"))
     width = values_of(root)["retriever"]["embedding_width"]
-    copied = 2 if Exact(torch.zeros(passages, width)).bf16_copy else 0
+    copied = 2 if ExactIndex(torch.zeros(passages, width)).bf16_copy else 0
     return {"pre-training step": step, MEMORY: most, OWN: most - passages * width * (2 * 4 + copied) / 2**20}
 
 
@@ -186,7 +188,7 @@ def served(root: Path) -> dict[str, float]:
         json.dumps({**edited, "text": f"Edited. {edited['text']}"}) + "\n" + "".join(lines[1:])
     )
     values = values_of(root, **UNTRAINED)
-    found["update"], _ = seconds_of(lambda: update(values, project=PROJECT, root=root, report=Silent()))
+    found["update"], _ = seconds_of(lambda: update(values, project=PROJECT, root=root, report=SilentReport()))
     return found
 
 

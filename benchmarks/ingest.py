@@ -192,12 +192,12 @@ def write_generated(out: Path) -> Path:
 
 def train(documents: list[Path], out: Path) -> Path:
     """A vocabulary of BERT's size of the documents."""
-    from realmops.corpus.formats import sources
+    from realmops.corpus.formats import list_sources
     from realmops.corpus.word_counts import train_vocabulary
     from realmops.text.vocabulary import vocabulary_bytes
 
     path = out / "vocab.txt"
-    found = [source for file in documents for source in sources(file, "auto")]
+    found = [source for file in documents for source in list_sources(file, "auto")]
     path.write_bytes(vocabulary_bytes(train_vocabulary(found, size=30522)))
     return path
 

@@ -21,22 +21,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from realmops.config import checked, parse_section
-from realmops.corpus.formats import sources
+from realmops.config import merge_options, parse_section
+from realmops.corpus.formats import list_sources
 from realmops.corpus.question_sets import Question, read_questions
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.word_counts import train_vocabulary
 from realmops.devices import resolve_precision
 from realmops.model.checkpoint_files import build_models
-from realmops.model.retriever import EMBEDDINGS_ALONE, HYBRID_START, Retriever
+from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, DENSE_ONLY, Retriever
 from realmops.search import bm25
 from realmops.search.bm25 import Bm25, rank, split_words, titled_texts
 from realmops.search.bm25_writer import write_bm25
 from realmops.search.embed import embed, embed_documents, query_sequences, text_queries
-from realmops.search.exact import exact
-from realmops.search.hybrid import Hybrid
-from realmops.text.languages import AUTO, languages
+from realmops.search.exact import exact_index
+from realmops.search.hybrid import HybridSearch
+from realmops.text.languages import AUTO, load_languages
 from realmops.text.pretrained import read_encoder_tokenizer
 from realmops.text.vocabulary import UNCASED
 
@@ -46,7 +46,7 @@ QUERY = 64  # wordpieces at most
 
 def snapshot_of(folder: Path, files: Sequence[Path], language: str, encoder: Path | None = None) -> Snapshot:
     """The snapshot of files of passages, each a passage as it stands, with its BM25 index beside it."""
-    found = [source for file in files for source in sources(file, AUTO)]
+    found = [source for file in files for source in list_sources(file, AUTO)]
     (folder / "snapshot").mkdir(parents=True)
     vocabulary, casing, tokenizer = (
         (train_vocabulary(found, size=2000), UNCASED, None) if encoder is None else read_encoder_tokenizer(encoder)
@@ -73,7 +73,7 @@ def theirs(texts: Sequence[str], questions: Sequence[str], language: str) -> npt
     import Stemmer
 
     def words(some: Sequence[str]) -> list[list[str]]:
-        name = languages()[language].stemmer
+        name = load_languages()[language].stemmer
         if not name:
             return [split_words(text, language) for text in some]
         known = ("german", "spanish", "english", "french", "italian", "portuguese", "dutch", "russian")
@@ -117,14 +117,14 @@ def table(folders: dict[str, Path], place: Path) -> list[str]:
             recalls(theirs(titled_texts(alone), asked, code), alone, questions[code]),
             recalls(rank(one_corpus, asked, max(AT)), together, questions[code]),
         ]
-        lines.append(f"| {languages()[code].name} | {len(asked):,} | {' | '.join(cells)} |")
+        lines.append(f"| {load_languages()[code].name} | {len(asked):,} | {' | '.join(cells)} |")
     return lines
 
 
 def retriever_of(encoder: Path, vocabulary: int, temperature: float) -> Retriever:
     """The sentence encoder of a folder as it came."""
     options = {"projection": "identity", "embedding_width": 0, "head": "cosine", "temperature": temperature}
-    values = checked({"bert": {"init": str(encoder)}, "retriever": options}, "languages.py")
+    values = merge_options({"bert": {"init": str(encoder)}, "retriever": options}, "languages.py")
     bert, retriever, reader = (parse_section(name, values[name]) for name in ("bert", "retriever", "reader"))
     return build_models(bert, retriever, reader, vocabulary, 0)[0].eval()
 
@@ -148,10 +148,10 @@ def encoder_table(folders: dict[str, Path], place: Path, encoder: Path, temperat
         mine_PE = all_PE[[row_of[name] for name in alone.column("document_id")]]
         cells = []
         for snapshot, embedding_PE in ((alone, mine_PE), (together, all_PE)):
-            for words, mixture in ((None, EMBEDDINGS_ALONE), (Bm25.of(snapshot), HYBRID_START)):
-                search = Hybrid(exact(embedding_PE, 1), words, mixture, retriever.scale)
+            for words, mixture in ((None, DENSE_ONLY), (Bm25.of(snapshot), DEFAULT_FUSION_WEIGHTS)):
+                search = HybridSearch(exact_index(embedding_PE, 1), words, mixture, retriever.scale)
                 cells.append(recalls(search.search(query_QE, asked, max(AT)).id_QK.numpy(), snapshot, questions))
-        lines.append(f"| {languages()[code].name} | {' | '.join(cells)} |")
+        lines.append(f"| {load_languages()[code].name} | {' | '.join(cells)} |")
     return lines
 
 

@@ -54,10 +54,10 @@ def main() -> None:
     from realmops.text.conll import read_conll
     from realmops.text.pretrained import read_encoder_vocabulary
     from realmops.text.vocabulary import UNCASED, bert_words, build_tokenizer, learn_pieces
-    from realmops.train.loop import Context
+    from realmops.train.loop import TrainingContext
     from realmops.train.tagger import Tagger, predict_words, tag_names, train_tagger
 
-    values = config.load(PARAMS, settings=[f"bert.init={arguments.encoder}", *arguments.settings])
+    values = config.load_params(PARAMS, settings=[f"bert.init={arguments.encoder}", *arguments.settings])
     sections = {name: config.parse_section(name, values[name]) for name in ("bert", "run", "tag", "optimiser")}
     training = [replace(s, tags=tuple(common(s.tags))) for s in read_conll(arguments.train)]
     casing = UNCASED
@@ -73,7 +73,7 @@ def main() -> None:
     torch.nn.init.zeros_(tagger.output.bias)
     dtype = resolve_precision(sections["run"].precision, torch.device("cpu"))
     progress = Console().progress("tagger", sections["tag"].steps)
-    context = Context("tag", sections["run"].seed, torch.device("cpu"), dtype, Nothing(), Nothing(), progress)
+    context = TrainingContext("tag", sections["run"].seed, torch.device("cpu"), dtype, Nothing(), Nothing(), progress)
     start = time.perf_counter()
     train_tagger(context, tagger, training, tokenizer, sections["tag"], sections["optimiser"])
     print(f"{len(training)} sentences, {sections['tag'].steps} steps, {time.perf_counter() - start:.0f} s\n")

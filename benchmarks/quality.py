@@ -27,7 +27,7 @@ from unittest import mock
 
 from against import machine, write
 
-from realmops.stages import Silent
+from realmops.stages import SilentReport
 
 Seconds = tuple[float, float]
 """By the clock, and of the processor."""
@@ -66,7 +66,7 @@ class Watch:
 
 
 @dataclass
-class Parts(Silent):
+class Parts(SilentReport):
     """A report that keeps how long each of its bars took, from its start to the last unit."""
 
     watch: Watch
@@ -105,7 +105,7 @@ def reached(looks: Sequence[Look], level: float) -> Seconds | None:
 @contextmanager
 def looking(watch: Watch, questions: Sequence[Any], count: int, found: list[Look], say: Callable[[str], None]) -> Any:
     """Let fine-tuning stop some times to answer the questions."""
-    from realmops.evaluate.exact_match import is_right
+    from realmops.evaluate.exact_match import is_exact_match
     from realmops.stages import finetune as stage
     from realmops.train.fine_tuning import finetune_steps
 
@@ -121,7 +121,7 @@ def looking(watch: Watch, questions: Sequence[Any], count: int, found: list[Look
                     seconds = watch.read()
                     with watch.stopped():
                         answers = model.answer(questions, ranked=1)
-                        right = [is_right(answer.text, q) for answer, q in zip(answers, questions, strict=True)]
+                        right = [is_exact_match(answer.text, q) for answer, q in zip(answers, questions, strict=True)]
                         found.append(Look(done, seconds, sum(right) / len(right)))
                         say(f"step {done:,}, {minutes(seconds)} minutes: EM {found[-1].em:.3f}")
 
@@ -136,12 +136,12 @@ def looking(watch: Watch, questions: Sequence[Any], count: int, found: list[Look
 def run(values: Mapping[str, Any], project: Path, root: Path, looks: int, say: Callable[[str], None]) -> dict[str, Any]:
     """All stages from nothing: seconds of each with those of its parts, the looks, and the end's dev figures."""
     from realmops.corpus.question_sets import read_questions
-    from realmops.devices import tune_process
+    from realmops.devices import configure_process
     from realmops.stages import STAGES, check_files
     from realmops.stages.runner import run_stage
 
     check_files(STAGES, values, project, root)
-    tune_process(values["run"]["threads"])
+    configure_process(values["run"]["threads"])
     files = values["questions"]
     dev = read_questions([project / files["dev"]], format=files["format"])
     watch, found, stages = Watch(), list[Look](), {}
@@ -207,7 +207,7 @@ def main() -> None:
 
     presets = [config.preset_path(name, arguments.params) for name in arguments.preset or ["squad"]]
     settings = [*arguments.settings, "tracking.enabled=false"]
-    values = config.load(arguments.params, presets=presets, settings=settings)
+    values = config.load_params(arguments.params, presets=presets, settings=settings)
     begun = machine()
     with tempfile.TemporaryDirectory(prefix="realmops-") as folder:
         root = arguments.root or Path(folder)

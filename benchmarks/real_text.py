@@ -28,10 +28,10 @@ from seeds import difference
 from whole_run import measure
 
 from realmops import config
-from realmops.commands.ablate import folder_of, is_made, put_link
+from realmops.commands.ablate import is_complete, replace_symlink, run_folder
 from realmops.evaluate.predictions import FIRST_HITS, read_results
 from realmops.stages import STAGES, fingerprint
-from realmops.stages.runner import inputs_of
+from realmops.stages.runner import stage_inputs
 
 CHANGES: Mapping[str, tuple[str, ...]] = {
     "untouched": ("ict.steps=0", "pretrain.steps=0"),
@@ -57,22 +57,22 @@ RUNS_ONE: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)  # of 
 
 def run_all(params: Path, presets: Sequence[Path], settings: Sequence[str], view: Path) -> dict[str, Figures]:
     """Run the stages of one variant that are not done, each in a folder named by its fingerprint; what all cost."""
-    values = config.load(params, presets=presets, settings=settings)
+    values = config.load_params(params, presets=presets, settings=settings)
     options = ["--params", str(params), *(word for path in presets for word in ("--preset", str(path)))]
     options += [word for setting in settings for word in ("--set", setting)]
     costs = {}
     for stage in STAGES.values():
-        key = fingerprint(stage, values, inputs_of(stage, values, params.parent, view))
+        key = fingerprint(stage, values, stage_inputs(stage, values, params.parent, view))
         home = view.parents[1] / "store" / f"{stage.name}-{key[:16]}"
         with RUNS_ONE[home]:
-            if not is_made(home, stage):
+            if not is_complete(home, stage):
                 home.mkdir(parents=True, exist_ok=True)
                 for need in stage.needs:
                     if (view / STAGES[need].folder).exists():
-                        put_link((view / STAGES[need].folder).resolve(), home / STAGES[need].folder)
+                        replace_symlink((view / STAGES[need].folder).resolve(), home / STAGES[need].folder)
                 print(f"{view}: {stage.name}", flush=True)
                 write(home / COST, measure(stage.name, home, home / "log.txt", options))
-        put_link(home / stage.folder, view / stage.folder)
+        replace_symlink(home / stage.folder, view / stage.folder)
         costs[stage.name] = json.loads((home / COST).read_text()) if (home / COST).is_file() else {}
     return costs
 
@@ -103,7 +103,7 @@ def differences(out: Path, seeds: Sequence[int]) -> list[str]:
     words = {"Zero-shot recall@5": "zero_shot_first_hit", "The same with words": "zero_shot_hybrid_first_hit"}
     found = []
     for what, name in {**words, "EM": "em", "F1": "f1"}.items():
-        both = [[values_of(folder_of(out, one, seed), name) for seed in seeds] for one in ("realm", "control")]
+        both = [[values_of(run_folder(out, one, seed), name) for seed in seeds] for one in ("realm", "control")]
         if any(values is None for side in both for values in side):
             continue  # no hybrid
         ours_SQ, theirs_SQ = np.array(both)
@@ -134,14 +134,14 @@ def main() -> None:
     arguments = parser.parse_args()
     out, seeds, begun = arguments.out, range(arguments.seeds), machine()
     presets = [config.preset_path(name, arguments.params) for name in arguments.preset]
-    values = config.load(arguments.params, presets=presets, settings=arguments.settings)
+    values = config.load_params(arguments.params, presets=presets, settings=arguments.settings)
     steps = arguments.control_ict_steps or values["ict"]["steps"] + values["pretrain"]["steps"]
 
     def run_one(seed: int, name: str) -> dict[str, Figures]:
         longer = [f"ict.steps={steps}", "ict.epochs=0"] if name == "control" else []
         settings = [*arguments.settings, *CHANGES[name], *longer]
         settings += [f"run.seed={seed}", "tracking.enabled=false"]
-        return run_all(arguments.params, presets, settings, folder_of(out, name, seed))
+        return run_all(arguments.params, presets, settings, run_folder(out, name, seed))
 
     variants = arguments.variants
     pairs = list(product(seeds, variants))
@@ -150,7 +150,7 @@ def main() -> None:
         spent = list(mapped(run_one, *zip(*pairs, strict=True)))
     costs = {name: [cost for (_, one), cost in zip(pairs, spent, strict=True) if one == name] for name in variants}
     rows = {
-        name: [figures_of(folder_of(out, row[0], seed), *row[1:]) for seed in seeds]
+        name: [figures_of(run_folder(out, row[0], seed), *row[1:]) for seed in seeds]
         for name, row in ROWS.items()
         if row[0] in variants
     }

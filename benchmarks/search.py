@@ -48,10 +48,10 @@ def compare(size: int, queries: int, repeats: int) -> list[Row]:
     import faiss
     import torch
 
-    from realmops.search.exact import Exact
+    from realmops.search.exact import ExactIndex
 
     passage_PE, query_QE = vectors(size, queries)
-    ours = Exact(passage_PE)
+    ours = ExactIndex(passage_PE)
     index = faiss.IndexFlatIP(WIDTH)
     index.add(passage_PE.numpy())
     ways = {

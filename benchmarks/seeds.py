@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from realmops.commands.ablate import Ablation, ablate, folder_of
+from realmops.commands.ablate import Ablation, ablate, run_folder
 from realmops.console import Console
-from realmops.evaluate.compare import correct, read_paired
+from realmops.evaluate.compare import correct_mask, read_paired
 from realmops.evaluate.exact_match import interval_over_seeds
 
 
@@ -59,7 +59,7 @@ def collect(seed: int, realm: Path, orqa: Path) -> dict[str, Any]:
         "wait_share": pretrain["wait_share"],
         "utility": pretrain["retrieval_utility"],
         "seconds": sum(metrics(realm, folder)["seconds"] for folder in stages),
-        "correct": [correct(run).tolist() for run in read_paired(realm, orqa)],
+        "correct": [correct_mask(run).tolist() for run in read_paired(realm, orqa)],
     }
 
 
@@ -109,7 +109,7 @@ def main() -> None:
     _, failures = ablate(what, jobs=arguments.jobs, report=Console())
     if failures:
         sys.exit("\n".join(failures))
-    rows = [collect(seed, *(folder_of(arguments.out, name, seed) for name in ("realm", "baseline"))) for seed in seeds]
+    rows = [collect(seed, *(run_folder(arguments.out, name, seed) for name in ("realm", "baseline"))) for seed in seeds]
     text = table(rows)
     (arguments.out / "seeds.md").write_text(text)
     public = [{k: v for k, v in row.items() if k != "correct"} for row in rows]

@@ -42,7 +42,7 @@ from typing import Any
 import against
 from against import Goal, Row
 
-from realmops.stages import Silent
+from realmops.stages import SilentReport
 
 CALLERS = (1, 8, 32)
 LATENCY, THROUGHPUT, MEMORY = Goal(1.3, at_most=True), Goal(3), Goal(1.05, at_most=True)
@@ -77,9 +77,9 @@ def prepare(root: Path, size: int) -> dict[str, Any]:
     documents = root / "documents.jsonl"
     generated.write_documents(documents, size)
     settings = [f"{name}={json.dumps(value)}" for name, value in SMALL.items()]
-    values = config.load(PROJECT / "params.yaml", settings=[*settings, f"snapshot.documents={documents}"])
+    values = config.load_params(PROJECT / "params.yaml", settings=[*settings, f"snapshot.documents={documents}"])
     for name in STAGES:
-        run_stage(name, values, project=PROJECT, root=root, report=Silent())
+        run_stage(name, values, project=PROJECT, root=root, report=SilentReport())
     return values
 
 
@@ -235,10 +235,10 @@ def theirs(root: Path) -> Iterator[Server]:
     """MLflow's scoring server with the same run, promoted."""
     from realmops import config
     from realmops.commands.promote import promote
-    from realmops.tracking.client import chosen_uri
+    from realmops.tracking.client import resolve_tracking_uri
     from realmops.tracking.runs import tracking_folder
 
-    values = config.load(PROJECT / "params.yaml", settings=["tracking.enabled=true"])
+    values = config.load_params(PROJECT / "params.yaml", settings=["tracking.enabled=true"])
     promote(values, project=PROJECT, root=root, name=MODEL, margin=0.0, copy=False)
     port = free_port()
     words = [sys.executable, "-m", "mlflow", "models", "serve", "--model-uri", f"models:/{MODEL}@champion"]
@@ -249,7 +249,7 @@ def theirs(root: Path) -> Iterator[Server]:
         port,
         "/invocations",
         lambda question: {"inputs": [question]},
-        MLFLOW_TRACKING_URI=chosen_uri(tracking_folder(root)),
+        MLFLOW_TRACKING_URI=resolve_tracking_uri(tracking_folder(root)),
         PATH=path,
     ) as server:
         yield server
@@ -310,13 +310,15 @@ def edits(root: Path, values: dict[str, Any], times: int) -> Row:
     """One document is edited again and again under ``realmops serve``, and asked for until the new text is read."""
     from realmops.commands.update import update
     from realmops.corpus.documents import Document
-    from realmops.corpus.formats import sources
-    from realmops.corpus.ingest import batches, convert
+    from realmops.corpus.formats import list_sources
+    from realmops.corpus.ingest import iter_batches, parse_records
     from realmops.stages.corpus_states import UPDATES
 
-    documents = sources(PROJECT / values["snapshot"]["documents"], values["snapshot"]["format"])
-    records = [(documents[number].format.name, found) for batch in batches(documents) for number, found in batch.runs]
-    kept = [one for one in convert(records) if isinstance(one, Document)]
+    documents = list_sources(PROJECT / values["snapshot"]["documents"], values["snapshot"]["format"])
+    records = [
+        (documents[number].format.name, found) for batch in iter_batches(documents) for number, found in batch.runs
+    ]
+    kept = [one for one in parse_records(records) if isinstance(one, Document)]
     lines = [{"title": one.title, "text": one.text} | ({"id": one.id} if one.id else {}) for one in kept]
     first, rest = lines[0], "".join(f"{json.dumps(line)}\n" for line in lines[1:])
     until_read, until_there = [], []
@@ -328,7 +330,7 @@ def edits(root: Path, values: dict[str, Any], times: int) -> Row:
             file.write_text(json.dumps({**first, "text": f"{new} {first['text']}"}) + "\n" + rest)
             found, begin = updates(root / UPDATES), time.perf_counter()
             updating = multiprocessing.get_context("spawn").Process(
-                target=update, args=(changed,), kwargs={"project": PROJECT, "root": root, "report": Silent()}
+                target=update, args=(changed,), kwargs={"project": PROJECT, "root": root, "report": SilentReport()}
             )
             updating.start()
             while updates(root / UPDATES) == found:
@@ -364,7 +366,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     if arguments.root is not None:
         presets = [config.PACKAGE / "presets" / f"{name}.yaml" for name in arguments.preset]
         return rows_of(
-            arguments.root, config.load(PROJECT / "params.yaml", presets=presets, settings=arguments.settings)
+            arguments.root, config.load_params(PROJECT / "params.yaml", presets=presets, settings=arguments.settings)
         )
     rows = []
     for size in arguments.sizes:

@@ -34,7 +34,7 @@ def corpus(folder: Path, passages: int) -> Any:
     import numpy as np
 
     from realmops.artifacts import atomic_folder
-    from realmops.corpus.formats import sources
+    from realmops.corpus.formats import list_sources
     from realmops.corpus.snapshot_reader import Snapshot
     from realmops.corpus.snapshot_writer import write_snapshot
 
@@ -44,7 +44,7 @@ def corpus(folder: Path, passages: int) -> Any:
     documents.write_text("\n".join(lines) + "\n")
     with atomic_folder(folder / "corpus") as stage:
         write_snapshot(
-            sources(documents, "auto"), stage, work=folder / "work", vocabulary=generated.vocabulary(),
+            list_sources(documents, "auto"), stage, work=folder / "work", vocabulary=generated.vocabulary(),
             block_wordpieces=64,
         )  # fmt: skip
     return Snapshot.open(folder / "corpus")
@@ -57,7 +57,7 @@ def models(snapshot: Any) -> dict[str, Mapping[str, bytes]]:
     from realmops.model.checkpoint_files import build_encoder, build_models, retriever_files
     from realmops.train.tagger import Tagger, tagger_files
 
-    values = config.load(PARAMS)
+    values = config.load_params(PARAMS)
     bert = parse_section("bert", {**values["bert"], **SHAPE})
     retriever, reader, tag = (parse_section(name, values[name]) for name in ("retriever", "reader", "tag"))
     vocabulary = snapshot.tokenizer.get_vocab_size()
@@ -71,7 +71,7 @@ def seconds(name: str, snapshot: Any, model: Mapping[str, bytes], helpers: int) 
     import torch
 
     from realmops.artifacts import read_json
-    from realmops.refresh.shards import ShardSettings, in_shards
+    from realmops.refresh.shards import ShardSettings, compute_in_shards
     from realmops.stages.sharded_work import WORKS
 
     with tempfile.TemporaryDirectory() as place:
@@ -83,7 +83,7 @@ def seconds(name: str, snapshot: Any, model: Mapping[str, bytes], helpers: int) 
                 time.sleep(0.05)
             start, digest = time.perf_counter(), hashlib.sha256()
             work = ShardSettings(Path(place) / "shards", offer, torch.device("cpu"), torch.float32, 1, print)
-            for files in in_shards(work, name, WORKS[name], snapshot, model):
+            for files in compute_in_shards(work, name, WORKS[name], snapshot, model):
                 for content in files.values():
                     digest.update(content)
             took = time.perf_counter() - start

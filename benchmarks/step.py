@@ -56,11 +56,11 @@ class Step:
         import torch
 
         from realmops import config
-        from realmops.devices import keep_freed_memory
+        from realmops.devices import configure_malloc
         from realmops.train.optimiser import BertAdamW, Group, Schedule
         from realmops.train.realm import Realm
 
-        keep_freed_memory()
+        configure_malloc()
         torch.manual_seed(0)
         self.retriever, self.reader = (model.to(device).train() for model in _models(folder, shape))
         snapshot = snapshot_of(folder, batch * CANDIDATES, [query] * batch)
@@ -71,7 +71,7 @@ class Step:
             "pretrain.null_document=false",
             "pretrain.marginal=per_token",
         ]
-        options = config.parse_section("pretrain", config.load(PARAMS, settings=settings)["pretrain"])
+        options = config.parse_section("pretrain", config.load_params(PARAMS, settings=settings)["pretrain"])
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
         self.realm = Realm(self.retriever, self.reader, snapshot, options, dtype)
         self.candidates = [list(range(b * CANDIDATES, (b + 1) * CANDIDATES)) for b in range(batch)]
@@ -155,12 +155,14 @@ def _models(folder: Path, shape: str) -> tuple[Any, Any]:
 
     from realmops.hub import read_config, read_weights
     from realmops.model.reader import Reader
-    from realmops.model.realm_checkpoints import Published, pretrained_models
+    from realmops.model.realm_checkpoints import PublishedCheckpoint, pretrained_models
     from realmops.model.retriever import Embedder, Retriever
 
     parts = [folder / "scorer", folder / "encoder"]
     if all(part.is_dir() for part in parts):
-        return pretrained_models([Published(part, read_config(part), read_weights(part), "") for part in parts])
+        return pretrained_models(
+            [PublishedCheckpoint(part, read_config(part), read_weights(part), "") for part in parts]
+        )
     tower = Embedder(generated.random_bert(shape)[0], EMBEDDING, "release")
     return Retriever(tower, tower), Reader(*generated.random_bert(shape))
 
@@ -171,7 +173,7 @@ def snapshot_of(folder: Path, count: int, sentences: list[int]) -> Any:
     import numpy as np
 
     from realmops.artifacts import atomic_folder
-    from realmops.corpus.formats import sources
+    from realmops.corpus.formats import list_sources
     from realmops.corpus.snapshot_reader import Snapshot
     from realmops.corpus.snapshot_writer import write_snapshot
 
@@ -184,7 +186,7 @@ def snapshot_of(folder: Path, count: int, sentences: list[int]) -> Any:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     with atomic_folder(folder / "snapshot") as stage:
         write_snapshot(
-            sources(path, "jsonl"), stage, work=folder / "work", vocabulary=generated.vocabulary(),
+            list_sources(path, "jsonl"), stage, work=folder / "work", vocabulary=generated.vocabulary(),
             block_wordpieces=DOCUMENT, whole_documents=True,
         )  # fmt: skip
     return Snapshot.open(folder / "snapshot")

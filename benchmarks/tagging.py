@@ -82,7 +82,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
         for text, found in zip(texts, spans, strict=True)
     ]
     settings = [f"tag.wordpieces={LIMIT}"]
-    wanted = config.parse_section("tag", config.load(PARAMS, settings=settings)["tag"])
+    wanted = config.parse_section("tag", config.load_params(PARAMS, settings=settings)["tag"])
     dtype = resolve_precision("auto", torch.device("cpu"))
     tagger, found = make_tagger(), dict[str, Any]()
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from kfp import dsl, kubernetes
 
 from realmops import config
-from realmops.cluster.options import packed
+from realmops.cluster.options import pack_options
 
 PARAMS = Path(__file__).parents[1] / "params.yaml"
-OPTIONS = packed(config.load(PARAMS))
+OPTIONS = pack_options(config.load_params(PARAMS))
 VOLUME = "/realmops"
 RUNS = f"{VOLUME}/runs"
 USER = 10001  # user and group in the image

@@ -21,9 +21,9 @@ from realmops.refresh.builder import Builder, BuilderWork, run_builder
 from realmops.refresh.child_processes import end_with
 from realmops.refresh.exchange import Exchange
 from realmops.refresh.shared_files import Clock, Files
-from realmops.refresh.trainer import Policy, Trainer
+from realmops.refresh.trainer import RefreshPolicy, TrainerSide
 from realmops.refresh.versions import Version
-from realmops.search.mapped import SPARE_ROOM
+from realmops.search.memory_map import SPARE_ROOM
 
 IDENTITY = {"corpus": "c0ffee", "vocabulary": "beef", "dimensions": 4}
 ROWS, PART_ROWS = 5, 3  # two parts
@@ -270,13 +270,15 @@ def check_index(index: Version) -> None:
     assert index.meta["step"] == index.step
 
 
-FIXED_LAG = Policy(builder_timeout=1e6)
+FIXED_LAG = RefreshPolicy(builder_timeout=1e6)
 PARAMS = {"params.bin": b"p" * 32}
 
 
-def open_trainer(files: Files, policy: Policy = FIXED_LAG, clock: Clock | None = None, **more: Any) -> Trainer:
+def open_trainer(
+    files: Files, policy: RefreshPolicy = FIXED_LAG, clock: Clock | None = None, **more: Any
+) -> TrainerSide:
     exchange = Exchange.open(ROOT, IDENTITY, files=files, clock=clock or StillClock(), grace=0.0)
-    return Trainer(exchange, policy, **more)
+    return TrainerSide(exchange, policy, **more)
 
 
 @dataclass(frozen=True)
@@ -285,7 +287,7 @@ class Plan:
     refresh: int = 2
     lag: int = 1
     checkpoint: int = 2
-    policy: Policy = FIXED_LAG
+    policy: RefreshPolicy = FIXED_LAG
 
 
 def learn(params: bytes, step: int, index: Version) -> bytes:
@@ -294,7 +296,7 @@ def learn(params: bytes, step: int, index: Version) -> bytes:
 
 def life(exchange: Exchange, plan: Plan, on_wait: Any = None, each_step: Any = None) -> bytes:
     """One life of the toy trainer, from its newest checkpoint to the end; its parameters."""
-    trainer = Trainer(exchange, plan.policy, on_wait=on_wait or (lambda message, seconds: None))
+    trainer = TrainerSide(exchange, plan.policy, on_wait=on_wait or (lambda message, seconds: None))
     checkpoint = trainer.restore()
     step, params, index = 0, bytes(32), None
     if checkpoint is None:
@@ -347,7 +349,7 @@ def builder_on(files: Files, clock: Clock, name: str = "0", root: Path = ROOT) -
 
 def exchange_with_everything(root: Path) -> Exchange:
     """A checkpoint, weights, a part and an index, and heartbeats."""
-    trainer = Trainer(Exchange.open(root, IDENTITY, clock=StillClock(), grace=0.0))
+    trainer = TrainerSide(Exchange.open(root, IDENTITY, clock=StillClock(), grace=0.0))
     trainer.save_checkpoint(0, PARAMS, {})
     trainer.publish_weights(0, PARAMS, {})
     trainer.beat(0)

@@ -21,7 +21,7 @@ import transformers
 from exchange_lab import end_of, forked
 from small_project import Quiet, Values
 
-from realmops.config import load
+from realmops.config import load_params
 from realmops.refresh.builder_process import run_index_builder
 from realmops.stages import STAGES, evaluate, finetune, ict, pretrain, sample, snapshot, tag
 from realmops.stages.runner import run_stage
@@ -67,7 +67,7 @@ def live(name: str, values: Values, project: Path, root: Path, *, killed: bool) 
 
 def run_all(project: Path, root: Path, *, killed: bool) -> dict[str, list[int]]:
     """All stages in order, with one index builder that lives on through the trainer's lives."""
-    values = load(project / "params.yaml")
+    values = load_params(project / "params.yaml")
     exchange = root / "exchange"
     values["pretrain"] |= {"builder": "external", "exchange": str(exchange)}
     corpus = root / STAGES["snapshot"].folder / "corpus"

@@ -17,7 +17,7 @@ import small_project
 import yaml
 from fastapi.testclient import TestClient
 
-from realmops.config import checked
+from realmops.config import merge_options
 from realmops.serve.app import make_app
 from realmops.serve.batching import RequestBatcher
 from realmops.serve.guard import Limits
@@ -42,7 +42,9 @@ QUESTION = "Where did Jon Vik build ships?"
 def tuned(project: Path, **changes: dict[str, Any]) -> Path:
     """A trained project once it has a fine-tuned model, which holds no answer back, and its results."""
     values = yaml.safe_load((project / "params.yaml").read_text())
-    values = checked({"finetune": {"wanted_precision": 0.0}}, "serving.py", checked(changes, "the test", values))
+    values = merge_options(
+        {"finetune": {"wanted_precision": 0.0}}, "serving.py", merge_options(changes, "the test", values)
+    )
     small_project.write_params(project / "params.yaml", values)
     for name in ("finetune", "evaluate"):
         small_project.stage(name, values, project, project / "root")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from realmops.artifacts import atomic_folder
-from realmops.corpus.formats import sources
+from realmops.corpus.formats import list_sources
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.word_counts import train_vocabulary
@@ -19,7 +19,7 @@ def corpus(folder: Path, texts: Sequence[str], language: str, workers: int = 1) 
     folder.mkdir(parents=True)
     documents = folder / "documents.jsonl"
     documents.write_text("".join(json.dumps({"title": "", "text": text}) + "\n" for text in texts))
-    found = sources(documents, "auto")
+    found = list_sources(documents, "auto")
     vocabulary = train_vocabulary(found, size=300, min_count=1)
     options: Any = {"block_wordpieces": 512, "workers": workers, "language": language}
     with atomic_folder(folder / "snapshot") as stage:

@@ -8,9 +8,9 @@ from small_world import World, section, tiny_models
 from realmops.answering.openqa import OpenQa
 from realmops.config import Finetune
 from realmops.corpus.question_sets import Question
-from realmops.model.checkpoint_files import add_spans
+from realmops.model.checkpoint_files import add_span_head
 from realmops.search.embed import document_sequences, embed
-from realmops.search.exact import Exact
+from realmops.search.exact import ExactIndex
 
 FP32 = torch.float32
 BORN = Question("born", "Where was Anna Berg born?", ("Oslo",))
@@ -29,12 +29,12 @@ def options(**changes: Any) -> Finetune:
 
 def open_qa(world: World, *, width: int = 8, **changes: Any) -> OpenQa:
     retriever, reader = tiny_models(world)
-    add_spans(reader, width, seed=0)
+    add_span_head(reader, width, seed=0)
     with torch.no_grad():
         for parameter in reader.spans.parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     sequences = document_sequences(world.snapshot, range(len(world.snapshot)))
-    passages = Exact(embed(retriever.document, sequences, FP32))
+    passages = ExactIndex(embed(retriever.document, sequences, FP32))
     return OpenQa(retriever, reader, world.snapshot, passages, options(**changes), FP32)
 
 

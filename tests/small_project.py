@@ -23,10 +23,10 @@ from torch import Tensor
 from realmops import artifacts, config
 from realmops.cli import main
 from realmops.commands.run import run_stages
-from realmops.config import checked
+from realmops.config import merge_options
 from realmops.evaluate.predictions import read_predictions, write_predictions
 from realmops.model.checkpoint_files import MODEL, identifying_files
-from realmops.stages import chain
+from realmops.stages import stages_to_run
 from realmops.stages.runner import run_stage
 from realmops.train.index_source import ExchangeSource
 
@@ -76,7 +76,7 @@ Values = dict[str, dict[str, Any]]
 
 def toy_values(**changes: Mapping[str, Any]) -> Values:
     """All sections of defaults.yaml, made small, with changes."""
-    return checked(changes, "the test", checked(SMALL, "small_project.py"))
+    return merge_options(changes, "the test", merge_options(SMALL, "small_project.py"))
 
 
 def write_params(path: Path, values: Values) -> Path:
@@ -116,9 +116,9 @@ def cli(*arguments: str | Path) -> Result:
 
 def run_all_here(params: Path, root: Path, *settings: str, report: Quiet | None = None) -> list[str]:
     """The names of the stages that ``realmops run all`` runs, all in this process."""
-    values = config.load(params, presets=[], settings=settings)
+    values = config.load_params(params, presets=[], settings=settings)
     told = report or Quiet()
-    done = run_stages(chain(values), values, project=params.parent, root=root, report=told, force=False)
+    done = run_stages(stages_to_run(values), values, project=params.parent, root=root, report=told, force=False)
     return [name for name, _ in done]
 
 

@@ -14,8 +14,16 @@ import numpy as np
 import torch
 
 from realmops.artifacts import atomic_folder
-from realmops.config import SECTIONS, BertOptions, Optimiser, ReaderOptions, RetrieverOptions, defaults, parse_section
-from realmops.corpus.formats import sources
+from realmops.config import (
+    SECTIONS,
+    BertOptions,
+    Optimiser,
+    ReaderOptions,
+    RetrieverOptions,
+    default_options,
+    parse_section,
+)
+from realmops.corpus.formats import list_sources
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.word_counts import train_vocabulary
@@ -26,10 +34,10 @@ from realmops.model.sequences import SpecialTokens
 from realmops.search import bm25
 from realmops.search.bm25_writer import write_bm25
 from realmops.search.embed import embed_documents
-from realmops.search.exact import exact
+from realmops.search.exact import exact_index
 from realmops.text.spans import Spans
 from realmops.train.index_source import Index
-from realmops.train.loop import Context
+from realmops.train.loop import TrainingContext
 
 # One document is one passage. Passage 3 repeats the second sentence of passage 2 between two others; passage
 # 11 has one sentence only.
@@ -103,7 +111,7 @@ def build_world(
 
 def build_snapshot(folder: Path, documents: Path, block_wordpieces: int = 48, workers: int = 1) -> Snapshot:
     """The snapshot of a file of documents, in the folder ``snapshot``."""
-    corpus = sources(documents, "auto")
+    corpus = list_sources(documents, "auto")
     with atomic_folder(folder / "snapshot") as stage:
         vocabulary = train_vocabulary(corpus, size=150, min_count=1, workers=workers)
         options: Any = {"block_wordpieces": block_wordpieces, "workers": workers}
@@ -130,7 +138,7 @@ def section(name: str, **changes: Any) -> Any:
 
 @cache
 def _params() -> dict[str, dict[str, Any]]:
-    return defaults()
+    return default_options()
 
 
 def tiny_models(
@@ -201,7 +209,7 @@ class MemoryCheckpoints:
 def index_of(world: World, retriever: Retriever, step: int = 0) -> Index:
     """All passages as the retriever embeds them now."""
     embedding_PX = embed_documents(retriever, world.snapshot, range(len(world.snapshot)), torch.float32)
-    return Index(step, exact(embedding_PX, retriever.vectors), retriever, 0.0, True)
+    return Index(step, exact_index(embedding_PX, retriever.vectors), retriever, 0.0, True)
 
 
 @dataclass
@@ -239,12 +247,12 @@ def same_parameters(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
         assert torch.equal(parameter, theirs.get_parameter(name)), name
 
 
-def tiny_context(**changes: Any) -> Context:
+def tiny_context(**changes: Any) -> TrainingContext:
     values: dict[str, Any] = {
         "stream": "test", "seed": 0, "device": torch.device("cpu"), "dtype": torch.float32,
         "checkpoints": MemoryCheckpoints(), "journal": MemoryJournal(), "progress": lambda count: None,
     }  # fmt: skip
-    return Context(**{**values, **changes})
+    return TrainingContext(**{**values, **changes})
 
 
 def tiny_optimiser(**changes: Any) -> Optimiser:

@@ -22,7 +22,7 @@ from small_project import cli, wait_for
 
 import realmops
 from realmops import Answerer, Citation, Passage, Searcher, api
-from realmops.serve.mcp import server_of
+from realmops.serve.mcp import build_mcp_server
 from realmops.stages.open_run import open_search
 
 QUESTION = "Where was the poet Anna Berg born?"
@@ -195,7 +195,7 @@ def test_programs_of_this_machine_call_it_over_http(root: Path, http: str) -> No
 
 
 def test_before_fine_tuning_there_is_search_alone(root: Path) -> None:
-    names, _ = asyncio.run(tools_and_calls(Client(server_of(open_search(root, small_project.Quiet()), None))))
+    names, _ = asyncio.run(tools_and_calls(Client(build_mcp_server(open_search(root, small_project.Quiet()), None))))
     assert names == ["search"]
 
 

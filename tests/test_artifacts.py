@@ -9,7 +9,7 @@ import pytest
 
 from realmops import artifacts
 from realmops.artifacts import (
-    SEAL,
+    DIGEST_KEY,
     atomic_folder,
     canonical_json,
     digest_of,
@@ -202,8 +202,8 @@ def test_a_flipped_byte_is_found(tmp_path: Path, place: int) -> None:
 
 def change_manifest(folder: Path, **changes: Any) -> None:
     manifest = {**json.loads((folder / "manifest.json").read_text()), **changes}
-    kept = {key: value for key, value in manifest.items() if value is not None and key != SEAL}
-    (folder / "manifest.json").write_text(json.dumps({**kept, SEAL: digest_of(kept)}))
+    kept = {key: value for key, value in manifest.items() if value is not None and key != DIGEST_KEY}
+    (folder / "manifest.json").write_text(json.dumps({**kept, DIGEST_KEY: digest_of(kept)}))
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {

@@ -11,7 +11,16 @@ from realmops import config
 from realmops.artifacts import write_json
 from realmops.cli import main
 from realmops.commands.params import rewritten
-from realmops.config import PACKAGE, SECTIONS, Pretrain, checked, load, parse_section, parse_setting, preset_path
+from realmops.config import (
+    PACKAGE,
+    SECTIONS,
+    Pretrain,
+    load_params,
+    merge_options,
+    parse_section,
+    parse_setting,
+    preset_path,
+)
 from realmops.config_yaml import LARGEST_FILE, read_params, read_yaml
 
 ROOT = Path(__file__).parents[1]
@@ -37,16 +46,16 @@ def test_a_section_may_be_left_empty(tmp_path: Path) -> None:
     """Somebody takes all keys out of one: the defaults hold, and what is written into it later finds its place."""
     path = tmp_path / "params.yaml"
     path.write_text("sample:\nrun:\n  seed: 3\n")
-    values = load(path)
-    assert (values["run"]["seed"], values["sample"]) == (3, load(PARAMS)["sample"])
+    values = load_params(path)
+    assert (values["run"]["seed"], values["sample"]) == (3, load_params(PARAMS)["sample"])
     text, changes = rewritten(path, [], ["sample.subjects=70"])
     path.write_text(text)
     assert changes == ["sample.subjects: 300 -> 70"]
-    assert load(path)["sample"]["subjects"] == 70
+    assert load_params(path)["sample"]["subjects"] == 70
 
 
 def test_the_projects_params_are_whole_and_typed() -> None:
-    values = load(PARAMS)
+    values = load_params(PARAMS)
     assert list(values) == list(SECTIONS)
     for name, section in SECTIONS.items():
         parsed = parse_section(name, values[name])
@@ -55,12 +64,12 @@ def test_the_projects_params_are_whole_and_typed() -> None:
 
 
 def test_values_are_the_same_as_yaml_as_json_and_however_a_number_is_written(params: Path) -> None:
-    values = load(replaced(params, "retriever_learning_rate: 2.0e-4 ", "retriever_learning_rate: 5e-5 "))
+    values = load_params(replaced(params, "retriever_learning_rate: 2.0e-4 ", "retriever_learning_rate: 5e-5 "))
     assert values["pretrain"]["retriever_learning_rate"] == 5e-5
-    assert load(PARAMS, settings=["pretrain.retriever_learning_rate=5.0e-5"]) == values
+    assert load_params(PARAMS, settings=["pretrain.retriever_learning_rate=5.0e-5"]) == values
     write_json(params, values)
     assert "5e-05" in params.read_text()
-    assert load(params) == values
+    assert load_params(params) == values
 
 
 def test_code_has_no_defaults() -> None:
@@ -104,7 +113,7 @@ def test_code_has_no_defaults() -> None:
 )
 def test_a_wrong_value_names_file_key_and_what_is_allowed(params: Path, old: str, new: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
-        load(replaced(params, old, new))
+        load_params(replaced(params, old, new))
     assert str(params) in str(error.value)
     assert type(error.value) is ValueError, "none of pydantic's"
     assert "\n" not in str(error.value), "one line"
@@ -132,14 +141,14 @@ def test_a_wrong_value_names_file_key_and_what_is_allowed(params: Path, old: str
 def test_no_value_is_made_into_another_type(key: str, value: Any, expected: str) -> None:
     section, name = key.split(".")
     with pytest.raises(ValueError, match=f"{expected}$") as error:
-        parse_section(section, {**config.defaults()[section], name: value}, "here")
+        parse_section(section, {**config.default_options()[section], name: value}, "here")
     assert str(error.value).startswith(f"here: {key} is ")
     assert type(error.value) is ValueError, "none of pydantic's"
 
 
 @pytest.mark.parametrize(("value", "number"), [("5e-5", 5e-5), ("0.25", 0.25), (1, 1.0), (0, 0.0)])
 def test_a_number_may_be_whole_or_in_quotation_marks(value: Any, number: float) -> None:
-    parsed = parse_section("bert", {**config.defaults()["bert"], "dropout": value})
+    parsed = parse_section("bert", {**config.default_options()["bert"], "dropout": value})
     assert (parsed.dropout, type(parsed.dropout)) == (number, float)
 
 
@@ -154,17 +163,17 @@ def test_a_number_may_be_whole_or_in_quotation_marks(value: Any, number: float) 
 )
 def test_of_several_errors_an_unknown_key_comes_first_then_the_first_option(changes: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^params: {message}"):
-        parse_section("bert", config.defaults()["bert"] | changes)
+        parse_section("bert", config.default_options()["bert"] | changes)
 
 
 def test_a_section_that_lacks_a_key_is_rejected() -> None:
-    values = {key: value for key, value in config.defaults()["bert"].items() if key != "heads"}
+    values = {key: value for key, value in config.default_options()["bert"].items() if key != "heads"}
     with pytest.raises(ValueError, match=r"^params: the key bert\.heads is missing; docs/options\.md has its default$"):
         parse_section("bert", values)
 
 
 def test_a_section_does_not_change_and_is_equal_to_another_of_the_same_values() -> None:
-    first, second = (parse_section("run", config.defaults()["run"]) for _ in range(2))
+    first, second = (parse_section("run", config.default_options()["run"]) for _ in range(2))
     assert (first, hash(first)) == (second, hash(second))
     assert first != first.model_copy(update={"seed": 1})
     with pytest.raises(ValidationError, match="frozen"):
@@ -174,9 +183,9 @@ def test_a_section_does_not_change_and_is_equal_to_another_of_the_same_values() 
 @pytest.mark.parametrize(("key", "least"), [("question", 2), ("answer", 2), ("passage", 8)])
 def test_a_closed_book_needs_room_for_a_sequence_and_its_end(params: Path, key: str, least: int) -> None:
     setting = f"closed_book.{key}_wordpieces"
-    load(params, settings=[f"{setting}={least}"])
+    load_params(params, settings=[f"{setting}={least}"])
     with pytest.raises(ValueError, match=rf"{setting} is 1 \(int\); it must be greater than or equal to {least}"):
-        load(params, settings=[f"{setting}=1"])
+        load_params(params, settings=[f"{setting}=1"])
 
 
 @pytest.mark.parametrize(
@@ -204,7 +213,7 @@ def test_a_closed_book_needs_room_for_a_sequence_and_its_end(params: Path, key: 
 )
 def test_towers_that_make_no_sense_are_refused(params: Path, settings: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load(params, settings=[f"retriever.{setting}" for setting in settings])
+        load_params(params, settings=[f"retriever.{setting}" for setting in settings])
 
 
 @pytest.mark.parametrize(
@@ -228,11 +237,11 @@ def test_towers_that_make_no_sense_are_refused(params: Path, settings: list[str]
 )
 def test_options_that_contradict_each_other_are_named(settings: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load(PARAMS, settings=settings)
+        load_params(PARAMS, settings=settings)
 
 
 def test_an_encoder_of_a_folder_has_its_own_shape() -> None:
-    load(PARAMS, settings=["bert.init=FOLDER", "bert.width=16", "bert.heads=3"])
+    load_params(PARAMS, settings=["bert.init=FOLDER", "bert.width=16", "bert.heads=3"])
 
 
 @pytest.mark.parametrize(
@@ -248,36 +257,36 @@ def test_an_encoder_of_a_folder_has_its_own_shape() -> None:
 )
 def test_towers_that_make_sense_are_taken(params: Path, settings: list[str]) -> None:
     """A bag looks at none of the options of an encoder."""
-    load(params, settings=[f"retriever.{setting}" for setting in settings])
+    load_params(params, settings=[f"retriever.{setting}" for setting in settings])
 
 
 def test_the_width_of_an_encoder_in_a_folder_is_not_guessed(params: Path) -> None:
-    load(params, settings=["retriever.projection=identity", "retriever.embedding_width=384", "bert.init=FOLDER"])
+    load_params(params, settings=["retriever.projection=identity", "retriever.embedding_width=384", "bert.init=FOLDER"])
 
 
 @pytest.mark.parametrize("text", ["", "run:\n  seed: 0\n", TEXT[: TEXT.index("tracking:")]])
 def test_what_a_file_lacks_has_its_default(params: Path, text: str) -> None:
     params.write_text(text, encoding="utf-8")
-    assert load(params) == config.defaults()
+    assert load_params(params) == config.default_options()
 
 
 def test_a_file_of_differences_takes_what_is_written_into_it(params: Path) -> None:
     params.write_text("ict:\n  steps: 7  # few\n", encoding="utf-8")
     settings = ["ict.removal=0.5", "pretrain.lag=3"]
-    values = load(params, settings=settings)
-    assert values == checked({"ict": {"steps": 7, "removal": 0.5}, "pretrain": {"lag": 3}}, "")
+    values = load_params(params, settings=settings)
+    assert values == merge_options({"ict": {"steps": 7, "removal": 0.5}, "pretrain": {"lag": 3}}, "")
     text, changes = rewritten(params, [], settings)
     assert changes == ["ict.removal: 0.9 -> 0.5", "pretrain.lag: 12 -> 3"]
     assert text == "ict:\n  steps: 7  # few\n  removal: 0.5\npretrain:\n  lag: 3\n"
     params.write_text(text, encoding="utf-8")
-    assert load(params) == values
+    assert load_params(params) == values
 
 
 def test_the_projects_params_show_some_options_of_every_section_as_the_defaults_are() -> None:
     _, shown = read_params(PARAMS)
     assert shown.keys() == SECTIONS.keys(), "DVC follows the options by their sections"
     assert all(shown.values())
-    assert load(PARAMS) == config.defaults()
+    assert load_params(PARAMS) == config.default_options()
     comments = {line for line in PARAMS.read_text(encoding="utf-8").splitlines() if line.startswith("  ")}
     assert comments <= set(TEXT.splitlines()), "the words on an option are those of defaults.yaml"
 
@@ -326,7 +335,7 @@ def test_a_file_that_is_missing_or_too_large_is_refused(params: Path) -> None:
 @pytest.mark.parametrize(("text", "value"), [("1e-5", 1e-5), ("1.0e-5", 1e-5), ("3", 3.0), ("1E2", 100.0)])
 def test_numbers_as_people_write_them(params: Path, text: str, value: float) -> None:
     """YAML 1.1 reads 1e-5 as a text; a learning rate of 3 is a number too."""
-    values = load(params, settings=[f"tag.learning_rate={text}"])
+    values = load_params(params, settings=[f"tag.learning_rate={text}"])
     parsed = parse_section("tag", values["tag"])
     assert parsed.learning_rate == value
     assert type(parsed.learning_rate) is float
@@ -337,10 +346,10 @@ def test_presets_and_settings_lie_over_the_file_in_order(params: Path) -> None:
     first.write_text("pretrain:\n  steps: 1\n  lag: 7\n")
     second.write_text("pretrain:\n  steps: 2\n")
     settings = ["pretrain.batch_size=3", "pretrain.batch_size=4"]
-    values = load(params, presets=[first, second], settings=settings)
+    values = load_params(params, presets=[first, second], settings=settings)
     parsed: Pretrain = parse_section("pretrain", values["pretrain"])
     assert (parsed.steps, parsed.lag, parsed.batch_size) == (2, 7, 4)
-    assert parse_section("run", values["run"]) == parse_section("run", load(params)["run"])
+    assert parse_section("run", values["run"]) == parse_section("run", load_params(params)["run"])
 
 
 @pytest.mark.parametrize(
@@ -354,7 +363,7 @@ def test_a_preset_cannot_invent_keys(params: Path, text: str, message: str) -> N
     preset = params.with_name("preset.yaml")
     preset.write_text(text)
     with pytest.raises(ValueError, match=message):
-        load(params, presets=[preset])
+        load_params(params, presets=[preset])
 
 
 @pytest.mark.parametrize(
@@ -374,7 +383,7 @@ def test_a_preset_cannot_invent_keys(params: Path, text: str, message: str) -> N
 )
 def test_a_wrong_setting_is_named(params: Path, setting: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load(params, settings=[setting])
+        load_params(params, settings=[setting])
 
 
 def test_settings_are_read_as_yaml() -> None:
@@ -385,9 +394,9 @@ def test_settings_are_read_as_yaml() -> None:
 
 
 def test_values_are_laid_over_others_that_stay_as_they_are() -> None:
-    base = checked({"run": {"seed": 1}}, "here")
-    assert checked({"run": {"threads": 2}}, "here", base)["run"] == {**base["run"], "threads": 2}
-    assert base == checked({"run": {"seed": 1}}, "here")
+    base = merge_options({"run": {"seed": 1}}, "here")
+    assert merge_options({"run": {"threads": 2}}, "here", base)["run"] == {**base["run"], "threads": 2}
+    assert base == merge_options({"run": {"seed": 1}}, "here")
 
 
 def test_presets_are_found_by_name_or_path(params: Path) -> None:
@@ -412,17 +421,17 @@ PRESETS = sorted((PACKAGE / "presets").rglob("*.yaml"))
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
 def test_every_preset_of_the_project_fits_its_params(preset: Path) -> None:
-    assert load(PARAMS, presets=[preset]) != load(PARAMS), "a preset that changes nothing"
+    assert load_params(PARAMS, presets=[preset]) != load_params(PARAMS), "a preset that changes nothing"
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
 def test_a_rewritten_file_says_the_same_and_keeps_its_comments(preset: Path, params: Path) -> None:
     settings = ["ict.learning_rate=1e-5", "snapshot.use_warmup=false"]
-    values = load(params, presets=[preset], settings=settings)
+    values = load_params(params, presets=[preset], settings=settings)
     text, changes = rewritten(params, [str(preset)], settings)
     assert "ict.learning_rate: 0.0005 -> 1e-05" in changes
     params.write_text(text, encoding="utf-8")
-    written = load(params)
+    written = load_params(params)
     assert all(parse_section(name, written[name]) == parse_section(name, values[name]) for name in SECTIONS)
     comments = [line.split("#", 1)[1] for line in TEXT.splitlines() if "#" in line]
     assert [line.split("#", 1)[1] for line in text.splitlines() if "#" in line] == comments
@@ -444,21 +453,21 @@ def test_other_presets_take_the_place_of_those_before_and_edits_stay(params: Pat
         "presets: [squad, minilm]\nrun:\n  seed: 3\nict:\n  steps: 60\ntag:\n  hidden: 0.2  # ours\n"
     )
     both = [folder / "squad.yaml", folder / "minilm.yaml"]
-    assert load(params) == load(PARAMS, presets=both, settings=["run.seed=3", "tag.hidden=0.2"])
+    assert load_params(params) == load_params(PARAMS, presets=both, settings=["run.seed=3", "tag.hidden=0.2"])
     said = write("--preset", "squad")
     assert {"presets: squad, minilm -> squad", "ict.steps: 60 -> 50", "ict.learning_rate: 3e-05 -> 0.0005"} < {*said}
     assert params.read_text() == ("presets: [squad]\nrun:\n  seed: 3\nict:\n  steps: 50\ntag:\n  hidden: 0.2  # ours\n")
-    assert load(params) == load(PARAMS, presets=both[:1], settings=["run.seed=3", "tag.hidden=0.2"])
+    assert load_params(params) == load_params(PARAMS, presets=both[:1], settings=["run.seed=3", "tag.hidden=0.2"])
 
 
 @pytest.mark.parametrize("text", ["presets: squad\n", "presets: [1]\n", "presets: {squad: 1}\n"])
 def test_presets_are_a_list_of_names(params: Path, text: str) -> None:
     params.write_text(text)
     with pytest.raises(ValueError, match=r"line 1: presets is .*; it must be a list of names, for example \[squad\]"):
-        load(params)
+        load_params(params)
     params.write_text("presets: [squod]\n")
     with pytest.raises(ValueError, match="preset 'squod': neither a file nor one of the presets"):
-        load(params)
+        load_params(params)
 
 
 def test_params_are_printed_and_only_written_on_demand(params: Path) -> None:
@@ -478,7 +487,7 @@ def test_params_are_printed_and_only_written_on_demand(params: Path) -> None:
 def test_what_yaml_1_1_takes_for_a_number_or_a_truth_value_is_text(value: str) -> None:
     assert parse_setting(f"run.seed={value}") == {"run": {"seed": value}}
     with pytest.raises(ValueError, match=r"run\.seed"):
-        load(PARAMS, settings=[f"run.seed={value}"])
+        load_params(PARAMS, settings=[f"run.seed={value}"])
 
 
 NUMBERS = {"10": 10, "-3": -3, "1e-5": 1e-5, "5.0e-4": 5e-4, ".5": 0.5, "true": True, "0": 0, "null": None, "~": None}
@@ -495,7 +504,7 @@ def test_a_number_that_is_written_is_one_to_every_reader(tmp_path: Path, value: 
     path.write_text(rewritten(PARAMS, [], [f"ict.learning_rate={value!r}"])[0], encoding="utf-8")
     others = yaml.safe_load(path.read_text(encoding="utf-8")), YAML(typ="safe").load(path)
     assert [found["ict"]["learning_rate"] for found in others] == [value] * 2
-    assert load(path)["ict"]["learning_rate"] == value
+    assert load_params(path)["ict"]["learning_rate"] == value
 
 
 @pytest.mark.parametrize("name", ["no", "on", "1:30", "010", "null", "~", "1e5", "a: b", "#x", "-", "é", "2020-01-01"])

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from realmops.devices import (
     autocast,
-    freeze_products,
-    multiplies_bf16,
+    freeze_linear_weights,
+    pack_linears,
     resolve_device,
     resolve_precision,
-    with_packed_linears,
+    supports_bf16,
 )
 from realmops.model.encoder import Encoder
-from realmops.model.encoder_files import small_encoder
-from realmops.model.packed import Packed
+from realmops.model.encoder_files import build_small_encoder
+from realmops.model.packed import PackedBatch
 from realmops.model.reader import SpanHead
 
 CPU = torch.device("cpu")
@@ -26,12 +26,12 @@ CPU = torch.device("cpu")
 
 def encoder() -> Encoder:
     options = section("bert", width=64, layers=2, heads=4, intermediate=40, positions=16, dropout=0.0)
-    return small_encoder(options, 60, torch.Generator().manual_seed(0))[0].eval()
+    return build_small_encoder(options, 60, torch.Generator().manual_seed(0))[0].eval()
 
 
 def hidden(bert: Encoder, dtype: torch.dtype) -> Tensor:
     with torch.no_grad(), autocast(CPU, dtype):
-        found: Tensor = bert(Packed([np.arange(1, 12), np.arange(3)]))
+        found: Tensor = bert(PackedBatch([np.arange(1, 12), np.arange(3)]))
     return found
 
 
@@ -58,7 +58,7 @@ def test_frozen_products_give_the_same_bits(dtype: torch.dtype) -> None:
 
     before = scores()
     for module in (bert, spans):
-        freeze_products(module, dtype)
+        freeze_linear_weights(module, dtype)
     assert torch.equal(scores(), before)
     layer = bert.model.encoder.layer[0]
     assert layer.output.dense.weight.dtype == dtype
@@ -68,16 +68,16 @@ def test_frozen_products_give_the_same_bits(dtype: torch.dtype) -> None:
 def test_packed_products_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the processor multiplies bf16; else, or where torch has no such product, the module stays as it is."""
     bert = encoder()
-    freeze_products(bert, torch.bfloat16)
+    freeze_linear_weights(bert, torch.bfloat16)
     before, names = hidden(bert, torch.bfloat16), [name for name, _ in bert.named_parameters()]
-    packed = with_packed_linears(bert, torch.bfloat16)
+    packed = pack_linears(bert, torch.bfloat16)
     assert torch.equal(hidden(packed, torch.bfloat16), before)
-    assert (packed is not bert) is multiplies_bf16()
+    assert (packed is not bert) is supports_bf16()
     assert [name for name, _ in bert.named_parameters()] == names
-    assert with_packed_linears(bert, torch.float32) is bert
+    assert pack_linears(bert, torch.float32) is bert
 
     def failing(*_: Any) -> Tensor:
         raise RuntimeError("not on this processor")
 
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", failing)
-    assert with_packed_linears(bert, torch.bfloat16) is bert
+    assert pack_linears(bert, torch.bfloat16) is bert

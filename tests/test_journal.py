@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from realmops.journal import Journal, JournalValues, Series, read_journal, series_of
+from realmops.journal import Journal, JournalValues, Series, metric_series, read_journal
 
 RECORDS = [
     {"stage": "pretrain", "step": 0, "time": 1.0, "loss": 4.0},
@@ -58,7 +58,7 @@ def test_journal_shorter_than_its_checkpoint_is_an_error(tmp_path: Path) -> None
 
 
 def test_series_leave_out_what_is_not_finite() -> None:
-    assert series_of(RECORDS, "pretrain", "loss") == Series("loss", [0, 2], [4.0, 2.0])
+    assert metric_series(RECORDS, "pretrain", "loss") == Series("loss", [0, 2], [4.0, 2.0])
 
 
 def test_a_mean_over_what_is_not_finite_is_none(tmp_path: Path) -> None:

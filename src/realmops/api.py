@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from realmops.answering.opened_model import OpenedModel
-    from realmops.answering.passage_search import Search
+    from realmops.answering.passage_search import PassageSearch
 
 By = Literal["run", "embeddings", "words"]
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class AnswerRecord:
 class Searcher:
     """Passage search over a run, trained or partly trained, or over a registered model."""
 
-    def __init__(self, search: Search) -> None:
+    def __init__(self, search: PassageSearch) -> None:
         self._search = search
 
     @classmethod
@@ -98,10 +98,10 @@ class Searcher:
             ValueError: if the run has no snapshot, or a file does not match its digest.
         """
         from realmops.commands.open_model import open_model
-        from realmops.stages import Silent
+        from realmops.stages import SilentReport
         from realmops.stages.open_run import open_search
 
-        return cls(open_model(Path(root), model).passage_search() if model else open_search(Path(root), Silent()))
+        return cls(open_model(Path(root), model).passage_search() if model else open_search(Path(root), SilentReport()))
 
     def search(
         self,

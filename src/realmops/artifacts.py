@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import IO, Any
 
 SCHEMA = 3
-WORK = ".realmops"  # folder below a root for unfinished work, locks and the local MLflow database
+WORK_FOLDER = ".realmops"  # folder below a root for unfinished work, locks and the local MLflow database
 MANIFEST = "manifest.json"
-SEAL = "manifest_digest"
+DIGEST_KEY = "manifest_digest"
 JSON_LIMIT = 1 << 28  # bytes
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
-def special_kind(mode: int) -> str:
+def special_file_kind(mode: int) -> str:
     """Return the kind of a special file with this ``st_mode``, or "" for a regular file."""
     kinds = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFDIR: "folder", stat.S_IFREG: ""}
     return kinds.get(stat.S_IFMT(mode), "device")
@@ -35,7 +35,7 @@ def open_regular(path: Path) -> BufferedReader:
         ValueError: the path names a folder, a pipe or a device.
         OSError: the path cannot be opened.
     """
-    if kind := special_kind(os.stat(path).st_mode):
+    if kind := special_file_kind(os.stat(path).st_mode):
         raise ValueError(f"{path}: cannot be read: it is a {kind}, expected a regular file; copy its content into one")
     return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
@@ -56,15 +56,15 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
-def sealed(value: dict[str, Any]) -> dict[str, Any]:
+def add_digest(value: dict[str, Any]) -> dict[str, Any]:
     """Return a JSON object with its digest added as a field."""
-    return {**value, SEAL: digest_of(value)}
+    return {**value, DIGEST_KEY: digest_of(value)}
 
 
-def is_sealed(value: Mapping[str, Any]) -> bool:
-    """Return whether the digest that :func:`sealed` added still matches the other fields."""
+def has_valid_digest(value: Mapping[str, Any]) -> bool:
+    """Return whether the digest that :func:`add_digest` added still matches the other fields."""
     try:
-        return bool(value.get(SEAL) == digest_of({k: v for k, v in value.items() if k != SEAL}))
+        return bool(value.get(DIGEST_KEY) == digest_of({k: v for k, v in value.items() if k != DIGEST_KEY}))
     except ValueError:  # NaN, which canonical JSON never contains
         return False
 
@@ -218,7 +218,7 @@ def write_manifest(folder: Path, kind: str, **fields: Any) -> dict[str, Any]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path != folder / MANIFEST
     }
-    manifest = sealed({"schema": SCHEMA, "kind": kind, "files": files, **fields})
+    manifest = add_digest({"schema": SCHEMA, "kind": kind, "files": files, **fields})
     write_json(folder / MANIFEST, manifest)
     return manifest
 
@@ -241,7 +241,7 @@ def read_manifest(folder: Path, kind: str, *, verify: bool = True) -> dict[str, 
         raise ValueError(
             f"{path}: kind and schema are {actual}, expected {(kind, SCHEMA)}; run the stage that makes it again"
         )
-    if not is_sealed(manifest):
+    if not has_valid_digest(manifest):
         raise ValueError(f"{path} does not match its own digest; run the stage that makes it again")
     files = manifest.get("files")
     if not isinstance(files, dict) or not all(
@@ -297,7 +297,7 @@ def check_replaceable(folder: Path, kind: str) -> None:
     """
     path = folder / MANIFEST
     manifest = read_json(path) if path.is_file() else {}
-    is_valid = isinstance(manifest, dict) and manifest.get("kind") == kind and is_sealed(manifest)
+    is_valid = isinstance(manifest, dict) and manifest.get("kind") == kind and has_valid_digest(manifest)
     digests = {name: entry["sha256"] for name, entry in manifest["files"].items()} if is_valid else {}
     for file in sorted(folder.rglob("*")) if folder.is_dir() else [folder] if folder.exists() else []:
         digest = digests.get(file.relative_to(folder).as_posix())

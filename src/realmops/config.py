@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from realmops.config_rules import check, option_rules
+from realmops.config_rules import check_rules, option_rules
 from realmops.config_yaml import locate_key, parse_yaml, read_params, read_yaml
 
 PACKAGE = Path(__file__).parent
@@ -283,7 +283,7 @@ class Tracking(Section, name="tracking"):
 
 
 @cache
-def defaults() -> Values:
+def default_options() -> Values:
     """Return all sections with their values in defaults.yaml."""
     values = read_yaml(DEFAULTS)
     return {name: parse_section(name, values[name], DEFAULTS).model_dump() for name in SECTIONS}
@@ -329,35 +329,37 @@ def parse_setting(text: str) -> dict[str, dict[str, Any]]:
     return {section: {key: parse_yaml(value, f"--set {text!r}")}}
 
 
-def load(path: Path, *, presets: Iterable[Path] = (), settings: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
+def load_params(path: Path, *, presets: Iterable[Path] = (), settings: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
     """Load and validate all sections of a params file.
 
     Later sources override earlier ones: defaults.yaml, the presets named in the file, the file itself, ``presets``,
     ``settings``.
     """
     preset_names, overrides = read_params(path)
-    values = checked(overrides, path, laid(defaults(), [preset_path(name, path) for name in preset_names]))
-    values = apply_settings(laid(values, presets), settings)
-    check(option_rules(values))
+    values = merge_options(
+        overrides, path, apply_presets(default_options(), [preset_path(name, path) for name in preset_names])
+    )
+    values = apply_settings(apply_presets(values, presets), settings)
+    check_rules(option_rules(values))
     return values
 
 
-def laid(values: Values, presets: Iterable[Path]) -> dict[str, dict[str, Any]]:
+def apply_presets(values: Values, presets: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """Return ``values`` overridden by preset files in order, and validated."""
     merged = {section: dict(keys) for section, keys in values.items()}
     for preset in presets:
-        merged = checked(read_yaml(preset), preset, merged)
+        merged = merge_options(read_yaml(preset), preset, merged)
     return merged
 
 
 def apply_settings(values: dict[str, dict[str, Any]], settings: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return ``values`` overridden by ``--set`` settings in order, and validated."""
     for setting in settings:
-        values = checked(parse_setting(setting), f"--set {setting}", values)
+        values = merge_options(parse_setting(setting), f"--set {setting}", values)
     return values
 
 
-def checked(values: Values, source: str | Path, base: Values | None = None) -> dict[str, dict[str, Any]]:
+def merge_options(values: Values, source: str | Path, base: Values | None = None) -> dict[str, dict[str, Any]]:
     """Return ``base`` (the defaults if None) overridden by ``values`` and validated.
 
     ``source`` is the file or a description of ``values``, for error messages.
@@ -365,7 +367,7 @@ def checked(values: Values, source: str | Path, base: Values | None = None) -> d
     Raises:
         ValueError: if a section or key is unknown, or a value is invalid.
     """
-    merged = {section: dict(keys) for section, keys in (defaults() if base is None else base).items()}
+    merged = {section: dict(keys) for section, keys in (default_options() if base is None else base).items()}
     for section, keys in values.items():
         if section not in merged:
             allowed = _allowed(section, merged)
@@ -378,7 +380,7 @@ _ADDED = {("snapshot", "language"): "en"}  # options added later, with the value
 _PLACEMENT = {("pretrain", "builder"), ("pretrain", "exchange")}  # where indexes are built; set by a cluster
 
 
-def keyed(values: Values) -> dict[str, dict[str, Any]]:
+def cache_key_options(values: Values) -> dict[str, dict[str, Any]]:
     """Return the options that are part of cache keys.
 
     Options that only choose where indexes are built are left out. An option added in a later version is left out at the

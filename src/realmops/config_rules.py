@@ -7,7 +7,7 @@ from typing import Any
 Rules = Iterable[tuple[bool, str]]  # pairs (is_broken, error message)
 
 
-def check(rules: Rules) -> None:
+def check_rules(rules: Rules) -> None:
     """Raise ValueError with the message of the first broken rule."""
     for is_broken, message in rules:
         if is_broken:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PLAIN_SECONDS = 10.0  # between progress lines without a terminal
-CHIEF = {  # metrics printed for stages that have many
+HEADLINE_METRICS = {  # metrics printed for stages that have many
     "finetune": ("questions", "span_loss", "dev_em", "dev_f1", "dev_answered", "dev_answered_precision", "seconds"),
     "evaluate": (
         *("questions", "em", "f1", "rule_em", "closed_book_em", "recall_at_5", "ceiling_in_corpus"),
@@ -44,8 +44,8 @@ class Console:
         return _bar(label, total, unit) if sys.stderr.isatty() else _plain(label, total, unit)
 
     def metrics(self, name: str, metrics: Mapping[str, Any], file: Path | None = None) -> None:
-        """Print the metrics of a finished stage on one line; given ``file``, which has all, those in ``CHIEF``."""
-        chief = [key for key in CHIEF.get(name, ()) if key in metrics] if file else []
+        """Print the metrics of a finished stage on one line; given ``file``, which has all, those in ``HEADLINE_METRICS``."""
+        chief = [key for key in HEADLINE_METRICS.get(name, ()) if key in metrics] if file else []
         shown = [
             f"{key}={metrics[key]:.4g}" if isinstance(metrics[key], float) else f"{key}={metrics[key]}"
             for key in chief or metrics
@@ -70,7 +70,7 @@ def end_on_sigterm() -> None:
 
 
 @contextmanager
-def explained_errors() -> Iterator[None]:
+def exit_on_user_error() -> Iterator[None]:
     """Exit with a one-line message on errors that the user can fix.
 
     The exit code is 2, or 1 for TimeoutError. Other exceptions propagate.

@@ -43,7 +43,7 @@ def resolve_precision(name: str, device: torch.device) -> torch.dtype:
     Raises:
         ValueError: ``int8`` without OpenVINO.
     """
-    if name == "int8" and (device.type != "cpu" or not multiplies_int8()):
+    if name == "int8" and (device.type != "cpu" or not supports_int8()):
         name = "auto"
     if name == "int8" and find_spec("openvino") is None:
         raise ValueError(
@@ -54,15 +54,15 @@ def resolve_precision(name: str, device: torch.device) -> torch.dtype:
         return DTYPES[name]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    return torch.bfloat16 if multiplies_bf16() else torch.float32
+    return torch.bfloat16 if supports_bf16() else torch.float32
 
 
-def multiplies_bf16() -> bool:
+def supports_bf16() -> bool:
     """Return whether this processor multiplies bf16 in hardware."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def multiplies_int8() -> bool:
+def supports_int8() -> bool:
     """Return whether this processor multiplies int8 in hardware through oneDNN; otherwise sums saturate."""
     largest = torch.full((16, 64), 127, dtype=torch.int8)
     return torch.cpu._is_vnni_supported() and bool((torch._int_mm(largest, largest.T) == 64 * 127**2).all())
@@ -87,14 +87,14 @@ def _product_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
+def disable_autocast(device: torch.device) -> Iterator[None]:
     """Context manager: disable :func:`autocast`, so that products of fp32 tensors are computed in fp32."""
     has_autocast = torch.amp.is_autocast_available(device.type)
     with torch.autocast(device.type, enabled=False) if has_autocast else nullcontext():
         yield
 
 
-def freeze_products(module: nn.Module, dtype: torch.dtype) -> None:
+def freeze_linear_weights(module: nn.Module, dtype: torch.dtype) -> None:
     """Freeze linear layers and cast them to the dtype that :func:`autocast` multiplies in, in place.
 
     The results are equal; otherwise every batch casts all weights, which takes longer than the products of a single
@@ -131,7 +131,7 @@ class PackedLinear(nn.Module):
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def with_replaced(module: Module, replace: Callable[[nn.Module], nn.Module | None]) -> Module:
+def replace_modules(module: Module, replace: Callable[[nn.Module], nn.Module | None]) -> Module:
     """Return a copy of a module with replaced submodules, which shares all else.
 
     Args:
@@ -143,35 +143,35 @@ def with_replaced(module: Module, replace: Callable[[nn.Module], nn.Module | Non
     for name, part in module._modules.items():
         replacement = None if part is None else replace(part)
         if part is not None and replacement is None:
-            replacement = with_replaced(part, replace)
+            replacement = replace_modules(part, replace)
         other._modules[name] = replacement
     return other
 
 
-def with_linears(module: Module, make: Callable[[nn.Linear], nn.Module]) -> Module:
+def replace_linears(module: Module, make: Callable[[nn.Linear], nn.Module]) -> Module:
     """Return a copy of a module with each linear layer replaced by ``make(layer)``; the copy shares all else.
 
     A layer without a registered weight is kept: that of a masked word head, which gets the word embeddings per call.
     """
-    return with_replaced(
+    return replace_modules(
         module, lambda part: make(part) if type(part) is nn.Linear and "weight" in part._parameters else None
     )
 
 
-def with_packed_linears(module: Module, dtype: torch.dtype) -> Module:
+def pack_linears(module: Module, dtype: torch.dtype) -> Module:
     """Return a copy for faster inference on CPUs with bf16 products, elsewhere the module itself.
 
     Without it oneDNN reorders each weight for every batch, a third of the time of a single question.
     """
     on_cpu = next(module.parameters()).device.type == "cpu"
-    if on_cpu and _product_dtype(dtype) == torch.bfloat16 and multiplies_bf16():
+    if on_cpu and _product_dtype(dtype) == torch.bfloat16 and supports_bf16():
         with suppress(AttributeError, RuntimeError):
-            return with_linears(module, PackedLinear)
+            return replace_linears(module, PackedLinear)
     return module
 
 
 @contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
+def eval_mode(module: nn.Module) -> Iterator[None]:
     """Context manager: switch a module to eval mode; the last of several concurrent callers restores its mode."""
     with _EVALUATING_LOCK:
         callers, was_training = _EVALUATING.get(module, (0, module.training))
@@ -189,26 +189,26 @@ def evaluating(module: nn.Module) -> Iterator[None]:
                 module.train()
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
+def async_to(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to a device, asynchronously from pinned memory if it is a GPU."""
     if tensor.device == device:
         return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
-def send(device: torch.device, *tensors: Tensor) -> list[Tensor]:
+def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     """Copy int64, bool and fp32 tensors from the CPU to a device, in one asynchronous transfer."""
     if device.type == "cpu":
         return list(tensors)
     # fp32 travels as its bit pattern
     integers = [tensor.view(torch.int32) if tensor.dtype == torch.float32 else tensor for tensor in tensors]
-    flat = moved(torch.cat([tensor.reshape(-1).to(torch.int64) for tensor in integers]), device)
+    flat = async_to(torch.cat([tensor.reshape(-1).to(torch.int64) for tensor in integers]), device)
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     shaped = [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, integers, strict=True)]
     return [part.view(tensor.dtype) for part, tensor in zip(shaped, tensors, strict=True)]
 
 
-def bring(*tensors: Tensor) -> list[Tensor]:
+def to_host(*tensors: Tensor) -> list[Tensor]:
     """Copy small detached tensors to the CPU in one transfer, which waits for the device.
 
     Their values must be exact in fp64: floats, bools, and integers below 2 ** 53.
@@ -224,16 +224,16 @@ def bring(*tensors: Tensor) -> list[Tensor]:
     ]
 
 
-def tune_process(threads: int) -> None:
+def configure_process(threads: int) -> None:
     """Configure threads, malloc and caches of a process; call once before it computes with models."""
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _PRIMITIVES)
-    keep_freed_memory()
+    configure_malloc()
     torch.set_num_threads(threads)
     # cuDNN attention plans once per shape, which takes longer than a step, and hardly two batches share a shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def keep_freed_memory() -> None:
+def configure_malloc() -> None:
     """Let glibc reuse freed memory for the next step, since page faults of new memory cost more than the computation.
 
     Memory that is free now, such as that of an earlier stage, is returned to the system.

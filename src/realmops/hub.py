@@ -34,7 +34,7 @@ _SHARDS = ("model-*.safetensors", "pytorch_model-*.bin")
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """A kind of pre-trained model: its option, and the alternative files of weights and vocabulary in its folder."""
 
     option: str
@@ -49,11 +49,11 @@ class Family:
         return f"a {self.name}'s folder has {CONFIG}, {weights}, and {' or '.join(self.vocabulary)}"
 
 
-BERT = Family("bert.init", "BERT encoder", (SAFETENSORS, BIN), (VOCABULARY, TOKENIZER))
-T5 = Family("closed_book.init", "T5", (SAFETENSORS,), (TOKENIZER,))
+BERT = ModelFamily("bert.init", "BERT encoder", (SAFETENSORS, BIN), (VOCABULARY, TOKENIZER))
+T5 = ModelFamily("closed_book.init", "T5", (SAFETENSORS,), (TOKENIZER,))
 
 
-def encoder_folder(init: str, family: Family = BERT) -> Path:
+def encoder_folder(init: str, family: ModelFamily = BERT) -> Path:
     """Return the folder of a pre-trained model: ``init`` itself, or the hub's download of that name.
 
     A complete copy in the hub's cache is used without a request; otherwise the model is downloaded, unless
@@ -70,7 +70,7 @@ def encoder_folder(init: str, family: Family = BERT) -> Path:
     return folder
 
 
-def encoder_files(init: str, family: Family = BERT) -> dict[str, Path]:
+def encoder_files(init: str, family: ModelFamily = BERT) -> dict[str, Path]:
     """Return all files that the model ``init`` depends on, by name in its folder; none for ``small``."""
     if init == "small":
         return {}
@@ -85,7 +85,7 @@ def encoder_files(init: str, family: Family = BERT) -> dict[str, Path]:
 
 def is_bert(folder: Path) -> bool:
     """Return whether the configuration is that of a BERT, whose special tokens need no ``SPECIAL_TOKENS_MAP``."""
-    return read_optional(folder / CONFIG, "model configuration").get("model_type", "bert") in ("bert", "realm")
+    return read_optional_json(folder / CONFIG, "model configuration").get("model_type", "bert") in ("bert", "realm")
 
 
 def is_sentence_encoder(folder: Path) -> bool:
@@ -132,7 +132,7 @@ def sentence_layers(folder: Path) -> list[Path]:
 def sentence_prompts(folder: Path) -> tuple[str, str]:
     """Return a sentence encoder's prompts of queries and of documents; raise ValueError if they are invalid."""
     path = folder / SENTENCE_CONFIG
-    values = read_optional(path, "configuration of a sentence encoder")
+    values = read_optional_json(path, "configuration of a sentence encoder")
     prompts: Any = values.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise ValueError(f"{path}: prompts is {prompts!r}; expected a mapping from names to strings")
@@ -177,12 +177,12 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-def read_optional(path: Path, what: str) -> dict[str, Any]:
+def read_optional_json(path: Path, what: str) -> dict[str, Any]:
     """Read a JSON object, empty if the file does not exist; raise ValueError if it is something else."""
     return _read_object(path, what) if path.is_file() else {}
 
 
-def _from_hub(name: str, family: Family) -> Path:
+def _from_hub(name: str, family: ModelFamily) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -208,7 +208,7 @@ def _from_hub(name: str, family: Family) -> Path:
     return folder
 
 
-def _missing(folder: Path, family: Family) -> list[str]:
+def _missing(folder: Path, family: ModelFamily) -> list[str]:
     required = {
         CONFIG: (CONFIG,),
         " or ".join(whole for whole, _ in family.weights): sum(family.weights, ()),

@@ -106,7 +106,7 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def series_of(records: Iterable[Mapping[str, Any]], stage: str, metric: str) -> Series:
+def metric_series(records: Iterable[Mapping[str, Any]], stage: str, metric: str) -> Series:
     """Return the finite values that a stage logged of one metric, with their steps."""
     points = [(r["step"], r[metric]) for r in records if r["stage"] == stage and r.get(metric) is not None]
     return Series(metric, [step for step, _ in points], [float(value) for _, value in points])
@@ -120,7 +120,7 @@ class JournalValues:
 
     def of(self, metric: str) -> Sequence[float]:
         """Return the finite values of a metric in step order."""
-        return series_of(self.records, self.stage, metric).values
+        return metric_series(self.records, self.stage, metric).values
 
     def mean(self, metric: str, last: int | None = None) -> float:
         """Return the mean of all or the ``last`` values of a metric; NaN if there is none, or if one is not finite."""

@@ -5,7 +5,7 @@ from pathlib import Path
 _PACKAGE = Path(__file__).parent
 
 
-def resource(name: str) -> Path:
+def resource_folder(name: str) -> Path:
     """Return the folder ``k8s`` or ``pipelines`` of the installed package or of the checkout.
 
     ``setup.py`` copies both into the wheel; an editable install and ``PYTHONPATH=src`` read the checkout.

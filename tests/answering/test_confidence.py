@@ -13,7 +13,7 @@ from small_project import Quiet, cli, stage, toy_values
 
 from realmops import artifacts
 from realmops.answering.answer import Answer
-from realmops.answering.confidence import FILE, HOLDS_ALL, Confidence, log_odds
+from realmops.answering.confidence import ALWAYS_ABSTAIN, FILE, Confidence, log_odds
 from realmops.evaluate.calibration import (
     BINS,
     calibration_error,
@@ -23,7 +23,7 @@ from realmops.evaluate.calibration import (
     fit_confidence,
     most_certain,
     platt_scaling,
-    reliability,
+    reliability_bins,
     threshold_for,
 )
 from realmops.evaluate.predictions import read_predictions
@@ -71,7 +71,7 @@ def test_where_all_are_right_or_wrong_every_answer_gets_platts_share() -> None:
         assert not any(map(right.abstains, [*sure, answer(1e-9)]))
         wrong = fit_confidence(sure, np.zeros(count, bool), 0.8)
         assert [wrong.probability(one) for one in sure] == pytest.approx([1 / (count + 2)] * count, abs=1e-4)
-        assert wrong.threshold == HOLDS_ALL
+        assert wrong.threshold == ALWAYS_ABSTAIN
         assert all(map(wrong.abstains, [*sure, answer(1.0)])), "no threshold reaches what is wanted"
         assert wrong.holds_all
         assert not right.holds_all
@@ -125,7 +125,7 @@ def test_the_threshold_is_the_slow_one() -> None:
         fitting = [t for t in set(probability) if correct[probability >= t].mean() >= 0.7]
         found = threshold_for(probability, correct, 0.7)
         if not fitting:
-            assert found == HOLDS_ALL > probability.max()
+            assert found == ALWAYS_ABSTAIN > probability.max()
         else:
             assert (probability >= found).tolist() == (probability >= min(fitting)).tolist()
         reached += bool(fitting)
@@ -136,7 +136,7 @@ def test_the_calibration_error_by_hand() -> None:
     """Two answers at .85 and .95, one right: |1.0 - .85| and |0 - .95|; two at .25, one right: |.5 - .25|."""
     probability, correct = np.array([0.85, 0.95, 0.25, 0.25]), np.array([True, False, True, False])
     assert calibration_error(probability, correct) == pytest.approx((0.15 + 0.95 + 2 * 0.25) / 4)
-    assert [(one.confidence, one.right, one.questions) for one in reliability(probability, correct)] == [
+    assert [(one.confidence, one.right, one.questions) for one in reliability_bins(probability, correct)] == [
         (0.25, 0.5, 2),
         (0.85, 1.0, 1),
         (0.95, 0.0, 1),
@@ -195,7 +195,7 @@ def test_what_answers_nothing_has_no_precision() -> None:
 
 def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
     assert Confidence.load(tmp_path) is None
-    for threshold in (0.5, HOLDS_ALL):
+    for threshold in (0.5, ALWAYS_ABSTAIN):
         saved = Confidence(0.1 + 0.2, -1 / 3, threshold, 0.8, 308)
         saved.save(tmp_path)
         assert Confidence.load(tmp_path) == saved
@@ -224,7 +224,7 @@ def test_finetune_fits_it_and_evaluate_applies_it(project: Path) -> None:
     [said] = [line for line in report.said if "wanted_precision" in line]
     stored = json.loads((root / f"models/finetune/{FILE}").read_text())
     assert (stored["questions"], stored["wanted_precision"]) == (2, 0.8)
-    assert ("the model abstains on every question" in said) == (stored["threshold"] == HOLDS_ALL)
+    assert ("the model abstains on every question" in said) == (stored["threshold"] == ALWAYS_ABSTAIN)
     assert FILE in artifacts.read_json(root / "models/finetune/manifest.json")["files"]
     measured = stage("evaluate", values, project, root)
     rows = read_predictions(root / "results/predictions.parquet")

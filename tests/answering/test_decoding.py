@@ -7,7 +7,7 @@ import pytest
 from small_open_qa import BORN, NEVER, PORT, cut, open_qa
 from small_world import World
 
-from realmops.answering.decoding import CANDIDATES, minimum_risk
+from realmops.answering.decoding import CANDIDATES, minimum_bayes_risk
 from realmops.corpus.question_sets import Question
 from realmops.text.answer_matching import exact_match, token_f1
 
@@ -27,7 +27,7 @@ def test_the_text_is_the_one_with_the_highest_expected_score() -> None:
     for _ in range(300):
         texts = [all_texts[k] for k in rng.integers(len(all_texts), size=8)]
         p = np.sort(rng.dirichlet(np.full(8, 0.7)))[::-1]
-        chosen = minimum_risk(texts, p * 3)
+        chosen = minimum_bayes_risk(texts, p * 3)
         scores = [expected_score(text, texts, p) for text in texts]
         assert scores[chosen] == pytest.approx(max(scores), rel=1e-9)
         others += chosen != 0
@@ -46,7 +46,7 @@ def test_the_text_is_the_one_with_the_highest_expected_score() -> None:
     ],
 )
 def test_what_a_person_would_choose(texts: list[str], p: list[float], chosen: int) -> None:
-    assert minimum_risk(texts, np.array(p)) == chosen
+    assert minimum_bayes_risk(texts, np.array(p)) == chosen
 
 
 def test_the_answer_is_that_of_a_slow_search_and_explained_as_such(world: World) -> None:

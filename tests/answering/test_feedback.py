@@ -16,7 +16,14 @@ from power import Disk
 from small_project import cli, wait_for
 
 from realmops.answering import feedback as kept
-from realmops.answering.feedback import Feedback, Full, feedback_file, keep, questions_of, read_feedback
+from realmops.answering.feedback import (
+    Feedback,
+    FeedbackFileFull,
+    append_feedback,
+    confirmed_questions,
+    feedback_file,
+    read_feedback,
+)
 from realmops.corpus.question_sets import read_questions
 from realmops.serve.app import make_app
 from realmops.serve.guard import COOKIE, Limits, Token
@@ -49,7 +56,7 @@ def said(root: Path) -> list[tuple[str, str, bool, str, str]]:
 def test_what_is_kept_survives_a_power_cut_and_comes_back_in_order(tmp_path: Path) -> None:
     with Disk(tmp_path) as disk:
         for one in (RIGHT, WRONG):
-            keep(tmp_path, Feedback(**one))
+            append_feedback(tmp_path, Feedback(**one))
             assert disk.lost(feedback_file(tmp_path)) == []
     assert said(tmp_path) == [(*tuple(RIGHT.values())[:3], "", "p1"), (*tuple(WRONG.values()), "")]
 
@@ -57,7 +64,7 @@ def test_what_is_kept_survives_a_power_cut_and_comes_back_in_order(tmp_path: Pat
 def test_many_callers_write_whole_lines(tmp_path: Path) -> None:
     def tell(name: int) -> None:
         for n in range(20):
-            keep(tmp_path, Feedback(f"{name} {n}?", "x" * 500, True))
+            append_feedback(tmp_path, Feedback(f"{name} {n}?", "x" * 500, True))
 
     threads = [threading.Thread(target=tell, args=(name,)) for name in range(8)]
     for one in threads:
@@ -68,29 +75,29 @@ def test_many_callers_write_whole_lines(tmp_path: Path) -> None:
 
 
 def test_half_a_line_of_a_killed_process_goes(tmp_path: Path) -> None:
-    keep(tmp_path, Feedback(**RIGHT))
+    append_feedback(tmp_path, Feedback(**RIGHT))
     with open(feedback_file(tmp_path), "ab") as file:
         file.write(b'{"question": "Wh')
-    keep(tmp_path, Feedback(**WRONG))
+    append_feedback(tmp_path, Feedback(**WRONG))
     assert [question for question, *_ in said(tmp_path)] == [RIGHT["question"], WRONG["question"]]
 
 
 def test_line_and_file_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="allowed: 32768"):
-        keep(tmp_path, Feedback("x" * kept.LINE_LIMIT, "Oslo", True))
+        append_feedback(tmp_path, Feedback("x" * kept.LINE_LIMIT, "Oslo", True))
     with pytest.raises(ValueError, match="surrogate"):
-        keep(tmp_path, Feedback("\ud800", "Oslo", True))
-    keep(tmp_path, Feedback(**RIGHT))
+        append_feedback(tmp_path, Feedback("\ud800", "Oslo", True))
+    append_feedback(tmp_path, Feedback(**RIGHT))
     before = feedback_file(tmp_path).read_bytes()
     monkeypatch.setattr(kept, "FILE_LIMIT", len(before) + 10)
-    with pytest.raises(Full, match="is full"):
-        keep(tmp_path, Feedback(**RIGHT))
+    with pytest.raises(FeedbackFileFull, match="is full"):
+        append_feedback(tmp_path, Feedback(**RIGHT))
     assert feedback_file(tmp_path).read_bytes() == before
     assert client(tmp_path).post("/v1/feedback", json=RIGHT).status_code == 507
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
-    keep(tmp_path, Feedback(**RIGHT))
+    append_feedback(tmp_path, Feedback(**RIGHT))
     for line in ('{"question": "a"}', '{"question": "a", "answer": 1, "right": true}', "{"):
         with open(feedback_file(tmp_path), "a") as file:
             file.write(f"{line}\n")
@@ -106,7 +113,7 @@ def test_what_was_said_last_of_a_question_counts() -> None:
     def one(question: str, answer: str, right: bool, correct: str = "") -> Feedback:
         return Feedback(question, answer, right, correct, "p")
 
-    found = questions_of(
+    found = confirmed_questions(
         [
             one("Where?", "Oslo", True),
             one("Who?", "Karl", False, "Anna"),
@@ -125,19 +132,19 @@ def test_what_was_said_last_of_a_question_counts() -> None:
 def test_questions_are_the_same_by_their_text() -> None:
     """Not by the normal form of exact match, which has no marks, no articles and no case."""
     texts = ["Who created C?", "Who created C++?", "Who created C#?", "who created C?", "Who created the C?"]
-    found = questions_of([Feedback(text, f"Answer {n}", True) for n, text in enumerate(texts)])
+    found = confirmed_questions([Feedback(text, f"Answer {n}", True) for n, text in enumerate(texts)])
     assert [(one.question, one.answers) for one in found] == [(text, (f"Answer {n}",)) for n, text in enumerate(texts)]
     assert len({one.id for one in found}) == 5
     composed = [Feedback("Wo ist Köln?", "x", True), Feedback("Wo  ist Ko\u0308ln?\n", "am Rhein", True)]
-    [one] = questions_of(composed)
+    [one] = confirmed_questions(composed)
     assert (one.question, one.answers) == ("Wo ist Köln?", ("am Rhein",))
-    assert one.id == questions_of(composed[:1])[0].id
+    assert one.id == confirmed_questions(composed[:1])[0].id
 
 
 @pytest.mark.parametrize("answer", ["A", "The", "!", "C#", "的"])
 def test_an_answer_is_one_that_is_not_blank(answer: str, tmp_path: Path) -> None:
     for one in (Feedback("Which?", answer, True), Feedback("Which?", "B", False, answer)):
-        [question] = questions_of([one])
+        [question] = confirmed_questions([one])
         assert question.answers == (answer,)
     wrong = {**RIGHT, "right": False, "correct_answer": answer}
     assert client(tmp_path).post("/v1/feedback", json=wrong).status_code == 200
@@ -150,7 +157,7 @@ def test_the_command_writes_dev_questions(tmp_path: Path) -> None:
     missing = cli(*command)
     assert (missing.exit_code, "no feedback was given yet" in missing.output) == (2, True)
     for one in (RIGHT, WRONG, {**WRONG, "question": "Why?", "correct_answer": ""}):
-        keep(tmp_path, Feedback(**one))
+        append_feedback(tmp_path, Feedback(**one))
     done = cli(*command)
     assert done.exit_code == 0, done.output
     found = read_questions([out / "questions.dev.jsonl"], format="jsonl")
@@ -256,19 +263,19 @@ def test_it_becomes_assessments_of_traces_once(tmp_path: Path, monkeypatch: pyte
     """Question and answer in a trace; whether it is right, and the right answer where it is known."""
     import mlflow
 
-    from realmops.tracking.client import default_uri
+    from realmops.tracking.client import local_tracking_uri
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    uri = default_uri(tmp_path / ".realmops/mlflow")
+    uri = local_tracking_uri(tmp_path / ".realmops/mlflow")
     for one in (RIGHT, WRONG, {**WRONG, "correct_answer": ""}):
-        keep(tmp_path, Feedback(**one))
+        append_feedback(tmp_path, Feedback(**one))
     with open(feedback_file(tmp_path), "ab") as file:
         file.write(b'{"damaged": 1}\n{"question": "half a li')
     try:
-        assert [sending.send(tmp_path) for _ in range(2)] == [3, 0]
+        assert [sending.send_feedback(tmp_path) for _ in range(2)] == [3, 0]
         assert sending.is_tracked(tmp_path)
-        keep(tmp_path, Feedback("Why?", "so", True))
-        assert sending.send(tmp_path) == 1
+        append_feedback(tmp_path, Feedback("Why?", "so", True))
+        assert sending.send_feedback(tmp_path) == 1
         mlflow.set_tracking_uri(uri)
         [experiment] = mlflow.search_experiments(filter_string="name = 'realmops'")
         traces = mlflow.search_traces(locations=[experiment.experiment_id], return_type="list")
@@ -298,7 +305,7 @@ def test_a_server_of_mlflow_that_is_away_costs_no_request(
     """The reply does not wait; the log says that it waits to be sent; without MLflow nothing is started."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     sender = sending.FeedbackSender(tmp_path)
-    sender.tell()
+    sender.notify()
     assert sender._thread is None
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://name:secret@127.0.0.1:9")
     with caplog.at_level(logging.WARNING):

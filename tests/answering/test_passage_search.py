@@ -17,14 +17,14 @@ from serving import Served, served
 from small_project import cli
 
 from realmops.answering import passage_search
-from realmops.answering.passage_search import Filters, Search, highlights
+from realmops.answering.passage_search import MetadataFilters, PassageSearch, highlights
 from realmops.artifacts import MANIFEST, atomic_folder, read_json, write_json, write_manifest
-from realmops.commands.search import filter_of
+from realmops.commands.search import parse_filter
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.checkpoint_files import MODEL
-from realmops.search.approximate import Faiss, Recipe
+from realmops.search.approximate import FaissIndex, Recipe
 from realmops.search.bm25 import stems
-from realmops.search.exact import over_vectors
+from realmops.search.exact import multi_vector_index
 from realmops.stages.open_run import open_search
 
 PEOPLE = ("Anna Berg", "Karl Lund", "Maria Holm", "Jon Vik")
@@ -60,7 +60,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def searching(root: Path) -> Search:
+def searching(root: Path) -> PassageSearch:
     return open_search(root, small_project.Quiet())
 
 
@@ -75,7 +75,7 @@ def ids(record: dict[str, Any]) -> list[str]:
     return [one["document_id"] for one in record["passages"]]
 
 
-def test_passages_are_found_as_soon_as_there_is_a_retriever(root: Path, searching: Search) -> None:
+def test_passages_are_found_as_soon_as_there_is_a_retriever(root: Path, searching: PassageSearch) -> None:
     record = found(root, "Who built Item7?", "-k", "5")
     assert len(record["passages"]) == 5
     first = record["passages"][0]
@@ -142,12 +142,12 @@ def test_people_see_the_words_in_brackets(root: Path) -> None:
     ],
 )
 def test_a_filter_gives_what_an_exact_search_of_the_allowed_gives(
-    by: str, where: list[str], allowed: Any, searching: Search, root: Path
+    by: str, where: list[str], allowed: Any, searching: PassageSearch, root: Path
 ) -> None:
     """Not the best of all that happen to be allowed: the best of the allowed."""
     all_of_them = searching.search("the book about the river in Oslo", 40, by=by)  # type: ignore[arg-type]
     wanted = [one for one in ids(all_of_them) if allowed(int(one[1:]))]
-    filters = [filter_of(where)]
+    filters = [parse_filter(where)]
     few = searching.search("the book about the river in Oslo", 3, filters, by)  # type: ignore[arg-type]
     whole = searching.search("the book about the river in Oslo", 40, filters, by)  # type: ignore[arg-type]
     assert set(ids(whole)) == {f"d{n}" for n in range(40) if allowed(n)}
@@ -162,7 +162,7 @@ def test_a_filter_gives_what_an_exact_search_of_the_allowed_gives(
 
 
 @pytest.mark.parametrize("by", ["run", "embeddings", "words"])
-def test_the_first_passages_are_the_first_of_many(by: str, searching: Search) -> None:
+def test_the_first_passages_are_the_first_of_many(by: str, searching: PassageSearch) -> None:
     """The best by embeddings and words together need not be the best by one of them."""
     for query in [f"{name} book river Oslo 19{year}" for name in PEOPLE for year in (51, 62, 77)]:
         many = ids(searching.search(query, 40, by=by))  # type: ignore[arg-type]
@@ -170,7 +170,7 @@ def test_the_first_passages_are_the_first_of_many(by: str, searching: Search) ->
             assert ids(searching.search(query, k, by=by)) == many[:k]  # type: ignore[arg-type]
 
 
-def test_words_count_as_a_share_of_the_best_passage_that_the_filter_lets_through(searching: Search) -> None:
+def test_words_count_as_a_share_of_the_best_passage_that_the_filter_lets_through(searching: PassageSearch) -> None:
     """Item7 is of team b: it finds nothing among those of team a, whose best by "river" and "Jon" alone counts 1."""
     where, query = {"team": "a"}, "Item7 river Jon Item8"
     record = searching.search(query, 40, [where])
@@ -184,13 +184,13 @@ def test_words_count_as_a_share_of_the_best_passage_that_the_filter_lets_through
         assert one["score"] == pytest.approx(by_hand, abs=1e-4)
 
 
-def test_a_range_is_checked_whatever_it_is_compared_with(searching: Search) -> None:
+def test_a_range_is_checked_whatever_it_is_compared_with(searching: PassageSearch) -> None:
     for bound in (1900, 1960, 3000):
         with pytest.raises(ValueError, match="lt of year is None"):
             searching.search("x", 1, [{"year": {"gte": bound, "lt": None}}])
 
 
-def test_many_threads_find_what_one_finds(searching: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_threads_find_what_one_finds(searching: PassageSearch, monkeypatch: pytest.MonkeyPatch) -> None:
     """More filters than are remembered, asked for at once."""
     monkeypatch.setattr(passage_search, "_CACHED_FILTERS", 2)
     years = [{"year": {"gte": 1950 + n, "lt": 1960 + n}} for n in range(12)] * 20
@@ -205,9 +205,11 @@ def test_many_threads_find_what_one_finds(searching: Search, monkeypatch: pytest
     assert found[:12] * 20 == found
 
 
-def test_filters_are_remembered_up_to_so_many_passages(searching: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filters_are_remembered_up_to_so_many_passages(
+    searching: PassageSearch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(passage_search, "_CACHED_PASSAGES", 60)
-    filters = Filters(searching.snapshot)
+    filters = MetadataFilters(searching.snapshot)
     for n in range(10):
         assert len(filters.passages([{"year": {"gte": 1950 + n}}])) == 40 - n
         assert sum(map(len, filters._cache.values())) <= 60
@@ -215,14 +217,14 @@ def test_filters_are_remembered_up_to_so_many_passages(searching: Search, monkey
 
 @pytest.mark.parametrize("kind", ["ivf", "hnsw", "pq"])
 @pytest.mark.parametrize("vectors", [1, 2])
-def test_a_filter_is_exact_where_the_index_is_not(kind: str, vectors: int, searching: Search) -> None:
+def test_a_filter_is_exact_where_the_index_is_not(kind: str, vectors: int, searching: PassageSearch) -> None:
     """A structure that looks at next to nothing still leaves out no passage that the filter lets through."""
     generator, passages = torch.Generator().manual_seed(0), len(searching.snapshot)
     width = searching.embed(["river"]).shape[1]
     embedding_PX = torch.randn(passages * 8, vectors * width, generator=generator)
     lists = 8 if kind != "hnsw" else 0
     recipe = Recipe(kind, 0, lists, 1, 0.0, 10, 0.1)
-    index = over_vectors(embedding_PX, vectors, lambda rows: Faiss(rows, recipe))
+    index = multi_vector_index(embedding_PX, vectors, lambda rows: FaissIndex(rows, recipe))
     approximate = dataclasses.replace(searching, passages=index)
     where = {"year": {"gte": 1955, "lt": 1985}}
     for query in ("the book about the river", "Item7"):
@@ -252,30 +254,30 @@ def test_a_filter_is_exact_where_the_index_is_not(kind: str, vectors: int, searc
         ({"filters": [{"document_id": {"lt": True}}]}, "lt of document_id is True"),
     ],
 )
-def test_what_cannot_be_searched_is_told(given: dict[str, Any], told: str, searching: Search) -> None:
+def test_what_cannot_be_searched_is_told(given: dict[str, Any], told: str, searching: PassageSearch) -> None:
     with pytest.raises(ValueError, match=told):
         searching.search(**{"query": "river", **given})
 
 
 def test_conditions_are_read_from_words() -> None:
-    assert filter_of(["year>=1990", "year<2000", "team=a", "team=b", "title=x=y"]) == {
+    assert parse_filter(["year>=1990", "year<2000", "team=a", "team=b", "title=x=y"]) == {
         "year": {"gte": 1990, "lt": 2000},
         "team": ["a", "b"],
         "title": ["x=y"],
     }
-    assert filter_of(["day>=2020-01-02", "at=12:30", "true=true", 'name="7"', "n=NaN", "none=null", "list=[1]"]) == {
+    assert parse_filter(["day>=2020-01-02", "at=12:30", "true=true", 'name="7"', "n=NaN", "none=null", "list=[1]"]) == {
         "day": {"gte": "2020-01-02"}, "at": ["12:30"], "true": [True], "name": ["7"], "n": ["NaN"], "none": ["null"],
         "list": ["[1]"],
     }  # fmt: skip
-    assert filter_of(["document_id=7"]) == {"document_id": ["7"]}
+    assert parse_filter(["document_id=7"]) == {"document_id": ["7"]}
     for wrong in (["year=1990", "year>=1980"], ["year>=1980", "year=1990"], ["year>=1980", "year>=1990"]):
         with pytest.raises(ValueError, match="conflicts with another condition on year"):
-            filter_of(wrong)
+            parse_filter(wrong)
     with pytest.raises(ValueError, match="--where 'year': expected FIELD=VALUE"):
-        filter_of(["year"])
+        parse_filter(["year"])
 
 
-def filters_over(folder: Path, *columns: list[Any]) -> Filters:
+def filters_over(folder: Path, *columns: list[Any]) -> MetadataFilters:
     """Over documents d0, d1 and so on. A column has the values of ``field``, more columns those of ``field1`` etc."""
     records: list[dict[str, Any]] = [
         {"id": f"d{n}", "title": "A", "text": f"Text {n} is here."} for n in range(max(map(len, columns)))
@@ -286,7 +288,7 @@ def filters_over(folder: Path, *columns: list[Any]) -> Filters:
     small_project.write_project(folder)
     small_project.write_json_lines(folder / "documents.jsonl", records)
     assert cli("run", "snapshot", "--params", folder / "params.yaml", "--root", folder).exit_code == 0
-    return Filters(Snapshot.open(folder / "data/snapshot/corpus"))
+    return MetadataFilters(Snapshot.open(folder / "data/snapshot/corpus"))
 
 
 def test_true_is_not_one_and_a_number_is_no_text(tmp_path: Path) -> None:
@@ -339,12 +341,12 @@ UNLIKE: list[tuple[list[Any], Any, str]] = [
 
 
 @pytest.fixture(scope="module")
-def unlike(tmp_path_factory: pytest.TempPathFactory) -> Filters:
+def unlike(tmp_path_factory: pytest.TempPathFactory) -> MetadataFilters:
     return filters_over(tmp_path_factory.mktemp("unlike"), [0], *(values for values, _, _ in UNLIKE))
 
 
 @pytest.mark.parametrize("number", range(len(UNLIKE)))
-def test_a_condition_that_no_value_can_be_compared_with_is_refused(number: int, unlike: Filters) -> None:
+def test_a_condition_that_no_value_can_be_compared_with_is_refused(number: int, unlike: MetadataFilters) -> None:
     _, condition, message = UNLIKE[number]
     where = {f"field{number + 1}": condition}
     if not message:

@@ -34,18 +34,18 @@ from realmops.baselines.t5 import (
     NOISE_DENSITY,
     SENTINELS,
     ClosedBook,
-    answered_in_words,
+    drop_regex_questions,
     finetune,
     pretrain,
     span_corruption,
 )
 from realmops.config import ClosedBookOptions
-from realmops.corpus.formats import sources
+from realmops.corpus.formats import list_sources
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.hub import T5, encoder_files
-from realmops.text.answer_matching import normal_form
+from realmops.text.answer_matching import normalize_answer
 from realmops.train.fine_tuning import finetune_steps
 from realmops.train.loop import TENSORS
 
@@ -196,7 +196,7 @@ def test_the_blanks_of_an_answer_come_back(tmp_path: Path) -> None:
         target = model.encode_target(answer)
         assert model.decode(target.tolist()) == answer.lower()
         assert target[-1] == model.eos_id
-        assert normal_form(snapshot.tokenizer.decode(snapshot.tokenizer.encode("12,340").ids)) == "12 340"
+        assert normalize_answer(snapshot.tokenizer.decode(snapshot.tokenizer.encode("12,340").ids)) == "12 340"
     names = [model.tokenizer.id_to_token(int(i)) for i in model.encode_target("U.S.")]
     assert names == ["u", "<join>", ".", "<join>", "s", "<join>", ".", "[SEP]"]
     cut = small(snapshot, answer_wordpieces=4).encode_target("U.S.")
@@ -243,7 +243,7 @@ def test_an_answer_is_the_most_likely_piece_each_time(learned: ClosedBook, world
 
 def other_passages(folder: Path, world: World) -> Snapshot:
     """Half of the passages, with the vocabulary of all."""
-    corpus = sources(write_documents(folder / "documents.jsonl", DOCUMENTS[6:]), "auto")
+    corpus = list_sources(write_documents(folder / "documents.jsonl", DOCUMENTS[6:]), "auto")
     with atomic_folder(folder / "snapshot") as stage:
         write_snapshot(corpus, stage, work=folder / "work", vocabulary=world.snapshot.vocabulary, block_wordpieces=48)
     return Snapshot.open(folder / "snapshot")
@@ -274,7 +274,7 @@ def test_each_answer_is_drawn_in_its_turn(world: World) -> None:
 
 def test_answers_that_are_expressions_are_left_out(world: World) -> None:
     expression = Question("year", "When?", (r"19\d\d",), is_regex=True)
-    assert answered_in_words([expression, *ASKED]) == ASKED
+    assert drop_regex_questions([expression, *ASKED]) == ASKED
     assert finetune_steps(len(ASKED), options(epochs=1.5, batch_size=4)) == 3
     spy = spied(small(world.snapshot))
     finetune(tiny_context(), spy, [expression, *ASKED], options(epochs=1), tiny_optimiser())

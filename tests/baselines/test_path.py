@@ -20,10 +20,10 @@ from small_world import (
 )
 
 from realmops.baselines import path as paths
-from realmops.baselines.path import PathLesson, PathRetriever, train_paths
+from realmops.baselines.path import PathExample, PathRetriever, train_paths
 from realmops.config import Finetune
 from realmops.corpus.question_sets import Question
-from realmops.search.bm25 import top
+from realmops.search.bm25 import top_k
 
 FP32 = torch.float32
 # The Star names Jon Vik; that he built ships in Bergen stands in his own passage.
@@ -51,7 +51,7 @@ def retriever(world: World, **changes: Any) -> PathRetriever:
 def test_a_lesson_ends_at_a_start_with_the_answer_or_goes_on_to_it(world: World) -> None:
     model = retriever(world)
     direct, two = model.lesson(DIRECT), model.lesson(TWO_STEPS)
-    assert direct.starts == top(model.bm25.scores(DIRECT.question), 2).tolist()
+    assert direct.starts == top_k(model.bm25.scores(DIRECT.question), 2).tolist()
     assert direct.is_right_start.tolist() == ["Oslo" in world.snapshot.text(p) for p in direct.starts]
     assert direct.is_right_start[direct.first]
     assert direct.is_right_next[0], "the path may end there"
@@ -78,7 +78,7 @@ def test_the_loss_is_that_of_both_steps(world: World) -> None:
         state = step(read[lesson.starts[lesson.first]], begin)
         second = minus_log_p(state, [end, *(read[p] for p in lesson.linked)], lesson.is_right_next)
         assert float(model.loss([lesson])) == pytest.approx(first + second, rel=1e-4)
-        other: PathLesson = replace(lesson, linked=lesson.linked[:1], is_right_next=np.array([True, False]))
+        other: PathExample = replace(lesson, linked=lesson.linked[:1], is_right_next=np.array([True, False]))
         both = (float(model.loss([lesson])) + float(model.loss([other]))) / 2
         assert float(model.loss([lesson, other])) == pytest.approx(both, rel=1e-4)
 
@@ -90,7 +90,7 @@ def test_it_learns_to_follow_a_link_to_a_passage_that_words_do_not_find(world: W
     ranking = model.rank([DIRECT.question, TWO_STEPS.question], 12)
     assert "Oslo" in world.snapshot.text(int(ranking[0, 0]))
     assert ranking[1, 0] == 8
-    words = top(model.bm25.scores(TWO_STEPS.question), 12).tolist()
+    words = top_k(model.bm25.scores(TWO_STEPS.question), 12).tolist()
     assert words.index(8) > 1
     assert sorted(ranking[1].tolist()) == list(range(12)), "each passage once"
 

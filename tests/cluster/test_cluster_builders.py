@@ -18,14 +18,14 @@ from cluster_lab import DEPLOYMENT, Lab, Output
 
 from realmops import artifacts
 from realmops.cluster import builders, kube, tasks
-from realmops.config import load
+from realmops.config import load_params
 from realmops.refresh import shards
-from realmops.refresh.builder_process import assign
-from realmops.refresh.exchange import Fenced
-from realmops.refresh.lease import claimed
-from realmops.refresh.shards import Shards
+from realmops.refresh.builder_process import assign_exchange
+from realmops.refresh.exchange import FencedError
+from realmops.refresh.lease import acquire_lease
+from realmops.refresh.shards import ShardWorker
 from realmops.stages import STAGES
-from realmops.stages.runner import offer_of
+from realmops.stages.runner import shard_offer_path
 
 # Scaling
 
@@ -144,18 +144,18 @@ def test_scaling_outlives_an_api_server_that_is_away(lab: Lab, tmp_path: Path, m
     monkeypatch.setattr(builders, "POLL_SECONDS", 0.01)
     root, said = tmp_path / "runs/one", list[str]()
     lab.away = 10
-    builders.raise_builders(root, tmp_path / "exchange", DEPLOYMENT, 0, "us", 60, said.append)
+    builders.scale_up_builders(root, tmp_path / "exchange", DEPLOYMENT, 0, "us", 60, said.append)
     lab.away, lab.status = 10, 503
     timer = threading.Timer(0.2, setattr, (lab, "status", 200))
     timer.start()
-    builders.give_back(DEPLOYMENT, root, "us", said.append)
+    builders.release_builders(DEPLOYMENT, root, "us", said.append)
     assert lab.replicas == [0, 0]
     assert re.fullmatch("the Kubernetes API server .*; retrying for 60 s", said[0])
     assert said[-1].endswith("; retrying for 1500 s")
     lab.away = 1000
     monkeypatch.setattr(builders, "SCALE_DOWN_SECONDS", 0.05)
     with pytest.raises(TimeoutError, match="API server does not respond"):
-        builders.give_back(DEPLOYMENT, root, "us", said.append)
+        builders.release_builders(DEPLOYMENT, root, "us", said.append)
 
 
 @pytest.mark.parametrize("seen", [True, False])
@@ -169,7 +169,7 @@ def test_builders_that_never_live_end_the_wait(
     (assignment.parent / "alive" / "gone.json").write_text("{}")
     said: list[str] = []
     with pytest.raises(TimeoutError, match=f"0 of 2 index builders .*{waits_for_builders(lab, seen)}"):
-        builders.raise_builders(root, tmp_path / "exchange", DEPLOYMENT, 2, "run", 0.2, said.append)
+        builders.scale_up_builders(root, tmp_path / "exchange", DEPLOYMENT, 2, "run", 0.2, said.append)
     assert lab.replicas == [2]
     assert said == ["waiting for index builders: 0 of 2 alive after 0 s"]
     named = json.loads(assignment.read_text())
@@ -199,7 +199,7 @@ def test_builders_of_a_run_that_is_still_starting_are_waited_for_and_taken_at_it
                 pretrained(tmp_path, "second", wait_seconds=0)
         served.append(json.loads(assignment.read_text())["owner"])
 
-    monkeypatch.setattr("realmops.stages.runner.inputs_of", lambda *_: {})
+    monkeypatch.setattr("realmops.stages.runner.stage_inputs", lambda *_: {})
     monkeypatch.setattr(tasks, "_run", train)
     pretrained(tmp_path, "first")
     told = capfd.readouterr().err
@@ -218,12 +218,12 @@ def test_builders_that_a_newcomer_is_raising_are_left_to_it(lab: Lab, tmp_path: 
         said.append(message)
         waits.set()
 
-    assign(assignment, tmp_path / "first", tmp_path / "corpus", "first")
-    last = threading.Thread(target=builders.give_back, args=(DEPLOYMENT, tmp_path / "runs/one", "first", say))
-    with claimed(assignment.parent / builders.SCALING, say):
+    assign_exchange(assignment, tmp_path / "first", tmp_path / "corpus", "first")
+    last = threading.Thread(target=builders.release_builders, args=(DEPLOYMENT, tmp_path / "runs/one", "first", say))
+    with acquire_lease(assignment.parent / builders.SCALING, say):
         last.start()
         assert waits.wait(60)
-        assign(assignment, tmp_path / "second", tmp_path / "corpus", "second")
+        assign_exchange(assignment, tmp_path / "second", tmp_path / "corpus", "second")
     last.join(60)
     assert lab.replicas == []
     assert said[-1] == f"{assignment}: the index builders work for another run, which scales them down"
@@ -246,7 +246,7 @@ def test_an_exchange_goes_with_its_builders_once_its_pre_training_is_done(
     if made:
         artifacts.write_manifest(folder, "pretrain", sections={"pretrain": {"exchange": str(root / made)}})
     tasks.lower_builders(DEPLOYMENT, str(root), "us")
-    assign(assignment, root / "exchange/ours", tmp_path / "corpus", owner)
+    assign_exchange(assignment, root / "exchange/ours", tmp_path / "corpus", owner)
     tasks.lower_builders("", str(root), "us")
     assert lab.replicas == [], "nobody has raised them, and none are named"
     tasks.lower_builders(DEPLOYMENT, str(root), "us")
@@ -296,14 +296,14 @@ def test_builders_are_raised_to_help_with_shards_and_given_back_when_there_are_n
 ) -> None:
     """Of four shards the stage's own pod makes the last one alone."""
     assignment = tmp_path / builders.ASSIGNMENT
-    usual, left = Shards.make_one, list[int]()
+    usual, left = ShardWorker.make_one, list[int]()
 
-    def lazy(self: Shards) -> bool:
+    def lazy(self: ShardWorker) -> bool:
         left.append(len(self.missing()))
         return left[-1] == 1 and usual(self)
 
     monkeypatch.setattr(shards, "SHARD_ROWS", 3)
-    monkeypatch.setattr(Shards, "make_one", lazy)
+    monkeypatch.setattr(ShardWorker, "make_one", lazy)
     monkeypatch.setattr(builders, "POLL_SECONDS", 0.05)
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
     with cluster_lab.serve(Lab(cluster_lab.follower(assignment)), tmp_path / "kubeconfig") as lab:
@@ -327,9 +327,9 @@ def test_a_stage_never_waits_for_builders_that_would_help(
     shard_pods: int, status: int, holder: str, told: str, replicas: list[int],
 ) -> None:  # fmt: skip
     lab.status = status
-    usual = Shards.make_one
+    usual = ShardWorker.make_one
 
-    def late(self: Shards) -> bool:
+    def late(self: ShardWorker) -> bool:
         """When the offer has been seen."""
         small_project.wait_for(lambda: told in capfd_text(), 60)
         return usual(self)
@@ -341,7 +341,7 @@ def test_a_stage_never_waits_for_builders_that_would_help(
         return "".join(seen)
 
     monkeypatch.setattr(shards, "SHARD_ROWS", 3)
-    monkeypatch.setattr(Shards, "make_one", late)
+    monkeypatch.setattr(ShardWorker, "make_one", late)
     monkeypatch.setattr(builders, "POLL_SECONDS", 0.05)
     if holder:
         life = tmp_path / builders.ASSIGNMENT.parent / "claim" / "000001"
@@ -357,11 +357,11 @@ def test_the_builders_of_a_task_help_it_with_its_shards(
     """Pre-training's, which it holds all the time: for each of its last indexes."""
     monkeypatch.setattr(builders, "POLL_SECONDS", 0.05)
     root, assignment = tmp_path / "runs/one", tmp_path / builders.ASSIGNMENT
-    offer, report = offer_of(root, "pretrain"), small_project.Quiet()
+    offer, report = shard_offer_path(root, "pretrain"), small_project.Quiet()
     offer.parent.mkdir(parents=True)
     with (
-        claimed(assignment.parent / "claim", report.say),
-        builders.helped(root, "pretrain", DEPLOYMENT, 3, "us", report, held=True),
+        acquire_lease(assignment.parent / "claim", report.say),
+        builders.shard_helpers(root, "pretrain", DEPLOYMENT, 3, "us", report, held=True),
     ):
         for number in (1, 2):
             artifacts.write_json(offer, {"exchange": f"/of/{number}", "snapshot": "/corpus"})
@@ -377,14 +377,14 @@ def test_an_api_server_that_is_away_is_asked_again_for_builders(
     snapshot: Path, lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab.away = 1
-    usual = Shards.make_one
+    usual = ShardWorker.make_one
 
-    def late(self: Shards) -> bool:
+    def late(self: ShardWorker) -> bool:
         small_project.wait_for(lambda: lab.replicas, 60)
         return usual(self)
 
     monkeypatch.setattr(shards, "SHARD_ROWS", 3)
-    monkeypatch.setattr(Shards, "make_one", late)
+    monkeypatch.setattr(ShardWorker, "make_one", late)
     monkeypatch.setattr(builders, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(builders, "RETRY_SECONDS", 0.05)
     monkeypatch.setattr(kube, "TIME_OUT", (5, 0.1))
@@ -401,7 +401,7 @@ def test_an_api_server_that_is_away_is_asked_again_for_builders(
         (PermissionError(errno.EACCES, "Permission denied", "runs/one"), 2, "runs/one: Permission denied."),
         (OSError(errno.ENOSPC, "No space left"), 2, "No space left. Free disk space and run the same command again; "),
         (ChildProcessError("the index builder ended with exit code 2"), 2, "the index builder ended with exit code 2."),
-        (Fenced("a newer trainer has taken over"), 2, "a newer trainer has taken over"),
+        (FencedError("a newer trainer has taken over"), 2, "a newer trainer has taken over"),
     ],
 )
 def test_what_a_person_can_mend_ends_a_task_with_one_line(
@@ -453,7 +453,7 @@ def test_a_run_takes_over_what_another_has_made_of_the_same(
     monkeypatch.setenv("REALMOPS_COMMIT", "c0de")
     for record in one.glob(f"*/*/{artifacts.MANIFEST}"):
         made = {key: value for key, value in artifacts.read_json(record).items() if key != "manifest_digest"}
-        artifacts.write_json(record, artifacts.sealed(made | {"code": "c0de"}))
+        artifacts.write_json(record, artifacts.add_digest(made | {"code": "c0de"}))
     shown = Output(tmp_path / "shown.json")
 
     def pretrain(root: Path, values: Mapping[str, Mapping[str, Any]]) -> None:
@@ -463,8 +463,8 @@ def test_a_run_takes_over_what_another_has_made_of_the_same(
             owner="us", deployment="", builders=0, wait_seconds=1, processes=1, limits="",
         )  # fmt: skip
 
-    pretrain(one, load(trained / "params.yaml"))
-    values = load(trained / "params.yaml", settings=["questions.train=questions.dev.jsonl"])
+    pretrain(one, load_params(trained / "params.yaml"))
+    values = load_params(trained / "params.yaml", settings=["questions.train=questions.dev.jsonl"])
     monkeypatch.setattr("realmops.stages.Stage.run", refuse)
     capfd.readouterr()
     for name in ("snapshot", "tag", "ict"):

@@ -5,19 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from realmops.cluster.options import packed, unpacked
-from realmops.config import PACKAGE, load
+from realmops.cluster.options import pack_options, unpack_options
+from realmops.config import PACKAGE, load_params
 
 
 def test_options_are_what_differs_from_the_defaults(tmp_path: Path) -> None:
     """All 6 kB of them, in forty places of Argo's state, hid the last tasks of a run on a real server."""
     (tmp_path / "params.yaml").write_text("pretrain: {steps: 40}\n")
-    values = load(tmp_path / "params.yaml", presets=[PACKAGE / "presets/minilm.yaml"])
-    text = packed(values)
-    assert unpacked(text) == values
+    values = load_params(tmp_path / "params.yaml", presets=[PACKAGE / "presets/minilm.yaml"])
+    text = pack_options(values)
+    assert unpack_options(text) == values
     assert len(text) < 2000
-    assert json.loads(packed(load(tmp_path / "params.yaml"))).keys() == {"defaults", "pretrain"}
-    assert unpacked('{"pretrain": {"steps": 40}}')["pretrain"]["steps"] == 40, "a person need not know the defaults"
+    assert json.loads(pack_options(load_params(tmp_path / "params.yaml"))).keys() == {"defaults", "pretrain"}
+    assert unpack_options('{"pretrain": {"steps": 40}}')["pretrain"]["steps"] == 40, (
+        "a person need not know the defaults"
+    )
 
 
 @pytest.mark.parametrize(
@@ -33,4 +35,4 @@ def test_options_are_what_differs_from_the_defaults(tmp_path: Path) -> None:
 )
 def test_options_of_another_version_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        unpacked(text)
+        unpack_options(text)

@@ -12,9 +12,9 @@ import yaml
 from compiled import file_of, project_with_pipeline
 
 from realmops.cluster import IMAGE, submit
-from realmops.cluster.key import GIVEN, PLACEMENT, digests_of_files, key_of
+from realmops.cluster.key import PLACEMENT, SUBMISSION_PARAMETERS, file_digests, training_key
 from realmops.cluster.submit import Pipeline
-from realmops.config import load
+from realmops.config import load_params
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def project(tmp_path: Path) -> Path:
 
 def key(project: Path, image: str = "realmops:1", *settings: str) -> str:
     pipeline = Pipeline.read(project / "pipelines" / "train.yaml")
-    values = load(project / "params.yaml", settings=settings)
+    values = load_params(project / "params.yaml", settings=settings)
     found, _ = submit.prepare(values, project, pipeline, [f"image={image}"], "e", None)
     return found.key
 
@@ -59,7 +59,7 @@ def test_params_files_pipeline_and_image_change_the_key(project: Path) -> None:
 def test_arguments_change_the_key_and_those_that_say_where_it_runs_do_not() -> None:
     def with_arguments(name: str, *arguments: str) -> str:
         pipeline = Pipeline.read(file_of(name))
-        return key_of({}, {}, pipeline.documents, pipeline.parse_arguments(arguments))
+        return training_key({}, {}, pipeline.documents, pipeline.parse_arguments(arguments))
 
     assert len({with_arguments("ablations", *more) for more in ((), ("seeds=5",), ('variants=["realm"]',))}) == 3
     assert with_arguments("refresh", "run=first") != with_arguments("refresh", "run=second")
@@ -86,7 +86,7 @@ def test_arguments_change_the_key_and_those_that_say_where_it_runs_do_not() -> N
 )
 def test_a_tag_that_moves_is_warned_of(image: str, note: str, project: Path) -> None:
     pipeline = Pipeline.read(project / "pipelines" / "train.yaml")
-    values = load(project / "params.yaml")
+    values = load_params(project / "params.yaml")
     _, notes = submit.prepare(values, project, pipeline, [f"image={image}"], "e", None)
     assert [note in line for line in notes] == [True] * bool(note)
     assert submit.prepare(values, project, pipeline, [], "e", None)[1] == [], "the released image has a number"
@@ -94,26 +94,26 @@ def test_a_tag_that_moves_is_warned_of(image: str, note: str, project: Path) -> 
 
 def test_every_parameter_of_placement_is_one_of_a_pipeline() -> None:
     known = {name for one in ("train", "ablations", "refresh") for name in Pipeline.read(file_of(one)).parameters}
-    assert known >= PLACEMENT | GIVEN
+    assert known >= PLACEMENT | SUBMISSION_PARAMETERS
 
 
 def test_an_empty_lock_of_dvc_records_nothing(project: Path) -> None:
     (project / "dvc.lock").touch()
     assert key(project)
-    values = load(project / "params.yaml")
+    values = load_params(project / "params.yaml")
     values["snapshot"]["documents"] = "/volume/documents.jsonl"
-    _, [note] = digests_of_files(values, project)
+    _, [note] = file_digests(values, project)
     assert "does not exist here and has no digest in DVC" in note
 
 
 def test_files_that_other_options_make_superfluous_are_not_in_the_key(project: Path) -> None:
-    values = load(project / "params.yaml")
-    files, notes = digests_of_files(values, project)
+    values = load_params(project / "params.yaml")
+    files, notes = file_digests(values, project)
     assert files.keys() == {"snapshot.documents", "questions.train", "questions.dev", "questions.test"}
     assert notes == []
     values["tag"]["method"] = "tagger"
     values["questions"]["dev"] = "data/sample/questions.dev.jsonl.gz"  # made by a stage
-    files, _ = digests_of_files(values, project)
+    files, _ = file_digests(values, project)
     assert files.keys() == {"snapshot.documents", "questions.train", "questions.test", "tag.train", "tag.dev"}
 
 
@@ -200,10 +200,10 @@ def test_a_folder_that_dvc_cannot_record_is_named(project: Path) -> None:
 
 def test_the_content_of_an_encoder_changes_the_key(project: Path) -> None:
     def of(reader: str) -> tuple[str, list[str]]:
-        values = load(project / "params.yaml")
+        values = load_params(project / "params.yaml")
         values["bert"]["init"], values["closed_book"]["init"] = "encoder", "google/t5"
         values["finetune"]["reader"] = reader
-        files, notes = digests_of_files(values, project)
+        files, notes = file_digests(values, project)
         return files["bert.init"], notes
 
     name, [note] = of("pretrain")
@@ -221,7 +221,7 @@ def test_the_content_of_an_encoder_changes_the_key(project: Path) -> None:
 
 
 def test_of_a_file_that_is_elsewhere_dvc_knows_the_digest(project: Path) -> None:
-    values = load(project / "params.yaml")
+    values = load_params(project / "params.yaml")
     for split in small_project.QUESTIONS:
         (project / f"questions.{split}.jsonl").unlink()
     values["snapshot"]["documents"] = "/volume/documents.jsonl"
@@ -231,7 +231,7 @@ def test_of_a_file_that_is_elsewhere_dvc_knows_the_digest(project: Path) -> None
     (project / "dvc.lock").write_text(yaml.safe_dump({"schema": "2.0", **lock}))
     for name, digest in (("documents.jsonl", "2" * 32), ("questions", "3" * 32 + ".dir")):
         (project / f"{name}.dvc").write_text(yaml.safe_dump({"outs": [{"path": name, "md5": digest}]}))
-    files, notes = digests_of_files(values, project)
+    files, notes = file_digests(values, project)
     assert files == {
         "snapshot.documents": "2" * 32,
         "questions.train": "1" * 32,

@@ -19,7 +19,7 @@ from compiled import PACKAGE, ROOT, compiled, documents, file_of
 
 from realmops import cluster, config
 from realmops.cluster import builders, tasks
-from realmops.cluster.options import unpacked
+from realmops.cluster.options import unpack_options
 from realmops.stages import STAGES
 
 PIPELINES = ("train", "ablations", "refresh")
@@ -156,7 +156,7 @@ def test_train_runs_the_stages_in_their_order_with_the_options_of_params_yaml() 
     order = [*STAGES, "promote"]
     assert after == {name: order[:n][-1:] for n, name in enumerate(order)}
     options = pipeline["root"]["inputDefinitions"]["parameters"]["options"]["defaultValue"]
-    assert unpacked(options) == config.load(ROOT / "params.yaml")
+    assert unpack_options(options) == config.load_params(ROOT / "params.yaml")
     assert pipeline["root"]["dag"]["tasks"]["exit-handler-1"]["dependentTasks"] == ["guard"]
     parameters = pipeline["root"]["dag"]["tasks"]["guard"]["inputs"]["parameters"]
     assert parameters["run"] == {"runtimeValue": {"constant": "{{$.pipeline_job_uuid}}"}}

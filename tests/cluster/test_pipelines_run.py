@@ -19,7 +19,7 @@ from cluster_lab import DEPLOYMENT, Lab, Output
 from compiled import RUN, compiled, file_of, options
 
 from realmops.cluster import tasks
-from realmops.console import CHIEF
+from realmops.console import HEADLINE_METRICS
 from realmops.stages import METRICS, STAGES
 
 
@@ -153,7 +153,7 @@ def test_artifacts_have_the_metadata_that_the_pages_on_components_say(project: P
             measured = json.loads((run / STAGES[task].folder / METRICS).read_text())
             numbers = {key for key, value in measured.items() if isinstance(value, int | float)}
             if more == component_pages.CHIEF_ONES:
-                numbers &= set(CHIEF.get(task, numbers))
+                numbers &= set(HEADLINE_METRICS.get(task, numbers))
                 assert len(numbers) <= 10 or task == "pretrain", "Kubeflow's page shows ten at once"
             assert artifact.keys() == {"type", *keys} | numbers, (task, name)
 

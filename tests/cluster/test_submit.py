@@ -25,11 +25,11 @@ from test_key import key
 
 from realmops.cluster import IMAGE, submit
 from realmops.cluster import kfp_client as server
-from realmops.cluster.kfp_client import Server
-from realmops.cluster.options import packed, unpacked
-from realmops.cluster.place import place_of
+from realmops.cluster.kfp_client import KfpClient
+from realmops.cluster.options import pack_options, unpack_options
+from realmops.cluster.pod_namespace import place_of
 from realmops.cluster.submit import Pipeline
-from realmops.config import load
+from realmops.config import load_params
 
 COMPILED = file_of("train")
 ROOT = COMPILED.parents[1]
@@ -92,7 +92,7 @@ def test_a_submission_carries_options_run_and_key(project: Path, lab: KfpLab) ->
     wanted = key(project, "realmops:1", "pretrain.steps=13")
     [run] = lab.runs
     assert arguments_of(run) == {
-        "options": packed(load(project / "params.yaml", settings=["pretrain.steps=13"])),
+        "options": pack_options(load_params(project / "params.yaml", settings=["pretrain.steps=13"])),
         "run": wanted[:16],
         "key": wanted,
         "image": "realmops:1",
@@ -248,14 +248,14 @@ def test_wait_outlives_a_server_that_is_away_for_a_while(
     project: Path, lab: KfpLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab.state = "SUCCEEDED"
-    there, away = Server.run, iter([True, True])
+    there, away = KfpClient.run, iter([True, True])
 
-    def sometimes(server: Server, run_id: str) -> Any:
+    def sometimes(server: KfpClient, run_id: str) -> Any:
         if next(away, False):
             raise TimeoutError("away")
         return there(server, run_id)
 
-    monkeypatch.setattr(Server, "run", sometimes)
+    monkeypatch.setattr(KfpClient, "run", sometimes)
     assert submitted(project, "--wait").exit_code == 0
     away = iter([True])
     monkeypatch.setattr(submit, "UNREACHABLE_SECONDS", -1.0)
@@ -294,7 +294,7 @@ def test_a_password_in_the_endpoint_is_not_shown(place: str, project: Path, lab:
 def test_a_login_page_in_between_is_no_answer(project: Path, lab: KfpLab, monkeypatch: pytest.MonkeyPatch) -> None:
     """A session that ends: the page would read as a list of no runs, and as a run without an end."""
     submitted(project, "--once")
-    there, run_id = Server(lab.url), lab.runs[0]["run_id"]
+    there, run_id = KfpClient(lab.url), lab.runs[0]["run_id"]
     version = there.version(lab.kept["pipelines"][0]["pipeline_id"], lab.kept["versions"][0]["name"], COMPILED)[0]
     experiment = lab.kept["experiments"][0]["experiment_id"]
     lab.page_for_all = "<html>Log in</html>"
@@ -541,7 +541,7 @@ def test_kfp_run_create_hands_the_options_on(project: Path, lab: KfpLab) -> None
     assert done.returncode == 0, done.stderr
     [run] = lab.runs
     assert run["display_name"] == "by kfp"
-    assert unpacked(arguments_of(run)["options"]) == load(project / "params.yaml")
+    assert unpack_options(arguments_of(run)["options"]) == load_params(project / "params.yaml")
 
 
 # What a real server answered, and the stand-in

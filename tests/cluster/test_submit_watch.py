@@ -17,7 +17,7 @@ from kfp_lab import KfpLab, argo_nodes, arguments_of, recorded
 
 from realmops.cluster import kfp_client as server
 from realmops.cluster import submit, tasks
-from realmops.cluster.place import place_of
+from realmops.cluster.pod_namespace import place_of
 
 
 @pytest.fixture

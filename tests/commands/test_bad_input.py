@@ -17,7 +17,7 @@ from small_project import Quiet, cli, litter, run_all_here, run_command, toy_val
 
 from realmops import artifacts
 from realmops.commands.run import option_warnings
-from realmops.config import defaults, laid, preset_path
+from realmops.config import apply_presets, default_options, preset_path
 from realmops.console import Console
 from realmops.stages import STAGES
 
@@ -145,7 +145,7 @@ def test_passages_longer_than_the_reader_sees_are_told_of(project: Path) -> None
 
 
 def laid_over(*presets: str) -> dict[str, dict[str, Any]]:
-    return laid(defaults(), [preset_path(name, Path("params.yaml")) for name in presets])
+    return apply_presets(default_options(), [preset_path(name, Path("params.yaml")) for name in presets])
 
 
 def test_rates_for_another_kind_of_encoder_are_told_of() -> None:

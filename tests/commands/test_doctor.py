@@ -13,8 +13,8 @@ from exchange_lab import IDENTITY, exchange_with_everything
 from small_project import cli, stage, stopped_at
 
 from realmops.refresh import exchange
-from realmops.refresh.exchange import Exchange, inspect
-from realmops.refresh.trainer import Trainer
+from realmops.refresh.exchange import Exchange, inspect_exchange
+from realmops.refresh.trainer import TrainerSide
 from realmops.refresh.versions import version_name
 from realmops.stages import STAGES
 
@@ -165,8 +165,8 @@ def test_doctor_names_each_condition_in_words(tmp_path: Path, monkeypatch: pytes
         ),
         "the clock of builder-0 is 86400 s ahead of the volume's": lambda: rewrite(sign, unix=now + 86400),
         "the clock of builder-0 is 86400 s behind the volume's": lambda: rewrite(sign, unix=now - 86400),
-        "trainer 1 is seen here, but 2 has taken over": lambda: Trainer(Exchange.open(root, IDENTITY, grace=0.0)),
-        "finished: failed: a test": lambda: Trainer(Exchange.open(root, IDENTITY, grace=0.0)).finish(
+        "trainer 1 is seen here, but 2 has taken over": lambda: TrainerSide(Exchange.open(root, IDENTITY, grace=0.0)),
+        "finished: failed: a test": lambda: TrainerSide(Exchange.open(root, IDENTITY, grace=0.0)).finish(
             "failed", "a test"
         ),
         "builder-0 is realmops 0.0.9, this is": lambda: rewrite(sign, realmops="0.0.9"),
@@ -199,9 +199,9 @@ def test_doctor_names_each_condition_in_words(tmp_path: Path, monkeypatch: pytes
         path.write_bytes(json.dumps({**json.loads(path.read_bytes()), "unix": path.stat().st_mtime}).encode())
     shutil.copytree(root, tmp_path / "kept")
     for words, cause in conditions.items():
-        assert not [line for line in inspect(root) if words in line], words
+        assert not [line for line in inspect_exchange(root) if words in line], words
         cause()
-        found = inspect(root)
+        found = inspect_exchange(root)
         assert [line for line in found if words in line], (words, found)
         monkeypatch.undo()
         shutil.rmtree(root, ignore_errors=True)

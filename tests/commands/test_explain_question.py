@@ -20,7 +20,7 @@ from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.predictions import read_results
 from realmops.stages.corpus_states import CorpusState, before_and_after, pipeline_state
 from realmops.stages.open_run import open_run
-from realmops.text.answer_matching import normal_form
+from realmops.text.answer_matching import normalize_answer
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_one_softmax_over_all_spans_and_bayes(root: Path) -> None:
         for start in range(len(chars)):
             for _, end in chars[start : start + model.options.answer_wordpieces]:
                 span = text[chars[start][0] : end]
-                answers[normal_form(span)] = span
+                answers[normalize_answer(span)] = span
     for answer in answers.values():
         [about] = model.read(found, [answer])
         assert about.p_y == pytest.approx(sum(z.p_y_z for z in about.read))
@@ -87,10 +87,10 @@ def test_an_answer_without_a_normal_form_can_be_asked_about(root: Path, y: str) 
 
 def test_an_answer_that_is_asked_about_is_cited_where_it_stands(root: Path) -> None:
     given = ask(root)
-    other = next(span for span in column(given, "span") if normal_form(span) != normal_form(given["answer"]))
+    other = next(span for span in column(given, "span") if normalize_answer(span) != normalize_answer(given["answer"]))
     found = ask(root, y=other)
     assert found["answer"] == given["answer"]
-    assert {normal_form(one["quote"]) for one in found["citations"]} == {normal_form(other)}
+    assert {normalize_answer(one["quote"]) for one in found["citations"]} == {normalize_answer(other)}
     assert 0 < found["p_y"] < 1
     assert "y" not in given
 

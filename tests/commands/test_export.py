@@ -23,13 +23,13 @@ from realmops import artifacts
 from realmops.answering.opened_model import OpenedModel
 from realmops.answering.openqa import OpenQa
 from realmops.commands.export import INPUTS, export
-from realmops.devices import freeze_products
-from realmops.model.checkpoint_files import add_spans, save_models
+from realmops.devices import freeze_linear_weights
+from realmops.model.checkpoint_files import add_span_head, save_models
 from realmops.model.encoder import Encoder
-from realmops.model.retriever import Embedder, Mixture, Retriever
+from realmops.model.retriever import Embedder, FusionWeights, Retriever
 from realmops.search.bm25 import Bm25
 from realmops.search.embed import embed, embed_documents
-from realmops.search.exact import exact
+from realmops.search.exact import exact_index
 from realmops.stages.open_run import open_run
 
 ASKED = [question for split in QUESTIONS.values() for question, _ in split]
@@ -159,10 +159,10 @@ def other_generation(folder: Path, world: World, retriever: Retriever | None = N
     folder.mkdir()
     tiny, reader = tiny_models(world, **changes)
     retriever = retriever or tiny
-    add_spans(reader, 8, 0)
+    add_span_head(reader, 8, 0)
     document_PX = embed_documents(retriever, world.snapshot, range(len(world.snapshot)), FP32)
     save_models(folder, retriever, reader, world.snapshot.vocabulary_hash)
-    index = exact(document_PX, retriever.vectors)
+    index = exact_index(document_PX, retriever.vectors)
     model = OpenQa(retriever.eval(), reader.eval(), world.snapshot, index, section("finetune"), FP32)
     return OpenedModel(model, "of the test", 0, 0, None, folder=folder)
 
@@ -189,7 +189,7 @@ def test_of_several_vectors_parquet_has_all_and_the_library_one(world: World, tm
 def test_a_hybrid_says_what_is_missing(world: World, tmp_path: Path) -> None:
     generation = other_generation(tmp_path / "run", world)
     generation.model.words = Bm25.of(world.snapshot)
-    generation.model.retriever.mixture = Mixture(2.0, 8.0)
+    generation.model.retriever.mixture = FusionWeights(2.0, 8.0)
     notes = list(export(tmp_path / "out", "parquet", lambda: generation, None))
     assert "2 times the scaled inner product plus 8 times BM25" in notes[1]
     assert notes[1] in (tmp_path / "out/README.md").read_text()
@@ -198,7 +198,7 @@ def test_a_hybrid_says_what_is_missing(world: World, tmp_path: Path) -> None:
 def test_an_index_of_another_tower_is_told(world: World, tmp_path: Path) -> None:
     generation = other_generation(tmp_path / "run", world)
     vectors_PE = torch.randn(len(world.snapshot), 8, generator=torch.Generator().manual_seed(0))
-    generation.model.passages = exact(vectors_PE, 1)
+    generation.model.passages = exact_index(vectors_PE, 1)
     notes = list(export(tmp_path / "out", "sentence-transformers", lambda: generation, None))
     assert "not the one that computed this run's index" in notes[1]
 
@@ -268,7 +268,7 @@ def test_the_weights_are_whole_where_the_run_computes_in_bf16(world: World, tmp_
     generation = other_generation(tmp_path / "run", world)
     model = generation.model
     assert model.passages is not None
-    freeze_products(model.retriever, torch.bfloat16)
+    freeze_linear_weights(model.retriever, torch.bfloat16)
     model.dtype = torch.bfloat16
     _, *notes = export(tmp_path / "out", "sentence-transformers", lambda: generation, None)
     assert [note.partition(":")[0] for note in notes] == ["Without the reader"]  # the index counts as this tower's

@@ -24,7 +24,7 @@ from realmops import __version__, config
 from realmops.commands import init
 from realmops.commands.init import BASES, dvc_text
 from realmops.config_yaml import read_params
-from realmops.stages import STAGES, chain
+from realmops.stages import STAGES, stages_to_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,12 +59,12 @@ def questions(path: Path, count: int) -> Path:
 
 def test_without_documents_it_is_the_sample_and_the_chain_is_ours(tmp_path: Path) -> None:
     made(tmp_path / "mine")
-    values = config.load(tmp_path / "mine" / "params.yaml")
-    assert values == config.load(ROOT / "params.yaml") | {"tracking": values["tracking"]}
+    values = config.load_params(tmp_path / "mine" / "params.yaml")
+    assert values == config.load_params(ROOT / "params.yaml") | {"tracking": values["tracking"]}
     assert values["tracking"]["experiment"] == "mine"
-    assert chain(values) == tuple(STAGES)
+    assert stages_to_run(values) == tuple(STAGES)
     _, own = read_params(ROOT / "params.yaml")
-    assert (ROOT / "dvc.yaml").read_text(encoding="utf-8") == dvc_text(config.load(ROOT / "params.yaml"), own)
+    assert (ROOT / "dvc.yaml").read_text(encoding="utf-8") == dvc_text(config.load_params(ROOT / "params.yaml"), own)
 
 
 def test_documents_alone_have_questions_made_and_no_sample(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_questions_are_split_once_and_for_all(tmp_path: Path) -> None:
     assert sum(map(len, parts.values())) == 100
     assert min(map(len, parts.values())) > 3
     assert f"questions.test: {len(parts['test'])} of 100" in told
-    assert config.load(folder / "params.yaml")["questions"]["train"] == "questions/train.jsonl"
+    assert config.load_params(folder / "params.yaml")["questions"]["train"] == "questions/train.jsonl"
     again = with_documents(tmp_path / "again")
     made(again, "--documents", again, "--questions", questions(tmp_path / "asked.jsonl", 140))
     for name, lines in parts.items():
@@ -256,7 +256,7 @@ def test_a_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
     """Of texts that one YAML reader or the other takes for something else, too."""
     folder = with_documents(tmp_path / name)
     told = made(folder, "--documents", folder / "documents.jsonl")
-    assert config.load(folder / "params.yaml")["tracking"]["experiment"] == name
+    assert config.load_params(folder / "params.yaml")["tracking"]["experiment"] == name
     assert yaml.safe_load((folder / "params.yaml").read_text())["tracking"]["experiment"] == name
     assert f"next: cd {shlex.quote(str(folder))} && realmops run all" in told
 
@@ -310,7 +310,7 @@ def test_other_languages_are_told_of(tmp_path: Path) -> None:
         documents = [{"title": "", "text": text} for text in texts]
         small_project.write_json_lines(tmp_path / "documents.jsonl", documents)
         said = made(tmp_path / name, "--documents", tmp_path / "documents.jsonl")
-        values = config.load(tmp_path / name / "params.yaml")
+        values = config.load_params(tmp_path / name / "params.yaml")
         assert told in said
         assert ("language: " in said) == bool(told)
         assert values["snapshot"]["language"] == language

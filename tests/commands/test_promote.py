@@ -19,7 +19,7 @@ from realmops import artifacts
 from realmops.commands.promote import DIGEST_TAG, read_run
 from realmops.evaluate.predictions import Prediction, read_predictions
 from realmops.tracking import sender
-from realmops.tracking.client import default_uri, mlflow_client
+from realmops.tracking.client import local_tracking_uri, mlflow_client
 from realmops.tracking.registry import CHAMPION, Registry
 
 UNTRACKED = ("--set", "tracking.enabled=false")
@@ -52,7 +52,7 @@ def mlflow_folder(project: Path) -> Path:
 
 
 def database(project: Path) -> str:
-    return default_uri(mlflow_folder(project))
+    return local_tracking_uri(mlflow_folder(project))
 
 
 def run(project: Path, *words: str | Path) -> Result:
@@ -202,7 +202,7 @@ def test_a_call_that_was_stopped_before_the_alias_goes_on(
         def killed(*_: Any) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr(Registry, "crown", killed)
+        patch.setattr(Registry, "make_champion", killed)
         assert promote(another, "stopped").exit_code != 0
     assert champion(project, "stopped") == old
     assert versions(project, "stopped") == 2
@@ -510,7 +510,7 @@ def test_every_route_of_a_promoted_model_answers(
 
     from realmops import Answerer, Searcher
     from realmops.serve.guard import Limits
-    from realmops.serve.mcp import server_of
+    from realmops.serve.mcp import build_mcp_server
     from realmops.serve.served_model import RegisteredChampion
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
@@ -531,7 +531,7 @@ def test_every_route_of_a_promoted_model_answers(
 
     async def tools() -> list[Any]:
         generation = origin.open()
-        async with Client(server_of(generation.passage_search(), generation)) as assistant:
+        async with Client(build_mcp_server(generation.passage_search(), generation)) as assistant:
             calls = ("search", {"query": QUESTION, "k": 2}), ("answer", {"question": QUESTION})
             return [await assistant.call_tool(*call) for call in calls]
 

@@ -7,7 +7,7 @@ import pytest
 from small_project import Quiet, cli, stage, toy_values, write_json_lines
 
 from realmops.artifacts import read_manifest
-from realmops.corpus.question_sets import in_orqa_dev, read_questions
+from realmops.corpus.question_sets import is_in_orqa_dev, read_questions
 from realmops.evaluate.predictions import FAILED_AT, read_results
 
 TREC = "".join(f"{'lfb' if n % 4 == 0 else 't'}{n}\tfactoid\tquestion {n}?\tyear {n}\n" for n in range(100))
@@ -26,7 +26,7 @@ def test_questions_are_converted_and_split(tmp_path: Path, trec: Path) -> None:
     assert result.exit_code == 0, result.output
     parts = {name: read_questions([out / f"questions.{name}.jsonl"], format="jsonl") for name in ("train", "dev")}
     assert len(parts["train"]) + len(parts["dev"]) == 75
-    assert all(in_orqa_dev(q.question) == (name == "dev") for name, part in parts.items() for q in part)
+    assert all(is_in_orqa_dev(q.question) == (name == "dev") for name, part in parts.items() for q in part)
     assert all(q.is_regex and q.id.startswith("t") for part in parts.values() for q in part)
     train, dev = (len(part) for part in parts.values())
     assert result.stdout.splitlines() == [

@@ -12,8 +12,8 @@ from small_project import QUESTIONS, Quiet, Values, cli, run_all_here, stage, wr
 from test_init import made, with_documents
 
 from realmops import artifacts, config
+from realmops.answering.confidence import ALWAYS_ABSTAIN
 from realmops.answering.confidence import FILE as CONFIDENCE
-from realmops.answering.confidence import HOLDS_ALL
 from realmops.config_yaml import read_params
 from realmops.model.checkpoint_files import MODEL, READER
 
@@ -88,7 +88,7 @@ def test_its_calibration_holds_where_only_made_questions_could_fit_another(reade
             "reader.init, for wanted_precision=0.6",
         ),
         (
-            HOLDS_ALL,
+            ALWAYS_ABSTAIN,
             "finetune: the model abstains on every question: in the calibration of reader.init nothing reached "
             "wanted_precision=0.6; set questions.dev to questions of people to fit it again",
         ),
@@ -143,7 +143,7 @@ def test_init_writes_a_project_that_begins_with_it(reader: Path, tmp_path: Path)
     presets, own = read_params(folder / "params.yaml")
     assert presets == ["squad", "minilm", "documents", "reader"]
     assert own["reader"] == {"init": str(reader)}
-    values = config.load(folder / "params.yaml")
+    values = config.load_params(folder / "params.yaml")
     assert not values["ict"]["reader_steps"]
     assert not values["finetune"]["epochs"]
     assert "${reader.init}" in (folder / "dvc.yaml").read_text()

@@ -418,7 +418,7 @@ def test_brackets_in_answers_are_shown_as_they_are(tmp_path: Path) -> None:
     (tmp_path / CHANGES).parent.mkdir()
     (tmp_path / CHANGES).write_text(json.dumps(change) + "\n")
     console = Console(width=200, record=True, file=StringIO())
-    console.print(changes_table(tmp_path).for_console())
+    console.print(changes_table(tmp_path).to_rich_table())
     shown = console.export_text()
     assert all(text in shown for text in ("Which [i]?", "[red] 5 [/x] ✓", "A: [b]text[/b]"))
 

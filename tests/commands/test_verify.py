@@ -17,7 +17,7 @@ from paged_files import docx, pdf, pptx, xlsx
 from small_project import cli, write_json_lines
 from small_world import build_snapshot
 
-from realmops.answering.record import cited
+from realmops.answering.record import citation_record
 from realmops.commands.verify import verify
 from realmops.corpus.snapshot_reader import Snapshot
 
@@ -92,8 +92,8 @@ def answers_of(snapshot: Snapshot) -> list[dict[str, Any]]:
     answers = []
     for p in range(len(snapshot)):
         chars, whole = snapshot.chars(p), snapshot.text(p)
-        citation = cited(snapshot, p, (int(chars[-3:][0, 0]), int(chars[-1, 1])))
-        passage = {**cited(snapshot, p, (0, len(whole))), "text": whole}
+        citation = citation_record(snapshot, p, (int(chars[-3:][0, 0]), int(chars[-1, 1])))
+        passage = {**citation_record(snapshot, p, (0, len(whole))), "text": whole}
         answers.append({"answer": citation["quote"], "citations": [citation], "passages": [passage]})
     return answers
 

@@ -12,7 +12,7 @@ import small_project
 from small_project import Quiet, cli, stage, toy_values, write_params
 
 from realmops.answering.answer import Span
-from realmops.answering.record import _around, sentence
+from realmops.answering.record import _around, enclosing_sentence
 from realmops.corpus.question_sets import read_questions
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.text.spans import Spans
@@ -90,7 +90,7 @@ def test_a_span_that_ends_its_sentence_is_not_in_the_next_one() -> None:
     chars = np.array([(n, n + 1) for n in range(8)])  # 他走了。她来了。
     snapshot: Any = SimpleNamespace(chars=lambda _: chars, sentences=lambda _: np.array([(0, 4), (4, 8)]))
     for characters, place in (((1, 4), (0, 4)), ((4, 5), (4, 8)), ((3, 5), (0, 8))):
-        assert sentence(snapshot, Span("", 0, characters, 0.0)) == place
+        assert enclosing_sentence(snapshot, Span("", 0, characters, 0.0)) == place
 
 
 def test_a_quotation_has_text_around_it_without_blanks() -> None:

@@ -11,27 +11,27 @@ from small_open_qa import open_qa
 from small_project import Quiet, cli, stage, toy_values, write_json_lines, write_project
 from small_world import World, build_world
 
-from realmops.artifacts import SEAL, read_manifest, write_manifest
-from realmops.commands.questions import make_cloze
-from realmops.commands.report import how_to_ask
+from realmops.artifacts import DIGEST_KEY, read_manifest, write_manifest
+from realmops.commands.questions import write_cloze_questions
+from realmops.commands.report import ask_commands
 from realmops.corpus.cloze import (
-    Sources,
+    SourcePassages,
     add_noise,
     clause_around_gap,
     cloze_questions,
     find_numbers,
     question_word,
-    split,
+    split_questions,
 )
 from realmops.corpus.masking import count_passages
 from realmops.corpus.question_sets import Question, read_questions
 from realmops.evaluate.predictions import read_results
-from realmops.model.retriever import Mixture
+from realmops.model.retriever import FusionWeights
 from realmops.stages.evaluate import _rankings
 from realmops.train.fine_tuning import question_loss
-from realmops.train.fusion_weights import fit_to_questions
+from realmops.train.fusion_weights import fit_weights_on_questions
 from realmops.train.inverse_cloze import SentencesWithSpans
-from realmops.train.windows import lessons_of
+from realmops.train.windows import build_window_examples
 
 # All that can be asked of the twelve documents: words of the sentence without the span, the span, and the passages with
 # the sentence. One span of each sentence; 1950 stands in a third passage, Maria Holm's sentences are too short without
@@ -133,29 +133,29 @@ def test_a_span_that_stands_only_beside_its_own_sentence_is_not_asked_for(tmp_pa
 def test_the_parts_come_from_passages_of_their_own(world: World) -> None:
     many = [Question(f"c{n}", "?", ("a",), not_in=(f"p{n // 3}",)) for n in range(300)]
     many.append(Question("both", "?", ("a",), not_in=("p0", "p1", *(f"p{n}" for n in range(2, 100)))))
-    parts = split(many, 0)
+    parts = split_questions(many, 0)
     assert {name: len(part) for name, part in parts.items()} == {"train": 270, "dev": 15, "test": 15}
     assert all(q.passage_id and not q.not_in for q in parts["train"])
     assert all(q.passage_id is None and q.not_in for name in ("dev", "test") for q in parts[name])
     seen = [{name for q in part for name in (q.passage_id, *q.not_in) if name} for part in parts.values()]
     assert not any(a & b for n, a in enumerate(seen) for b in seen[:n])
-    assert split(many, 0) == parts != split(many, 1)
-    assert all(split(made(world), 0).values()), "each has at least one"
+    assert split_questions(many, 0) == parts != split_questions(many, 1)
+    assert all(split_questions(made(world), 0).values()), "each has at least one"
     with pytest.raises(ValueError, match=r"6 questions from 2 passages.*give more documents"):
-        split(many[:6], 0)
+        split_questions(many[:6], 0)
 
 
 def test_a_passage_that_is_only_ever_a_second_source_is_of_one_part() -> None:
     """400 questions of passages of their own; a copy of each sentence stands in one of 200 others."""
     many = [Question(f"c{n}", "?", ("a",), not_in=(f"p{n}", f"copy{n % 200}")) for n in range(400)]
     by_id = {q.id: {*q.not_in} for q in many}
-    parts = split(many, 0)
+    parts = split_questions(many, 0)
     seen = [set().union(*(by_id[q.id] for q in part)) for part in parts.values()]
     assert not any(a & b for n, a in enumerate(seen) for b in seen[:n])
     counts = {name: len(part) for name, part in parts.items()}
     assert counts["train"] >= 400 - 2 * 40, "one question at most is lost for each one of dev and test"
     assert 18 <= min(counts["dev"], counts["test"]) <= max(counts["dev"], counts["test"]) <= 20
-    assert split(many, 0) == parts
+    assert split_questions(many, 0) == parts
 
 
 # ---- evidence
@@ -169,7 +169,7 @@ def not_in(world: World, *passages: int) -> Question:
 
 
 def test_sources_are_left_out(world: World) -> None:
-    sources = Sources(world.snapshot)
+    sources = SourcePassages(world.snapshot)
     question = not_in(world, 1, 4)
     found = np.array([[4, 0, 1, 5], [4, 0, 1, -1]])
     assert sources.of(question) == [1, 4]
@@ -211,10 +211,10 @@ def test_the_own_passage_is_neither_learned_from_nor_read(world: World, given: b
     assert relevance_BK[0, -2:].tolist() == [-torch.inf] * 2
     assert torch.isfinite(question_loss(model, [question])[0])
     with_oslo = {p for p in range(12) if "Oslo" in world.snapshot.text(p)}
-    [lesson] = lessons_of(model, [not_in(world, *sorted(with_oslo)[1:])], 12)
+    [lesson] = build_window_examples(model, [not_in(world, *sorted(with_oslo)[1:])], 12)
     assert lesson.passage == min(with_oslo)
     assert not {*lesson.negatives} & with_oslo
-    assert lessons_of(model, [not_in(world, *with_oslo)], 12) == []
+    assert build_window_examples(model, [not_in(world, *with_oslo)], 12) == []
 
 
 def test_weights_are_fitted_without_the_own_passage(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,9 +225,9 @@ def test_weights_are_fitted_without_the_own_passage(world: World, monkeypatch: p
 
     monkeypatch.setattr("realmops.train.fusion_weights.fit_mixture", fit_mixture)
     model = open_qa(world)
-    assert isinstance(fit_to_questions(model, [BORN]), Mixture)
+    assert isinstance(fit_weights_on_questions(model, [BORN]), FusionWeights)
     assert seen == {"there": 12, "correct": 4}
-    fit_to_questions(model, [not_in(world, 0, 1)])
+    fit_weights_on_questions(model, [not_in(world, 0, 1)])
     assert seen == {"there": 10, "correct": 2}
 
 
@@ -271,7 +271,7 @@ def test_documents_alone_end_in_answers(project: Path) -> None:
     own = {q.id: set(q.not_in) for q in parts["test"]}
     assert all(own[p.question_id].isdisjoint(p.passage_ids) for p in read_results(root))
     assert not report.warned
-    assert [line for line in how_to_ask(root) if "ask 'Your question?' --root" in line]
+    assert [line for line in ask_commands(root) if "ask 'Your question?' --root" in line]
     path = root / FILES["questions"]["test"]
     path.write_text(path.read_text().replace('"not_in": ["', '"not_in": ["of-another-snapshot-'))
     stage("evaluate", values, project, root, report)
@@ -283,11 +283,13 @@ def test_a_limit_that_somebody_chose_holds_in_later_runs(project: Path) -> None:
     assert cli("cloze", "--params", params, "--root", root, "--limit", "9").exit_code == 0
     before = {path: path.read_bytes() for path in (root / "data/cloze").iterdir()}
     seed = toy_values()["run"]["seed"]
-    assert make_cloze(root, None, seed=seed) == [
+    assert write_cloze_questions(root, None, seed=seed) == [
         f"nothing to do: {root / 'data/cloze'} was generated from the same corpus"
     ]
-    assert make_cloze(root, None, seed=seed + 1)[0].startswith("9 questions generated from "), "anew, and as many"
-    assert make_cloze(root, None, seed=seed)[0].startswith("9 questions generated from ")
+    assert write_cloze_questions(root, None, seed=seed + 1)[0].startswith("9 questions generated from "), (
+        "anew, and as many"
+    )
+    assert write_cloze_questions(root, None, seed=seed)[0].startswith("9 questions generated from ")
     assert {path: path.read_bytes() for path in (root / "data/cloze").iterdir()} == before
 
 
@@ -299,10 +301,10 @@ def test_other_labels_of_the_same_spans_make_other_questions(project: Path) -> N
     before = [question for path in paths for question in read_questions([path], format="jsonl")]
     folder = root / "data/spans/corpus"
     manifest = read_manifest(folder, "spans")
-    fields = {key: value for key, value in manifest.items() if key not in ("schema", "kind", "files", SEAL)}
+    fields = {key: value for key, value in manifest.items() if key not in ("schema", "kind", "files", DIGEST_KEY)}
     assert fields["labels"] == ["NAME"]
     write_manifest(folder, "spans", **fields | {"labels": ["LOC"]})
-    assert "questions generated from" in make_cloze(root, None, seed=seed)[0]
+    assert "questions generated from" in write_cloze_questions(root, None, seed=seed)[0]
     after = [question for path in paths for question in read_questions([path], format="jsonl")]
     assert [question.answers for question in after] == [question.answers for question in before]
     assert {question.question.split()[0] for question in before} == {"what"}

@@ -20,12 +20,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from realmops.artifacts import atomic_folder
-from realmops.corpus.documents import Document, Raw, Rejected
-from realmops.corpus.formats import FORMATS, sources
-from realmops.corpus.formats.wikitext import plain_text
-from realmops.corpus.ingest import batches, convert
+from realmops.corpus.documents import Document, RawRecord, Rejected
+from realmops.corpus.formats import FORMATS, list_sources
+from realmops.corpus.formats.wikitext import wikitext_to_text
+from realmops.corpus.ingest import iter_batches, parse_records
 from realmops.corpus.passages import split_sentences
-from realmops.corpus.snapshot_reader import REJECTS, Snapshot, rejects
+from realmops.corpus.snapshot_reader import REJECTS, Snapshot, read_rejects
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.text.vocabulary import SPECIAL_TOKENS
 
@@ -45,7 +45,7 @@ TEXTS = st.lists(st.one_of(PIECES, st.text(max_size=6)), max_size=40).map("".joi
 def snapshot(documents: Path, folder: Path, **options: Any) -> Snapshot:
     options = {"block_wordpieces": 30, **options}
     with atomic_folder(folder / "snapshot") as out:
-        write_snapshot(sources(documents, "auto"), out, work=folder / "work", vocabulary=VOCABULARY, **options)
+        write_snapshot(list_sources(documents, "auto"), out, work=folder / "work", vocabulary=VOCABULARY, **options)
     return Snapshot.open(folder / "snapshot")
 
 
@@ -150,14 +150,18 @@ def test_the_wish_to_end_is_no_fault_of_a_record(tmp_path: Path, monkeypatch: py
 
 
 def converted(path: Path) -> list[Any]:
-    found = sources(path, "auto")
-    return [one for batch in batches(found) for one in convert([(found[n].format.name, r) for n, r in batch.runs])]
+    found = list_sources(path, "auto")
+    return [
+        one
+        for batch in iter_batches(found)
+        for one in parse_records([(found[n].format.name, r) for n, r in batch.runs])
+    ]
 
 
 def test_every_format_has_hostile_documents(tmp_path: Path) -> None:
     for name, write in WRITERS.items():
         (tmp_path / name).write_bytes(write("a"))
-    used = {sources(tmp_path / name, "auto")[0].format.name for name in WRITERS}
+    used = {list_sources(tmp_path / name, "auto")[0].format.name for name in WRITERS}
     assert used == FORMATS.keys() - {"dataset"}, "a dataset's rows are those of Parquet"
 
 
@@ -180,9 +184,9 @@ def documents_of(path: Path, format: str) -> int:
     """Read a file; the number of its documents. ValueError must name it."""
     documents = 0
     try:
-        [source] = sources(path, format)
+        [source] = list_sources(path, format)
         for raw in source.format.records(path):
-            outcome = source.format.convert(raw) if isinstance(raw, Raw) else raw
+            outcome = source.format.convert(raw) if isinstance(raw, RawRecord) else raw
             assert outcome.place.startswith(str(path))
             if isinstance(outcome, Document):
                 documents += 1
@@ -199,7 +203,7 @@ def documents_of(path: Path, format: str) -> int:
 def test_any_damaged_file_is_read_or_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(WHOLE[name])
-    format = sources(path, "auto")[0].format.name
+    format = list_sources(path, "auto")[0].format.name
     assert documents_of(path, format) > 0
 
     @fuzz
@@ -243,7 +247,7 @@ def test_any_wikitext_becomes_text_without_brackets(tokens: list[str]) -> None:
     source = "".join(tokens)
     if source.count("{{") + source.count("[[") + source.count("{|") > 40:  # may be nested too deeply
         source = source[:80]
-    text = plain_text(source)
+    text = wikitext_to_text(source)
     if "<nowiki>" not in tokens:
         assert not any(mark in text for mark in ("[[", "]]", "{{", "}}", "{|", "|}", "''", "<ref>", "<br/>"))
 
@@ -451,6 +455,6 @@ def test_a_document_whose_passages_would_repeat_too_much_is_rejected(
     lines = [{"title": title, "text": f"{'a' * 26}. " * count, "more": more} for count in (19, 20)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     found = snapshot(tmp_path / "a.jsonl", tmp_path, broken_share=0.5)
-    [rejected] = rejects(found.folder)
+    [rejected] = read_rejects(found.folder)
     assert (rejected["place"], len(found)) == (f"{tmp_path / 'a.jsonl'}:2", 19)
     assert "repeated in each of 20 passages" in rejected["problem"]

@@ -18,8 +18,8 @@ from yaml import safe_load
 from realmops.artifacts import atomic_folder
 from realmops.console import Console
 from realmops.corpus import ingest, word_counts
-from realmops.corpus.formats import sources
-from realmops.corpus.ingest import Progress, batches
+from realmops.corpus.formats import list_sources
+from realmops.corpus.ingest import Progress, iter_batches
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.word_counts import count_words
@@ -45,12 +45,12 @@ def texts_of(found: list[ingest.Batch]) -> list[list[tuple[int, list[str]]]]:
 
 def test_batches_go_over_files_and_start_where_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("realmops.corpus.ingest._BATCH_RECORDS", 3)
-    found = sources(corpus(tmp_path / "c", a=["1", "2"], b=[], c=["3", "4", "5"]), "auto")
-    assert texts_of(list(batches(found))) == [[(0, ["1", "2"]), (1, []), (2, ["3"])], [(2, ["4", "5"])]]
-    assert texts_of(list(batches(found, source=2, record=1))) == [[(2, ["4", "5"])]]
-    assert list(batches(found, source=3)) == []
+    found = list_sources(corpus(tmp_path / "c", a=["1", "2"], b=[], c=["3", "4", "5"]), "auto")
+    assert texts_of(list(iter_batches(found))) == [[(0, ["1", "2"]), (1, []), (2, ["3"])], [(2, ["4", "5"])]]
+    assert texts_of(list(iter_batches(found, source=2, record=1))) == [[(2, ["4", "5"])]]
+    assert list(iter_batches(found, source=3)) == []
     monkeypatch.setattr("realmops.corpus.ingest._BATCH_CHARACTERS", 1)
-    assert len(list(batches(found))) == 5
+    assert len(list(iter_batches(found))) == 5
 
 
 def test_empty_values_count_for_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,9 +59,9 @@ def test_empty_values_count_for_a_batch(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "a.csv").write_text(
         "\n".join(map(",".join, [["title", "text", *names], *[["T", "x", *[""] * 60]] * 4]))
     )
-    assert [len(batch.runs[0][1]) for batch in batches(sources(tmp_path / "a.csv", "auto"))] == [2, 2]
+    assert [len(batch.runs[0][1]) for batch in iter_batches(list_sources(tmp_path / "a.csv", "auto"))] == [2, 2]
     pq.write_table(pa.table({"title": ["T"] * 4, "text": ["x"] * 4, "l": [[0] * 60] * 4}), tmp_path / "a.parquet")
-    assert [len(batch.runs[0][1]) for batch in batches(sources(tmp_path / "a.parquet", "auto"))] == [2, 2]
+    assert [len(batch.runs[0][1]) for batch in iter_batches(list_sources(tmp_path / "a.parquet", "auto"))] == [2, 2]
 
 
 @pytest.mark.parametrize("zipped", [False, True])
@@ -74,10 +74,10 @@ def test_progress_counts_the_bytes_of_the_files_as_they_lie_on_the_disk(
         for path in sorted(folder.iterdir()):
             path.with_suffix(".jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
             path.unlink()
-    found = sources(folder, "auto")
+    found = list_sources(folder, "auto")
     told: list[int] = []
     progress = Progress(found, told.append)
-    for batch in batches(found):
+    for batch in iter_batches(found):
         progress(batch)
     assert len(told) == 3
     assert min(told) >= 0
@@ -94,7 +94,7 @@ def test_bytes_are_shown_in_megabytes(capsys: pytest.CaptureFixture[str], monkey
 def test_a_large_corpus_gives_its_words_by_a_share_of_its_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = sources(corpus(tmp_path / "c", a=["a"] * 2000, b=["b"] * 2000), "auto")
+    found = list_sources(corpus(tmp_path / "c", a=["a"] * 2000, b=["b"] * 2000), "auto")
     whole = sum(source.size for source in found)
     assert count_words(found) == {"T": 4000, "a": 2000, "b": 2000}
     monkeypatch.setattr(word_counts, "_SAMPLE_BYTES", whole // 4)
@@ -185,7 +185,7 @@ def test_any_file_gives_a_whole_snapshot_or_one_error(lines: list[bytes], good: 
         error = None
         try:
             with atomic_folder(folder / "s") as out:
-                found = sources(folder / "c.jsonl", "jsonl")
+                found = list_sources(folder / "c.jsonl", "jsonl")
                 write_snapshot(found, out, work=folder / "work", vocabulary=PIECES, block_wordpieces=12)
         except ValueError as caught:
             error = str(caught)

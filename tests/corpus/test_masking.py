@@ -5,7 +5,7 @@ import pytest
 from small_world import World, build_world, section
 
 from realmops.corpus import masking
-from realmops.corpus.masking import mask_positions, recurring
+from realmops.corpus.masking import choose_mask_positions, is_recurring
 from realmops.train.examples import Examples
 from realmops.train.inverse_cloze import SentencesWithSpans
 
@@ -18,7 +18,7 @@ WORDS += [(14, 18), (18, 19), (19, 20)]
 
 def draw(scheme: str, seed: int, salient: tuple[int, int] = (4, 7), limit: int = 10, length: int = 20) -> list[int]:
     continues = CONTINUES[:length]
-    found = mask_positions(scheme, np.random.default_rng(seed), salient, continues, limit)
+    found = choose_mask_positions(scheme, np.random.default_rng(seed), salient, continues, limit)
     assert found.tolist() == sorted(set(found.tolist())), "sorted, each once"
     assert 1 <= len(found) <= limit
     assert found.min() >= 0
@@ -66,7 +66,7 @@ def test_random_span_prefers_no_place() -> None:
     counts = np.zeros(400)
     for seed in range(2000):
         rng = np.random.default_rng(seed)
-        counts[mask_positions("random_span", rng, (0, 1), np.zeros(400, dtype=bool), 15)] += 1
+        counts[choose_mask_positions("random_span", rng, (0, 1), np.zeros(400, dtype=bool), 15)] += 1
     assert counts[10:200].sum() / counts[200:390].sum() == pytest.approx(1, abs=0.05)
 
 
@@ -82,7 +82,7 @@ def test_random_span_lengths_are_spanberts(words: int) -> None:
     continues = np.zeros(4000, dtype=bool)
     single = 0.0
     for seed in range(3000):
-        found = mask_positions("random_span", np.random.default_rng(seed), (0, 1), continues, words)
+        found = choose_mask_positions("random_span", np.random.default_rng(seed), (0, 1), continues, words)
         single += (found[-1] - found[0] == words - 1) / 3000
     # 0.776, 0.339 and 0.030; piled up at 10 it would be 0.8, 0.41 and 0.134
     assert single == pytest.approx(share[words - 1 :].sum(), abs=0.02)
@@ -129,7 +129,7 @@ def test_recurring_spans_are_those_of_brute_force(
     """Also when few passages are looked at together."""
     monkeypatch.setattr(masking, "_WORDPIECES_PER_CHUNK", together)
     rows = SentencesWithSpans(world.snapshot, world.spans)[:]
-    found = recurring(world.snapshot, rows, limit)
+    found = is_recurring(world.snapshot, rows, limit)
     assert found.tolist() == [by_brute_force(world, row, limit) for row in rows]
     if limit == 10:
         names = [world.words(world.snapshot.body(int(row[0]))[row[3] : row[4]]) for row in rows]
@@ -146,8 +146,8 @@ def test_a_part_of_a_word_does_not_recur(tmp_path: Path) -> None:
         folder.mkdir()
         world = build_world(folder, (*once, *more))
         rows = SentencesWithSpans(world.snapshot, world.spans)[:]
-        assert recurring(world.snapshot, rows, 10).tolist() == [by_brute_force(world, row, 10) for row in rows]
-        assert recurring(world.snapshot, rows, 10).tolist() == [bool(more), False, *[True] * len(more)]
+        assert is_recurring(world.snapshot, rows, 10).tolist() == [by_brute_force(world, row, 10) for row in rows]
+        assert is_recurring(world.snapshot, rows, 10).tolist() == [bool(more), False, *[True] * len(more)]
 
 
 def test_what_stands_everywhere_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_what_stands_everywhere_does_not_count(tmp_path: Path, monkeypatch: pyte
     rows = SentencesWithSpans(world.snapshot, world.spans)[:]
     for most, expected in ((50, 4), (4, 4), (3, 1), (1, 0)):
         monkeypatch.setattr(masking, "MAX_PASSAGES", most)
-        found = recurring(world.snapshot, rows, 10)
+        found = is_recurring(world.snapshot, rows, 10)
         assert found.sum() == expected
         assert not found[4], "Rome stands in one passage"
 

@@ -9,15 +9,15 @@ from small_corpus import corpus
 from small_world import section
 
 from realmops.corpus.cloze import clause_around_gap, cloze_questions, find_numbers, format_question, question_word
-from realmops.corpus.phrases import NAME, NUMBER, PHRASE, Phrases
+from realmops.corpus.phrases import NAME, NUMBER, PHRASE, PhraseFinder
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.checkpoint_files import build_models
-from realmops.search.corpus_statistics import start_matches
+from realmops.search.corpus_statistics import init_lexical_features
 from realmops.text.conll import read_conll
-from realmops.text.languages import languages
+from realmops.text.languages import load_languages
 from realmops.text.spans import token_spans
-from realmops.text.vocabulary import SPECIAL_TOKENS, build_tokenizer, continuing_pieces
-from realmops.train.tagger import DATE, _encode, _runs, phrases_and_dates, tag_names
+from realmops.text.vocabulary import SPECIAL_TOKENS, build_tokenizer, is_continuation
+from realmops.train.tagger import DATE, _encode, _runs, find_phrases_and_dates, tag_names
 
 GERMAN = [
     "Der Maler lebte in Bergen. Dort sah Karl Lund die große Stadt und eine Brücke.",
@@ -35,7 +35,7 @@ KOREAN = ["서울 대학교 에서 공부했다.", "그는 서울 대학교 교�
 
 def found(snapshot: Snapshot, passage: int) -> list[tuple[str, str]]:
     text = snapshot.text(passage)
-    return [(text[start:end], label) for start, end, label in Phrases(snapshot).of(passage)]
+    return [(text[start:end], label) for start, end, label in PhraseFinder(snapshot).of(passage)]
 
 
 def test_german_names_stand_without_an_article_and_nouns_with_one(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_dates_come_first_and_what_touches_one_is_left_out(tmp_path: Path) -> No
     snapshot = corpus(tmp_path / "de", GERMAN, "de")
     text = snapshot.text(2)
     for dates, wanted in ((True, [("1931", DATE), ("Lund", NAME)]), (False, [("1931", NUMBER), ("Lund", NAME)])):
-        spans = list(phrases_and_dates(snapshot, dates))[2]
+        spans = list(find_phrases_and_dates(snapshot, dates))[2]
         assert [(text[start:end], label) for start, end, label in spans] == wanted
 
 
@@ -124,10 +124,10 @@ def test_a_year_is_asked_for_as_such_now_and_then() -> None:
 
 def test_the_languages_with_question_words_have_all_of_them() -> None:
     kinds = {"who", "where", "when", "why", "which", "what", "how", "many", "year", "how many", "what year"}
-    asking = {code for code, known in languages().items() if known.questions}
+    asking = {code for code, known in load_languages().items() if known.questions}
     assert asking == {"de", "es", "fr", "it", "pt", "nl", "ro", "ru", "zh", "ja", "ko"}
     for code in asking:
-        assert set(languages()[code].questions) == kinds, code
+        assert set(load_languages()[code].questions) == kinds, code
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_tagger_learns_the_tags_of_words_without_blanks(tmp_path: Path) -> Non
     tags = tag_names([chinese, german])
     for sentence, wanted in ((chinese, [(0, 2, "LOC")]), (german, [(0, 2, "LOC")])):
         encoded = _encode(sentence, tokenizer, tags, 96)
-        starts_word = ~continuing_pieces(tokenizer)[encoded.tokens[1:-1]]
+        starts_word = ~is_continuation(tokenizer)[encoded.tokens[1:-1]]
         assert list(_runs([tags[tag] for tag in encoded.tags[1:-1]], starts_word)) == wanted
     assert encoded.capitals.tolist() == [0, 1, 1, 0, 0]
 
@@ -198,7 +198,7 @@ def test_a_reader_knows_the_question_words_of_its_documents(tmp_path: Path) -> N
     options = section("reader", copies=False, apart=False, matches=True)
     size = snapshot.tokenizer.get_vocab_size()
     _, reader = build_models(shape, section("retriever", embedding_width=4), options, size, 0)
-    start_matches(reader, snapshot, 0, lambda label, total: lambda done: None)
+    init_lexical_features(reader, snapshot, 0, lambda label, total: lambda done: None)
     assert reader.matches is not None
     kinds = {
         piece: int(kind) for piece, kind in zip(snapshot.vocabulary, reader.matches.question_V, strict=True) if kind

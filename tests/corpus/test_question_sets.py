@@ -22,14 +22,14 @@ from realmops.config import QuestionFiles
 from realmops.corpus.formats.question_files import AUTO, FORMATS
 from realmops.corpus.question_sets import (
     Question,
-    answers_are_expressions,
-    in_orqa_dev,
-    json_line,
+    answers_are_regex,
+    is_in_orqa_dev,
     read_questions,
+    to_json_line,
 )
 from realmops.evaluate.ceilings import answered_in_corpus
 from realmops.evaluate.exact_match import closed_book_floor, score_predictions
-from realmops.evaluate.recall import hit_ranks_by_rule, padded
+from realmops.evaluate.recall import hit_ranks_by_rule, pad_rankings
 
 GOOD = {"id": "q1", "question": " Who? ", "answers": ["Ann", "Anna"], "passage_id": "p7", "extra": 1}
 
@@ -159,10 +159,10 @@ def test_the_options_name_the_formats() -> None:
 
 def test_answers_are_all_expressions_or_none() -> None:
     plain, expression = Question("a", "?", ("A",)), Question("b", "?", ("B",), is_regex=True)
-    assert answers_are_expressions([expression, expression])
-    assert not answers_are_expressions([plain])
+    assert answers_are_regex([expression, expression])
+    assert not answers_are_regex([plain])
     with pytest.raises(ValueError, match="of 'b' are regular expressions, those of 'a' are not"):
-        answers_are_expressions([plain, expression])
+        answers_are_regex([plain, expression])
 
 
 def test_a_question_comes_back_from_its_line(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_question_comes_back_from_its_line(tmp_path: Path) -> None:
         Question("b", "When?", (r"19\d\d", "never"), is_regex=True, not_in=("p1", "p2")),
     ]
     path = tmp_path / "questions.jsonl"
-    path.write_bytes(b"".join(map(json_line, questions)))
+    path.write_bytes(b"".join(map(to_json_line, questions)))
     assert read(path) == questions
 
 
@@ -183,11 +183,11 @@ def test_orqas_split_goes_by_farmhash_of_the_question() -> None:
     import farmhash
 
     assert farmhash.fingerprint64(b"a") == 12917804110809363939  # so that another hash would be seen
-    assert not in_orqa_dev("a")
-    numbers = [n for n in range(200) if in_orqa_dev(f"question {n}?")]
+    assert not is_in_orqa_dev("a")
+    numbers = [n for n in range(200) if is_in_orqa_dev(f"question {n}?")]
     assert [farmhash.fingerprint64(f"question {n}?".encode()) % 10 for n in numbers] == [0] * len(numbers)
     assert 8 <= len(numbers) <= 35
-    assert in_orqa_dev("Où?") == (farmhash.fingerprint64("Où?".encode()) % 10 == 0)
+    assert is_in_orqa_dev("Où?") == (farmhash.fingerprint64("Où?".encode()) % 10 == 0)
 
 
 # ---- any bytes: questions or a ValueError
@@ -210,7 +210,7 @@ def check(path: Path, content: bytes, form: str) -> None:
         assert one.answers
         assert all(answer.strip() for answer in one.answers)
     again = path.with_name("again.jsonl")
-    again.write_bytes(b"".join(map(json_line, found)))
+    again.write_bytes(b"".join(map(to_json_line, found)))
     assert read(again, format="jsonl") == found
 
 
@@ -332,7 +332,7 @@ def test_nothing_said_is_never_right(answer: str) -> None:
 @example(ids=["1", "01", "1 "])
 def test_ids_decide_nothing(ids: list[str]) -> None:
     named = [replace(question, id=name) for question, name in zip(QUESTIONS, ids, strict=True)]
-    ranked = padded([[2, 1, 0, 3], [0, 3], [1]], 100)
+    ranked = pad_rankings([[2, 1, 0, 3], [0, 3], [1]], 100)
     said = ["Tor Hollow", "2", ""]
     results = []
     for questions in (QUESTIONS, named):

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from realmops.corpus.documents import Raw, Rejected
-from realmops.corpus.formats import sources
+from realmops.corpus.documents import RawRecord, Rejected
+from realmops.corpus.formats import list_sources
 from realmops.corpus.question_sets import read_questions
 from realmops.corpus.tfrecord import convert_blocks, read_records
 from realmops.text.conll import read_conll
@@ -24,9 +24,10 @@ from realmops.text.vocabulary import read_vocabulary
 
 def read_documents(path: Path, format: str = "auto") -> None:
     """Read a file whole; ValueError with what was rejected."""
-    [source] = sources(path, format)
+    [source] = list_sources(path, format)
     converted = (
-        source.format.convert(record) if isinstance(record, Raw) else record for record in source.format.records(path)
+        source.format.convert(record) if isinstance(record, RawRecord) else record
+        for record in source.format.records(path)
     )
     problems = [f"{one.place}: {one.problem}" for one in converted if isinstance(one, Rejected)]
     if problems:

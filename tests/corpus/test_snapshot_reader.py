@@ -16,13 +16,13 @@ from small_world import labels_of
 
 from realmops.artifacts import atomic_folder
 from realmops.corpus import document_cutter, ingest, snapshot_writer
-from realmops.corpus.formats import sources
+from realmops.corpus.formats import list_sources
 from realmops.corpus.passages import passage_digest
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.word_counts import train_vocabulary
-from realmops.text.flat import GrowingFile
-from realmops.text.vocabulary import SPECIAL_TOKENS, open_tokenizer, pieces_of, vocabulary_hash
+from realmops.text.npy_files import AppendOnlyFile
+from realmops.text.vocabulary import SPECIAL_TOKENS, list_pieces, open_tokenizer, vocabulary_hash
 
 VOCABULARY = [*SPECIAL_TOKENS, *"abcdefghijklmnopqrstuvwxyz.0123456789", *(f"##{c}" for c in "abcdefgh0123456789")]
 
@@ -34,7 +34,7 @@ def write_corpus(path: Path, *documents: dict[str, Any]) -> Path:
 
 
 def snapshot(paths: list[Path], folder: Path, **options: Any) -> Snapshot:
-    found = [source for path in paths for source in sources(path, "auto")]
+    found = [source for path in paths for source in list_sources(path, "auto")]
     work = folder.with_name(f"{folder.name}.work")
     with atomic_folder(folder) as stage:
         write_snapshot(found, stage, work=work, **{"vocabulary": VOCABULARY, "block_wordpieces": 13, **options})
@@ -107,7 +107,7 @@ def many_documents(path: Path, count: int) -> Path:
 
 def test_bytes_are_the_same_whatever_the_number_of_workers(tmp_path: Path) -> None:
     corpus = many_documents(tmp_path / "corpus.jsonl", 2500)  # three batches, three row groups
-    vocabulary = train_vocabulary(sources(corpus, "auto"), size=200)
+    vocabulary = train_vocabulary(list_sources(corpus, "auto"), size=200)
     options = {"vocabulary": vocabulary, "block_wordpieces": 16}
     alone = snapshot([corpus], tmp_path / "one", **options)
     snapshot([corpus], tmp_path / "again", **options)
@@ -294,7 +294,7 @@ def test_a_killed_writer_goes_on_and_ends_with_the_same_bytes(tmp_path: Path, mo
     from lives import die_at
 
     corpus, work, found, status = odd_corpus(tmp_path / "corpus"), tmp_path / "work", list[int](), -1
-    options = {"vocabulary": train_vocabulary(sources(corpus, "auto"), size=120)}
+    options = {"vocabulary": train_vocabulary(list_sources(corpus, "auto"), size=120)}
     options |= {"block_wordpieces": 24, "drop_titles": True}
     calm = snapshot([corpus], tmp_path / "calm", **options)
     assert calm.manifest["rejected"] == 2
@@ -304,9 +304,9 @@ def test_a_killed_writer_goes_on_and_ends_with_the_same_bytes(tmp_path: Path, mo
     monkeypatch.setattr(snapshot_writer, "_CHECKPOINT_SECONDS", 0.0)
 
     def life() -> int:
-        die_at(27 * len(found), (os, "link"), (GrowingFile, "write"))
+        die_at(27 * len(found), (os, "link"), (AppendOnlyFile, "write"))
         with atomic_folder(tmp_path / "killed") as stage:
-            write_snapshot(sources(corpus, "auto"), stage, work=work, **options)
+            write_snapshot(list_sources(corpus, "auto"), stage, work=work, **options)
         return 0
 
     while status < 0:
@@ -326,10 +326,10 @@ def test_work_whose_files_are_gone_starts_over(tmp_path: Path, monkeypatch: pyte
     work = tmp_path / "work"
     for damaged in ("tokens.npy", "checkpoint.json"):
         with atomic_folder(tmp_path / "s") as stage:
-            write_snapshot(sources(corpus, "auto"), stage, work=work, vocabulary=VOCABULARY, block_wordpieces=13)
+            write_snapshot(list_sources(corpus, "auto"), stage, work=work, vocabulary=VOCABULARY, block_wordpieces=13)
         (work / damaged).write_bytes(b"")
     with atomic_folder(tmp_path / "again") as stage:
-        write_snapshot(sources(corpus, "auto"), stage, work=work, vocabulary=VOCABULARY, block_wordpieces=13)
+        write_snapshot(list_sources(corpus, "auto"), stage, work=work, vocabulary=VOCABULARY, block_wordpieces=13)
     assert contents(tmp_path / "again") == contents(tmp_path / "s")
 
 
@@ -362,7 +362,7 @@ def test_documents_of_an_earlier_snapshot_are_not_cut_again(
     before, after = (write_corpus(tmp_path / f"{n}.jsonl", *_of_many_kinds(n == 1)) for n in range(2))
     if "tokenizer" in options:
         own = byte_bpe().to_str()
-        options = {"tokenizer": own, "vocabulary": pieces_of(open_tokenizer(own))}
+        options = {"tokenizer": own, "vocabulary": list_pieces(open_tokenizer(own))}
     settings = {"block_wordpieces": 17, **options, "workers": workers}
     old = snapshot([before], tmp_path / "old", **settings)
     whole = snapshot([after], tmp_path / "whole", **settings)

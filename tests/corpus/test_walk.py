@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from realmops.corpus.walk import files_below
+from realmops.corpus.walk import walk_files
 
 
 def names(folder: Path) -> list[str]:
-    return [path.relative_to(folder).as_posix() for path in files_below(folder)]
+    return [path.relative_to(folder).as_posix() for path in walk_files(folder)]
 
 
 def put(*files: Path) -> None:

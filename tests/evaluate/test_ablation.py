@@ -28,19 +28,19 @@ from realmops.commands import ablate as command
 from realmops.evaluate.ablation import (
     Row,
     VariantOutcome,
-    as_csv,
+    figure_table,
     mean_series,
-    page,
+    render_report,
     staleness_chart,
-    table_of_rows,
     table_rows,
+    to_csv,
     utility_chart,
 )
 from realmops.evaluate.predictions import read_predictions, write_predictions
 from realmops.journal import Series
 from realmops.refresh import lease
 from realmops.stages import STAGES, Stage
-from realmops.tracking.client import default_uri, mlflow_client
+from realmops.tracking.client import local_tracking_uri, mlflow_client
 from realmops.tracking.mlflow_views import experiment_tags
 from realmops.tracking.runs import tracking_folder
 
@@ -114,9 +114,9 @@ def test_shared_questions_leave_a_variance_that_seeds_do_not_show() -> None:
 
 def test_the_seeds_say_what_intervals_are_over() -> None:
     both = [*OUTCOMES, outcome("never_run", 1, "1111", "1111"), outcome("never_run", 2, "1111", "1111")]
-    cells = [row[-1] for row in table_of_rows(table_rows(both, VARIANTS)).groups[0]]
+    cells = [row[-1] for row in figure_table(table_rows(both, VARIANTS)).groups[0]]
     assert cells == ["2", "2", "2, of differences 1: interval over questions alone"]
-    one = [row[-1] for row in table_of_rows(table_rows(OUTCOMES[::2], VARIANTS)).groups[0]]
+    one = [row[-1] for row in figure_table(table_rows(OUTCOMES[::2], VARIANTS)).groups[0]]
     assert one == ["1: interval over questions alone"] * 2
 
 
@@ -136,7 +136,7 @@ def test_an_outcome_tells_by_which_rules_its_answers_are_right(tmp_path: Path) -
         (task.folder(stage) / "metrics.jsonl").write_text("")
     for rule, shown in (("de", "de"), ("regex", "regex"), (None, "en")):
         write_predictions(task.folder("evaluate") / "predictions.parquet", [replace(PREDICTION, answer_rule=rule)])
-        assert command.outcome_of(task).asked == [(*PREDICTION.asked, shown)]
+        assert command.read_outcome(task).asked == [(*PREDICTION.asked, shown)]
 
 
 def test_a_difference_takes_the_seeds_that_both_have() -> None:
@@ -149,7 +149,7 @@ def test_a_difference_takes_the_seeds_that_both_have() -> None:
 
 def test_the_table_as_people_read_it() -> None:
     rows = table_rows(OUTCOMES, VARIANTS)
-    lines = table_of_rows(rows).as_markdown().splitlines()
+    lines = figure_table(rows).to_markdown().splitlines()
     assert len(lines) == 4
     assert lines[2] == (
         "| REALM | words | 0.500 (0.000 to 1.000) | 0.625 (0.000 to 1.000) | – | – | 1; 2; 0.50 "
@@ -158,7 +158,7 @@ def test_the_table_as_people_read_it() -> None:
     assert lines[3].startswith(
         "| Baseline | words | 0.250 (0.000 to 1.000) | 0.250 (0.000 to 1.000) | – | – | 30; 2; 0.50 | -0.250 ("
     )
-    (_, read) = csv.DictReader(io.StringIO(as_csv(rows)))
+    (_, read) = csv.DictReader(io.StringIO(to_csv(rows)))
     assert (read["variant"], float(read["em"])) == ("baseline", 0.25)
 
 
@@ -170,7 +170,7 @@ def test_what_a_variant_does_not_have_is_left_open() -> None:
         for one, share in zip(OUTCOMES[:2], (0.25, 0.75), strict=True)
     ]
     realm, baseline = table_rows([*guessed, closed], VARIANTS)
-    (shown, open_cells) = table_of_rows([realm, baseline]).groups[0]
+    (shown, open_cells) = figure_table([realm, baseline]).groups[0]
     assert shown[4:7] == ["0.500", "0.500", "–"]
     assert open_cells[3:7] == ["–"] * 4
     assert open_cells[8] == "–"
@@ -191,7 +191,7 @@ def test_the_page_needs_no_network_and_escapes() -> None:
     assert utility_chart(rows, outcomes)
     assert staleness_chart(rows)
     assert staleness_chart(rows[:1]) == ""
-    text = page(rows, outcomes, 2)
+    text = render_report(rows, outcomes, 2)
     assert text.count("&lt;b&gt;REALM") == 6  # in the table, in the note, in the legend and three points of a chart
     assert "a &amp; b" in text
     assert "2 seeds; each has its own sample world" in text
@@ -246,7 +246,7 @@ def test_what_variants_share_is_trained_once(project: Path) -> None:
 
 def mlflow_runs(project: Path) -> dict[str, Run]:
     """The runs as MLflow gives them, by name."""
-    client = mlflow_client(default_uri(tracking_folder(project / "out")))
+    client = mlflow_client(local_tracking_uri(tracking_folder(project / "out")))
     return {run.info.run_name.partition(" corpus ")[0]: run for run in client.search_runs(["1"])}
 
 
@@ -417,7 +417,7 @@ def test_a_table_of_what_is_there_trains_nothing_and_takes_no_result_of_other_se
     def tabulated(*settings: str) -> tuple[list[Row], list[str]]:
         presets, settings = [str(project / "nothing.yaml")], ("tracking.enabled=false", *settings)
         what = command.Ablation(project / "params.yaml", presets, settings, ["realm", "per_token"], [0], out)
-        return command.ablate(what, jobs=1, report=small_project.Quiet(), only_look=True)
+        return command.ablate(what, jobs=1, report=small_project.Quiet(), existing_only=True)
 
     rows, missing = tabulated()
     assert [row["variant"] for row in rows] == ["realm"]
@@ -439,7 +439,7 @@ def test_two_calls_at_once_train_a_stage_once(project: Path, tmp_path: Path) -> 
     words += ["--variant", "realm", "--set", "tracking.enabled=false"]
     command = small_project.command(*words)
     files = [tmp_path / f"{number}.txt" for number in range(2)]
-    with contextlib.ExitStack() as stack, lease.claimed(lost.parents[1] / ".realmops/claim", print):
+    with contextlib.ExitStack() as stack, lease.acquire_lease(lost.parents[1] / ".realmops/claim", print):
         streams = [stack.enter_context(path.open("w")) for path in files]
         calls = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream) for stream in streams]
         small_project.wait_for(lambda: all("waiting for" in path.read_text() for path in files), 250)

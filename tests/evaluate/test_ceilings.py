@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from realmops.corpus.question_sets import Question
 from realmops.evaluate.ceilings import answer_fits_reader, answered_in_corpus, reader_can_answer
-from realmops.text.answer_matching import contains_answer, expression
+from realmops.text.answer_matching import compile_expression, contains_answer
 
 
 def test_answered_in_corpus_looks_only_for_open_questions() -> None:
@@ -84,4 +84,4 @@ def test_an_expression_that_is_slow_over_many_passages_is_looked_for_in_each(mon
     question = Question("q", "?", (r"(a+)+b?c",), is_regex=True)
     texts = ["a" * 11 + "!"] * 4000 + ["aac"]
     assert answered_in_corpus([question], texts, rule="regex_search").tolist() == [True]
-    assert not expression(question.answers[0]).timed_out
+    assert not compile_expression(question.answers[0]).timed_out

@@ -9,7 +9,7 @@ import pytest
 from small_project import cli
 from test_predictions import PREDICTION
 
-from realmops.evaluate.compare import compare, read_paired, sentence
+from realmops.evaluate.compare import compare_runs, format_comparison, read_paired
 from realmops.evaluate.exact_match import paired_bootstrap
 from realmops.evaluate.predictions import write_predictions
 
@@ -30,15 +30,15 @@ def test_a_paired_difference_with_its_certainty(tmp_path: Path) -> None:
     """50 against 40 of 100 right, each of the 40 among the 50: .1 -+ 1.96 * sqrt(.1 * .9 / 100)."""
     ours = results(tmp_path / "a" / "results", [i < 50 for i in range(100)])
     theirs = results(tmp_path / "b", [i < 40 for i in range(100)], first_hit=5)
-    em, recall = compare(tmp_path / "a", theirs, seed=0)
+    em, recall = compare_runs(tmp_path / "a", theirs, seed=0)
     assert (em.measure, em.questions, em.first, em.second) == ("EM", 100, 0.5, 0.4)
     assert em.difference.mean == pytest.approx(0.1)
     assert em.difference.low == pytest.approx(0.0412, abs=0.011)
     assert em.difference.p_better > 0.999
     assert (recall.measure, recall.first, recall.second) == ("recall@5", 1.0, 0.0)
     assert recall.difference.low == recall.difference.high == 1.0
-    assert sentence(em).startswith("EM: 0.500 against 0.400, difference +0.100, 95 % interval +0.0")
-    worse, _ = compare(theirs, ours, seed=0)
+    assert format_comparison(em).startswith("EM: 0.500 against 0.400, difference +0.100, 95 % interval +0.0")
+    worse, _ = compare_runs(theirs, ours, seed=0)
     assert worse.difference.p_better == pytest.approx(1 - em.difference.p_better)
 
 
@@ -57,7 +57,7 @@ def test_questions_are_paired_by_id(tmp_path: Path) -> None:
     )
     pair = read_paired(ours, tmp_path / "b")
     assert [[p.question_id for p in run] for run in pair] == [["q0", "q1"]] * 2
-    assert compare(ours, tmp_path / "b", seed=0)[0].difference.mean == 0
+    assert compare_runs(ours, tmp_path / "b", seed=0)[0].difference.mean == 0
 
 
 def test_other_questions_are_refused(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_the_order_of_the_answers_makes_no_other_question(tmp_path: Path) -> Non
     ours, theirs = results(tmp_path / "a", []), results(tmp_path / "b", [])
     for folder, answers in ((ours, ("x", "y")), (theirs, ("y", "x"))):
         write_predictions(folder / "predictions.parquet", [replace(PREDICTION, answers=answers)])
-    assert compare(ours, theirs, seed=0)[0].questions == 1
+    assert compare_runs(ours, theirs, seed=0)[0].questions == 1
 
 
 # ---- failures

@@ -9,7 +9,7 @@ from small_project import cli
 from test_compare import results
 from test_predictions import PREDICTION
 
-from realmops.commands.explain import _of_prediction, stored_answers
+from realmops.commands.explain import _prediction_sheet, format_stored_answers
 
 WRONG = replace(
     PREDICTION, question_id="q2", prediction="north", em=False, char_start=33, char_end=38, span_score=2.0,
@@ -18,7 +18,7 @@ WRONG = replace(
 
 
 def test_an_explanation_has_passages_scores_and_the_failure() -> None:
-    assert _of_prediction(WRONG).lines() == [
+    assert _prediction_sheet(WRONG).lines() == [
         "q2  Where was Ada Vell born?", "  expected: Tor Hollow", "  answer: north  (score 2.00)",
         "  confidence: 0.75", "  failed at: reader (the reader could select an answer and selected another span)",
         "  best correct span: Tor Hollow  (score 1.50)", "  first passage with an answer: number 1",
@@ -31,7 +31,7 @@ def test_questions_are_chosen_by_id_and_failure() -> None:
     rows = [PREDICTION, WRONG]
 
     def shown(ids: Sequence[str], failures: Sequence[str]) -> list[str]:
-        lines = stored_answers(rows, ids, failures, 9).splitlines()
+        lines = format_stored_answers(rows, ids, failures, 9).splitlines()
         assert lines[:2] == ["2 questions", "      1  50.0%  correct: the answer is correct"]
         return [line.split()[0] for line in lines if "Where was" in line]
 

@@ -17,9 +17,9 @@ from realmops.evaluate.exact_match import score_predictions
 from realmops.evaluate.predictions import (
     FAILED_AT,
     Prediction,
+    build_predictions,
     failed_at,
     failure_shares,
-    predictions_of,
     read_predictions,
     write_first_hits,
     write_predictions,
@@ -88,7 +88,7 @@ def test_what_was_read_ends_with_the_last_passage_that_is_read() -> None:
     answers = [Answer(one.question, None, ranked=list(range(10))) for one in QUESTIONS]
     score, first_hit_Q = score_predictions(QUESTIONS, [""] * 4, seed=0), np.array([0, 4, 5, 10])
     snapshot: Any = SimpleNamespace()
-    found = predictions_of(snapshot, QUESTIONS, answers, score, first_hit_Q, np.ones(4, bool), 5, None)
+    found = build_predictions(snapshot, QUESTIONS, answers, score, first_hit_Q, np.ones(4, bool), 5, None)
     assert [one.failed_at for one in found] == ["too_long", "too_long", "not_retrieved", "not_retrieved"]
     assert [one.first_hit for one in found] == [0, 4, 5, -1]
 

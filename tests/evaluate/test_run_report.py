@@ -186,7 +186,7 @@ def test_retrievers_and_readers_stand_in_one_table(capsys: pytest.CaptureFixture
         ["the model", "", "0.750\n0.50 to 1.00", "", "0.250\n0.12 to 0.38", "0.500"],
     ]
     _, table = figure_tables(COMPARED)
-    Console(width=100).print(table.for_console())
+    Console(width=100).print(table.to_rich_table())
     printed = capsys.readouterr().out
     assert all(text in printed for text in ("a rule over BM25's first passage", "0.50 to 1.00", "recall@20"))
     about, options = {"corpus": "ab<12", "documents": "3 in 5 passages"}, {"bert.init": "some/encoder"}

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from realmops.devices import autocast
 from realmops.model.attention import packed_attention
 from realmops.model.encoder import Encoder
-from realmops.model.encoder_files import load_encoder, small_encoder
-from realmops.model.packed import Packed
+from realmops.model.encoder_files import build_small_encoder, load_encoder
+from realmops.model.packed import PackedBatch
 
 LENGTHS = (7, 1, 16, 4)
 
@@ -38,7 +38,7 @@ def test_each_wordpiece_attends_to_those_of_its_sequence_that_it_may(
     if grouped:
         monkeypatch.setattr("realmops.model.packed._UNGROUPED_SCORES", 1)
         monkeypatch.setattr("realmops.model.packed._GROUP_SCORES", 40)
-    batch = Packed([np.arange(length) for length in LENGTHS])
+    batch = PackedBatch([np.arange(length) for length in LENGTHS])
     generator, total = torch.Generator().manual_seed(0), sum(LENGTHS)
     query = torch.randn(1, 4, total + 3, 8, generator=generator).requires_grad_()
     key, value = (torch.randn(1, 2, total + 3, 8, generator=generator) for _ in range(2))
@@ -68,37 +68,37 @@ def test_a_packed_batch_is_its_sequences_one_by_one(
     bert = loaded(family, tmp_path)
     tokens, segments = sequences(bert)
 
-    def gradients(batches: list[Packed]) -> tuple[Tensor, list[Tensor]]:
+    def gradients(batches: list[PackedBatch]) -> tuple[Tensor, list[Tensor]]:
         bert.zero_grad()
         hidden_TD = torch.cat([bert(batch) for batch in batches])
         hidden_TD.pow(3).sum().backward()
         return hidden_TD.detach(), [p.grad.clone() for p in bert.parameters() if p.grad is not None]
 
-    whole_TD, whole = gradients([Packed(tokens, segments)])
-    singles = [Packed([t], [s]) for t, s in zip(tokens, segments, strict=True)]
+    whole_TD, whole = gradients([PackedBatch(tokens, segments)])
+    singles = [PackedBatch([t], [s]) for t, s in zip(tokens, segments, strict=True)]
     assert all(batch.in_place for batch in singles)
     apart_TD, apart = gradients(singles)
     torch.testing.assert_close(whole_TD, apart_TD, rtol=0, atol=1e-5)
     monkeypatch.setattr("realmops.model.packed._UNGROUPED_SCORES", 60)
     monkeypatch.setattr("realmops.model.packed._GROUP_SCORES", 150)
-    groups = Packed(tokens, segments)
+    groups = PackedBatch(tokens, segments)
     assert 1 < len(groups.groups) < len(tokens)
     grouped_TD, grouped = gradients([groups])
     torch.testing.assert_close(grouped_TD, apart_TD, rtol=0, atol=1e-5)
     with torch.no_grad():
-        for batch in (Packed(tokens, segments), groups, singles[0]):
+        for batch in (PackedBatch(tokens, segments), groups, singles[0]):
             torch.testing.assert_close(bert(batch), apart_TD[: len(batch.tokens_T)], rtol=0, atol=1e-5)
     for found in (whole, grouped):
         for one, other in zip(found, apart, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
-    cls_BD = bert.cls(Packed(tokens, segments))
+    cls_BD = bert.cls(PackedBatch(tokens, segments))
     torch.testing.assert_close(cls_BD, apart_TD[np.cumsum([0, *LENGTHS[:-1]])], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gradient_checkpointing_keeps_little_and_gives_the_same_bits(dtype: torch.dtype) -> None:
     options = section("bert", width=24, layers=3, heads=4, intermediate=40, positions=16, dropout=0.2)
-    bert = small_encoder(options, 60, torch.Generator().manual_seed(0))[0].train()
+    bert = build_small_encoder(options, 60, torch.Generator().manual_seed(0))[0].train()
 
     def kept_and_gradients() -> tuple[int, list[Tensor]]:
         bert.zero_grad()
@@ -112,7 +112,7 @@ def test_gradient_checkpointing_keeps_little_and_gives_the_same_bits(dtype: torc
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             with autocast(torch.device("cpu"), dtype):
-                hidden_TD = bert(Packed([np.arange(16) for _ in range(20)]))
+                hidden_TD = bert(PackedBatch([np.arange(16) for _ in range(20)]))
             held = sum(kept.values())
         (hidden_TD.float().pow(3).sum() + torch.rand(()) * hidden_TD.sum()).backward()
         gradients = [parameter.grad for parameter in bert.parameters() if parameter.requires_grad]
@@ -128,7 +128,7 @@ def test_gradient_checkpointing_keeps_little_and_gives_the_same_bits(dtype: torc
 
 def test_dropout_is_drawn_while_training_alone(tmp_path: Path) -> None:
     bert = load_encoder(write_encoder(tmp_path, "bert"), 0.5)[0]
-    batch = Packed(*sequences(bert))
+    batch = PackedBatch(*sequences(bert))
     with torch.no_grad():
         bert.eval()
         assert torch.equal(bert(batch), bert(batch))
@@ -144,7 +144,7 @@ def test_threads_that_encode_at_once_get_what_one_gets(family: str, tmp_path: Pa
 
     def hidden(tokens: list[np.ndarray]) -> Tensor:
         with torch.no_grad():
-            return torch.cat([encoder(Packed(tokens)) for _ in range(5)])
+            return torch.cat([encoder(PackedBatch(tokens)) for _ in range(5)])
 
     expected = [hidden(tokens) for tokens in texts]
     found = at_once(*(lambda tokens=tokens: hidden(tokens) for tokens in texts))

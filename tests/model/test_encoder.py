@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 
 from realmops.config import Pretrain
 from realmops.model.checkpoint_files import (
-    add_spans,
+    add_span_head,
     build_encoder,
     build_models,
     load_models,
@@ -25,8 +25,8 @@ from realmops.model.checkpoint_files import (
     retriever_from_files,
     save_models,
 )
-from realmops.model.encoder_files import described_encoder
-from realmops.model.packed import Packed
+from realmops.model.encoder_files import encoder_from_description
+from realmops.model.packed import PackedBatch
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
 from realmops.search.embed import document_sequences, embed
@@ -159,7 +159,7 @@ def test_retriever_and_reader_learn_on_another_encoder(world: World, folder: Pat
 def test_both_come_back_from_their_files(world: World, folder: Path, tmp_path: Path) -> None:
     """Below the models' folder lie such that transformers opens: the reader's is the whole masked language model."""
     retriever, reader = models(world, folder)
-    add_spans(reader, 4, 0)
+    add_span_head(reader, 4, 0)
     (tmp_path / "out").mkdir()
     save_models(tmp_path / "out", retriever, reader, world.snapshot.vocabulary_hash)
     found = load_models(tmp_path / "out", world.snapshot.vocabulary_hash)
@@ -178,10 +178,10 @@ def test_both_come_back_from_their_files(world: World, folder: Path, tmp_path: P
 def test_a_tagger_learns_on_it(world: World, folder: Path) -> None:
     encoder, _ = build_encoder(section("bert", init=str(folder), positions=64), len(world.snapshot.vocabulary), 0)
     tagger = Tagger(encoder, ["O", "B-NAME"])
-    batch = Packed([tokens for tokens, _ in document_sequences(world.snapshot, range(3))])
+    batch = PackedBatch([tokens for tokens, _ in document_sequences(world.snapshot, range(3))])
     tagger(batch).square().sum().backward()
     assert encoder.word_vectors.grad is not None
-    again = described_encoder(json.loads(json.dumps(encoder.describe())))
+    again = encoder_from_description(json.loads(json.dumps(encoder.describe())))
     assert {name: tensor.shape for name, tensor in again.state_dict().items()} == {
         name: tensor.shape for name, tensor in encoder.state_dict().items()
     }

@@ -42,7 +42,7 @@ def killed() -> Iterator[None]:
 
     usual, saved = loop._save, []
 
-    def save(context: loop.Context, optimiser: Any, step: int, last: str) -> None:
+    def save(context: loop.TrainingContext, optimiser: Any, step: int, last: str) -> None:
         saved.append(step)
         if len(saved) == 2:
             raise Killed

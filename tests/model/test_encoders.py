@@ -22,7 +22,7 @@ from realmops.corpus.snapshot_reader import Snapshot
 from realmops.hub import (
     BERT,
     T5,
-    Family,
+    ModelFamily,
     encoder_files,
     encoder_folder,
     read_weights,
@@ -30,7 +30,7 @@ from realmops.hub import (
     unused_modules,
 )
 from realmops.model.checkpoint_files import build_models
-from realmops.model.encoder_files import load_encoder, save_encoder, small_encoder
+from realmops.model.encoder_files import build_small_encoder, load_encoder, save_encoder
 from realmops.model.retriever import Embedder
 from realmops.text.pretrained import read_encoder_vocabulary
 from realmops.text.vocabulary import SPECIAL_TOKENS, Casing, build_tokenizer, vocabulary_bytes
@@ -42,7 +42,7 @@ def write_encoder(folder: Path, pieces: list[str] | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     pieces = pieces or [*SPECIAL_TOKENS, *(f"w{n}" for n in range(35))]
     options = section("bert", width=8, layers=1, heads=2, intermediate=16, positions=512, dropout=0.0)
-    save_encoder(folder, *small_encoder(options, len(pieces), torch.Generator().manual_seed(0)))
+    save_encoder(folder, *build_small_encoder(options, len(pieces), torch.Generator().manual_seed(0)))
     (folder / "vocab.txt").write_bytes(vocabulary_bytes(pieces))
     return folder
 
@@ -68,7 +68,7 @@ def write_encoder(folder: Path, pieces: list[str] | None = None) -> Path:
     ],
 )
 def test_an_encoder_that_cannot_be_had_says_what_to_fetch_and_where_to_put_it(
-    tmp_path: Path, family: Family, option: str, name: str, files: str
+    tmp_path: Path, family: ModelFamily, option: str, name: str, files: str
 ) -> None:
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     with pytest.raises(ValueError, match=rf"{option} is '{name}': no such folder") as error:

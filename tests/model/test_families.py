@@ -19,8 +19,8 @@ from torch import Tensor
 
 from realmops.commands.run import check_encoders
 from realmops.model.checkpoint_files import load_models, save_models
-from realmops.model.encoder_files import described_encoder, load_encoder
-from realmops.model.packed import Packed
+from realmops.model.encoder_files import encoder_from_description, load_encoder
+from realmops.model.packed import PackedBatch
 from realmops.model.reader import Reader
 from realmops.model.retriever import Embedder, Retriever
 
@@ -59,10 +59,10 @@ def test_hidden_states_and_gradients_are_those_of_transformers(family: str, tmp_
     with torch.no_grad():
         hidden_TD = their_rows(model, tokens)
         assert hidden_TD.std() > 0.3, "the weights are so large that every term counts"
-        torch.testing.assert_close(encoder(Packed(tokens)), hidden_TD, **EXACT)
-        assert len(Packed(many).groups) > 1
-        torch.testing.assert_close(encoder(Packed(many)), their_rows(model, many), **EXACT)
-    ours_TD = encoder(Packed(tokens))
+        torch.testing.assert_close(encoder(PackedBatch(tokens)), hidden_TD, **EXACT)
+        assert len(PackedBatch(many).groups) > 1
+        torch.testing.assert_close(encoder(PackedBatch(many)), their_rows(model, many), **EXACT)
+    ours_TD = encoder(PackedBatch(tokens))
     torch.testing.assert_close(ours_TD, hidden_TD, **EXACT)
     weight_TD = torch.linspace(0.5, 1.5, hidden_TD.numel()).view_as(hidden_TD)
     (ours_TD * weight_TD).sum().backward()
@@ -78,7 +78,7 @@ def test_hidden_states_and_gradients_are_those_of_transformers(family: str, tmp_
     before = {name: parameter.grad for name, parameter in ours.items()}
     encoder.zero_grad()
     encoder.train().gradient_checkpointing = True
-    (encoder(Packed(tokens)) * weight_TD).sum().backward()
+    (encoder(PackedBatch(tokens)) * weight_TD).sum().backward()
     assert all(parameter.grad is None or torch.equal(parameter.grad, before[name]) for name, parameter in ours.items())
 
 
@@ -102,23 +102,23 @@ def test_logits_are_those_of_transformers_with_the_word_vectors_and_with_another
         tokens = sequences(encoder.vocabulary)
         with torch.no_grad():
             logits_TV = their_rows(peer_of(folder, family), tokens)
-            ours_TV = head(encoder.eval()(Packed(tokens)), encoder.word_vectors)
+            ours_TV = head(encoder.eval()(PackedBatch(tokens)), encoder.word_vectors)
             torch.testing.assert_close(ours_TV, logits_TV, rtol=0, atol=1e-4)
             if not tied:  # the head's own parameters alone decide
-                assert torch.equal(head(encoder(Packed(tokens)), 0 * encoder.word_vectors), ours_TV)
+                assert torch.equal(head(encoder(PackedBatch(tokens)), 0 * encoder.word_vectors), ours_TV)
     models = tmp_path / "models"
     models.mkdir()
     tower = Embedder(encoder, 8, "cosine", segments="one")
     save_models(models, Retriever(tower, tower), Reader(encoder, head).eval(), "vocabulary")
     assert "realmops" not in (models / "reader_encoder/config.json").read_text()
     retriever, reader = load_models(models, "vocabulary")
-    described = described_encoder(json.loads((models / "model.json").read_text())["reader"])
+    described = encoder_from_description(json.loads((models / "model.json").read_text())["reader"])
     described.load_state_dict(encoder.state_dict())
     with torch.no_grad():
-        assert torch.equal(retriever.eval().query(Packed(tokens)), tower.eval()(Packed(tokens)))
+        assert torch.equal(retriever.eval().query(PackedBatch(tokens)), tower.eval()(PackedBatch(tokens)))
         for opened, its_head in ((reader.eval().encoder, reader.masked_words), (described.eval(), head)):
             assert opened.packs is encoder.packs
-            assert torch.equal(its_head(opened(Packed(tokens)), opened.word_vectors), ours_TV)
+            assert torch.equal(its_head(opened(PackedBatch(tokens)), opened.word_vectors), ours_TV)
         again_TV = their_rows(peer_of(models / "reader_encoder", family), tokens)
         torch.testing.assert_close(again_TV, logits_TV, **EXACT)
 
@@ -132,7 +132,7 @@ def test_in_fp16_all_is_nearly_the_same_and_nothing_stays(family: str, tmp_path:
     encoder.output_biases  # noqa: B018 (it tries them out)
     assert all(torch.equal(tensor, before[name]) for name, tensor in encoder.state_dict().items())
     with torch.no_grad():
-        hidden_TD, half_TD = encoder(Packed(tokens)), half(Packed(tokens))
+        hidden_TD, half_TD = encoder(PackedBatch(tokens)), half(PackedBatch(tokens))
         assert half_TD.dtype == torch.float16
         assert float((half_TD.float() - hidden_TD).norm() / hidden_TD.norm()) < 0.01
         encoder.word_vectors.mul_(1e6)
@@ -147,10 +147,10 @@ def test_shifts_are_biases_that_move_all_hidden_states(family: str, tmp_path: Pa
     shifts = encoder.output_biases
     assert len(shifts) == (family in ("bert", "modernbert")), "that of ALBERT is of all its layers"
     with torch.no_grad():
-        hidden_TD = encoder(Packed(sequences(60)))
+        hidden_TD = encoder(PackedBatch(sequences(60)))
         for shift in shifts:
             shift += 1
-            torch.testing.assert_close(encoder(Packed(sequences(60))), hidden_TD + 1, **EXACT)
+            torch.testing.assert_close(encoder(PackedBatch(sequences(60))), hidden_TD + 1, **EXACT)
 
 
 @FAMILY
@@ -176,7 +176,7 @@ def test_a_head_that_is_missing_starts_near_the_word_vectors(family: str, tmp_pa
 @ANY
 def test_what_is_added_counts_as_part_of_the_word_vectors(family: str, tmp_path: Path) -> None:
     encoder = load_encoder(write_encoder(tmp_path, family), 0.0)[0].eval()
-    batch = Packed(sequences(encoder.vocabulary))
+    batch = PackedBatch(sequences(encoder.vocabulary))
     with torch.no_grad():
         plain_TD = encoder(batch)
         added_TD = torch.zeros(len(plain_TD), encoder.added_width)
@@ -192,7 +192,7 @@ def test_what_is_added_counts_as_part_of_the_word_vectors(family: str, tmp_path:
 def test_dropout_is_the_folders_own_or_another(family: str, tmp_path: Path) -> None:
     folder = write_encoder(tmp_path, family)
     encoder = load_encoder(folder, 0.5)[0].train()
-    batch = Packed(sequences(encoder.vocabulary))
+    batch = PackedBatch(sequences(encoder.vocabulary))
     with torch.no_grad():
         assert not torch.equal(encoder(batch), encoder(batch))
         encoder.set_dropout(0.0)
@@ -236,7 +236,7 @@ def test_hidden_states_of_any_size_are_compared_by_their_size(family: str, tmp_p
     last = f"{family}.encoder.layer.1.output.LayerNorm.weight"
     save_file({**weights, last: 1e5 * weights[last]}, folder / "model.safetensors", {"format": "pt"})
     encoder, _, _ = load_encoder(folder)
-    assert float(encoder.eval()(Packed(sequences(encoder.vocabulary))).detach().abs().max()) > 1e4
+    assert float(encoder.eval()(PackedBatch(sequences(encoder.vocabulary))).detach().abs().max()) > 1e4
     assert encoder.packs == (family == "bert")
 
 
@@ -261,7 +261,7 @@ def test_an_encoder_under_the_names_of_realm_is_a_bert(tmp_path: Path) -> None:
     again, head, found = load_encoder(folder, 0.0)
     assert found
     assert head is not None
-    batch = Packed(sequences(encoder.vocabulary))
+    batch = PackedBatch(sequences(encoder.vocabulary))
     with torch.no_grad():
         assert torch.equal(again.eval()(batch), encoder.eval()(batch))
 
@@ -271,7 +271,7 @@ def test_an_encoder_is_opened_without_taking_the_gpus(tmp_path: Path, monkeypatc
     folder = write_encoder(tmp_path, "bert")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *args: pytest.fail("a GPU was taken"))
-    described_encoder(load_encoder(folder)[0].describe())
+    encoder_from_description(load_encoder(folder)[0].describe())
 
 
 def test_code_in_a_folder_is_not_run(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_random_numbers_are_not_drawn(tmp_path: Path) -> None:
     folder = write_encoder(tmp_path, "bert", head=False)
     before = torch.random.get_rng_state()
     encoder, _, _ = load_encoder(folder)
-    described_encoder(encoder.describe())
+    encoder_from_description(encoder.describe())
     assert torch.equal(torch.random.get_rng_state(), before)
 
 

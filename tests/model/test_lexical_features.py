@@ -10,13 +10,13 @@ from small_world import World, section, tiny_context, tiny_models, tiny_optimise
 
 from realmops.answering.openqa import OpenQa
 from realmops.corpus.question_sets import Question
-from realmops.model.checkpoint_files import add_spans, load_models, save_models
+from realmops.model.checkpoint_files import add_span_head, load_models, save_models
 from realmops.model.lexical_features import SIZES, UNITS, LexicalFeatures
-from realmops.model.packed import FORM_STEP, Packed
-from realmops.model.reader import Masked, Reader
+from realmops.model.packed import FORM_STEP, PackedBatch
+from realmops.model.reader import MaskedSentences, Reader
 from realmops.model.sequences import SpecialTokens, join_reader
-from realmops.search.corpus_statistics import start_matches
-from realmops.text.word_shape import Form, form_of, forms_of
+from realmops.search.corpus_statistics import init_lexical_features
+from realmops.text.word_shape import WordShape, classify_word, classify_words
 from realmops.train.examples import Examples
 from realmops.train.inverse_cloze import train_reader
 from realmops.train.realm import Realm
@@ -42,9 +42,9 @@ def ids(text: str) -> np.ndarray:
     return np.array([VOCABULARY.index(word) for word in text.split()], dtype=np.int64)
 
 
-def packed(*pairs: tuple[np.ndarray, np.ndarray]) -> Packed:
+def packed(*pairs: tuple[np.ndarray, np.ndarray]) -> PackedBatch:
     joined = [join_reader(x, z, SPECIAL, 64) for x, z in pairs]
-    return Packed([tokens for tokens, *_ in joined], [segments for _, segments, _ in joined])
+    return PackedBatch([tokens for tokens, *_ in joined], [segments for _, segments, _ in joined])
 
 
 # ---- classes
@@ -66,7 +66,7 @@ def test_classes_are_those_of_a_slow_version() -> None:
     pairs = []
     for _ in range(40):
         x, z = (rng.integers(3, len(VOCABULARY), rng.integers(0, most)) for most in (9, 50))
-        pairs.append((x, z + FORM_STEP * rng.integers(1, len(Form), len(z))))
+        pairs.append((x, z + FORM_STEP * rng.integers(1, len(WordShape), len(z))))
     model = told()
     found = model.classes(packed(*pairs))
     expected = [slow(x, z) for x, z in pairs]
@@ -132,15 +132,15 @@ def slow(x: np.ndarray, z: np.ndarray) -> dict[str, list[int]]:
 @pytest.mark.parametrize(
     ("word", "form"),
     [
-        ("sea", Form.LOWER), ("Sea", Form.CAPITAL), ("A", Form.CAPITAL), ("NATO", Form.CAPITALS),
-        ("iPod", Form.MIXED), ("1931", Form.YEAR), ("3100", Form.NUMBER), ("20", Form.NUMBER),
-        ("20th", Form.DIGITS), ("海", Form.LOWER), ("Ås", Form.CAPITAL), ("-", Form.MARK),
+        ("sea", WordShape.LOWER), ("Sea", WordShape.CAPITAL), ("A", WordShape.CAPITAL), ("NATO", WordShape.CAPITALS),
+        ("iPod", WordShape.MIXED), ("1931", WordShape.YEAR), ("3100", WordShape.NUMBER), ("20", WordShape.NUMBER),
+        ("20th", WordShape.DIGITS), ("海", WordShape.LOWER), ("Ås", WordShape.CAPITAL), ("-", WordShape.MARK),
     ],
 )  # fmt: skip
-def test_the_form_of_a_word(word: str, form: Form) -> None:
-    assert form_of(word, starts_sentence=False) is form
-    if form is Form.CAPITAL:
-        assert form_of(word, starts_sentence=True) is Form.FIRST
+def test_the_form_of_a_word(word: str, form: WordShape) -> None:
+    assert classify_word(word, starts_sentence=False) is form
+    if form is WordShape.CAPITAL:
+        assert classify_word(word, starts_sentence=True) is WordShape.FIRST
 
 
 def test_wordpieces_have_the_form_of_their_word() -> None:
@@ -148,20 +148,26 @@ def test_wordpieces_have_the_form_of_their_word() -> None:
     chars = np.array([[0, 2], [2, 4], [5, 9], [9, 10], [11, 14]], np.int32)
     continues = np.array([False, True, False, False, False])
     starts = np.array([0, 4], np.int32)
-    form = forms_of("Anna sang. She", chars, continues, starts)
-    assert form.tolist() == [Form.FIRST, Form.FIRST, Form.LOWER, Form.MARK, Form.FIRST]
-    assert forms_of("Anna", chars[:2], ~continues[:2], starts[:1]).tolist() == [Form.FIRST, Form.LOWER]
-    assert forms_of("", chars[:0], continues[:0], starts[:0]).tolist() == []
+    form = classify_words("Anna sang. She", chars, continues, starts)
+    assert form.tolist() == [WordShape.FIRST, WordShape.FIRST, WordShape.LOWER, WordShape.MARK, WordShape.FIRST]
+    assert classify_words("Anna", chars[:2], ~continues[:2], starts[:1]).tolist() == [WordShape.FIRST, WordShape.LOWER]
+    assert classify_words("", chars[:0], continues[:0], starts[:0]).tolist() == []
 
 
 def test_a_passage_is_written_with_forms_that_packed_takes_apart(world: World) -> None:
     snapshot = world.snapshot
     for passage in range(len(snapshot)):
-        batch = Packed([snapshot.written(passage)])
+        batch = PackedBatch([snapshot.written(passage)])
         assert batch.tokens_T.tolist() == snapshot.body(passage).tolist()
         assert batch.forms_T.tolist() == snapshot.forms(passage).tolist()
-    assert set(snapshot.forms(0)) == {Form.FIRST, Form.CAPITAL, Form.LOWER, Form.YEAR, Form.MARK}
-    assert not Packed([snapshot.body(0)]).forms_T.any()
+    assert set(snapshot.forms(0)) == {
+        WordShape.FIRST,
+        WordShape.CAPITAL,
+        WordShape.LOWER,
+        WordShape.YEAR,
+        WordShape.MARK,
+    }
+    assert not PackedBatch([snapshot.body(0)]).forms_T.any()
 
 
 # ---- the reader
@@ -173,7 +179,7 @@ def readers(world: World) -> tuple[Reader, Reader]:
     assert comparing.matches is not None
     comparing.load_state_dict(without.state_dict(), strict=False)
     comparing.matches = LexicalFeatures(world.snapshot.tokenizer.get_vocab_size(), 16)
-    start_matches(comparing, world.snapshot, 0, lambda label, total: lambda count: None)
+    init_lexical_features(comparing, world.snapshot, 0, lambda label, total: lambda count: None)
     return without, comparing
 
 
@@ -182,7 +188,7 @@ def log_tokens(reader: Reader, world: World) -> torch.Tensor:
     body = world.snapshot.body(0)
     x = [np.where(np.arange(8) == at, world.special.mask, body[:8]) for at in (2, 5)]
     documents = [reader.document(world.snapshot, 0), body[:0]]
-    masked = Masked(x, [np.array([2]), np.array([5])], [body[[2]], body[[5]]], world.special, 64)
+    masked = MaskedSentences(x, [np.array([2]), np.array([5])], [body[[2]], body[[5]]], world.special, 64)
     return reader.log_masked_pairs(masked, documents)
 
 
@@ -212,7 +218,7 @@ def test_gradients_reach_the_vectors_of_the_classes_that_occur(world: World) -> 
     told = comparing.matches
     x, z = world.wordpieces("Who was born in Oslo?"), world.snapshot.written(0)
     tokens, segments, first = join_reader(x, z, world.special, 64)
-    batch = Packed([tokens], [segments])
+    batch = PackedBatch([tokens], [segments])
     comparing.encode(batch)[first + 2].square().sum().backward()
     learns = told.vectors.weight.grad.any(-1)
     expected = torch.zeros_like(learns)
@@ -257,7 +263,7 @@ def test_pretraining_reads_as_fine_tuning_does(world: World) -> None:
         bodies = [world.snapshot.written(p) for p in found] + [world.snapshot.body(0)[:0]]
         for k, body in zip([0, 1, -1], bodies, strict=True):
             tokens, segments, _ = join_reader(masked.x, body, world.special, 60)
-            hidden_TD = reader.encode(Packed([tokens], [segments]))
+            hidden_TD = reader.encode(PackedBatch([tokens], [segments]))
             logits_MV = reader.masked_words(hidden_TD[1 + masked.positions], reader.bert.word_vectors)
             log_word_MV = logits_MV.log_softmax(-1)
             torch.testing.assert_close(log_words_KMV[k], log_word_MV, rtol=1e-4, atol=1e-4)
@@ -269,7 +275,7 @@ def test_answers_rest_on_it(world: World) -> None:
     """Only how the words are written differs: a span's score does too."""
     retriever = tiny_models(world)[0]
     _, comparing = readers(world)
-    add_spans(comparing, 16, 0)
+    add_span_head(comparing, 16, 0)
     torch.nn.init.normal_(comparing.matches.vectors.weight)
     options = section("finetune", query_wordpieces=16, reader_wordpieces=64, retriever_candidates=12)
     model = OpenQa(retriever, comparing, world.snapshot, None, options, torch.float32, ranker=lambda q, k: np.arange(k))

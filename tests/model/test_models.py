@@ -12,7 +12,7 @@ from small_world import World, section, tiny_models
 from torch import Tensor, nn
 
 from realmops.model.checkpoint_files import (
-    add_spans,
+    add_span_head,
     build_models,
     load_models,
     retriever_files,
@@ -20,25 +20,25 @@ from realmops.model.checkpoint_files import (
     save_models,
 )
 from realmops.model.encoder import Encoder
-from realmops.model.encoder_files import load_encoder, save_encoder, small_encoder
+from realmops.model.encoder_files import build_small_encoder, load_encoder, save_encoder
 from realmops.model.masked_word_head import MaskedWordHead
-from realmops.model.packed import BATCH_WORDPIECES, Packed
+from realmops.model.packed import BATCH_WORDPIECES, PackedBatch
 from realmops.model.reader import SpanHead
-from realmops.model.retriever import Embedder, Mixture
+from realmops.model.retriever import Embedder, FusionWeights
 from realmops.search.embed import document_sequences, embed, query_sequences
 
 FP32 = torch.float32
 
 
-def batch(world: World) -> Packed:
+def batch(world: World) -> PackedBatch:
     sequences = document_sequences(world.snapshot, range(5))
-    return Packed([tokens for tokens, _ in sequences], [segments for _, segments in sequences])
+    return PackedBatch([tokens for tokens, _ in sequences], [segments for _, segments in sequences])
 
 
 def write_small(folder: Path) -> tuple[Encoder, MaskedWordHead]:
     """A published BERT of 150 wordpieces."""
     options = section("bert", width=16, layers=1, heads=2, intermediate=32, positions=64, dropout=0.0)
-    encoder, head = small_encoder(options, 150, torch.Generator().manual_seed(0))
+    encoder, head = build_small_encoder(options, 150, torch.Generator().manual_seed(0))
     save_encoder(folder, encoder, head)
     (folder / "vocab.txt").write_text("")
     return encoder, head
@@ -171,7 +171,7 @@ def test_embeddings_are_those_of_single_sequences_in_order(world: World) -> None
     assert retriever.document.training, "dropout is off while it embeds, and on again afterwards"
     retriever.eval()
     with torch.no_grad():
-        singles = [retriever.document(Packed([tokens], [segments]))[0] for tokens, segments in sequences]
+        singles = [retriever.document(PackedBatch([tokens], [segments]))[0] for tokens, segments in sequences]
     torch.testing.assert_close(embedding_NE, torch.stack(singles), rtol=0, atol=1e-5)
     assert torch.equal(embed(retriever.document, sequences, FP32), embedding_NE)
     assert not embedding_NE.requires_grad
@@ -182,7 +182,7 @@ def test_batches_have_at_most_so_many_wordpieces(world: World, monkeypatch: pyte
     sizes: list[int] = []
     real = Embedder.forward
 
-    def spy(self: Embedder, packed: Packed, vectors: int) -> Tensor:
+    def spy(self: Embedder, packed: PackedBatch, vectors: int) -> Tensor:
         sizes.append(len(packed) * packed.longest)
         return real(self, packed, vectors)
 
@@ -209,7 +209,7 @@ def same_state(one: nn.Module, other: nn.Module) -> None:
 def test_models_read_back_as_written(world: World, tmp_path: Path, head: str, share: bool, spans: bool) -> None:
     retriever, reader = tiny_models(world, head=head, share_embedders=share)
     if spans:
-        add_spans(reader, 12, seed=0)
+        add_span_head(reader, 12, seed=0)
         reader.spans.norm.eps = 1e-3  # as in published readers
     save_models(tmp_path, retriever, reader, "c0ffee")
     encoders = ["query_encoder", "reader_encoder"] if share else ["document_encoder", "query_encoder", "reader_encoder"]
@@ -231,7 +231,7 @@ def test_models_read_back_as_written(world: World, tmp_path: Path, head: str, sh
 @pytest.mark.parametrize("apart", [True, False])
 def test_weights_of_words_and_the_copy_head_are_read_back(world: World, tmp_path: Path, apart: bool) -> None:
     retriever, reader = tiny_models(world, copying={"copies": True, "apart": apart})
-    retriever.mixture = Mixture(0.7, 3.5, 2.0)
+    retriever.mixture = FusionWeights(0.7, 3.5, 2.0)
     save_models(tmp_path, retriever, reader, "c0ffee")
     again_retriever, again_reader = load_models(tmp_path, "c0ffee")
     assert again_retriever.mixture == retriever.mixture

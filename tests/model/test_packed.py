@@ -7,15 +7,15 @@ from small_world import section
 from torch import Tensor
 
 from realmops.devices import autocast
-from realmops.model.encoder_files import small_encoder
-from realmops.model.packed import Packed, pad_rows
+from realmops.model.encoder_files import build_small_encoder
+from realmops.model.packed import PackedBatch, pad_rows
 from realmops.model.reader import SpanHead
 
 
 def test_groups_are_of_like_lengths_and_cover_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("realmops.model.packed._UNGROUPED_SCORES", 1)
     monkeypatch.setattr("realmops.model.packed._GROUP_SCORES", 8)  # two of 2 x 2; a longer one stays alone
-    batch = Packed([np.arange(length) for length in (5, 2, 1, 2)])
+    batch = PackedBatch([np.arange(length) for length in (5, 2, 1, 2)])
     found = [(g.size, g.longest, g.is_padding_GL is not None) for g in batch.groups]
     assert found == [(2, 8, True), (1, 2, False), (1, 5, False)]
     assert batch.padded_row_T.tolist() == [18, 19, 20, 21, 22, 8, 9, 0, 16, 17]
@@ -37,10 +37,10 @@ def test_few_numbers_of_rows_in_bf16() -> None:
 def test_rows_that_are_added_in_bf16_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     options = section("bert", width=24, layers=2, heads=4, intermediate=40, positions=16, dropout=0.0)
-    bert, _ = small_encoder(options, 60, torch.Generator().manual_seed(0))
+    bert, _ = build_small_encoder(options, 60, torch.Generator().manual_seed(0))
     spans = SpanHead(24, 8)
     parameters = [p for p in (*bert.parameters(), *spans.parameters()) if p.requires_grad]
-    batch = Packed([np.arange(length) for length in (5, 2, 9, 3)])
+    batch = PackedBatch([np.arange(length) for length in (5, 2, 9, 3)])
     start_S, end_S = torch.tensor([0, 7, 18]), torch.tensor([1, 9, 18])
 
     def values() -> list[Tensor]:

@@ -17,9 +17,9 @@ from torch import Tensor
 from realmops.model import likelihood
 from realmops.model.encoder import Encoder
 from realmops.model.masked_word_head import MaskedWordHead
-from realmops.model.packed import Packed
-from realmops.model.reader import Bodies, Reader, SpanHead, enumerate_spans
-from realmops.model.transformers_models import open_model, without_pooler
+from realmops.model.packed import PackedBatch
+from realmops.model.reader import DocumentRows, Reader, SpanHead, enumerate_spans
+from realmops.model.transformers_models import load_transformers_model, remove_pooler
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "peer_realm.safetensors"
 EXACT = {"rtol": 0.0, "atol": 1e-5}
@@ -46,8 +46,8 @@ def state_of(peer: dict[str, Tensor], module: str) -> dict[str, Tensor]:
 
 
 def reader(peer: dict[str, Tensor], module: str, config: dict[str, Any]) -> Reader:
-    model, _ = open_model(state_of(peer, module), config, module, predicts=True)
-    return Reader(Encoder(without_pooler(model.base_model)), MaskedWordHead(model)).eval()
+    model, _ = load_transformers_model(state_of(peer, module), config, module, predicts=True)
+    return Reader(Encoder(remove_pooler(model.base_model)), MaskedWordHead(model)).eval()
 
 
 def span_head(state: dict[str, Tensor]) -> SpanHead:
@@ -75,11 +75,11 @@ def beside_spans(state: dict[str, Tensor]) -> Tensor:
     return score_1H @ norm_H + state["qa_outputs.dense_output.bias"]
 
 
-def packed(token_NL: Tensor, segment_NL: Tensor) -> Packed:
+def packed(token_NL: Tensor, segment_NL: Tensor) -> PackedBatch:
     """Padded rows without their padding."""
     lengths = token_NL.ne(PADDING).sum(1).tolist()
     rows = list(zip(token_NL.numpy(), segment_NL.numpy(), lengths, strict=True))
-    return Packed([t[:n] for t, _, n in rows], [s[:n] for _, s, n in rows])
+    return PackedBatch([t[:n] for t, _, n in rows], [s[:n] for _, s, n in rows])
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:
@@ -107,7 +107,7 @@ def test_marginal_masked_word_loss(peer: dict[str, Tensor], config: dict[str, An
         batch,
         torch.from_numpy(np.concatenate(rows)),
         torch.from_numpy(np.concatenate(targets)),
-        Bodies.of(batch.starts[:-1], batch.starts[1:]),
+        DocumentRows.of(batch.starts[:-1], batch.starts[1:]),
         sequence_N,
     )
     flat = torch.zeros(size * count * longest).index_copy(0, torch.from_numpy(np.concatenate(places)), log_token_N)

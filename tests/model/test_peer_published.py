@@ -21,7 +21,7 @@ from realmops.artifacts import read_json, read_manifest
 from realmops.commands.published import import_published
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.checkpoint_files import load_models
-from realmops.model.packed import Packed
+from realmops.model.packed import PackedBatch
 from realmops.model.reader import enumerate_spans
 from realmops.model.sequences import SpecialTokens, join_query, join_reader
 from realmops.search.embeddings import embed_corpus, load_index
@@ -124,7 +124,7 @@ def test_retrieval_and_span_scores(project: Path, snapshot: Snapshot, peer: dict
     special = SpecialTokens.of(snapshot.tokenizer)
     question = wordpieces(snapshot, list(ANSWERS)[n])
     with torch.no_grad():
-        query_BE = retriever.query(Packed([join_query(question, special, 16)]))
+        query_BE = retriever.query(PackedBatch([join_query(question, special, 16)]))
         close(query_BE[0], peer[f"{n}.query"])
         relevance, found = search(query_BE, load_index(folder, snapshot), BEAM)
         assert found[0].tolist() == peer[f"{n}.retrieved"].tolist()
@@ -135,7 +135,7 @@ def test_retrieval_and_span_scores(project: Path, snapshot: Snapshot, peer: dict
             assert first == int(peer[f"{n}.first_of_body"][rank])
             start, end = enumerate_spans(first, len(tokens) - 1 - first, LONGEST_SPAN)
             assert reader.spans is not None
-            hidden_TD = reader.bert(Packed([tokens], [segments]))
+            hidden_TD = reader.bert(PackedBatch([tokens], [segments]))
             score_S = reader.spans(hidden_TD, torch.from_numpy(start), torch.from_numpy(end))
             theirs = {
                 (s, e): score

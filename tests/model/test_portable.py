@@ -18,9 +18,9 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.checkpoint_files import load_models
-from realmops.model.packed import Packed
+from realmops.model.packed import PackedBatch
 from realmops.model.portable import write_retriever
-from realmops.model.retriever import Bag, Retriever, Tower
+from realmops.model.retriever import BagOfWords, Retriever, Tower
 from realmops.search.embed import document_sequences, embed, embed_documents, query_sequences, text_queries
 
 FP32 = torch.float32
@@ -108,7 +108,7 @@ def test_transformers_opens_the_encoders_of_a_run(trained: Path) -> None:
         with torch.no_grad():
             hidden_TD = AutoModel.from_pretrained(models / name)(**encoded).last_hidden_state[0]
             logits_TV = AutoModelForMaskedLM.from_pretrained(models / "reader_encoder")(**encoded).logits[0]
-            batch = Packed([tokens], [segments])
+            batch = PackedBatch([tokens], [segments])
             ours_TD = (reader.encoder if name == "reader_encoder" else retriever.query.encoder)(batch)
             scores_TV = reader.masked_words(reader.encoder(batch), reader.encoder.word_vectors)
         torch.testing.assert_close(hidden_TD, ours_TD, rtol=0, atol=1e-4)
@@ -116,7 +116,7 @@ def test_transformers_opens_the_encoders_of_a_run(trained: Path) -> None:
 
 
 def test_a_bag_is_a_table_of_the_library(world: World, tmp_path: Path) -> None:
-    bag = Bag(len(world.snapshot.vocabulary), 8, 0.05)
+    bag = BagOfWords(len(world.snapshot.vocabulary), 8, 0.05)
     bag.counts_V[world.special.ids] = 0
     bag.counts_V[20:30] = 0.5
     check_same(tmp_path, Retriever(bag, bag), world)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from realmops.config import Pretrain
 from realmops.model import likelihood
-from realmops.model.packed import Packed
+from realmops.model.packed import PackedBatch
 from realmops.model.reader import READERS as CLASSES
-from realmops.model.reader import Masked, Reader
+from realmops.model.reader import MaskedSentences, Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import join_document, join_query, join_reader
 from realmops.train.candidates import Candidates
@@ -58,21 +58,21 @@ def example(world: World, passage: int, span: int, **changes: Any) -> Example:
     return examples.example(int(world.spans.offsets[passage]) + span, np.random.default_rng(0))
 
 
-def hidden(world: World, *examples: Example) -> Masked:
+def hidden(world: World, *examples: Example) -> MaskedSentences:
     sentences, positions, targets = ([getattr(e, name) for e in examples] for name in ("x", "positions", "targets"))
-    return Masked(sentences, positions, targets, world.special, LIMIT)
+    return MaskedSentences(sentences, positions, targets, world.special, LIMIT)
 
 
 def p_words(reader: Reader, world: World, x: np.ndarray, j: int, z: np.ndarray, limit: int = LIMIT) -> list[float]:
     """p(y_j = w|z, x) for every wordpiece w, one pair and one wordpiece at a time."""
     special, copy = world.special, reader.copy
     if reader.apart:
-        h_j = reader.bert(Packed([join_query(x, special, limit)]))[1 + j]
+        h_j = reader.bert(PackedBatch([join_query(x, special, limit)]))[1 + j]
         joined, segments, first = join_reader(NOTHING, z, special, limit)
     else:
         joined, segments, first = join_reader(x, z, special, limit)
         assert joined[1 + j] == special.mask
-    h = reader.bert(Packed([joined], [segments]))
+    h = reader.bert(PackedBatch([joined], [segments]))
     if not reader.apart:
         h_j = h[1 + j]
     p = reader.masked_words(h_j[None], reader.bert.word_vectors)[0].softmax(-1).tolist()
@@ -170,12 +170,12 @@ def slow(
     snapshot, special = world.snapshot, world.special
     joint, per_token, null_shares, shares, gains, utilities, tops, bests = ([] for _ in range(8))
     for x, row in zip(examples, candidates, strict=True):
-        query = retriever.query(Packed([join_query(x.x, special, chosen.query_wordpieces)]))[0]
+        query = retriever.query(PackedBatch([join_query(x.x, special, chosen.query_wordpieces)]))[0]
         f, p_y, p_tokens = [], [], []
         for z in [*row, *([NULL] if chosen.null_document else [])]:
             title, body = (NOTHING, NOTHING) if z == NULL else (snapshot.title_tokens(z), snapshot.body(z))
             document, segments = join_document(title, body, special, snapshot.block_wordpieces)
-            f.append(float(retriever.scale * query @ retriever.document(Packed([document], [segments]))[0]))
+            f.append(float(retriever.scale * query @ retriever.document(PackedBatch([document], [segments]))[0]))
             pairs = zip(x.positions.tolist(), x.targets.tolist(), strict=True)
             p_tokens.append([p_words(reader, world, x.x, j, body, chosen.reader_wordpieces)[y_j] for j, y_j in pairs])
             p_y.append(math.prod(p_tokens[-1]))
@@ -392,7 +392,7 @@ def test_the_warm_start_masks_the_same_for_every_reader(world: World, monkeypatc
     for kind in CLASSES.values():
 
         def spy(
-            reader: Reader, masked: Masked, documents: Sequence[np.ndarray], usual: Any = kind.log_masked_pairs
+            reader: Reader, masked: MaskedSentences, documents: Sequence[np.ndarray], usual: Any = kind.log_masked_pairs
         ) -> Tensor:
             drawn.append((masked, documents))
             return usual(reader, masked, documents)

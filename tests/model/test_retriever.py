@@ -12,12 +12,12 @@ from small_world import World, section, tiny_models
 from torch import Tensor, nn
 
 from realmops import devices
-from realmops.devices import autocast, multiplies_bf16
-from realmops.model.checkpoint_files import build_models, describe, retriever_files, retriever_from_files
+from realmops.devices import autocast, supports_bf16
+from realmops.model.checkpoint_files import build_models, describe_models, retriever_files, retriever_from_files
 from realmops.model.encoder import Encoder
-from realmops.model.encoder_files import small_encoder
-from realmops.model.packed import Packed
-from realmops.model.retriever import Bag, Embedder, Retriever, initialise_projection, means
+from realmops.model.encoder_files import build_small_encoder
+from realmops.model.packed import PackedBatch
+from realmops.model.retriever import BagOfWords, Embedder, Retriever, initialise_projection, mean_pool
 from realmops.model.sequences import join_document
 from realmops.search.embed import document_sequences, embed, embed_documents
 
@@ -25,15 +25,15 @@ FP32 = torch.float32
 SHAPE = {"layers": 2, "heads": 2, "intermediate": 32, "positions": 64, "dropout": 0.0}
 
 
-def batch(world: World, rows: Sequence[int] = range(5)) -> Packed:
+def batch(world: World, rows: Sequence[int] = range(5)) -> PackedBatch:
     sequences = document_sequences(world.snapshot, rows)
-    return Packed([tokens for tokens, _ in sequences], [segments for _, segments in sequences])
+    return PackedBatch([tokens for tokens, _ in sequences], [segments for _, segments in sequences])
 
 
 def encoder(width: int = 16) -> Encoder:
     """Weights so large that sequences differ."""
     generator = torch.Generator().manual_seed(0)
-    made, _ = small_encoder(section("bert", width=width, **SHAPE), 150, generator)
+    made, _ = build_small_encoder(section("bert", width=width, **SHAPE), 150, generator)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
@@ -53,7 +53,7 @@ def test_the_mean_is_over_all_wordpieces_with_cls_and_sep(world: World) -> None:
     tower = embedder(head="paper", pooling="mean")
     pooled_BD = tower(batch(world))
     for row, (tokens, segments) in enumerate(document_sequences(world.snapshot, range(5))):
-        hidden_TD = tower.bert(Packed([tokens], [segments]))
+        hidden_TD = tower.bert(PackedBatch([tokens], [segments]))
         assert len(hidden_TD) == len(tokens)
         torch.testing.assert_close(pooled_BD[row], hidden_TD.mean(0), rtol=0, atol=1e-5)
 
@@ -81,9 +81,9 @@ def slowly(hidden_TD: Tensor, vectors: int) -> Tensor:
 def test_each_vector_is_half_the_passage_and_half_a_part_of_it(vectors: int) -> None:
     tower, rng = embedder(pooling="mean"), np.random.default_rng(0)
     sequences = [rng.integers(5, 150, length) for length in (30, 4, 7, 1, 2)]
-    together = tower(Packed(sequences), vectors)
+    together = tower(PackedBatch(sequences), vectors)
     for sequence, embedding_X in zip(sequences, together, strict=True):
-        hidden_TD = tower.bert(Packed([sequence]))
+        hidden_TD = tower.bert(PackedBatch([sequence]))
         expected_MD = slowly(hidden_TD, vectors)
         expected_MD = expected_MD / expected_MD.norm(dim=-1, keepdim=True)
         torch.testing.assert_close(embedding_X.view(vectors, -1), expected_MD, rtol=0, atol=1e-5)
@@ -95,7 +95,7 @@ def test_a_gpu_makes_the_means_of_all_sequences_together(vectors: int) -> None:
     lengths = np.array([30, 4, 7, 1, 2])
     hidden_TD = torch.randn(int(lengths.sum()), 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
     expected = torch.cat([slowly(rows_TD, vectors) for rows_TD in torch.split(hidden_TD, lengths.tolist())])
-    found = means(hidden_TD, lengths, vectors)
+    found = mean_pool(hidden_TD, lengths, vectors)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     weight = torch.linspace(0.5, 1.5, found.numel()).view_as(found)
     gradients = [torch.autograd.grad((each * weight).sum(), hidden_TD)[0] for each in (found, expected)]
@@ -105,8 +105,8 @@ def test_a_gpu_makes_the_means_of_all_sequences_together(vectors: int) -> None:
 def test_a_mean_is_in_full_precision_whatever_the_stages() -> None:
     tower, tokens = embedder(head="paper", pooling="mean"), np.arange(5, 35)
     with autocast(torch.device("cpu"), torch.bfloat16):
-        hidden_TD = tower.bert(Packed([tokens])).float()
-        [embedding_X] = tower(Packed([tokens]), 2)
+        hidden_TD = tower.bert(PackedBatch([tokens])).float()
+        [embedding_X] = tower(PackedBatch([tokens]), 2)
     torch.testing.assert_close(embedding_X.view(2, -1), slowly(hidden_TD, 2), rtol=1e-5, atol=1e-5)
 
 
@@ -194,7 +194,7 @@ def test_with_one_segment_title_and_body_are_the_same(world: World) -> None:
     one, two = embedder(segments="one"), embedder(segments="two")
     documents = batch(world)
     before = documents.segments_T.clone()
-    as_zeros = Packed([t for t, _ in document_sequences(world.snapshot, range(5))])
+    as_zeros = PackedBatch([t for t, _ in document_sequences(world.snapshot, range(5))])
     assert int(before.sum()) > 0
     torch.testing.assert_close(one(documents), two(as_zeros))
     assert not torch.allclose(one(documents), two(documents), atol=1e-3)
@@ -204,8 +204,8 @@ def test_with_one_segment_title_and_body_are_the_same(world: World) -> None:
 # ---- the bag
 
 
-def bag_of(vectors: Sequence[Sequence[float]], special: Sequence[int] = ()) -> Bag:
-    bag = Bag(len(vectors), len(vectors[0]), 0.05)
+def bag_of(vectors: Sequence[Sequence[float]], special: Sequence[int] = ()) -> BagOfWords:
+    bag = BagOfWords(len(vectors), len(vectors[0]), 0.05)
     with torch.no_grad():
         bag.word.weight.copy_(torch.tensor(vectors))
         bag.counts_V[list(special)] = 0.0
@@ -215,7 +215,7 @@ def bag_of(vectors: Sequence[Sequence[float]], special: Sequence[int] = ()) -> B
 def test_a_bag_by_hand() -> None:
     """Wordpieces 2 and 3 twice: (3, 0) + 2 (0, 2) = (3, 4), of length 5."""
     bag = bag_of([[9.0, 9.0], [7.0, -7.0], [3.0, 0.0], [0.0, 2.0]], special=[0, 1])
-    embedding_BE = bag(Packed([np.array([0, 3, 2, 1, 3, 1]), np.array([0, 3, 1]), np.array([0, 1])]))
+    embedding_BE = bag(PackedBatch([np.array([0, 3, 2, 1, 3, 1]), np.array([0, 3, 1]), np.array([0, 1])]))
     torch.testing.assert_close(embedding_BE, torch.tensor([[0.6, 0.8], [0.0, 1.0], [0.0, 0.0]]))
     assert (bag.width, bag.head, Retriever(bag, bag).scale) == (2, "cosine", pytest.approx(20.0))
 
@@ -223,17 +223,17 @@ def test_a_bag_by_hand() -> None:
 def test_special_wordpieces_count_nothing_and_learn_nothing() -> None:
     bag = bag_of(torch.randn(6, 3, generator=torch.Generator().manual_seed(0)).tolist(), special=[0, 1])
     tokens = [np.array([0, 2, 1, 3, 1]), np.array([0, 4, 4, 1])]
-    bag(Packed(tokens)).sum().backward()
+    bag(PackedBatch(tokens)).sum().backward()
     gradient_VE = bag.word.weight.grad
     assert not gradient_VE[[0, 1, 5]].any()
     assert gradient_VE[[2, 3]].abs().sum(-1).min() > 0
     with_more = [np.concatenate([t, [0, 1, 1]]) for t in tokens]
-    assert torch.equal(bag(Packed(with_more)), bag(Packed(tokens)))
+    assert torch.equal(bag(PackedBatch(with_more)), bag(PackedBatch(tokens)))
 
 
 def test_an_empty_document_has_relevance_0_and_a_finite_gradient() -> None:
     bag = bag_of(torch.randn(6, 3, generator=torch.Generator().manual_seed(0)).tolist(), special=[0, 1])
-    embedding_BE = bag(Packed([np.array([0, 1, 1]), np.array([0, 2, 3, 1])]))
+    embedding_BE = bag(PackedBatch([np.array([0, 1, 1]), np.array([0, 2, 3, 1])]))
     assert embedding_BE[0].tolist() == [0.0, 0.0, 0.0]
     relevance = Retriever(bag, bag).relevance(embedding_BE[1:], embedding_BE[None, :])
     assert float(relevance[0, 0].detach()) == 0.0
@@ -244,12 +244,12 @@ def test_an_empty_document_has_relevance_0_and_a_finite_gradient() -> None:
 def test_a_bag_knows_no_order_and_no_segments(world: World) -> None:
     bag = bag_of(torch.randn(150, 8).tolist())
     [(tokens, segments)] = document_sequences(world.snapshot, [3])
-    forwards = bag(Packed([tokens], [segments]))
-    torch.testing.assert_close(bag(Packed([tokens[::-1].copy()])), forwards)
+    forwards = bag(PackedBatch([tokens], [segments]))
+    torch.testing.assert_close(bag(PackedBatch([tokens[::-1].copy()])), forwards)
 
 
 def test_a_bag_is_in_full_precision_whatever_the_stages() -> None:
-    bag, packed = bag_of(torch.randn(20, 8).tolist()), Packed([np.arange(20), np.arange(3)])
+    bag, packed = bag_of(torch.randn(20, 8).tolist()), PackedBatch([np.arange(20), np.arange(3)])
     with autocast(torch.device("cpu"), torch.bfloat16):
         low = bag(packed)
     assert low.dtype == FP32
@@ -280,9 +280,9 @@ def named(form: dict[str, Any]) -> str:
 def test_every_form_goes_through_its_files(world: World, form: dict[str, Any]) -> None:
     """A reader of the files embeds to the same bytes, without the encoder's folder or the passages."""
     retriever, _ = tiny_models(world, **form)
-    if isinstance(retriever.query, Bag):
+    if isinstance(retriever.query, BagOfWords):
         for tower in (retriever.query, retriever.document):
-            assert isinstance(tower, Bag)
+            assert isinstance(tower, BagOfWords)
             tower.counts_V[[2, 3]] = 0.0
     files = retriever_files(retriever, "c0ffee")
     size = 4 * sum(p.numel() for p in retriever.query.parameters())
@@ -290,7 +290,7 @@ def test_every_form_goes_through_its_files(world: World, form: dict[str, Any]) -
     assert json.loads(files["model.json"])["vocabulary_hash"] == "c0ffee"
     again = retriever_from_files(files)
     assert retriever_files(again, "c0ffee") == files
-    assert describe(again, None, "c0ffee") == describe(retriever, None, "c0ffee")
+    assert describe_models(again, None, "c0ffee") == describe_models(retriever, None, "c0ffee")
     assert (again.scale, again.shared, again.vectors) == (retriever.scale, retriever.shared, retriever.vectors)
     assert again.query.words == retriever.query.words
     embedding_PX = embed_documents(again, world.snapshot, range(12), FP32)
@@ -325,7 +325,7 @@ def test_a_null_document_has_an_embedding_in_every_form(world: World) -> None:
     tokens, segments = join_document(nothing, nothing, world.special, 48)
     for form in FORMS:
         retriever, _ = tiny_models(world, **form)
-        assert retriever.documents(Packed([tokens], [segments])).isfinite().all(), form
+        assert retriever.documents(PackedBatch([tokens], [segments])).isfinite().all(), form
 
 
 @pytest.mark.parametrize(
@@ -356,8 +356,8 @@ def test_only_passages_are_embedded_by_quick_products(
 ) -> None:
     """Also where the processor cannot: there only that it is asked to. A few passages are so with int8 too."""
     rows: list[int] = []
-    can, usual = multiplies_bf16(), devices.PackedLinear
-    monkeypatch.setattr(devices, "multiplies_bf16", lambda: True)
+    can, usual = supports_bf16(), devices.PackedLinear
+    monkeypatch.setattr(devices, "supports_bf16", lambda: True)
 
     class Spied(nn.Module):
         def __init__(self, layer: nn.Linear) -> None:
@@ -393,7 +393,7 @@ def test_passages_are_embedded_without_quick_products_too(world: World, monkeypa
     def failing(*_: Any) -> Tensor:
         raise RuntimeError("not on this processor")
 
-    monkeypatch.setattr(devices, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(devices, "supports_bf16", lambda: True)
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", failing)
     found_PE = embed_documents(Retriever(tower, tower), world.snapshot, range(5), torch.bfloat16)
     assert torch.equal(found_PE, plain_PE)

@@ -15,16 +15,16 @@ import pytest
 import torch
 from small_project import cli, stage, toy_values
 
-from realmops.artifacts import WORK, read_json
+from realmops.artifacts import WORK_FOLDER, read_json
 from realmops.commands.promote import read_run
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.search.bm25 import FOLDER, Bm25
-from realmops.search.embeddings import INDEX, embeddings_in, load_index, save_index
+from realmops.search.embeddings import INDEX, load_index, save_index, view_embeddings
 from realmops.serve.served_model import RunFolder
 from realmops.stages import STAGES
 from realmops.stages.corpus_states import newest_state, pipeline_state
 from realmops.stages.open_run import open_run
-from realmops.stages.runner import inputs_of
+from realmops.stages.runner import stage_inputs
 from realmops.text.spans import Spans
 
 VALUES = toy_values()
@@ -130,7 +130,7 @@ def test_a_manifest_of_somebody_else_next_to_questions_is_no_binding(trained: Pa
     project = Path(shutil.copytree(trained, tmp_path / "project"))
     for content in ("{ // of a web app\n", "[1]", '{"kind": "questions"}'):
         (project / "manifest.json").write_text(content)
-        assert "questions.dev" in inputs_of(STAGES["pretrain"], VALUES, project, project / "root")
+        assert "questions.dev" in stage_inputs(STAGES["pretrain"], VALUES, project, project / "root")
 
 
 def test_a_search_before_fine_tuning_embeds_another_corpus_again(trained: Path, tmp_path: Path) -> None:
@@ -143,11 +143,11 @@ def test_a_search_before_fine_tuning_embeds_another_corpus_again(trained: Path, 
         return str(json.loads(result.stdout)["passages"][0]["passage_id"])
 
     before = [best(question) for question in expected]
-    [kept] = (root / WORK / "search").iterdir()
+    [kept] = (root / WORK_FOLDER / "search").iterdir()
     reverse_documents(project)
     stage("snapshot", VALUES, project, root)
     assert [best(question) for question in expected] == before
-    assert [*(root / WORK / "search").iterdir()] != [kept]
+    assert [*(root / WORK_FOLDER / "search").iterdir()] != [kept]
 
 
 def test_an_index_names_its_corpus_in_its_file(answering: Path, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_an_index_names_its_corpus_in_its_file(answering: Path, tmp_path: Path) 
     with pytest.raises(ValueError, match="an imported index needs the passages"):
         load_index(tmp_path, snapshot)
     content = (tmp_path / INDEX).read_bytes()
-    assert embeddings_in(content).shape == (len(snapshot) + 1, 2)
+    assert view_embeddings(content).shape == (len(snapshot) + 1, 2)
 
 
 def test_an_export_names_its_corpus(answering: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from realmops.resources import resource
+from realmops.resources import resource_folder
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -55,8 +55,8 @@ def test_no_extra_brings_both_packages_of_the_module_faiss() -> None:
     [("k8s", "overlays/production/kustomization.yaml"), ("k8s", "base/data.yaml"), ("pipelines", "train.yaml")],
 )
 def test_manifests_and_pipelines_are_those_at_the_top(name: str, some: str) -> None:
-    assert resource(name) == ROOT / name
-    assert (resource(name) / some).is_file()
+    assert resource_folder(name) == ROOT / name
+    assert (resource_folder(name) / some).is_file()
 
 
 def test_src_has_no_second_copy() -> None:

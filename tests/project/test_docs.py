@@ -34,7 +34,7 @@ PAGES = {
 README, WALK, DATA, EXPERIMENTS = (
     PAGES[f"{name}.md"] for name in ("README", "docs/walk", "docs/data", "docs/experiments")
 )
-PARAMS: dict[str, dict[str, Any]] = config.defaults()
+PARAMS: dict[str, dict[str, Any]] = config.default_options()
 PIPELINE = yaml.safe_load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))
 PATH_SUFFIXES = {"", ".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".json", ".jsonl", ".sh"}
 README_LINES, README_WIDTH = 150, 120
@@ -109,7 +109,7 @@ def wrong_with(line: str) -> str:
     presets = [name for name in values.get("presets") or () if not name.isupper()]
     settings = [setting for setting in values.get("settings") or () if not setting.isupper()]
     try:
-        config.load(
+        config.load_params(
             ROOT / "params.yaml",
             presets=[config.preset_path(name, ROOT / "params.yaml") for name in presets],
             settings=settings,

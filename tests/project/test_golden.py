@@ -25,8 +25,8 @@ from realmops.artifacts import digest_of, seed_for
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model import reader as reader_module
 from realmops.model.checkpoint_files import build_models
-from realmops.model.packed import Packed
-from realmops.search.exact import Exact
+from realmops.model.packed import PackedBatch
+from realmops.search.exact import ExactIndex
 from realmops.text.spans import Spans
 from realmops.train import inverse_cloze
 from realmops.train.examples import Examples
@@ -80,9 +80,9 @@ class Seen:
         self.snapshot = snapshot
         self.batches: list[list[list[int]]] = []
 
-    def packed(self, sequences: list[np.ndarray], *segments: list[np.ndarray]) -> Packed:
+    def packed(self, sequences: list[np.ndarray], *segments: list[np.ndarray]) -> PackedBatch:
         self.batches.append([s.tolist() for s in sequences])
-        return Packed(sequences, *segments)
+        return PackedBatch(sequences, *segments)
 
     def summary(self) -> dict[str, Any]:
         tokenizer = self.snapshot.tokenizer
@@ -123,7 +123,7 @@ def first_batches(snapshot: Snapshot, spans: Spans) -> dict[str, Any]:
 
     class Source:
         def at_step(self, step: int, retriever: Any) -> Index | None:
-            return Index(0, Exact(embedding), retriever, 0.0, True) if step == 0 else None
+            return Index(0, ExactIndex(embedding), retriever, 0.0, True) if step == 0 else None
 
     with drawn(seen):
         context = tiny_context(stream="pretrain", seed=SEED)

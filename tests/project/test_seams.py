@@ -17,23 +17,23 @@ from small_open_qa import options
 from small_world import World, section, tiny_models
 from torch import Tensor, nn
 
-from realmops.answering.answer import Answer, Found, Read, Span
-from realmops.answering.record import answer_record, sentence
+from realmops.answering.answer import Answer, ReadPassage, RetrievedPassages, Span
+from realmops.answering.record import answer_record, enclosing_sentence
 from realmops.answering.retrieval import RetrieveAndRead
 from realmops.corpus.question_sets import Question
 from realmops.model.checkpoint_files import load_models, save_models
-from realmops.model.packed import Packed
+from realmops.model.packed import PackedBatch
 from realmops.model.sequences import join_reader
 from realmops.search import approximate
-from realmops.search.approximate import Approximate
+from realmops.search.approximate import ApproximateIndex
 from realmops.search.embeddings import embed_corpus, load_passages, save_passages
-from realmops.search.exact import exact
+from realmops.search.exact import exact_index
 from realmops.stages import tuned_model
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 
 
-class FewDimensions(Approximate):
+class FewDimensions(ApproximateIndex):
     """Looks at some dimensions of every passage, drawn by the seed."""
 
     def build(self) -> None:
@@ -93,21 +93,21 @@ class YesNo(RetrieveAndRead):
         save_file(self.head.state_dict(), folder / "yes_no.safetensors")
 
     @torch.no_grad()
-    def read(self, found: Sequence[Found], asked_about: Sequence[str | None] = ()) -> list[Answer]:
+    def read(self, found: Sequence[RetrievedPassages], target_answers: Sequence[str | None] = ()) -> list[Answer]:
         return [self._answer(one) for one in found]
 
-    def _answer(self, found: Found) -> Answer:
+    def _answer(self, found: RetrievedPassages) -> Answer:
         x, limit = self.wordpieces(found.question.question), self.options.reader_wordpieces
         bodies = [self.reader.document(self.snapshot, passage) for passage in found.passages]
         joined = [join_reader(x, body, self.special, limit)[:2] for body in bodies]
-        batch = Packed([tokens for tokens, _ in joined], [segments for _, segments in joined])
+        batch = PackedBatch([tokens for tokens, _ in joined], [segments for _, segments in joined])
         yes_K = self.head(self.reader.encode(batch)[batch.starts[:-1]])[:, 0].sigmoid().tolist()
         joint = [(p_z * yes, p_z * (1 - yes)) for p_z, yes in zip(found.p_z, yes_K, strict=True)]
         p_yes = sum(yes for yes, _ in joint)
         said, p_y = ("yes", p_yes) if p_yes >= 0.5 else ("no", 1 - p_yes)
         p_y_z = [yes if said == "yes" else no for yes, no in joint]
         read = tuple(
-            Read(z, prior, p, p / p_y, None, None)
+            ReadPassage(z, prior, p, p / p_y, None, None)
             for z, prior, p in zip(found.passages, found.log_prior, p_y_z, strict=True)
         )
         question = found.question.question
@@ -122,7 +122,7 @@ def test_what_is_quoted_are_the_sentences_that_a_span_touches(world: World) -> N
         for first, last in combinations_with_replacement(range(len(chars)), 2):
             start, end = int(chars[first, 0]), int(chars[last, 1])
             touched = [(a, b) for a, b in bounds if start < b and a < end]
-            found = sentence(snapshot, Span("", passage, (start, end), 0.0))
+            found = enclosing_sentence(snapshot, Span("", passage, (start, end), 0.0))
             assert found == (touched[0][0], touched[-1][1])
             several += len(touched) > 1
     assert several, "one passage has two sentences"
@@ -133,7 +133,7 @@ def test_a_reader_of_another_kind_answers_is_saved_and_says_what_it_is(
 ) -> None:
     monkeypatch.setitem(tuned_model.READERS, "yes_no", YesNo)
     retriever, reader = tiny_models(world)
-    passages = exact(embed_corpus(retriever, world.snapshot, FP32), 1)
+    passages = exact_index(embed_corpus(retriever, world.snapshot, FP32), 1)
     chosen = options().model_copy(update={"reader": "yes_no"})
     model = YesNo(retriever.eval(), reader.eval(), world.snapshot, passages, chosen, FP32)
     asked = [Question("1", "Was Anna Berg born in Oslo?", ("yes",)), Question("2", "Is Bergen a poet?", ("no",))]

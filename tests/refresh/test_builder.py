@@ -34,12 +34,12 @@ from small_project import wait_for
 
 from realmops.refresh import child_processes as process
 from realmops.refresh.builder import DONE, FAULT, MISCONFIGURED, Builder, BuilderWork, run_builder
-from realmops.refresh.builder_process import Follower, assign, builder_name, merge
+from realmops.refresh.builder_process import Follower, assign_exchange, builder_name, merge
 from realmops.refresh.exchange import IDENTITY_VERSION, Exchange, part_name, row_ranges
 from realmops.refresh.shared_files import Files
-from realmops.refresh.trainer import Policy, Trainer
+from realmops.refresh.trainer import RefreshPolicy, TrainerSide
 from realmops.refresh.versions import Version, version_name
-from realmops.search.embeddings import EMBEDDINGS, embeddings_in
+from realmops.search.embeddings import EMBEDDINGS, view_embeddings
 
 
 def counting(embedded: list[tuple[int, int]]) -> BuilderWork:
@@ -86,14 +86,14 @@ def test_the_index_of_realm_is_its_parts_as_one_safetensors_file() -> None:
     parts = iter([{EMBEDDINGS: save({"embeddings": rows[a:b]})} for a, b in ((0, 2), (2, 3))])
     found, meta = merge(weights, parts)
     assert found == {EMBEDDINGS: save({"embeddings": rows}), **files}
-    assert embeddings_in(found[EMBEDDINGS]).tolist() == rows.tolist()
+    assert view_embeddings(found[EMBEDDINGS]).tolist() == rows.tolist()
     assert meta == {"published": 9.0}
 
 
 def test_awaited_weights_are_built_oldest_first_and_others_newest_only() -> None:
     for adopt, expected in (("fixed_lag", [0, 2, 4]), ("as_soon_as_ready", [4])):
         files = MemoryFiles()
-        trainer = open_trainer(files, Policy(adopt))
+        trainer = open_trainer(files, RefreshPolicy(adopt))
         for step in (0, 2, 4):
             trainer.publish_weights(step, PARAMS, {})
         builder, built = builder_on(files, StillClock()), []
@@ -276,7 +276,7 @@ def test_a_builder_that_ends_with_a_fault_is_started_again_after_a_longer_pause_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: int, starts: list[int]
 ) -> None:
     started = Started(monkeypatch, lives)
-    assign(tmp_path / "assignment.json", tmp_path / "exchange", tmp_path / "corpus", "run")
+    assign_exchange(tmp_path / "assignment.json", tmp_path / "exchange", tmp_path / "corpus", "run")
     follower = Follower(tmp_path / "assignment.json", None)
     for started.now in range(100):
         follower.poll_once()
@@ -291,7 +291,7 @@ def test_no_builder_is_left_for_an_exchange_that_is_gone_with_its_file(
     started = Started(monkeypatch, lives)
     file, exchange = tmp_path / "tag.shards.json", tmp_path / "exchange"
     (exchange / "run" / IDENTITY_VERSION).mkdir(parents=True)
-    assign(file, exchange, tmp_path / "corpus", "run")
+    assign_exchange(file, exchange, tmp_path / "corpus", "run")
     follower = Follower(file, None)
     follower.poll_once()
     content = file.read_bytes()
@@ -329,7 +329,7 @@ def test_a_builder_that_comes_first_waits_builds_and_ends_with_0_on_sigterm(tmp_
     root = tmp_path / "exchange"
     process = start(root)
     read_until(process, "its trainer has not started")
-    trainer = Trainer(Exchange.open(root, IDENTITY, grace=0.0), Policy(builder_timeout=600))
+    trainer = TrainerSide(Exchange.open(root, IDENTITY, grace=0.0), RefreshPolicy(builder_timeout=600))
     trainer.publish_weights(0, PARAMS, {})
     check_index(trainer.index_for(0))
     read_until(process, "waiting for weights")

@@ -15,7 +15,7 @@ from small_project import wait_for
 
 from realmops.refresh import child_processes
 from realmops.refresh.builder_process import builder_command
-from realmops.refresh.child_processes import Child, apart
+from realmops.refresh.child_processes import SupervisedProcess, run_in_process
 
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(99)"
@@ -24,19 +24,19 @@ STUBBORN = (
 
 def test_a_child_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_processes, "END_SECONDS", 0.1)
-    with Child([sys.executable, "-c", STUBBORN], pause=0.0, log=tmp_path / "log") as child:
+    with SupervisedProcess([sys.executable, "-c", STUBBORN], pause=0.0, log=tmp_path / "log") as child:
         wait_for(lambda: child.last_lines() == "ready", 60)
         assert child.is_running
-        assert child.look() is None
+        assert child.poll() is None
     assert not child.is_running
 
 
 def test_each_end_is_told_once_and_followed_by_a_start(tmp_path: Path) -> None:
     words = [sys.executable, "-c", "print('line'); raise SystemExit(3)"]
     codes = []
-    with Child(words, pause=0.0, log=tmp_path / "log") as child:
+    with SupervisedProcess(words, pause=0.0, log=tmp_path / "log") as child:
         while child.starts < 3:
-            codes += [code] if (code := child.look()) is not None else []
+            codes += [code] if (code := child.poll()) is not None else []
             time.sleep(0.01)
     assert codes == [3, 3]
     assert set(child.last_lines().splitlines()) <= {"line"}
@@ -44,7 +44,7 @@ def test_each_end_is_told_once_and_followed_by_a_start(tmp_path: Path) -> None:
 
 def test_the_last_lines_of_a_log_are_few(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("".join(f"{number}\n" for number in range(9)))
-    assert Child(["true"], pause=0.0, log=tmp_path / "log").last_lines() == "4\n5\n6\n7\n8"
+    assert SupervisedProcess(["true"], pause=0.0, log=tmp_path / "log").last_lines() == "4\n5\n6\n7\n8"
 
 
 # ---- work in a process of its own
@@ -83,12 +83,14 @@ if __name__ == "__main__":
     ids=["returns", "exits", "raises"],
 )
 def test_work_apart_ends_as_it_says(work: Callable[[], None], code: int) -> None:
-    assert apart("the work", RUN, work) == code
+    assert run_in_process("the work", RUN, work) == code
 
 
 def test_work_apart_of_several_threads_ends_each_as_it_says() -> None:
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda code: apart("the work", RUN, partial(sys.exit, code)), range(8))) == [*range(8)]
+        assert list(pool.map(lambda code: run_in_process("the work", RUN, partial(sys.exit, code)), range(8))) == [
+            *range(8)
+        ]
 
 
 def test_a_folder_for_temporary_files_that_takes_no_socket_is_named(tmp_path: Path) -> None:
@@ -103,7 +105,7 @@ def test_a_folder_for_temporary_files_that_takes_no_socket_is_named(tmp_path: Pa
 
 
 def test_work_apart_that_is_killed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert apart("the stage ict", RUN, partial(signal.raise_signal, signal.SIGKILL)) == 137
+    assert run_in_process("the stage ict", RUN, partial(signal.raise_signal, signal.SIGKILL)) == 137
     assert capsys.readouterr().err.startswith("realmops: the stage ict was killed, ")
 
 

@@ -35,13 +35,13 @@ from faults import times
 
 from realmops.refresh import versions
 from realmops.refresh.builder import DONE, MISCONFIGURED, Builder, run_builder
-from realmops.refresh.exchange import Exchange, Fenced
-from realmops.refresh.trainer import Policy, Trainer
+from realmops.refresh.exchange import Exchange, FencedError
+from realmops.refresh.trainer import RefreshPolicy, TrainerSide
 from realmops.refresh.versions import CorruptVersionError, version_name
 
 PLAN = Plan()
 LONGEST = 500.0  # seconds of a town's time; it takes 10
-AS_SOON = Policy("as_soon_as_ready", max_staleness_steps=3, builder_timeout=1e6)
+AS_SOON = RefreshPolicy("as_soon_as_ready", max_staleness_steps=3, builder_timeout=1e6)
 
 
 class Pair:
@@ -99,7 +99,7 @@ def test_i3_the_undisturbed_run_ends_as_its_definition_says_and_leaves_only_what
         "finished": ["v-000001"],
     }
     assert pair.exchange().finished() == "done"
-    Trainer(pair.exchange())
+    TrainerSide(pair.exchange())
     assert pair.exchange().finished() is None  # the next trainer has not spoken
 
 
@@ -213,7 +213,7 @@ class Town:
                 return True
             exchange = Exchange.open(ROOT, IDENTITY, actor, files=files, clock=clock, grace=0.0)
             Builder(exchange, WORK, on_status=lambda message: None).run()
-        except Fenced:
+        except FencedError:
             return True
         except FileNotFoundError:
             self.yield_turn(key)
@@ -240,7 +240,7 @@ class Town:
         self.turns[self.rng.choice(awake)].release()
 
 
-def town_of(seed: int, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Town:
+def town_of(seed: int, policy: RefreshPolicy, monkeypatch: pytest.MonkeyPatch) -> Town:
     """A town whose seed decides everything, the nonces too: a failing seed can be run again."""
     nonces = random.Random(-seed - 1)
     monkeypatch.setattr(versions, "secrets", SimpleNamespace(token_hex=lambda size: nonces.randbytes(size).hex()))
@@ -249,7 +249,7 @@ def town_of(seed: int, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Town:
 
 @pytest.mark.faults
 @pytest.mark.parametrize("policy", [PLAN.policy, AS_SOON], ids=["fixed_lag", "as_soon_as_ready"])
-def test_i1_to_i4_i7_random_schedules(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_i1_to_i4_i7_random_schedules(policy: RefreshPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     totals = {"operations": 0, "kills": 0, "zombies": 0}
     for seed in range(times(100, 1000)):
         town = town_of(seed, policy, monkeypatch)
@@ -265,7 +265,7 @@ def test_i1_to_i4_i7_random_schedules(policy: Policy, monkeypatch: pytest.Monkey
 
 
 def test_the_schedules_notice_a_trainer_that_does_not_look_at_its_fence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trainer, "check_fence", lambda trainer: None)
+    monkeypatch.setattr(TrainerSide, "check_fence", lambda trainer: None)
     assert any(town_of(seed, PLAN.policy, monkeypatch).run() for seed in range(40))
 
 
@@ -295,7 +295,7 @@ def test_i8_an_index_of_another_run_that_was_copied_in_is_never_adopted() -> Non
     files, foreign = MemoryFiles(), MemoryFiles()
     for volume, corpus in ((files, "c0ffee"), (foreign, "dead")):
         exchange = Exchange.open(ROOT, {**IDENTITY, "corpus": corpus}, files=volume, clock=StillClock(), grace=0.0)
-        trainer = Trainer(exchange, Policy(builder_timeout=1.0))
+        trainer = TrainerSide(exchange, RefreshPolicy(builder_timeout=1.0))
         trainer.publish_weights(0, PARAMS, {})
         if corpus == "c0ffee":
             ours = trainer
@@ -312,7 +312,9 @@ def test_i8_an_index_of_another_run_that_was_copied_in_is_never_adopted() -> Non
 def test_i5_a_wait_says_what_for_how_long_and_when_the_builder_was_last_alive() -> None:
     files, told = MemoryFiles(), []
     trainer = open_trainer(
-        files, Policy(builder_timeout=4.0, poll=0.25), on_wait=lambda message, seconds: told.append((seconds, message))
+        files,
+        RefreshPolicy(builder_timeout=4.0, poll=0.25),
+        on_wait=lambda message, seconds: told.append((seconds, message)),
     )
     trainer.publish_weights(0, PARAMS, {})
     with pytest.raises(TimeoutError, match="waiting for the index of step 0 for 4 s; no builder has ever been seen"):
@@ -338,7 +340,7 @@ def test_restore_falls_back_over_damaged_checkpoints_loudly_and_never_to_step_0(
     pair.run()
     checkpoints = ROOT / "checkpoints"
     pair.files._at(checkpoints / version_name(1, 6) / "params.bin").data = b"rotten" * 5
-    trainer = Trainer(pair.exchange(), PLAN.policy)
+    trainer = TrainerSide(pair.exchange(), PLAN.policy)
     checkpoint = trainer.restore()
     assert (checkpoint.step, checkpoint.meta["trainer"]) == (4, {"loss": 0.5})
     assert "v-000001-00000006 is quarantined" in caplog.text
@@ -347,7 +349,7 @@ def test_restore_falls_back_over_damaged_checkpoints_loudly_and_never_to_step_0(
         del pair.files._folder(checkpoints / name)["params.bin"]
     for _ in range(2):  # the second time they have been set aside already
         with pytest.raises(RuntimeError, match="holds checkpoints and none can be used"):
-            Trainer(pair.exchange(), PLAN.policy).restore()
+            TrainerSide(pair.exchange(), PLAN.policy).restore()
 
 
 def test_a_checkpoint_that_a_collector_takes_and_brings_back_is_used() -> None:
@@ -381,14 +383,14 @@ def test_i6_a_damaged_index_is_set_aside_and_built_again() -> None:
 
 def test_weights_that_were_damaged_before_they_were_built_end_the_wait() -> None:
     pair = Pair()
-    trainer = Trainer(pair.exchange(), PLAN.policy)
+    trainer = TrainerSide(pair.exchange(), PLAN.policy)
     trainer.publish_weights(0, PARAMS, {})
     pair.files._at(ROOT / "weights" / version_name(1, 0) / "params.bin").data = b""
     with pytest.raises(RuntimeError, match="run the stage again: training resumes from the previous checkpoint"):
         trainer.index_for(0)
 
 
-def fenced(old: Trainer, files: MemoryFiles, match: str) -> None:
+def fenced(old: TrainerSide, files: MemoryFiles, match: str) -> None:
     """Whatever ``old`` would write or take is refused, and nothing is written."""
     before = {kind: files.listdir(ROOT / kind) for kind in ("checkpoints", "weights", "finished")}
     for act in (
@@ -397,7 +399,7 @@ def fenced(old: Trainer, files: MemoryFiles, match: str) -> None:
         lambda: old.finish("done"),
         lambda: old.index_for(0),
     ):
-        with pytest.raises(Fenced, match=match):
+        with pytest.raises(FencedError, match=match):
             act()
     assert {kind: files.listdir(ROOT / kind) for kind in before} == before
 
@@ -465,7 +467,7 @@ def test_what_a_lost_life_published_is_retired_and_its_indexes_are_not_adopted()
 def test_i2_as_soon_as_ready_takes_the_newest_once_and_waits_when_it_is_too_stale() -> None:
     files, told = MemoryFiles(), []
     clock = StillClock(lambda: build(files) and None)
-    policy = Policy("as_soon_as_ready", max_staleness_steps=3)
+    policy = RefreshPolicy("as_soon_as_ready", max_staleness_steps=3)
     trainer = open_trainer(files, policy, clock, on_wait=lambda message, seconds: told.append(message))
     trainer.publish_weights(0, PARAMS, {})
     index = trainer.newest_index(0)
@@ -485,7 +487,7 @@ def test_a_stale_index_can_be_warned_of_or_used_in_silence(
     on_stale: Any, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = MemoryFiles()
-    trainer = open_trainer(files, Policy("as_soon_as_ready", max_staleness_steps=3, on_stale=on_stale))
+    trainer = open_trainer(files, RefreshPolicy("as_soon_as_ready", max_staleness_steps=3, on_stale=on_stale))
     trainer.publish_weights(0, PARAMS, {})
     build(files)
     trainer.newest_index(0)
@@ -496,7 +498,7 @@ def test_a_stale_index_can_be_warned_of_or_used_in_silence(
 
 def test_i4_storage_stays_bounded_when_the_builder_is_away_and_when_it_is_fast() -> None:
     files = MemoryFiles()
-    trainer = open_trainer(files, Policy("as_soon_as_ready"))
+    trainer = open_trainer(files, RefreshPolicy("as_soon_as_ready"))
     for step in range(0, 40, 2):
         trainer.publish_weights(step, PARAMS, {})
     assert files.listdir(ROOT / "weights") == [version_name(1, 36), version_name(1, 38)]
@@ -518,7 +520,7 @@ def test_i4_storage_stays_bounded_when_the_builder_is_away_and_when_it_is_fast()
 
 def test_the_index_in_use_stays_pinned_until_a_checkpoint_names_the_next_one() -> None:
     files = MemoryFiles()
-    trainer = open_trainer(files, Policy("as_soon_as_ready"))
+    trainer = open_trainer(files, RefreshPolicy("as_soon_as_ready"))
     pins = lambda: sorted(pin.split(".")[1] for pin in files.listdir(ROOT / "pins" / "trainer"))  # noqa: E731
     for step in (0, 2):
         trainer.publish_weights(step, PARAMS, {})
@@ -555,7 +557,7 @@ def test_a_builder_whose_exchange_became_another_runs_ends_and_sets_nothing_asid
         said.append(message)
         if message == "waiting for weights":
             del files._folder(ROOT.parent)[ROOT.name]
-            trainer = Trainer(Exchange.open(ROOT, other, files=files, clock=StillClock(), grace=0.0))
+            trainer = TrainerSide(Exchange.open(ROOT, other, files=files, clock=StillClock(), grace=0.0))
             trainer.publish_weights(0, PARAMS, {})
 
     code = run_builder(ROOT, IDENTITY, WORK, files=files, clock=StillClock(), grace=0.0, on_status=replaced)

@@ -33,9 +33,9 @@ from faults import ERRORS, FailingDisk, times
 
 from realmops.artifacts import atomic_folder, read_manifest, write_manifest
 from realmops.refresh.builder import Builder
-from realmops.refresh.exchange import Exchange, inspect
+from realmops.refresh.exchange import Exchange, inspect_exchange
 from realmops.refresh.shared_files import Files
-from realmops.refresh.trainer import Policy
+from realmops.refresh.trainer import RefreshPolicy
 from realmops.refresh.versions import CorruptVersionError, version_name
 
 pytestmark = pytest.mark.faults
@@ -126,11 +126,11 @@ def test_an_error_of_the_disk_at_any_write_of_a_checkpoint(tmp_path: Path, kind:
 def test_an_error_of_the_disk_at_any_write_of_a_snapshot(tmp_path: Path, kind: str) -> None:
     from small_world import write_documents
 
-    from realmops.corpus.formats import sources
+    from realmops.corpus.formats import list_sources
     from realmops.corpus.snapshot_writer import write_snapshot
     from realmops.corpus.word_counts import train_vocabulary
 
-    corpus = sources(write_documents(tmp_path / "documents.jsonl"), "auto")
+    corpus = list_sources(write_documents(tmp_path / "documents.jsonl"), "auto")
     pieces = train_vocabulary(corpus, size=150, min_count=1)
 
     def write(folder: Path) -> dict[str, bytes]:
@@ -188,7 +188,9 @@ def test_an_error_of_the_disk_at_any_write_of_the_index_of_words(world: Any, tmp
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed_lag", "as_soon_as_ready"])
 def test_a_listing_that_is_old_for_everybody_delays_and_changes_nothing(fixed: bool) -> None:
     """Both sides see a listing for a minute, on clocks that are a day apart; either is killed at any operation."""
-    policy = Policy("fixed_lag" if fixed else "as_soon_as_ready", max_staleness_steps=3, builder_timeout=1e6, poll=5.0)
+    policy = RefreshPolicy(
+        "fixed_lag" if fixed else "as_soon_as_ready", max_staleness_steps=3, builder_timeout=1e6, poll=5.0
+    )
     plan, at, old = Plan(steps=4, policy=policy), -1, 0
     while True:
         volume, fault = MemoryFiles(), Fault(at)
@@ -265,15 +267,15 @@ def endure(kind: str, path: Path, read: Callable[[], Any], *, alike: int = 1, ma
 
 def test_damage_to_files_that_carry_no_digest_ends_no_process(tmp_path: Path) -> None:
     from realmops.journal import read_journal
-    from realmops.refresh.builder_process import Follower, assign
+    from realmops.refresh.builder_process import Follower, assign_exchange
 
     exchange = exchange_with_everything(tmp_path / "e")
     for role, holder in (("trainer", "trainer"), ("builder", "builder-0")):
         path = tmp_path / "e" / "alive" / role / f"{holder}.json"
-        read = lambda: (exchange.describe_builders(), inspect(exchange.root, StillClock()))[1] and None  # noqa: E731
+        read = lambda: (exchange.describe_builders(), inspect_exchange(exchange.root, StillClock()))[1] and None  # noqa: E731
         endure(f"the {role}'s heartbeat", path, read, may_change=True)
     assignment = tmp_path / "assignment.json"
-    assign(assignment, tmp_path / "e", tmp_path / "s", "a run")
+    assign_exchange(assignment, tmp_path / "e", tmp_path / "s", "a run")
     follower = Follower(assignment, None)
     endure("the assignment file", assignment, lambda: follower._read() and None, may_change=True)
     lines = [json.dumps({"stage": "ict", "step": step, "time": 1.0, "loss": 0.5}) + "\n" for step in range(4)]
@@ -330,18 +332,18 @@ def test_damage_to_what_a_stage_handed_over(stage_folders: dict[str, Path], kind
 
 
 def test_damage_to_the_progress_of_a_killed_snapshot_starts_it_over(world: Any, tmp_path: Path) -> None:
-    from realmops.corpus.formats import sources
-    from realmops.corpus.snapshot_writer import _restored, write_snapshot
+    from realmops.corpus.formats import list_sources
+    from realmops.corpus.snapshot_writer import _restore_checkpoint, write_snapshot
 
-    corpus = sources(world.folder / "documents.jsonl", "auto")
+    corpus = list_sources(world.folder / "documents.jsonl", "auto")
     with atomic_folder(tmp_path / "s") as stage:
         write_snapshot(corpus, stage, work=tmp_path / "w", vocabulary=world.snapshot.vocabulary, block_wordpieces=48)
     shutil.copytree(tmp_path / "w", tmp_path / "kept")
     path = tmp_path / "w" / "checkpoint.json"
-    whole, wanted = path.read_bytes(), _restored(tmp_path / "w")
+    whole, wanted = path.read_bytes(), _restore_checkpoint(tmp_path / "w")
     for content in damaged(whole, times(40, 10_000), random.Random(0)):
         path.write_bytes(content)
-        if _restored(tmp_path / "w") not in (wanted, {}):
+        if _restore_checkpoint(tmp_path / "w") not in (wanted, {}):
             raise AssertionError(content)
         if not path.exists():
             shutil.copytree(tmp_path / "kept", tmp_path / "w", dirs_exist_ok=True, copy_function=os.link)
@@ -432,8 +434,8 @@ def test_a_pickle_planted_anywhere_is_never_run(stage_folders: dict[str, Path], 
         (tmp_path / "coder" / "model.safetensors", None, lambda: read_weights(tmp_path / "coder")),
         (tmp_path / "predictions.parquet", None, lambda: read_predictions(tmp_path / "predictions.parquet")),
         (tmp_path / "assignment.json", None, lambda: Follower(tmp_path / "assignment.json", None).poll_once()),
-        *((path, None, lambda: inspect(exchange.root)) for path in (exchange.root / "alive").rglob("*.json")),
-        *((path, None, lambda: inspect(exchange.root)) for path in exchange.root.glob("*/v-*/*")),
+        *((path, None, lambda: inspect_exchange(exchange.root)) for path in (exchange.root / "alive").rglob("*.json")),
+        *((path, None, lambda: inspect_exchange(exchange.root)) for path in exchange.root.glob("*/v-*/*")),
     ]
     for content in evils:
         for path, kind, use in uses:

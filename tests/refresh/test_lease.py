@@ -12,7 +12,7 @@ from small_project import wait_for
 
 from realmops.refresh import lease
 from realmops.refresh.heartbeat import LivenessTracker
-from realmops.refresh.lease import claimed, try_acquire_lease
+from realmops.refresh.lease import acquire_lease, try_acquire_lease
 from realmops.refresh.shared_files import Clock
 
 # Adds one to a number in a file, slowly: two at once would lose one of the additions.
@@ -60,7 +60,7 @@ def test_a_killed_holder_of_this_machine_is_followed_at_once(tmp_path: Path) -> 
     wait_for((tmp_path / "claim/000001/sign.json").is_file, 60)
     said: list[str] = []
     threading.Timer(0.2, holder.kill).start()
-    with claimed(tmp_path / "claim", said.append):
+    with acquire_lease(tmp_path / "claim", said.append):
         assert holder.wait() < 0
     assert len(said) == 1
     assert f"which {lease.socket.gethostname()}, process {holder.pid} holds" in said[0]
@@ -82,7 +82,7 @@ def test_a_holder_elsewhere_is_waited_for_while_its_sign_changes(
     taken = threading.Event()
 
     def take() -> None:
-        with claimed(claim, lambda message: None):
+        with acquire_lease(claim, lambda message: None):
             taken.set()
 
     waiting = threading.Thread(target=take)
@@ -96,13 +96,13 @@ def test_a_holder_elsewhere_is_waited_for_while_its_sign_changes(
 
 def test_a_holder_elsewhere_that_has_ended_is_followed_at_once(tmp_path: Path) -> None:
     elsewhere(tmp_path / "claim", -1, done=True)
-    with claimed(tmp_path / "claim", never):
+    with acquire_lease(tmp_path / "claim", never):
         assert json.loads((tmp_path / "claim/000002/sign.json").read_text())["done"] is False
     assert json.loads((tmp_path / "claim/000002/sign.json").read_text())["done"] is True
 
 
 def test_who_slept_too_long_is_told_that_the_claim_is_lost(tmp_path: Path) -> None:
-    with claimed(tmp_path / "claim", never) as claim:
+    with acquire_lease(tmp_path / "claim", never) as claim:
         sign = tmp_path / "claim/000001/sign.json"
         wait_for(lambda: json.loads(sign.read_text())["beat"] >= 4, 60)
         assert not claim.lost, "it has looked and found itself"
@@ -143,7 +143,7 @@ def test_a_wait_can_be_stopped(tmp_path: Path) -> None:
     stop.set()
     with (
         pytest.raises(InterruptedError, match="stopped while waiting for"),
-        claimed(tmp_path / "claim", lambda message: None, stop),
+        acquire_lease(tmp_path / "claim", lambda message: None, stop),
     ):
         pass
     assert [path.name for path in (tmp_path / "claim").iterdir()] == ["000001"]

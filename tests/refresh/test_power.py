@@ -21,13 +21,13 @@ from power import Disk
 import realmops
 from realmops import artifacts
 from realmops.corpus import ingest, snapshot_writer
-from realmops.corpus.formats import sources
+from realmops.corpus.formats import list_sources
 from realmops.corpus.snapshot_reader import GIVEN_SPANS
 from realmops.journal import Journal
 from realmops.refresh.exchange import Exchange
 from realmops.refresh.shared_files import Files
-from realmops.refresh.trainer import Policy, Trainer
-from realmops.refresh.versions import MAX_QUARANTINED, CorruptVersionError, Versions
+from realmops.refresh.trainer import RefreshPolicy, TrainerSide
+from realmops.refresh.versions import MAX_QUARANTINED, CorruptVersionError, VersionStore
 from realmops.text.spans import SpansWriter
 from realmops.text.vocabulary import SPECIAL_TOKENS
 from realmops.train.checkpoints import FolderCheckpoints
@@ -169,7 +169,7 @@ def test_a_snapshot_goes_on_from_what_is_safe(tmp_path: Path, monkeypatch: pytes
     span_files = {"spans": "spans.npy", "labels": "span_labels.npy", "offsets": "span_offsets.npy"}
     with Disk(tmp_path, published=published) as disk, artifacts.atomic_folder(final) as stage:
         snapshot_writer.write_snapshot(
-            sources(corpus, "auto"), stage, work=work, vocabulary=[*SPECIAL_TOKENS, *"abcd.", "##b", "##d"],
+            list_sources(corpus, "auto"), stage, work=work, vocabulary=[*SPECIAL_TOKENS, *"abcd.", "##b", "##d"],
             block_wordpieces=13,
         )  # fmt: skip
     assert checkpoints == [50, 100, 150, 200, 201, 201], "the last one is that of the end"
@@ -195,14 +195,14 @@ def hint(path: Path) -> bool:
 def test_whatever_the_exchange_has_committed_survives_a_power_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root, publish = tmp_path / "deep" / "exchange", Versions.publish
+    root, publish = tmp_path / "deep" / "exchange", VersionStore.publish
 
-    def published(store: Versions, name: str, *arguments: Any) -> bool:
+    def published(store: VersionStore, name: str, *arguments: Any) -> bool:
         mine = publish(store, name, *arguments)
         assert not disk.lost(store.folder / name)
         return mine
 
-    monkeypatch.setattr(Versions, "publish", published)
+    monkeypatch.setattr(VersionStore, "publish", published)
     with Disk(tmp_path, hints=hint) as disk:
         clock = StillClock()
         exchange = Exchange.open(root, IDENTITY, clock=clock, grace=0.0)
@@ -215,7 +215,7 @@ def test_whatever_the_exchange_has_committed_survives_a_power_cut(
             builder.exchange.collect_garbage()
 
         clock.while_asleep = on_sleep
-        life(exchange, Plan(steps=6, policy=Policy(builder_timeout=1e6)))
+        life(exchange, Plan(steps=6, policy=RefreshPolicy(builder_timeout=1e6)))
         assert os.listdir(root / "fences") == ["000001"]
         assert not disk.lost(root / "fences")
     kinds = {"run", "checkpoints", "weights", "parts", "indexes", "finished"}
@@ -225,7 +225,7 @@ def test_whatever_the_exchange_has_committed_survives_a_power_cut(
 
 def test_what_is_set_aside_or_brought_back_stays_so_after_a_power_cut(tmp_path: Path) -> None:
     with Disk(tmp_path, hints=hint) as disk:
-        trainer = Trainer(Exchange.open(tmp_path / "exchange", IDENTITY, grace=0.0, clock=StillClock()))
+        trainer = TrainerSide(Exchange.open(tmp_path / "exchange", IDENTITY, grace=0.0, clock=StillClock()))
         store = trainer.exchange.weights
         for step in range(MAX_QUARANTINED + 2):
             trainer.publish_weights(step, {"params.bin": b"right"}, {})

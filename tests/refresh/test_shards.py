@@ -23,15 +23,15 @@ from realmops.model.checkpoint_files import build_encoder, retriever_files
 from realmops.refresh import shards
 from realmops.refresh.builder import DONE, MISCONFIGURED
 from realmops.refresh.builder_process import run_index_builder
-from realmops.refresh.child_processes import Child
-from realmops.refresh.exchange import Exchange, inspect, part_name
-from realmops.refresh.shards import MODEL, Shards, ShardSettings, in_shards
+from realmops.refresh.child_processes import SupervisedProcess
+from realmops.refresh.exchange import Exchange, inspect_exchange, part_name
+from realmops.refresh.shards import MODEL, ShardSettings, ShardWorker, compute_in_shards
 from realmops.search.embed import Progress
-from realmops.search.embeddings import embed_corpus, embedding, joined
+from realmops.search.embeddings import embed_corpus, join_shards, make_shard_embedder
 from realmops.stages import STAGES
-from realmops.stages.runner import offer_of
+from realmops.stages.runner import shard_offer_path
 from realmops.stages.sharded_work import WORKS
-from realmops.train.tagger import DATE, Tagger, find_entities, spans_in, tagger_files, tagging
+from realmops.train.tagger import DATE, Tagger, find_entities, make_span_finder, read_spans, tagger_files
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 ROWS = 5  # of a shard: 12 passages are three
@@ -99,17 +99,21 @@ def test_the_embeddings_are_those_of_the_whole_corpus(
 
     monkeypatch.setattr(embeddings, "SHARD_ROWS", ROWS)
     retriever = tiny_models(world)[0]
-    parts = in_shards(place(tmp_path), "embedding", embedding, world.snapshot, models(world)["embedding"])
-    found_PE = joined(parts, 12, retriever.document.width)
+    parts = compute_in_shards(
+        place(tmp_path), "embedding", make_shard_embedder, world.snapshot, models(world)["embedding"]
+    )
+    found_PE = join_shards(parts, 12, retriever.document.width)
     assert torch.equal(found_PE, embed_corpus(retriever, world.snapshot, FP32))
     with pytest.raises(AssertionError):
-        joined([], 12, retriever.document.width)
+        join_shards([], 12, retriever.document.width)
 
 
 def test_the_spans_are_the_taggers_and_dates_come_first(world: World, tmp_path: Path) -> None:
     tagger, options = some_tagger(world), section("tag")
-    files = in_shards(place(tmp_path), "tagging", tagging, world.snapshot, tagger_files(tagger, options))
-    found = [spans for part in files for spans in spans_in(part)]
+    files = compute_in_shards(
+        place(tmp_path), "tagging", make_span_finder, world.snapshot, tagger_files(tagger, options)
+    )
+    found = [spans for part in files for spans in read_spans(part)]
     entities = find_entities(tagger, world.snapshot, range(12), options.wordpieces, FP32)
     assert sum(map(len, entities.values())) > 12
     for passage, spans in enumerate(found):
@@ -120,8 +124,10 @@ def test_the_spans_are_the_taggers_and_dates_come_first(world: World, tmp_path: 
         assert not any(a[0] < b[1] and b[0] < a[1] for a in dates for b in others)
     text = world.snapshot.text(0)
     assert [text[start:end] for start, end, name in found[0] if name == DATE] == ["1931"]
-    without = in_shards(place(tmp_path), "tagging", tagging, world.snapshot, tagger_files(None, options))
-    assert [spans for part in without for spans in spans_in(part)] == [
+    without = compute_in_shards(
+        place(tmp_path), "tagging", make_span_finder, world.snapshot, tagger_files(None, options)
+    )
+    assert [spans for part in without for spans in read_spans(part)] == [
         [span for span in spans if span[2] == DATE] for spans in found
     ]
 
@@ -133,7 +139,7 @@ def test_helpers_share_the_shards_and_a_killed_one_loses_that_in_its_hand_alone(
     """Six processes; the first helper that begins a shard dies by SIGKILL, and the stage begins none before."""
     monkeypatch.setattr(shards, "SHARD_ROWS", 1)
     model, log, killed, done = models(world)[name], tmp_path / "log", tmp_path / "killed", tmp_path / "done"
-    alone = list(in_shards(place(tmp_path / "alone"), name, WORKS[name], world.snapshot, model))
+    alone = list(compute_in_shards(place(tmp_path / "alone"), name, WORKS[name], world.snapshot, model))
     stage_process = os.getpid()
 
     def counted(*given: Any) -> shards.MakeShard:
@@ -162,7 +168,7 @@ def test_helpers_share_the_shards_and_a_killed_one_loses_that_in_its_hand_alone(
         return DONE
 
     helpers = [forked(helper) for _ in range(5)]
-    assert list(in_shards(place(tmp_path), name, counted, world.snapshot, model)) == alone
+    assert list(compute_in_shards(place(tmp_path), name, counted, world.snapshot, model)) == alone
     done.touch()
     assert sorted(map(end_of, helpers)) == [-signal.SIGKILL, *[DONE] * 4]
     begun = sorted(map(int, log.read_text().split()))
@@ -189,25 +195,25 @@ def test_committed_shards_are_used_again_and_the_others_are_made(world: World, t
         return dying
 
     with pytest.raises(KeyboardInterrupt):
-        list(in_shards(place(tmp_path), "toy", killed_at_the_second, world.snapshot, {"model": b"a"}))
+        list(compute_in_shards(place(tmp_path), "toy", killed_at_the_second, world.snapshot, {"model": b"a"}))
     assert not place(tmp_path).offer.exists()
     done: list[int] = []
-    again = in_shards(place(tmp_path), "toy", usual, world.snapshot, {"model": b"a"}, done.append)
+    again = compute_in_shards(place(tmp_path), "toy", usual, world.snapshot, {"model": b"a"}, done.append)
     assert list(again) == rows_of(b"a")
     assert begun == [0, 5, 5, 10]
     assert sorted(done) == [2, 5, 5], "what was there is progress, too"
-    assert list(in_shards(place(tmp_path), "toy", usual, world.snapshot, {"model": b"a"})) == rows_of(b"a")
+    assert list(compute_in_shards(place(tmp_path), "toy", usual, world.snapshot, {"model": b"a"})) == rows_of(b"a")
     assert begun == [0, 5, 5, 10]
 
 
 def test_another_model_makes_shards_of_its_own(world: World, tmp_path: Path) -> None:
     begun: list[int] = []
     for model in (b"a", b"b", b"a"):
-        made = in_shards(place(tmp_path), "toy", counting(begun), world.snapshot, {"model": model})
+        made = compute_in_shards(place(tmp_path), "toy", counting(begun), world.snapshot, {"model": model})
         assert list(made) == rows_of(model)
     assert begun == [0, 5, 10] * 2
     other = ShardSettings(tmp_path / "shards", tmp_path / "offer", CPU, torch.bfloat16, 1, print)
-    list(in_shards(other, "toy", counting(begun), world.snapshot, {"model": b"a"}))
+    list(compute_in_shards(other, "toy", counting(begun), world.snapshot, {"model": b"a"}))
     assert begun == [0, 5, 10] * 3, "numbers of another precision"
 
 
@@ -215,7 +221,7 @@ def test_another_model_makes_shards_of_its_own(world: World, tmp_path: Path) -> 
 def test_what_is_damaged_is_made_again(world: World, tmp_path: Path, harm: str) -> None:
     """A shard; or the model, which is put there again, and all that it made."""
     begun: list[int] = []
-    list(in_shards(place(tmp_path), "toy", counting(begun), world.snapshot, {"model": b"a"}))
+    list(compute_in_shards(place(tmp_path), "toy", counting(begun), world.snapshot, {"model": b"a"}))
     file = exchange_in(tmp_path) / "parts" / part_name(MODEL, 5, 10) / "rows"
     if harm == "model":
         file = exchange_in(tmp_path) / "weights" / MODEL / "model"
@@ -223,7 +229,9 @@ def test_what_is_damaged_is_made_again(world: World, tmp_path: Path, harm: str) 
     file.unlink()
     if harm != "gone":
         file.write_bytes(content[:-1] if harm == "cut" else bytes([content[0] ^ 1]) + content[1:])
-    assert list(in_shards(place(tmp_path), "toy", counting(begun), world.snapshot, {"model": b"a"})) == rows_of(b"a")
+    assert list(compute_in_shards(place(tmp_path), "toy", counting(begun), world.snapshot, {"model": b"a"})) == rows_of(
+        b"a"
+    )
     assert begun == [0, 5, 10, *([0, 5, 10] if harm == "model" else [5])]
 
 
@@ -243,7 +251,7 @@ def test_a_shard_that_another_makes_is_left_to_it_and_waited_for(
         if len(said) == 1:
             helper.parts.publish(part_name(MODEL, 5, 10), rows_of(b"a")[1], {"weights": model.digest})
 
-    list(in_shards(place(tmp_path), "toy", counting(begun), world.snapshot, {"model": b"a"}))
+    list(compute_in_shards(place(tmp_path), "toy", counting(begun), world.snapshot, {"model": b"a"}))
     root = exchange_in(tmp_path)
     shutil.rmtree(root / "parts" / part_name(MODEL, 5, 10))
     begun.clear()
@@ -254,7 +262,7 @@ def test_a_shard_that_another_makes_is_left_to_it_and_waited_for(
     sign = {"host": "pod-of-another-node", "pid": 1, "beat": 1, "done": False}
     (life / "sign.json").write_text(json.dumps(sign))
     somewhere = ShardSettings(tmp_path / "shards", tmp_path / "offer", CPU, FP32, 1, committed)
-    assert list(in_shards(somewhere, "toy", counting(begun), world.snapshot, {"model": b"a"})) == rows_of(b"a")
+    assert list(compute_in_shards(somewhere, "toy", counting(begun), world.snapshot, {"model": b"a"})) == rows_of(b"a")
     assert begun == []
     assert said[0].startswith(f"waiting for 1 shards in {root}: ")
 
@@ -269,19 +277,19 @@ def test_shards_are_offered_while_more_than_one_is_missing(world: World, tmp_pat
 
         return make
 
-    list(in_shards(place(tmp_path), "toy", looking, world.snapshot, {"model": b"a"}))
+    list(compute_in_shards(place(tmp_path), "toy", looking, world.snapshot, {"model": b"a"}))
     whole = {"exchange": str(exchange_in(tmp_path)), "snapshot": str(world.snapshot.folder)}
     assert offered == [whole] * 3
     assert not (tmp_path / "offer").exists()
     shutil.rmtree(exchange_in(tmp_path) / "parts" / part_name(MODEL, 0, 5))
-    list(in_shards(place(tmp_path), "toy", looking, world.snapshot, {"model": b"a"}))
+    list(compute_in_shards(place(tmp_path), "toy", looking, world.snapshot, {"model": b"a"}))
     assert offered[3:] == [None]
 
 
 def test_a_helper_refuses_what_is_not_for_it(
     world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    list(in_shards(place(tmp_path), "toy", counting([]), world.snapshot, {"model": b"a"}))
+    list(compute_in_shards(place(tmp_path), "toy", counting([]), world.snapshot, {"model": b"a"}))
     root = exchange_in(tmp_path)
 
     def told(folder: Path, works: Mapping[str, shards.Work]) -> str:
@@ -294,14 +302,14 @@ def test_a_helper_refuses_what_is_not_for_it(
     assert "belongs to another run: corpus_hash is" in told(other.snapshot.folder, {"toy": counting([])})
     shutil.rmtree(root)
     on_gpu = ShardSettings(tmp_path / "shards", tmp_path / "offer", torch.device("cuda"), FP32, 1, print)
-    list(in_shards(on_gpu, "toy", counting([]), world.snapshot, {"model": b"a"}))
+    list(compute_in_shards(on_gpu, "toy", counting([]), world.snapshot, {"model": b"a"}))
     root = exchange_in(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "torch finds no GPU here" in told(world.snapshot.folder, {"toy": counting([])})
 
 
 def test_a_helper_ends_when_all_is_done_and_when_the_exchange_is_gone(world: World, tmp_path: Path) -> None:
-    list(in_shards(place(tmp_path), "toy", counting([]), world.snapshot, {"model": b"a"}))
+    list(compute_in_shards(place(tmp_path), "toy", counting([]), world.snapshot, {"model": b"a"}))
     root = exchange_in(tmp_path)
     works = {"toy": counting([])}
     assert run_index_builder(root, world.snapshot.folder, watch_parent=None, works=works) == DONE
@@ -321,10 +329,10 @@ def test_a_helper_ends_when_all_is_done_and_when_the_exchange_is_gone(world: Wor
 
 
 def test_doctor_counts_shards(world: World, tmp_path: Path) -> None:
-    list(in_shards(place(tmp_path), "toy", counting([]), world.snapshot, {"model": b"a"}))
+    list(compute_in_shards(place(tmp_path), "toy", counting([]), world.snapshot, {"model": b"a"}))
     root = exchange_in(tmp_path)
     shutil.rmtree(root / "parts" / part_name(MODEL, 5, 10))
-    found = inspect(root)
+    found = inspect_exchange(root)
     assert "toy: 2 of 3 shards are committed" in found
     assert not [line for line in found if line.startswith("awaited")]
 
@@ -353,24 +361,26 @@ def test_a_builder_that_follows_a_stage_makes_shards_for_it(
     folder = root / STAGES[name].folder
     alone = tmp_path / "alone"
     shutil.move(folder, alone)
-    usual = Shards.make_one
+    usual = ShardWorker.make_one
     by_others: list[int] = []
 
-    def lazy(self: Shards) -> bool:
+    def lazy(self: ShardWorker) -> bool:
         missing = len(self.missing())  # looked at once: the builder may commit the last one at any time
         if missing != 1:
             return False
         by_others.append(len(self.ranges) - missing)
         return usual(self)
 
-    follower = Child(command("index-builder", "--follow", offer_of(root, name)), pause=0.0, log=tmp_path / "said")
+    follower = SupervisedProcess(
+        command("index-builder", "--follow", shard_offer_path(root, name)), pause=0.0, log=tmp_path / "said"
+    )
     with follower:
-        monkeypatch.setattr(Shards, "make_one", lazy)  # here alone: the follower has been forked
+        monkeypatch.setattr(ShardWorker, "make_one", lazy)  # here alone: the follower has been forked
         report = Quiet()
         stage(name, values, tmp_path, root, report)
         wait_for(lambda: "names none" in (tmp_path / "said").read_text().partition("helping with")[2], 60)
         follower._process.terminate()
-        wait_for(lambda: follower.look() == 0, 60)
+        wait_for(lambda: follower.poll() == 0, 60)
     assert set(by_others) <= {2}, "of three shards, where the stage made one at all"
     names = sorted(path.name for path in alone.iterdir())
     assert names == sorted(path.name for path in folder.iterdir())

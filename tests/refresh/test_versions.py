@@ -20,12 +20,12 @@ from realmops.refresh.versions import (
     MANIFEST,
     STALE_SECONDS,
     CorruptVersionError,
-    Versions,
+    VersionStore,
     fence_of,
     step_of,
     version_name,
 )
-from realmops.search import mapped
+from realmops.search import memory_map
 
 RUN = {"corpus": "c0ffee", "dimensions": 4}
 OLD, NEW = version_name(1, 10), version_name(1, 20)
@@ -42,8 +42,8 @@ def volume() -> MemoryFiles:
     return files
 
 
-def store_on(files: Files, holder: str = "trainer", root: Path = ROOT, **settings: Any) -> Versions:
-    return Versions(root, "kind", RUN, holder, files, StillClock(), **{"grace": 0.0, **settings})
+def store_on(files: Files, holder: str = "trainer", root: Path = ROOT, **settings: Any) -> VersionStore:
+    return VersionStore(root, "kind", RUN, holder, files, StillClock(), **{"grace": 0.0, **settings})
 
 
 def real_volume(tmp_path: Path) -> Path:
@@ -81,7 +81,7 @@ def test_what_was_published_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_large_file_is_copied_while_it_is_checked_and_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped, "MIN_BYTES", 1)
+    monkeypatch.setattr(memory_map, "MIN_BYTES", 1)
     store = store_on(Files(), root=real_volume(tmp_path))
     store.publish(OLD, CONTENT, {})
     found = store.load(OLD, mapped=("a.bin",)).files

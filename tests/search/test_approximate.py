@@ -19,16 +19,16 @@ from realmops.config import IndexOptions, RunOptions
 from realmops.search import approximate, faiss_gpu
 from realmops.search.approximate import (
     MAX_EXACT_PASSAGES,
-    Approximate,
-    Faiss,
+    ApproximateIndex,
+    FaissIndex,
     Recipe,
     device_memory,
     index_type,
     passage_index,
     select_type,
 )
-from realmops.search.exact import Exact, PassageIndex, search
-from realmops.stages import Silent, common
+from realmops.search.exact import ExactIndex, PassageIndex, search
+from realmops.stages import SilentReport, common
 
 CPU = torch.device("cpu")
 WIDTH = 32
@@ -55,7 +55,7 @@ def built(embedding_PE: Tensor, query_QE: Tensor, k: int = 10, *, seed: int = 0,
 def test_each_type_reaches_its_recall_with_exact_scores(kind: str) -> None:
     embedding_PE, query_QE = clustered(5000, 1), clustered(100, 2)
     index = built(embedding_PE, query_QE, type=kind, target_recall=0.95)
-    assert isinstance(index, Approximate)
+    assert isinstance(index, ApproximateIndex)
     assert index.recipe.type == kind
     assert index.recipe.k == 10
     score_QK, id_QK = index.search(query_QE, 10)
@@ -72,8 +72,8 @@ def test_each_type_reaches_its_recall_with_exact_scores(kind: str) -> None:
 def test_the_same_embeddings_and_seed_give_the_same_index(kind: str) -> None:
     embedding_PE, query_QE = clustered(1500, 1), clustered(50, 2)
     first, second = (built(embedding_PE, query_QE, seed=7, type=kind, target_recall=0.8) for _ in range(2))
-    assert isinstance(first, Approximate)
-    assert isinstance(second, Approximate)
+    assert isinstance(first, ApproximateIndex)
+    assert isinstance(second, ApproximateIndex)
     assert first.recipe == second.recipe
     again = type(first)(embedding_PE, first.recipe)
     for query_E in clustered(20, 3):
@@ -93,10 +93,10 @@ def test_passages_added_some_at_a_time_give_the_index_of_all_at_once(
     results = []
     for together in (1 << 30, 1 << 16):
         monkeypatch.setattr(approximate, "_ADDED_ROWS", together)
-        results.append(Faiss(embedding_PE, learned).search(query_QE, 10))
+        results.append(FaissIndex(embedding_PE, learned).search(query_QE, 10))
     assert torch.equal(results[0][1], results[1][1])
     assert torch.equal(results[0][0], results[1][0])
-    other = Faiss(embedding_PE, replace(learned, seed=6)).search(query_QE, 10)
+    other = FaissIndex(embedding_PE, replace(learned, seed=6)).search(query_QE, 10)
     assert not torch.equal(other[1], results[0][1])
 
 
@@ -117,7 +117,7 @@ def test_it_looks_at_no_more_than_the_target_needs() -> None:
     recipes = []
     for target in (0.2, 0.5):
         index = built(embedding_PE, query_QE, type="ivf", target_recall=target)
-        assert isinstance(index, Approximate)
+        assert isinstance(index, ApproximateIndex)
         recipes.append(index.recipe)
     low, high = recipes
     assert low.width < high.width
@@ -129,7 +129,7 @@ def test_it_looks_at_no_more_than_the_target_needs() -> None:
 def test_a_search_looks_at_a_part_of_the_lists_at_most(kind: str, widest: int) -> None:
     """A quarter of 64 lists, of short codes a half: with more an exact search is no slower."""
     embedding_PE = torch.randn(64 * 39, 8, generator=torch.Generator().manual_seed(0))
-    assert Faiss(embedding_PE, Recipe(kind, 0, 64, 1, 0.0, 8, 0.0)).max_search_width == widest
+    assert FaissIndex(embedding_PE, Recipe(kind, 0, 64, 1, 0.0, 8, 0.0)).max_search_width == widest
 
 
 @pytest.mark.parametrize("kind", ["ivf", "pq"])
@@ -146,7 +146,7 @@ def test_a_recall_that_cannot_be_reached_is_an_error_with_both_figures(kind: str
 def test_a_query_that_the_lists_have_too_few_passages_for_is_searched_exactly() -> None:
     embedding_PE, query_QE = clustered(2000, 1), clustered(30, 2)
     index = built(embedding_PE, query_QE, k=5, type="ivf", target_recall=0.1)
-    assert isinstance(index, Approximate)
+    assert isinstance(index, ApproximateIndex)
     assert index.recipe.width == 1
     assert len(embedding_PE) / index.recipe.lists < 500, "one list holds fewer"
     score_QK, id_QK = index.search(query_QE, 1500)
@@ -160,16 +160,16 @@ def test_equal_passages_are_equally_good() -> None:
     """A collapsed retriever gives all passages one embedding: whichever are found, nothing is missed."""
     embedding_PE = torch.ones(300, WIDTH)
     index = built(embedding_PE, scattered(5, 1), type="ivf", target_recall=1.0)
-    assert isinstance(index, Approximate)
+    assert isinstance(index, ApproximateIndex)
     assert index.recipe.recall == 1.0
 
 
 def test_exact_is_plain_search() -> None:
     embedding_PE, query_QE = scattered(300, 1), scattered(3, 2)
     index = built(embedding_PE, query_QE, type="exact")
-    assert isinstance(index, Exact)
+    assert isinstance(index, ExactIndex)
     assert torch.equal(index.search(query_QE, 7)[1], search(query_QE, embedding_PE, 7)[1])
-    assert isinstance(built(embedding_PE, query_QE, type="auto"), Exact)
+    assert isinstance(built(embedding_PE, query_QE, type="auto"), ExactIndex)
 
 
 GIB = 1 << 30
@@ -215,7 +215,7 @@ def test_without_faiss_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch)
 def test_pq_wants_passages_to_learn_its_codes_from() -> None:
     with pytest.raises(ValueError, match=r" 255 passages of width 32; .*256 passages or more.*set index.type=exact"):
         built(scattered(255, 1), scattered(5, 2), type="pq")
-    assert isinstance(built(scattered(256, 1), scattered(5, 2), type="pq", target_recall=0.1), Approximate)
+    assert isinstance(built(scattered(256, 1), scattered(5, 2), type="pq", target_recall=0.1), ApproximateIndex)
 
 
 # A GPU. The stand-in has the signatures of faiss-gpu 1.15.1 (swigfaiss.py, GpuIndexIVFPQ.cu) and its limits; it keeps
@@ -296,9 +296,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     approximate._log_once.cache_clear()
 
 
-def on_card(embedding_PE: Tensor, query_QE: Tensor, k: int = 10, **options: Any) -> Approximate:
+def on_card(embedding_PE: Tensor, query_QE: Tensor, k: int = 10, **options: Any) -> ApproximateIndex:
     index = passage_index(embedding_PE, section("index", **options), CUDA, 0, lambda: query_QE, k)
-    assert isinstance(index, Approximate)
+    assert isinstance(index, ApproximateIndex)
     return index
 
 
@@ -307,7 +307,7 @@ def test_ivf_on_a_gpu_finds_what_it_finds_on_the_cpu() -> None:
     embedding_PE, query_QE = clustered(5000, 1), clustered(100, 2)
     ours = built(embedding_PE, query_QE, type="ivf", target_recall=0.95)
     there = on_card(embedding_PE, query_QE, type="ivf", target_recall=0.95)
-    assert isinstance(ours, Approximate)
+    assert isinstance(ours, ApproximateIndex)
     assert (ours.place, there.place) == ("the CPU", f"the GPU {CARD}")
     assert there.recipe == ours.recipe
     for k in (1, 10):
@@ -398,7 +398,7 @@ def test_a_stage_reports_once_where_its_index_is(card: pytest.MonkeyPatch) -> No
     card.setattr(common, "embed", lambda tower, queries, dtype: query_QE)
     said: list[str] = []
 
-    class Heard(Silent):
+    class Heard(SilentReport):
         def say(self, message: str) -> None:
             said.append(message)
 
@@ -409,7 +409,7 @@ def test_a_stage_reports_once_where_its_index_is(card: pytest.MonkeyPatch) -> No
             report=report, journal=SimpleNamespace(stage="pretrain"), section=sections.__getitem__
         )
         tower: Any = SimpleNamespace(width=WIDTH)
-        common.searchable(job, embedding_PE, tower, [], 10)
+        common.build_index(job, embedding_PE, tower, [], 10)
     assert said == [
         f"pretrain: index.type ivf is on the GPU {CARD}",
         "pretrain: index.type hnsw is on the CPU (FAISS does not support hnsw on GPUs)",

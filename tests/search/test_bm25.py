@@ -15,7 +15,7 @@ from small_world import World, build_snapshot, write_texts
 
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.search import bm25
-from realmops.search.bm25 import Bm25, placed_words, rank, split_words, titled_texts, top
+from realmops.search.bm25 import Bm25, rank, split_words, titled_texts, top_k, words_with_offsets
 from realmops.search.bm25_writer import write_bm25
 
 QUERIES = ("Which ferry crosses lakes?", "Where was Anna Berg born?", "Jon Vik and Jon Vik in Bergen", "Zebra Oslo")
@@ -123,8 +123,8 @@ def test_chosen_passages_have_the_scores_that_all_have(zipf: tuple[Bm25, list[st
     ids = np.array([7, -1, 0, 339, 7, 120, -1, 33])
     for query in (*texts[:20], "zebra", ""):
         expected = np.where(ids < 0, 0, index.scores(query)[ids])
-        assert index.score_of(query, ids).tolist() == expected.tolist()
-        assert index.score_of(query, ids[:0]).tolist() == []
+        assert index.score_passages(query, ids).tolist() == expected.tolist()
+        assert index.score_passages(query, ids[:0]).tolist() == []
 
 
 def test_words_of_every_script_are_found(tmp_path: Path) -> None:
@@ -160,8 +160,8 @@ def test_words_are_placed_in_the_text_as_it_is(language: str) -> None:
         (text.index(part), part) for part in ("Dvor\u030ca\u0301k", "I\u0307stanbul", "İzmir", "i\u0307ki", "Dvořák")
     ]
     words = ["dvořák", "istanbul", "izmir", "iki", "dvořák"]
-    assert [(start, text[start:end]) for _, start, end in placed_words(text, language)] == placed
-    assert [word for word, _, _ in placed_words(text, language)] == split_words(text, language) == words
+    assert [(start, text[start:end]) for _, start, end in words_with_offsets(text, language)] == placed
+    assert [word for word, _, _ in words_with_offsets(text, language)] == split_words(text, language) == words
 
 
 PIECES = ["\u0307", "I", "i", "İ", "ı", "\u0301", "\u0323", "e", "é", "_", " ", "\n", "\u0958", "\u0344", "\u212b",
@@ -174,7 +174,7 @@ def test_any_spelling_has_the_same_words_and_places_inside_the_text(language: st
     text = "".join(pieces)
     words = split_words(text, language)
     assert all(split_words(unicodedata.normalize(form, text), language) == words for form in ("NFC", "NFD"))
-    found = list(placed_words(text, language))
+    found = list(words_with_offsets(text, language))
     assert [word for word, _, _ in found] == words
     assert all(0 <= start < end <= len(text) for _, start, end in found)
 
@@ -230,5 +230,5 @@ def test_a_query_without_known_words_ranks_nothing_above_anything(four: Bm25, qu
 
 def test_of_equal_scores_the_first_passage_comes_first() -> None:
     scores = np.array([1, 3, 1, 2, 3, 1], np.float32)
-    assert top(scores, 5).tolist() == [1, 4, 3, 0, 2]
-    assert top(scores, 9).tolist() == [1, 4, 3, 0, 2, 5]
+    assert top_k(scores, 5).tolist() == [1, 4, 3, 0, 2]
+    assert top_k(scores, 9).tolist() == [1, 4, 3, 0, 2, 5]

@@ -11,14 +11,14 @@ from scipy.sparse import csr_matrix
 from small_world import DOCUMENTS, World, section, tiny_models
 
 from realmops.model.checkpoint_files import build_models
-from realmops.model.packed import Packed
-from realmops.model.retriever import Bag, Embedder, Retriever
+from realmops.model.packed import PackedBatch
+from realmops.model.retriever import BagOfWords, Embedder, Retriever
 from realmops.model.sequences import join_query
 from realmops.search import corpus_statistics
 from realmops.search.corpus_statistics import (
+    init_towers,
     latent_directions,
     principal_components,
-    start_from_passages,
     wordpiece_idf,
 )
 from realmops.search.embed import document_sequences, embed, query_sequences
@@ -34,7 +34,7 @@ def bag_of(world: World, seed: int = 0, **changes: Any) -> Retriever:
     options = section("retriever", **{"tower": "bag", "head": "cosine", "embedding_width": 8, **changes})
     size = world.snapshot.tokenizer.get_vocab_size()
     retriever, _ = build_models(section("bert", width=16, heads=2), options, section("reader"), size, seed)
-    start_from_passages(retriever, world.snapshot, FP32, seed, no_bar)
+    init_towers(retriever, world.snapshot, FP32, seed, no_bar)
     return retriever
 
 
@@ -85,14 +85,14 @@ def test_a_bag_starts_as_lsi_times_idf(world: World) -> None:
 
 def test_special_wordpieces_have_no_vector(world: World) -> None:
     bag = bag_of(world).query
-    assert isinstance(bag, Bag)
+    assert isinstance(bag, BagOfWords)
     special = world.special
     ids = [special.cls, special.sep, special.mask, special.unknown, special.padding]
     assert not bag.word.weight[ids].any()
     assert not bag.counts_V[ids].any()
     assert float(bag.counts_V.sum()) == len(bag.counts_V) - 5
     masked = join_query(np.array([special.mask, special.unknown]), special, 64)
-    assert not bag(Packed([masked])).any()
+    assert not bag(PackedBatch([masked])).any()
 
 
 def test_a_bag_finds_the_passage_of_its_words(world: World) -> None:
@@ -109,7 +109,7 @@ def test_a_bag_finds_the_passage_of_its_words(world: World) -> None:
 def test_the_start_is_a_function_of_passages_and_seed(world: World) -> None:
     def weight(seed: int, **changes: Any) -> torch.Tensor:
         bag = bag_of(world, seed, **changes).document
-        assert isinstance(bag, Bag)
+        assert isinstance(bag, BagOfWords)
         return bag.word.weight
 
     torch.manual_seed(7)
@@ -135,7 +135,7 @@ def test_large_corpora_are_sampled(world: World, monkeypatch: pytest.MonkeyPatch
     options = section("retriever", tower="bag", head="cosine", embedding_width=8)
     size = world.snapshot.tokenizer.get_vocab_size()
     retriever, _ = build_models(section("bert"), options, section("reader"), size, 0)
-    start_from_passages(retriever, world.snapshot, FP32, 0, lambda label, total: told.append)
+    init_towers(retriever, world.snapshot, FP32, 0, lambda label, total: told.append)
     assert len(set(seen)) == 5
     assert seen == sorted(seen)
     assert sum(told) == 5
@@ -157,7 +157,7 @@ def test_a_pca_is_centred_and_keeps_the_most_variance(world: World, pooling: str
     retriever, _ = tiny_models(world, projection="pca", head="paper", pooling=pooling, embedding_width=4)
     tower = retriever.query
     assert isinstance(tower, Embedder)
-    start_from_passages(retriever, world.snapshot, FP32, 0, no_bar)
+    init_towers(retriever, world.snapshot, FP32, 0, no_bar)
     assert tower.training
     assert tower.bert.training
     sequences = document_sequences(world.snapshot, range(12))
@@ -166,7 +166,7 @@ def test_a_pca_is_centred_and_keeps_the_most_variance(world: World, pooling: str
     covariance = np.cov(embedding_PE.T)
     assert covariance == pytest.approx(np.diag(np.diag(covariance)), abs=1e-3 * covariance[0, 0]), "uncorrelated"
     with torch.no_grad():
-        pooled_PD = tower.eval().pool(Packed([t for t, _ in sequences], [s for _, s in sequences])).numpy()
+        pooled_PD = tower.eval().pool(PackedBatch([t for t, _ in sequences], [s for _, s in sequences])).numpy()
     variances = np.linalg.svd(pooled_PD - pooled_PD.mean(0))[1] ** 2 / 11
     assert np.diag(covariance) == pytest.approx(variances[:4], rel=1e-3), "the largest, in their order"
 
@@ -174,12 +174,12 @@ def test_a_pca_is_centred_and_keeps_the_most_variance(world: World, pooling: str
 def test_a_pca_of_full_width_keeps_distances(world: World) -> None:
     """And fills both towers where there are two."""
     retriever, _ = tiny_models(world, projection="pca", head="paper", embedding_width=0, share_embedders=False)
-    start_from_passages(retriever, world.snapshot, FP32, 0, no_bar)
+    init_towers(retriever, world.snapshot, FP32, 0, no_bar)
     sequences = document_sequences(world.snapshot, range(12))
     tower = retriever.query
     assert isinstance(tower, Embedder)
     with torch.no_grad():
-        pooled_PD = tower.eval().pool(Packed([t for t, _ in sequences], [s for _, s in sequences]))
+        pooled_PD = tower.eval().pool(PackedBatch([t for t, _ in sequences], [s for _, s in sequences]))
     for one in (retriever.query, retriever.document):
         embedding_PE = embed(one, sequences, FP32)
         torch.testing.assert_close(torch.cdist(embedding_PE, embedding_PE), torch.cdist(pooled_PD, pooled_PD))
@@ -189,5 +189,5 @@ def test_a_pca_of_full_width_keeps_distances(world: World) -> None:
 def test_other_towers_are_left_as_they_are(world: World, form: dict[str, Any]) -> None:
     retriever, _ = tiny_models(world, **form)
     before = {name: tensor.clone() for name, tensor in retriever.state_dict().items()}
-    start_from_passages(retriever, world.snapshot, FP32, 0, no_bar)
+    init_towers(retriever, world.snapshot, FP32, 0, no_bar)
     assert all(torch.equal(tensor, before[name]) for name, tensor in retriever.state_dict().items())

@@ -13,9 +13,9 @@ from small_encoders import around, byte_bpe
 from small_world import World, at_once, tiny_models
 from torch import nn
 
-from realmops.devices import PackedLinear, autocast, evaluating, multiplies_bf16, with_packed_linears
+from realmops.devices import PackedLinear, autocast, eval_mode, pack_linears, supports_bf16
 from realmops.model import packed
-from realmops.model.packed import Packed
+from realmops.model.packed import PackedBatch
 from realmops.model.reader import Reader
 from realmops.model.retriever import Embedder
 from realmops.model.sequences import SpecialTokens, join_document
@@ -23,7 +23,7 @@ from realmops.search import embed as embedding
 from realmops.search.embed import document_sequences, embed, embed_documents, embed_passages, text_queries
 
 TIED = "masked_words.model.cls.predictions.decoder"  # multiplies by the word vectors
-PRECISIONS = [torch.float32, *([torch.bfloat16] if multiplies_bf16() else [])]
+PRECISIONS = [torch.float32, *([torch.bfloat16] if supports_bf16() else [])]
 
 
 @pytest.fixture
@@ -81,13 +81,13 @@ def test_a_thread_that_begins_beside_an_embedding_has_the_threads_of_all(world: 
     assert len(seen) >= 6
 
 
-@pytest.mark.skipif(not multiplies_bf16(), reason="this processor does not multiply bf16")
+@pytest.mark.skipif(not supports_bf16(), reason="this processor does not multiply bf16")
 def test_a_copy_with_packed_linears_computes_nearly_the_same_and_leaves_the_module(world: World) -> None:
-    batch = Packed([np.array([world.special.cls, *range(10, 30), world.special.sep])])
+    batch = PackedBatch([np.array([world.special.cls, *range(10, 30), world.special.sep])])
     retriever, reader = tiny_models(world)
     for module in (retriever.query, reader):
         before = dict(module.eval().named_modules())
-        quick = with_packed_linears(module, torch.bfloat16)
+        quick = pack_linears(module, torch.bfloat16)
         assert dict(module.named_modules()) == before
         changed = {name for name, part in quick.named_modules() if isinstance(part, PackedLinear)}
         assert changed == {name for name, part in before.items() if isinstance(part, nn.Linear)} - {TIED}
@@ -103,7 +103,7 @@ def test_the_last_of_several_callers_restores_the_mode() -> None:
     module = torch.nn.Sequential(torch.nn.Dropout(0.5))
     for learns in (True, False):
         module.train(learns)
-        first, second = evaluating(module), evaluating(module)
+        first, second = eval_mode(module), eval_mode(module)
         modes = []
         for step in (first.__enter__, second.__enter__, partial(first.__exit__, None, None, None)):
             step()

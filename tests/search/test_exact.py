@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from realmops.search import exact as module
-from realmops.search.exact import GROUP, Exact, MaxSimIndex, exact, search, searched_often
+from realmops.search import exact_index as module
+from realmops.search.exact import GROUP, ExactIndex, MaxSimIndex, exact_index, prepare_for_serving, search
 
 
 def obvious(query_QE: Tensor, embedding_PE: Tensor, k: int) -> np.ndarray:
@@ -103,7 +103,7 @@ def whole(rows: int, seed: int, most: int = 1000) -> Tensor:
 
 def check_scores(query_QE: Tensor, embedding_PE: Tensor, k: int, use_int8: bool = False) -> None:
     """All scores are those of the best, to the last bit, each that of its passage, and no passage comes twice."""
-    score_QK, id_QK = Exact(embedding_PE, use_int8).search(query_QE, k)
+    score_QK, id_QK = ExactIndex(embedding_PE, use_int8).search(query_QE, k)
     true_QP = query_QE.double() @ embedding_PE.double().T
     assert torch.equal(score_QK.double(), true_QP.topk(min(k, len(embedding_PE)), dim=1).values)
     assert torch.equal(true_QP.gather(1, id_QK), score_QK.double())
@@ -128,7 +128,10 @@ def test_halves_find_the_best_in_one_group_and_behind_the_last() -> None:
         embedding_PE = whole(8192 + 10, 4, most=30)
         embedding_PE[first : first + 10] = 40 * query_QE[0] + torch.arange(10)[:, None] * query_QE[0].sign()
         check_scores(query_QE, embedding_PE, 8)
-        assert Exact(embedding_PE).search(query_QE, 8)[1].tolist() == [list(range(first + 9, first + 1, -1))] * QUERIES
+        assert (
+            ExactIndex(embedding_PE).search(query_QE, 8)[1].tolist()
+            == [list(range(first + 9, first + 1, -1))] * QUERIES
+        )
 
 
 @pytest.mark.usefixtures("only_bf16")
@@ -158,7 +161,7 @@ def test_halves_where_many_passages_are_as_good() -> None:
     query_QE[:, WIDTH // 2 :] = query_QE[:, : WIDTH // 2]
     check_scores(query_QE, cancel, 12)
     tiny_PE = normal(9000, 12, WIDTH).float() * 1e-22
-    score_QK, id_QK = Exact(tiny_PE).search(query_QE * 1e-22, 12)
+    score_QK, id_QK = ExactIndex(tiny_PE).search(query_QE * 1e-22, 12)
     found = search(query_QE * 1e-22, tiny_PE, 12)
     assert torch.equal(score_QK, found[0])
     assert torch.equal(id_QK, found[1])
@@ -181,7 +184,7 @@ def test_a_crowd_near_the_best_is_scored_in_fp32(monkeypatch: pytest.MonkeyPatch
     check_scores(query_QE, embedding_PE, 3)
     [count] = asked
     assert 17 <= count <= 20, "some other query may be near too"
-    assert Exact(embedding_PE).search(query_QE, 3)[1][0].tolist() == crowd[:3].tolist()
+    assert ExactIndex(embedding_PE).search(query_QE, 3)[1][0].tolist() == crowd[:3].tolist()
 
 
 def worst(rows: int, seed: int) -> Tensor:
@@ -214,7 +217,7 @@ def test_the_bound_holds_for_every_passage(missing: str | None, monkeypatch: pyt
 def test_without_bf16_in_hardware_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "multiplies_bf16", lambda: False)
     query_QE, embedding_PE = whole(QUERIES, 17), whole(50_001, 18)
-    index = Exact(embedding_PE)
+    index = ExactIndex(embedding_PE)
     found, plain = index.search(query_QE, 5), search(query_QE, embedding_PE, 5)
     assert index.bf16_copy is None
     assert torch.equal(found[0], plain[0])
@@ -225,7 +228,7 @@ def test_without_bf16_in_hardware_nothing_changes(monkeypatch: pytest.MonkeyPatc
 def test_a_few_queries_need_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     for copied in (module.Bf16Prefilter, module.Int8Prefilter):
         monkeypatch.setattr(copied, "build", staticmethod(lambda embedding_PE: pytest.fail("a copy")))
-    index = Exact(whole(9000, 19))
+    index = ExactIndex(whole(9000, 19))
     assert index.search(whole(15, 20), 3)[1].shape == (15, 3)
 
 
@@ -264,7 +267,7 @@ def test_what_is_searched_often_has_a_copy_for_a_few_queries(queries: int, rows:
     check_often(query_QE, embedding_PE, 10)
     check_often(query_QE * 2.0**-30, embedding_PE * 2.0**30, 3)
     other = object()
-    assert searched_often(other) is other  # type: ignore[arg-type,comparison-overlap]
+    assert prepare_for_serving(other) is other  # type: ignore[arg-type,comparison-overlap]
 
 
 @pytest.mark.usefixtures("only_int8")
@@ -273,7 +276,7 @@ def test_what_is_searched_often_has_a_copy_for_a_few_queries(queries: int, rows:
 def test_of_passages_with_several_vectors_the_best_one_counts(queries: int, count: int) -> None:
     query_QE, embedding_PE = whole(queries, 31), whole(9000, 32)
     embedding_PE[100 * count + 1] = 0.5 * (embedding_PE[100 * count] + embedding_PE[7 * count])  # a passage near two
-    score_QK, id_QK = searched_often(MaxSimIndex(Exact(embedding_PE), count)).search(query_QE, 10)
+    score_QK, id_QK = prepare_for_serving(MaxSimIndex(ExactIndex(embedding_PE), count)).search(query_QE, 10)
     true_QP = (query_QE.double() @ embedding_PE.double().T).view(queries, -1, count).amax(2)
     assert torch.equal(score_QK.double(), true_QP.topk(10, dim=1).values)
     assert torch.equal(true_QP.gather(1, id_QK), score_QK.double())
@@ -285,9 +288,9 @@ def test_of_passages_with_several_vectors_the_best_one_counts(queries: int, coun
 def test_passages_with_several_vectors_and_strange_numbers_are_found_as_in_fp32(strange: float) -> None:
     query_QE, embedding_PE = whole(FEW, 33), whole(9000, 34)
     embedding_PE[7, 3] = strange
-    plain = MaxSimIndex(Exact(embedding_PE), 3)
+    plain = MaxSimIndex(ExactIndex(embedding_PE), 3)
     for k in (10, 4000):
-        found, expected = (index.search(query_QE, k) for index in (searched_often(plain), plain))
+        found, expected = (index.search(query_QE, k) for index in (prepare_for_serving(plain), plain))
         assert torch.equal(found[0].nan_to_num(-1.0), expected[0].nan_to_num(-1.0))
         assert found[1].shape == expected[1].shape
 
@@ -311,7 +314,7 @@ def test_bytes_where_many_passages_are_as_good() -> None:
     check_often(query_QE, 0 * whole(9000, 27), 12)
     check_often(query_QE[:1], whole(1600, 27), 101)
     tiny_PE, tiny_QE = normal(9000, 28, WIDTH).float() * 1e-22, query_QE * 1e-22
-    assert torch.equal(searched_often(Exact(tiny_PE)).search(tiny_QE, 12)[0], search(tiny_QE, tiny_PE, 12)[0])
+    assert torch.equal(prepare_for_serving(ExactIndex(tiny_PE)).search(tiny_QE, 12)[0], search(tiny_QE, tiny_PE, 12)[0])
 
 
 @pytest.mark.usefixtures("with_bf16", "with_int8")
@@ -323,7 +326,7 @@ def test_strange_numbers_are_found_as_in_fp32(strange: float, queries: int, use_
     for numbers in (embedding_PE, query_QE):
         kept = numbers[7].clone()
         numbers[7, 3] = strange
-        found, plain = Exact(embedding_PE, use_int8).search(query_QE, 3), search(query_QE, embedding_PE, 3)
+        found, plain = ExactIndex(embedding_PE, use_int8).search(query_QE, 3), search(query_QE, embedding_PE, 3)
         assert torch.equal(found[0].nan_to_num(1.5), plain[0].nan_to_num(1.5))
         assert torch.equal(found[0].isnan(), plain[0].isnan())
         numbers[7] = kept
@@ -386,7 +389,7 @@ def test_no_product_in_bytes_is_farther_off_than_the_bound(missing: str | None) 
 
 def test_without_int8_in_hardware_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "multiplies_int8", lambda: False)
-    query_QE, index = whole(FEW, 31), searched_often(Exact(whole(50_001, 32)))
+    query_QE, index = whole(FEW, 31), prepare_for_serving(ExactIndex(whole(50_001, 32)))
     assert index.int8_copy is None  # type: ignore[attr-defined]
     assert torch.equal(index.search(query_QE, 5)[0], search(query_QE, index.embedding_PE, 5)[0])  # type: ignore[attr-defined]
 
@@ -398,7 +401,7 @@ def test_without_int8_in_hardware_nothing_changes(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("k", [1, 4, 60, 99])
 def test_a_passage_is_found_once_by_its_best_vector(vectors: int, k: int) -> None:
     query_QE, embedding_PX = normal(7, 1), normal(60, 2, 8 * vectors)
-    index = exact(embedding_PX, vectors)
+    index = exact_index(embedding_PX, vectors)
     assert torch.equal(index.embedding_PE, embedding_PX)
     score_QK, id_QK = index.search(query_QE, k)
     best_QP = torch.einsum("qe,pme->qpm", query_QE, embedding_PX.view(60, vectors, 8)).amax(-1)
@@ -409,5 +412,5 @@ def test_a_passage_is_found_once_by_its_best_vector(vectors: int, k: int) -> Non
 def test_passages_are_found_whose_vectors_are_behind_all_of_another() -> None:
     """All five vectors of the first are nearer than any of the others."""
     embedding_PE = torch.tensor([[9.0, 8.0, 7.0, 6.0, 5.0], [1.0, 0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 2.0]])
-    score_QK, id_QK = exact(embedding_PE, 5).search(torch.ones(1, 1), 2)
+    score_QK, id_QK = exact_index(embedding_PE, 5).search(torch.ones(1, 1), 2)
     assert (id_QK.tolist(), score_QK.tolist()) == ([[0, 2]], [[9.0, 2.0]])

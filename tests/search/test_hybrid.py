@@ -9,10 +9,10 @@ import torch
 from small_world import World, section, tiny_models
 from torch import Tensor
 
-from realmops.model.retriever import EMBEDDINGS_ALONE, HYBRID_START, Mixture
+from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, DENSE_ONLY, FusionWeights
 from realmops.search.bm25 import Bm25
-from realmops.search.exact import Exact, exact
-from realmops.search.hybrid import MIN_WEIGHT, Hybrid, fit_mixture, words_share
+from realmops.search.exact import ExactIndex, exact_index
+from realmops.search.hybrid import MIN_WEIGHT, HybridSearch, fit_fusion_weights, normalised_bm25
 from realmops.train.candidates import Candidates
 from realmops.train.examples import Examples
 from realmops.train.index_source import Index
@@ -36,7 +36,7 @@ class Table:
                 score_QK[q, place], id_QK[q, place] = self.score_QP[query][passage], passage
         return score_QK, id_QK
 
-    def score_of(self, query: str, ids: np.ndarray) -> np.ndarray:
+    def score_passages(self, query: str, ids: np.ndarray) -> np.ndarray:
         return np.array([self.score_QP[query].get(int(p), 0.0) for p in ids], np.float32)
 
 
@@ -46,8 +46,8 @@ WORDS = Table({"q": {4: 8.0, 5: 2.0, 0: 4.0}, "nothing": {}, "one": {5: 3.0}})
 QUERY = torch.ones(1, 1)
 
 
-def by_hand(dense: float, lexical: float, scale: float = 1.0) -> Hybrid:
-    return Hybrid(Exact(EMBEDDINGS), WORDS, Mixture(dense, lexical), scale)
+def by_hand(dense: float, lexical: float, scale: float = 1.0) -> HybridSearch:
+    return HybridSearch(ExactIndex(EMBEDDINGS), WORDS, FusionWeights(dense, lexical), scale)
 
 
 def test_f_by_hand() -> None:
@@ -56,8 +56,8 @@ def test_f_by_hand() -> None:
     assert found.id_QK.tolist() == [[4, 0, 1, 2]]
     assert found.dense_QK.tolist() == [[0.5, 2.5, 2.0, 1.5]]
     assert found.words_QK.tolist() == [[1.0, 0.5, 0.0, 0.0]]
-    assert found.relevance(Mixture(2, 10)).tolist() == [[11.0, 10.0, 4.0, 3.0]]
-    assert found.relevance(EMBEDDINGS_ALONE).tolist() == [[0.5, 2.5, 2.0, 1.5]]
+    assert found.relevance(FusionWeights(2, 10)).tolist() == [[11.0, 10.0, 4.0, 3.0]]
+    assert found.relevance(DENSE_ONLY).tolist() == [[0.5, 2.5, 2.0, 1.5]]
 
 
 def test_both_lists_are_looked_at_and_nothing_else() -> None:
@@ -71,7 +71,7 @@ def test_both_lists_are_looked_at_and_nothing_else() -> None:
 
 def test_the_best_of_both_may_be_the_first_of_neither() -> None:
     """f is 5 for passage 0, the first by embeddings, 4 for 5, the first by words, and 4 + 4 x 7/8 for 1."""
-    search = Hybrid(Exact(EMBEDDINGS), Table({"q": {5: 8.0, 1: 7.0}}), Mixture(1, 4), 1.0)
+    search = HybridSearch(ExactIndex(EMBEDDINGS), Table({"q": {5: 8.0, 1: 7.0}}), FusionWeights(1, 4), 1.0)
     assert [search.search(QUERY, ["q"], 1, depth).id_QK.tolist() for depth in (None, 1, 2)] == [[[0]], [[0]], [[1]]]
 
 
@@ -79,16 +79,16 @@ def test_words_beside_the_best_of_several_vectors() -> None:
     """Two vectors of each passage: q.d is 5, 4, 3, 2, 1, and 9 where the second vector of the last is that."""
     embedding_PX = torch.cat([EMBEDDINGS, EMBEDDINGS - 1], dim=1)
     embedding_PX[5, 1] = 9.0
-    found = Hybrid(exact(embedding_PX, 2), WORDS, Mixture(1, 4), 1.0).search(QUERY, ["q"], 4, 6)
+    found = HybridSearch(exact_index(embedding_PX, 2), WORDS, FusionWeights(1, 4), 1.0).search(QUERY, ["q"], 4, 6)
     assert found.id_QK.tolist() == [[5, 0, 4, 1]]
-    assert found.relevance(Mixture(1, 4)).tolist() == [[10.0, 7.0, 5.0, 4.0]]
+    assert found.relevance(FusionWeights(1, 4)).tolist() == [[10.0, 7.0, 5.0, 4.0]]
 
 
 @pytest.mark.parametrize(("passage", "expected"), [(5, [5, 0, 1]), (0, [0, 3, 4])])
 def test_words_alone_find_a_passage_and_equal_ones_come_by_number(passage: int, expected: list[int]) -> None:
     """Number 0 too, where the embeddings' search does not find it."""
     embedding_PE = EMBEDDINGS if passage else EMBEDDINGS.flip(0)
-    search = Hybrid(Exact(embedding_PE), Table({"q": {passage: 3.0}}), Mixture(0.0, 1.0), 1.0)
+    search = HybridSearch(ExactIndex(embedding_PE), Table({"q": {passage: 3.0}}), FusionWeights(0.0, 1.0), 1.0)
     found = search.search(QUERY, ["q"], 3, 3)
     assert found.id_QK.tolist() == [expected]
     assert found.words_QK.tolist() == [[1.0, 0.0, 0.0]]
@@ -99,22 +99,22 @@ def test_what_is_not_there_is_minus_one() -> None:
     two = torch.ones(2, 1)
     found = by_hand(1, 10).search(two, ["q", "nothing"], 2, 2)
     assert found.id_QK.tolist() == [[4, 0], [0, 1]]
-    few = Hybrid(Exact(EMBEDDINGS[:3]), Table({"q": {}, "nothing": {}}), Mixture(1, 1), 1.0)
+    few = HybridSearch(ExactIndex(EMBEDDINGS[:3]), Table({"q": {}, "nothing": {}}), FusionWeights(1, 1), 1.0)
     assert few.search(two, ["q", "nothing"], 5).id_QK.tolist() == [[0, 1, 2], [0, 1, 2]], "no more than there are"
 
-    class Fewer(Exact):
+    class Fewer(ExactIndex):
         """Finds one passage less for the second query, as a structure might."""
 
         def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
             return torch.tensor([[5.0, 4.0], [5.0, 5.0]]), torch.tensor([[0, 1], [0, 0]])
 
-    found = Hybrid(Fewer(EMBEDDINGS), WORDS, Mixture(1, 10), 1.0).search(two, ["q", "nothing"], 3)
+    found = HybridSearch(Fewer(EMBEDDINGS), WORDS, FusionWeights(1, 10), 1.0).search(two, ["q", "nothing"], 3)
     assert found.id_QK.tolist() == [[4, 0, 1], [0, -1, -1]]
-    assert found.relevance(Mixture(1, 10))[1, 1:].tolist() == [-math.inf, -math.inf]
+    assert found.relevance(FusionWeights(1, 10))[1, 1:].tolist() == [-math.inf, -math.inf]
 
 
 def test_without_words_or_their_weight_it_is_the_search_of_embeddings() -> None:
-    for search in (Hybrid(Exact(EMBEDDINGS), None, Mixture(1, 10), 3.0), by_hand(1, 0, 3.0)):
+    for search in (HybridSearch(ExactIndex(EMBEDDINGS), None, FusionWeights(1, 10), 3.0), by_hand(1, 0, 3.0)):
         found = search.search(QUERY, ["q"], 2, 5)
         assert found.id_QK.tolist() == [[0, 1]]
         assert found.dense_QK.tolist() == [[15.0, 12.0]]
@@ -125,9 +125,13 @@ def test_words_share_by_hand() -> None:
     """Over the best passage's, whether it is among the chosen or not; the null document (-1) has none."""
     id_QK = torch.tensor([[0, 5, -1], [1, 0, -1], [5, 4, 3]])
     queries = ["q", "nothing", "one"]
-    assert words_share(WORDS, Mixture(1, 1), queries, id_QK, CPU).tolist() == [[0.5, 0.25, 0], [0, 0, 0], [1, 0, 0]]
-    for words, mixture in ((None, Mixture(1, 1)), (WORDS, EMBEDDINGS_ALONE)):
-        assert words_share(words, mixture, queries, id_QK, CPU).tolist() == [[0.0] * 3] * 3
+    assert normalised_bm25(WORDS, FusionWeights(1, 1), queries, id_QK, CPU).tolist() == [
+        [0.5, 0.25, 0],
+        [0, 0, 0],
+        [1, 0, 0],
+    ]
+    for words, mixture in ((None, FusionWeights(1, 1)), (WORDS, DENSE_ONLY)):
+        assert normalised_bm25(words, mixture, queries, id_QK, CPU).tolist() == [[0.0] * 3] * 3
 
 
 @pytest.fixture(scope="module")
@@ -135,15 +139,15 @@ def bm25(world: World) -> Bm25:
     return Bm25.of(world.snapshot)
 
 
-@pytest.mark.parametrize("mixture", [HYBRID_START, Mixture(1, 1), Mixture(0.5, 20)])
-def test_with_all_passages_it_is_a_sort_of_all(world: World, bm25: Bm25, mixture: Mixture) -> None:
+@pytest.mark.parametrize("mixture", [DEFAULT_FUSION_WEIGHTS, FusionWeights(1, 1), FusionWeights(0.5, 20)])
+def test_with_all_passages_it_is_a_sort_of_all(world: World, bm25: Bm25, mixture: FusionWeights) -> None:
     """Against f of each of the twelve passages, computed one by one."""
     generator = torch.Generator().manual_seed(3)
     embedding_PE, query_QE = torch.randn(12, 8, generator=generator), torch.randn(3, 8, generator=generator)
     queries = [RAINS, PAINTER, UNKNOWN]
-    found = Hybrid(Exact(embedding_PE), bm25, mixture, 0.7).search(query_QE, queries, 5, 12)
+    found = HybridSearch(ExactIndex(embedding_PE), bm25, mixture, 0.7).search(query_QE, queries, 5, 12)
     for q, query in enumerate(queries):
-        bm25_P = bm25.score_of(query, np.arange(12))
+        bm25_P = bm25.score_passages(query, np.arange(12))
         best = max(bm25_P.max(), 1e-9)
         f_P = [
             mixture.dense * 0.7 * float(embedding_PE[p] @ query_QE[q]) + mixture.lexical * bm25_P[p] / best
@@ -152,10 +156,10 @@ def test_with_all_passages_it_is_a_sort_of_all(world: World, bm25: Bm25, mixture
         expected = sorted(range(12), key=lambda p: -f_P[p])[:5]
         assert found.id_QK[q].tolist() == expected
         assert found.relevance(mixture)[q].tolist() == pytest.approx([f_P[p] for p in expected], rel=1e-5)
-        share = words_share(bm25, mixture, [query], found.id_QK[q : q + 1], CPU)[0]
+        share = normalised_bm25(bm25, mixture, [query], found.id_QK[q : q + 1], CPU)[0]
         torch.testing.assert_close(share, found.words_QK[q], rtol=1e-6, atol=1e-6)
-    assert set(np.flatnonzero(bm25.score_of(RAINS, np.arange(12)))) >= {3, 11}
-    assert bm25.score_of(PAINTER, np.arange(12)).nonzero()[0].tolist() == [2]
+    assert set(np.flatnonzero(bm25.score_passages(RAINS, np.arange(12)))) >= {3, 11}
+    assert bm25.score_passages(PAINTER, np.arange(12)).nonzero()[0].tolist() == [2]
     assert found.words_QK[2].tolist() == [0.0] * 5
 
 
@@ -176,27 +180,27 @@ def test_weights_that_made_the_data_are_found(dense: float, lexical: float) -> N
     """20,000 queries; with a right passage in the place of one that is not there nothing changes."""
     dense_QK, words_QK, correct_QK = sampled(dense, lexical, 20_000)
     there_QK = torch.ones_like(correct_QK)
-    found = fit_mixture(dense_QK, words_QK, there_QK, correct_QK)
+    found = fit_fusion_weights(dense_QK, words_QK, there_QK, correct_QK)
     assert found.dense == pytest.approx(dense, rel=0.05)
     assert found.lexical == pytest.approx(lexical, abs=0.12)
     assert found.reading == 1.0
     more = [torch.cat([t, t[:, :1]], dim=1) for t in (dense_QK, words_QK)]
     there = torch.cat([there_QK, torch.zeros(20_000, 1, dtype=torch.bool)], dim=1)
-    assert fit_mixture(*more, there, torch.cat([correct_QK, ~there[:, -1:]], dim=1)) == found
+    assert fit_fusion_weights(*more, there, torch.cat([correct_QK, ~there[:, -1:]], dim=1)) == found
 
 
 def test_the_fit_is_the_likeliest_under_a_pull_to_one() -> None:
     """40 queries, against a grid: the mean -log p, and half a square of each logarithm as of one query."""
     dense_QK, words_QK, correct_QK = sampled(2.0, 4.0, 40)
 
-    def objective(mixture: Mixture) -> float:
+    def objective(mixture: FusionWeights) -> float:
         f_QK = mixture.of(dense_QK.double(), words_QK.double())
         p_Q = (f_QK.softmax(-1) * correct_QK).sum(-1)
         pull = 0.5 * (math.log(mixture.dense) ** 2 + math.log(mixture.lexical) ** 2)
         return float(-p_Q.log().mean()) + pull / 40
 
-    found = fit_mixture(dense_QK, words_QK, torch.ones_like(correct_QK), correct_QK)
-    grid = [Mixture(found.dense * a, found.lexical * b) for a in (0.98, 1.02) for b in (0.98, 1.02)]
+    found = fit_fusion_weights(dense_QK, words_QK, torch.ones_like(correct_QK), correct_QK)
+    grid = [FusionWeights(found.dense * a, found.lexical * b) for a in (0.98, 1.02) for b in (0.98, 1.02)]
     assert all(objective(found) < objective(other) for other in grid)
 
 
@@ -204,14 +208,14 @@ def test_queries_that_say_nothing_do_not_count() -> None:
     """Without a right passage, with right ones only, or with none at all: alone nothing is fitted."""
     dense_QK, words_QK, correct_QK = sampled(2.0, 4.0, 50)
     there_QK = torch.ones_like(correct_QK)
-    found = fit_mixture(dense_QK, words_QK, there_QK, correct_QK)
+    found = fit_fusion_weights(dense_QK, words_QK, there_QK, correct_QK)
     none, every = torch.zeros(50, 8, dtype=torch.bool), torch.ones(50, 8, dtype=torch.bool)
-    assert fit_mixture(dense_QK, words_QK, there_QK, none) is None
-    assert fit_mixture(dense_QK, words_QK, there_QK, every) is None
-    assert fit_mixture(dense_QK, words_QK, none, every) is None
+    assert fit_fusion_weights(dense_QK, words_QK, there_QK, none) is None
+    assert fit_fusion_weights(dense_QK, words_QK, there_QK, every) is None
+    assert fit_fusion_weights(dense_QK, words_QK, none, every) is None
     doubled = [torch.cat([t, t]) for t in (dense_QK, words_QK, there_QK)]
     for nothing in (none, every):
-        assert fit_mixture(*doubled, torch.cat([correct_QK, nothing])) == found
+        assert fit_fusion_weights(*doubled, torch.cat([correct_QK, nothing])) == found
 
 
 def test_both_weights_stay_above_zero() -> None:
@@ -220,7 +224,7 @@ def test_both_weights_stay_above_zero() -> None:
     words_QK[:, 0] = 30.0
     correct_QK = torch.zeros(20_000, 2, dtype=torch.bool)
     correct_QK[:, 1] = True
-    found = fit_mixture(torch.zeros(20_000, 2), words_QK, torch.ones_like(correct_QK), correct_QK)
+    found = fit_fusion_weights(torch.zeros(20_000, 2), words_QK, torch.ones_like(correct_QK), correct_QK)
     assert MIN_WEIGHT <= found.lexical < 0.1
 
 
@@ -234,9 +238,9 @@ def test_pre_training_retrieves_by_words_too(world: World, bm25: Bm25) -> None:
     examples = Examples(world.snapshot, world.spans, section("pretrain", query_wordpieces=40, reader_wordpieces=60))
     masked = examples.example(int(world.spans.offsets[9]), np.random.default_rng(0))  # "Jon Vik built it in 1950."
     assert masked.visible_text.split() == ["built", "it", "in", "1950."]
-    for mixture, first in ((EMBEDDINGS_ALONE, [0, 1, 2]), (Mixture(0.001, 8.0), [8])):
+    for mixture, first in ((DENSE_ONLY, [0, 1, 2]), (FusionWeights(0.001, 8.0), [8])):
         retriever.mixture = mixture
-        index = Index(0, Exact(embedding_PE), retriever, 0.0, True)
+        index = Index(0, ExactIndex(embedding_PE), retriever, 0.0, True)
         options = section("pretrain", candidates=4, null_document=True, exclude_trivial=True)
         [found] = Candidates(world.snapshot, options, bm25).retrieve([masked], query_BE, index)
         assert found[: len(first)] == first

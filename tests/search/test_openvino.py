@@ -16,11 +16,11 @@ from transformers import AutoConfig, AutoModel
 
 from realmops import devices
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.devices import multiplies_bf16, resolve_precision
+from realmops.devices import resolve_precision, supports_bf16
 from realmops.model import packed
 from realmops.model.encoder import Encoder
-from realmops.model.retriever import Bag, Embedder
-from realmops.model.transformers_models import without_pooler
+from realmops.model.retriever import BagOfWords, Embedder
+from realmops.model.transformers_models import remove_pooler
 from realmops.search import embed as embedding
 from realmops.search import embeddings, openvino
 from realmops.search.embed import Sequences, embed, embed_documents
@@ -29,7 +29,7 @@ from realmops.search.openvino import OpenVinoGraph, compile_graph
 
 WORDS, LONGEST = 60, 150  # more wordpieces than a layer of ModernBERT sees to either side
 CPU, FP32, INT8 = torch.device("cpu"), torch.float32, torch.int8
-AUTO = torch.bfloat16 if multiplies_bf16() else FP32
+AUTO = torch.bfloat16 if supports_bf16() else FP32
 
 
 KINDS = {  # what a family's configuration has beside the common shape
@@ -52,7 +52,7 @@ def encoder(kind: str, width: int = 48, inner: int = 96, **changes: Any) -> Enco
         shape = {"dim": width, "hidden_dim": inner}
     shape |= {"vocab_size": WORDS, "max_position_embeddings": LONGEST, "pad_token_id": 0, "initializer_range": 0.1}
     shape |= {**KINDS[kind], **changes}
-    return Encoder(without_pooler(AutoModel.from_config(AutoConfig.for_model(kind, **shape))))
+    return Encoder(remove_pooler(AutoModel.from_config(AutoConfig.for_model(kind, **shape))))
 
 
 def tower(kind: str = "bert", **how: Any) -> Embedder:
@@ -144,11 +144,11 @@ def test_a_graph_ends_in_the_towers_own_head(head: str) -> None:
 @pytest.mark.parametrize("embedding", [48, 24])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_graph_is_made_of_narrow_word_vectors_and_of_frozen_weights_too(embedding: int, frozen: bool) -> None:
-    """Small ELECTRAs widen their word vectors by a product; a model that learns no more has its weights in bf16."""
+    """Small ELECTRAs tune_search_width their word vectors by a product; a model that learns no more has its weights in bf16."""
     one = Embedder(encoder("electra", embedding_size=embedding), 8, "cosine").eval()
     true_NE = embed(one, sequences(), FP32)
     if frozen:
-        devices.freeze_products(one, torch.bfloat16)
+        devices.freeze_linear_weights(one, torch.bfloat16)
     assert near(embed(one, sequences(), INT8, graph=OpenVinoGraph(one, 1)), true_NE) > 0.99
 
 
@@ -216,7 +216,7 @@ def test_an_index_in_int8_is_made_once_for_all_its_parts(world: World, monkeypat
 def test_what_is_no_number_and_what_openvino_does_not_compile_is_no_graph(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert compile_graph(Bag(WORDS, 8, 0.05), 1) is None
+    assert compile_graph(BagOfWords(WORDS, 8, 0.05), 1) is None
     assert [compile_graph(tower("deberta-v2"), 1) for _ in range(2)] == [None, None]
     [line] = [record.getMessage() for record in caplog.records if record.name == openvino.__name__]
     assert "not supported by a deberta-v2 (padded batches); embedding passages with 'auto'" in line
@@ -228,9 +228,9 @@ def test_what_is_no_number_and_what_openvino_does_not_compile_is_no_graph(
 
 
 def test_int8_is_what_the_processor_has_and_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "multiplies_int8", lambda: False)
+    monkeypatch.setattr(devices, "supports_int8", lambda: False)
     assert resolve_precision("int8", CPU) == AUTO
-    monkeypatch.setattr(devices, "multiplies_int8", lambda: True)
+    monkeypatch.setattr(devices, "supports_int8", lambda: True)
     assert resolve_precision("int8", CPU) == INT8
     assert resolve_precision("int8", torch.device("cuda")) == resolve_precision("auto", torch.device("cuda"))
     monkeypatch.setattr(devices, "find_spec", lambda name: None)
@@ -247,7 +247,7 @@ def test_a_graph_that_goes_leaves_nothing_behind() -> None:
         graph([(np.arange(9), np.zeros(9, np.int64))])
         del graph
         gc.collect()
-        devices.keep_freed_memory()
+        devices.configure_malloc()
         status = Path("/proc/self/status").read_text()
         left.append(int(status.partition("RssAnon:")[2].split()[0]) >> 10)
     assert left[-1] - left[1] < 60, left

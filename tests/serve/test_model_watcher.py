@@ -15,7 +15,7 @@ from torch import nn
 
 from realmops.answering.opened_model import Query
 from realmops.artifacts import MANIFEST, atomic_folder, read_json, write_json, write_manifest
-from realmops.search.exact import Exact
+from realmops.search.exact import ExactIndex
 from realmops.serve import model_watcher, served_model
 from realmops.serve.batching import RequestBatcher
 from realmops.serve.model_watcher import ModelWatcher
@@ -202,8 +202,8 @@ def test_a_warmed_up_model_has_copies_and_answers_the_same(copy: Path, monkeypat
     assert watcher.poll()
     served = watcher._batcher.served
     index, before = served.model.passages, plain.model.passages
-    assert isinstance(index, Exact)
-    assert isinstance(before, Exact)
+    assert isinstance(index, ExactIndex)
+    assert isinstance(before, ExactIndex)
     assert (index.often, before.often) == (True, False)
     assert served.shared_search.passages is index, "one copy serves answers and searches"
     assert packed == [served.model.retriever.query, served.model.reader]

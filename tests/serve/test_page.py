@@ -23,7 +23,7 @@ from small_project import QUESTIONS, answered, cli, wait_for, write_json_lines
 from small_world import DOCUMENTS
 
 from realmops import artifacts
-from realmops.answering.confidence import HOLDS_ALL, Confidence
+from realmops.answering.confidence import ALWAYS_ABSTAIN, Confidence
 from realmops.answering.feedback import feedback_file, read_feedback
 from realmops.evaluate.predictions import read_results, write_predictions
 from realmops.serve.guard import COOKIE, Limits, Token
@@ -86,7 +86,7 @@ def held_back(project: Path, threshold: float) -> Iterator[Any]:
 def unsure(project: Path) -> Iterator[Served]:
     """A server that holds every answer back."""
     root = Path(shutil.copytree(project / "root", project / "unsure"))
-    replace(Confidence.load(root / TUNED), threshold=HOLDS_ALL).save(root / TUNED)
+    replace(Confidence.load(root / TUNED), threshold=ALWAYS_ABSTAIN).save(root / TUNED)
     made = artifacts.read_json(root / TUNED / "manifest.json")
     artifacts.write_manifest(root / TUNED, "finetune", **{k: made[k] for k in ("fingerprint", "sections")})
     with served(root) as one:
@@ -155,7 +155,7 @@ def test_the_answer_is_that_of_the_api_with_its_quotation_in_its_passage(server:
 
 @pytest.mark.parametrize(
     ("threshold", "reason"),
-    [(HOLDS_ALL, "The model was never confident enough"), (0.9995, "Too many answers below above 99% are wrong.")],
+    [(ALWAYS_ABSTAIN, "The model was never confident enough"), (0.9995, "Too many answers below above 99% are wrong.")],
 )
 def test_where_an_answer_is_held_back_the_passages_lead(project: Path, threshold: float, reason: str) -> None:
     """The first three with the words of the question marked; what was held back stands small below them."""
@@ -290,7 +290,7 @@ def test_only_questions_that_are_answered_rightly_are_examples(project: Path, tm
     assert RunFolder(root).examples() == []
     shutil.copy(project / "root/results/manifest.json", root / "results")
     assert len(RunFolder(root).examples()) == 2
-    replace(Confidence.load(root / TUNED), threshold=HOLDS_ALL).save(root / TUNED)
+    replace(Confidence.load(root / TUNED), threshold=ALWAYS_ABSTAIN).save(root / TUNED)
     assert RunFolder(root).examples() == [], "the model was calibrated again since"
 
 

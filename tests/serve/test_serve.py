@@ -17,7 +17,7 @@ from serving import QUESTION, Served, client_of, every_call, served, update
 from small_project import QUESTIONS, cli, wait_for
 from small_world import DOCUMENTS
 
-from realmops.answering.record import short
+from realmops.answering.record import format_record
 from realmops.artifacts import read_json, write_manifest
 from realmops.evaluate.predictions import read_results
 from realmops.serve.guard import Limits
@@ -110,24 +110,24 @@ def test_without_any_passage_there_is_no_answer(answering: Path) -> None:
 def test_an_unsure_answer_is_marked(answering: Path) -> None:
     from dataclasses import replace
 
-    from realmops.answering.confidence import HOLDS_ALL, Confidence
+    from realmops.answering.confidence import ALWAYS_ABSTAIN, Confidence
     from realmops.answering.opened_model import Query
-    from realmops.answering.record import short
+    from realmops.answering.record import format_record
     from realmops.stages.open_run import open_run
 
     generation = open_run(answering / "root")
     [found] = generation.find([Query(QUESTION)])
     records = {}
-    for threshold in (0.0, 1.0, HOLDS_ALL):
+    for threshold in (0.0, 1.0, ALWAYS_ABSTAIN):
         curve = Confidence(1.0, 0.0, threshold, 0.8, 2)
         [records[threshold]] = replace(generation, confidence=curve).read([found])
     assert [record["abstained"] for record in records.values()] == [False, True, True]
     assert len({record["answer"] for record in records.values()}) == 1
-    assert "held back" not in short(records[0.0])[0]
+    assert "held back" not in format_record(records[0.0])[0]
     sentence = f"  in: {records[1.0]['quote']['quote']}"
-    assert [short(record)[1] == sentence for record in records.values()] == [False, True, True]
-    assert "held back below 1)" in short(records[1.0])[0]
-    assert "held back as every answer is" in short(records[HOLDS_ALL])[0]
+    assert [format_record(record)[1] == sentence for record in records.values()] == [False, True, True]
+    assert "held back below 1)" in format_record(records[1.0])[0]
+    assert "held back as every answer is" in format_record(records[ALWAYS_ABSTAIN])[0]
     [plain] = replace(generation, confidence=None).read([found])
     assert (plain["probability"], plain["abstained"]) == (plain["p_y"], False)
 
@@ -573,8 +573,8 @@ def test_words_around_a_quotation_are_whole() -> None:
     cited = {"passage_id": "d#0", "document_id": "d", "title": "T", "uri": "f.txt", "quote": "the answer", "p_z": 0.5}
     cited |= {"start": 100 + start, "end": 110 + start}
     record = {"answer": "the answer", "probability": 0.9, "abstained": False, "passages": [passage]}
-    _, quoted, where = short({**record, "citations": [cited]})
+    _, quoted, where = format_record({**record, "citations": [cited]})
     assert quoted == "  T: … " + "zebra " * 10 + "[the answer]" + " quagga" * 8 + " …"
     assert where == f"    document d, f.txt, characters {100 + start} to {110 + start}, p(z|x) 0.50"
     passage["text"], cited["start"], cited["end"] = "It is the answer.", 106, 116
-    assert short({**record, "citations": [cited]})[1] == "  T: It is [the answer]."
+    assert format_record({**record, "citations": [cited]})[1] == "  T: It is [the answer]."

@@ -149,10 +149,10 @@ def test_a_stream_says_when_reading_fails_and_goes_on(answering: Path, monkeypat
 
     real = OpenQa.read
 
-    def fails(model: Any, found: Any, asked_about: Any) -> Any:
+    def fails(model: Any, found: Any, target_answers: Any) -> Any:
         if any(one.question.question == "Who fails?" for one in found):
             raise RuntimeError("out of memory")
-        return real(model, found, asked_about)
+        return real(model, found, target_answers)
 
     monkeypatch.setattr(OpenQa, "read", fails)
     batcher = RequestBatcher(ServedModel.of(open_run(answering / "root")))
@@ -205,10 +205,10 @@ def test_who_hung_up_is_not_answered(answering: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("retriever", ["bm25", "tfidf"])
 def test_what_a_server_remembers_is_bounded(answering: Path, retriever: str) -> None:
-    from realmops.baselines.rankers import ranker_of
+    from realmops.baselines.rankers import build_ranker
     from realmops.corpus.snapshot_reader import Snapshot
 
-    ranker: Any = ranker_of(retriever, Snapshot.open(answering / "root/data/snapshot/corpus"), remembered=3)
+    ranker: Any = build_ranker(retriever, Snapshot.open(answering / "root/data/snapshot/corpus"), remembered=3)
     for number in range(10):
         ranker(f"Who was born in {number}?", 2)
     assert ranker._rank.cache_info().currsize == 3

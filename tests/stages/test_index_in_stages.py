@@ -13,7 +13,7 @@ from small_world import DOCUMENTS, PAPERS_READER, write_documents
 
 from realmops.answering.opened_model import Query
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.search.approximate import approximate
+from realmops.search.approximate import unwrap_approximate
 from realmops.search.embeddings import INDEX, RECIPE, load_passages
 from realmops.stages import STAGES
 from realmops.stages.open_run import open_run
@@ -94,7 +94,7 @@ def test_evaluation_and_questions_use_the_same_index(root: Path) -> None:
     run = open_run(root)
     model = run.model
     assert model.passages is not None
-    structure = approximate(model.passages)
+    structure = unwrap_approximate(model.passages)
     assert asdict(structure.recipe) == json.loads((root / "models/finetune" / RECIPE).read_text())
     assert 0.0 < metrics(root, "evaluate")["index_recall"] <= 1.0
     [found] = run.answer([Query("Who wrote The Cold Sea?")])
@@ -108,7 +108,7 @@ def test_an_updated_corpus_is_searched_by_an_index_of_that_type(project: Path, r
     snapshot = Snapshot.open(folder / "snapshot/corpus")
     assert len(snapshot) == 12 * (COPIES + 4)
     passages = load_passages(folder / "finetune", snapshot, torch.device("cpu"), 2)
-    assert approximate(passages) is not None
+    assert unwrap_approximate(passages) is not None
     assert len(passages.embedding_PE) == len(snapshot)
     assert 0.0 < json.loads((folder / "results/metrics.json").read_text())["index_recall"] <= 1.0
 

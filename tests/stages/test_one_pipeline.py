@@ -15,7 +15,7 @@ import yaml
 from small_project import cli, stage, toy_values, write_project
 
 from realmops import config
-from realmops.stages import STAGES, Stage, chain, in_use, parse_sections
+from realmops.stages import STAGES, Stage, files_in_use, parse_sections, stages_to_run
 
 ROOT = Path(__file__).parents[2]
 PARAMS = ROOT / "params.yaml"
@@ -27,11 +27,14 @@ ALL_STAGES = ("tracking",)  # sections that the runner reads for every stage and
 
 
 def test_dvc_yaml_has_the_stages_and_nothing_else() -> None:
-    values = config.load(PARAMS)
+    values = config.load_params(PARAMS)
     wanted = {
         name: {
             "cmd": f"realmops run {name}",
-            "deps": [*(STAGES[need].folder for need in one.needs), *(f"${{{key}}}" for key in in_use(one, values))],
+            "deps": [
+                *(STAGES[need].folder for need in one.needs),
+                *(f"${{{key}}}" for key in files_in_use(one, values)),
+            ],
             "params": ["presets", *one.sections],
             "outs": [{one.folder: {"persist": True}}],  # or DVC removes what realmops run has made
         }
@@ -102,9 +105,9 @@ def test_the_tagger_is_left_out_where_nothing_reads_spans() -> None:
     """The reader's warm start, REALM and made questions read them."""
     idle = {"ict": {"reader_steps": 0}, "pretrain": {"steps": 0}}
     made = {"questions": {"train": "data/cloze/questions.train.jsonl"}}
-    assert chain(toy_values(**idle)) == ("snapshot", "ict", "pretrain", "finetune", "evaluate")
+    assert stages_to_run(toy_values(**idle)) == ("snapshot", "ict", "pretrain", "finetune", "evaluate")
     for changes in ({}, idle | {"pretrain": {"steps": 1}}, idle | {"ict": {"reader_steps": 1}}, idle | made):
-        assert "tag" in chain(toy_values(**changes)), changes
+        assert "tag" in stages_to_run(toy_values(**changes)), changes
 
 
 # params.yaml and the presets

@@ -38,17 +38,17 @@ from small_world import PARAMS
 from torch import Tensor
 
 from realmops.artifacts import read_manifest
-from realmops.baselines.links import Graph, Links
+from realmops.baselines.links import LinkedBm25, PassageLinks
 from realmops.baselines.tfidf import TfIdf
-from realmops.config import load
-from realmops.corpus.formats import sources
+from realmops.config import load_params
+from realmops.corpus.formats import list_sources
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.word_counts import train_vocabulary
 from realmops.evaluate.predictions import read_predictions
 from realmops.evaluate.recall import first_hit_ranks
 from realmops.model.checkpoint_files import load_models
-from realmops.refresh.builder_process import assign, run_index_builder
+from realmops.refresh.builder_process import assign_exchange, run_index_builder
 from realmops.search.bm25 import Bm25, rank, titled_texts
 from realmops.search.embed import embed, query_sequences
 from realmops.search.embeddings import embed_corpus, load_index
@@ -193,7 +193,7 @@ def test_what_a_killed_run_left_is_used_again_but_with_force(tmp_path: Path) -> 
     params, root = write_project(tmp_path), tmp_path / "root"
 
     def again(force: bool) -> dict[str, Any]:
-        values = load(params)
+        values = load_params(params)
         return run_stage("snapshot", values, project=tmp_path, root=root, report=Quiet(), force=force)
 
     usual = again(False)["vocabulary"]
@@ -202,7 +202,7 @@ def test_what_a_killed_run_left_is_used_again_but_with_force(tmp_path: Path) -> 
     for force, expected in ((False, usual + 1), (True, usual)):
         shutil.rmtree(root / "data/snapshot")
         work.mkdir(parents=True)
-        pieces = train_vocabulary(sources(tmp_path / "documents.jsonl", "auto"), size=150)
+        pieces = train_vocabulary(list_sources(tmp_path / "documents.jsonl", "auto"), size=150)
         (work / "vocab.txt").write_bytes(vocabulary_bytes([*pieces, "left"]))
         assert again(force)["vocabulary"] == expected
         assert not work.exists()
@@ -429,7 +429,7 @@ def test_a_retriever_that_is_none_of_ours_is_read_from_training_to_answers(
     assert not (root / "models/finetune/index.safetensors").exists()
     snapshot = Snapshot.open(root / "data/snapshot/corpus")
     bm25 = Bm25.of(snapshot)
-    words = {"bm25": bm25, "tfidf": TfIdf(titled_texts(snapshot)), "graph": Graph(bm25, Links(snapshot))}
+    words = {"bm25": bm25, "tfidf": TfIdf(titled_texts(snapshot)), "graph": LinkedBm25(bm25, PassageLinks(snapshot))}
     predictions = read_predictions(root / "results/predictions.parquet")
     if retriever in words:
         expected = rank(words[retriever], [p.question for p in predictions], 3)
@@ -607,14 +607,16 @@ def test_a_builder_that_follows_a_file_serves_one_trainer_after_another(project:
         for number in range(2):
             root = copy_of(project, tmp_path / f"run-{number}", "data", "models/ict")
             exchange = root / "exchange"
-            assign(work, exchange, root / "data/snapshot/corpus", "")
+            assign_exchange(work, exchange, root / "data/snapshot/corpus", "")
             values = toy_values(pretrain={"builder": "external", "exchange": str(exchange)})
             os.kill(wait_for(lambda place=exchange: builders(place), 60)[0], signal.SIGKILL)
             assert stage("pretrain", values, project, root)["refreshes"] > 0
             wait_for(lambda place=exchange: not builders(place), 60)
         wait_for(lambda: "is done" in said.read_text().splitlines()[-1], 60)
         assert time.time() - alive.stat().st_mtime < 600
-        assign(work, exchange, root / "data/snapshot/corpus", "")  # the same again, for a trainer that is resumed
+        assign_exchange(
+            work, exchange, root / "data/snapshot/corpus", ""
+        )  # the same again, for a trainer that is resumed
         wait_for(lambda: said.read_text().count(f"serving {exchange}") == 2, 60)
         process.terminate()
         assert process.wait() == 0

@@ -15,20 +15,20 @@ from small_world import Killed, write_documents
 
 from realmops.answering.answer import Answer
 from realmops.answering.openqa import OpenQa
-from realmops.commands.masked import _example, explain_sentence, pretrained
+from realmops.commands.masked import _build_example, explain_sentence, load_pretrained
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.journal import Journal
 from realmops.model.checkpoint_files import load_models
 from realmops.refresh import shards
-from realmops.refresh.versions import Versions
+from realmops.refresh.versions import VersionStore
 from realmops.search import embeddings
 from realmops.search.bm25 import Bm25
 from realmops.search.embeddings import embed_corpus, load_index
 from realmops.stages import Job
 from realmops.stages import finetune as stage
 from realmops.stages.corpus_states import pipeline_state
-from realmops.train.fusion_weights import READING_OF_MADE
+from realmops.train.fusion_weights import GENERATED_READING_WEIGHT
 
 QUERY, READER = (f"{name}_encoder/model.safetensors" for name in ("query", "reader"))
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -90,7 +90,7 @@ def test_made_questions_are_answered_once(project: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(stage, "questions_of", made)
     monkeypatch.setattr(OpenQa, "answer", counted)
     metrics = tune(project)
-    assert (answered, metrics["weight_reading"]) == ([2], READING_OF_MADE)
+    assert (answered, metrics["weight_reading"]) == ([2], GENERATED_READING_WEIGHT)
     shutil.rmtree(project / "root/models/finetune")
 
 
@@ -120,7 +120,7 @@ def test_killed_in_each_of_its_parts_it_ends_with_the_same_bytes(
 
     monkeypatch.setattr(embeddings, "document_embedding", counted)
     shutil.rmtree(project / "root/models/finetune")
-    for place, name, count in ((Journal, "log", 4), (Versions, "publish", 5), (Journal, "log", 4)):
+    for place, name, count in ((Journal, "log", 4), (VersionStore, "publish", 5), (Journal, "log", 4)):
         with monkeypatch.context() as patched:
             patched.setattr(place, name, dying(count, getattr(place, name)))
             with pytest.raises(Killed):
@@ -218,13 +218,13 @@ def test_masked_sentences_are_explained_with_words(project: Path) -> None:
     sentence = "The poet was born in [MASK] and wrote in 1931."
     found = explain_sentence(sentence, root, pipeline_state(root), "Oslo")
     snapshot = Snapshot.open(root / "data/snapshot/corpus")
-    model = pretrained(root, pipeline_state(root))
+    model = load_pretrained(root, pipeline_state(root))
     realm, index = model.realm, model.index
     mixture, words = realm.retriever.mixture, Bm25.of(snapshot)
     assert mixture.lexical > 0
     query = sentence.replace("[MASK]", " ")
     best = float(words.search([query], 1)[0][0, 0])
-    example = _example(sentence, "Oslo", realm)
+    example = _build_example(sentence, "Oslo", realm)
     names = [snapshot.title(p) for p in range(len(snapshot))]
     ids = [names.index(c["title"]) for c in found["candidates"][:-1]]
     with torch.no_grad():
@@ -232,7 +232,7 @@ def test_masked_sentences_are_explained_with_words(project: Path) -> None:
     f = []
     for z in [*ids, -1]:
         dense = float(realm.retriever.scale * embedded.query_BE[0] @ embedded.document_UE[embedded.row_of[z]])
-        bm25 = float(words.score_of(query, np.array([z]))[0]) / best
+        bm25 = float(words.score_passages(query, np.array([z]))[0]) / best
         f.append(mixture.dense * dense + mixture.lexical * bm25)
     assert [c["p_z"] for c in found["candidates"]] == pytest.approx(
         torch.tensor(f).double().softmax(0).tolist(), rel=1e-4

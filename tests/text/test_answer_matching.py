@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from realmops.text.answer_matching import (
     answer_token_spans,
     check_expression,
+    compile_expression,
     contains_answer,
     exact_match,
-    expression,
-    normal_form,
+    match_normal_form,
+    normalize_answer,
     regex_match_spans,
     regex_search_spans,
-    same_form,
     substring_spans,
     token_boundary_spans,
     token_f1,
@@ -33,7 +33,7 @@ from realmops.text.answer_matching import (
     ],
 )  # fmt: skip
 def test_normal_form(answer: str, form: str) -> None:
-    assert normal_form(answer) == form
+    assert normalize_answer(answer) == form
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_f1_by_hand(prediction: str, answers: tuple[str, ...], f1: float) -> Non
 
 def squad_f1(prediction: str, truth: str) -> float:
     """``compute_f1`` of SQuAD's evaluation script 2.0."""
-    pred_toks, gold_toks = normal_form(prediction).split(), normal_form(truth).split()
+    pred_toks, gold_toks = normalize_answer(prediction).split(), normalize_answer(truth).split()
     num_same = sum((Counter(gold_toks) & Counter(pred_toks)).values())
     if len(gold_toks) == 0 or len(pred_toks) == 0:
         return int(gold_toks == pred_toks)
@@ -173,10 +173,10 @@ def test_an_expression_that_does_not_compile_is_named(wrong: str, problem: str) 
 )
 def test_a_catastrophic_expression_is_given_up(monkeypatch: pytest.MonkeyPatch, slow: str, text: str) -> None:
     monkeypatch.setattr("realmops.text.answer_matching.MATCH_SECONDS", 0.05)
-    assert expression(slow).timed_out is False
+    assert compile_expression(slow).timed_out is False
     before = time.process_time()
     assert not contains_answer(text, [slow], "regex_search")
-    assert expression(slow).timed_out is True
+    assert compile_expression(slow).timed_out is True
     for _ in range(1000):
         assert not contains_answer(text, [slow], "regex_search")
     assert time.process_time() - before < 2, "one match of 0.05 s and none after it"
@@ -223,8 +223,8 @@ def test_spans_of_an_answer_are_those_with_its_normal_form(words: list[str], bla
     text = blank.join(words)
     spans = np.array([(i, j) for i in range(len(text)) for j in range(i + 1, min(len(text), i + 16) + 1)])
     start, end = data.draw(st.sampled_from(spans.tolist()))
-    wanted = [normal_form(text[i:j]) == normal_form(text[start:end]) for i, j in spans]
-    assert same_form(text, text[start:end], spans).tolist() == wanted
+    wanted = [normalize_answer(text[i:j]) == normalize_answer(text[start:end]) for i, j in spans]
+    assert match_normal_form(text, text[start:end], spans).tolist() == wanted
 
 
 @pytest.mark.parametrize(
@@ -243,16 +243,16 @@ def test_spans_of_an_answer_are_those_with_its_normal_form(words: list[str], bla
     ],
 )
 def test_forms_are_equal_by_the_rules_of_the_language(language: str, one: str, other: str) -> None:
-    assert normal_form(one, language) == normal_form(other, language)
+    assert normalize_answer(one, language) == normalize_answer(other, language)
     assert exact_match(one, [other], language)
     assert token_f1(one, [other], language) == 1
-    found = same_form(f"x {one} x", other, np.array([(2, 2 + len(one)), (0, 1), (2, 3 + len(one))]), language)
+    found = match_normal_form(f"x {one} x", other, np.array([(2, 2 + len(one)), (0, 1), (2, 3 + len(one))]), language)
     assert found.tolist() == [True, False, True]
 
 
 def test_articles_are_those_of_the_language_alone() -> None:
-    assert normal_form("the die", "de") == "the"
-    assert normal_form("the die") == "die"
+    assert normalize_answer("the die", "de") == "the"
+    assert normalize_answer("the die") == "die"
     assert token_f1("黑豹队", ["黑豹"], "zh") == pytest.approx(0.8)
 
 

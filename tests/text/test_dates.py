@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realmops.text.dates import find_dates
-from realmops.text.languages import languages
+from realmops.text.languages import load_languages
 
 
 def dates(text: str) -> list[str]:
@@ -129,12 +129,12 @@ def test_dates_of_a_language_are_found(language: str, marked: str) -> None:
 
 def test_months_that_are_also_words_are_months() -> None:
     """A name that CLDR no longer has would do nothing: each makes a date with a year, and none without."""
-    for code, known in languages().items():
+    for code, known in load_languages().items():
         for word in known.also_words:
             assert find_dates(f"x 3 {word} 1999 y", code) == [(2, 9 + len(word))], (code, word)
             assert find_dates(f"x 3 {word} y", code) == [], (code, word)
 
 
 def test_every_language_has_days_in_digits() -> None:
-    for code in languages():
+    for code in load_languages():
         assert find_dates("x 2004-05-12, 12.05.1999.", code)[:1] == [(2, 12)], code

@@ -10,14 +10,14 @@ from small_project import Quiet, stage, toy_values, write_json_lines
 from small_world import World
 
 from realmops import config
-from realmops.answering.passage_search import highlights, stems_of
+from realmops.answering.passage_search import highlights, stem_query
 from realmops.artifacts import read_manifest
 from realmops.corpus.passages import split_sentences
 from realmops.corpus.snapshot_reader import LANGUAGES, Snapshot
 from realmops.search import bm25
 from realmops.search.bm25 import Bm25, query_stems, rank
 from realmops.search.bm25_writer import write_bm25
-from realmops.text.languages import AUTO, ENGLISH, check_language, detect, languages, word_spans
+from realmops.text.languages import AUTO, ENGLISH, check_language, detect_language, load_languages, word_spans
 
 TEXTS = {
     "de": "Die Häuser der Stadt wurden 1902 gebaut. Dr. Anna Berg zog z. B. aus Köln zu den alten Häusern.",
@@ -34,15 +34,15 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
 
 
 def test_every_language_has_a_stemmer_that_is_there_and_a_code_that_is_detected() -> None:
-    for code, known in languages().items():
+    for code, known in load_languages().items():
         assert len(code) == 2
         assert known.stemmer in ("", *Stemmer.algorithms()), code
-        assert detect("words", [code]) == (code,)
-    assert len(detect("words", list(languages()))) == 2
+        assert detect_language("words", [code]) == (code,)
+    assert len(detect_language("words", list(load_languages()))) == 2
 
 
 def test_an_unknown_language_is_refused() -> None:
-    for code in (AUTO, *languages()):
+    for code in (AUTO, *load_languages()):
         check_language(code)
     with pytest.raises(ValueError, match=r"snapshot.language is 'german'; expected auto \(of each document\) or"):
         check_language("german")
@@ -50,12 +50,12 @@ def test_an_unknown_language_is_refused() -> None:
 
 @pytest.mark.parametrize("code", TEXTS)
 def test_the_language_of_a_text_is_detected(code: str) -> None:
-    assert detect(TEXTS[code]) == (code,)
+    assert detect_language(TEXTS[code]) == (code,)
 
 
 def test_a_name_alone_may_be_in_either_of_two_languages() -> None:
-    assert len(detect("Marlee Matlin", ["en", "ro", "de"])) == 2
-    assert len(detect("", ["en", "ro", "de"])) == 2
+    assert len(detect_language("Marlee Matlin", ["en", "ro", "de"])) == 2
+    assert len(detect_language("", ["en", "ro", "de"])) == 2
 
 
 @pytest.mark.parametrize(
@@ -120,12 +120,12 @@ def test_one_language_that_is_named_needs_no_file(tmp_path: Path, world: World) 
 
 
 def test_english_makes_the_keys_of_before_and_another_language_others() -> None:
-    values = {name: dict(keys) for name, keys in config.defaults().items()}
+    values = {name: dict(keys) for name, keys in config.default_options().items()}
     assert values["snapshot"]["language"] == ENGLISH
     before = {key: value for key, value in values["snapshot"].items() if key != "language"}
-    assert config.keyed(values)["snapshot"] == before
+    assert config.cache_key_options(values)["snapshot"] == before
     values["snapshot"]["language"] = "de"
-    assert config.keyed(values)["snapshot"] == values["snapshot"]
+    assert config.cache_key_options(values)["snapshot"] == values["snapshot"]
 
 
 def test_words_are_found_by_the_stems_of_the_language(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_question_finds_passages_of_its_language_first(mixed: Snapshot, query:
     assert {*rank(index, [query], len(passages))[0].tolist()} == passages
     score_QK, id_QK = index.search([query], 6)
     found = id_QK[0][id_QK[0] >= 0]
-    assert index.score_of(query, found).tolist() == score_QK[0][: len(found)].tolist()
+    assert index.score_passages(query, found).tolist() == score_QK[0][: len(found)].tolist()
     assert index.scores(query)[found].tolist() == score_QK[0][: len(found)].tolist()
 
 
@@ -187,7 +187,7 @@ def test_passages_in_another_language_than_before_are_counted_again(tmp_path: Pa
 
 def test_highlights_are_in_the_language_of_the_query() -> None:
     def marked(text: str, query: str, *spoken: str) -> list[str]:
-        return [text[start:end] for start, end in highlights(text, stems_of(query, spoken))]
+        return [text[start:end] for start, end in highlights(text, stem_query(query, spoken))]
 
     assert marked(TEXTS["de"], "Wo stehen die alten Häuser der Stadt?", "de") == ["Häuser", "Stadt", "alten", "Häusern"]
     assert marked(TEXTS["zh"], "老房子建于哪年", "zh") == ["建于", "老房子"]
@@ -197,7 +197,7 @@ def test_highlights_are_in_the_language_of_the_query() -> None:
 def test_highlights_are_places_of_the_text_whatever_its_spelling() -> None:
     text = "Der Komponist Dvor\u030ca\u0301k, I\u0307stanbul und Dvořák"
     for spoken in ("en", "de"):
-        marked = highlights(text, stems_of("Dvořák in İstanbul", (spoken,)))
+        marked = highlights(text, stem_query("Dvořák in İstanbul", (spoken,)))
         assert [text[start:end] for start, end in marked] == ["Dvor\u030ca\u0301k", "I\u0307stanbul", "Dvořák"]
 
 

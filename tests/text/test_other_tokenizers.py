@@ -12,13 +12,13 @@ from small_world import DOCUMENTS
 from tokenizers import Tokenizer
 
 from realmops.artifacts import atomic_folder
-from realmops.corpus.formats import sources
+from realmops.corpus.formats import list_sources
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.model.sequences import SpecialTokens
 from realmops.text.pretrained import read_encoder_tokenizer
-from realmops.text.tokenizer import WholeTokenizer, inside_words
-from realmops.text.vocabulary import SPECIAL_TOKENS, open_tokenizer, written_pieces
+from realmops.text.tokenizer import UncachedTokenizer, is_inside_word
+from realmops.text.vocabulary import SPECIAL_TOKENS, open_tokenizer, surface_forms
 
 KINDS = {"wordpiece": wordpiece, "bpe": byte_bpe, "unigram": unigram}
 ODD = "Oslo  is\n\n in Norway. \u4e2d\u6587 caf\u00e9, \u00bd cafe\u0301! <mask> [MASK] \U0001f600 x"
@@ -36,7 +36,12 @@ def write(folder: Path, documents: Path, tokenizer: str, pieces: list[str]) -> S
     with atomic_folder(folder) as stage:
         work = folder.parent / f"work of {folder.name}"
         write_snapshot(
-            sources(documents, "auto"), stage, work=work, vocabulary=pieces, tokenizer=tokenizer, block_wordpieces=60
+            list_sources(documents, "auto"),
+            stage,
+            work=work,
+            vocabulary=pieces,
+            tokenizer=tokenizer,
+            block_wordpieces=60,
         )
     return Snapshot.open(folder)
 
@@ -85,9 +90,9 @@ def test_bert_keeps_its_vocabulary_and_other_special_tokens_want_a_tokenizer(tmp
 def test_characters_are_those_of_the_text_without_blanks_before_them(kind: str, tmp_path: Path) -> None:
     tokenizer = opened(tmp_path, kind)
     texts = [ODD, "", " Oslo", "\u4e2d\u6587", "Anna Berg was born in Oslo."]
-    found = WholeTokenizer(tokenizer).encode(texts)
+    found = UncachedTokenizer(tokenizer).encode(texts)
     assert found.by_text() == [one.ids for one in tokenizer.encode_batch(texts, add_special_tokens=False)]
-    line, written = " ".join(texts), written_pieces(tokenizer)
+    line, written = " ".join(texts), surface_forms(tokenizer)
     assert (np.diff(found.chars[:, 0]) >= 0).all()
     for piece, (start, end) in zip(found.ids.tolist(), found.chars.tolist(), strict=True):
         said, stands = written[piece].strip(), line[start:end]
@@ -105,9 +110,9 @@ def test_words_begin_where_the_text_says_so() -> None:
     for piece in pieces:
         at = text.index(piece, at)
         places.append((at, at + len(piece)))
-    inside = inside_words(text, np.array(places))
+    inside = is_inside_word(text, np.array(places))
     assert [piece for piece, one in zip(pieces, inside, strict=True) if one] == ["lo", "50", "\u00e9", "s"]
-    shared = inside_words("\u4e2d", np.array([(0, 1), (0, 1), (0, 1)]))
+    shared = is_inside_word("\u4e2d", np.array([(0, 1), (0, 1), (0, 1)]))
     assert shared.tolist() == [False, True, True], "three bytes of a character"
 
 
@@ -135,7 +140,7 @@ def test_a_snapshot_has_the_wordpieces_of_each_passage_on_its_own(kind: str, tmp
         for first, end in sentences.tolist():
             assert text[chars[first, 0] : chars[end - 1, 1]].strip()[:1].isalnum()
             assert text[: chars[first, 0]].rstrip()[-1:] in ("", ".")
-        assert snapshot.continues(i).tolist() == inside_words(text, chars).tolist()
+        assert snapshot.continues(i).tolist() == is_inside_word(text, chars).tolist()
     assert 0 < max(rooms) < 60
     again = write(tmp_path / "again", documents, tokenizer.to_str(), ["unused"])
     assert replace_made(again.manifest) == replace_made(snapshot.manifest)

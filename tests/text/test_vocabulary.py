@@ -8,13 +8,13 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 
-from realmops.corpus.formats import sources
+from realmops.corpus.formats import list_sources
 from realmops.corpus.word_counts import count_words
 from realmops.text.vocabulary import (
     SPECIAL_TOKENS,
     bert_words,
     build_tokenizer,
-    continuing_pieces,
+    is_continuation,
     learn_pieces,
     read_vocabulary,
     vocabulary_bytes,
@@ -94,9 +94,9 @@ def test_words_are_those_of_bert() -> None:
 
 def test_forgetting_keeps_the_frequent_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = corpus(tmp_path / "corpus.jsonl", *(f"common rare{i}" for i in range(50)))
-    assert len(count_words(sources(path, "auto"))) == 52  # T, common, 50 rare ones
+    assert len(count_words(list_sources(path, "auto"))) == 52  # T, common, 50 rare ones
     monkeypatch.setattr("realmops.corpus.word_counts._DISTINCT_LIMIT", 10)
-    counts = count_words(sources(path, "auto"))
+    counts = count_words(list_sources(path, "auto"))
     assert len(counts) <= 10
     assert counts["common"] == 50
 
@@ -161,7 +161,7 @@ def test_a_vocabulary_survives_its_file(tmp_path: Path) -> None:
     ],
 )
 def test_the_model_says_which_pieces_continue_a_word(model: object, expected: list[bool]) -> None:
-    assert continuing_pieces(Tokenizer(model)).tolist() == expected
+    assert is_continuation(Tokenizer(model)).tolist() == expected
 
 
 def test_pieces_continue_the_words_that_the_tokenizer_cuts() -> None:
@@ -172,5 +172,5 @@ def test_pieces_continue_the_words_that_the_tokenizer_cuts() -> None:
     encoding = tokenizer.encode(text, add_special_tokens=False)
     assert "[UNK]" not in encoding.tokens
     begins = [place for place, (old, new) in enumerate(pairwise([None, *encoding.word_ids])) if old != new]
-    assert np.flatnonzero(~continuing_pieces(tokenizer)[encoding.ids]).tolist() == begins
+    assert np.flatnonzero(~is_continuation(tokenizer)[encoding.ids]).tolist() == begins
     assert len(begins) == 22

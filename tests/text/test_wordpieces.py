@@ -1,6 +1,6 @@
 import numpy as np
 
-from realmops.text.wordpieces import contains
+from realmops.text.wordpieces import contains_run
 
 
 def test_contains_equals_the_obvious_search() -> None:
@@ -11,6 +11,6 @@ def test_contains_equals_the_obvious_search() -> None:
         body = rng.choice([0, 1, 256, 65536], size=rng.integers(0, 9)).astype(np.int64)
         run = rng.choice([0, 1, 256, 65536], size=rng.integers(0, 4)).astype(np.int64)
         obvious = any(body[i : i + len(run)].tolist() == run.tolist() for i in range(len(body) + 1))
-        assert contains(body, run) is obvious, (body, run)
+        assert contains_run(body, run) is obvious, (body, run)
         outcomes.add((obvious, len(run)))
     assert outcomes == {(True, 0), *((found, length) for found in (True, False) for length in (1, 2, 3))}

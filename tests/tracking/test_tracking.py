@@ -20,7 +20,7 @@ from realmops import config
 from realmops.artifacts import write_json
 from realmops.journal import Journal
 from realmops.tracking import runs, sender
-from realmops.tracking.client import default_uri, mlflow_client
+from realmops.tracking.client import local_tracking_uri, mlflow_client
 from realmops.tracking.mlflow_views import table_json
 from realmops.tracking.runs import (
     TrackedDataset,
@@ -28,10 +28,10 @@ from realmops.tracking.runs import (
     Tracker,
     flatten_params,
     git_commit,
-    keep_finished,
     provenance_tags,
+    spool_finished_run,
 )
-from realmops.tracking.sender import OutboxEntry, SyncReport, finite_metrics, outbox_entries, sync, unsent
+from realmops.tracking.sender import OutboxEntry, SyncReport, finite_metrics, outbox_entries, sync, unsent_journals
 
 RUN = TrackedRun("5eed", {"seed": 7, "ict": {"batch": 32, "lr": 5e-4}}, {"realmops.corpus_hash": "c0"}, name="first")
 
@@ -247,7 +247,7 @@ def keep_one(tmp_path: Path, folder: Path, **files: bytes) -> None:
     records = [{"stage": "ict", "step": step, "time": time, "loss": 3.0} for step, time in ((1, 7.5), (2, 8))]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     run = TrackedRun("0ver", {"seed": 7}, RUN.tags, name="over", datasets=[CORPUS], began=7.5)
-    keep_finished(run, [path], {"em": 0.25}, {f"{name}.md": text for name, text in files.items()}, 8.0, folder)
+    spool_finished_run(run, [path], {"em": 0.25}, {f"{name}.md": text for name, text in files.items()}, 8.0, folder)
 
 
 @pytest.mark.usefixtures("dead_sender")
@@ -277,7 +277,7 @@ def test_datasets_and_files_reach_the_run_once_also_after_an_outage(tmp_path: Pa
     assert query(folder, "SELECT count(*) FROM metrics") == [(3,)], "two losses and em"
     assert query(folder, "SELECT status FROM runs") == [("FINISHED",)]
     assert sync(folder) == SyncReport(0, ())
-    client = mlflow_client(default_uri(folder))
+    client = mlflow_client(local_tracking_uri(folder))
     [run_found] = client.search_runs(["1"])
     inputs = [(i.dataset.name, i.dataset.digest, i.tags[0].value) for i in run_found.inputs.dataset_inputs]
     assert sorted(inputs) == [("corpus", "c0" * 18, "corpus"), ("questions.test", "7e57", "test")]
@@ -316,7 +316,7 @@ def test_a_run_kept_again_is_sent_again_only_when_it_changed(tmp_path: Path, fol
 
 
 def test_an_experiment_that_is_there_gets_our_views_and_keeps_its_own(tmp_path: Path, folder: Path) -> None:
-    client = mlflow_client(default_uri(folder))
+    client = mlflow_client(local_tracking_uri(folder))
     client.create_experiment("realmops", tags={"mlflow.sharedViewState.realmops-runs": "mine", "team": "a"})
     keep_one(tmp_path, folder)
     assert sync(folder).problems == ()
@@ -336,7 +336,7 @@ def test_an_experiment_that_is_there_gets_our_views_and_keeps_its_own(tmp_path: 
 def test_a_given_run_is_used_and_its_parameters_stay(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = mlflow_client(default_uri(folder))
+    client = mlflow_client(local_tracking_uri(folder))
     given = client.create_run("0").info.run_id
     client.log_param(given, "seed", "of the launcher")
     monkeypatch.setenv("MLFLOW_RUN_ID", given)
@@ -355,7 +355,7 @@ def test_a_run_is_shown_under_that_of_the_pipeline_whose_task_it_is(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, tags: dict[str, str], run: TrackedRun
 ) -> None:
     """``tags`` are those of the task's run, which the parent of all tasks stands in where there is one."""
-    client = mlflow_client(default_uri(folder))
+    client = mlflow_client(local_tracking_uri(folder))
     task = client.create_run("0", tags=tags).info.run_id
     monkeypatch.setenv("REALMOPS_MLFLOW_PARENT_RUN_ID", task)
     with Journal(tmp_path / "m.jsonl", "ict") as journal, Tracker(journal.path, "ict", run, folder):
@@ -403,12 +403,12 @@ def test_600_of_600_points_survive_an_outage_and_lost_answers(
     monkeypatch.setattr(sender, "_LINES_AT_ONCE", 100)
     Away("log_batch", {1: "lose the answer", 2: "refuse", 5: "lose the answer", 6: "refuse"}).put(monkeypatch)
     for _ in range(4):
-        [waiting] = unsent(folder)
+        [waiting] = unsent_journals(folder)
         assert waiting.endswith(".jsonl")
         [problem] = sync(folder).problems
         assert "ConnectionError: the server is away" in problem
     assert sync(folder).problems == ()
-    assert unsent(folder) == []
+    assert unsent_journals(folder) == []
     assert query(folder, "SELECT step FROM metrics ORDER BY step") == [(step,) for step in range(600)]
     assert query(folder, "SELECT status FROM runs") == [("FINISHED",)]
     assert sync(folder) == SyncReport(0, ())
@@ -459,7 +459,7 @@ def test_a_password_in_an_address_is_never_printed(
 
 
 def test_what_mlflow_logs_by_itself_names_no_password(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    mlflow_client(default_uri(folder))
+    mlflow_client(local_tracking_uri(folder))
     log = logging.getLogger("mlflow.store")
     try:
         raise OSError("no http://ann:pa55@host/x?token=s3cret")
@@ -481,11 +481,11 @@ def test_pre_training_on_a_cluster_is_in_the_run_of_the_other_stages(
         return nullcontext()
 
     monkeypatch.setattr(runs, "Tracker", tracker)
-    values = config.checked({"tracking": {"enabled": True}}, "test")
-    external = config.checked({"pretrain": {"builder": "external", "exchange": "/elsewhere"}}, "test", values)
+    values = config.merge_options({"tracking": {"enabled": True}}, "test")
+    external = config.merge_options({"pretrain": {"builder": "external", "exchange": "/elsewhere"}}, "test", values)
     for name, own in (("pretrain", external), ("evaluate", values)):
         with ExitStack() as stack, Journal(tmp_path / name / "log.jsonl", name) as journal:
-            runs.tracked(stack, journal, name, own, [], {}, tmp_path, tmp_path)
+            runs.start_tracking(stack, journal, name, own, [], {}, tmp_path, tmp_path)
     (_, pretrain), (_, evaluate) = seen
     assert pretrain.key == evaluate.key
     assert pretrain.params == evaluate.params, "MLflow takes no other value of a parameter later on"

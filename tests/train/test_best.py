@@ -16,14 +16,14 @@ from small_world import Killed, World, section, tiny_models
 
 from realmops.artifacts import seed_for
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.model.retriever import Mixture
+from realmops.model.retriever import FusionWeights
 from realmops.search.embed import embed_documents
-from realmops.search.exact import Exact
+from realmops.search.exact import ExactIndex
 from realmops.stages import ict as stages_ict
 from realmops.text.spans import Spans
 from realmops.train import held_out as module
 from realmops.train.examples import Example, Examples
-from realmops.train.held_out import BestModels, held_out_rows
+from realmops.train.held_out import BestCheckpoint, held_out_rows
 from realmops.train.index_source import Index
 from realmops.train.realm import Realm
 
@@ -35,13 +35,13 @@ def figures(hit: float, log_p: float) -> dict[str, float]:
 
 
 @pytest.fixture
-def offered(world: World, tmp_path: Path) -> tuple[BestModels, Callable[..., None]]:
+def offered(world: World, tmp_path: Path) -> tuple[BestCheckpoint, Callable[..., None]]:
     """The best of a folder, and how models of a step are offered, whose weights are full of its number."""
-    best = BestModels(tmp_path / "best", "a" * 64)
+    best = BestCheckpoint(tmp_path / "best", "a" * 64)
 
     def offer(step: int, found: Mapping[str, float]) -> None:
         retriever, reader = tiny_models(world, copying={"copies": True, "apart": True})
-        retriever.mixture = Mixture(1.0, float(step))
+        retriever.mixture = FusionWeights(1.0, float(step))
         with torch.no_grad():
             for module in (retriever, reader):
                 for parameter in module.parameters():
@@ -52,7 +52,7 @@ def offered(world: World, tmp_path: Path) -> tuple[BestModels, Callable[..., Non
 
 
 def test_the_likeliest_of_those_that_find_no_less_than_the_start(
-    offered: tuple[BestModels, Callable[..., None]],
+    offered: tuple[BestCheckpoint, Callable[..., None]],
 ) -> None:
     best, offer = offered
     for step, found, expected in (
@@ -70,7 +70,7 @@ def test_the_likeliest_of_those_that_find_no_less_than_the_start(
         assert [path.name for path in best.folder.iterdir()] == [f"step-{expected:08d}"]
     assert best.figures == {**figures(0.6, -2.0), "start_hit_at_5": 0.5}
     retriever, reader = best.models()
-    assert retriever.mixture == Mixture(1.0, 16.0)
+    assert retriever.mixture == FusionWeights(1.0, 16.0)
     assert all((p == 16).all() for model in (retriever, reader) for p in model.parameters())
     assert reader.apart
     assert re.search(r"step 16 .*0\.600 \(last 0\.250\).*-2\.000 \(last -1\.500\)", best.told(figures(0.25, -1.5)))
@@ -78,7 +78,7 @@ def test_the_likeliest_of_those_that_find_no_less_than_the_start(
 
 @pytest.mark.parametrize("log_p", [float("nan"), -float("inf")])
 def test_a_likelihood_that_is_no_number_is_never_the_best(
-    offered: tuple[BestModels, Callable[..., None]], log_p: float
+    offered: tuple[BestCheckpoint, Callable[..., None]], log_p: float
 ) -> None:
     best, offer = offered
     with pytest.raises(ValueError, match=r"held_out_log_p is (nan|-inf) with the models of step 0.*train ict again"):
@@ -92,7 +92,7 @@ def test_a_likelihood_that_is_no_number_is_never_the_best(
 
 
 def test_a_kill_between_the_new_and_the_old_leaves_the_new(
-    offered: tuple[BestModels, Callable[..., None]], monkeypatch: pytest.MonkeyPatch
+    offered: tuple[BestCheckpoint, Callable[..., None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     best, offer = offered
     offer(0, figures(0.5, -3.0))
@@ -109,7 +109,7 @@ def test_a_kill_between_the_new_and_the_old_leaves_the_new(
         with pytest.raises(Killed):
             offer(4, figures(0.6, -2.0))
     assert len(list(best.folder.iterdir())) == 2
-    again = BestModels(best.folder, "a" * 64)
+    again = BestCheckpoint(best.folder, "a" * 64)
     assert again.step == 4
     assert again.figures == {**figures(0.6, -2.0), "start_hit_at_5": 0.5}
     offer(4, figures(0.6, -2.0))
@@ -118,7 +118,7 @@ def test_a_kill_between_the_new_and_the_old_leaves_the_new(
     assert [path.name for path in best.folder.iterdir()] == ["step-00000008"]
 
 
-def test_where_nothing_is_held_out_the_last_are_the_best(offered: tuple[BestModels, Callable[..., None]]) -> None:
+def test_where_nothing_is_held_out_the_last_are_the_best(offered: tuple[BestCheckpoint, Callable[..., None]]) -> None:
     best, offer = offered
     for step in (0, 4, 8):
         offer(step, {"recall_at_5": 1.0 - step / 10})
@@ -169,7 +169,7 @@ def test_trivial_passages_never_count_though_training_may_take_them(world: World
     embedding_PE = embed_documents(retriever, world.snapshot, range(len(world.snapshot)), torch.float32)
     last = int(world.spans.offsets[3]) - 1
     example = Examples(world.snapshot, world.spans, options).example(last, np.random.default_rng(0))
-    [found] = module.retrieve_candidates(realm, [example], Index(0, Exact(embedding_PE), retriever, 0.0, True))
+    [found] = module.retrieve_candidates(realm, [example], Index(0, ExactIndex(embedding_PE), retriever, 0.0, True))
     assert sorted(found) == [0, 1, *range(4, 12)]
 
 
@@ -247,9 +247,9 @@ def test_a_killed_pre_training_keeps_its_best_and_hands_on_the_same_bytes(
 ) -> None:
     """The likelihood is made to be best at step 4, of those measured; killed behind that, and at the very end."""
     best_at, dies_at, measured, drawn = 4, [-1], list[int](), list[Example]()
-    usual_offer, usual_draw = BestModels.offer, Examples.draw
+    usual_offer, usual_draw = BestCheckpoint.offer, Examples.draw
 
-    def offer(self: BestModels, step: int, found: dict[str, float], *models: Any) -> None:
+    def offer(self: BestCheckpoint, step: int, found: dict[str, float], *models: Any) -> None:
         measured.append(step)
         if step == dies_at[0]:
             raise Killed
@@ -260,7 +260,7 @@ def test_a_killed_pre_training_keeps_its_best_and_hands_on_the_same_bytes(
         drawn.append(usual_draw(self, rng))
         return drawn[-1]
 
-    monkeypatch.setattr(BestModels, "offer", offer)
+    monkeypatch.setattr(BestCheckpoint, "offer", offer)
     monkeypatch.setattr(Examples, "draw", draw)
     report = small_project.Quiet()
     metrics = run(project, report)

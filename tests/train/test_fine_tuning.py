@@ -15,10 +15,10 @@ from torch import Tensor
 
 from realmops.answering.openqa import OpenQa
 from realmops.corpus.question_sets import Question
-from realmops.model.packed import Packed
-from realmops.model.retriever import Mixture
+from realmops.model.packed import PackedBatch
+from realmops.model.retriever import FusionWeights
 from realmops.model.sequences import join_query, join_reader
-from realmops.text.answer_matching import normal_form
+from realmops.text.answer_matching import normalize_answer
 from realmops.train import fine_tuning as module
 from realmops.train.fine_tuning import finetune, finetune_steps, question_loss
 
@@ -197,7 +197,7 @@ def slow_loss(world: World, model: OpenQa, question: Question) -> tuple[float, f
     """Early and span loss of one question, one passage and one span at a time, in probability space."""
     chosen, snapshot, special = model.options, world.snapshot, world.special
     tokens = model.wordpieces(question.question)
-    query = model.retriever.query(Packed([join_query(tokens, special, chosen.query_wordpieces)]))[0].double()
+    query = model.retriever.query(PackedBatch([join_query(tokens, special, chosen.query_wordpieces)]))[0].double()
     f = [float(model.retriever.scale * query @ e.double()) for e in model.passages.embedding_PE]
     ranked = sorted(range(len(f)), key=lambda p: -f[p])[: chosen.retriever_candidates]
     has_answer = [any(answer in snapshot.text(p) for answer in question.answers) for p in ranked]
@@ -209,7 +209,7 @@ def slow_loss(world: World, model: OpenQa, question: Question) -> tuple[float, f
     assert model.reader.spans is not None
     for passage in ranked[: chosen.reader_candidates]:
         joined, segments, offset = join_reader(tokens, snapshot.body(passage), special, chosen.reader_wordpieces)
-        hidden = model.reader.bert(Packed([joined], [segments]))
+        hidden = model.reader.bert(PackedBatch([joined], [segments]))
         for first in range(len(snapshot.body(passage))):
             for last in range(first, min(first + chosen.answer_wordpieces, len(snapshot.body(passage)))):
                 at = torch.tensor([offset + first]), torch.tensor([offset + last])
@@ -244,7 +244,7 @@ def test_relevance_counts_as_much_as_reading_says(world: World) -> None:
         relevance_BK, id_BK = model.evidence([BORN], 12)
         spans = span_logits(model, BORN, id_BK[0].tolist())
         for weight in (0.0, 0.5, 1.0):
-            model.retriever.mixture = Mixture(1.0, 0.0, weight)
+            model.retriever.mixture = FusionWeights(1.0, 0.0, weight)
             added = [weight * f for f in relevance_BK[0].tolist()]
             whole = [(score + f, right) for f, one in zip(added, spans, strict=True) for score, right in one]
             found = question_loss(model, [BORN])[1].now()["span_loss"]
@@ -274,7 +274,7 @@ def test_relevance_ranks_the_frozen_passages(world: World, candidates: int) -> N
     with torch.no_grad():
         score_BK, id_BK = model.relevance([q.question for q in (BORN, PORT)], candidates)
         joined = [join_query(t, world.special, model.options.query_wordpieces) for t in tokens]
-        plain_BP = model.retriever.scale * model.retriever.query(Packed(joined)) @ model.passages.embedding_PE.T
+        plain_BP = model.retriever.scale * model.retriever.query(PackedBatch(joined)) @ model.passages.embedding_PE.T
     count = min(candidates, 12)
     assert id_BK.tolist() == plain_BP.argsort(dim=1, descending=True)[:, :count].tolist()
     torch.testing.assert_close(score_BK, plain_BP.gather(1, id_BK))
@@ -363,7 +363,7 @@ def test_the_probability_of_an_answer_is_summed_over_its_places_in_all_passages(
             start, end = int(characters[first, 0]), int(characters[last, 1])
             weight = math.exp(score + float(score_BK[0, rank]))
             everything += weight
-            if normal_form(text[start:end]) == normal_form(answer.text):
+            if normalize_answer(text[start:end]) == normalize_answer(answer.text):
                 said.append(weight)
         several += len(said) > 1
         assert answer.log_p == pytest.approx(math.log(sum(said) / everything), rel=1e-4)

@@ -27,15 +27,15 @@ from realmops.baselines.path import PathRetriever
 from realmops.baselines.t5 import ClosedBook
 from realmops.config import ClosedBookOptions
 from realmops.corpus.question_sets import Question
-from realmops.model.checkpoint_files import add_spans, build_encoder
-from realmops.model.retriever import HEADS, HYBRID_START, Retriever
+from realmops.model.checkpoint_files import add_span_head, build_encoder
+from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, HEADS, Retriever
 from realmops.search.bm25 import Bm25
 from realmops.search.exact import PassageIndex
 from realmops.text.conll import TaggedSentence
 from realmops.train import fine_tuning, passage_batches, pretraining, tagger, windows
 from realmops.train import inverse_cloze as ict
 from realmops.train.examples import Examples
-from realmops.train.loop import Context, fit
+from realmops.train.loop import TrainingContext, fit
 from realmops.train.optimiser import BertAdamW, Group
 from realmops.train.passage_batches import Positives
 from realmops.train.realm import Realm
@@ -97,7 +97,7 @@ def realm(
     chosen = section("pretrain", **changes, marginal=marginal, null_document=True, **LENGTHS)
     examples = Examples(world.snapshot, world.spans, chosen)
     if hybrid:
-        retriever.mixture = HYBRID_START
+        retriever.mixture = DEFAULT_FUSION_WEIGHTS
     words = Bm25.of(world.snapshot) if hybrid else None
     joined = Realm(retriever, reader, world.snapshot, chosen, torch.float32, words)
     rest: dict[str, Any] = {"evaluate": lambda index: {}, "warn": print}
@@ -108,14 +108,14 @@ def answers(
     world: World, *, given: bool = False, span_loss: str = "marginal", hybrid: bool = False, **model: Any
 ) -> None:
     retriever, reader = tiny_models(world, **model)
-    add_spans(reader, 12, seed=0)
+    add_span_head(reader, 12, seed=0)
     anywhere(retriever, reader)
     changes = {"batch_size": 3, "retriever_candidates": 8, "reader_candidates": 8, "answer_wordpieces": 4}
     chosen = section("finetune", span_loss=span_loss, **changes, **LENGTHS)
     index = None if given else embeddings(world, retriever)
     ranker = (lambda question, k: np.arange(k)) if given else None
     if hybrid:
-        retriever.mixture = HYBRID_START
+        retriever.mixture = DEFAULT_FUSION_WEIGHTS
     words = Bm25.of(world.snapshot) if hybrid else None
     asked = OpenQa(retriever, reader, world.snapshot, index, chosen, FP32, ranker, words)
     fine_tuning.finetune(tiny_context(), asked, QUESTIONS, chosen, tiny_optimiser())
@@ -133,12 +133,12 @@ def by_passages(world: World, **model: Any) -> None:
 def in_windows(world: World, *, freeze_words: bool = False, share: float = 0.0, **model: Any) -> None:
     """With negatives from the first step on, or never."""
     retriever, reader = tiny_models(world, **model)
-    add_spans(reader, 12, seed=0)
+    add_span_head(reader, 12, seed=0)
     anywhere(retriever, reader)
     reader.bert.word_vectors.requires_grad_(not freeze_words)
     chosen = section("finetune", batch_size=3, answer_wordpieces=4, **LENGTHS)
     asked = OpenQa(retriever, reader, world.snapshot, embeddings(world, retriever), chosen, FP32)
-    lessons = windows.lessons_of(asked, QUESTIONS, 12)
+    lessons = windows.build_window_examples(asked, QUESTIONS, 12)
     assert len(lessons) == 3
     with mock.patch.object(windows, "NEGATIVES_FROM", share):
         windows.train_in_windows(tiny_context(), asked, lessons, chosen, tiny_optimiser())
@@ -235,7 +235,7 @@ def test_the_loss_sees_every_number_that_is_trained(
     module, train, options = TRAININGS[training]
     trained: list[BertAdamW] = []
 
-    def one_step(context: Context, groups: list[Group], options: Any, step_loss: Any, **rest: Any) -> int:
+    def one_step(context: TrainingContext, groups: list[Group], options: Any, step_loss: Any, **rest: Any) -> int:
         if "at_step" in rest:
             rest["at_step"](0)
         loss, _ = step_loss(0)

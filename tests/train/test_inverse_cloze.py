@@ -22,9 +22,9 @@ from small_world import (
 from torch import Tensor
 
 from realmops.artifacts import seed_for
-from realmops.config import Ict, defaults, laid, preset_path
+from realmops.config import Ict, apply_presets, default_options, preset_path
 from realmops.model.encoder import Encoder
-from realmops.model.packed import Packed
+from realmops.model.packed import PackedBatch
 from realmops.model.reader import Reader
 from realmops.train import inverse_cloze
 from realmops.train.inverse_cloze import (
@@ -33,7 +33,7 @@ from realmops.train.inverse_cloze import (
     crop_run,
     draw_cloze,
     drop_words,
-    steps_over,
+    ict_steps,
     train_reader,
     train_retriever,
 )
@@ -231,11 +231,11 @@ def test_the_first_loss_is_the_slow_ones(world: World, head: str, task: dict[str
     examples = [draw_cloze(world.snapshot, int(p), rng, chosen, world.special) for p in cloze_batch(12, 8, 2, rng)]
     losses = []
     with torch.no_grad():
-        documents = [retriever.document(Packed([e.document[0]], [e.document[1]]))[0].double() for e in examples]
+        documents = [retriever.document(PackedBatch([e.document[0]], [e.document[1]]))[0].double() for e in examples]
         for own, example in enumerate(examples):
             assert len(example.queries) == (3 if task else 1)
             for tokens in example.queries:
-                query = retriever.query(Packed([tokens]))[0].double()
+                query = retriever.query(PackedBatch([tokens]))[0].double()
                 f = np.array([float(retriever.scale * query @ document) for document in documents])
                 losses.append(-np.log(np.exp(f[own] - f.max()) / np.exp(f - f.max()).sum()))
     journal = MemoryJournal()
@@ -269,7 +269,7 @@ class Spy(Reader):
 
     asked: list[tuple[np.ndarray, np.ndarray, list[int]]]
 
-    def log_token(self, batch: Packed, rows_M: Tensor, targets_M: Tensor, *where: Any) -> Tensor:
+    def log_token(self, batch: PackedBatch, rows_M: Tensor, targets_M: Tensor, *where: Any) -> Tensor:
         tokens_T = batch.tokens_T.clone()
         assert len(tokens_T[rows_M].unique()) == 1, "the mask"
         assert (tokens_T == tokens_T[rows_M[0]]).sum() == len(rows_M)
@@ -346,17 +346,17 @@ def test_the_reader_never_sees_a_held_out_sentence_masked(world: World) -> None:
 def test_steps_follow_a_small_corpus() -> None:
     """At most ``epochs`` times as many passages are read as there are; published corpora take the steps of before."""
     few = options(steps=60, batch_size=32, reader_steps=40, reader_batch_size=16, epochs=1)
-    assert steps_over(170, few) == (6, 11)
-    assert steps_over(10, few) == (1, 1), "a batch has each passage once"
-    assert steps_over(170, few.model_copy(update={"epochs": 0})) == (60, 40)
-    assert steps_over(170, few.model_copy(update={"epochs": 0.5})) == (3, 6)
+    assert ict_steps(170, few) == (6, 11)
+    assert ict_steps(10, few) == (1, 1), "a batch has each passage once"
+    assert ict_steps(170, few.model_copy(update={"epochs": 0})) == (60, 40)
+    assert ict_steps(170, few.model_copy(update={"epochs": 0.5})) == (3, 6)
     known = {(): 2_340, ("ablation",): 1_170, ("squad",): 2_052, ("squad", "minilm"): 2_052, ("squad", "large"): 60_000}
     for presets, passages in known.items():
-        values = laid(defaults(), [preset_path(name, Path("params.yaml")) for name in presets])
+        values = apply_presets(default_options(), [preset_path(name, Path("params.yaml")) for name in presets])
         whole = section("ict", **values["ict"])
         text = passages * (4 if "squad" not in presets else 1)  # the sample has four warm-up worlds
-        assert steps_over(passages, whole)[0] == whole.steps, presets
-        assert steps_over(text, whole)[1] == whole.reader_steps, presets
+        assert ict_steps(passages, whole)[0] == whole.steps, presets
+        assert ict_steps(text, whole)[1] == whole.reader_steps, presets
 
 
 def test_the_reader_learns_masked_words(world: World) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from realmops.train.loop import STATE, TENSORS, fit
 from realmops.train.optimiser import Group
-from realmops.train.parallel import Team
+from realmops.train.parallel import ProcessGroup
 
 STEPS, EVERY = 7, 3
 
@@ -256,7 +256,7 @@ def test_a_gradient_that_is_not_finite_ends_it_at_the_first_step() -> None:
 
 
 def test_a_loss_that_is_not_finite_in_another_process_ends_this_one_too() -> None:
-    class Others(Team):
+    class Others(ProcessGroup):
         def mean(self, value: float, device: torch.device) -> float:
             return math.nan
 

@@ -72,27 +72,27 @@ def main(folder: Path) -> None:
     from safetensors.torch import save
     from small_world import section
 
-    from realmops.devices import keep_freed_memory
+    from realmops.devices import configure_malloc
     from realmops.model.checkpoint_files import build_models, retriever_files
     from realmops.refresh.builder import Builder, BuilderWork
     from realmops.refresh.builder_process import merge
     from realmops.refresh.exchange import Exchange
-    from realmops.refresh.trainer import Policy, Trainer
+    from realmops.refresh.trainer import RefreshPolicy, TrainerSide
     from realmops.search.embeddings import EMBEDDINGS
-    from realmops.search.exact import Exact
-    from realmops.train.index_refresh import SharedSource
-    from realmops.train.index_source import ExchangeSource, Refresh
-    from realmops.train.parallel import ALONE
+    from realmops.search.exact import ExactIndex
+    from realmops.train.index_source import ExchangeSource, RefreshSchedule
+    from realmops.train.parallel import SINGLE_PROCESS
+    from realmops.train.training_exchange import SharedIndexSource
 
-    keep_freed_memory()
+    configure_malloc()
     card = {"passages": PASSAGES, "embedding_width": WIDTH}
     bert = section("bert", width=16, layers=1, heads=2, intermediate=32, positions=64)
     retriever, _ = build_models(bert, section("retriever", embedding_width=WIDTH), section("reader"), 100, seed=0)
-    trainer = Trainer(Exchange.open(folder, card, grace=0.0))
-    refresh = Refresh(10**6, 2, 1, 0, "external", "auto", 1, Policy())
+    trainer = TrainerSide(Exchange.open(folder, card, grace=0.0))
+    refresh = RefreshSchedule(10**6, 2, 1, 0, "external", "auto", 1, RefreshPolicy())
     cpu = torch.device("cpu")
     own = ExchangeSource(trainer, refresh, "", cpu)
-    source = SharedSource(ALONE, own, cpu, lambda embedding_PE, _: Exact(embedding_PE))
+    source = SharedIndexSource(SINGLE_PROCESS, own, cpu, lambda embedding_PE, _: ExactIndex(embedding_PE))
 
     def embedder(weights: Any) -> Callable[[int, int], dict[str, bytes]]:
         def rows(first: int, end: int) -> dict[str, bytes]:
@@ -118,15 +118,15 @@ def two_stages() -> None:
     """What stays of 64 MiB in tensors that a stage made, of those it freed: while it works, and as the next begins."""
     import torch
 
-    from realmops.devices import tune_process
+    from realmops.devices import configure_process
 
-    tune_process(1)
+    configure_process(1)
     before = anonymous()
     tensors = [torch.ones(1 << 16) for _ in range(256)]  # 256 KiB each
     end = torch.ones(1 << 16)  # behind them, still in use: glibc frees by itself what lies at the end alone
     tensors.clear()
     kept = anonymous() - before
-    tune_process(1)
+    configure_process(1)
     print(json.dumps([size / COPY for size in (kept, anonymous() - before - end.nbytes)]))
 
 

@@ -25,13 +25,13 @@ from realmops import config
 from realmops.cluster import tasks
 from realmops.journal import Journal
 from realmops.model.retriever import Retriever
-from realmops.search.exact import Exact
+from realmops.search.exact import ExactIndex
 from realmops.stages import JOURNAL, STAGES, Job, common, finetune_retriever, parse_sections, tag
 from realmops.stages import finetune as stages_finetune
-from realmops.stages.runner import inputs_of
-from realmops.train.index_refresh import SharedSource
+from realmops.stages.runner import stage_inputs
 from realmops.train.index_source import IndexGeneration
-from realmops.train.parallel import Team, join
+from realmops.train.parallel import ProcessGroup, join_process_group
+from realmops.train.training_exchange import SharedIndexSource
 
 TOGETHER: dict[str, dict[str, Any]] = {
     "bert": {"dropout": 0.0},
@@ -194,7 +194,7 @@ def test_a_killed_training_of_two_goes_on_to_the_same_weights(trained: Path) -> 
 def test_a_pod_starts_the_processes_that_it_is_told_to(
     trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = json.dumps(config.load(trained / "params.yaml"))
+    options = json.dumps(config.load_params(trained / "params.yaml"))
     manifest, metrics = Output(trained / "manifest"), Output(trained / "metrics")
     (tmp_path / "tokenizers.py").write_text("raise AssertionError('imported from the folder that the pod starts in')\n")
     monkeypatch.chdir(tmp_path)
@@ -208,7 +208,7 @@ def test_a_pod_starts_the_processes_that_it_is_told_to(
         monkeypatch.setattr(tasks, "_reuse_output", lambda *_: None)
 
 
-class Helper(Team):
+class Helper(ProcessGroup):
     """One that helped, alone: waits for nobody, and all that it is sent is 0, its parameters apart."""
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
@@ -239,7 +239,7 @@ def test_those_that_helped_write_and_answer_nothing(
     for module in (common, tag, stages_finetune, finetune_retriever):
         monkeypatch.setattr(module, "team", lambda: helper)
     values = small_project.toy_values(**changes)
-    inputs = inputs_of(STAGES[name], values, trained, trained / "one")
+    inputs = stage_inputs(STAGES[name], values, trained, trained / "one")
     out, work = tmp_path / "out", tmp_path / "work"
     out.mkdir()
     work.mkdir()
@@ -251,7 +251,7 @@ def test_those_that_helped_write_and_answer_nothing(
 
 
 @dataclass(frozen=True)
-class Posted(Team):
+class Posted(ProcessGroup):
     """One of several processes that run one after the other: what the first one sends waits for the others."""
 
     post: list[Any] = field(default_factory=list)
@@ -279,9 +279,9 @@ def test_embeddings_are_sent_through_host_memory(world: World) -> None:
             return IndexGeneration(step, embedding_PE, made_from, 7.0, True)
 
     gpu = torch.device("meta")
-    build = lambda embedding_PE, _: Exact(embedding_PE)  # noqa: E731
-    SharedSource(Posted(0, 2, post), Source(), gpu, build).at_step(3, learning)
-    adopted = SharedSource(Posted(1, 2, post), None, gpu, build).at_step(3, learning)
+    build = lambda embedding_PE, _: ExactIndex(embedding_PE)  # noqa: E731
+    SharedIndexSource(Posted(0, 2, post), Source(), gpu, build).at_step(3, learning)
+    adopted = SharedIndexSource(Posted(1, 2, post), None, gpu, build).at_step(3, learning)
     assert (adopted.step, adopted.published, adopted.new) == (3, 7.0, True)
     assert adopted.passages.embedding_PE.device.type == "cpu"
     assert torch.equal(adopted.passages.embedding_PE, embedding_PE)
@@ -313,24 +313,24 @@ def test_more_processes_than_gpus_are_refused(one_of_two: list[str], tmp_path: P
 
 
 def test_processes_on_cpus_touch_no_gpu(one_of_two: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    join(torch.device("cpu"))
+    join_process_group(torch.device("cpu"))
     assert one_of_two == ["gloo"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    join(torch.device("cuda"))
+    join_process_group(torch.device("cuda"))
     assert one_of_two == ["gloo", "GPU 0", "cpu:gloo,cuda:nccl"]
 
 
 def test_shares_of_a_batch_give_its_mean() -> None:
     batch, weights = ["a", "b", "c", "d", "e"], [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert Team().split_batch(batch) == (batch, 1.0)
-    assert Team(0, 2).split_batch(batch) == (["a", "c", "e"], 2 * 3 / 5)
-    assert Team(1, 2).split_batch(batch) == (["b", "d"], 2 * 2 / 5)
-    assert Team(1, 2).split_batch(batch, weights) == (["b", "d"], 2 * 6 / 15)
-    assert Team(2, 3).split_batch(["a", "b"]) == (["a"], 0.0)
+    assert ProcessGroup().split_batch(batch) == (batch, 1.0)
+    assert ProcessGroup(0, 2).split_batch(batch) == (["a", "c", "e"], 2 * 3 / 5)
+    assert ProcessGroup(1, 2).split_batch(batch) == (["b", "d"], 2 * 2 / 5)
+    assert ProcessGroup(1, 2).split_batch(batch, weights) == (["b", "d"], 2 * 6 / 15)
+    assert ProcessGroup(2, 3).split_batch(["a", "b"]) == (["a"], 0.0)
 
 
 def test_a_batch_too_small_for_all_is_refused(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "team", lambda: Team(0, 5))
+    monkeypatch.setattr(common, "team", lambda: ProcessGroup(0, 5))
     shutil.copytree(trained / "one/data", trained / "five/data")
     with pytest.raises(ValueError, match=r"too small for 5 processes: ict.batch_size is 4 and the corpus has "):
         small_project.stage("ict", small_project.toy_values(**TOGETHER), trained, trained / "five")

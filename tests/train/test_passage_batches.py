@@ -25,14 +25,14 @@ from torch import Tensor
 
 from realmops.config import Finetune
 from realmops.corpus.question_sets import Question
-from realmops.model.packed import Packed
+from realmops.model.packed import PackedBatch
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import join_query
 from realmops.search.embed import document_sequences, embed
 from realmops.train import passage_batches as module
 from realmops.train.index_source import Index
-from realmops.train.loop import Context
-from realmops.train.parallel import Team
+from realmops.train.loop import TrainingContext
+from realmops.train.parallel import ProcessGroup
 from realmops.train.passage_batches import (
     NEIGHBOURS,
     Positives,
@@ -104,12 +104,12 @@ def slow_loss(world: World, retriever: Retriever, rows: list[int], chosen: Finet
         documents = {}
         for row in rows:
             [document] = document_sequences(world.snapshot, [POSITIVES.passages[row]])
-            documents[row] = retriever.document(Packed([document[0]], [document[1]]))[0].double()
+            documents[row] = retriever.document(PackedBatch([document[0]], [document[1]]))[0].double()
         for own in rows:
             for asked in POSITIVES.questions[own]:
                 question = QUESTIONS[asked]
                 tokens = join_query(world.wordpieces(question.question), world.special, chosen.query_wordpieces)
-                query, total = retriever.query(Packed([tokens]))[0].double(), 0.0
+                query, total = retriever.query(PackedBatch([tokens]))[0].double(), 0.0
                 f = {row: float(retriever.scale * query @ document) for row, document in documents.items()}
                 for row in rows:
                     holds = question.answers[0] in world.snapshot.text(POSITIVES.passages[row])
@@ -149,15 +149,15 @@ def test_of_many_questions_of_a_passage_some_are_asked(world: World, monkeypatch
     monkeypatch.setattr(module, "MOST_QUESTIONS", 1)
     asked: list[int] = []
 
-    def batches(context: Context, groups: Any, options: Any, step_loss: Any, **rest: Any) -> int:
+    def batches(context: TrainingContext, groups: Any, options: Any, step_loss: Any, **rest: Any) -> int:
         for step in range(40):
             step_loss(step)
         return 0
 
-    def packed(sequences: list[np.ndarray], *segments: Any) -> Packed:
+    def packed(sequences: list[np.ndarray], *segments: Any) -> PackedBatch:
         if not segments:
             asked.extend(hash(tokens.tobytes()) for tokens in sequences)
-        return Packed(sequences, *segments)
+        return PackedBatch(sequences, *segments)
 
     monkeypatch.setattr(module, "fit", batches)
     monkeypatch.setattr(module, "Packed", packed)
@@ -170,7 +170,7 @@ def test_of_many_questions_of_a_passage_some_are_asked(world: World, monkeypatch
 
 
 @dataclass(frozen=True)
-class Together(Team):
+class Together(ProcessGroup):
     """One of several processes, run one after the other: all documents are embedded before, for all to gather."""
 
     gathered: list[Tensor] = field(default_factory=list)
@@ -195,7 +195,7 @@ def test_processes_share_a_batch_of_any_size(
     monkeypatch.setattr(module, "passage_batches", lambda *_: lambda step: rows)
     found: list[float] = []
 
-    def one_step(context: Context, groups: Any, options: Any, step_loss: Any, **rest: Any) -> int:
+    def one_step(context: TrainingContext, groups: Any, options: Any, step_loss: Any, **rest: Any) -> int:
         found.append(step_loss(0)[0].item())
         return 0
 

@@ -26,12 +26,12 @@ from torch import Tensor
 
 from realmops.config import Pretrain
 from realmops.model.encoder import Encoder
-from realmops.model.packed import Packed
+from realmops.model.packed import PackedBatch
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import join_query
 from realmops.search.embed import document_sequences, embed, query_sequences
-from realmops.search.exact import Exact
+from realmops.search.exact import ExactIndex
 from realmops.train import realm as module
 from realmops.train.candidates import Candidates
 from realmops.train.examples import Example, Examples
@@ -67,7 +67,7 @@ def ranked_index(count: int, retriever: Retriever, order: Sequence[int] | None =
         embedding_PE[passage, 0] = float(count - rank)
     query_E = torch.zeros(width)
     query_E[0] = 1.0
-    return Index(0, Exact(embedding_PE), retriever, 0.0, True), query_E
+    return Index(0, ExactIndex(embedding_PE), retriever, 0.0, True), query_E
 
 
 # ---- examples
@@ -186,7 +186,7 @@ def test_many_copies_are_searched_through_and_counted_once(tmp_path: Path) -> No
 
 
 @dataclass(frozen=True)
-class Asked(Exact):
+class Asked(ExactIndex):
     """Remembers how many passages were asked for."""
 
     asked_for: list[int] = field(default_factory=list)
@@ -250,9 +250,9 @@ def test_the_loss_of_crops_is_that_of_each_crop_against_all_passages(
     places = np.random.default_rng(0).integers(len(passages), size=2).tolist()
     sequences = document_sequences(world.snapshot, passages)
     with torch.no_grad():
-        documents = [retriever.document(Packed([tokens], [segments]))[0] for tokens, segments in sequences]
+        documents = [retriever.document(PackedBatch([tokens], [segments]))[0] for tokens, segments in sequences]
         for place, crop in zip(places, asked[-2:], strict=True):
-            query = retriever.query(Packed([crop]))[0]
+            query = retriever.query(PackedBatch([crop]))[0]
             f = [math.exp(float(retriever.scale * query @ document)) for document in documents]
             expected.append(-math.log(f[place] / sum(f)))
     assert retriever.scale != 1.0

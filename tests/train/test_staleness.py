@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from realmops.refresh.trainer import Policy
+from realmops.refresh.trainer import RefreshPolicy
 from realmops.search.embeddings import EMBEDDINGS
 from realmops.train import index_source as module
-from realmops.train.index_source import ExchangeSource, Refresh, generation_in_use, top_k_change
+from realmops.train.index_source import ExchangeSource, RefreshSchedule, generation_in_use, top_k_change
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_what_is_published_is_what_is_adopted(
     monkeypatch.setattr(module, "embeddings_in", lambda content: None)
     monkeypatch.setattr(module, "retriever_from_files", lambda files: torch.nn.Identity())
     steps, trainer = 12, Seen()
-    refresh = Refresh(steps, every, lag, delay, "external", "auto", 1, Policy())
+    refresh = RefreshSchedule(steps, every, lag, delay, "external", "auto", 1, RefreshPolicy())
     source = ExchangeSource(trainer, refresh, "", torch.device("cpu"))  # type: ignore[arg-type]
     new = [bool((index := source.at_step(step, Any)) and index.new) for step in range(steps)]  # type: ignore[arg-type]
     made = [s if s > delay else 0 for s in range(0, steps, every)]  # the index of step s is made from these weights

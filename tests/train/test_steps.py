@@ -20,15 +20,15 @@ from small_world import World, build_world, section, tiny_context, tiny_models, 
 
 from realmops.answering.openqa import OpenQa
 from realmops.corpus.question_sets import Question
-from realmops.devices import bring, send
+from realmops.devices import to_device, to_host
 from realmops.model import packed
-from realmops.model.checkpoint_files import add_spans
-from realmops.model.packed import Packed
-from realmops.model.retriever import HYBRID_START, Mixture, Retriever
+from realmops.model.checkpoint_files import add_span_head
+from realmops.model.packed import PackedBatch
+from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, FusionWeights, Retriever
 from realmops.search.bm25 import Bm25
-from realmops.search.embed import document_sequences, embed, embed_documents, embed_there, query_sequences
-from realmops.search.exact import Exact, PassageIndex, exact
-from realmops.search.hybrid import Hybrid
+from realmops.search.embed import document_sequences, embed, embed_documents, embed_on_device, query_sequences
+from realmops.search.exact import ExactIndex, PassageIndex, exact_index
+from realmops.search.hybrid import HybridSearch
 from realmops.train.examples import Examples
 from realmops.train.fine_tuning import finetune
 from realmops.train.index_source import Index
@@ -54,7 +54,7 @@ class Steps:
 
 def passages_of(world: World, retriever: Retriever) -> PassageIndex:
     embedding_PX = embed_documents(retriever, world.snapshot, range(len(world.snapshot)), FP32)
-    return exact(embedding_PX.to(ELSEWHERE), retriever.vectors)
+    return exact_index(embedding_PX.to(ELSEWHERE), retriever.vectors)
 
 
 @dataclass
@@ -121,11 +121,11 @@ def finetuning(world: World, kind: Kind, batch: int) -> list[Counts]:
     questions = [Question(name, text, (answer,), not_in=not_in) for name, text, answer in asked]
     with recorded() as counts:
         retriever, reader = tiny_models(world, **kind.model)
-        add_spans(reader, 8, seed=0)
+        add_span_head(reader, 8, seed=0)
         retriever.to(ELSEWHERE)
         passages = passages_of(world, retriever)
         words = Bm25.of(world.snapshot) if kind.hybrid else None
-        retriever.mixture = HYBRID_START if kind.hybrid else retriever.mixture
+        retriever.mixture = DEFAULT_FUSION_WEIGHTS if kind.hybrid else retriever.mixture
         model = OpenQa(retriever, reader.to(ELSEWHERE), world.snapshot, passages, chosen, FP32, words=words)
         context = tiny_context(device=ELSEWHERE, progress=Steps(counts))
         finetune(context, model, questions, chosen, tiny_optimiser())
@@ -185,16 +185,16 @@ def test_what_is_sent_and_brought_together_stays_the_same() -> None:
     whole, truth = torch.tensor([[1, 1 << 40], [-3, 0]]), torch.tensor([True, False])
     part = torch.tensor([0.1, -0.0, torch.inf, 1e-45])
     with recorded() as counts:
-        there = send(ELSEWHERE, whole, truth, part)
+        there = to_device(ELSEWHERE, whole, truth, part)
         assert (counts.sent, counts.waits) == (1, 0)
         assert [tensor.device for tensor in there] == [ELSEWHERE] * 3
         double = torch.tensor(1 / 3, dtype=torch.float64)
-        back = bring(*there, double.to(ELSEWHERE), part)
+        back = to_host(*there, double.to(ELSEWHERE), part)
         assert (counts.sent, counts.brought) == (2, 1)
     for found, expected in zip(back, (whole, truth, part, double, part), strict=True):
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
-    assert [id(tensor) for tensor in send(CPU, whole, part)] == [id(whole), id(part)]
+    assert [id(tensor) for tensor in to_device(CPU, whole, part)] == [id(whole), id(part)]
 
 
 @pytest.mark.parametrize(("pooling", "segments"), [("cls", "two"), ("mean", "one")])
@@ -204,18 +204,18 @@ def test_embeddings_and_what_is_found_with_them_are_those_of_the_cpu(world: Worl
     sequences = document_sequences(world.snapshot, range(len(world.snapshot)))
     texts = [f"{title} {world.snapshot.text(row)}" for row, title in enumerate(world.snapshot.column("title"))][:5]
     queries = query_sequences([world.wordpieces(text) for text in texts])
-    words, mixture = Bm25.of(world.snapshot), Mixture(1.0, 2.0)
+    words, mixture = Bm25.of(world.snapshot), FusionWeights(1.0, 2.0)
 
     def found() -> list[Any]:
-        embedding_PE = embed_there(retriever.document, sequences, FP32)
-        hybrid = Hybrid(Exact(embedding_PE), words, mixture, retriever.scale)
-        best = hybrid.search(embed_there(retriever.query, queries, FP32), texts, 4, 6)
-        return [*bring(embedding_PE), best.id_QK, best.dense_QK, best.words_QK]
+        embedding_PE = embed_on_device(retriever.document, sequences, FP32)
+        hybrid = HybridSearch(ExactIndex(embedding_PE), words, mixture, retriever.scale)
+        best = hybrid.search(embed_on_device(retriever.query, queries, FP32), texts, 4, 6)
+        return [*to_host(embedding_PE), best.id_QK, best.dense_QK, best.words_QK]
 
     expected = found()
     assert torch.equal(expected[0], embed(retriever.document, sequences, FP32))
     assert retriever.document.training, "as it was before"
-    assert not embed_there(retriever.eval().document, sequences[:1], FP32).requires_grad
+    assert not embed_on_device(retriever.eval().document, sequences[:1], FP32).requires_grad
     assert not retriever.document.training
     with recorded():
         retriever.to(ELSEWHERE)
@@ -232,8 +232,8 @@ def test_hidden_states_are_those_of_the_cpu(world: World, monkeypatch: pytest.Mo
     _, reader = tiny_models(world)
     sequences = [np.arange(5, 5 + length) for length in (9, 3, 7, 3, 8, 1)]
     segments = [np.arange(len(one)) % 2 for one in sequences]
-    expected_TD = reader.bert(Packed(sequences, segments)).detach()
-    batch = Packed(sequences, segments)
+    expected_TD = reader.bert(PackedBatch(sequences, segments)).detach()
+    batch = PackedBatch(sequences, segments)
     assert len(batch.groups) == (1 if together > 1 else 2)
     with recorded() as counts:
         reader.to(ELSEWHERE)
@@ -241,7 +241,7 @@ def test_hidden_states_are_those_of_the_cpu(world: World, monkeypatch: pytest.Mo
         hidden_TD = reader.bert(batch)
         assert counts.sent == before + 1
         hidden_TD.sum().backward()
-        (found_TD,) = bring(hidden_TD)
+        (found_TD,) = to_host(hidden_TD)
     torch.testing.assert_close(found_TD, expected_TD, rtol=1e-4, atol=1e-5)
 
 

@@ -23,19 +23,19 @@ from small_world import (
 from realmops.answering.openqa import OpenQa
 from realmops.config import Finetune
 from realmops.corpus.question_sets import Question
-from realmops.model.checkpoint_files import add_spans
-from realmops.model.packed import Packed
-from realmops.model.retriever import Mixture
+from realmops.model.checkpoint_files import add_span_head
+from realmops.model.packed import PackedBatch
+from realmops.model.retriever import FusionWeights
 from realmops.model.sequences import join_reader
 from realmops.train import windows as module
-from realmops.train.loop import Context
-from realmops.train.parallel import Team
+from realmops.train.loop import TrainingContext
+from realmops.train.parallel import ProcessGroup
 from realmops.train.windows import (
     HARDEST,
     NEGATIVES_FROM,
     WindowExample,
+    build_window_examples,
     draw_windows,
-    lessons_of,
     place_window,
     train_in_windows,
     windows_loss,
@@ -57,7 +57,7 @@ def options(**changes: Any) -> Finetune:
 def open_qa(world: World, *, dropout: float = 0.0, order: list[int] | None = None, **changes: Any) -> OpenQa:
     """With ``order`` a ranker finds these passages for every question."""
     retriever, reader = tiny_models(world, dropout=dropout)
-    add_spans(reader, 8, seed=0)
+    add_span_head(reader, 8, seed=0)
     passages, ranker = None, None
     if order is None:
         passages = index_of(world, retriever).passages
@@ -77,30 +77,30 @@ def test_lessons_by_hand(world: World) -> None:
     """Of 7, 4, 0, 11 and 5, in this order, 4 is the first with Oslo; without it are 7 and 11. NEVER teaches nothing."""
     model = open_qa(world, order=[7, 4, 0, 11, 5])
     told: list[int] = []
-    [lesson] = lessons_of(model, [BORN, NEVER, DIED], 5, told.append, batch_size=2)
+    [lesson] = build_window_examples(model, [BORN, NEVER, DIED], 5, told.append, batch_size=2)
     assert told == [2, 1]
     assert world.words(lesson.question) == "where was anna berg born [UNK]"
     assert (lesson.passage, lesson.negatives) == (4, [7, 11])
     assert [text_of(world, 4, *span) for span in lesson.gold] == ["oslo"]
     assert (lesson.relevance, lesson.negative_relevance) == (0.0, [0.0, 0.0])
     twice = Question("twice", "Who?", ("Anna Berg", "poet"))
-    [lesson] = lessons_of(model, [twice], 2)
+    [lesson] = build_window_examples(model, [twice], 2)
     assert [text_of(world, 4, *span) for span in lesson.gold] == ["poet", "anna berg"]
 
 
 def test_a_passage_of_which_no_span_is_right_is_no_evidence(world: World) -> None:
     """Passage 0 holds an answer of seven wordpieces, which no span of four can be; nor is it a negative."""
     long = Question("long", "What?", ("Anna Berg was born in Oslo", "1931", "Norway"))
-    [lesson] = lessons_of(open_qa(world, order=[4, 0, 7]), [long], 3)
+    [lesson] = build_window_examples(open_qa(world, order=[4, 0, 7]), [long], 3)
     assert lesson.passage == 4
     assert lesson.negatives == [7]
     some = Question("some", "What?", ("Anna Berg was born in Oslo",))
-    assert lessons_of(open_qa(world, order=[0, 7]), [some], 2) == []
+    assert build_window_examples(open_qa(world, order=[0, 7]), [some], 2) == []
 
 
 def test_relevance_is_the_retrievers_and_the_hardest_come_first(world: World) -> None:
     model = open_qa(world)
-    [lesson] = lessons_of(model, [DIED], 12)
+    [lesson] = build_window_examples(model, [DIED], 12)
     with torch.no_grad():
         relevance_BK, id_BK = model.relevance([DIED.question], 12)
     f = dict(zip(id_BK[0].tolist(), relevance_BK[0].tolist(), strict=True))
@@ -114,7 +114,7 @@ def test_lessons_do_not_depend_on_chance(world: World) -> None:
     """A resumed training finds the ones that it had: dropout does not count."""
     model = open_qa(world, dropout=0.5)
     model.retriever.train()
-    lessons = [lessons_of(model, [BORN, DIED], 12) for _ in range(2)]
+    lessons = [build_window_examples(model, [BORN, DIED], 12) for _ in range(2)]
     assert [one.relevance for one in lessons[0]] == [one.relevance for one in lessons[1]]
 
 
@@ -152,7 +152,7 @@ def test_windows_mark_the_right_spans_that_they_hold(long_world: World, monkeypa
     """Oslo stands twice, further from each other than a window: always one of them whole, each of them sometimes."""
     monkeypatch.setattr(module, "WINDOW", 20)
     model = open_qa(long_world, order=[0, 1])
-    [lesson] = lessons_of(model, [BORN], 2)
+    [lesson] = build_window_examples(model, [BORN], 2)
     assert len(lesson.gold) == 2
     rng, seen = np.random.default_rng(0), set()
     for _ in range(60):
@@ -181,12 +181,12 @@ def test_right_spans_of_a_window_by_hand() -> None:
 def test_question_and_window_fit_the_reader(long_world: World) -> None:
     """Room for 40 with a question of 7: windows of 30; a longer question leaves room for an answer."""
     model = open_qa(long_world, order=[0, 1], reader_wordpieces=40)
-    [lesson] = lessons_of(model, [BORN], 2)
+    [lesson] = build_window_examples(model, [BORN], 2)
     [window] = draw_windows(model, lesson, np.random.default_rng(0), negatives=False)
     assert window.end - window.begin == 40 - 3 - len(lesson.question)
     wordy = Question("wordy", "Where " * 50, ("Oslo",))
     model = open_qa(long_world, order=[0, 1], query_wordpieces=62, reader_wordpieces=64)
-    [lesson] = lessons_of(model, [wordy], 2)
+    [lesson] = build_window_examples(model, [wordy], 2)
     assert len(lesson.question) == 64 - 3 - 4
     windows = draw_windows(model, lesson, np.random.default_rng(0), negatives=True)
     loss, _ = windows_loss(model, [lesson], [windows])
@@ -204,7 +204,7 @@ def slow_loss(world: World, model: OpenQa, lesson: WindowExample, windows: list[
     for window in windows:
         body = world.snapshot.body(window.passage)[window.begin : window.end]
         joined, segments, offset = join_reader(lesson.question, body, special, model.options.reader_wordpieces)
-        hidden = model.reader.bert(Packed([joined], [segments]))
+        hidden = model.reader.bert(PackedBatch([joined], [segments]))
         for first in range(len(body)):
             for last in range(first, min(first + model.options.answer_wordpieces, len(body))):
                 score = float(spans(hidden, torch.tensor([offset + first]), torch.tensor([offset + last])))
@@ -225,8 +225,8 @@ def test_the_loss_is_the_slow_ones(
     """Windows of eight; two questions with different numbers of right spans."""
     monkeypatch.setattr(module, "WINDOW", 8)
     model = open_qa(world)
-    model.retriever.mixture = Mixture(1.0, 0.0, reading)
-    lessons = lessons_of(model, [BORN, Question("who", "Who was born?", ("Anna Berg", "poet"))], 12)
+    model.retriever.mixture = FusionWeights(1.0, 0.0, reading)
+    lessons = build_window_examples(model, [BORN, Question("who", "Who was born?", ("Anna Berg", "poet"))], 12)
     rng = np.random.default_rng(1)
     windows = [draw_windows(model, lesson, rng, negatives=negatives) for lesson in lessons]
     assert [len(read) for read in windows] == [1 + negatives] * 2
@@ -247,7 +247,7 @@ def train(
 ) -> tuple[OpenQa, MemoryJournal]:
     model = open_qa(world, dropout=changes.pop("dropout", 0.0), **chosen)
     context = tiny_context(**{"journal": MemoryJournal(), **changes})
-    train_in_windows(context, model, lessons_of(model, questions, 12), model.options, tiny_optimiser())
+    train_in_windows(context, model, build_window_examples(model, questions, 12), model.options, tiny_optimiser())
     assert isinstance(context.journal, MemoryJournal)
     return model, context.journal
 
@@ -283,13 +283,13 @@ def test_processes_draw_the_windows_that_one_draws(world: World, monkeypatch: py
     """Three questions over two processes: the mean of their losses is the loss of the batch."""
     found: dict[int, list[float]] = {}
 
-    def one_step(context: Context, groups: Any, options: Any, step_loss: Any, **rest: Any) -> int:
+    def one_step(context: TrainingContext, groups: Any, options: Any, step_loss: Any, **rest: Any) -> int:
         found.setdefault(context.team.size, []).append(step_loss(0)[0].item())
         return 0
 
     monkeypatch.setattr(module, "fit", one_step)
     monkeypatch.setattr(module, "NEGATIVES_FROM", 0.0)
-    for team in (Team(), Team(0, 2), Team(1, 2)):
+    for team in (ProcessGroup(), ProcessGroup(0, 2), ProcessGroup(1, 2)):
         train(world, {"batch_size": 3}, FIVE[:3], team=team)
     assert sum(found[2]) / 2 == pytest.approx(found[1][0], rel=1e-5)
 

@@ -31,7 +31,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Found:
+class RetrievedPassages:
     """Retrieved passages of a question: those to read, best first, and the ranking for recall."""
 
     question: Question
@@ -47,7 +47,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Read:
+class ReadPassage:
     """Passage z that was read for a question."""
 
     passage: int
@@ -72,7 +72,7 @@ class Answer:
     log_p: float = -math.inf  # log p(y|x) of the text; -inf is a probability of 0
     y: str = ""
     p_y: float = 0.0  # p(y|x) of y
-    read: tuple[Read, ...] = ()  # in order of p(z|x)
+    read: tuple[ReadPassage, ...] = ()  # in order of p(z|x)
     best_gold: Span | None = None  # best span that matches a reference answer
     ranked: list[int] = field(default_factory=list)  # top passages of the whole corpus, for recall
     said: str = ""  # answer of a model that reads no passages

@@ -21,7 +21,7 @@ from realmops.artifacts import read_json, write_json
 
 FILE = "confidence.json"
 LARGEST_LOG_P = -1e-13  # upper bound, since the log odds of 1 are infinite
-HOLDS_ALL = 2.0  # threshold above every probability, if no threshold reaches the required precision
+ALWAYS_ABSTAIN = 2.0  # threshold above every probability, if no threshold reaches the required precision
 
 Floats = npt.NDArray[np.float64]
 
@@ -31,7 +31,7 @@ class Confidence:
     """Calibration of a model: P(right) = sigmoid(slope * log odds of p(y|x) + intercept).
 
     The model abstains below ``threshold``. Above it, answers to the dev questions have at least the precision
-    ``wanted_precision``; if no threshold reaches it, ``threshold`` is ``HOLDS_ALL`` and the model always abstains.
+    ``wanted_precision``; if no threshold reaches it, ``threshold`` is ``ALWAYS_ABSTAIN`` and the model always abstains.
     ``questions`` is the number of dev questions of the fit.
     """
 

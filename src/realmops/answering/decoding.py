@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from realmops.text.answer_matching import normal_form, words_f1
+from realmops.text.answer_matching import normalize_answer, words_f1
 from realmops.text.languages import ENGLISH
 
 CANDIDATES = 20  # spans of a question with the highest scores, which are compared pairwise
 
 
-def minimum_risk(texts: Sequence[str], p: NDArray[np.float64], language: str = ENGLISH) -> int:
+def minimum_bayes_risk(texts: Sequence[str], p: NDArray[np.float64], language: str = ENGLISH) -> int:
     """Return the index of the text with the highest expected score (minimum Bayes risk, Kumar and Byrne 2004).
 
     The score is the mean of exact match and F1 (Rajpurkar et al. 2016), so that a text gains from equal texts and from
@@ -23,7 +23,7 @@ def minimum_risk(texts: Sequence[str], p: NDArray[np.float64], language: str = E
         language: language of the normal form.
     """
     p_of: dict[str, float] = {}
-    forms = [normal_form(text, language) for text in texts]
+    forms = [normalize_answer(text, language) for text in texts]
     for form, share in zip(forms, p.tolist(), strict=True):
         p_of[form] = p_of.get(form, 0.0) + share
     words = {form: form.split() for form in p_of}

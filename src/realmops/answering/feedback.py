@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from realmops.artifacts import WORK, digest_of, make_folder, sync_folder
+from realmops.artifacts import WORK_FOLDER, digest_of, make_folder, sync_folder
 from realmops.corpus.documents import read_json_lines
 from realmops.corpus.question_sets import Question, text_key
 
@@ -18,7 +18,7 @@ LINE_LIMIT = 1 << 15  # bytes of one entry
 FILE_LIMIT = 1 << 26  # bytes of the file
 
 
-class Full(Exception):
+class FeedbackFileFull(Exception):
     """The feedback file has reached ``FILE_LIMIT``."""
 
 
@@ -51,10 +51,10 @@ class Feedback:
 
 def feedback_file(root: Path) -> Path:
     """Return the path of the feedback on a run's answers."""
-    return root / WORK / FILE
+    return root / WORK_FOLDER / FILE
 
 
-def keep(root: Path, feedback: Feedback) -> None:
+def append_feedback(root: Path, feedback: Feedback) -> None:
     """Append an entry durably (synced to disk); several processes may append concurrently.
 
     Raises:
@@ -75,7 +75,7 @@ def keep(root: Path, feedback: Feedback) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         end = _complete_bytes(file.fileno())
         if end + len(line) > FILE_LIMIT:
-            raise Full(f"{path.name} is full: {end} of {FILE_LIMIT} bytes; move it to another folder")
+            raise FeedbackFileFull(f"{path.name} is full: {end} of {FILE_LIMIT} bytes; move it to another folder")
         file.truncate(end)  # drops the partial line of a killed process
         file.write(line)
         file.flush()
@@ -110,7 +110,7 @@ def _check_types(line: dict[str, Any]) -> dict[str, Any]:
     return line
 
 
-def questions_of(feedback: Sequence[Feedback]) -> list[Question]:
+def confirmed_questions(feedback: Sequence[Feedback]) -> list[Question]:
     """Return a question with its answer for each confirmed or corrected answer.
 
     The last entry of each question text (``text_key``) counts; a question whose correct answer is unknown is omitted.

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from realmops.answering.answer import Found, InvalidRequest
+from realmops.answering.answer import InvalidRequest, RetrievedPassages
 from realmops.answering.confidence import Confidence
-from realmops.answering.passage_search import Search
+from realmops.answering.passage_search import PassageSearch
 from realmops.answering.record import Record, answer_record, sources_record
 from realmops.answering.retrieval import RetrieveAndRead
 from realmops.corpus.question_sets import Question
@@ -62,15 +62,15 @@ class OpenedModel:
             raise InvalidRequest(f"the answer {query.y!r} is blank; pass the answer to evaluate, or omit it")
         self.model.check(query.question)
 
-    def find(self, queries: Sequence[Query]) -> list[Found]:
+    def find(self, queries: Sequence[Query]) -> list[RetrievedPassages]:
         """Retrieve the passages to read for each question."""
         return self.model.find([Question("", query.question, (), not_in=tuple(query.without)) for query in queries])
 
-    def sources(self, retrieved: Found) -> Record:
+    def sources(self, retrieved: RetrievedPassages) -> Record:
         """Return the part of an answer's record that is available before reading."""
         return sources_record(self.model.snapshot, retrieved, self.about)
 
-    def read(self, retrieved: Sequence[Found], ys: Sequence[str | None] = ()) -> list[Record]:
+    def read(self, retrieved: Sequence[RetrievedPassages], ys: Sequence[str | None] = ()) -> list[Record]:
         """Read all passages in one packed batch and return the records of the answers; ``ys`` as ``Query.y``."""
         ys = ys or [None] * len(retrieved)
         answers = zip(self.model.read(retrieved, ys), ys, strict=True)
@@ -91,10 +91,12 @@ class OpenedModel:
         if not 0 <= record["p_y"] <= 1 + 1e-6:  # also false for NaN, which a calibration maps to 0
             raise ValueError(f"p(y|x) of a first answer is {record['p_y']}: the weights are damaged")
 
-    def passage_search(self) -> Search:
+    def passage_search(self) -> PassageSearch:
         """Build a search over the model's corpus."""
         model = self.model
         words = model.words if isinstance(model.words, Bm25) else Bm25.of(model.snapshot)
         retriever = model.retriever if model.passages is not None else None
         limit = model.options.query_wordpieces
-        return Search(model.snapshot, words, retriever, model.passages, limit, model.dtype, self.about, self.held)
+        return PassageSearch(
+            model.snapshot, words, retriever, model.passages, limit, model.dtype, self.about, self.held
+        )

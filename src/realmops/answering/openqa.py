@@ -14,16 +14,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from realmops.answering.answer import Answer, Found, Read, Span
-from realmops.answering.decoding import CANDIDATES, minimum_risk
+from realmops.answering.answer import Answer, ReadPassage, RetrievedPassages, Span
+from realmops.answering.decoding import CANDIDATES, minimum_bayes_risk
 from realmops.answering.retrieval import RetrieveAndRead
 from realmops.corpus.question_sets import Question
-from realmops.devices import autocast, send
+from realmops.devices import autocast, to_device
 from realmops.model.likelihood import log_sum_correct
-from realmops.model.packed import Packed
+from realmops.model.packed import PackedBatch
 from realmops.model.reader import enumerate_spans
 from realmops.model.sequences import join_reader
-from realmops.text.answer_matching import answer_token_spans, same_form
+from realmops.text.answer_matching import answer_token_spans, match_normal_form
 
 
 class OpenQa(RetrieveAndRead):
@@ -73,8 +73,8 @@ class OpenQa(RetrieveAndRead):
             segments.append(segment)
             offset += len(sequence)
         with autocast(self.device, self.dtype):
-            hidden_TD = self.reader.encode(Packed(sequences, segments))
-            score_S: Tensor = self.reader.spans(hidden_TD, *send(self.device, torch.cat(starts), torch.cat(ends)))
+            hidden_TD = self.reader.encode(PackedBatch(sequences, segments))
+            score_S: Tensor = self.reader.spans(hidden_TD, *to_device(self.device, torch.cat(starts), torch.cat(ends)))
         return score_S, spans
 
     def gold(self, question: Question, passages: Sequence[int]) -> set[tuple[int, int, int]]:
@@ -107,12 +107,12 @@ class OpenQa(RetrieveAndRead):
         return np.isin(np.ravel_multi_index(rows.T, shape), np.ravel_multi_index(gold_rows.T, shape))
 
     @torch.no_grad()
-    def read(self, retrieved: Sequence[Found], asked_about: Sequence[str | None] = ()) -> list[Answer]:
+    def read(self, retrieved: Sequence[RetrievedPassages], target_answers: Sequence[str | None] = ()) -> list[Answer]:
         """Read the retrieved passages of all questions in one packed batch.
 
         Args:
             retrieved: passages of each question.
-            asked_about: per question, an answer y to evaluate, or None for the answer that is chosen.
+            target_answers: per question, an answer y to evaluate, or None for the answer that is chosen.
         """
         score, rows = np.empty(0, np.float32), np.empty((0, 4), np.int64)
         passages = [item.passages for item in retrieved]
@@ -122,13 +122,18 @@ class OpenQa(RetrieveAndRead):
             score = score_S.float().cpu().numpy()
         gold_S = self.is_gold(rows, [item.question for item in retrieved], passages)
         answers = []
-        for b, (item, y) in enumerate(zip(retrieved, asked_about or [None] * len(retrieved), strict=True)):
+        for b, (item, y) in enumerate(zip(retrieved, target_answers or [None] * len(retrieved), strict=True)):
             selected_S = rows[:, 0] == b
             answers.append(self._answer(item, y, score[selected_S], rows[selected_S], gold_S[selected_S]))
         return answers
 
     def _answer(
-        self, retrieved: Found, y: str | None, score_S: NDArray[np.float32], rows: np.ndarray, gold_S: NDArray[np.bool_]
+        self,
+        retrieved: RetrievedPassages,
+        y: str | None,
+        score_S: NDArray[np.float32],
+        rows: np.ndarray,
+        gold_S: NDArray[np.bool_],
     ) -> Answer:
         """Choose the answer to one question; ``rows`` are its rows of ``spans``."""
         passages, rank_S = retrieved.passages, rows[:, 1]
@@ -151,7 +156,7 @@ class OpenQa(RetrieveAndRead):
 
         all_S = np.ones(len(rows), bool)
         read = tuple(
-            Read(passage, prior, p, p / p_y if p_y else None, best_in(rank, all_S), best_in(rank, is_y_S))
+            ReadPassage(passage, prior, p, p / p_y if p_y else None, best_in(rank, all_S), best_in(rank, is_y_S))
             for rank, (passage, prior, p) in enumerate(zip(passages, retrieved.log_prior, p_y_K, strict=True))
         )
         gold = self.best(gold_S, rows, logit_S, passages)
@@ -165,7 +170,7 @@ class OpenQa(RetrieveAndRead):
             [indices] = np.nonzero(rows[:, 1] == rank)
             chars = self.snapshot.chars(passage)
             spans = np.column_stack([chars[rows[indices, 2], 0], chars[rows[indices, 3], 1]])
-            matches_S[indices] = same_form(self.snapshot.text(passage), text, spans, self.snapshot.languages[0])
+            matches_S[indices] = match_normal_form(self.snapshot.text(passage), text, spans, self.snapshot.languages[0])
         return matches_S
 
     def choose(self, rows: np.ndarray, logit_S: np.ndarray, passages: Sequence[int]) -> Span | None:
@@ -175,7 +180,7 @@ class OpenQa(RetrieveAndRead):
         top = np.argsort(-logit_S, kind="stable")[:CANDIDATES]
         p = np.exp(logit_S[top].astype(np.float64) - logit_S[top[0]])
         spans = [self._to_span(rows[s], logit_S[s], passages) for s in top]
-        return spans[minimum_risk([span.text for span in spans], p, self.snapshot.languages[0])]
+        return spans[minimum_bayes_risk([span.text for span in spans], p, self.snapshot.languages[0])]
 
     def best(
         self, selected_S: np.ndarray, rows: np.ndarray, logit_S: np.ndarray, passages: Sequence[int]

@@ -22,19 +22,19 @@ from torch import Tensor
 from realmops.answering.answer import InvalidRequest
 from realmops.answering.record import Record, passage_record
 from realmops.artifacts import canonical_json
-from realmops.corpus.snapshot_reader import Snapshot, fields_of
-from realmops.model.retriever import EMBEDDINGS_ALONE, Retriever
-from realmops.search.bm25 import STOP_WORDS, Bm25, placed_words, split_words, stem, stems
+from realmops.corpus.snapshot_reader import Snapshot, parse_extra
+from realmops.model.retriever import DENSE_ONLY, Retriever
+from realmops.search.bm25 import STOP_WORDS, Bm25, split_words, stem, stems, words_with_offsets
 from realmops.search.embed import embed, query_sequences, text_queries
 from realmops.search.exact import PassageIndex
-from realmops.search.hybrid import Hybrid
-from realmops.text.languages import ENGLISH, languages
+from realmops.search.hybrid import HybridSearch
+from realmops.text.languages import ENGLISH, load_languages
 
-By = Literal["run", "embeddings", "words"]
+RankBy = Literal["run", "embeddings", "words"]
 Where = Mapping[str, Any]
-Wanted = Mapping[str, Collection[str]]  # stems by language
+StemsByLanguage = Mapping[str, Collection[str]]  # stems by language
 Ids = NDArray[np.int64]
-MOST = 1000  # results of a search
+MAX_RESULTS = 1000  # results of a search
 DEPTH = 100  # candidates from embeddings and from BM25 each, before fusion
 RANGES: dict[str, Callable[[Any, Any], bool]] = {
     "gte": operator.ge, "gt": operator.gt, "lte": operator.le, "lt": operator.lt
@@ -42,7 +42,7 @@ RANGES: dict[str, Callable[[Any, Any], bool]] = {
 KINDS = {"boolean": "unquoted true or false", "string": "a quoted string", "number": "an unquoted number"}
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)  # as in JSON, so that 007 is a string
 _MESSAGE_CHARACTERS = 60  # of a value in an error message
-ID = "document_id"  # filterable in addition to the metadata fields
+DOCUMENT_ID = "document_id"  # filterable in addition to the metadata fields
 NO_EMBEDDINGS = (
     "there are no embeddings: the stage ict has not run, or finetune.retriever is bm25, tfidf, graph or path; "
     "search by words"
@@ -52,7 +52,7 @@ _CACHED_FILTERS = 64
 _CACHED_PASSAGES = 1 << 24  # of all cached filters together
 
 
-class Filters:
+class MetadataFilters:
     """Metadata filters: which passages satisfy conditions on the fields of their documents (``extra``).
 
     A filter maps fields to conditions, all of which must hold: a value, a list of alternatives, or a range such as
@@ -64,7 +64,7 @@ class Filters:
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
         self._lock = Lock()
-        self._coded = lru_cache(2)(snapshot.coded)
+        self._coded = lru_cache(2)(snapshot.dictionary_encode)
         self._columns: dict[str, _Column] = {}
         self._cache: dict[bytes, Ids] = {}  # in order of last use
 
@@ -98,24 +98,27 @@ class Filters:
     def _extra(self) -> tuple[list[dict[str, Any]], NDArray[np.int32]]:
         """Distinct metadata records [U], and the record of each passage [P]."""
         text_U, code_P = self._coded("extra")
-        return [fields_of(text) for text in text_U], code_P
+        return [parse_extra(text) for text in text_U], code_P
 
     def _check_fields(self, where: Where, passes_P: NDArray[np.bool_]) -> None:
         if not where:
             return
         fields_U, code_P = self._extra
-        fields = {ID, *(name for code in np.unique(code_P[passes_P]) for name in fields_U[code])}
+        fields = {DOCUMENT_ID, *(name for code in np.unique(code_P[passes_P]) for name in fields_U[code])}
         for field in where:
             if field not in fields:
                 raise InvalidRequest(f"no document has the field {field!r}; available: {', '.join(sorted(fields))}")
         for field, condition in where.items():
-            column, has_U = self._column(field), np.zeros(len(self._coded(ID if field == ID else "extra")[0]), bool)
+            column, has_U = (
+                self._column(field),
+                np.zeros(len(self._coded(DOCUMENT_ID if field == DOCUMENT_ID else "extra")[0]), bool),
+            )
             has_U[self._codes(field)[passes_P]] = True
             values = [column.values[n] for n in np.unique(column.number_N[has_U[column.row_N]])]
             _check_kinds(field, condition, values)
 
     def _codes(self, field: str) -> NDArray[np.int32]:
-        return self._coded(ID)[1] if field == ID else self._extra[1]
+        return self._coded(DOCUMENT_ID)[1] if field == DOCUMENT_ID else self._extra[1]
 
     def _matching(self, field: str, condition: Any) -> NDArray[np.bool_]:
         code_P, column = self._codes(field), self._column(field)
@@ -127,7 +130,11 @@ class Filters:
 
     def _column(self, field: str) -> "_Column":
         if field not in self._columns:
-            values = self._coded(ID)[0] if field == ID else [fields.get(field) for fields in self._extra[0]]
+            values = (
+                self._coded(DOCUMENT_ID)[0]
+                if field == DOCUMENT_ID
+                else [fields.get(field) for fields in self._extra[0]]
+            )
             number_of: dict[Any, int] = {}
             rows = [
                 (row, number_of.setdefault(_key(item), len(number_of)))
@@ -246,7 +253,7 @@ def _check_kinds(field: str, condition: Any, values: Sequence[Any]) -> None:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Search:
+class PassageSearch:
     """Passage search with BM25 and, if there is a retriever, its embeddings.
 
     ``about`` has the versions of model, corpus and index; queries are truncated to ``query_wordpieces``.
@@ -260,18 +267,18 @@ class Search:
     dtype: torch.dtype
     about: Record
     held: Any = None  # resources with the lifetime of the search, such as a temporary folder of downloads
-    filters: Filters = dataclasses.field(init=False)
+    filters: MetadataFilters = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "filters", Filters(self.snapshot))
+        object.__setattr__(self, "filters", MetadataFilters(self.snapshot))
 
-    def search(self, query: str, k: int = 10, filters: Sequence[Where] = (), by: By = "run") -> Record:
+    def search(self, query: str, k: int = 10, filters: Sequence[Where] = (), by: RankBy = "run") -> Record:
         """Return the top ``k`` passages with their locations, best first.
 
         Args:
             query: text of at least one word.
-            k: number of passages, 1 to ``MOST``.
-            filters: conditions on the documents (:class:`Filters`), applied before ranking.
+            k: number of passages, 1 to ``MAX_RESULTS``.
+            filters: conditions on the documents (:class:`MetadataFilters`), applied before ranking.
             by: ``run`` ranks as the run's retriever does, ``embeddings`` and ``words`` by one of both only.
 
         Returns:
@@ -287,13 +294,13 @@ class Search:
             query.encode()
         except UnicodeEncodeError:
             raise InvalidRequest("the query contains an unpaired surrogate; send valid Unicode") from None
-        if not 1 <= k <= MOST:
-            raise InvalidRequest(f"k is {k}; allowed: 1 to {MOST}")
+        if not 1 <= k <= MAX_RESULTS:
+            raise InvalidRequest(f"k is {k}; allowed: 1 to {MAX_RESULTS}")
         if by == "embeddings" and self.retriever is None:
             raise InvalidRequest(NO_EMBEDDINGS)
         allowed = self.filters.passages(filters) if any(filters) else None
         ids, score, dense = self._best(query, k, allowed, by)
-        bm25, query_stems = self.words.score_of(query, ids).tolist(), stems_of(query, self.words.spoken(query))
+        bm25, query_stems = self.words.score_passages(query, ids).tolist(), stem_query(query, self.words.spoken(query))
         columns = zip(ids.tolist(), score, dense, bm25, strict=True)
         records = [self._record(*row, query_stems=query_stems) for row in columns]
         return {"query": query, "passages": records, "model": self.about}
@@ -306,14 +313,14 @@ class Search:
         tower = self.retriever.document if documents else self.retriever.query
         return embed(tower, query_sequences(text_queries(self.snapshot, texts, limit, documents=documents)), self.dtype)
 
-    def _best(self, query: str, k: int, allowed: Ids | None, by: By) -> tuple[Ids, list[float], list[float | None]]:
+    def _best(self, query: str, k: int, allowed: Ids | None, by: RankBy) -> tuple[Ids, list[float], list[float | None]]:
         """Return passages, scores and scaled inner products, best first."""
         if by == "words" or self.retriever is None or self.passages is None:
             return _best_by_words(query, k, allowed, self.words)
-        mixture = EMBEDDINGS_ALONE if by == "embeddings" else self.retriever.mixture
+        mixture = DENSE_ONLY if by == "embeddings" else self.retriever.mixture
         query_E = self.embed([query])
         if allowed is None:
-            hybrid = Hybrid(self.passages, self.words, mixture, self.retriever.scale)
+            hybrid = HybridSearch(self.passages, self.words, mixture, self.retriever.scale)
             hits = hybrid.search(query_E, [query], k, max(k, DEPTH) if mixture.lexical else k)
             is_hit = hits.id_QK[0] >= 0
             ids, dense = hits.id_QK[0][is_hit].numpy(), hits.dense_QK[0][is_hit]
@@ -321,7 +328,7 @@ class Search:
         dense = self.retriever.scale * self._inner_products(query_E, allowed)
         lexical = torch.zeros(len(allowed))
         if mixture.lexical and len(allowed):
-            score_A = self.words.score_of(query, allowed)  # normalised to 1 for the best one that passes
+            score_A = self.words.score_passages(query, allowed)  # normalised to 1 for the best one that passes
             lexical = torch.from_numpy(score_A / max(float(score_A.max()), 1e-6))
         score = mixture.of(dense, lexical)
         order = torch.argsort(score, descending=True, stable=True)[:k]
@@ -337,7 +344,9 @@ class Search:
             batches.append((vectors @ query_1E[0].to(vectors.device)).amax(-1).cpu())
         return torch.cat(batches) if batches else torch.empty(0)
 
-    def _record(self, passage: int, score: float, dense: float | None, bm25: float, *, query_stems: Wanted) -> Record:
+    def _record(
+        self, passage: int, score: float, dense: float | None, bm25: float, *, query_stems: StemsByLanguage
+    ) -> Record:
         record = passage_record(self.snapshot, passage) | {"extra": self.snapshot.extra(passage)}
         scores = {"score": score, "embeddings": dense, "words": bm25}
         return {**record, **scores, "highlights": highlights(record["text"], query_stems)}
@@ -348,18 +357,18 @@ def _best_by_words(query: str, k: int, allowed: Ids | None, words: Bm25) -> tupl
         score_QK, id_QK = words.search([query], k)
         is_hit = id_QK[0] >= 0
         return id_QK[0][is_hit], score_QK[0][is_hit].tolist(), [None] * int(is_hit.sum())
-    score_A = words.score_of(query, allowed)
+    score_A = words.score_passages(query, allowed)
     order = np.argsort(-score_A, kind="stable")[:k]
     order = order[score_A[order] > 0]
     return allowed[order], score_A[order].tolist(), [None] * len(order)
 
 
-def highlights(text: str, query_stems: Wanted) -> list[tuple[int, int]]:
+def highlights(text: str, query_stems: StemsByLanguage) -> list[tuple[int, int]]:
     """Return the character offsets of words in a text whose stem is one of ``query_stems``; overlaps are merged."""
     matches = {
         (start, end)
         for language, language_stems in query_stems.items()
-        for word, start, end in placed_words(text, language)
+        for word, start, end in words_with_offsets(text, language)
         if stem(word, language) in language_stems
     }
     merged: list[tuple[int, int]] = []
@@ -371,9 +380,9 @@ def highlights(text: str, query_stems: Wanted) -> list[tuple[int, int]]:
     return merged
 
 
-def stems_of(query: str, spoken: Sequence[str]) -> Wanted:
+def stem_query(query: str, spoken: Sequence[str]) -> StemsByLanguage:
     """Return the stems of a query's words by language, without stop words, for ``highlights``."""
-    stop = {code: STOP_WORDS if code == ENGLISH else languages()[code].stop for code in spoken}
+    stop = {code: STOP_WORDS if code == ENGLISH else load_languages()[code].stop for code in spoken}
     return {
         code: {*stems([word for word in split_words(query, code) if word not in stop[code]], code)} for code in spoken
     }

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from realmops.answering.answer import Answer, Found, Span
+from realmops.answering.answer import Answer, RetrievedPassages, Span
 from realmops.answering.confidence import Confidence
 from realmops.corpus.snapshot_reader import Snapshot
 
@@ -38,10 +38,14 @@ def answer_record(
         "threshold": confidence.threshold if confidence else None,
         "abstained": confidence.abstains(answer) if confidence else not answer.text,
         "citations": [
-            {**cited(snapshot, read.passage, span.characters), "p_z": read.p_z, "p_z_given_y": read.p_z_given_y}
+            {
+                **citation_record(snapshot, read.passage, span.characters),
+                "p_z": read.p_z,
+                "p_z_given_y": read.p_z_given_y,
+            }
             for read, span in citing
         ],
-        "quote": cited(snapshot, best.passage, sentence(snapshot, best)) if best else None,
+        "quote": citation_record(snapshot, best.passage, enclosing_sentence(snapshot, best)) if best else None,
         "passages": [
             {
                 **passage_record(snapshot, read.passage),
@@ -56,7 +60,7 @@ def answer_record(
     }
 
 
-def sources_record(snapshot: Snapshot, retrieved: Found, about: Record) -> Record:
+def sources_record(snapshot: Snapshot, retrieved: RetrievedPassages, about: Record) -> Record:
     """Build the part of a record that is available before reading: the question and its passages."""
     return {
         "question": retrieved.question.question,
@@ -69,11 +73,11 @@ def sources_record(snapshot: Snapshot, retrieved: Found, about: Record) -> Recor
 
 def passage_record(snapshot: Snapshot, passage: int) -> Record:
     """Return the location of a whole passage, and its text."""
-    place = cited(snapshot, passage, (0, len(snapshot.text(passage))))
+    place = citation_record(snapshot, passage, (0, len(snapshot.text(passage))))
     return place | {"text": place.pop("quote")}
 
 
-def sentence(snapshot: Snapshot, span: Span) -> tuple[int, int]:
+def enclosing_sentence(snapshot: Snapshot, span: Span) -> tuple[int, int]:
     """Return the character offsets of the sentence or sentences that contain a span."""
     chars, (begin_N, end_N) = snapshot.chars(span.passage), snapshot.sentences(span.passage).T
     starts = chars[begin_N, 0]
@@ -81,7 +85,7 @@ def sentence(snapshot: Snapshot, span: Span) -> tuple[int, int]:
     return int(starts[first]), int(chars[end_N[last] - 1, 1])
 
 
-def cited(snapshot: Snapshot, passage: int, characters: tuple[int, int]) -> Record:
+def citation_record(snapshot: Snapshot, passage: int, characters: tuple[int, int]) -> Record:
     """Return the location of a part of a passage: document, passage, and character offsets in the document's text.
 
     ``page`` is None for documents without pages.
@@ -100,28 +104,28 @@ def cited(snapshot: Snapshot, passage: int, characters: tuple[int, int]) -> Reco
     }
 
 
-def holds_all(record: Mapping[str, Any]) -> bool:
+def always_abstains(record: Mapping[str, Any]) -> bool:
     """Return whether the model always abstains, since no threshold reached the required precision on dev questions."""
     return record["threshold"] is not None and record["threshold"] > 1
 
 
-def sureness(record: Mapping[str, Any]) -> str:
+def format_probability(record: Mapping[str, Any]) -> str:
     """Format the probability of an answer and, if the model abstains, the reason."""
     probability = f"p = {record['probability']:.3g}"
     if not record["answer"] or not record["abstained"]:
         return probability
-    if holds_all(record):
+    if always_abstains(record):
         return f"{probability}, held back as every answer is: none reached wanted_precision in the calibration"
     return f"{probability}, held back below {record['threshold']:.3g}"
 
 
-def short(record: Record) -> list[str]:
+def format_record(record: Record) -> list[str]:
     """Format a record in a few lines: the answer, its probability, and each source with the quotation marked."""
     if "error" in record:
         return [f"error: {record['error']}"]
     if not record["answer"]:
         return ["no answer"]
-    lines = [f"{record['answer']}  ({sureness(record)})"]
+    lines = [f"{record['answer']}  ({format_probability(record)})"]
     if record["abstained"] and record["quote"]:
         lines.append(f"  in: {' '.join(record['quote']['quote'].split())}")
     texts = {passage["passage_id"]: passage for passage in record["passages"]}

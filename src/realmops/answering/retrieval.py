@@ -1,7 +1,7 @@
 """Interface of question answering models, and its implementation of retrieval.
 
-Stages, commands and servers use a model as ``Answering``. ``RetrieveAndRead`` retrieves passages by embeddings, BM25 or
-both, or with a ranker; its subclasses read them. A model without retrieval implements ``Answering`` directly.
+Stages, commands and servers use a model as ``AnswerModel``. ``RetrieveAndRead`` retrieves passages by embeddings, BM25 or
+both, or with a ranker; its subclasses read them. A model without retrieval implements ``AnswerModel`` directly.
 
 Shape suffixes: B questions, P passages, K retrieved passages, E embedding width.
 """
@@ -18,15 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realmops.answering.answer import Answer, Found, InvalidRequest
+from realmops.answering.answer import Answer, InvalidRequest, RetrievedPassages
 from realmops.config import Finetune
-from realmops.corpus.cloze import Sources
+from realmops.corpus.cloze import SourcePassages
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.devices import autocast, send
+from realmops.devices import autocast, to_device
 from realmops.model.checkpoint_files import save_models
 from realmops.model.likelihood import log_prior
-from realmops.model.packed import Packed
+from realmops.model.packed import PackedBatch
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import SpecialTokens, join_query
@@ -34,9 +34,9 @@ from realmops.search.bm25 import Bm25
 from realmops.search.embed import Progress, embed, no_progress, query_sequences
 from realmops.search.embeddings import save_passages
 from realmops.search.exact import PassageIndex
-from realmops.search.hybrid import Hits, Hybrid
+from realmops.search.hybrid import Hits, HybridSearch
 from realmops.text.answer_matching import contains_answer
-from realmops.text.special import blank_before
+from realmops.text.special_tokens import prompt_separator
 
 HYBRID_DEPTH = 100  # candidates from embeddings and from BM25 each, before fusion
 _QUESTIONS_IN_MEMORY = 1024
@@ -65,7 +65,7 @@ class Ranker:
         return passages
 
 
-class Answering(ABC):
+class AnswerModel(ABC):
     """Base class of question answering models; ``finetune`` saves one under its ``kind`` (``stages.tuned_model``)."""
 
     kind: ClassVar[str]
@@ -76,16 +76,16 @@ class Answering(ABC):
         """Raise InvalidRequest if a question cannot be answered."""
 
     @abstractmethod
-    def find(self, questions: Sequence[Question], ranked: int = 0) -> list[Found]:
+    def find(self, questions: Sequence[Question], ranked: int = 0) -> list[RetrievedPassages]:
         """Retrieve the passages to read for each question, and the top ``ranked`` passages of the corpus."""
 
     @abstractmethod
-    def read(self, retrieved: Sequence[Found], asked_about: Sequence[str | None] = ()) -> list[Answer]:
+    def read(self, retrieved: Sequence[RetrievedPassages], target_answers: Sequence[str | None] = ()) -> list[Answer]:
         """Read the retrieved passages and answer each question.
 
         Args:
             retrieved: passages of each question.
-            asked_about: per question, an answer y to evaluate, or None for the answer that is chosen.
+            target_answers: per question, an answer y to evaluate, or None for the answer that is chosen.
         """
 
     @abstractmethod
@@ -110,7 +110,7 @@ class Answering(ABC):
 
 
 @dataclass(eq=False)
-class RetrieveAndRead(Answering):
+class RetrieveAndRead(AnswerModel):
     """Retriever and reader over a corpus with fixed passage embeddings; subclasses read the retrieved passages.
 
     With a ``ranker``, it retrieves instead of the embeddings, with equal p(z|x) for all passages; the retriever is then
@@ -130,9 +130,9 @@ class RetrieveAndRead(Answering):
     def __post_init__(self) -> None:
         self.device = self.reader.device
         self.special = SpecialTokens.of(self.snapshot.tokenizer)
-        self.sources = Sources(self.snapshot)
+        self.sources = SourcePassages(self.snapshot)
         self._correct: dict[tuple[tuple[str, ...], str], dict[int, bool]] = {}  # question ids are unique only per file
-        encode, blank = self.snapshot.tokenizer.encode, blank_before(self.snapshot.tokenizer, self.special.query)
+        encode, blank = self.snapshot.tokenizer.encode, prompt_separator(self.snapshot.tokenizer, self.special.query)
         # Each question is tokenized for the length check, the embedding and the reader; the arrays are read-only.
         self.wordpieces: Callable[[str], np.ndarray] = lru_cache(_QUESTIONS_IN_MEMORY)(
             lambda text: np.array(encode(blank + text, add_special_tokens=False).ids, dtype=np.int64)
@@ -164,15 +164,15 @@ class RetrieveAndRead(Answering):
         """
         if self.ranker is not None:
             id_BK = torch.from_numpy(np.stack([self.ranker(question, k) for question in questions]))
-            (missing_BK,) = send(self.device, id_BK < 0)
+            (missing_BK,) = to_device(self.device, id_BK < 0)
             return torch.zeros(id_BK.shape, device=self.device).masked_fill(missing_BK, -torch.inf), id_BK
         assert self.passages is not None, "without embeddings a ranker is required"
         with autocast(self.device, self.dtype):
-            query_BE = self.retriever.query(Packed(self.queries(questions)))
+            query_BE = self.retriever.query(PackedBatch(self.queries(questions)))
         if self.hybrid:
             hits = self._search(query_BE, questions, k, max(k, HYBRID_DEPTH))
             row_BK, missing_BK = hits.id_QK.clamp(min=0), hits.id_QK < 0
-            row_BK, missing_BK, words_BK = send(self.passages.device, row_BK, missing_BK, hits.words_QK.float())
+            row_BK, missing_BK, words_BK = to_device(self.passages.device, row_BK, missing_BK, hits.words_QK.float())
             dense_BK = self.retriever.relevance(query_BE, self.passages.vectors(row_BK).to(self.device))
             relevance_BK = self.retriever.mixture.of(dense_BK, words_BK.to(self.device))
             return relevance_BK.masked_fill(missing_BK.to(self.device), -torch.inf), hits.id_QK
@@ -197,7 +197,7 @@ class RetrieveAndRead(Answering):
         source_BK = torch.from_numpy(self.sources.among(questions, id_BK.numpy()))
         order_BK = torch.argsort(source_BK.long(), dim=1, stable=True)[:, :k]
         id_BK = id_BK.masked_fill(source_BK, -1).gather(1, order_BK)
-        source_BK, order_BK = send(self.device, source_BK, order_BK)
+        source_BK, order_BK = to_device(self.device, source_BK, order_BK)
         return relevance_BK.masked_fill(source_BK, -torch.inf).gather(1, order_BK), id_BK
 
     @property
@@ -217,7 +217,7 @@ class RetrieveAndRead(Answering):
 
     def _search(self, query_BE: Tensor, questions: Sequence[str], k: int, depth: int) -> Hits:
         assert self.passages is not None
-        search = Hybrid(self.passages, self.words, self.retriever.mixture, self.retriever.scale)
+        search = HybridSearch(self.passages, self.words, self.retriever.mixture, self.retriever.scale)
         return search.search(query_BE.detach(), questions, k, depth)
 
     def is_correct(self, question: Question, passages: Sequence[int]) -> np.ndarray:
@@ -239,7 +239,7 @@ class RetrieveAndRead(Answering):
             )
 
     @torch.no_grad()
-    def find(self, questions: Sequence[Question], ranked: int = 0) -> list[Found]:
+    def find(self, questions: Sequence[Question], ranked: int = 0) -> list[RetrievedPassages]:
         """Retrieve passages for each question as ``evidence`` does: those to read, and the top ``ranked``.
 
         Both models are switched to eval mode.
@@ -255,5 +255,7 @@ class RetrieveAndRead(Answering):
         for question, ids, relevance, prior in columns:
             read = tuple(passage for passage in ids[:most] if passage >= 0)  # padding is last
             n = len(read)
-            retrieved.append(Found(question, read, tuple(relevance[:n]), tuple(prior[:n]), tuple(ids[:ranked])))
+            retrieved.append(
+                RetrievedPassages(question, read, tuple(relevance[:n]), tuple(prior[:n]), tuple(ids[:ranked]))
+            )
         return retrieved

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.search.bm25 import Bm25, Scores, top
-from realmops.text.languages import composed
+from realmops.search.bm25 import Bm25, Scores, top_k
+from realmops.text.languages import normalize_unicode
 
 SEEDS = 20  # passages whose links are followed
 LINKED_SHARE = 0.5  # of a seed's score, added to the passages that it is linked with
@@ -21,7 +21,7 @@ _MAX_TITLE = 12  # words
 Words = tuple[str, ...]
 
 
-class Links:
+class PassageLinks:
     """Undirected links between passages: a link between their documents, or the same document.
 
     The column "links" of a document has the titles that it links to. If no document has it, a passage links to every
@@ -76,7 +76,7 @@ def _row(matrix: Any, row: int) -> NDArray[np.int64]:
 
 
 def _words(text: str) -> Words:
-    return tuple(_WORD.findall(composed(text)))
+    return tuple(_WORD.findall(normalize_unicode(text)))
 
 
 def _ngrams(words: Sequence[str], max_words: int) -> Iterator[Words]:
@@ -86,20 +86,20 @@ def _ngrams(words: Sequence[str], max_words: int) -> Iterator[Words]:
             yield tuple(words[start:end])
 
 
-class Graph:
+class LinkedBm25:
     """BM25 with one step over links between documents, as GraphRetriever expands its paragraphs (Min et al. 2019).
 
     score(z) = BM25(z) + ``LINKED_SHARE`` max BM25(s), over the seeds s that are linked with z, where the seeds are the
     ``SEEDS`` best passages.
     """
 
-    def __init__(self, bm25: Bm25, links: Links) -> None:
+    def __init__(self, bm25: Bm25, links: PassageLinks) -> None:
         self._bm25, self._links = bm25, links
 
     def scores(self, query: str) -> Scores:
         """Return the score of every passage, float32 [P]."""
         own_P = self._bm25.scores(query)
         linked_P = np.zeros_like(own_P)
-        for seed in top(own_P, SEEDS)[::-1]:  # ascending, so that the best seed overwrites the others
+        for seed in top_k(own_P, SEEDS)[::-1]:  # ascending, so that the best seed overwrites the others
             linked_P[self._links.of(int(seed))] = own_P[seed]
         return own_P + LINKED_SHARE * linked_P

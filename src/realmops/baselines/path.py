@@ -20,22 +20,22 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from realmops.artifacts import seed_for
-from realmops.baselines.links import Links
+from realmops.baselines.links import PassageLinks
 from realmops.config import Finetune, Optimiser
-from realmops.corpus.cloze import Sources
+from realmops.corpus.cloze import SourcePassages
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import autocast
 from realmops.model.checkpoint_files import cpu_state
 from realmops.model.encoder import Encoder
-from realmops.model.encoder_files import described_encoder
+from realmops.model.encoder_files import encoder_from_description
 from realmops.model.likelihood import marginal_span_loss
-from realmops.model.packed import Packed
+from realmops.model.packed import PackedBatch
 from realmops.model.sequences import SpecialTokens, join_reader
-from realmops.search.bm25 import Bm25, Rows, rank, top
+from realmops.search.bm25 import Bm25, Rows, rank, top_k
 from realmops.text.answer_matching import contains_answer
 from realmops.train.fine_tuning import finetune_steps
-from realmops.train.loop import Context, epoch_rows, fit
+from realmops.train.loop import TrainingContext, epoch_rows, fit
 from realmops.train.optimiser import Group
 
 STARTS = 10  # candidates for the first passage, the best by BM25
@@ -57,7 +57,7 @@ class PathScorer(nn.Module):
 
 
 @dataclass(frozen=True)
-class PathLesson:
+class PathExample:
     """Training example of one question: candidates and targets of both steps.
 
     Attributes:
@@ -82,7 +82,7 @@ class PathRetriever:
 
     def __init__(self, scorer: PathScorer, snapshot: Snapshot, options: Finetune, dtype: torch.dtype) -> None:
         self.scorer, self.snapshot, self.options, self.dtype = scorer, snapshot, options, dtype
-        self.bm25, self.links, self.sources = Bm25.of(snapshot), Links(snapshot), Sources(snapshot)
+        self.bm25, self.links, self.sources = Bm25.of(snapshot), PassageLinks(snapshot), SourcePassages(snapshot)
         self.special = SpecialTokens.of(snapshot.tokenizer)
         self.device = scorer.begin.device
 
@@ -101,7 +101,7 @@ class PathRetriever:
         cls, folder: Path, snapshot: Snapshot, options: Finetune, device: torch.device, dtype: torch.dtype
     ) -> Self:
         """Load a scorer saved by ``save``."""
-        scorer = PathScorer(described_encoder(json.loads((folder / SHAPE).read_text())))
+        scorer = PathScorer(encoder_from_description(json.loads((folder / SHAPE).read_text())))
         scorer.load_state_dict(load_tensors((folder / WEIGHTS).read_bytes()))
         return cls(scorer.to(device), snapshot, options, dtype)
 
@@ -122,7 +122,7 @@ class PathRetriever:
             sequence, segment, _ = join_reader(x, document, self.special, self.options.reader_wordpieces)
             sequences.append(sequence)
             segments.append(segment)
-        batch = Packed(sequences, segments)
+        batch = PackedBatch(sequences, segments)
         with autocast(self.device, self.dtype):
             hidden_TD = self.scorer.bert(batch)
         hidden_ND: Tensor = hidden_TD.index_select(0, torch.from_numpy(batch.starts[:-1]).to(self.device))
@@ -136,10 +136,10 @@ class PathRetriever:
         linked = self.links.of(passage)
         if not len(linked):
             return []
-        best: list[int] = linked[top(self.bm25.score_of(question, linked), LINKED)].tolist()
+        best: list[int] = linked[top_k(self.bm25.score_passages(question, linked), LINKED)].tolist()
         return best
 
-    def lesson(self, question: Question) -> PathLesson | None:
+    def lesson(self, question: Question) -> PathExample | None:
         """Build the training example of a question, or None if no path of up to two passages leads to an answer."""
         starts = self._starts(question.question)
 
@@ -155,10 +155,10 @@ class PathRetriever:
             if is_right_next.any():
                 is_right_start = has_answer if has_answer.any() else np.arange(len(starts)) == first
                 x = self._wordpieces(question.question)
-                return PathLesson(x, starts, is_right_start, first, linked, is_right_next)
+                return PathExample(x, starts, is_right_start, first, linked, is_right_next)
         return None
 
-    def loss(self, lessons: Sequence[PathLesson]) -> Tensor:
+    def loss(self, lessons: Sequence[PathExample]) -> Tensor:
         """Return the negative log likelihood of correct first and second steps, averaged over questions."""
         pairs = [(lesson.question, passage) for lesson in lessons for passage in (*lesson.starts, *lesson.linked)]
         encoded_ND = self._encode(pairs)
@@ -212,7 +212,11 @@ class PathRetriever:
 
 
 def train_paths(
-    context: Context, retriever: PathRetriever, lessons: Sequence[PathLesson], options: Finetune, optimiser: Optimiser
+    context: TrainingContext,
+    retriever: PathRetriever,
+    lessons: Sequence[PathExample],
+    options: Finetune,
+    optimiser: Optimiser,
 ) -> int:
     """Train the scorer with the reader's epochs, batch size and learning rate.
 

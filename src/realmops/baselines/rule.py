@@ -11,7 +11,7 @@ from itertools import pairwise
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.search.bm25 import STOP_WORDS, stems
-from realmops.text.languages import Placed, composed, placed
+from realmops.text.languages import WordSpan, find_with_offsets, normalize_unicode
 
 MAX_DISTANCE = 20  # words; also the distance of a word that the passage lacks
 _WORD = re.compile(r"\d+(?:[.,:]\d+)*\w*|[^\W\d_]+(?:['’.-]?[^\W_]+)*")
@@ -31,7 +31,7 @@ _NUMBER_QUESTION = re.compile(
 _NAME_QUESTION = re.compile(r"\b(?:who|whom|whose|where)\b")
 
 
-def answers_by_rule(snapshot: Snapshot, questions: Sequence[Question], first: Sequence[int]) -> list[str]:
+def answer_by_rule(snapshot: Snapshot, questions: Sequence[Question], first: Sequence[int]) -> list[str]:
     """Return the answer of ``nearest_span`` in the first passage of each question, "" if there is none."""
     texts = snapshot.texts(first)
     answers = []
@@ -49,9 +49,11 @@ def nearest_span(question: str, passage: str) -> tuple[int, int] | None:
     between their nearest occurrence and the span, at most ``MAX_DISTANCE`` each; ties go to the first span. Questions
     for a number ("when", "how many") prefer numbers, questions for a name ("who", "where") prefer names.
     """
-    words = [*placed(_words, passage)]
+    words = [*find_with_offsets(_words, passage)]
     passage_stems = stems([word.lower() for word, _, _ in words])
-    question_stems = set(stems([w for w in map(str.lower, _WORD.findall(composed(question))) if w not in _STOP]))
+    question_stems = set(
+        stems([w for w in map(str.lower, _WORD.findall(normalize_unicode(question))) if w not in _STOP])
+    )
     positions: dict[str, list[int]] = {}
     for position, stem in enumerate(passage_stems):
         if stem in question_stems:
@@ -70,7 +72,7 @@ def nearest_span(question: str, passage: str) -> tuple[int, int] | None:
     return answer
 
 
-def _words(text: str) -> Iterator[Placed]:
+def _words(text: str) -> Iterator[WordSpan]:
     return ((match[0], *match.span()) for match in _WORD.finditer(text))
 
 

@@ -19,8 +19,8 @@ from tokenizers import Tokenizer, decoders
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from realmops.answering.answer import Answer, Found
-from realmops.answering.retrieval import Answering
+from realmops.answering.answer import Answer, RetrievedPassages
+from realmops.answering.retrieval import AnswerModel
 from realmops.artifacts import read_json, seed_for, write_json
 from realmops.config import ClosedBookOptions, Optimiser
 from realmops.corpus.question_sets import Question
@@ -29,7 +29,7 @@ from realmops.devices import autocast
 from realmops.hub import CONFIG, T5, TOKENIZER, encoder_folder, read_config
 from realmops.model.sequences import SpecialTokens
 from realmops.train.fine_tuning import finetune_steps
-from realmops.train.loop import Context, DeferredMetrics, epoch_rows, fit
+from realmops.train.loop import DeferredMetrics, TrainingContext, epoch_rows, fit
 from realmops.train.optimiser import Group
 
 FILE = "closed_book.json"
@@ -39,7 +39,7 @@ JOIN = "<join>"  # between two pieces without a space: WordPiece cannot restore 
 
 
 @dataclass(frozen=True)
-class ClosedBook(Answering):
+class ClosedBook(AnswerModel):
     """A T5 model with its tokenizer.
 
     Attributes:
@@ -158,17 +158,17 @@ class ClosedBook(Answering):
     def check(self, question: str) -> None:
         """Accept every question: long ones are truncated."""
 
-    def find(self, questions: Sequence[Question], ranked: int = 0) -> list[Found]:
+    def find(self, questions: Sequence[Question], ranked: int = 0) -> list[RetrievedPassages]:
         """Return questions without passages."""
-        return [Found(question, (), (), (), ()) for question in questions]
+        return [RetrievedPassages(question, (), (), (), ()) for question in questions]
 
     @torch.no_grad()
-    def read(self, found: Sequence[Found], asked_about: Sequence[str | None] = ()) -> list[Answer]:
+    def read(self, found: Sequence[RetrievedPassages], target_answers: Sequence[str | None] = ()) -> list[Answer]:
         """Decode answers greedily, with their log probability including the end of sequence.
 
-        The probability of other answers is not available, so that ``asked_about`` must be empty.
+        The probability of other answers is not available, so that ``target_answers`` must be empty.
         """
-        assert not any(asked_about), "a closed-book model cannot score given answers"
+        assert not any(target_answers), "a closed-book model cannot score given answers"
         self.net.eval()
         greedy = _transformers().GenerationConfig(
             max_new_tokens=self.answer_wordpieces,
@@ -234,7 +234,7 @@ def _random_partition(total: int, count: int, rng: np.random.Generator) -> np.nd
 
 
 def pretrain(
-    context: Context, model: ClosedBook, snapshot: Snapshot, options: ClosedBookOptions, optimiser: Optimiser
+    context: TrainingContext, model: ClosedBook, snapshot: Snapshot, options: ClosedBookOptions, optimiser: Optimiser
 ) -> int:
     """Pre-train by span corruption on title and body of random passages; long bodies are cropped at random.
 
@@ -261,7 +261,7 @@ def pretrain(
     return fit(context, groups, optimiser, step_loss, steps=options.steps, checkpoint_every=every)
 
 
-def answered_in_words(questions: Sequence[Question]) -> list[Question]:
+def drop_regex_questions(questions: Sequence[Question]) -> list[Question]:
     """Return the questions whose answers are not regular expressions; raise ValueError if there are none."""
     usable = [question for question in questions if not question.is_regex]
     if not usable:
@@ -273,16 +273,20 @@ def answered_in_words(questions: Sequence[Question]) -> list[Question]:
 
 
 def finetune(
-    context: Context, model: ClosedBook, questions: Sequence[Question], options: ClosedBookOptions, optimiser: Optimiser
+    context: TrainingContext,
+    model: ClosedBook,
+    questions: Sequence[Question],
+    options: ClosedBookOptions,
+    optimiser: Optimiser,
 ) -> int:
     """Fine-tune on pairs of a question and one of its answers, drawn at random in each epoch.
 
-    Only the questions of ``answered_in_words`` are used; their order is shuffled in each epoch.
+    Only the questions of ``drop_regex_questions`` are used; their order is shuffled in each epoch.
 
     Returns:
         Length of the journal at the end.
     """
-    questions = answered_in_words(questions)
+    questions = drop_regex_questions(questions)
     inputs = [model.encode_question(q.question) for q in questions]
     targets = [[model.encode_target(answer) for answer in q.answers] for q in questions]
     rows_of = epoch_rows(context, len(questions), options.batch_size)

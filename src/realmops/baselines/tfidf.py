@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from realmops.search.bm25 import Scores
-from realmops.text.languages import composed
+from realmops.text.languages import normalize_unicode
 
 BUCKETS = 1 << 24  # of hashed unigrams and bigrams
 
@@ -29,7 +29,7 @@ class TfIdf:
             n_features=BUCKETS,
             norm=None,
             alternate_sign=False,
-            preprocessor=lambda text: composed(text).lower(),
+            preprocessor=lambda text: normalize_unicode(text).lower(),
         )
         counts: Any = self._vectorizer.transform(texts)
         buckets, n = np.unique(counts.indices, return_counts=True)

@@ -37,11 +37,11 @@ def search(
     printed with its position in the document, and the words of QUERY in brackets.
     """
     from realmops.commands.open_model import open_model
-    from realmops.commands.search import filter_of, result_lines
+    from realmops.commands.search import parse_filter, result_lines
     from realmops.stages.open_run import open_search
 
     passages = open_model(root, model).passage_search() if model else open_search(root, Console())
-    record = passages.search(query, k, [filter_of(where)], by)
+    record = passages.search(query, k, [parse_filter(where)], by)
     if as_json:
         yield json.dumps(record, ensure_ascii=False)
     else:
@@ -64,14 +64,14 @@ def ask(question: Sequence[str], root: Path, model: str | None, file: Path | Non
     After the answers to FILE, their exact match is printed. A question of FILE that is too long gets an error instead
     of an answer, and the exit code is 1.
     """
-    from realmops.answering.record import short
+    from realmops.answering.record import format_record
     from realmops.artifacts import canonical_json
     from realmops.commands.ask import ask
 
     failed = 0
     for record in ask(root, model, question, file, Console().say):
         failed += "error" in record
-        yield canonical_json(record).decode() if as_json else "\n".join([record["question"], *short(record)])
+        yield canonical_json(record).decode() if as_json else "\n".join([record["question"], *format_record(record)])
     exit_with([f"{failed} of the questions in {file} have no answer; see their errors"] if failed else [])
 
 
@@ -94,9 +94,9 @@ def serve(root: Path, model: str | None, token_file: Path | None, **options: Any
     On SIGTERM the server completes all accepted requests, then ends.
     """
     from realmops.serve.served_model import model_source
-    from realmops.serve.server import serve, token_of
+    from realmops.serve.server import read_token, serve
 
-    serve(model_source(root, model), token=token_of(token_file), say=Console().say, **options)
+    serve(model_source(root, model), token=read_token(token_file), say=Console().say, **options)
 
 
 @main.command()
@@ -111,9 +111,9 @@ def mcp(root: Path, model: str | None, http: bool, port: int) -> None:
     Each result names documents and character offsets. An assistant starts "realmops mcp --root FOLDER" as a child
     process and uses its standard input and output, unless you give --http.
     """
-    from realmops.serve.mcp import serve_tools
+    from realmops.serve.mcp import serve_mcp
 
-    serve_tools(root, model, port if http else None, Console())
+    serve_mcp(root, model, port if http else None, Console())
 
 
 @main.command()
@@ -153,7 +153,7 @@ def update(**options: Any) -> None:
     report = Console()
     if result := update(report=report, **options):
         folder, metrics = result
-        show(changes_table(folder).for_console())
+        show(changes_table(folder).to_rich_table())
         report.metrics("update", metrics)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import click
 
 from realmops import __version__
-from realmops.console import explained_errors, show
+from realmops.console import exit_on_user_error, show
 
 HEADINGS = {
     "Run": ("init", "run", "params", "public-data", "import", "questions", "cloze"),
@@ -23,7 +23,7 @@ class ExplainedCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> None:
         """Run the command, print the lines that it yields, and explain its errors."""
-        with explained_errors():
+        with exit_on_user_error():
             for line in super().invoke(ctx) or ():
                 show(line)
 

@@ -49,14 +49,14 @@ def submit(
     and the arguments that affect the result, such as the image. The exit code is 2 for invalid input, and 1 if the
     server is unreachable.
     """
-    from realmops.cluster.kfp_client import Server
+    from realmops.cluster.kfp_client import KfpClient
     from realmops.cluster.submit import SUCCEEDED, Pipeline, prepare, submit, wait
 
     compiled = Pipeline.named(pipeline)
     submission, notes = prepare(values, project, compiled, **options)
     for note in notes:
         click.echo(note, err=True)
-    server = Server(endpoint, namespace)
+    server = KfpClient(endpoint, namespace)
     run = submit(submission, server, once=once, keep_hours=keep_hours, say=click.echo)
     if waits:
         sys.exit(0 if wait(run.run_id, compiled.tasks, server, say=click.echo) == SUCCEEDED else 1)

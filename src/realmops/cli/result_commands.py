@@ -106,15 +106,15 @@ def run_ablations(
 @main.command()
 @click.argument("first", type=option.PATH)
 @click.argument("second", type=option.PATH)
-def compare(first: Path, second: Path) -> Iterable[str]:
+def compare_runs(first: Path, second: Path) -> Iterable[str]:
     """Compare two runs, with confidence intervals.
 
     FIRST and SECOND are folders of runs (--root), or their results folders. Exact match and recall@5 are compared on
     questions with the same id, text and answers, with confidence intervals by a paired bootstrap.
     """
-    from realmops.evaluate.compare import compare, sentence
+    from realmops.evaluate.compare import compare_runs, format_comparison
 
-    return map(sentence, compare(first, second, seed=0))
+    return map(format_comparison, compare_runs(first, second, seed=0))
 
 
 @main.command()

@@ -11,7 +11,7 @@ import click
 
 from realmops.cli import shared_options as option
 from realmops.cli.group import main
-from realmops.console import Console, end_on_sigterm, explained_errors, show
+from realmops.console import Console, end_on_sigterm, exit_on_user_error, show
 from realmops.stages import METRICS, STAGES
 
 
@@ -60,14 +60,14 @@ def run(stage: str, params: Path, presets: Sequence[str], settings: Sequence[str
     from its checkpoints.
     """
     from realmops.config_yaml import read_params
-    from realmops.stages import chain
+    from realmops.stages import stages_to_run
 
     values, names = option.load_values(params, presets, settings), [*read_params(params)[0], *presets]
     options |= {"values": values, "presets": names, "project": params.parent}
     if stage != "all":
         _run((stage,), **options)
         return
-    stages = tuple(chain(values))
+    stages = tuple(stages_to_run(values))
     _run_in_child_processes(stages, **options)
     if os.environ.get("RANK", "0") == "0":  # torchrun starts several processes
         from realmops.commands.report import seconds_table
@@ -77,7 +77,7 @@ def run(stage: str, params: Path, presets: Sequence[str], settings: Sequence[str
 
 def _run_in_child_processes(names: Sequence[str], **options: Any) -> None:
     """Run each stage in a child process; under torchrun in this one, whose process group is initialised already."""
-    from realmops.refresh.child_processes import apart, end_with
+    from realmops.refresh.child_processes import end_with, run_in_process
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _run(names, **options)
@@ -87,12 +87,12 @@ def _run_in_child_processes(names: Sequence[str], **options: Any) -> None:
         end_with(parent)
     for name in names:
         work = partial(_explained_run, names, only_stage=name, **options)
-        if code := apart(f"the stage {name}", "realmops.commands.run", work):
+        if code := run_in_process(f"the stage {name}", "realmops.commands.run", work):
             sys.exit(code)
 
 
 def _explained_run(names: Sequence[str], **options: Any) -> None:
-    with explained_errors():
+    with exit_on_user_error():
         _run(names, **options)
 
 
@@ -126,10 +126,10 @@ def show_params(
     from realmops.commands.params import rewritten
 
     if for_kfp:
-        from realmops.cluster.options import packed
+        from realmops.cluster.options import pack_options
 
         # "kfp run create" parses JSON, but the server expects a string
-        return [canonical_json(packed(option.load_values(params, presets, settings))).decode()]
+        return [canonical_json(pack_options(option.load_values(params, presets, settings))).decode()]
     if as_json:
         return [canonical_json(option.load_values(params, presets, settings)).decode()]
     text, changes = rewritten(params, presets, settings)
@@ -207,9 +207,9 @@ def cloze(values: option.Values, root: Path, out: Path | None, limit: int, **opt
     Each question asks for a name or date from a sentence, one that also occurs in another passage. The preset
     "documents" reads the files. The stages sample, snapshot and tag run first. run.seed determines the sampled spans.
     """
-    from realmops.commands.questions import make_cloze
-    from realmops.stages import chain
+    from realmops.commands.questions import write_cloze_questions
+    from realmops.stages import stages_to_run
 
-    prerequisites = [name for name in chain(values) if name in ("sample", "snapshot", "tag")]
+    prerequisites = [name for name in stages_to_run(values) if name in ("sample", "snapshot", "tag")]
     _run(prerequisites, values=values, root=root, force=False, **options)
-    return make_cloze(root, out, seed=values["run"]["seed"], limit=limit)
+    return write_cloze_questions(root, out, seed=values["run"]["seed"], limit=limit)

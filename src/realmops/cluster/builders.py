@@ -13,9 +13,9 @@ from pathlib import Path
 
 from realmops.artifacts import read_json, read_manifest
 from realmops.cluster.kube import Cluster, RefusedError, connect, describe_pods
-from realmops.cluster.waiting import Say, awaited
+from realmops.cluster.polling import Log, poll_until
 from realmops.config import Values
-from realmops.refresh.lease import claimed
+from realmops.refresh.lease import acquire_lease
 from realmops.stages import STAGES, Report, fingerprint
 
 ASSIGNMENT = Path("builder/assignment.json")  # on the shared volume
@@ -57,7 +57,7 @@ def _cluster() -> Cluster:
         ) from None
 
 
-def patch_replicas_with_retries(deployment: str, replicas: int, seconds: float, say: Say) -> None:
+def patch_replicas_with_retries(deployment: str, replicas: int, seconds: float, say: Log) -> None:
     """Retry ``patch_replicas`` for up to ``seconds`` while the Kubernetes API server is unreachable."""
     last_error = TimeoutError()
 
@@ -73,13 +73,13 @@ def patch_replicas_with_retries(deployment: str, replicas: int, seconds: float, 
     def log_retry(elapsed: float) -> None:
         say(f"{last_error}; retrying for {seconds:.0f} s")
 
-    if not awaited(try_patch, RETRY_SECONDS, seconds, log_retry):
+    if not poll_until(try_patch, RETRY_SECONDS, seconds, log_retry):
         raise last_error
 
 
 @contextmanager
-def raised_builders(
-    values: Values, root: Path, deployment: str, builders: int, owner: str, wait_seconds: float, say: Say
+def scaled_builders(
+    values: Values, root: Path, deployment: str, builders: int, owner: str, wait_seconds: float, say: Log
 ) -> Iterator[Values]:
     """Context manager: scale up the builders for the pre-training under ``root``, unless it is up to date.
 
@@ -92,25 +92,25 @@ def raised_builders(
     Raises:
         TimeoutError: if the builders are not available after ``wait_seconds``.
     """
-    from realmops.stages.runner import finished, inputs_of
+    from realmops.stages.runner import stage_inputs, up_to_date_metrics
 
     if not deployment:
         yield values
         return
     stage = STAGES["pretrain"]
-    inputs = inputs_of(stage, values, root, root)
+    inputs = stage_inputs(stage, values, root, root)
     # another corpus or other options need a separate exchange
     exchange = root / "exchange" / fingerprint(stage, values, inputs)[:16]
     options = {**values, "pretrain": {**values["pretrain"], "builder": "external", "exchange": str(exchange)}}
-    if finished(root / stage.folder, stage, fingerprint(stage, options, inputs)) is not None:
+    if up_to_date_metrics(root / stage.folder, stage, fingerprint(stage, options, inputs)) is not None:
         yield options
         return
-    assignment, stop = assignment_of(root), threading.Event()
+    assignment, stop = assignment_path(root), threading.Event()
     timer = threading.Timer(wait_seconds, stop.set)
     timer.start()
     with ExitStack() as stack:
         try:
-            stack.enter_context(claimed(assignment.parent / "claim", say, stop))
+            stack.enter_context(acquire_lease(assignment.parent / "claim", say, stop))
         except InterruptedError:
             raise TimeoutError(
                 f"the index builders of {assignment.parent} are held by another run that did not end within "
@@ -119,40 +119,40 @@ def raised_builders(
             ) from None
         finally:
             timer.cancel()
-        raise_builders(root, exchange, deployment, builders, owner, wait_seconds, say)
+        scale_up_builders(root, exchange, deployment, builders, owner, wait_seconds, say)
         yield options
 
 
-def assignment_of(root: Path) -> Path:
+def assignment_path(root: Path) -> Path:
     """Return the file that assigns work to the builders, on the volume of a run's folder."""
     return root.parent.parent / ASSIGNMENT
 
 
-def raise_builders(
-    root: Path, exchange: Path, deployment: str, builders: int, owner: str, wait_seconds: float, say: Say
+def scale_up_builders(
+    root: Path, exchange: Path, deployment: str, builders: int, owner: str, wait_seconds: float, say: Log
 ) -> None:
     """Assign work to the builders, scale up their Deployment and wait until ``builders`` of them are alive.
 
     Raises:
         TimeoutError: if fewer are alive after ``wait_seconds``; the message has the reasons that Kubernetes reports.
     """
-    from realmops.refresh.builder_process import SIGNS, assign
+    from realmops.refresh.builder_process import HEARTBEATS_FOLDER, assign_exchange
 
-    assignment = assignment_of(root)
-    with claimed(assignment.parent / SCALING, say):
-        assign(assignment, exchange, root / STAGES["snapshot"].folder / "corpus", owner)
+    assignment = assignment_path(root)
+    with acquire_lease(assignment.parent / SCALING, say):
+        assign_exchange(assignment, exchange, root / STAGES["snapshot"].folder / "corpus", owner)
         patch_replicas_with_retries(deployment, builders, wait_seconds, say)
-    signs = assignment.parent / SIGNS
-    first, alive = read_signs(signs), set[str]()
+    signs = assignment.parent / HEARTBEATS_FOLDER
+    first, alive = read_heartbeats(signs), set[str]()
 
     def check_alive() -> bool | None:
-        alive.update(name for name, heartbeat in read_signs(signs).items() if heartbeat != first.get(name))
+        alive.update(name for name, heartbeat in read_heartbeats(signs).items() if heartbeat != first.get(name))
         return len(alive) >= builders or None
 
     def log_waiting(elapsed: float) -> None:
         say(f"waiting for index builders: {len(alive)} of {builders} alive after {elapsed:.0f} s")
 
-    if not awaited(check_alive, POLL_SECONDS, wait_seconds, log_waiting):
+    if not poll_until(check_alive, POLL_SECONDS, wait_seconds, log_waiting):
         raise TimeoutError(
             f"{len(alive)} of {builders} index builders of the Deployment {deployment} alive after "
             f"{wait_seconds:.0f} s; {_reasons(deployment)}"
@@ -169,7 +169,7 @@ def _reasons(deployment: str) -> str:
 
 
 @contextmanager
-def helped(
+def shard_helpers(
     root: Path, stage: str, deployment: str, pods: int, owner: str, report: Report, *, held: bool = False
 ) -> Iterator[None]:
     """Context manager: let builders help with the shards that a stage under ``root`` offers.
@@ -183,10 +183,10 @@ def helped(
     if pods < 2 or not deployment:
         yield
         return
-    from realmops.refresh.builder_process import assign
-    from realmops.stages.runner import offer_of
+    from realmops.refresh.builder_process import assign_exchange
+    from realmops.stages.runner import shard_offer_path
 
-    offer, assignment, ended = offer_of(root, stage), assignment_of(root), threading.Event()
+    offer, assignment, ended = shard_offer_path(root, stage), assignment_path(root), threading.Event()
 
     def serve_offer() -> None:
         """Assign builders to the offer until it is withdrawn."""
@@ -195,8 +195,8 @@ def helped(
             while (content := _read_offer(offer)) and not ended.is_set():
                 if content != assigned:
                     work = json.loads(content)
-                    with claimed(assignment.parent / SCALING, report.say):
-                        assign(assignment, Path(work["exchange"]), Path(work["snapshot"]), owner)
+                    with acquire_lease(assignment.parent / SCALING, report.say):
+                        assign_exchange(assignment, Path(work["exchange"]), Path(work["snapshot"]), owner)
                         patch_replicas(deployment, pods - 1)
                     report.say(f"{stage}: scaled up {pods - 1} index builders to help with {work['exchange']}")
                     assigned = content
@@ -211,7 +211,7 @@ def helped(
             if not offer.is_file():
                 continue
             try:
-                with nullcontext() if held else claimed(assignment.parent / "claim", report.say, ended):
+                with nullcontext() if held else acquire_lease(assignment.parent / "claim", report.say, ended):
                     serve_offer()
             except InterruptedError:
                 return
@@ -240,9 +240,9 @@ def _read_offer(offer: Path) -> bytes:
         return b""
 
 
-def _scale_down(deployment: str, assignment: Path, owner: str, seconds: float, say: Say) -> bool:
+def _scale_down(deployment: str, assignment: Path, owner: str, seconds: float, say: Log) -> bool:
     """Scale down the builders of ``owner``; return False if they belong to another run by now."""
-    with claimed(assignment.parent / SCALING, say):  # no other run scales up between the check and the patch
+    with acquire_lease(assignment.parent / SCALING, say):  # no other run scales up between the check and the patch
         if read_json(assignment).get("owner") != owner:
             say(f"{assignment}: the index builders work for another run, which scales them down")
             return False
@@ -250,12 +250,12 @@ def _scale_down(deployment: str, assignment: Path, owner: str, seconds: float, s
         return True
 
 
-def give_back(deployment: str, root: Path, owner: str, say: Say) -> None:
+def release_builders(deployment: str, root: Path, owner: str, say: Log) -> None:
     """Scale down the builders of ``owner``, and remove the exchange of a finished pre-training.
 
     Builders of another run are left running.
     """
-    assignment = assignment_of(root)
+    assignment = assignment_path(root)
     if not deployment or not assignment.is_file():  # never scaled up
         return
     if not _scale_down(deployment, assignment, owner, SCALE_DOWN_SECONDS, say):
@@ -267,7 +267,7 @@ def give_back(deployment: str, root: Path, owner: str, say: Say) -> None:
             shutil.rmtree(exchange, ignore_errors=True)
 
 
-def read_signs(folder: Path) -> dict[str, bytes]:
+def read_heartbeats(folder: Path) -> dict[str, bytes]:
     """Return the last heartbeat of each builder, by name.
 
     A builder is alive if its heartbeat changes between two reads; clocks are not compared.

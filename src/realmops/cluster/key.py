@@ -10,13 +10,13 @@ from typing import Any, Self
 import yaml
 
 from realmops import artifacts
-from realmops.config import CLOSED_BOOK, Values, keyed
-from realmops.corpus.documents import shown
-from realmops.corpus.walk import files_below
-from realmops.stages import HUB, content_of, option_of, outside_files
+from realmops.config import CLOSED_BOOK, Values, cache_key_options
+from realmops.corpus.documents import printable_path
+from realmops.corpus.walk import walk_files
+from realmops.stages import HUB, content_digests, external_inputs, get_option
 
 NOT_TRAINED_WITH = {"tracking"}  # sections of params without effect on the result
-GIVEN = {"options", "run", "key"}  # pipeline parameters that a submission sets
+SUBMISSION_PARAMETERS = {"options", "run", "key"}  # pipeline parameters that a submission sets
 PLACEMENT = {  # parameters of where a training runs; the number of processes and accelerators affects the result
     "accelerator", "affinity", "builders", "cpu", "cpu_request", "deployment", "endpoint", "memory", "memory_request",
     "node_selector", "runs", "secret", "settings", "shard_pods", "tolerations", "volume", "wait_seconds",
@@ -24,7 +24,7 @@ PLACEMENT = {  # parameters of where a training runs; the number of processes an
 DIGEST = "@sha256:"  # in an image name, after the registry and repository
 
 
-def key_of(
+def training_key(
     values: Values,
     files: Mapping[str, Any],
     pipeline: Sequence[Any],
@@ -42,7 +42,7 @@ def key_of(
     root = compiled["root"] | {"inputDefinitions": inputs | {"parameters": declared}}
     return artifacts.digest_of(
         {
-            "params": keyed({name: keys for name, keys in values.items() if name not in NOT_TRAINED_WITH}),
+            "params": cache_key_options({name: keys for name, keys in values.items() if name not in NOT_TRAINED_WITH}),
             "files": files,
             "pipeline": [compiled | {"root": root}, *platforms],
         }
@@ -52,7 +52,7 @@ def key_of(
 def _declare(name: str, entry: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parameter's definition with its effective value in canonical form."""
     declared = {field: value for field, value in entry.items() if field != "defaultValue"}
-    value = arguments.get(name, None if name in GIVEN else entry.get("defaultValue"))
+    value = arguments.get(name, None if name in SUBMISSION_PARAMETERS else entry.get("defaultValue"))
     if name in PLACEMENT or value is None:
         return declared
     if entry["parameterType"].startswith("NUMBER"):  # 1 of the command line is 1.0 in a compiled file
@@ -62,7 +62,7 @@ def _declare(name: str, entry: Mapping[str, Any], arguments: Mapping[str, Any]) 
     return declared | {"defaultValue": value}
 
 
-def digests_of_files(values: Values, project: Path) -> tuple[dict[str, Any], list[str]]:
+def file_digests(values: Values, project: Path) -> tuple[dict[str, Any], list[str]]:
     """Return the digests of external inputs by section.key, and a note for each input without one.
 
     Digests are DVC's, from the content or, where the content is absent, from DVC's records, so that a laptop and CI
@@ -72,12 +72,12 @@ def digests_of_files(values: Values, project: Path) -> tuple[dict[str, Any], lis
     notes = []
     project = _absolute(project)
     recorded = {record.path: record for record in _read_lock(project)}
-    external = outside_files(values, project)
+    external = external_inputs(values, project)
     for section in ("bert", *(["closed_book"] if values["finetune"]["reader"] in CLOSED_BOOK else [])):  # encoders
         if (init := values[section]["init"]) != "small":
             external[f"{section}.init"] = project / init
     for key, path in external.items():
-        name, path = option_of(values, key), _absolute(path)
+        name, path = get_option(values, key), _absolute(path)
         digests[key] = _digest(path, _read_pointer(path, project) or recorded.get(path))
         if digests[key] is None:
             digests[key] = name
@@ -160,8 +160,8 @@ def _linked(folder: Path) -> dict[str, Any]:
     """Return the digests of the files below links to folders, by name."""
     top = folder.resolve()
     return {
-        shown(file.relative_to(folder)): content_of(file)
-        for file in files_below(folder)
+        printable_path(file.relative_to(folder)): content_digests(file)
+        for file in walk_files(folder)
         if file.parent.resolve() != top / file.parent.relative_to(folder)
     }
 

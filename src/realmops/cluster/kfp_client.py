@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from realmops.cluster.kube import NAMESPACE, TIME_OUT
-from realmops.cluster.place import Place, place_of
-from realmops.cluster.waiting import awaited
-from realmops.tracking.client import redacted
+from realmops.cluster.pod_namespace import Place, place_of
+from realmops.cluster.polling import poll_until
+from realmops.tracking.client import redact
 
 TOKEN_FILE = "KF_PIPELINES_SA_TOKEN_PATH"
 SIGN_IN = (
@@ -29,7 +29,7 @@ class TakenError(ValueError):
     """An object of that name exists already (HTTP 409)."""
 
 
-class Server:
+class KfpClient:
     """A client of the Kubeflow Pipelines API with one-line errors.
 
     It uses the generated API below ``kfp.Client``: that client accepts no timeout, retries for half a minute before it
@@ -47,7 +47,7 @@ class Server:
                 namespace in which Kubeflow Pipelines is installed; requests do not contain it.
         """
         self.endpoint = (endpoint or "").rstrip("/")
-        self._shown = redacted(self.endpoint)
+        self._shown = redact(self.endpoint)
         if not self.endpoint.startswith(("http://", "https://")):
             raise ValueError(
                 f"the endpoint of Kubeflow Pipelines is {self._shown!r}; it must start with http:// or https://: set "
@@ -94,9 +94,9 @@ class Server:
         except ApiException as error:
             raise self._error_of(error.status, error.reason, error.body) from None
         except LocationValueError as error:
-            raise ValueError(f"{self._shown} is not a valid URL: {redacted(str(error))}") from None
+            raise ValueError(f"{self._shown} is not a valid URL: {redact(str(error))}") from None
         except HTTPError as error:
-            reason = redacted(str(getattr(error, "reason", error)))
+            reason = redact(str(getattr(error, "reason", error)))
             raise TimeoutError(f"{self._shown} does not respond: {reason}") from None
         if "json" not in self._client.last_response.getheader("Content-Type", ""):
             raise ValueError(f"{self._shown} returned a page, perhaps a login, instead of JSON: {SIGN_IN}")
@@ -124,7 +124,7 @@ class Server:
 
     def link(self, run: Any) -> str:
         """Return the URL of a run in Kubeflow's UI."""
-        base = redacted(os.environ.get("KF_PIPELINES_UI_ENDPOINT") or self.endpoint)
+        base = redact(os.environ.get("KF_PIPELINES_UI_ENDPOINT") or self.endpoint)
         return f"{base.rstrip('/')}/#/runs/details/{run.run_id}"
 
     def experiment(self, name: str) -> str:
@@ -177,7 +177,7 @@ class Server:
         try:
             return self.call(create, **body), True
         except TakenError as error:
-            existing = awaited(find, POLL_SECONDS, LISTED_SECONDS)
+            existing = poll_until(find, POLL_SECONDS, LISTED_SECONDS)
             if existing is None:
                 raise TimeoutError(
                     f"{error}; the object of that name is not listed after {LISTED_SECONDS:.0f} s: try again; if that "

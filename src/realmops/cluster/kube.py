@@ -125,7 +125,7 @@ def connect() -> Cluster:
         raise ValueError(f"no Kubernetes cluster is configured ({error})") from None
 
 
-def at_hand() -> Cluster | None:
+def connect_if_configured() -> Cluster | None:
     """Connect as ``connect`` does; None if no cluster is configured."""
     files = (os.environ.get("KUBECONFIG") or "~/.kube/config").split(os.pathsep)
     if not NAMESPACE.is_file() and not any(Path(file).expanduser().is_file() for file in files):
@@ -138,7 +138,7 @@ def at_hand() -> Cluster | None:
 
 def describe_pods(describe: Callable[[Cluster], list[str]]) -> list[str]:
     """Return the lines of ``describe`` about the configured cluster; empty without one or without access."""
-    cluster = at_hand()
+    cluster = connect_if_configured()
     try:
         return describe(cluster) if cluster else []
     except (RefusedError, TimeoutError):

@@ -15,17 +15,17 @@ from realmops.config import Values
 OF = "defaults"  # key of the digest of the defaults that the differences refer to
 
 
-def packed(values: Values) -> str:
+def pack_options(values: Values) -> str:
     """Return the differences from the defaults of this version, as JSON."""
     changes: dict[str, Any] = {OF: _digest()}
-    for section, keys in config.defaults().items():
+    for section, keys in config.default_options().items():
         if changed := {key: values[section][key] for key, value in keys.items() if values[section][key] != value}:
             changes[section] = changed
     return canonical_json(changes).decode()
 
 
-def unpacked(text: str) -> dict[str, dict[str, Any]]:
-    """Return all sections from the JSON of ``packed``.
+def unpack_options(text: str) -> dict[str, dict[str, Any]]:
+    """Return all sections from the JSON of ``pack_options``.
 
     Raises:
         ValueError: if the text is not such JSON, or refers to the defaults of another version.
@@ -42,8 +42,8 @@ def unpacked(text: str) -> dict[str, dict[str, Any]]:
             f"options refer to the defaults {digest}, and this image has {_digest()}: submit with the image's version "
             "of realmops, or set an image of the submitting version"
         )
-    return config.checked(values, "options")
+    return config.merge_options(values, "options")
 
 
 def _digest() -> str:
-    return hashlib.sha256(canonical_json(config.defaults())).hexdigest()[:8]
+    return hashlib.sha256(canonical_json(config.default_options())).hexdigest()[:8]

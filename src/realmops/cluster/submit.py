@@ -18,14 +18,14 @@ from typing import Any, Self
 
 import yaml
 
-from realmops.cluster.key import digests_of_files, image_note, key_of
-from realmops.cluster.kfp_client import Server
+from realmops.cluster.key import file_digests, image_note, training_key
+from realmops.cluster.kfp_client import KfpClient
 from realmops.cluster.kube import describe_pods
-from realmops.cluster.options import packed
-from realmops.cluster.place import KINDS, OPTIONAL, RUN_LABEL, check
-from realmops.cluster.waiting import Say, awaited
+from realmops.cluster.options import pack_options
+from realmops.cluster.pod_namespace import KINDS, OPTIONAL, RUN_LABEL, check
+from realmops.cluster.polling import Log, poll_until
 from realmops.config import Values
-from realmops.resources import resource
+from realmops.resources import resource_folder
 
 SUCCEEDED = "SUCCEEDED"
 FAILURES = {"FAILED", "CANCELED", "SKIPPED"}  # in every other state but SUCCEEDED a run is active
@@ -60,7 +60,7 @@ class Pipeline:
     @classmethod
     def named(cls, name: str) -> Self:
         """Read a pipeline of the package by name, or a compiled file by path; ValueError if neither exists."""
-        own = resource("pipelines") / f"{name}.yaml"
+        own = resource_folder("pipelines") / f"{name}.yaml"
         if Path(name).is_file() or not own.is_file():
             return cls.read(Path(name))
         return cls.read(own)
@@ -187,11 +187,11 @@ def prepare(
         ValueError: if the arguments do not match the pipeline's parameters.
     """
     chosen = pipeline.parse_arguments(arguments)
-    files, notes = digests_of_files(values, project)
-    key = key_of(values, files, pipeline.documents, chosen)
+    files, notes = file_digests(values, project)
+    key = training_key(values, files, pipeline.documents, chosen)
     if "image" in pipeline.parameters:
         notes += image_note(str(chosen.get("image", pipeline.parameters["image"].get("defaultValue", ""))))
-    generated = {"options": packed(values), "run": key[:16], "key": key}
+    generated = {"options": pack_options(values), "run": key[:16], "key": key}
     chosen = {parameter: value for parameter, value in generated.items() if parameter in pipeline.parameters} | chosen
     missing = [
         parameter
@@ -203,7 +203,7 @@ def prepare(
     return Submission(pipeline, key, name or f"{pipeline.name}-{key[:16]}", experiment, chosen), notes
 
 
-def submit(submission: Submission, server: Server, *, once: bool, keep_hours: float, say: Say) -> Any:
+def submit(submission: Submission, server: KfpClient, *, once: bool, keep_hours: float, say: Log) -> Any:
     """Start a run and return it; with ``once`` return an existing run of the same key that is active or has succeeded.
 
     ``keep_hours`` is the time to live of the run's pods, 0 for the server's setting. It applies only if this call
@@ -232,16 +232,16 @@ def submit(submission: Submission, server: Server, *, once: bool, keep_hours: fl
     return run
 
 
-def _await_runs(version: Any, server: Server, say: Say) -> list[Any]:
+def _await_runs(version: Any, server: KfpClient, say: Log) -> list[Any]:
     """Return the runs of an existing version; empty if its creator died before it started one."""
 
     def log_waiting(elapsed: float) -> None:
         say(f"this key has a version without a run: waiting {GRACE_SECONDS:.0f} s for the process that created it")
 
-    return awaited(lambda: server.runs_of(version) or None, POLL_SECONDS, GRACE_SECONDS, log_waiting) or []
+    return poll_until(lambda: server.runs_of(version) or None, POLL_SECONDS, GRACE_SECONDS, log_waiting) or []
 
 
-def wait(run_id: str, tasks: set[str], server: Server, say: Say) -> str:
+def wait(run_id: str, tasks: set[str], server: KfpClient, say: Log) -> str:
     """Wait until a run ends and return its final state.
 
     Changes of the tasks' states are logged, and pods that are pending for long. A task is RUNNING from its creation,
@@ -275,7 +275,7 @@ def wait(run_id: str, tasks: set[str], server: Server, say: Say) -> str:
             _log_pending(running, len(late), run_id, server, say)
         return run if run.state == SUCCEEDED or run.state in FAILURES else None
 
-    run: Any = awaited(poll_run, WATCH_SECONDS)
+    run: Any = poll_until(poll_run, WATCH_SECONDS)
     reason = f", {run.error.message}" if run.error and run.error.message else ""
     say(f"{_describe(run)}{reason}")
     if run.state in FAILURES:
@@ -286,7 +286,7 @@ def wait(run_id: str, tasks: set[str], server: Server, say: Say) -> str:
     return str(run.state)
 
 
-def _log_pending(tasks: Sequence[str], late: int, run_id: str, server: Server, say: Say) -> None:
+def _log_pending(tasks: Sequence[str], late: int, run_id: str, server: KfpClient, say: Log) -> None:
     """Log pending pods with their tasks, and the reasons if the cluster is accessible; the server has no reasons."""
     place = server.place
     pods = "1 pod is" if late == 1 else f"{late} pods are"
@@ -299,7 +299,7 @@ def _log_pending(tasks: Sequence[str], late: int, run_id: str, server: Server, s
         say(f"pod {line}")
 
 
-def older_run(server: Server, key: str, run_id: str) -> str | None:
+def find_older_run(server: KfpClient, key: str, run_id: str) -> str | None:
     """Return a description of an older active run with the same key, or None.
 
     Of two runs created in the same second, the one with the lower id is the older. A run that is being cancelled does

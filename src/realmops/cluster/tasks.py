@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from realmops import artifacts
-from realmops.cluster.builders import give_back, helped, raised_builders
-from realmops.cluster.kfp_client import Server
-from realmops.cluster.options import unpacked
-from realmops.cluster.submit import older_run
+from realmops.cluster.builders import release_builders, scaled_builders, shard_helpers
+from realmops.cluster.kfp_client import KfpClient
+from realmops.cluster.options import unpack_options
+from realmops.cluster.submit import find_older_run
 from realmops.config import Values
-from realmops.console import CHIEF, Console, end_on_sigterm, explained_errors
-from realmops.refresh.lease import claimed
+from realmops.console import HEADLINE_METRICS, Console, end_on_sigterm, exit_on_user_error
+from realmops.refresh.lease import acquire_lease
 from realmops.stages import METRICS, STAGES
-from realmops.tracking.sender import ABOVE
+from realmops.tracking.sender import PARENT_RUN_VARIABLE
 
 if TYPE_CHECKING:
     from realmops.commands.ablate import Ablation
@@ -59,7 +59,7 @@ def take_settings(environment: MutableMapping[str, str]) -> None:
         settings = {name: value for name, value in environment.items() if name.startswith(SETTINGS_PREFIXES)}
         environment.update({name.removeprefix("REALMOPS_"): value for name, value in settings.items()})
     if run := environment.pop("MLFLOW_RUN_ID", ""):
-        environment[ABOVE] = run
+        environment[PARENT_RUN_VARIABLE] = run
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def _task() -> Iterator[None]:
     """Context manager of every task: settings, one-line errors, and SIGTERM as an exception."""
     take_settings(os.environ)
     end_on_sigterm()
-    with explained_errors():
+    with exit_on_user_error():
         yield
 
 
@@ -97,8 +97,8 @@ def run_stage(
         deployment: name of the index builders' Deployment; empty for none.
         shard_pods: number of pods that tag and embed the corpus; all but this one are replicas of ``deployment``.
     """
-    with helped(Path(root), stage, deployment, shard_pods, owner, Console()):
-        _run(stage, unpacked(options), Path(root), manifest, metrics, processes)
+    with shard_helpers(Path(root), stage, deployment, shard_pods, owner, Console()):
+        _run(stage, unpack_options(options), Path(root), manifest, metrics, processes)
 
 
 @_task()
@@ -116,12 +116,12 @@ def pretrain(
     limits: str,
 ) -> None:
     """Run pre-training as :func:`run_stage` does, with the index builders scaled up unless it is up to date."""
-    values, console, place = unpacked(options), Console(), Path(root)
+    values, console, place = unpack_options(options), Console(), Path(root)
     console.say(f"limits of this pod: {limits}")
     _reuse_output("pretrain", values, place)  # before builders are scaled up
     with (
-        raised_builders(values, place, deployment, builders, owner, wait_seconds, console.say) as run_options,
-        helped(place, "pretrain", deployment, builders + 1, owner, console, held=True),
+        scaled_builders(values, place, deployment, builders, owner, wait_seconds, console.say) as run_options,
+        shard_helpers(place, "pretrain", deployment, builders + 1, owner, console, held=True),
     ):
         _run("pretrain", run_options, place, manifest, metrics, processes)
 
@@ -152,20 +152,20 @@ def evaluate(
         deployment: name of the index builders' Deployment; empty for none.
         shard_pods: number of pods that embed the corpus.
     """
-    from realmops.commands.report import metrics_under, page_under
+    from realmops.commands.report import read_metrics, report_path
     from realmops.evaluate.run_report import figure_tables
 
-    with helped(Path(root), "evaluate", deployment, shard_pods, owner, Console()):
-        _run("evaluate", unpacked(options), Path(root), manifest, metrics, processes=1)
-    tables = [f"## {table.title}\n\n{table.as_markdown()}" for table in figure_tables(metrics_under(Path(root)))]
+    with shard_helpers(Path(root), "evaluate", deployment, shard_pods, owner, Console()):
+        _run("evaluate", unpack_options(options), Path(root), manifest, metrics, processes=1)
+    tables = [f"## {table.title}\n\n{table.to_markdown()}" for table in figure_tables(read_metrics(Path(root)))]
     artifacts.write_bytes(Path(summary.path), "\n".join(tables).encode())
-    artifacts.write_bytes(Path(report.path), page_under(Path(root)).read_bytes())
+    artifacts.write_bytes(Path(report.path), report_path(Path(root)).read_bytes())
 
 
 @_task()
 def lower_builders(deployment: str, root: str, owner: str) -> None:
     """Scale down the index builders, however the run ended."""
-    give_back(deployment, Path(root), owner, Console().say)
+    release_builders(deployment, Path(root), owner, Console().say)
 
 
 @_task()
@@ -177,7 +177,7 @@ def guard(key: str, run: str, endpoint: str) -> None:
     if not (key and endpoint):
         return
     try:
-        older = older_run(Server(endpoint), key, run)
+        older = find_older_run(KfpClient(endpoint), key, run)
     except (ValueError, TimeoutError) as error:
         Console().warn(f"guard: could not check for an older run with the same key, continuing: {error}")
         return
@@ -208,15 +208,19 @@ def promote(options: str, root: str, model: str, margin: float, champion: Output
             "it in the ConfigMap of the pipeline's parameter settings, or leave model empty"
         )
     from realmops.commands.promote import promote
-    from realmops.tracking.runs import headline
+    from realmops.tracking.runs import headline_metrics
 
-    with claimed(place.parent / artifacts.WORK / "promote", report.say):  # MLflow does not serialise promotions
-        promotion = promote(unpacked(options), project=place, root=place, name=model, margin=margin, copy=False)
+    with acquire_lease(
+        place.parent / artifacts.WORK_FOLDER / "promote", report.say
+    ):  # MLflow does not serialise promotions
+        promotion = promote(unpack_options(options), project=place, root=place, name=model, margin=margin, copy=False)
     report.say(promotion.message)
     difference = {} if promotion.difference is None else {"em_difference": promotion.difference}
     figures = {"promoted": int(promotion.champion), **difference}
     results = artifacts.read_json(place / STAGES["evaluate"].folder / METRICS)
-    champion.metadata.update({"name": model, "message": promotion.message, **headline("evaluate", results), **figures})
+    champion.metadata.update(
+        {"name": model, "message": promotion.message, **headline_metrics("evaluate", results), **figures}
+    )
     artifacts.write_json(Path(champion.path), champion.metadata)
     _write_metrics(figures, metrics)
 
@@ -233,7 +237,7 @@ def refresh(options: str, root: str, changes: Output, metrics: Metrics) -> None:
     """
     from realmops.commands.update import changes_markdown, update
 
-    result = update(unpacked(options), project=Path(root), root=Path(root), report=Console())
+    result = update(unpack_options(options), project=Path(root), root=Path(root), report=Console())
     if result is None:
         artifacts.write_bytes(Path(changes.path), b"The passages are unchanged.\n")
         return
@@ -246,7 +250,7 @@ def variant(
     name: str, options: str, presets: str, settings: str, seeds: int, out: str, limits: str, metrics: Metrics
 ) -> None:
     """Train and evaluate one variant of an ablation with every seed; :func:`table` writes table and MLflow runs."""
-    from realmops.commands.ablate import means_of, train
+    from realmops.commands.ablate import mean_metrics, train
 
     report = Console()
     report.say(f"limits of this pod: {limits}")
@@ -254,7 +258,7 @@ def variant(
     if failures := train(ablation, jobs=1, report=report):
         raise ValueError("\n".join(failures.values()))
     metrics.metadata["variant"] = name  # the UI shows the same task name for all variants
-    _write_metrics(means_of(ablation), metrics)
+    _write_metrics(mean_metrics(ablation), metrics)
 
 
 @_task()
@@ -283,11 +287,11 @@ def table(
         metrics: output artifact for the metrics of each variant.
     """
     from realmops.commands.ablate import ablate
-    from realmops.evaluate.ablation import REFERENCE, table_of_rows
+    from realmops.evaluate.ablation import REFERENCE, figure_table
 
     ablation = _ablation([REFERENCE, *variants], options, presets, settings, seeds, out)
-    results, missing = ablate(ablation, jobs=1, report=Console(), only_look=True)
-    text = table_of_rows(results).as_markdown() if results else f"No table: {REFERENCE} did not succeed.\n"
+    results, missing = ablate(ablation, jobs=1, report=Console(), existing_only=True)
+    text = figure_table(results).to_markdown() if results else f"No table: {REFERENCE} did not succeed.\n"
     text += "".join(f"\n{line}\n" for line in missing)
     artifacts.write_bytes(Path(rows.path), text.encode())
     html = (ablation.out / "report.html").read_bytes() if results else escape(text).encode()
@@ -302,7 +306,7 @@ def _ablation(variants: list[str], options: str, presets: str, settings: str, se
 
     if seeds < 1:
         raise ValueError(f"seeds is {seeds}; it must be at least 1")
-    values = unpacked(options)
+    values = unpack_options(options)
     preset_names, overrides = _parse_names("presets", presets), _parse_names("overrides", settings)
     artifacts.make_folder(Path(out))
     params = Path(out) / "params.yaml"
@@ -358,7 +362,7 @@ def _run(stage: str, values: Values, root: Path, manifest: Output, metrics: Metr
     }
     manifest.metadata.update(place | _numbers(results))
     # the UI shows ten metrics at once, in alphabetical order; the manifest has all
-    _write_metrics({name: results[name] for name in CHIEF.get(stage, results) if name in results}, metrics)
+    _write_metrics({name: results[name] for name in HEADLINE_METRICS.get(stage, results) if name in results}, metrics)
 
 
 def _reuse_output(stage: str, values: Values, root: Path) -> None:
@@ -367,20 +371,20 @@ def _reuse_output(stage: str, values: Values, root: Path) -> None:
     Without the commit of the image nothing is reused.
     """
     from realmops.stages import fingerprint
-    from realmops.stages.runner import alone, code, finished, inputs_of
+    from realmops.stages.runner import image_commit, stage_inputs, stage_lock, up_to_date_metrics
 
     definition, folder = STAGES[stage], root / STAGES[stage].folder
-    key = fingerprint(definition, values, inputs_of(definition, values, root, root))
-    if finished(folder, definition, key) is not None or not code():
+    key = fingerprint(definition, values, stage_inputs(definition, values, root, root))
+    if up_to_date_metrics(folder, definition, key) is not None or not image_commit():
         return
     for record in sorted(root.parent.glob(f"*/{definition.folder}/{artifacts.MANIFEST}")):
         with suppress(OSError, ValueError):  # being replaced, or damaged
             manifest = artifacts.read_json(record)
-            if (manifest.get("fingerprint"), manifest.get("code")) != (key, code()):
+            if (manifest.get("fingerprint"), manifest.get("code")) != (key, image_commit()):
                 continue
-            if finished(record.parent, definition, key) is None:
+            if up_to_date_metrics(record.parent, definition, key) is None:
                 continue
-            with alone(root / artifacts.WORK, stage), artifacts.atomic_folder(folder) as out:
+            with stage_lock(root / artifacts.WORK_FOLDER, stage), artifacts.atomic_folder(folder) as out:
                 for file in (path for path in record.parent.rglob("*") if path.is_file()):
                     target = out / file.relative_to(record.parent)
                     artifacts.make_folder(target.parent)

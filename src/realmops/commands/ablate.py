@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from realmops import artifacts, config
-from realmops.artifacts import WORK
+from realmops.artifacts import WORK_FOLDER
 from realmops.commands.report import browser_command
 from realmops.config import CLOSED_BOOK, Values, preset_path
 from realmops.config_yaml import read_yaml
@@ -29,15 +29,15 @@ from realmops.evaluate import ablation as tables
 from realmops.evaluate.ablation import REFERENCE, STALENESS, TITLES, Row, VariantOutcome
 from realmops.evaluate.predictions import FIRST_HITS, PREDICTIONS, read_hits, read_predictions
 from realmops.evaluate.recall import ZERO_SHOT
-from realmops.journal import read_journal, series_of
-from realmops.refresh.child_processes import Apart, fate, run_command
-from realmops.refresh.lease import claimed
+from realmops.journal import metric_series, read_journal
+from realmops.refresh.child_processes import WorkerProcess, describe_exit, run_realmops
+from realmops.refresh.lease import acquire_lease
 from realmops.refresh.shared_files import Files
-from realmops.stages import JOURNAL, METRICS, STAGES, Report, Stage, external_files, fingerprint
-from realmops.stages.runner import inputs_of
+from realmops.stages import JOURNAL, METRICS, STAGES, Report, Stage, fingerprint, option_files
+from realmops.stages.runner import stage_inputs
 from realmops.text.languages import ENGLISH
 from realmops.tracking import runs
-from realmops.tracking.mlflow_views import view_address
+from realmops.tracking.mlflow_views import view_url
 from realmops.tracking.sender import sync
 
 VARIANTS = "variants.yaml"
@@ -82,8 +82,8 @@ class Ablation:
         names = [*self.presets, *([] if variant == REFERENCE else [f"ablations/{variant}"])]
         presets = [preset_path(name, self.params) for name in names]
         settings = [*self.settings, f"run.seed={seed}", f"sample.seed={seed}"]
-        values = config.load(self.params, presets=presets, settings=settings)
-        return Task(variant, seed, self.params, presets, settings, values, folder_of(self.out, variant, seed))
+        values = config.load_params(self.params, presets=presets, settings=settings)
+        return Task(variant, seed, self.params, presets, settings, values, run_folder(self.out, variant, seed))
 
     @cached_property
     def tasks(self) -> list[Task]:
@@ -113,16 +113,18 @@ def read_variants(params: Path) -> dict[str, dict[str, str]]:
     return {str(name): {key: str(entry[key]) for key in TITLES} for name, entry in entries.items()}
 
 
-def ablate(ablation: Ablation, *, jobs: int, report: Report, only_look: bool = False) -> tuple[list[Row], list[str]]:
+def ablate(
+    ablation: Ablation, *, jobs: int, report: Report, existing_only: bool = False
+) -> tuple[list[Row], list[str]]:
     """Train and evaluate every variant with every seed; write outcomes, table, HTML report and MLflow runs.
 
-    Up to ``jobs`` stages run in parallel. With ``only_look`` nothing is trained, and a missing stage is a failure.
+    Up to ``jobs`` stages run in parallel. With ``existing_only`` nothing is trained, and a missing stage is a failure.
 
     Returns:
         Rows of the table, and one message per failed task: a failed stage ends its own variant only.
     """
-    failures = train(ablation, jobs=jobs, report=report, only_look=only_look)
-    completed = {task: outcome_of(task) for task in ablation.tasks if task not in failures}
+    failures = train(ablation, jobs=jobs, report=report, existing_only=existing_only)
+    completed = {task: read_outcome(task) for task in ablation.tasks if task not in failures}
     outcomes = list(completed.values())
     for name in {outcome.variant for outcome in outcomes}:
         results = [
@@ -134,8 +136,8 @@ def ablate(ablation: Ablation, *, jobs: int, report: Report, only_look: bool = F
     rows: list[Row] = []
     if any(outcome.variant == REFERENCE for outcome in outcomes):
         rows = tables.table_rows(outcomes, read_variants(ablation.params))
-        page = tables.page(rows, outcomes, len(ablation.seeds))
-        texts = (tables.table_of_rows(rows).as_markdown(), tables.as_csv(rows), page)
+        page = tables.render_report(rows, outcomes, len(ablation.seeds))
+        texts = (tables.figure_table(rows).to_markdown(), tables.to_csv(rows), page)
         for name, text in zip(WRITTEN, texts, strict=True):
             artifacts.write_bytes(ablation.out / name, text.encode())
     if completed and ablation.tasks[0].values["tracking"]["enabled"]:
@@ -143,7 +145,7 @@ def ablate(ablation: Ablation, *, jobs: int, report: Report, only_look: bool = F
     return rows, list(failures.values())
 
 
-def train(ablation: Ablation, *, jobs: int, report: Report, only_look: bool = False) -> dict[Task, str]:
+def train(ablation: Ablation, *, jobs: int, report: Report, existing_only: bool = False) -> dict[Task, str]:
     """Train like :func:`ablate` without summary files: other processes may train other variants in the same folder."""
     locks: dict[Path, threading.Lock] = {}
     progress_lock, stopped = threading.Lock(), threading.Event()
@@ -153,16 +155,16 @@ def train(ablation: Ablation, *, jobs: int, report: Report, only_look: bool = Fa
     def run(task: Task) -> str:
         """Complete all stages of a task, each fingerprint once, and link them into its view; return a failure or ""."""
         for stage in STAGES.values():
-            key = fingerprint(stage, task.values, inputs_of(stage, task.values, task.params.parent, task.view))
+            key = fingerprint(stage, task.values, stage_inputs(stage, task.values, task.params.parent, task.view))
             home = ablation.out / "store" / f"{stage.name}-{key[:16]}"
             failure = ""
             with locks.setdefault(home, threading.Lock()):
-                if not is_made(home, stage):
+                if not is_complete(home, stage):
                     missing = f"is not complete in {home}"
-                    failure = missing if only_look else _run_stage(stage, task, home, report, stopped)
+                    failure = missing if existing_only else _run_stage(stage, task, home, report, stopped)
             if failure:
                 return f"{task.variant}, seed {task.seed}: the stage {stage.name} {failure}"
-            put_link(home / stage.folder, task.view / stage.folder)
+            replace_symlink(home / stage.folder, task.view / stage.folder)
             with progress_lock:
                 advance(1)
         return ""
@@ -177,23 +179,23 @@ def train(ablation: Ablation, *, jobs: int, report: Report, only_look: bool = Fa
 
 def _run_stage(stage: Stage, task: Task, home: Path, report: Report, stopped: threading.Event) -> str:
     """Run a stage in a child process, or wait for the process that holds its lease; return a failure or ""."""
-    with claimed(home / WORK / "claim", report.say, stopped) as lease:
-        if is_made(home, stage):
+    with acquire_lease(home / WORK_FOLDER / "claim", report.say, stopped) as lease:
+        if is_complete(home, stage):
             return ""
         for need in stage.needs:
             if task.folder(need).exists():
-                put_link(task.folder(need), home / STAGES[need].folder)
+                replace_symlink(task.folder(need), home / STAGES[need].folder)
         arguments = ["run", stage.name, f"--params={task.params}", f"--root={home}"]
         arguments += [f"--preset={preset}" for preset in task.presets]
         arguments += [f"--set={setting}" for setting in (*task.settings, "tracking.enabled=false")]
         log = home / "log.txt"
-        process = Apart("realmops.commands.run", partial(run_command, arguments, log))
+        process = WorkerProcess("realmops.commands.run", partial(run_realmops, arguments, log))
         while not (process.wait(POLL_SECONDS) or lease.lost or stopped.is_set()):
             pass
         if not (status := process.end()):
             return ""
         last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
-        return "\n  ".join([f"{fate(status)}; the last lines of {log}:", *last])
+        return "\n  ".join([f"{describe_exit(status)}; the last lines of {log}:", *last])
 
 
 def summary(rows: Sequence[Row], out: Path) -> Iterator[str]:
@@ -201,14 +203,14 @@ def summary(rows: Sequence[Row], out: Path) -> Iterator[str]:
     if not rows:
         yield f"no table: the reference {REFERENCE} did not complete; metrics are in {out / OUTCOMES}"
         return
-    yield tables.table_of_rows(rows).as_markdown().rstrip("\n")
+    yield tables.figure_table(rows).to_markdown().rstrip("\n")
     yield f"Report (HTML, offline): {out / 'report.html'}"
     if (runs.tracking_folder(out) / "mlflow.db").is_file():
         yield f"Compare runs in the browser: {browser_command(out)}"
-        yield f"and open, with metrics as columns: {view_address('realmops-variants')}"
+        yield f"and open, with metrics as columns: {view_url('realmops-variants')}"
 
 
-def means_of(ablation: Ablation) -> dict[str, float]:
+def mean_metrics(ablation: Ablation) -> dict[str, float]:
     """Return the mean over all tasks of each metric of the stage ``evaluate`` that all of them have."""
     return _means([artifacts.read_json(task.folder("evaluate") / METRICS) for task in ablation.tasks])
 
@@ -221,18 +223,18 @@ def _means(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {name: float(np.mean(column)) for name, column in numbers.items()}
 
 
-def is_made(home: Path, stage: Stage) -> bool:
+def is_complete(home: Path, stage: Stage) -> bool:
     """Return whether a stage has completed, by listing folders: NFS clients cache a failed lookup for some seconds."""
     names = (*Path(stage.folder).parts, artifacts.MANIFEST)
     return all(name in Files().listdir(home.joinpath(*names[:depth])) for depth, name in enumerate(names))
 
 
-def folder_of(out: Path, variant: str, seed: int) -> Path:
+def run_folder(out: Path, variant: str, seed: int) -> Path:
     """Return the run folder of a variant and seed below an ablation's folder."""
     return out / variant / f"seed-{seed}"
 
 
-def put_link(target: Path, link: Path) -> None:
+def replace_symlink(target: Path, link: Path) -> None:
     """Create or replace a symlink atomically: other processes may read it or create the same one."""
     link.parent.mkdir(parents=True, exist_ok=True)
     new = link.with_name(f".{link.name}.{uuid.uuid4().hex}")
@@ -240,7 +242,7 @@ def put_link(target: Path, link: Path) -> None:
     os.replace(new, link)
 
 
-def outcome_of(task: Task) -> VariantOutcome:
+def read_outcome(task: Task) -> VariantOutcome:
     """Read the results of a completed task."""
     results, pretrained = task.folder("evaluate"), task.folder("pretrain")
     retriever, reader = task.values["finetune"]["retriever"], task.values["finetune"]["reader"]
@@ -256,7 +258,7 @@ def outcome_of(task: Task) -> VariantOutcome:
         np.array([prediction.em for prediction in predictions], float),
         np.array([hits[prediction.question_id] if reads else math.nan for prediction in predictions], float),
         {name: trained[name] for name in names if name in trained},
-        series_of(read_journal(pretrained / JOURNAL), "pretrain", "retrieval_utility"),
+        metric_series(read_journal(pretrained / JOURNAL), "pretrain", "retrieval_utility"),
     )
 
 
@@ -272,7 +274,7 @@ def _track(ablation: Ablation, completed: Mapping[Task, VariantOutcome], rows: S
     tags = {"realmops.kind": "ablation", "realmops.variants": ", ".join(ablation.variants)}
     parent = runs.TrackedRun(
         artifacts.digest_of(["ablation", str(ablation.out.absolute()), base]),
-        tags=tags | ({"mlflow.note.content": tables.table_of_rows(rows).as_markdown()} if rows else {}),
+        tags=tags | ({"mlflow.note.content": tables.figure_table(rows).to_markdown()} if rows else {}),
         name="ablation",
         experiment=base["tracking"]["experiment"],
         began=min(map(min, times.values())),
@@ -280,7 +282,7 @@ def _track(ablation: Ablation, completed: Mapping[Task, VariantOutcome], rows: S
     reference_figures = []
     for task, outcome in completed.items():
         results = task.folder("evaluate")
-        figures = runs.headline("evaluate", artifacts.read_json(results / METRICS))
+        figures = runs.headline_metrics("evaluate", artifacts.read_json(results / METRICS))
         if outcome.recall_at_5 is None:
             del figures["recall_at_5"]
         else:
@@ -288,10 +290,10 @@ def _track(ablation: Ablation, completed: Mapping[Task, VariantOutcome], rows: S
         figures |= outcome.figures
         if task.variant == REFERENCE:
             reference_figures.append(figures)
-        run, files = _child(parent, task, min(times[task])), runs.shown_files("evaluate", results)
-        runs.keep_finished(run, journals[task], figures, files, max(times[task]), folder)
+        run, files = _child(parent, task, min(times[task])), runs.mlflow_artifacts("evaluate", results)
+        runs.spool_finished_run(run, journals[task], figures, files, max(times[task]), folder)
     written = {name: ablation.out / name for name in WRITTEN} if rows else {}
-    runs.keep_finished(parent, [], _means(reference_figures), written, max(map(max, times.values())), folder)
+    runs.spool_finished_run(parent, [], _means(reference_figures), written, max(map(max, times.values())), folder)
     for problem in sync(folder).problems:
         report.warn(f"MLflow: {problem}; run 'realmops sync --root {ablation.out}' to send the rest")
 
@@ -308,7 +310,7 @@ def _child(parent: runs.TrackedRun, task: Task, began: float) -> runs.TrackedRun
     params_hash = artifacts.digest_of({k: v for k, v in task.values.items() if k != "tracking"})
     tags = runs.provenance_tags(project, corpus_hash=corpus, params_hash=params_hash)
     answers = artifacts.read_json(task.folder("evaluate") / artifacts.MANIFEST)["files"][PREDICTIONS]
-    read = external_files(STAGES["evaluate"], task.values, project, task.view)
+    read = option_files(STAGES["evaluate"], task.values, project, task.view)
     return runs.TrackedRun(
         # The git commit is not part of the key: a call after a new commit must not log the same training twice.
         artifacts.digest_of([parent.key, task.variant, task.seed, params_hash, corpus, answers]),
@@ -317,6 +319,6 @@ def _child(parent: runs.TrackedRun, task: Task, began: float) -> runs.TrackedRun
         name=runs.run_name(task.variant, task.seed, corpus),
         experiment=parent.experiment,
         parent=parent,
-        datasets=runs.datasets(task.values, corpus, read),
+        datasets=runs.tracked_datasets(task.values, corpus, read),
         began=began,
     )

@@ -7,8 +7,8 @@ from realmops.answering.answer import InvalidRequest
 from realmops.answering.opened_model import Query
 from realmops.answering.record import Record
 from realmops.commands.open_model import open_model
-from realmops.corpus.question_sets import in_languages, read_questions
-from realmops.evaluate.exact_match import is_right
+from realmops.corpus.question_sets import assign_languages, read_questions
+from realmops.evaluate.exact_match import is_exact_match
 
 
 def ask(
@@ -33,7 +33,7 @@ def ask(
     for query in queries:
         yield from opened.answer([query])
     correct = 0
-    for question in in_languages(from_file, opened.model.snapshot.common_languages):
+    for question in assign_languages(from_file, opened.model.snapshot.common_languages):
         query = Query(question.question, question.not_in)
         try:
             opened.check(query)
@@ -41,7 +41,7 @@ def ask(
             yield {"question": question.question, "error": str(error)}
             continue
         [record] = opened.answer([query])
-        correct += is_right(record["answer"] or "", question)
+        correct += is_exact_match(record["answer"] or "", question)
         yield record
     if from_file:
         log(

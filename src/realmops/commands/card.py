@@ -10,12 +10,12 @@ import yaml
 from realmops import __version__
 from realmops.answering.confidence import Confidence
 from realmops.answering.opened_model import OpenedModel
-from realmops.commands.report import metrics_under
+from realmops.commands.report import read_metrics
 from realmops.evaluate.run_report import headline_rows
-from realmops.model.portable import inputs_of, similarity
+from realmops.model.portable import model_input_names, similarity
 from realmops.model.retriever import Embedder, Retriever
-from realmops.stages.trained import sections_of
-from realmops.text.special import blank_before
+from realmops.stages.trained import trained_sections
+from realmops.text.special_tokens import prompt_separator
 
 CARD = "README.md"
 _ONNX = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids": "type_ids"}
@@ -78,7 +78,7 @@ def card(format: str, opened: OpenedModel, retriever: Retriever, notes: Sequence
     ``notes`` are limitations of the export; ``root`` is the run's folder, None for a model from the registry.
     """
     model = opened.model
-    init = None if root is None else sections_of(root, "ict").get("bert", {}).get("init")
+    init = None if root is None else trained_sections(root, "ict").get("bert", {}).get("init")
     facts = {
         "towers": f"{'one' if retriever.shared else 'two, for queries and passages'}: {retriever.query.words}",
         "embeddings": f"{retriever.query.width} dimensions, compared by {similarity(retriever)}",
@@ -105,7 +105,7 @@ def card(format: str, opened: OpenedModel, retriever: Retriever, notes: Sequence
 def reader_card(opened: OpenedModel, confidence: Confidence, root: Path | None) -> str:
     """Return the model card of an exported reader."""
     model = opened.model
-    trained = {} if root is None else sections_of(root, "finetune") | sections_of(root, "snapshot")
+    trained = {} if root is None else trained_sections(root, "finetune") | trained_sections(root, "snapshot")
     init = trained.get("bert", {}).get("init")
     scratch = (
         "Its vocabulary is specific to its documents: runs over other documents cannot use it. Train a reader from a "
@@ -141,7 +141,7 @@ def _card(
         "Unknown to realmops. It depends on the encoder that training started from, on the documents and on the "
         "questions: set it in the first lines of this file before you publish it.\n",
     ]
-    if root is not None and (figures := headline_rows(metrics_under(root))):
+    if root is not None and (figures := headline_rows(read_metrics(root))):
         parts += ["## Results of the run\n", _table(("metric", "value", "95 % interval over questions"), figures)]
     return "\n".join(parts)
 
@@ -157,9 +157,9 @@ def _front_matter(format: str, init: str | None) -> dict[str, Any]:
 
 def _filled(text: str, opened: OpenedModel, retriever: Retriever) -> str:
     tower = retriever.query
-    inputs = inputs_of(tower.encoder) if isinstance(tower, Embedder) else []
+    inputs = model_input_names(tower.encoder) if isinstance(tower, Embedder) else []
     tokenizer, special = opened.model.snapshot.tokenizer, opened.model.special
-    query, document = (blank_before(tokenizer, first) for first in (special.query, special.document))
+    query, document = (prompt_separator(tokenizer, first) for first in (special.query, special.document))
     note = " The leading blank of a question or title is part of its first wordpiece." if query or document else ""
     values = {
         "ONNX_INPUTS": json.dumps({name: _ONNX[name] for name in _ONNX if name in inputs}),

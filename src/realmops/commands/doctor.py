@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from realmops import __version__, artifacts
-from realmops.artifacts import WORK
-from realmops.refresh.exchange import inspect
+from realmops.artifacts import WORK_FOLDER
+from realmops.refresh.exchange import inspect_exchange
 from realmops.stages import METRICS, STAGES
 from realmops.stages.runner import is_running
 from realmops.tracking.runs import tracking_folder
-from realmops.tracking.sender import unsent
+from realmops.tracking.sender import unsent_journals
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "mlflow", "dvc", "faiss")
 
@@ -26,16 +26,18 @@ def diagnose(root: Path, exchange: Path | None) -> Iterator[str]:
     yield "stages:"
     for stage in STAGES.values():
         yield f"  {stage.name}: {_state(root, stage.name)}"
-    for journal in unsent(tracking_folder(root)):
+    for journal in unsent_journals(tracking_folder(root)):
         yield f"MLflow: {journal} is not sent yet; run 'realmops sync' when the server is reachable"
     for_builders = (card.parent for card in (root / "exchange").glob("*/run"))  # created by a Kubeflow pipeline
-    in_stages = (folder for pattern in ("*/exchange", "*/shards/*") for folder in (root / WORK / "work").glob(pattern))
+    in_stages = (
+        folder for pattern in ("*/exchange", "*/shards/*") for folder in (root / WORK_FOLDER / "work").glob(pattern)
+    )
     exchanges = [exchange] if exchange else sorted([*in_stages, *for_builders])
     if not exchanges:
         yield "exchange: none; tag, pretrain, finetune and evaluate have one while they run"
     for folder in exchanges:
         yield f"exchange {folder}:"
-        for line in inspect(folder):
+        for line in inspect_exchange(folder):
             yield f"  {line}"
 
 
@@ -62,8 +64,8 @@ def _device() -> Iterator[str]:
 
 def _state(root: Path, name: str) -> str:
     folder = root / STAGES[name].folder
-    works = sorted((root / WORK / "work").glob(f"{name}-*"))
-    advice = "the stage is running" if is_running(root / WORK, name) else "run the stage again to resume"
+    works = sorted((root / WORK_FOLDER / "work").glob(f"{name}-*"))
+    advice = "the stage is running" if is_running(root / WORK_FOLDER, name) else "run the stage again to resume"
     unfinished = f"; unfinished work in {', '.join(map(str, works))}: {advice}" if works else ""
     if not (folder / artifacts.MANIFEST).is_file():
         return f"not run yet{unfinished}"

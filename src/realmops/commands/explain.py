@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from realmops.answering.opened_model import Query
-from realmops.answering.record import sureness
+from realmops.answering.record import format_probability
 from realmops.artifacts import write_bytes
 from realmops.commands.masked import explain_sentence
 from realmops.evaluate.predictions import FAILED_AT, Prediction, read_results, results_file
-from realmops.evaluate.report_page import page_of, table_of
+from realmops.evaluate.report_page import render_page, render_table
 from realmops.stages.corpus_states import CorpusState, before_and_after, pipeline_state
 from realmops.stages.open_run import open_run
 
@@ -45,7 +45,7 @@ class Sheet(NamedTuple):
     def cards(self) -> str:
         """Format the sheet as HTML."""
         summary = "".join(f"<p>{escape(line)}</p>" for line in self.summary)
-        return f'<div class="card">{summary}</div><div class="card scroll">{table_of(self.head, self.rows)}</div>'
+        return f'<div class="card">{summary}</div><div class="card scroll">{render_table(self.head, self.rows)}</div>'
 
 
 def explain(
@@ -88,7 +88,7 @@ def explain(
     if len(texts) > 1 and live:
         raise ValueError(f"{LIVE_OPTIONS} take one question: explain one at a time")
     if ids or about_results:
-        yield stored_answers(read_results(root), ids, failures, limit)
+        yield format_stored_answers(read_results(root), ids, failures, limit)
     if sentence is None and not texts:
         return
 
@@ -125,7 +125,7 @@ def _passage_label(z: Mapping[str, Any]) -> str:
 def _question_sheet(record: Mapping[str, Any]) -> Sheet:
     about = record["model"]
     summary = (
-        f"answer: {record['answer'] or '(none)'}  ({sureness(record)})",
+        f"answer: {record['answer'] or '(none)'}  ({format_probability(record)})",
         f"y = {record.get('y', record['answer'])}: p(y|x) = {record['p_y']:.3g}",
         f"model: {about['version']}, corpus {about['snapshot'][:_ID_CHARACTERS]}, index {about['index_generation']}",
     )
@@ -156,7 +156,7 @@ def _sentence_sheet(record: Mapping[str, Any]) -> Sheet:
     return Sheet(record["sentence"], summary, head, [_row(z, z["guess"], **formats) for z in record["candidates"]])
 
 
-def _of_prediction(pred: Prediction) -> Sheet:
+def _prediction_sheet(pred: Prediction) -> Sheet:
     abstained = " (abstained)" if pred.abstained else ""
     hit = f"number {pred.first_hit + 1}" if pred.first_hit >= 0 else "none of the retrieved passages"
     summary = [
@@ -192,7 +192,7 @@ def _page(sheets: Sequence[Sheet]) -> str:
     """Return an HTML page, without external resources, of one explanation or of two in parallel columns."""
     headings = [""] if len(sheets) == 1 else [f"<h2>{side}</h2>" for side in SIDES]
     sides = (f"<div>{heading}{sheet.cards()}</div>" for heading, sheet in zip(headings, sheets, strict=True))
-    return page_of(sheets[0].title, [f'<div class="sides">{"".join(sides)}</div>'])
+    return render_page(sheets[0].title, [f'<div class="sides">{"".join(sides)}</div>'])
 
 
 def split_questions(values: Sequence[str], root: Path, *, live: bool) -> tuple[list[str], tuple[str, ...]]:
@@ -214,7 +214,7 @@ def split_questions(values: Sequence[str], root: Path, *, live: bool) -> tuple[l
     return texts, tuple(value for value in values if not live and value in stored)
 
 
-def stored_answers(
+def format_stored_answers(
     predictions: Sequence[Prediction], ids: Collection[str], failures: Collection[str], limit: int
 ) -> str:
     """Return the counts of failures as text, then up to ``limit`` answers with these ids and failures (all if empty).
@@ -229,7 +229,7 @@ def stored_answers(
     lines = [f"{len(predictions)} questions"]
     for name, meaning in FAILED_AT.items():
         lines.append(f"{counts[name]:>7} {counts[name] / len(predictions):6.1%}  {name}: {meaning}")
-    lines += ("\n" + "\n".join(_of_prediction(prediction).lines()) for prediction in selected[:limit])
+    lines += ("\n" + "\n".join(_prediction_sheet(prediction).lines()) for prediction in selected[:limit])
     if len(selected) > limit:
         lines.append(f"\n{len(selected) - limit} more; select others with --limit, --question and --failed-at")
     return "\n".join(lines)

@@ -24,11 +24,11 @@ from realmops.commands.card import CARD, card, reader_card
 from realmops.corpus.snapshot_reader import ROWS_PER_BATCH, TEXT_COLUMNS
 from realmops.hub import TOKENIZER
 from realmops.model.checkpoint_files import copy_models, load_models
-from realmops.model.portable import ROUTES, inputs_of, joining, similarity, write_retriever
+from realmops.model.portable import ROUTES, joining_tokenizer, model_input_names, similarity, write_retriever
 from realmops.model.retriever import Embedder, Retriever
 from realmops.search.embed import embed_documents
 from realmops.search.exact import PassageIndex
-from realmops.search.mapped import release
+from realmops.search.memory_map import release_pages
 
 KIND = "export"
 PASSAGES = "passages.parquet"
@@ -162,7 +162,7 @@ def _write_passages(path: Path, opened: OpenedModel, passages: PassageIndex) -> 
             number = pa.array(np.tile(np.arange(vectors, dtype=np.int32), len(rows)))
             embedding = pa.FixedSizeListArray.from_arrays(flat, width)
             writer.write_table(pa.Table.from_arrays([*repeated, number, embedding], schema=schema))
-            release(part_RX)
+            release_pages(part_RX)
 
 
 def _write_onnx(out: Path, retriever: Retriever, tokenizer: Tokenizer, limits: tuple[int, int]) -> None:
@@ -181,7 +181,7 @@ def _write_onnx(out: Path, retriever: Retriever, tokenizer: Tokenizer, limits: t
     example, mask = torch.tensor([[2, 1, 3, 1, 3], [2, 1, 3, 0, 0]]), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("wordpieces")}
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns about optional packages
-    inputs = [name for name in INPUTS if name in inputs_of(retriever.query.encoder)]
+    inputs = [name for name in INPUTS if name in model_input_names(retriever.query.encoder)]
     examples = (example, mask, 0 * mask)[: len(inputs)]
     for route, modules in routes.items():
         with warnings.catch_warnings(action="ignore"):  # deprecations inside torch
@@ -189,7 +189,7 @@ def _write_onnx(out: Path, retriever: Retriever, tokenizer: Tokenizer, limits: t
                 _Route(*modules).eval(), examples, str(out / f"{route}.onnx"), input_names=inputs,
                 output_names=[OUTPUT], dynamic_shapes=((sizes,) * len(inputs),), external_data=False, verbose=False,
             )  # fmt: skip
-    joining(tokenizer, retriever.query.segments).save(str(out / TOKENIZER))
+    joining_tokenizer(tokenizer, retriever.query.segments).save(str(out / TOKENIZER))
 
 
 class _Route(nn.Sequential):

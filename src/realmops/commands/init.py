@@ -19,14 +19,14 @@ from realmops import __version__, artifacts, config
 from realmops.commands.params import as_yaml
 from realmops.commands.public_data import fetch_data_sets
 from realmops.config import PACKAGE, Values
-from realmops.config_rules import check, option_rules
-from realmops.corpus.documents import Document, Raw, Rejected
-from realmops.corpus.formats import Source, sources
-from realmops.corpus.question_sets import json_line, parts_of, read_questions
-from realmops.hub import CONFIG, is_sentence_encoder, read_optional
-from realmops.resources import resource
-from realmops.stages import CLOZE, HUB, STAGES, chain, in_use, named_below
-from realmops.text.languages import AUTO, ENGLISH, detect, languages
+from realmops.config_rules import check_rules, option_rules
+from realmops.corpus.documents import Document, RawRecord, Rejected
+from realmops.corpus.formats import Source, list_sources
+from realmops.corpus.question_sets import read_questions, split_by_hash, to_json_line
+from realmops.hub import CONFIG, is_sentence_encoder, read_optional_json
+from realmops.resources import resource_folder
+from realmops.stages import CLOZE, HUB, STAGES, files_in_use, has_file_below, stages_to_run
+from realmops.text.languages import AUTO, ENGLISH, detect_language, load_languages
 
 STARTER = PACKAGE / "starter"
 BASES = f"realmops-{__version__}"  # folder of the package's manifests in k8s/
@@ -68,7 +68,7 @@ class Project:
     def values(self) -> dict[str, dict[str, Any]]:
         """All sections with the project's presets and options applied."""
         files = [config.preset_path(name, self.folder / "params.yaml") for name in self.presets]
-        return config.checked(self.own, "params.yaml", config.laid(config.defaults(), files))
+        return config.merge_options(self.own, "params.yaml", config.apply_presets(config.default_options(), files))
 
 
 def init(
@@ -118,7 +118,7 @@ def init(
     elif questions or encoder or reader:
         raise ValueError("--questions, --encoder and --reader need --documents; the sample corpus has its own")
     project.put("tracking.experiment", folder.resolve().name or "realmops")
-    check(option_rules(project.values))
+    check_rules(option_rules(project.values))
     places = dict(PLACES)
     if (folder / "README.md").exists():
         del places["README.md"]
@@ -139,7 +139,7 @@ def init(
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         artifacts.write_bytes(folder / name, text.encode())
     ignored = shutil.ignore_patterns("README.md", "overlays", "__pycache__")
-    shutil.copytree(resource("k8s"), folder / "k8s" / BASES, ignore=ignored)
+    shutil.copytree(resource_folder("k8s"), folder / "k8s" / BASES, ignore=ignored)
     yield from project.lines
     yield f"written: {', '.join(str(folder / name) for name in project.files)}, {folder / 'k8s' / BASES}"
     place = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
@@ -188,7 +188,7 @@ def _fill_template(name: str, project: Project, cluster: str) -> str:
 
 def _add_documents(project: Project, documents: Path) -> int:
     """Set snapshot.documents and its language, describe the documents, and return their size in bytes."""
-    files = sources(documents, "auto")
+    files = list_sources(documents, "auto")
     counts = Counter(_kind(source) for source in files)
     size = sum(source.size for source in files)
     kinds = ", ".join(f"{count} of {name}" for name, count in sorted(counts.items()))
@@ -222,9 +222,9 @@ def _inspect_records(project: Project, files: Sequence[Source]) -> list[str]:
     broken: list[Rejected] = []
     for source in files[:20]:
         for raw in islice(source.format.records(source.path), 50):
-            document = source.format.convert(raw) if isinstance(raw, Raw) else raw
+            document = source.format.convert(raw) if isinstance(raw, RawRecord) else raw
             if isinstance(document, Document):
-                likely = detect(document.text)
+                likely = detect_language(document.text)
                 detected.update(likely if len(likely) == 1 and len(document.text) >= SHORT else ())
             elif isinstance(document, Rejected):
                 broken.append(document)
@@ -233,7 +233,7 @@ def _inspect_records(project: Project, files: Sequence[Source]) -> list[str]:
     if not shares or [*shares] == [ENGLISH]:
         return lines
     project.put("snapshot.language", AUTO if len(shares) > 1 else next(iter(shares)))
-    names = ", ".join(f"{languages()[code].name} {share:.0%}" for code, share in shares.items())
+    names = ", ".join(f"{load_languages()[code].name} {share:.0%}" for code, share in shares.items())
     lines.append(f"language: {names} (snapshot.language: {project.own['snapshot']['language']})")
     return lines
 
@@ -277,7 +277,7 @@ def _is_wide(encoder: str) -> bool:
     folder = Path(encoder)
     if not folder.is_dir():
         return any(size in encoder.lower() for size in ("base", "large"))
-    shape = read_optional(folder / CONFIG, "model configuration")
+    shape = read_optional_json(folder / CONFIG, "model configuration")
     widths = (shape.get(name) for name in ("hidden_size", "dim"))
     return any(isinstance(width, int) and width >= WIDE for width in widths)
 
@@ -324,9 +324,9 @@ def _add_questions(project: Project, files: Sequence[Path]) -> None:
             "dev and test. Leave --questions out to train on questions generated from the documents, and measure the "
             "model on yours with 'realmops ask --from FILE'"
         )
-    for split, part in parts_of(questions).items():
+    for split, part in split_by_hash(questions).items():
         name = f"questions/{split}.jsonl"
-        project.files[name] = b"".join(map(json_line, part)).decode()
+        project.files[name] = b"".join(map(to_json_line, part)).decode()
         project.put(f"questions.{split}", name)
         project.lines.append(f"questions.{split}: {len(part)} of {len(questions)}, in {name}")
 
@@ -396,9 +396,9 @@ def dvc_text(values: Values, own: Values) -> str:
         values: all sections, defaults and presets applied.
         own: the options in params.yaml, which DVC interpolates into paths.
     """
-    names = chain(values)
+    names = stages_to_run(values)
     lines = [DVC_HEAD + "stages:"]
-    cloze = named_below(CLOZE, names, values)
+    cloze = has_file_below(CLOZE, names, values)
 
     def stage(name: str, command: str, deps: Sequence[str], params: Sequence[str], folder: str) -> None:
         lines.extend((f"  {name}:", f"    cmd: {command}", *([f"    deps: [{', '.join(deps)}]"] if deps else [])))
@@ -408,7 +408,7 @@ def dvc_text(values: Values, own: Values) -> str:
     for name in names:
         definition = STAGES[name]
         deps = [STAGES[need].folder for need in definition.needs if need in names]
-        for key in in_use(definition, values):
+        for key in files_in_use(definition, values):
             section, _, option = key.partition(".")
             file = values[section][option]
             if Path(CLOZE) in Path(file).parents:
@@ -423,7 +423,7 @@ def dvc_text(values: Values, own: Values) -> str:
 
 def kustomization_text(cluster: str, image: str) -> str:
     """Return an overlay of the package adapted to a project's folder, with its params.yaml as a ConfigMap."""
-    text = (resource("k8s") / "overlays" / cluster / "kustomization.yaml").read_text(encoding="utf-8")
+    text = (resource_folder("k8s") / "overlays" / cluster / "kustomization.yaml").read_text(encoding="utf-8")
     text = text.replace("../../", f"k8s/{BASES}/").replace(" ../", " --cluster ")
     name, _, tag = image.rpartition(":")
     text = text.replace("    newTag: local\n", f"    newName: {name}\n    newTag: {tag}\n")

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from realmops.artifacts import read_json
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.devices import device_and_dtype, tune_process
+from realmops.devices import configure_process, device_and_dtype
 from realmops.model import likelihood
 from realmops.model.checkpoint_files import load_models
 from realmops.model.retriever import Retriever
 from realmops.search.bm25 import Bm25
 from realmops.search.embed import embed, query_sequences
 from realmops.search.embeddings import INDEX, embed_corpus, load_index
-from realmops.search.exact import exact
+from realmops.search.exact import exact_index
 from realmops.stages import METRICS, STAGES
 from realmops.stages.corpus_states import CorpusState
-from realmops.stages.trained import options_of
+from realmops.stages.trained import trained_options
 from realmops.train.candidates import Candidates
 from realmops.train.examples import NULL, Example
 from realmops.train.index_source import Index
@@ -66,14 +66,14 @@ def explain_sentence(sentence: str, root: Path, where: CorpusState, answer: str 
         raise ValueError(
             f"no {MASK} in the sentence; write it instead of the words to predict, or use --question for a question"
         )
-    model = pretrained(root, where)
+    model = load_pretrained(root, where)
     realm, snapshot = model.realm, model.realm.snapshot
     if not realm.options.null_document:
         raise ValueError(
             f"{root / STAGES['pretrain'].folder} has no null document for the comparison; train with "
             "pretrain.null_document=true"
         )
-    example = _example(sentence, answer, realm)
+    example = _build_example(sentence, answer, realm)
     query_BE = embed(realm.retriever.query, query_sequences(realm.queries([example])), realm.dtype)
     [passages] = Candidates(snapshot, realm.options, realm.words).retrieve([example], query_BE, model.index)
     prior_BK, missing_BK = realm.log_prior([example], [passages])
@@ -116,14 +116,14 @@ def explain_sentence(sentence: str, root: Path, where: CorpusState, answer: str 
     }
 
 
-def pretrained(root: Path, where: CorpusState) -> Pretrained:
+def load_pretrained(root: Path, where: CorpusState) -> Pretrained:
     """Load the models of ``pretrain`` of a run, with an index of a corpus.
 
     The index of the fine-tuned model is reused if the same passage tower computed it; otherwise passages are embedded.
     """
     trained = root / STAGES["pretrain"].folder
-    options, run = options_of(root, ["pretrain"], ("pretrain", "run"))
-    tune_process(run.threads)
+    options, run = trained_options(root, ["pretrain"], ("pretrain", "run"))
+    configure_process(run.threads)
     device, dtype = device_and_dtype(run)
     snapshot = Snapshot.open(where.snapshot / "corpus")
     retriever, reader = load_models(trained, snapshot.vocabulary_hash)
@@ -134,7 +134,7 @@ def pretrained(root: Path, where: CorpusState) -> Pretrained:
     else:
         place, passages = "embedded now", embed_corpus(retriever, snapshot, dtype)
     step = read_json(trained / METRICS).get("best_step", options.steps)
-    index = Index(step, exact(passages.to(device), retriever.vectors), retriever, 0.0, False)
+    index = Index(step, exact_index(passages.to(device), retriever.vectors), retriever, 0.0, False)
     words = Bm25.of(snapshot) if retriever.mixture.lexical else None
     searched = f"{len(snapshot)} passages, {place}, with the weights of pretrain after step {step}"
     return Pretrained(Realm(retriever, reader, snapshot, options, dtype, words), index, searched)
@@ -151,7 +151,7 @@ def _has_same_passage_tower(tuned: Path, retriever: Retriever, snapshot: Snapsho
     )
 
 
-def _example(sentence: str, answer: str | None, realm: Realm) -> Example:
+def _build_example(sentence: str, answer: str | None, realm: Realm) -> Example:
     def pieces(text: str) -> list[int]:
         ids: list[int] = realm.snapshot.tokenizer.encode(text.rstrip(), add_special_tokens=False).ids
         return ids

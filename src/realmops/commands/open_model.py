@@ -12,7 +12,7 @@ from realmops.answering.opened_model import OpenedModel
 from realmops.config import parse_section
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.stages.open_run import open_run
-from realmops.stages.tuned_model import open_reading
+from realmops.stages.tuned_model import open_reader_model
 from realmops.tracking.registry import CHAMPION, ModelVersion, Registry
 from realmops.tracking.runs import tracking_folder
 
@@ -92,6 +92,6 @@ def open_promoted(folder: Path, registered: Path) -> OpenedModel:
         )
     place = str(folder / artifacts.MANIFEST)
     run, options = (parse_section(name, manifest["sections"][name], place) for name in ("run", "finetune"))
-    model = open_reading(folder / FINETUNE, options, run, Snapshot.open(folder / CORPUS, verify=False))
+    model = open_reader_model(folder / FINETUNE, options, run, Snapshot.open(folder / CORPUS, verify=False))
     version, step = manifest["digest"][:12], manifest.get("weights_step")
     return OpenedModel(model, version, step, 0, Confidence.load(folder / FINETUNE), folder=folder / FINETUNE)

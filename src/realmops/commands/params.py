@@ -10,8 +10,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.representer import RoundTripRepresenter
 
-from realmops.config import Values, apply_settings, checked, defaults, laid, preset_path
-from realmops.config_rules import check, option_rules
+from realmops.config import Values, apply_presets, apply_settings, default_options, merge_options, preset_path
+from realmops.config_rules import check_rules, option_rules
 from realmops.config_yaml import parse_yaml, read_params
 
 
@@ -63,14 +63,17 @@ def rewritten(path: Path, presets: Sequence[str], settings: Sequence[str]) -> tu
     """
     named, own = read_params(path)
     names = list(presets) or named
-    was, now = (laid(defaults(), [preset_path(name, path) for name in selection]) for selection in (named, names))
-    before = checked(own, path, was)
+    was, now = (
+        apply_presets(default_options(), [preset_path(name, path) for name in selection])
+        for selection in (named, names)
+    )
+    before = merge_options(own, path, was)
     customised = {
         section: {key: before[section][key] for key in keys if before[section][key] != was[section][key]}
         for section, keys in own.items()
     }
-    after = apply_settings(checked(customised, path, now), settings)
-    check(option_rules(after))
+    after = apply_settings(merge_options(customised, path, now), settings)
+    check_rules(option_rules(after))
 
     editor, text, changes = _editor(), StringIO(), []
     document: Any = editor.load(path.read_text(encoding="utf-8")) or CommentedMap()

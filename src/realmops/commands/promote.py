@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
-from realmops.artifacts import WORK
+from realmops.artifacts import WORK_FOLDER
 from realmops.commands.open_model import COPIED_TAG, CORPUS, DIGEST_TAG, FINETUNE, PROMOTED, STEPS_TAG
 from realmops.config import CLOSED_BOOK, Tracking, Values, parse_section
-from realmops.corpus.question_sets import EXPRESSIONS, in_languages, read_questions
+from realmops.corpus.question_sets import REGEX_RULE, assign_languages, read_questions
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.evaluate.compare import compare, sentence
+from realmops.evaluate.compare import compare_runs, format_comparison
 from realmops.evaluate.exact_match import em_rules
 from realmops.evaluate.predictions import PREDICTIONS
 from realmops.search import bm25
 from realmops.stages import JOURNAL, METRICS, STAGES, fingerprint
-from realmops.stages.runner import alone, inputs_of
+from realmops.stages.runner import stage_inputs, stage_lock
 from realmops.stages.trained import tuned_steps
 from realmops.text.languages import ENGLISH
 from realmops.tracking.registry import ModelVersion, Registry
 from realmops.tracking.runs import tracking_folder
-from realmops.tracking.sender import sent_run
+from realmops.tracking.sender import find_sent_run
 
 EVALUATION_TAG = "realmops.evaluation_digest"
 PREDICTIONS_TAG = "realmops.predictions_sha256"
@@ -143,7 +143,7 @@ def promote(values: Values, *, project: Path, root: Path, name: str, margin: flo
             "tracking.enabled is false, but promotion needs MLflow's registry; set tracking.enabled=true, and for a "
             "server MLFLOW_TRACKING_URI"
         )
-    with alone(root / WORK, "promote"):
+    with stage_lock(root / WORK_FOLDER, "promote"):
         run = read_run(project, root)
         registry = Registry(name, tracking_folder(root), options.experiment)
         champion = registry.champion()
@@ -160,7 +160,7 @@ def promote(values: Values, *, project: Path, root: Path, name: str, margin: flo
             reason = f"the previous champion was {champion.uri}. {figures}"
         with _model_folder(run, root, copy) as folder:
             version = _find_registered(registry, tags, copy) or _register(run, registry, root, folder, copy)
-            if not registry.crown(version, run.question, champion):
+            if not registry.make_champion(version, run.question, champion):
                 return Promotion(
                     False, f"not promoted: the champion of {name} changed during this call; run the command again"
                 )
@@ -176,7 +176,7 @@ def read_run(project: Path, root: Path) -> FinishedRun:
     results = root / stage.folder
     manifest = artifacts.read_manifest(results, stage.name)
     sections = manifest["sections"]
-    inputs = inputs_of(stage, sections, project, root)
+    inputs = stage_inputs(stage, sections, project, root)
     if fingerprint(stage, sections, inputs) != manifest["fingerprint"]:
         raise ValueError(
             f"{results} is out of date: models, corpus or question files have changed since; run 'realmops run "
@@ -204,9 +204,9 @@ def read_run(project: Path, root: Path) -> FinishedRun:
             *(q.id, q.question, sorted(q.answers)),
             # Excluded passages and language change the measurement; most questions have neither.
             *([sorted(q.not_in)] if q.not_in else []),
-            *([] if q.answer_rule in (ENGLISH, EXPRESSIONS) else [q.answer_rule]),
+            *([] if q.answer_rule in (ENGLISH, REGEX_RULE) else [q.answer_rule]),
         ]
-        for q in in_languages(questions, Snapshot.open(inputs["snapshot"] / CORPUS, verify=False).common_languages)
+        for q in assign_languages(questions, Snapshot.open(inputs["snapshot"] / CORPUS, verify=False).common_languages)
     )
 
     return FinishedRun(
@@ -245,9 +245,9 @@ def _compare_to_champion(
                 f"{champion.uri}: {PREDICTIONS} has changed since registration (sha256 is not "
                 f"{champion_tags[PREDICTIONS_TAG]}); restore the file, or remove the alias"
             )
-        em, _ = compare(run.results, Path(folder), seed=0)
+        em, _ = compare_runs(run.results, Path(folder), seed=0)
     figures = (
-        f"{sentence(em)}. Required: a difference of at least {margin:+.3f} and an interval above 0. "
+        f"{format_comparison(em)}. Required: a difference of at least {margin:+.3f} and an interval above 0. "
         f"Corpus {run.corpus_hash[:12]} against {champion_tags[CORPUS_TAG][:12]}"
     )
     return em.difference.mean >= margin and em.difference.low > 0, figures, em.difference.mean
@@ -271,7 +271,7 @@ def _register(run: FinishedRun, registry: Registry, root: Path, folder: Path, co
         signature=SIGNATURE,
         question=run.question,
         tags=run.tags(copy),
-        run_id=sent_run(tracking_folder(root), STAGES["evaluate"].name, run.metrics),
+        run_id=find_sent_run(tracking_folder(root), STAGES["evaluate"].name, run.metrics),
     )
 
 
@@ -279,7 +279,7 @@ def _register(run: FinishedRun, registry: Registry, root: Path, folder: Path, co
 def _model_folder(run: FinishedRun, root: Path, copy: bool) -> Iterator[Path]:
     """Context manager: a folder with the run's files and their manifest, temporary if they are copied from it."""
     if copy:
-        with tempfile.TemporaryDirectory(dir=root / WORK) as folder:
+        with tempfile.TemporaryDirectory(dir=root / WORK_FOLDER) as folder:
             _link_files(run, Path(folder))
             yield Path(folder).absolute()
         return

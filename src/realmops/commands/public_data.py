@@ -19,9 +19,9 @@ from typing import Any
 from urllib.parse import unquote
 
 from realmops.artifacts import write_bytes
-from realmops.corpus.walk import files_below
-from realmops.text.compressed import DAMAGE, open_compressed
-from realmops.tracking.client import redacted
+from realmops.corpus.walk import walk_files
+from realmops.text.compressed import DECOMPRESSION_ERRORS, open_compressed
+from realmops.tracking.client import redact
 
 MAX_BYTES = 100_000_000  # of an uncompressed file
 TIMEOUT = 60  # seconds without a response
@@ -87,10 +87,10 @@ def download(original: PublishedFile) -> bytes:
     try:
         with urllib.request.urlopen(original.url, timeout=TIMEOUT) as response:
             if not response.geturl().startswith("https://"):
-                raise ValueError(f"{original.url} redirects to {redacted(response.geturl())}, not https; {by_hand}")
+                raise ValueError(f"{original.url} redirects to {redact(response.geturl())}, not https; {by_hand}")
             content: bytes = response.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ValueError(f"{original.url} cannot be downloaded ({redacted(str(error))}); {by_hand}") from None
+        raise ValueError(f"{original.url} cannot be downloaded ({redact(str(error))}); {by_hand}") from None
     if not original.has_digest_of(content):
         raise ValueError(
             f"{original.url} returned {len(content)} bytes whose digest is not {original.digest}: the transfer was cut "
@@ -101,14 +101,14 @@ def download(original: PublishedFile) -> bytes:
 
 def read_local(original: PublishedFile, folder: Path) -> tuple[bytes, str]:
     """Read a file below a folder, plain or as .gz; return its content, and a warning if its digest differs, or ""."""
-    files = [*files_below(folder)]
+    files = [*walk_files(folder)]
     paths = [path for name in (original.name, f"{original.name}.gz") for path in files if path.name == name]
     if not paths:
         raise ValueError(f"{folder} has no {original.name} or {original.name}.gz; download it from {original.url}")
     try:
         with open_compressed(paths[0]) as (file, _):
             content = file.read(MAX_BYTES + 1)
-    except DAMAGE as error:
+    except DECOMPRESSION_ERRORS as error:
         raise ValueError(f"{paths[0]} cannot be read ({error}); copy it again") from None
     warning = f"{paths[0]} is not the file at {original.url}: results may differ from the documented ones"
     return content, "" if original.has_digest_of(content) else warning

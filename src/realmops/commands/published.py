@@ -8,7 +8,7 @@ from realmops import artifacts
 from realmops.corpus.tfrecord import convert_blocks
 from realmops.model.checkpoint_files import save_models
 from realmops.model.reader import Reader
-from realmops.model.realm_checkpoints import Published, finetuned_models, pretrained_models, read_published
+from realmops.model.realm_checkpoints import PublishedCheckpoint, finetuned_models, pretrained_models, read_checkpoint
 from realmops.model.retriever import Retriever
 from realmops.search.embeddings import INDEX, save_index
 from realmops.stages import METRICS, PUBLISHED, STAGES, Report
@@ -41,7 +41,7 @@ def import_published(
         raise ValueError("nothing to import; give folders with --pretrained or --finetuned, or passages with --blocks")
     if titles is not None and blocks is None:
         raise ValueError("--titles without --blocks; give the records of the passages too")
-    before, after = [read_published(f) for f in pretrained], [read_published(f) for f in finetuned]
+    before, after = [read_checkpoint(f) for f in pretrained], [read_checkpoint(f) for f in finetuned]
     for checkpoint in (*before, *after):
         first = (*before, *after)[0]
         if checkpoint.vocabulary_hash != first.vocabulary_hash:
@@ -75,7 +75,7 @@ def _corpus_hash(root: Path, passages: int) -> str:
 
 
 def _commit(
-    root: Path, name: str, retriever: Retriever, reader: Reader, folders: Sequence[Published], report: Report
+    root: Path, name: str, retriever: Retriever, reader: Reader, folders: Sequence[PublishedCheckpoint], report: Report
 ) -> None:
     started = time.monotonic()
     names = ", ".join(str(checkpoint.folder) for checkpoint in folders)

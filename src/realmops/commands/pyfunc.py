@@ -12,7 +12,7 @@ from mlflow.entities import Document, SpanType
 from mlflow.pyfunc.model import PythonModel, PythonModelContext
 from pandas import DataFrame
 
-from realmops.answering.answer import Found
+from realmops.answering.answer import RetrievedPassages
 from realmops.answering.opened_model import Query
 from realmops.commands.open_model import open_promoted
 
@@ -52,7 +52,7 @@ class RegisteredModel(PythonModel):
             span.set_outputs(record)
         return record
 
-    def _documents(self, retrieved: Found) -> Iterator[Document]:
+    def _documents(self, retrieved: RetrievedPassages) -> Iterator[Document]:
         snapshot = self._model.model.snapshot
         for passage, score in zip(retrieved.passages, retrieved.relevance, strict=True):
             metadata = {"title": snapshot.title(passage), "doc_uri": snapshot.document_id(passage), "score": score}

@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
-from realmops.answering.feedback import feedback_file, questions_of, read_feedback
+from realmops.answering.feedback import confirmed_questions, feedback_file, read_feedback
 from realmops.config import Finetune
-from realmops.corpus.cloze import KIND, cloze_questions, split
-from realmops.corpus.question_sets import Question, in_orqa_dev, json_line, read_questions
+from realmops.corpus.cloze import KIND, cloze_questions, split_questions
+from realmops.corpus.question_sets import Question, is_in_orqa_dev, read_questions, to_json_line
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.ceilings import answer_fits_reader, answered_in_corpus, reader_can_answer
 from realmops.evaluate.recall import RECALL_AT, hit_ranks_by_rule, hits_at
 from realmops.search.bm25 import Bm25, rank
 from realmops.stages import CLOZE, STAGES
-from realmops.text.answer_matching import REGEX_RULES, WORD_RULES, expression
+from realmops.text.answer_matching import REGEX_RULES, WORD_RULES, compile_expression
 from realmops.text.languages import ENGLISH
 from realmops.text.spans import Spans
 from realmops.train.inverse_cloze import SentencesWithSpans
@@ -37,7 +37,7 @@ def convert_questions(
     parts = {"questions.jsonl": kept_questions}
     if orqa_split:
         parts = {
-            f"questions.{name}.jsonl": [q for q in kept_questions if in_orqa_dev(q.question) == (name == "dev")]
+            f"questions.{name}.jsonl": [q for q in kept_questions if is_in_orqa_dev(q.question) == (name == "dev")]
             for name in ("train", "dev")
         }
     empty = [name for name, part in parts.items() if not part]
@@ -57,14 +57,14 @@ def questions_from_feedback(root: Path, out: Path) -> list[str]:
     artifacts.check_replaceable(out, KIND)
     path = feedback_file(root)
     feedback = list(read_feedback(path))
-    questions = questions_of(feedback)
+    questions = confirmed_questions(feedback)
     if not questions:
         raise ValueError(f"{path}: none of {len(feedback)} answers is confirmed or corrected; collect feedback first")
     line = f"{len(feedback)} judgements read"
     return [line, *_write(out, {"questions.dev.jsonl": questions}, read=len(feedback))]
 
 
-def make_cloze(root: Path, out: Path | None, *, seed: int, limit: int | None = None) -> list[str]:
+def write_cloze_questions(root: Path, out: Path | None, *, seed: int, limit: int | None = None) -> list[str]:
     """Generate train, dev and test questions from the corpus and its salient spans; return lines with their numbers.
 
     A folder generated from the same corpus, spans, seed and limit is kept. Its kind is that of ``convert_questions``.
@@ -86,7 +86,7 @@ def make_cloze(root: Path, out: Path | None, *, seed: int, limit: int | None = N
     # The seal covers the whole manifest of the spans: their labels determine the question words.
     inputs = {
         "corpus_hash": snapshot.corpus_hash,
-        "spans": spans.manifest[artifacts.SEAL],
+        "spans": spans.manifest[artifacts.DIGEST_KEY],
         "seed": seed,
         "limit": limit,
     }
@@ -95,7 +95,7 @@ def make_cloze(root: Path, out: Path | None, *, seed: int, limit: int | None = N
     if inputs.items() <= existing.items() and existing.get("language", ENGLISH) == snapshot.language:
         return [f"nothing to do: {out} was generated from the same corpus"]
     questions = cloze_questions(snapshot, SentencesWithSpans(snapshot, spans)[:], labels, seed, limit)
-    parts = {f"questions.{name}.jsonl": part for name, part in split(questions, seed).items()}
+    parts = {f"questions.{name}.jsonl": part for name, part in split_questions(questions, seed).items()}
     line = f"{len(questions)} questions generated from {len(spans.rows)} salient spans in {len(snapshot)} passages"
     return [line, *_write(out, parts, **inputs)]
 
@@ -105,7 +105,7 @@ def _write(out: Path, parts: Mapping[str, Sequence[Question]], **fields: Any) ->
     counts = {name: len(questions) for name, questions in parts.items()}
     with artifacts.atomic_folder(out) as stage:
         for name, questions in parts.items():
-            (stage / name).write_bytes(b"".join(map(json_line, questions)))
+            (stage / name).write_bytes(b"".join(map(to_json_line, questions)))
         artifacts.write_manifest(stage, KIND, **fields, written=counts)
     return [f"{count} written to {out / name}" for name, count in counts.items()]
 
@@ -144,6 +144,6 @@ def measure_ceilings(
     if not questions[0].is_regex:
         fits = answer_fits_reader(questions, snapshot.tokenizer, longest)
         yield f"with an answer of at most {longest} wordpieces: {fits.mean():.1%}"
-    slow = [q.id for q in questions if q.is_regex and any(expression(a).timed_out for a in q.answers)]
+    slow = [q.id for q in questions if q.is_regex and any(compile_expression(a).timed_out for a in q.answers)]
     if slow:
         yield f"regular expressions that timed out: {len(slow)} ({', '.join(slow)})"

@@ -13,8 +13,8 @@ from realmops import artifacts
 from realmops.evaluate.predictions import read_results, results_file
 from realmops.evaluate.run_report import FigureTable, figure_tables
 from realmops.stages import METRICS, STAGES
-from realmops.tracking.client import default_uri
-from realmops.tracking.mlflow_views import view_address
+from realmops.tracking.client import local_tracking_uri
+from realmops.tracking.mlflow_views import view_url
 from realmops.tracking.runs import tracking_folder
 
 if TYPE_CHECKING:
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 def summary(root: Path) -> Iterator[Table | str]:
     """Yield tables of a run's results, and commands to continue with. Raises ValueError if there are no results."""
-    metrics = metrics_under(root)
+    metrics = read_metrics(root)
     if not metrics:
         raise ValueError(f"{root.resolve()} has no results; run 'make run' or 'realmops run all' there first")
-    yield from (table.for_console() for table in figure_tables(metrics))
+    yield from (table.to_rich_table() for table in figure_tables(metrics))
     if presets := presets_of(root):
         yield f"Presets:  {', '.join(presets)}"
-    page = page_under(root)
+    page = report_path(root)
     if page.is_file():
         yield f"Report (HTML, offline):  {page}"
     if find_spec("mlflow") is not None:
         yield f"Compare runs in the browser:  {browser_command(root)}"
-        yield f"and open, with metrics as columns:  {view_address('realmops-runs')}"
-    yield from how_to_ask(root)
+        yield f"and open, with metrics as columns:  {view_url('realmops-runs')}"
+    yield from ask_commands(root)
 
 
-def metrics_under(root: Path) -> dict[str, dict[str, Any]]:
+def read_metrics(root: Path) -> dict[str, dict[str, Any]]:
     """Read the metrics of each completed stage of a run."""
     paths = {stage.name: root / stage.folder / METRICS for stage in STAGES.values()}
     return {name: artifacts.read_json(path) for name, path in paths.items() if path.is_file()}
@@ -46,11 +46,11 @@ def metrics_under(root: Path) -> dict[str, dict[str, Any]]:
 
 def seconds_table(names: Iterable[str], root: Path) -> Table:
     """Return a table of the duration in seconds of each stage's last run, with their sum."""
-    metrics = metrics_under(root)
+    metrics = read_metrics(root)
     seconds = {name: metrics[name]["seconds"] for name in names}
     rows = [(name, f"{value:,.1f}") for name, value in seconds.items()]
     total = ("sum", f"{sum(seconds.values()):,.1f}")
-    return FigureTable("Stages, when they last ran", ("stage", "seconds"), (rows, (total,))).for_console()
+    return FigureTable("Stages, when they last ran", ("stage", "seconds"), (rows, (total,))).to_rich_table()
 
 
 def presets_of(root: Path) -> list[str]:
@@ -60,17 +60,17 @@ def presets_of(root: Path) -> list[str]:
     return presets
 
 
-def page_under(root: Path) -> Path:
+def report_path(root: Path) -> Path:
     """Return the path of a run's HTML report."""
     return root / STAGES["evaluate"].folder / "report.html"
 
 
 def browser_command(root: Path) -> str:
     """Return the command for the MLflow UI of a run, with this environment's mlflow, which may not be on the PATH."""
-    return f"{_command('mlflow')} ui --backend-store-uri {default_uri(tracking_folder(root))}"
+    return f"{_command('mlflow')} ui --backend-store-uri {local_tracking_uri(tracking_folder(root))}"
 
 
-def how_to_ask(root: Path) -> Iterator[str]:
+def ask_commands(root: Path) -> Iterator[str]:
     """Yield commands for answering questions; none if the model has no reader.
 
     The example is a test question, unless these were generated from the corpus: cloze questions are not natural ones.
@@ -80,7 +80,7 @@ def how_to_ask(root: Path) -> Iterator[str]:
     example = next((prediction.question for prediction in read_results(root) if prediction.passage_ids), None)
     if example is None:
         return
-    if metrics_under(root)["evaluate"].get("cloze_questions"):
+    if read_metrics(root)["evaluate"].get("cloze_questions"):
         example = "Your question?"
     option = "" if root.resolve() == Path.cwd() else f" --root {shlex.quote(str(root))}"
     yield f"Ask questions, with sources:  {_command('realmops')} ask {shlex.quote(example)}{option}"

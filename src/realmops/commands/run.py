@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
-from realmops.commands.questions import make_cloze
+from realmops.commands.questions import write_cloze_questions
 from realmops.config import CLOSED_BOOK, Values, parse_section
-from realmops.corpus.formats import sources
+from realmops.corpus.formats import list_sources
 from realmops.corpus.question_sets import read_questions
 from realmops.hub import T5, encoder_files, encoder_folder
 from realmops.refresh.child_processes import end_with
-from realmops.stages import CLOZE, STAGES, Report, check_files, external_files, in_use, named_below
+from realmops.stages import CLOZE, STAGES, Report, check_files, files_in_use, has_file_below, option_files
 from realmops.stages.runner import run_stage
 from realmops.text.conll import read_conll
 from realmops.text.pretrained import read_encoder_tokenizer
@@ -47,8 +47,8 @@ def run_stages(
         metrics = run_stage(name, values, presets=presets, project=project, root=root, report=report, force=force)
         if metrics:
             yield name, metrics
-        if name == "tag" and named_below(CLOZE, names, values):
-            for line in make_cloze(root, None, seed=values["run"]["seed"]):
+        if name == "tag" and has_file_below(CLOZE, names, values):
+            for line in write_cloze_questions(root, None, seed=values["run"]["seed"]):
                 report.say(f"cloze: {line}")
 
 
@@ -57,8 +57,8 @@ def _validate_inputs(names: Sequence[str], values: Values, project: Path, root: 
     files = {
         key: path
         for name in names
-        for key, path in external_files(STAGES[name], values, project, root).items()
-        if key in in_use(STAGES[name], values) and path.exists()
+        for key, path in option_files(STAGES[name], values, project, root).items()
+        if key in files_in_use(STAGES[name], values) and path.exists()
     }
     for key, path in files.items():
         read_external_input(key, path, values)
@@ -115,9 +115,9 @@ def _learning_rate_warnings(stages: Collection[str], values: Values) -> Iterator
 def read_external_input(key: str, path: Path, values: Values) -> None:
     """Read the file or folder of an option as its stage will. Raises ValueError now, before any stage runs."""
     if key == "snapshot.documents":
-        sources(path, values["snapshot"]["format"])
+        list_sources(path, values["snapshot"]["format"])
     elif key == "snapshot.warmup":
-        sources(path, "auto")
+        list_sources(path, "auto")
     elif key.startswith("questions."):
         read_questions([path], format=values["questions"]["format"])
     elif key == "reader.init":
@@ -138,7 +138,7 @@ def check_encoders(names: Collection[str], values: Values) -> list[str]:
     init, warnings = values["bert"]["init"], []
     if init != "small" and any("bert" in STAGES[name].sections for name in names):
         from realmops.model.checkpoint_files import build_models
-        from realmops.model.transformers_models import USUAL
+        from realmops.model.transformers_models import SUGGESTED_ENCODERS
 
         folder = encoder_folder(init)
         words, *_ = read_encoder_tokenizer(folder)
@@ -151,7 +151,7 @@ def check_encoders(names: Collection[str], values: Values) -> list[str]:
             if built.masked_words is None and stage in names and values[section][name]:
                 raise ValueError(
                     f"{folder}: a {kind} is a causal model, which cannot predict masked words and is supported only "
-                    f"for retrieval; set {key}=0, or choose a bidirectional encoder, for example {USUAL}"
+                    f"for retrieval; set {key}=0, or choose a bidirectional encoder, for example {SUGGESTED_ENCODERS}"
                 )
         if not built.encoder.packs:
             warnings.append(

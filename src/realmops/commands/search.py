@@ -5,14 +5,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from realmops.answering.passage_search import ID, Where
+from realmops.answering.passage_search import DOCUMENT_ID, Where
 
 _CONDITION = re.compile(r"([^<>=]+)(>=|<=|=|>|<)(.*)", re.DOTALL)
 _BOUND = {">=": "gte", ">": "gt", "<=": "lte", "<": "lt"}
 _CONTEXT = 90  # characters shown on either side of a match
 
 
-def filter_of(conditions: Sequence[str]) -> Where:
+def parse_filter(conditions: Sequence[str]) -> Where:
     """Parse conditions ``FIELD=VALUE``, ``FIELD>=VALUE`` and so on into a filter; two ``=`` of a field match either.
 
     A value that is a JSON number, true or false has that type; any other value, and the id of a document, is a string.
@@ -39,7 +39,7 @@ def _parse_value(text: str, field: str) -> Any:
         value = json.loads(text, parse_constant=str)
     except ValueError:
         return text
-    return value if isinstance(value, str | int | float) and field != ID else text
+    return value if isinstance(value, str | int | float) and field != DOCUMENT_ID else text
 
 
 def result_lines(record: Mapping[str, Any]) -> Iterator[str]:

@@ -17,24 +17,34 @@ from typing import Any
 import numpy as np
 
 from realmops import artifacts
-from realmops.artifacts import WORK
+from realmops.artifacts import WORK_FOLDER
 from realmops.config import CLOSED_BOOK, SnapshotOptions, Values, parse_section
-from realmops.corpus.formats import sources
-from realmops.corpus.question_sets import in_languages, read_questions, text_key
+from realmops.corpus.formats import list_sources
+from realmops.corpus.question_sets import assign_languages, read_questions, text_key
 from realmops.corpus.snapshot_reader import PLACES, REJECTS, TEXTS, Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
-from realmops.devices import device_and_dtype, tune_process
+from realmops.devices import configure_process, device_and_dtype
 from realmops.evaluate.predictions import PREDICTIONS, Prediction, read_predictions
-from realmops.evaluate.run_report import FigureTable, as_text
+from realmops.evaluate.run_report import FigureTable, escape_markdown
 from realmops.journal import Journal
 from realmops.model.checkpoint_files import load_models
 from realmops.search import bm25
 from realmops.search.bm25_writer import write_bm25
 from realmops.search.embeddings import INDEX, embed_changed, load_index, save_index
-from realmops.stages import JOURNAL, METRICS, STAGES, Job, Report, content_of, evaluate, external_files, parse_sections
+from realmops.stages import (
+    JOURNAL,
+    METRICS,
+    STAGES,
+    Job,
+    Report,
+    content_digests,
+    evaluate,
+    option_files,
+    parse_sections,
+)
 from realmops.stages.corpus_states import RESULTS, UPDATE, UPDATES, CorpusState, model_digest, pipeline_state, states
-from realmops.stages.runner import alone
-from realmops.stages.snapshot import counts, tell_rejects
+from realmops.stages.runner import stage_lock
+from realmops.stages.snapshot import snapshot_counts, warn_of_rejects
 
 ANSWERS = "answers"  # manifest kind of an update's answers
 CHANGES = f"{RESULTS}/changed_answers.jsonl"
@@ -72,16 +82,16 @@ def update(
         ValueError: a stage has not run, the corpus is invalid, or, without ``may_shrink``, less than half of the
             passages are left.
     """
-    with alone(root / WORK, UPDATE):
+    with stage_lock(root / WORK_FOLDER, UPDATE):
         before, answered = _checked_states(values, project, root)
         old = Snapshot.open(before.snapshot / "corpus")
         if (before.finetune / INDEX).is_file():
             load_index(before.finetune, old)  # fail early if it is of another corpus
-        documents = external_files(STAGES["snapshot"], values, project, root)["snapshot.documents"]
+        documents = option_files(STAGES["snapshot"], values, project, root)["snapshot.documents"]
         options: SnapshotOptions = parse_section("snapshot", values["snapshot"])
-        source = [str(documents), content_of(documents), options.format, options.broken_share]
+        source = [str(documents), content_digests(documents), options.format, options.broken_share]
         key = artifacts.digest_of([old.vocabulary_hash, old.manifest["settings"], *source])
-        work = root / WORK / "work" / f"{UPDATE}-{key[:16]}"
+        work = root / WORK_FOLDER / "work" / f"{UPDATE}-{key[:16]}"
         for other in work.parent.glob(f"{UPDATE}-*"):  # of a killed update of other documents
             if other != work:
                 shutil.rmtree(other)
@@ -143,10 +153,10 @@ def _checked_states(values: Values, project: Path, root: Path) -> tuple[CorpusSt
     answered = next(state for state in reversed(known_states) if (state.results / PREDICTIONS).is_file())
     if answered.number:
         artifacts.read_manifest(answered.results, ANSWERS)
-    path = external_files(STAGES["evaluate"], values, project, root)["questions.test"]
+    path = option_files(STAGES["evaluate"], values, project, root)["questions.test"]
     questions = read_questions([path], format=values["questions"]["format"])
     common_languages = Snapshot.open(answered.snapshot / "corpus", verify=False).common_languages
-    now = {question.asked: question.answer_rule for question in in_languages(questions, common_languages)}
+    now = {question.asked: question.answer_rule for question in assign_languages(questions, common_languages)}
     before_rules = {p.asked: p.answer_rule for p in read_predictions(answered.results / PREDICTIONS)}
     if now.keys() != before_rules.keys() or any(before_rules[key] not in (None, rule) for key, rule in now.items()):
         raise ValueError(
@@ -165,7 +175,7 @@ def _read_corpus(task: _Task, documents: Path) -> Snapshot:
         with suppress(ValueError):  # partly removed by a killed update
             return Snapshot.open(final)
     options: SnapshotOptions = parse_section("snapshot", task.values["snapshot"])
-    files = sources(documents, options.format)
+    files = list_sources(documents, options.format)
     settings = {**old.manifest["settings"], "casing": old.casing}
     try:
         with artifacts.atomic_folder(final) as stage:
@@ -184,8 +194,8 @@ def _read_corpus(task: _Task, documents: Path) -> Snapshot:
     except ValueError:
         shutil.rmtree(work)
         raise
-    tell_rejects(task.report, "corpus", manifest, final, f"snapshot/corpus/{REJECTS} of the update")
-    artifacts.write_json(figures, {"vocabulary": len(old.vocabulary), **counts(manifest)})
+    warn_of_rejects(task.report, "corpus", manifest, final, f"snapshot/corpus/{REJECTS} of the update")
+    artifacts.write_json(figures, {"vocabulary": len(old.vocabulary), **snapshot_counts(manifest)})
     shutil.rmtree(work / "growing")
     return Snapshot.open(final)
 
@@ -211,7 +221,7 @@ def _embed(task: _Task, new: Snapshot, out: Path) -> dict[str, Any]:
     """Write the model with the new index; return counts of passages by change, and embedding seconds."""
     before, old = task.before.finetune, task.old
     run = parse_section("run", task.values["run"])
-    tune_process(run.threads)
+    configure_process(run.threads)
     device, dtype = device_and_dtype(run)
     folder = out / "finetune"
     folder.mkdir()
@@ -221,7 +231,7 @@ def _embed(task: _Task, new: Snapshot, out: Path) -> dict[str, Any]:
             copy = folder / path.relative_to(model)
             copy.parent.mkdir(exist_ok=True)
             artifacts.link_or_copy(path, copy)
-    row = new.places_in(old)
+    row = new.match_passages(old)
     new_rows = np.flatnonzero(row < 0)
     documents = set(old.column("document_id"))
     in_old_documents = sum(document in documents for (document,) in new.rows(new_rows, "document_id"))
@@ -247,7 +257,7 @@ def _answer(task: _Task, final: Path) -> dict[str, Any]:
     """Run the stage ``evaluate`` on an update and write changed answers; return metrics before and after."""
     stage, before = STAGES["evaluate"], task.answered.results
     inputs = {"snapshot": final / "snapshot", "finetune": final / "finetune"}
-    inputs |= external_files(stage, task.values, task.project, task.root)
+    inputs |= option_files(stage, task.values, task.project, task.root)
     with artifacts.atomic_folder(final / RESULTS) as results:
         with Journal(task.work / JOURNAL, stage.name) as journal:
             sections = parse_sections(stage, task.values)
@@ -317,4 +327,4 @@ def changes_table(folder: Path, limit: int = _SHOWN) -> FigureTable:
 def changes_markdown(folder: Path, limit: int) -> str:
     """Return the table of the first changed answers as Markdown."""
     table = changes_table(folder, limit)
-    return f"{as_text(table.title)}\n\n{table.as_markdown()}" if table.groups[0] else "No answer changed.\n"
+    return f"{escape_markdown(table.title)}\n\n{table.to_markdown()}" if table.groups[0] else "No answer changed.\n"

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from realmops.corpus.documents import Document, check_text, read_json_lines
-from realmops.corpus.formats import sources
+from realmops.corpus.formats import list_sources
 from realmops.corpus.formats.paged import PDF
-from realmops.corpus.formats.paged import boxes as boxes_of
-from realmops.corpus.ingest import batches, convert
+from realmops.corpus.formats.paged import bounding_boxes as boxes_of
+from realmops.corpus.ingest import iter_batches, parse_records
 from realmops.corpus.snapshot_reader import document_name
 
 Progress = Callable[[int], None]
@@ -66,13 +66,13 @@ def verify(
             by_document[quotation.document].append(quotation)
     if not count:
         raise ValueError(f"{answers} has no answers; write some with 'realmops ask --json'")
-    files = sources(documents, format)
+    files = list_sources(documents, format)
     box_lines: list[str] = []
     bar = progress("documents", sum(source.size for source in files), "B")
     document_count = len(by_document)
     for source in files:
-        for batch in batches([source]):
-            for outcome in convert([(source.format.name, records) for _, records in batch.runs]):
+        for batch in iter_batches([source]):
+            for outcome in parse_records([(source.format.name, records) for _, records in batch.runs]):
                 if isinstance(outcome, Document):  # of several documents with one id the first counts
                     quoted = by_document.pop(document_name(outcome), [])
                     problems += _check_quotations(quoted, outcome)

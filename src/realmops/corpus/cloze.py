@@ -23,7 +23,7 @@ from realmops.artifacts import seed_for
 from realmops.corpus.masking import MAX_PASSAGES, count_passages
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.text.languages import ENGLISH, NO_BLANKS, compiled, languages
+from realmops.text.languages import ENGLISH, NO_BLANKS, compile_regex, load_languages
 from realmops.text.spans import token_spans
 
 DATE, NUMBER = "DATE", "NUMBER"  # labels of dates found by expression, and of numbers (here only)
@@ -91,7 +91,7 @@ def find_numbers(snapshot: Snapshot, spans: NDArray[np.int64]) -> NDArray[np.int
         free = np.ones(len(snapshot.body(passage)), bool)
         for start, stop in occupied[passage]:
             free[start:stop] = False
-        expression = _NUMBER if snapshot.language_of(passage) == ENGLISH else compiled(_OTHER_NUMBER)
+        expression = _NUMBER if snapshot.language_of(passage) == ENGLISH else compile_regex(_OTHER_NUMBER)
         matches = [match.span() for match in expression.finditer(snapshot.text(passage))]
         sentences = snapshot.sentences(passage)
         for span in token_spans(matches, snapshot.chars(passage), sentences):
@@ -110,13 +110,13 @@ def question_word(label: str, answer: str, rng: np.random.Generator, language: s
         asks = "what year"
     if language == ENGLISH:
         return asks
-    translated = languages()[language].questions.get(asks, "")
+    translated = load_languages()[language].questions.get(asks, "")
     return translated if isinstance(translated, str) else str(translated[0])
 
 
 def _words(text: str, language: str) -> list[str]:
     """Split a text into words without surrounding marks, or into pairs of characters if the script has no spaces."""
-    parts = text.split() if language == ENGLISH else compiled(_OTHER_WORD).findall(text)
+    parts = text.split() if language == ENGLISH else compile_regex(_OTHER_WORD).findall(text)
     marks = _MARKS if language == ENGLISH else _OTHER_MARKS
     return [part.strip(marks) for part in parts if any(c.isalnum() for c in part)]
 
@@ -126,7 +126,7 @@ def format_question(words: Sequence[str], language: str) -> str:
     if language == ENGLISH:
         return " ".join(words) + "?"
     text = " ".join(word for word in words if word)
-    text = compiled(_BLANK_BETWEEN_CHARACTERS).sub("", text)
+    text = compile_regex(_BLANK_BETWEEN_CHARACTERS).sub("", text)
     return f"¿{text}?" if language == "es" else f"{text}？" if language in ("zh", "ja") else f"{text}?"
 
 
@@ -180,7 +180,7 @@ def cloze_questions(
     return questions
 
 
-def split(questions: Sequence[Question], seed: int) -> dict[str, list[Question]]:
+def split_questions(questions: Sequence[Question], seed: int) -> dict[str, list[Question]]:
     """Split questions into train, dev and test so that no source passage is shared between parts.
 
     ``HELD_OUT_SHARE`` of the passages go to dev and as many to test, with at most ``MAX_HELD_OUT`` questions each. A
@@ -214,7 +214,7 @@ def split(questions: Sequence[Question], seed: int) -> dict[str, list[Question]]
     return parts
 
 
-class Sources:
+class SourcePassages:
     """Lookup of the passages that a question was generated from, which are no evidence for its answer."""
 
     def __init__(self, snapshot: Snapshot) -> None:

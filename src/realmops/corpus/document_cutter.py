@@ -6,13 +6,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from realmops.corpus.documents import Document, Dropped, Outcome, Rejected, guarded
+from realmops.corpus.documents import Document, Dropped, Outcome, Rejected, call_guarded
 from realmops.corpus.incremental import EarlierSnapshot
-from realmops.corpus.ingest import Records, convert
+from realmops.corpus.ingest import Records, parse_records
 from realmops.corpus.passages import PassageBatch, cut_passages
 from realmops.corpus.snapshot_reader import DOCUMENTS
-from realmops.text.special import SpecialTokens
-from realmops.text.tokenizer import texts_tokenizer
+from realmops.text.special_tokens import SpecialTokens
+from realmops.text.tokenizer import build_batch_tokenizer
 from realmops.text.vocabulary import Casing, build_tokenizer, open_tokenizer
 
 _REPEATED = 64 << 20  # characters; bounds the title and extra columns that every passage of a document repeats
@@ -38,7 +38,7 @@ class DocumentCutter:
     ) -> None:
         casing = Casing(**settings["casing"])
         subword_tokenizer = open_tokenizer(tokenizer) if tokenizer else build_tokenizer(vocabulary, casing)
-        self._tokenizer = texts_tokenizer(subword_tokenizer)
+        self._tokenizer = build_batch_tokenizer(subword_tokenizer)
         prefix_length = len(SpecialTokens.of(subword_tokenizer).document) if tokenizer else 0
         self._block_wordpieces = None if settings["whole_documents"] else settings["block_wordpieces"] - prefix_length
         self._drop_titles = settings["drop_titles"]
@@ -48,9 +48,9 @@ class DocumentCutter:
 
     def __call__(self, records: Records, /) -> tuple[list[Outcome], PassageBatch]:
         """Return the outcome of each record, and the passages of the documents that have wordpieces."""
-        outcomes = [self._admit(outcome) for outcome in convert(records)]
+        outcomes = [self._admit(outcome) for outcome in parse_records(records)]
         documents = [outcome for outcome in outcomes if isinstance(outcome, Document)]
-        batch = guarded(partial(self._cut, documents), lambda _: None)
+        batch = call_guarded(partial(self._cut, documents), lambda _: None)
         if batch is None:  # retry one by one to reject the record that fails
             outcomes = [self._try(outcome) for outcome in outcomes]
             documents = [outcome for outcome in outcomes if isinstance(outcome, Document)]
@@ -77,7 +77,7 @@ class DocumentCutter:
         """Return the outcome, or Rejected if its passages cannot be cut."""
         if not isinstance(outcome, Document):
             return outcome
-        failed = guarded(partial(self._cut, [outcome]), partial(Rejected, outcome.place))
+        failed = call_guarded(partial(self._cut, [outcome]), partial(Rejected, outcome.place))
         return failed if isinstance(failed, Rejected) else outcome
 
     def _admit(self, outcome: Outcome) -> Outcome:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from realmops.artifacts import canonical_json
-from realmops.text.compressed import DAMAGE, damage, open_compressed
+from realmops.text.compressed import DECOMPRESSION_ERRORS, describe_damage, open_compressed
 
 LINE_LIMIT = 16 << 20  # bytes of a line, characters of a text
 _BOM = b"\xef\xbb\xbf"
@@ -49,7 +49,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class Raw:
+class RawRecord:
     """A record cut from its file and not yet parsed.
 
     Attributes:
@@ -105,23 +105,23 @@ class Format:
     """
 
     name: str
-    records: Callable[[Path], Iterator[Raw | Rejected]]
-    parse: Callable[[Raw], Outcome]
+    records: Callable[[Path], Iterator[RawRecord | Rejected]]
+    parse: Callable[[RawRecord], Outcome]
     is_document: bool = False
     needs: str = ""
 
-    def convert(self, raw: Raw) -> Outcome:
+    def convert(self, raw: RawRecord) -> Outcome:
         """Parse a record; return Rejected if it is broken or a library fails on it."""
-        return guarded(partial(self._convert, raw), partial(Rejected, raw.place))
+        return call_guarded(partial(self._convert, raw), partial(Rejected, raw.place))
 
-    def _convert(self, raw: Raw) -> Outcome:
+    def _convert(self, raw: RawRecord) -> Outcome:
         try:
             return self.parse(raw)
         except ValueError as error:
             return Rejected(raw.place, str(error).removeprefix(f"{raw.place}: "))
 
 
-def guarded(work: Callable[[], T], on_failure: Callable[[str], R]) -> T | R:
+def call_guarded(work: Callable[[], T], on_failure: Callable[[str], R]) -> T | R:
     """Call ``work`` on one record; if a library fails on it, return ``on_failure(problem)``.
 
     Errors that the record did not cause propagate: disk, memory, missing packages, interrupts.
@@ -135,12 +135,12 @@ def guarded(work: Callable[[], T], on_failure: Callable[[str], R]) -> T | R:
         return on_failure(f"the record cannot be read ({type(error).__name__}: {problem}); leave it out")
 
 
-def unreadable_rest(place: str, problem: str, remedy: str) -> Rejected:
+def reject_remainder(place: str, problem: str, remedy: str) -> Rejected:
     """Build the ``Rejected`` that ends a file at ``place``, after which no record can be read."""
     return Rejected(place, f"{problem}, so that the rest of the file cannot be read; {remedy}", ends_file=True)
 
 
-def shown(name: str | Path) -> str:
+def printable_path(name: str | Path) -> str:
     """Return a file name or place as printable text; bytes that are not UTF-8 are escaped."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
@@ -151,13 +151,13 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         ValueError: At the first broken line.
     """
-    for raw in cut_lines(path):
+    for raw in iter_lines(path):
         if isinstance(raw, Rejected):
             raise ValueError(f"{raw.place}: {raw.problem}")
-        yield raw.place, json_object(raw.data, raw.place)
+        yield raw.place, parse_json_object(raw.data, raw.place)
 
 
-def cut_lines(path: Path) -> Iterator[Raw | Rejected]:
+def iter_lines(path: Path) -> Iterator[RawRecord | Rejected]:
     """Yield the non-blank lines of a file as bytes; lines over ``LINE_LIMIT`` bytes are rejected without parsing."""
     number = 0
     with open_compressed(path) as (file, position):
@@ -177,14 +177,14 @@ def cut_lines(path: Path) -> Iterator[Raw | Rejected]:
                 if number == 1:
                     line = line.removeprefix(_BOM)
                 if line.strip():
-                    yield Raw(place, line, position())
-        except DAMAGE as error:
-            yield Rejected(f"{path}:{number + 1}", damage(error, path), ends_file=True)
+                    yield RawRecord(place, line, position())
+        except DECOMPRESSION_ERRORS as error:
+            yield Rejected(f"{path}:{number + 1}", describe_damage(error, path), ends_file=True)
 
 
 def parse_document(record: dict[str, Any], place: str) -> Document:
     """Parse a JSON object to a document; raise ValueError, with ``place`` first, if it is invalid."""
-    title, text = (check_text(require(record, key, place), key, place) for key in ("title", "text"))
+    title, text = (check_text(require_key(record, key, place), key, place) for key in ("title", "text"))
     if len(text) > LINE_LIMIT:
         raise ValueError(f"{place}: 'text' is longer than {LINE_LIMIT >> 20} Mi characters; split it")
     identifier, spans = record.get("id"), record.get("spans", [])
@@ -196,7 +196,7 @@ def parse_document(record: dict[str, Any], place: str) -> Document:
     return Document(title, text, checked_id, checked_spans, place, _extra_json(columns, place))
 
 
-def document_or_dropped(record: dict[str, Any], place: str) -> Outcome:
+def parse_document_or_drop(record: dict[str, Any], place: str) -> Outcome:
     """Parse a JSON object to a document; return Dropped if its text is empty."""
     document = parse_document(record, place)
     return document if document.text.strip() else Dropped(place, "empty_text")
@@ -225,7 +225,7 @@ def check_text(value: object, key: str, place: str) -> str:
     return value
 
 
-def require(record: dict[str, Any], key: str, place: str) -> Any:
+def require_key(record: dict[str, Any], key: str, place: str) -> Any:
     """Return ``record[key]``, or raise ValueError with key and place if it is missing."""
     if key not in record:
         keys = ", ".join(sorted(record)) or "none"
@@ -243,7 +243,7 @@ def check_id(value: object, place: str) -> str:
     return text
 
 
-def json_object(line: bytes, place: str) -> dict[str, Any]:
+def parse_json_object(line: bytes, place: str) -> dict[str, Any]:
     """Parse a line to a JSON object; raise ValueError, with ``place`` first, if it is invalid."""
     try:
         value = json.loads(line.decode(), object_pairs_hook=_unique_keys, parse_constant=_reject_constant)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from realmops.corpus.documents import Document
 from realmops.corpus.passages import Passage, PassageBatch, passage_digest, text_digest
 from realmops.corpus.snapshot_reader import DOCUMENTS, Snapshot, map_texts
-from realmops.text.flat import load_flat
+from realmops.text.npy_files import load_npy
 
 # Shape legend: D documents of the earlier snapshot, P its passages.
 
@@ -26,7 +26,7 @@ class EarlierSnapshot:
 
     def __init__(self, folder: Path) -> None:
         self._snapshot = Snapshot.open(folder, verify=False)
-        digest_D2 = load_flat(folder / DOCUMENTS)
+        digest_D2 = load_npy(folder / DOCUMENTS)
         self._order_D = np.lexsort((digest_D2[:, 1], digest_D2[:, 0]))
         self._digest_D2 = digest_D2[self._order_D]
         self._first_D = np.searchsorted(self._snapshot.places[:, 0], np.arange(len(digest_D2) + 1))

@@ -15,13 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from realmops.corpus.documents import Document, Dropped, Outcome, Raw, Rejected, shown
+from realmops.corpus.documents import Document, Dropped, Outcome, RawRecord, Rejected, printable_path
 from realmops.corpus.formats import FORMATS, Source
 
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_RECORDS = 1024
 
-Records = list[tuple[str, list[Raw | Rejected]]]  # (format name, records)
+Records = list[tuple[str, list[RawRecord | Rejected]]]  # (format name, records)
 T = TypeVar("T")
 
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 class Batch:
     """Consecutive records, grouped by source: (source number, records)."""
 
-    runs: list[tuple[int, list[Raw | Rejected]]]
+    runs: list[tuple[int, list[RawRecord | Rejected]]]
 
 
 @dataclass(slots=True)
@@ -66,17 +66,17 @@ class OutcomeCounts:
             self.rejected += isinstance(outcome, Rejected)
 
 
-def batches(sources: Sequence[Source], source: int = 0, record: int = 0) -> Iterator[Batch]:
+def iter_batches(sources: Sequence[Source], source: int = 0, record: int = 0) -> Iterator[Batch]:
     """Yield the records of all sources in batches, starting at a given record of a given source.
 
     Raises:
         ValueError: If a file cannot be read to its end, because the number of lost records is unknown. A source with
             ``broken`` set is counted as unread instead.
     """
-    runs: list[tuple[int, list[Raw | Rejected]]] = []
+    runs: list[tuple[int, list[RawRecord | Rejected]]] = []
     weight = count = 0
     for number in range(source, len(sources)):
-        records: list[Raw | Rejected] = []
+        records: list[RawRecord | Rejected] = []
         runs.append((number, records))
         stream = sources[number].format.records(sources[number].path)
         first = record if number == source else 0
@@ -85,11 +85,11 @@ def batches(sources: Sequence[Source], source: int = 0, record: int = 0) -> Iter
                 item = replace(item, kind=sources[number].broken)
             elif isinstance(item, Rejected) and item.ends_file:
                 raise ValueError(
-                    f"{shown(item.place)}: {item.problem} ({read} records of the file were read before); "
+                    f"{printable_path(item.place)}: {item.problem} ({read} records of the file were read before); "
                     "or remove the file from the documents"
                 )
             if not item.place.isascii():
-                item = replace(item, place=shown(item.place))
+                item = replace(item, place=printable_path(item.place))
             records.append(item)
             count += 1
             weight += _weight(item)
@@ -101,7 +101,7 @@ def batches(sources: Sequence[Source], source: int = 0, record: int = 0) -> Iter
         yield Batch(runs)
 
 
-def _weight(item: Raw | Rejected) -> int:
+def _weight(item: RawRecord | Rejected) -> int:
     """Return the approximate size of a record in characters or bytes."""
     if isinstance(item, Rejected):
         return len(item.problem)
@@ -138,14 +138,14 @@ class Progress:
     def __call__(self, batch: Batch) -> None:
         """Report a finished batch."""
         number, records = batch.runs[-1]
-        position = next((record.position for record in reversed(records) if isinstance(record, Raw)), 0)
+        position = next((record.position for record in reversed(records) if isinstance(record, RawRecord)), 0)
         finished = max(self._reported, self._offsets[number] + position)
         if self._on_progress is not None:
             self._on_progress(finished - self._reported)
         self._reported = finished
 
 
-def convert(records: Records) -> list[Outcome]:
+def parse_records(records: Records) -> list[Outcome]:
     """Parse records; each becomes a Document, Dropped or Rejected."""
     return [
         item if isinstance(item, Rejected) else FORMATS[name].convert(item) for name, items in records for item in items

@@ -17,14 +17,14 @@ _WORDPIECES_PER_CHUNK = 1 << 24
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
-def mask_positions(
+def choose_mask_positions(
     scheme: str, rng: np.random.Generator, salient: tuple[int, int], is_continuation: np.ndarray, limit: int
 ) -> np.ndarray:
     """Return sorted positions to mask, at least one and at most ``limit``.
 
     Schemes:
 
-    - ``salient`` and ``recurring``: the wordpieces ``salient[0]`` to ``salient[1]``, end exclusive (REALM).
+    - ``salient`` and ``is_recurring``: the wordpieces ``salient[0]`` to ``salient[1]``, end exclusive (REALM).
     - ``random_token``: 15 % of the wordpieces, drawn independently (BERT).
     - ``random_span``: spans of whole words with geometric length, p = 0.2, at most 10 words, until 15 %
       are masked (SpanBERT).
@@ -67,7 +67,7 @@ def _random_spans(rng: np.random.Generator, word_starts: np.ndarray, length: int
     return np.array(sorted(masked))
 
 
-def recurring(snapshot: Snapshot, rows: np.ndarray, limit: int) -> np.ndarray:
+def is_recurring(snapshot: Snapshot, rows: np.ndarray, limit: int) -> np.ndarray:
     """Return a mask of the salient spans that occur as whole words in 2 to ``MAX_PASSAGES`` passages.
 
     Only those can be predicted from another passage. The arguments are those of ``count_passages``.

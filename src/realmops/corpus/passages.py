@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from realmops.artifacts import canonical_json
 from realmops.corpus.documents import Document
-from realmops.text.languages import AUTO, ENGLISH, detect
-from realmops.text.tokenizer import CachedTokenizer, WholeTokenizer
+from realmops.text.languages import AUTO, ENGLISH, detect_language
+from realmops.text.tokenizer import CachedTokenizer, UncachedTokenizer
 
 # Shape legend: T wordpieces, S sentences, P passages of a batch of documents.
 
@@ -151,7 +151,7 @@ def passage_digest(title: str, text: str) -> str:
 
 def cut_passages(
     documents: Sequence[Document],
-    tokenizer: CachedTokenizer | WholeTokenizer,
+    tokenizer: CachedTokenizer | UncachedTokenizer,
     *,
     block_wordpieces: int | None,
     language: str = ENGLISH,
@@ -159,7 +159,7 @@ def cut_passages(
     """Cut a batch of documents into passages, with wordpieces and offsets.
 
     Every text is tokenised once as a whole; character offsets continue across texts, so that one search finds the
-    wordpieces of all sentences. A tokenizer whose wordpieces depend on their context (``in_context``) tokenises the
+    wordpieces of all sentences. A tokenizer whose wordpieces depend on their context (``is_context_dependent``) tokenises the
     passages again, so that their wordpieces depend on the passage's text alone.
 
     Args:
@@ -168,13 +168,13 @@ def cut_passages(
         block_wordpieces: limit of ``pack_sentences``, or None: each document is one passage.
         language: language of all documents, or ``AUTO`` to detect that of each.
     """
-    title_texts = [document.title and tokenizer.before_titles + document.title for document in documents]
+    title_texts = [document.title and tokenizer.title_prefix + document.title for document in documents]
     titles = tokenizer.encode(title_texts).by_text()
     body = tokenizer.encode([document.text for document in documents])
     chars, bases = body.chars, body.bases.tolist()
-    if not tokenizer.in_context:
+    if not tokenizer.is_context_dependent:
         _cover_marks(documents, chars)
-    languages = [detect(f"{d.title} {d.text}")[0] if language == AUTO else language for d in documents]
+    languages = [detect_language(f"{d.title} {d.text}")[0] if language == AUTO else language for d in documents]
     counts, sentence_chars, sentence_tokens = _sentences(documents, languages, bases, chars)
 
     passages = []
@@ -192,7 +192,7 @@ def cut_passages(
             digest = passage_digest(document.title, document.text[start:stop])
             passages.append(Passage(index, (start, stop), (low, high + 1), tokens, digest))
     digests = [text_digest(document.title, document.text) for document in documents]
-    if tokenizer.in_context:
+    if tokenizer.is_context_dependent:
         ends = np.array(sentence_chars, np.int64)
         return _encode_passages(documents, tokenizer, passages, ends, bases, titles, languages, digests)
     sentences = _relative_sentences(sentence_tokens, passages)
@@ -202,7 +202,7 @@ def cut_passages(
 
 def _encode_passages(
     documents: Sequence[Document],
-    tokenizer: CachedTokenizer | WholeTokenizer,
+    tokenizer: CachedTokenizer | UncachedTokenizer,
     passages: Sequence[Passage],
     sentence_chars: NDArray[np.int64],
     bases: Sequence[int],

@@ -20,7 +20,7 @@ import numpy as np
 
 from realmops.corpus.masking import MAX_PASSAGES
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.text.languages import LETTERS, NO_BLANKS, compiled, languages, placed
+from realmops.text.languages import LETTERS, NO_BLANKS, compile_regex, find_with_offsets, load_languages
 
 NAME, PHRASE, NUMBER = "NAME", "PHRASE", "NUMBER"
 MAX_WORDS, MAX_CHARACTERS = 4, 8  # per phrase: words, or characters of scripts without spaces
@@ -42,7 +42,7 @@ Entity = tuple[int, int, str]
 Unit = tuple[str, int, int]  # (word, or character of a script without spaces; start; end)
 
 
-class Phrases:
+class PhraseFinder:
     """Finder of salient spans, with statistics of the snapshot's passages for each language."""
 
     def __init__(self, snapshot: Snapshot) -> None:
@@ -53,7 +53,7 @@ class Phrases:
             sample = list(self._sample(np.flatnonzero(snapshot.code_P == code.encode()).tolist()))
             if code in _WITHOUT_CAPITALS:
                 self._phrases[code] = _learn_phrases(
-                    [(text, units) for text, units, _ in sample], languages()[code].stop
+                    [(text, units) for text, units, _ in sample], load_languages()[code].stop
                 )
             else:
                 self._names[code] = _learn_names(sample, code)
@@ -93,16 +93,16 @@ class Phrases:
 
 
 def _units(text: str) -> list[Unit]:
-    return [*placed(_composed_units, text)]
+    return [*find_with_offsets(_composed_units, text)]
 
 
 def _composed_units(text: str) -> Iterator[Unit]:
-    return ((match[0], *match.span()) for match in compiled(_UNIT).finditer(text))
+    return ((match[0], *match.span()) for match in compile_regex(_UNIT).finditer(text))
 
 
 def _is_word(unit: str) -> bool:
     """Return whether a unit has at least two letters; combining marks are not letters."""
-    return compiled(_TWO_LETTERS).match(unit) is not None
+    return compile_regex(_TWO_LETTERS).match(unit) is not None
 
 
 def _is_adjacent(text: str, left: Unit, right: Unit) -> bool:
@@ -119,7 +119,7 @@ def _learn_names(sample: Iterable[tuple[str, list[Unit], set[int]]], language: s
     capitalised: Counter[str] = Counter()
     lower_case: Counter[str] = Counter()
     as_noun: Counter[str] = Counter()
-    rules = languages()[language]
+    rules = load_languages()[language]
     articles = rules.articles | rules.before_nouns
     for _, units, starts in sample:
         words = ["", "", *(word.lower() for word, _, _ in units)]
@@ -141,8 +141,8 @@ def _names(
 ) -> Iterator[tuple[int, int]]:
     """Yield runs of capitalised words; ``learned`` decides whether the first word of a sentence belongs to one."""
     names, lower_case = learned
-    nouns = languages()[language].before_nouns
-    excluded = nouns | languages()[language].articles | languages()[language].stop
+    nouns = load_languages()[language].before_nouns
+    excluded = nouns | load_languages()[language].articles | load_languages()[language].stop
     end = 0
     while end < len(units):
         first, end = end, end + 1

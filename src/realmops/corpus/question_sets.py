@@ -11,11 +11,11 @@ from typing import Any
 
 from realmops.artifacts import digest_of
 from realmops.corpus.documents import check_id, check_text
-from realmops.corpus.formats.question_files import QuestionRecord, question_reader
+from realmops.corpus.formats.question_files import QuestionRecord, find_question_reader
 from realmops.text.answer_matching import check_expression
-from realmops.text.languages import ENGLISH, detect, languages
+from realmops.text.languages import ENGLISH, detect_language, load_languages
 
-EXPRESSIONS = "regex"  # ``answer_rule`` of answers that are regular expressions
+REGEX_RULE = "regex"  # ``answer_rule`` of answers that are regular expressions
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class Question:
 
     @property
     def answer_rule(self) -> str:
-        """Rule by which a prediction is correct: a language code, or ``EXPRESSIONS``."""
-        return EXPRESSIONS if self.is_regex else self.language or ENGLISH
+        """Rule by which a prediction is correct: a language code, or ``REGEX_RULE``."""
+        return REGEX_RULE if self.is_regex else self.language or ENGLISH
 
     @property
     def asked(self) -> tuple[str, str, tuple[str, ...]]:
@@ -74,7 +74,7 @@ def read_questions(paths: Sequence[Path], *, format: str, unanswerable: list[str
     copies: Counter[str] = Counter()
     questions = []
     for path in paths:
-        for record in question_reader(path, format)(path):
+        for record in find_question_reader(path, format)(path):
             if record.unanswerable:
                 if unanswerable is not None:
                     unanswerable.append(str(record.id))
@@ -103,12 +103,12 @@ def text_key(text: str) -> str:
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
-def in_languages(questions: Iterable[Question], among: Sequence[str]) -> list[Question]:
+def assign_languages(questions: Iterable[Question], among: Sequence[str]) -> list[Question]:
     """Set the language of questions that have none, detected among the languages of a corpus."""
-    return [replace(q, language=q.language or detect(q.question, among)[0]) for q in questions]
+    return [replace(q, language=q.language or detect_language(q.question, among)[0]) for q in questions]
 
 
-def answers_are_expressions(questions: Iterable[Question]) -> bool:
+def answers_are_regex(questions: Iterable[Question]) -> bool:
     """Return whether all answers are regular expressions; raise ValueError for a mixture."""
     kinds = {question.is_regex: question.id for question in questions}
     if len(kinds) > 1:
@@ -119,7 +119,7 @@ def answers_are_expressions(questions: Iterable[Question]) -> bool:
     return kinds.popitem()[0] if kinds else False
 
 
-def in_orqa_dev(question: str) -> bool:
+def is_in_orqa_dev(question: str) -> bool:
     """Return whether ORQA (Lee et al. 2019) assigns a training question to its dev split: one of ten, by FarmHash."""
     import farmhash
 
@@ -127,7 +127,7 @@ def in_orqa_dev(question: str) -> bool:
     return fingerprint % 100_000 % 10 == 0
 
 
-def parts_of(questions: Iterable[Question]) -> dict[str, list[Question]]:
+def split_by_hash(questions: Iterable[Question]) -> dict[str, list[Question]]:
     """Split questions 7:1:2 into train, dev and test by a hash of their text, so that additions move no question."""
     parts: dict[str, list[Question]] = {"train": [], "dev": [], "test": []}
     for question in questions:
@@ -136,7 +136,7 @@ def parts_of(questions: Iterable[Question]) -> dict[str, list[Question]]:
     return parts
 
 
-def json_line(question: Question) -> bytes:
+def to_json_line(question: Question) -> bytes:
     """Serialise a question in the format ``jsonl``."""
     fields = {name: value for name, value in asdict(question).items() if value not in (None, False, (), "")}
     return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
@@ -157,8 +157,8 @@ def _question(record: QuestionRecord, copies: Counter[str]) -> Question:
     if not isinstance(record.not_in, list | tuple):
         raise ValueError(f"{place}: 'not_in' is {type(record.not_in).__name__}, expected a list of passage ids")
     language = "" if record.language is None else check_text(record.language, "language", place)
-    if language and language not in languages():
-        raise ValueError(f"{place}: 'language' is {language!r}, expected one of {', '.join(languages())}")
+    if language and language not in load_languages():
+        raise ValueError(f"{place}: 'language' is {language!r}, expected one of {', '.join(load_languages())}")
     return Question(
         id=identifier or _content_id(text, answers, copies),
         question=text,

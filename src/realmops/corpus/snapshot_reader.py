@@ -20,19 +20,19 @@ from tokenizers import Tokenizer
 from realmops.artifacts import digest_of, read_manifest
 from realmops.corpus.documents import PAGES, Document
 from realmops.hub import TOKENIZER, VOCABULARY
-from realmops.text.flat import load_flat
 from realmops.text.languages import AUTO, ENGLISH
+from realmops.text.npy_files import load_npy
 from realmops.text.spans import Spans
 from realmops.text.vocabulary import (
     Casing,
     build_tokenizer,
-    continuing_pieces,
+    is_continuation,
+    list_pieces,
     open_tokenizer,
-    pieces_of,
     read_vocabulary,
-    written_pieces,
+    surface_forms,
 )
-from realmops.text.word_shape import FORM_STEP, forms_of
+from realmops.text.word_shape import SHAPE_STEP, classify_words
 
 # Shape legend: P passages, T wordpieces of all bodies, S sentences; t and s: wordpieces and sentences of one passage.
 
@@ -57,13 +57,13 @@ def document_name(document: Document) -> str:
     return document.id or f"document-{digest_of([document.title, document.text])[:32]}"
 
 
-def rejects(folder: Path, *, unread: bool = False) -> Iterator[dict[str, str]]:
+def read_rejects(folder: Path, *, unread: bool = False) -> Iterator[dict[str, str]]:
     """Yield the broken records of a snapshot, or with ``unread`` its unreadable files."""
     with open(folder / REJECTS, "rb") as file:
         yield from (reject for reject in map(json.loads, file) if ("kind" in reject) == unread)
 
 
-def fields_of(extra: str) -> dict[str, Any]:
+def parse_extra(extra: str) -> dict[str, Any]:
     """Parse the column ``extra`` to the document's fields, without the internal ``PAGES``."""
     fields: dict[str, Any] = json.loads(extra or "{}")
     return {name: value for name, value in fields.items() if name != PAGES}
@@ -108,16 +108,16 @@ class Snapshot:
         self.block_wordpieces: int = manifest["settings"]["block_wordpieces"]
         self.casing = Casing(**manifest["settings"]["casing"])
         self.language: str = manifest["settings"].get("language", ENGLISH)  # code, or ``AUTO``
-        self.tokens: NDArray[Any] = load_flat(folder / "tokens.npy")
-        self.token_chars: Ints = load_flat(folder / "token_chars.npy")
-        self.token_offsets: NDArray[np.int64] = load_flat(folder / "token_offsets.npy")
-        self.title_flat: NDArray[Any] = load_flat(folder / "title_tokens.npy")
-        self.title_offsets: NDArray[np.int64] = load_flat(folder / "title_offsets.npy")
-        self.sentence_rows: Ints = load_flat(folder / "sentences.npy")
-        self.sentence_offsets: NDArray[np.int64] = load_flat(folder / "sentence_offsets.npy")
-        self.places: NDArray[np.int64] = load_flat(folder / PLACES)
+        self.tokens: NDArray[Any] = load_npy(folder / "tokens.npy")
+        self.token_chars: Ints = load_npy(folder / "token_chars.npy")
+        self.token_offsets: NDArray[np.int64] = load_npy(folder / "token_offsets.npy")
+        self.title_flat: NDArray[Any] = load_npy(folder / "title_tokens.npy")
+        self.title_offsets: NDArray[np.int64] = load_npy(folder / "title_offsets.npy")
+        self.sentence_rows: Ints = load_npy(folder / "sentences.npy")
+        self.sentence_offsets: NDArray[np.int64] = load_npy(folder / "sentence_offsets.npy")
+        self.places: NDArray[np.int64] = load_npy(folder / PLACES)
         has_continues = CONTINUES in manifest["files"]
-        self._continues: NDArray[np.bool_] | None = load_flat(folder / CONTINUES) if has_continues else None
+        self._continues: NDArray[np.bool_] | None = load_npy(folder / CONTINUES) if has_continues else None
         self._texts = map_texts(folder)
         self._columns = {name: self._texts.column(name) for name in TEXT_COLUMNS}
         self._forms = lru_cache(_FORM_CACHE_SIZE)(self.forms)
@@ -149,7 +149,7 @@ class Snapshot:
 
     def extra(self, index: int) -> dict[str, Any]:
         """Return the document's fields other than title, text and id."""
-        return fields_of(self._value("extra", index))
+        return parse_extra(self._value("extra", index))
 
     def start(self, index: int) -> int:
         """Return the character offset of the passage in its document's text, as the corpus reader returned it."""
@@ -174,7 +174,7 @@ class Snapshot:
         """Language code of each passage, [P]."""
         if self.language != AUTO:
             return np.full(len(self), self.language, "S2")
-        codes: NDArray[np.bytes_] = load_flat(self.folder / LANGUAGES).view("S2")[:, 0]
+        codes: NDArray[np.bytes_] = load_npy(self.folder / LANGUAGES).view("S2")[:, 0]
         return codes
 
     @cached_property
@@ -210,7 +210,7 @@ class Snapshot:
         values: list[str] = self._columns[name].to_pylist()
         return values
 
-    def coded(self, name: str) -> tuple[list[str], NDArray[np.int32]]:
+    def dictionary_encode(self, name: str) -> tuple[list[str], NDArray[np.int32]]:
         """Return a column dictionary-encoded: its distinct values, and the index of each passage's value, [P]."""
         column = self._columns[name].dictionary_encode().unify_dictionaries()
         codes = np.concatenate([np.empty(0, np.int32), *(chunk.indices.to_numpy() for chunk in column.chunks)])
@@ -224,7 +224,7 @@ class Snapshot:
             batch = texts.slice(group * ROWS_PER_BATCH, ROWS_PER_BATCH).take(indexes[start:end] % ROWS_PER_BATCH)
             yield from zip(*(batch.column(name).to_pylist() for name in names), strict=True)
 
-    def places_in(self, earlier: Self) -> NDArray[np.int64]:
+    def match_passages(self, earlier: Self) -> NDArray[np.int64]:
         """Return the number of each passage in another snapshot, [P], found by id; -1 if it is missing there."""
         ids, earlier_ids = (snapshot._columns["passage_id"] for snapshot in (self, earlier))
         numbers = pc.fill_null(pc.index_in(ids, value_set=earlier_ids), -1).to_numpy()
@@ -236,7 +236,7 @@ class Snapshot:
 
     def forms(self, index: int) -> NDArray[np.int64]:
         """Return the shape of each wordpiece's word as written in the passage's text, int64 [t]."""
-        return forms_of(self.text(index), self.chars(index), self.continues(index), self.sentences(index)[:, 0])
+        return classify_words(self.text(index), self.chars(index), self.continues(index), self.sentences(index)[:, 0])
 
     def continues(self, index: int) -> NDArray[np.bool_]:
         """Return whether each wordpiece of the passage's text continues a word, bool [t]."""
@@ -252,7 +252,7 @@ class Snapshot:
 
     def written(self, index: int) -> NDArray[np.int64]:
         """Return wordpieces combined with the shape of their word, as ``Packed`` expects them, int64 [t]."""
-        return self.body(index) + FORM_STEP * self._forms(index)
+        return self.body(index) + SHAPE_STEP * self._forms(index)
 
     def title_tokens(self, index: int) -> NDArray[np.int64]:
         """Return the wordpieces of the title."""
@@ -271,20 +271,20 @@ class Snapshot:
         """Wordpieces in the order of their ids."""
         if self.tokenizer_json is None:
             return read_vocabulary(self.folder / VOCABULARY)
-        return pieces_of(self.tokenizer)
+        return list_pieces(self.tokenizer)
 
     @cached_property
     def words(self) -> list[str]:
         """Wordpieces in lower case without whitespace markers, with the prefix "##" if they continue a word."""
         if getattr(self.tokenizer.model, "continuing_subword_prefix", None):
             return self.vocabulary
-        pieces = zip(written_pieces(self.tokenizer), self.continues_word, strict=True)
+        pieces = zip(surface_forms(self.tokenizer), self.continues_word, strict=True)
         return [("##" if is_continuation else "") + piece.strip().lower() for piece, is_continuation in pieces]
 
     @cached_property
     def continues_word(self) -> NDArray[np.bool_]:
         """Mask of the wordpieces that are continuations by their form ("##ing"), bool [V]; ``continues`` is exact."""
-        return continuing_pieces(self.tokenizer)
+        return is_continuation(self.tokenizer)
 
     @cached_property
     def tokenizer_json(self) -> str | None:

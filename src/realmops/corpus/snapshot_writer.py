@@ -22,20 +22,20 @@ import numpy as np
 import pyarrow as pa
 
 from realmops.artifacts import (
+    add_digest,
     canonical_json,
-    is_sealed,
+    has_valid_digest,
     link_or_copy,
     make_folder,
     read_json,
-    sealed,
     sync_folder,
     write_json,
     write_manifest,
 )
 from realmops.corpus.document_cutter import DocumentCutter
-from realmops.corpus.documents import PAGES, Document, Outcome, Rejected, shown
+from realmops.corpus.documents import PAGES, Document, Outcome, Rejected, printable_path
 from realmops.corpus.formats import Source
-from realmops.corpus.ingest import Batch, OutcomeCounts, Progress, batches, workers_in_order
+from realmops.corpus.ingest import Batch, OutcomeCounts, Progress, iter_batches, workers_in_order
 from realmops.corpus.passages import SPECIAL_TOKENS_PER_DOCUMENT, PassageBatch, length
 from realmops.corpus.seen_ids import SeenIds
 from realmops.corpus.snapshot_reader import (
@@ -51,13 +51,13 @@ from realmops.corpus.snapshot_reader import (
     TEXT_COLUMNS,
     TEXTS,
     document_name,
-    rejects,
+    read_rejects,
 )
 from realmops.hub import TOKENIZER, VOCABULARY
-from realmops.text.flat import FlatArray, FlatOffsets, GrowingFile
 from realmops.text.languages import AUTO, ENGLISH, check_language
+from realmops.text.npy_files import AppendOnlyFile, NpyWriter, OffsetsWriter
 from realmops.text.spans import SpansWriter
-from realmops.text.tokenizer import inside_words
+from realmops.text.tokenizer import is_inside_word
 from realmops.text.vocabulary import UNCASED, Casing, vocabulary_bytes, vocabulary_hash
 
 _TEXTS = "passages.arrows"  # rows of passages.arrow during writing: an Arrow IPC stream
@@ -67,7 +67,7 @@ _CHECKPOINT_SECONDS = 30.0
 _RECORDS_BETWEEN_CHECKS = 1000
 _REJECTS_SHOWN = 10
 _PLACE = "place"  # column for the message about duplicate ids; not in passages.arrow
-File = TypeVar("File", bound=GrowingFile)
+File = TypeVar("File", bound=AppendOnlyFile)
 _SCHEMA = pa.schema([(name, pa.string()) for name in (*TEXT_COLUMNS, _PLACE)])
 
 
@@ -133,7 +133,7 @@ def write_snapshot(
             workers_in_order(workers, sources, DocumentCutter(vocabulary, tokenizer, settings, earlier)) as cut,
         ):
             advance = Progress(sources, progress)
-            for batch, (outcomes, passages) in cut(batches(sources, writer.source, writer.counts.records)):
+            for batch, (outcomes, passages) in cut(iter_batches(sources, writer.source, writer.counts.records)):
                 writer.append(batch, outcomes, passages)
                 advance(batch)
             return writer.finish(folder, settings)
@@ -161,9 +161,9 @@ class _Writer:
         self._vocabulary, self._tokenizer = vocabulary, tokenizer
         self._sources = sources
         self._broken_share = broken_share
-        state = _restored(work)
+        state = _restore_checkpoint(work)
         sizes: dict[str, int] = state.get("bytes", {})
-        self._files: dict[str, GrowingFile] = {}
+        self._files: dict[str, AppendOnlyFile] = {}
 
         def growing(name: str, kind: Callable[..., File], *shape: Any) -> File:
             self._files[name] = file = kind(work / name, *shape, size=sizes.get(name))
@@ -172,18 +172,18 @@ class _Writer:
 
         wordpiece = np.uint16 if len(vocabulary) <= 1 << 16 else np.int32
         with ExitStack() as opened:  # closes open files if the disk is full
-            self._tokens = growing("tokens.npy", FlatArray, wordpiece)
-            self._token_chars = growing("token_chars.npy", FlatArray, np.int32, (2,))
-            self._continues = None if tokenizer is None else growing(CONTINUES, FlatArray, np.bool_)
-            self._token_offsets = growing("token_offsets.npy", FlatOffsets)
-            self._title_tokens = growing("title_tokens.npy", FlatArray, wordpiece)
-            self._title_offsets = growing("title_offsets.npy", FlatOffsets)
-            self._sentences = growing("sentences.npy", FlatArray, np.int32, (3,))
-            self._sentence_offsets = growing("sentence_offsets.npy", FlatOffsets)
-            self._places = growing(PLACES, FlatArray, np.int64, (2,))
-            self._documents = growing(DOCUMENTS, FlatArray, np.uint64, (2,))
-            self._languages = growing(LANGUAGES, FlatArray, np.uint8, (2,)) if languages else None
-            logs = (growing(name, GrowingFile) for name in (_TEXTS, REJECTS, SOURCES))
+            self._tokens = growing("tokens.npy", NpyWriter, wordpiece)
+            self._token_chars = growing("token_chars.npy", NpyWriter, np.int32, (2,))
+            self._continues = None if tokenizer is None else growing(CONTINUES, NpyWriter, np.bool_)
+            self._token_offsets = growing("token_offsets.npy", OffsetsWriter)
+            self._title_tokens = growing("title_tokens.npy", NpyWriter, wordpiece)
+            self._title_offsets = growing("title_offsets.npy", OffsetsWriter)
+            self._sentences = growing("sentences.npy", NpyWriter, np.int32, (3,))
+            self._sentence_offsets = growing("sentence_offsets.npy", OffsetsWriter)
+            self._places = growing(PLACES, NpyWriter, np.int64, (2,))
+            self._documents = growing(DOCUMENTS, NpyWriter, np.uint64, (2,))
+            self._languages = growing(LANGUAGES, NpyWriter, np.uint8, (2,)) if languages else None
+            logs = (growing(name, AppendOnlyFile) for name in (_TEXTS, REJECTS, SOURCES))
             self._texts, self._rejects, self._source_lines = logs
             (work / GIVEN_SPANS).mkdir(exist_ok=True)
             self._spans = SpansWriter(work / GIVEN_SPANS, state.get("spans"))
@@ -212,7 +212,7 @@ class _Writer:
         if self._continues is not None:
             for passage in passages.passages:
                 text = documents[passage.document].text[slice(*passage.chars)]
-                self._continues.append(inside_words(text, passages.chars[slice(*passage.tokens)]))
+                self._continues.append(is_inside_word(text, passages.chars[slice(*passage.tokens)]))
         self._append_spans(documents, passages)
         if time.monotonic() - self._synced > _CHECKPOINT_SECONDS:
             self._checkpoint()
@@ -285,7 +285,7 @@ class _Writer:
             base = os.path.commonpath([item.path.absolute().parent for item in self._sources])
         while self.source < source:
             item = self._sources[self.source]
-            name = shown(item.path.absolute().relative_to(base).as_posix())
+            name = printable_path(item.path.absolute().relative_to(base).as_posix())
             line = {"source": name, "format": item.format.name, "bytes": item.size, **asdict(self.counts)}
             self._source_lines.write(canonical_json(line) + b"\n")
             self.source, self.counts = self.source + 1, OutcomeCounts()
@@ -296,7 +296,7 @@ class _Writer:
         if rejected <= self._broken_share * records:
             return
         self._rejects.sync()
-        first = list(itertools.islice(rejects(self._work), _REJECTS_SHOWN))
+        first = list(itertools.islice(read_rejects(self._work), _REJECTS_SHOWN))
         raise ValueError(
             "\n  ".join(f"{reject['place']}: {reject['problem']}" for reject in first)
             + f"\n  {rejected} of the first {records} records are broken, more than snapshot.broken_share="
@@ -310,7 +310,7 @@ class _Writer:
             remedy = 'give at least one line of the form {"title": "...", "text": "..."}, or another format'
             return f"the corpus holds no documents ({names}): {remedy}"
         self._rejects.sync()
-        unread = itertools.islice(rejects(self._work, unread=True), _REJECTS_SHOWN)
+        unread = itertools.islice(read_rejects(self._work, unread=True), _REJECTS_SHOWN)
         return (
             f"no passage is left of {self._total.records} documents in {names} (dropped: {self._total.dropped}); "
             "give documents with text" + "".join(f"\n  {reject['place']}: {reject['problem']}" for reject in unread)
@@ -384,7 +384,7 @@ class _Writer:
             "total": asdict(self._total),
         }
         sync_folder(self._work)
-        write_json(self._work / _CHECKPOINT, sealed(state))
+        write_json(self._work / _CHECKPOINT, add_digest(state))
         self._synced = time.monotonic()
 
     def _read_texts(self) -> Iterator[pa.RecordBatch]:
@@ -420,11 +420,11 @@ def _extra(document: Document, chars: tuple[int, int]) -> str:
     return canonical_json({**fields, PAGES: begins}).decode()
 
 
-def _restored(work: Path) -> dict[str, Any]:
+def _restore_checkpoint(work: Path) -> dict[str, Any]:
     """Return the checkpoint of an interrupted writer if its files are complete; otherwise empty ``work``."""
     with suppress(OSError, ValueError):
         state: dict[str, Any] = read_json(work / _CHECKPOINT)
-        sizes = state["bytes"] if is_sealed(state) else {}
+        sizes = state["bytes"] if has_valid_digest(state) else {}
         if DOCUMENTS in sizes and all((work / name).stat().st_size >= size for name, size in sizes.items()):
             return state
     shutil.rmtree(work, ignore_errors=True)

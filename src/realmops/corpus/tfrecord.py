@@ -11,7 +11,7 @@ from pathlib import Path
 
 from realmops.corpus.passages import passage_digest
 from realmops.corpus.seen_ids import SeenIds
-from realmops.text.compressed import open_plain
+from realmops.text.compressed import open_raw
 
 _MAX_RECORD = 16 << 20  # bytes
 
@@ -30,7 +30,7 @@ def read_records(path: Path) -> Iterator[bytes]:
             "from, blocks.tfr and titles.tfr of enwiki-20181220 (ORQA's published data), or convert the passages to "
             'JSON lines {"title": ..., "text": ...} in the same order'
         )
-    with open_plain(path) as file:
+    with open_raw(path) as file:
         for number in itertools.count(1):
             head = file.read(12)
             if not head:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def files_below(folder: Path) -> Iterator[Path]:
+def walk_files(folder: Path) -> Iterator[Path]:
     """Yield every file below a folder: the files of a folder sorted by name, then those of its subfolders.
 
     Hidden names, which begin with a dot, are skipped. Symbolic links are followed. A folder with several paths is

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from realmops.corpus.documents import Document, Raw, Rejected
+from realmops.corpus.documents import Document, RawRecord, Rejected
 from realmops.corpus.formats import Source
-from realmops.corpus.ingest import Progress, Records, batches, convert, workers_in_order
+from realmops.corpus.ingest import Progress, Records, iter_batches, parse_records, workers_in_order
 from realmops.text.vocabulary import bert_words, learn_pieces
 
 _SAMPLE_BYTES = 256 << 20
@@ -55,7 +55,7 @@ def count_words(
     advance = Progress(sources, progress)
     share = _SAMPLE_BYTES / max(sum(source.size for source in sources), 1)
     with workers_in_order(workers, sources, _words_of) as count:
-        for batch, words in count(batches(_sampled(sources, share))):
+        for batch, words in count(iter_batches(_sampled(sources, share))):
             counts.update(words)
             while len(counts) > _DISTINCT_LIMIT:
                 floor += 1
@@ -70,7 +70,9 @@ def _sampled(sources: Sequence[Source], share: float) -> Sequence[Source]:
         return sources
     generator = random.Random(0)
 
-    def sampled(records: Callable[[Path], Iterator[Raw | Rejected]], path: Path) -> Iterator[Raw | Rejected]:
+    def sampled(
+        records: Callable[[Path], Iterator[RawRecord | Rejected]], path: Path
+    ) -> Iterator[RawRecord | Rejected]:
         return (record for record in records(path) if generator.random() < share)
 
     return [
@@ -81,7 +83,7 @@ def _sampled(sources: Sequence[Source], share: float) -> Sequence[Source]:
 
 def _words_of(records: Records) -> Counter[str]:
     words: Counter[str] = Counter()
-    for outcome in convert(records):
+    for outcome in parse_records(records):
         if isinstance(outcome, Document):
             words.update(outcome.title.split())
             words.update(outcome.text.split())

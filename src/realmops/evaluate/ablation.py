@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from realmops.evaluate.charts import line_chart
 from realmops.evaluate.exact_match import interval_over_seeds
-from realmops.evaluate.report_page import page_of
+from realmops.evaluate.report_page import render_page
 from realmops.evaluate.run_report import FigureTable
 from realmops.journal import Series
 
@@ -127,13 +127,13 @@ COLUMNS: Mapping[str, Callable[[Row], str]] = {
 }
 
 
-def table_of_rows(rows: Sequence[Row]) -> FigureTable:
+def figure_table(rows: Sequence[Row]) -> FigureTable:
     """Format the table for readers."""
     cells = [[cell(row) for cell in COLUMNS.values()] for row in rows]
     return FigureTable("Ablations", tuple(COLUMNS), [cells])
 
 
-def as_csv(rows: Sequence[Row]) -> str:
+def to_csv(rows: Sequence[Row]) -> str:
     """Return all values of the table, unrounded, as CSV."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
@@ -171,7 +171,7 @@ def staleness_chart(rows: Sequence[Row]) -> str:
     return line_chart("Effect of staleness", "share of questions", lines, across="mean staleness of the index, steps")
 
 
-def page(rows: Sequence[Row], outcomes: Sequence[VariantOutcome], seeds: int) -> str:
+def render_report(rows: Sequence[Row], outcomes: Sequence[VariantOutcome], seeds: int) -> str:
     """Render the ablation report as one self-contained HTML page."""
     reference = next(row["title"] for row in rows if row["variant"] == REFERENCE)
     note = (
@@ -180,8 +180,8 @@ def page(rows: Sequence[Row], outcomes: Sequence[VariantOutcome], seeds: int) ->
         "they account for other questions only, not for the variance between trainings."
     )
     sections = [
-        f'<div class="card scroll">{table_of_rows(rows).to_html()}</div>',
+        f'<div class="card scroll">{figure_table(rows).to_html()}</div>',
         f'<p class="soft">{escape(note)}</p>',
         f'<div class="charts">{utility_chart(rows, outcomes)}{staleness_chart(rows)}</div>',
     ]
-    return page_of("Ablations", sections)
+    return render_page("Ablations", sections)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from realmops.answering.answer import Answer
-from realmops.answering.confidence import HOLDS_ALL, Confidence, Floats, log_odds, sigmoid
+from realmops.answering.confidence import ALWAYS_ABSTAIN, Confidence, Floats, log_odds, sigmoid
 from realmops.artifacts import seed_for
 from realmops.evaluate.exact_match import RESAMPLES, bootstrap_interval
 
@@ -31,7 +31,7 @@ def fit_confidence(answers: Sequence[Answer], correct_Q: Bools, target_precision
     """Fit the calibration curve and the abstention threshold to answers of known correctness."""
     assert len(answers) == len(correct_Q) > 0
     slope, intercept = platt_scaling(log_odds([answer.log_p for answer in answers]), correct_Q)
-    curve = Confidence(slope, intercept, HOLDS_ALL, target_precision, len(answers))
+    curve = Confidence(slope, intercept, ALWAYS_ABSTAIN, target_precision, len(answers))
     return replace(curve, threshold=threshold_for(curve.probabilities(answers), correct_Q, target_precision))
 
 
@@ -62,12 +62,12 @@ def platt_scaling(odds_Q: Floats, correct_Q: Bools) -> tuple[float, float]:
 def threshold_for(probability_Q: Floats, correct_Q: Bools, target_precision: float) -> float:
     """Return the smallest threshold at which answers reach the target precision: it keeps as many answers as possible.
 
-    Equal probabilities are on the same side. 0 if all answers reach the target, ``HOLDS_ALL`` if no threshold does.
+    Equal probabilities are on the same side. 0 if all answers reach the target, ``ALWAYS_ABSTAIN`` if no threshold does.
     """
     curve = coverage_curve(probability_Q, correct_Q)
     [positions] = np.nonzero(curve.precision >= target_precision)
     if not len(positions):
-        return HOLDS_ALL
+        return ALWAYS_ABSTAIN
     return 0.0 if positions[-1] == len(curve.precision) - 1 else float(curve.threshold[positions[-1]])
 
 
@@ -96,7 +96,7 @@ class Bin(NamedTuple):
     questions: int
 
 
-def reliability(probability_Q: Floats, correct_Q: Bools) -> list[Bin]:
+def reliability_bins(probability_Q: Floats, correct_Q: Bools) -> list[Bin]:
     """Return the non-empty equal-width bins of a reliability diagram, in order."""
     bin_Q = _bins(probability_Q)
     return [

@@ -16,13 +16,19 @@ from tokenizers import Tokenizer
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.recall import Rows, hits_at
-from realmops.text.answer_matching import BETWEEN, answer_token_spans, contains_answer, expression, token_bytes
+from realmops.text.answer_matching import (
+    TOKEN_SEPARATOR,
+    answer_token_spans,
+    compile_expression,
+    contains_answer,
+    token_bytes,
+)
 
 # With these in an expression, a passage can match alone but not within joined passages.
 _NEEDS_CONTEXT = re.compile(r"\\[AZBGK]|\(\?(?!:)|[*+?}]\+")
 
 
-def ceilings(
+def compute_ceilings(
     snapshot: Snapshot,
     questions: Sequence[Question],
     ranked_QK: Rows,
@@ -106,7 +112,7 @@ class _ByteFinder:
         self.patterns = {index: [run for run in map(encode, texts) if run] for index, texts in answers.items()}
 
     def within(self, texts: Sequence[str]) -> Callable[[int], bool]:
-        content = BETWEEN.join(map(self.encode, texts))
+        content = TOKEN_SEPARATOR.join(map(self.encode, texts))
         return lambda index: any(run in content for run in self.patterns[index])
 
 
@@ -123,18 +129,22 @@ class _ExpressionFinder:
         starts = [0, *accumulate(len(text) + 1 for text in texts[:-1])]
 
         def find(answer: str) -> bool:
-            position = expression(answer).first(content, 0)
+            position = compile_expression(answer).first(content, 0)
             while position >= 0:
                 passage = bisect_right(starts, position) - 1
                 if contains_answer(texts[passage], [answer], self.rule):
                     return True
                 if passage + 1 == len(texts):
                     return False
-                position = expression(answer).first(content, starts[passage + 1])
+                position = compile_expression(answer).first(content, starts[passage + 1])
             return False
 
         def matches(answer: str) -> bool:
-            if self.rule == "regex_search" and not _NEEDS_CONTEXT.search(answer) and not expression(answer).timed_out:
+            if (
+                self.rule == "regex_search"
+                and not _NEEDS_CONTEXT.search(answer)
+                and not compile_expression(answer).timed_out
+            ):
                 with suppress(TimeoutError):
                     return find(answer)
             return any(contains_answer(text, [answer], self.rule) for text in texts)

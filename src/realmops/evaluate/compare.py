@@ -57,11 +57,11 @@ def read_paired(first: Path, second: Path) -> tuple[list[Prediction], list[Predi
     return list(first_run.values()), [second_run[name] for name in first_run]
 
 
-def compare(first: Path, second: Path, *, seed: int) -> list[Comparison]:
+def compare_runs(first: Path, second: Path, *, seed: int) -> list[Comparison]:
     """Compare EM and recall@5 of two runs, by a paired bootstrap over questions."""
     pair = read_paired(first, second)
     values = {
-        "EM": [correct(run) for run in pair],
+        "EM": [correct_mask(run) for run in pair],
         "recall@5": [np.array([0 <= p.first_hit < 5 for p in run]) for run in pair],
     }
     return [
@@ -70,12 +70,12 @@ def compare(first: Path, second: Path, *, seed: int) -> list[Comparison]:
     ]
 
 
-def correct(run: Sequence[Prediction]) -> npt.NDArray[np.bool_]:
+def correct_mask(run: Sequence[Prediction]) -> npt.NDArray[np.bool_]:
     """Return whether each prediction is an exact match, bool [Q]."""
     return np.array([prediction.em for prediction in run], bool)
 
 
-def sentence(row: Comparison) -> str:
+def format_comparison(row: Comparison) -> str:
     """Format a comparison as one line."""
     difference = row.difference
     return (

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from realmops.artifacts import seed_for
-from realmops.corpus.question_sets import Question, answers_are_expressions
-from realmops.text.answer_matching import REGEX_RULES, contains_answer, exact_match, normal_form, token_f1
+from realmops.corpus.question_sets import Question, answers_are_regex
+from realmops.text.answer_matching import REGEX_RULES, contains_answer, exact_match, normalize_answer, token_f1
 from realmops.text.languages import ENGLISH
 
 EM_RULES = ("exact_match", *REGEX_RULES)
@@ -66,7 +66,7 @@ class Score:
 
 def em_rules(questions: Sequence[Question]) -> tuple[str, ...]:
     """Return the match rules that apply to these answers, the release's first."""
-    return REGEX_RULES if answers_are_expressions(questions) else EM_RULES[:1]
+    return REGEX_RULES if answers_are_regex(questions) else EM_RULES[:1]
 
 
 def score_predictions(
@@ -80,7 +80,7 @@ def score_predictions(
     """Score one answer per question with exact match and F1, by a rule of ``EM_RULES`` (default: the release's)."""
     rule = rule or em_rules(questions)[0]
     pairs = list(zip(predictions, questions, strict=True))
-    correct = np.array([is_right(text, question, rule) for text, question in pairs], bool)
+    correct = np.array([is_exact_match(text, question, rule) for text, question in pairs], bool)
     f1_Q = np.array([f1_of(text, question, rule) for text, question in pairs], np.float64)
     em, f1 = (bootstrap_interval(values, seed=seed, resamples=resamples) for values in (correct, f1_Q))
     return Score(em, correct, f1, f1_Q)
@@ -91,11 +91,11 @@ def f1_of(prediction: str, question: Question, rule: str) -> float:
     if not prediction:
         return 0.0
     if question.is_regex:
-        return float(is_right(prediction, question, rule))
+        return float(is_exact_match(prediction, question, rule))
     return token_f1(prediction, question.answers, question.language or ENGLISH)
 
 
-def is_right(prediction: str, question: Question, rule: str | None = None) -> bool:
+def is_exact_match(prediction: str, question: Question, rule: str | None = None) -> bool:
     """Return whether a prediction is correct by a rule of ``EM_RULES`` (default: the release's)."""
     rule = rule or em_rules([question])[0]
     if rule == "exact_match":
@@ -202,11 +202,11 @@ def closed_book_floor(training: Sequence[Question], test: Sequence[Question]) ->
         for question in training
         if not question.is_regex
         for answer in sorted(
-            {normal_form(answer, question.language or ENGLISH) or answer for answer in question.answers}
+            {normalize_answer(answer, question.language or ENGLISH) or answer for answer in question.answers}
         )
     )
     if not counts:
         raise ValueError("the closed-book floor needs at least answer training question")
     answer = min(counts, key=lambda text: (-counts[text], text))
     rule = em_rules(test)[0]
-    return answer, sum(is_right(answer, question, rule) for question in test) / len(test)
+    return answer, sum(is_exact_match(answer, question, rule) for question in test) / len(test)

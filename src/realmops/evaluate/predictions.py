@@ -78,7 +78,7 @@ class Prediction:
         """Identity of the question, as of ``Question.asked``."""
         return self.question_id, self.question, tuple(sorted(self.answers))
 
-    def shown_row(self) -> dict[str, Any]:
+    def summary_row(self) -> dict[str, Any]:
         """Return a summary for display, as one row of a table."""
         return {
             "question": self.question,
@@ -93,7 +93,7 @@ class Prediction:
         }
 
 
-def predictions_of(
+def build_predictions(
     snapshot: Snapshot,
     questions: Sequence[Question],
     answers: Sequence[Answer],

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from realmops.corpus.question_sets import Question, answers_are_expressions
+from realmops.corpus.question_sets import Question, answers_are_regex
 from realmops.evaluate.exact_match import bootstrap_interval
 from realmops.text.answer_matching import REGEX_RULES, WORD_RULES, contains_answer
 
@@ -20,7 +20,7 @@ ZERO_SHOT = {"ict": "before_realm_", "pretrain": "zero_shot_"}  # metric prefix 
 Rows = NDArray[np.integer[Any]]
 
 
-def padded(ranked: Iterable[Sequence[int]], depth: int) -> Rows:
+def pad_rankings(ranked: Iterable[Sequence[int]], depth: int) -> Rows:
     """Pad rankings with -1 to rows of equal length."""
     return np.array([[*row] + [-1] * (depth - len(row)) for row in ranked])
 
@@ -68,7 +68,7 @@ def hit_ranks_by_rule(
             f"recall@{max(RECALL_AT)} needs {max(RECALL_AT)} passages per question, the ranking has "
             f"{ranked_QK.shape[1]}; retrieve more, or pad the ranking of a smaller corpus with -1"
         )
-    rules = REGEX_RULES if answers_are_expressions(questions) else WORD_RULES
+    rules = REGEX_RULES if answers_are_regex(questions) else WORD_RULES
     return {rule: first_hit_ranks(questions, ranked_QK, text, rule=rule) for rule in rules}
 
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from realmops.artifacts import write_bytes
-from realmops.evaluate.calibration import coverage_curve, reliability
+from realmops.evaluate.calibration import coverage_curve, reliability_bins
 from realmops.evaluate.charts import format_number, line_chart
 from realmops.evaluate.predictions import Prediction, read_predictions
 from realmops.evaluate.recall import SHOWN_AT
-from realmops.evaluate.report_page import page_of, table_of
-from realmops.journal import Series, read_journal, series_of
+from realmops.evaluate.report_page import render_page, render_table
+from realmops.journal import Series, metric_series, read_journal
 from realmops.text.answer_matching import REGEX_RULES, WORD_RULES
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class FigureTable:
     groups: Sequence[Sequence[Sequence[str]]]
     are_numbers: bool = True  # all columns except the first
 
-    def for_console(self) -> Table:
+    def to_rich_table(self) -> Table:
         """Return the table as a rich renderable."""
         from rich.table import Table
         from rich.text import Text
@@ -133,18 +133,18 @@ class FigureTable:
             table.add_section()
         return table
 
-    def as_markdown(self) -> str:
+    def to_markdown(self) -> str:
         """Return the table as Markdown."""
-        lines = [map(as_text, row) for row in (self.head, *(row for group in self.groups for row in group))]
+        lines = [map(escape_markdown, row) for row in (self.head, *(row for group in self.groups for row in group))]
         shown = [f"| {' | '.join(line)} |\n" for line in lines]
         return "".join([shown[0], "| --- " * len(self.head) + "|\n", *shown[1:]])
 
     def to_html(self) -> str:
         """Return the table as HTML."""
-        return table_of(self.head, [row for rows in self.groups for row in rows])
+        return render_table(self.head, [row for rows in self.groups for row in rows])
 
 
-def as_text(cell: str) -> str:
+def escape_markdown(cell: str) -> str:
     """Escape a text for Markdown, on one line."""
     return re.sub(r"([\\`*_{}\[\]<>|#~$])", r"\\\1", " ".join(cell.split()))
 
@@ -230,7 +230,7 @@ def write_report(
     (folder / "plots").mkdir(parents=True, exist_ok=True)
     charts = []
     for chart in CHARTS:
-        lines = [series_of(records, chart.stage, metric) for metric in chart.metrics]
+        lines = [metric_series(records, chart.stage, metric) for metric in chart.metrics]
         lines = [line for line in lines if line.steps]
         for line in lines:
             write_bytes(folder / "plots" / f"{chart.stage}_{line.name}.csv", _csv(line))
@@ -249,7 +249,7 @@ def confidence_charts(answers: Sequence[Prediction]) -> list[str]:
     if not rated:
         return []
     probability_Q, correct_Q = np.array([p for p, _ in rated]), np.array([em for _, em in rated])
-    bins, curve = reliability(probability_Q, correct_Q), coverage_curve(probability_Q, correct_Q)
+    bins, curve = reliability_bins(probability_Q, correct_Q), coverage_curve(probability_Q, correct_Q)
     observed = Series("answers in 10 bins", [each.confidence for each in bins], [each.right for each in bins])
     ideal = Series("perfect calibration", [0.0, 1.0], [0.0, 1.0])
     covered = Series("most confident answers", curve.coverage.tolist(), curve.precision.tolist())
@@ -261,7 +261,7 @@ def confidence_charts(answers: Sequence[Prediction]) -> list[str]:
 
 def refresh_steps(records: Iterable[Mapping[str, Any]], stage: str) -> list[int]:
     """Return the steps at which the stage logged ``refreshed``: it adopted a new index."""
-    refreshed = series_of(records, stage, "refreshed")
+    refreshed = metric_series(records, stage, "refreshed")
     return [int(step) for step, value in zip(refreshed.steps, refreshed.values, strict=True) if value]
 
 
@@ -296,11 +296,11 @@ def _page(
     sections += ["<h2>All metrics</h2>", *(_all_figures(stage, values) for stage, values in metrics.items())]
     if options:
         sections += ["<h2>Options</h2>", _all_figures("options that differ from the defaults", options)]
-    return page_of("REALM run", sections)
+    return render_page("REALM run", sections)
 
 
 def _all_figures(stage: str, values: Mapping[str, Any]) -> str:
-    figures = table_of(("figure", "value"), [(name, json.dumps(value)) for name, value in values.items()])
+    figures = render_table(("figure", "value"), [(name, json.dumps(value)) for name, value in values.items()])
     return f'<details><summary>{escape(stage)}</summary><div class="card scroll">{figures}</div></details>'
 
 

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realmops.model.packed import Packed, PaddedGroup
+from realmops.model.packed import PackedBatch, PaddedGroup
 
 ATTENTION_NAME = "realmops_packed"  # in the attention registry of transformers
 
 
 @cache
-def register() -> str:
+def register_attention() -> str:
     """Register :func:`packed_attention` with transformers and return its name."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -38,7 +38,7 @@ def packed_attention(
     value_1HTE: Tensor,
     mask: None,
     *,
-    packed: Packed,
+    packed: PackedBatch,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -83,7 +83,13 @@ def _supports_flash(x: Tensor) -> bool:
 
 
 def _flash(
-    q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, packed: Packed, scale: float, max_distance: int | None, causal: bool
+    q_THE: Tensor,
+    k_THE: Tensor,
+    v_THE: Tensor,
+    packed: PackedBatch,
+    scale: float,
+    max_distance: int | None,
+    causal: bool,
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # takes seconds to import
 
@@ -104,7 +110,7 @@ def _repeat_heads(x_THE: Tensor, like_THE: Tensor) -> Tensor:
 
 
 def _padded(
-    q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, packed: Packed, scale: float, dropout: float, max_distance: int | None,
+    q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, packed: PackedBatch, scale: float, dropout: float, max_distance: int | None,
     causal: bool,
 ) -> Tensor:  # fmt: skip
     packed.pad()
@@ -121,7 +127,7 @@ def _padded(
     return y_TD.view(-1, heads, v_THE.shape[2])
 
 
-def _to_padded(x_TD: Tensor, packed: Packed) -> Tensor:
+def _to_padded(x_TD: Tensor, packed: PackedBatch) -> Tensor:
     if packed.in_place:
         return x_TD
     return x_TD.new_zeros(packed.padded_rows, x_TD.shape[1]).index_copy_(0, packed.padded_row_T, x_TD)

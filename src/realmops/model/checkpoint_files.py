@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from realmops.artifacts import seed_for
 from realmops.config import BertOptions, ReaderOptions, RetrieverOptions
-from realmops.config_rules import check, vector_rules, width_rules
+from realmops.config_rules import check_rules, vector_rules, width_rules
 from realmops.hub import (
     CONFIG,
     MODULES,
@@ -25,24 +25,30 @@ from realmops.hub import (
     SAFETENSORS,
     encoder_folder,
     is_sentence_encoder,
-    read_optional,
+    read_optional_json,
     read_weights,
     sentence_layers,
     sentence_pooling,
     unused_modules,
 )
 from realmops.model.encoder import Encoder
-from realmops.model.encoder_files import described_encoder, load_encoder, open_encoder, save_encoder, small_encoder
+from realmops.model.encoder_files import (
+    build_small_encoder,
+    encoder_from_description,
+    load_encoder,
+    open_encoder,
+    save_encoder,
+)
 from realmops.model.masked_word_head import MaskedWordHead
 from realmops.model.portable import tokenizer_files
-from realmops.model.reader import READERS, Reader, SpanHead, initialise_spans
+from realmops.model.reader import READERS, Reader, SpanHead, initialise_span_head
 from realmops.model.retriever import (
     ACTIVATIONS,
-    Bag,
+    BagOfWords,
     Dense,
     DenseShape,
     Embedder,
-    Mixture,
+    FusionWeights,
     Retriever,
     Tower,
     initialise_projection,
@@ -62,7 +68,7 @@ def build_encoder(
     """Build the encoder of ``bert.init`` with its masked word head; call ``warn`` if that head starts untrained."""
     generator = torch.Generator().manual_seed(seed_for(seed, "bert"))
     if options.init == "small":
-        return small_encoder(options, vocabulary, generator)
+        return build_small_encoder(options, vocabulary, generator)
     folder = encoder_folder(options.init)
     encoder, head, is_trained = load_encoder(folder, options.dropout)
     if not vocabulary <= encoder.vocabulary <= vocabulary + SPARE_WORDPIECES:
@@ -93,7 +99,7 @@ def build_models(
 ) -> tuple[Retriever, Reader]:
     """Build retriever and reader; both towers start equal, and an encoder tower as a copy of the reader's encoder.
 
-    The word vectors of a `Bag`, a projection by PCA and the statistics of `LexicalFeatures` are filled later from the
+    The word vectors of a `BagOfWords`, a projection by PCA and the statistics of `LexicalFeatures` are filled later from the
     passages (``search.corpus_statistics``).
     """
     encoder, head = build_encoder(bert, vocabulary, seed, warn)
@@ -112,7 +118,7 @@ def build_models(
     )
 
 
-def _build_bag(options: RetrieverOptions, vocabulary: int, generator: torch.Generator) -> Bag:
+def _build_bag(options: RetrieverOptions, vocabulary: int, generator: torch.Generator) -> BagOfWords:
     assert options.head == "cosine", options.head
     assert options.embedding_width, "config_rules.option_rules"
     if options.embedding_width > vocabulary:
@@ -120,7 +126,7 @@ def _build_bag(options: RetrieverOptions, vocabulary: int, generator: torch.Gene
             f"retriever.embedding_width is {options.embedding_width}; a bag has at most one dimension per wordpiece "
             f"({vocabulary}): set retriever.embedding_width={vocabulary} or less"
         )
-    bag = Bag(vocabulary, options.embedding_width, options.temperature)
+    bag = BagOfWords(vocabulary, options.embedding_width, options.temperature)
     with torch.no_grad():
         bag.word.weight.normal_(0.0, 1.0, generator=generator)
     return bag
@@ -144,7 +150,7 @@ def _build_embedder(
                 f"{folder / MODULES} names {', '.join(unused)} in addition to the encoder and its pooling ({POOLING}): "
                 "these modules are ignored, and the retriever starts below the quality of this encoder"
             )
-    check(vector_rules(retriever.document_vectors, retriever.pooling, pooling))
+    check_rules(vector_rules(retriever.document_vectors, retriever.pooling, pooling))
     if segments == "auto":
         is_single = encoder.segments < 2 or (folder is not None and is_sentence_encoder(folder))
         segments = "one" if is_single else "two"
@@ -157,7 +163,7 @@ def _build_embedder(
         layers = [_dense_layer(path) for path in sentence_layers(folder)]
     shapes = [shape for shape, _ in layers]
     width = shapes[-1].outputs if shapes else encoder.width
-    check(width_rules(retriever.projection, retriever.embedding_width, width))
+    check_rules(width_rules(retriever.projection, retriever.embedding_width, width))
     tower = Embedder(
         encoder,
         retriever.embedding_width or width,
@@ -188,7 +194,7 @@ def load_pooler(pooler: nn.Linear, state: Mapping[str, Tensor]) -> bool:
 
 def _dense_layer(folder: Path) -> tuple[DenseShape, dict[str, Tensor]]:
     """Read a dense layer of a sentence encoder; raise ValueError for an unsupported activation or parameter."""
-    about, state = read_optional(folder / CONFIG, "dense layer"), read_weights(folder)
+    about, state = read_optional_json(folder / CONFIG, "dense layer"), read_weights(folder)
     activation = about.get("activation_function", "torch.nn.modules.activation.Tanh")
     if activation not in ACTIVATIONS:
         raise ValueError(f"{folder}: activation_function is {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
@@ -201,10 +207,10 @@ def _dense_layer(folder: Path) -> tuple[DenseShape, dict[str, Tensor]]:
     return shape, {name: tensor.float() for name, tensor in state.items()}
 
 
-def add_spans(reader: Reader, span_width: int, seed: int) -> None:
+def add_span_head(reader: Reader, span_width: int, seed: int) -> None:
     """Add an untrained span head to the reader."""
     reader.spans = SpanHead(reader.encoder.width, span_width)
-    initialise_spans(reader.spans, torch.Generator().manual_seed(seed_for(seed, "spans")))
+    initialise_span_head(reader.spans, torch.Generator().manual_seed(seed_for(seed, "spans")))
     reader.spans.to(reader.device)
 
 
@@ -213,7 +219,7 @@ def cpu_state(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in module.state_dict().items()}
 
 
-def describe(retriever: Retriever, reader: Reader | None, vocabulary_hash: str) -> dict[str, Any]:
+def describe_models(retriever: Retriever, reader: Reader | None, vocabulary_hash: str) -> dict[str, Any]:
     """Return the configuration that a loader needs to rebuild both models, as JSON."""
     return {
         **_describe_tower(retriever.query),
@@ -232,7 +238,7 @@ def describe(retriever: Retriever, reader: Reader | None, vocabulary_hash: str) 
 
 def _describe_tower(tower: Tower) -> dict[str, Any]:
     common = {"embedding_width": tower.width, "head": tower.head, "temperature": tower.temperature}
-    if isinstance(tower, Bag):
+    if isinstance(tower, BagOfWords):
         return common | {"tower": "bag", "vocabulary": tower.word.num_embeddings}
     assert isinstance(tower, Embedder)
     dense = [asdict(layer.shape) for layer in tower.dense if isinstance(layer, Dense)]
@@ -249,9 +255,9 @@ def _describe_tower(tower: Tower) -> dict[str, Any]:
 def _tower_from_description(description: Mapping[str, Any], encoder: Encoder | None = None) -> Tower:
     """Build a tower from :func:`_describe_tower`, without weights, over ``encoder`` or a new one."""
     if description["tower"] == "bag":
-        return Bag(description["vocabulary"], description["embedding_width"], description["temperature"])
+        return BagOfWords(description["vocabulary"], description["embedding_width"], description["temperature"])
     if encoder is None:
-        encoder = described_encoder(description["bert"])
+        encoder = encoder_from_description(description["bert"])
     kind = {name: description[name] for name in ("pooling", "projection", "segments", "temperature")}
     dense = [DenseShape(**shape) for shape in description.get("dense", ())]
     return Embedder(encoder, description["embedding_width"], description["head"], dense=dense, **kind)
@@ -265,7 +271,7 @@ def _own_state(module: nn.Module) -> dict[str, Tensor]:
 
 def retriever_files(retriever: Retriever, vocabulary_hash: str) -> dict[str, bytes]:
     """Serialise a retriever to files by name for the exchange; a shared tower is stored once."""
-    description = json.dumps(describe(retriever, None, vocabulary_hash), sort_keys=True)
+    description = json.dumps(describe_models(retriever, None, vocabulary_hash), sort_keys=True)
     towers = _towers(retriever)
     state = {f"{name}.{key}": t for name, tower in towers.items() for key, t in cpu_state(tower).items()}
     return {MODEL: description.encode(), RETRIEVER: save_tensors(state)}
@@ -286,7 +292,7 @@ def _towers(retriever: Retriever) -> dict[str, Tower]:
 def _assemble(description: Mapping[str, Any], towers: Sequence[Tower], state: Mapping[str, Tensor]) -> Retriever:
     """Build a retriever from towers and load ``state``, whose keys are prefixed as in :func:`_towers`."""
     retriever = Retriever(towers[0], towers[-1], description["document_vectors"])
-    retriever.mixture = Mixture(**description["mixture"])
+    retriever.mixture = FusionWeights(**description["mixture"])
     for name, tower in _towers(retriever).items():
         _fill(tower, {k.removeprefix(f"{name}."): t for k, t in state.items() if k.startswith(f"{name}.")})
     return retriever
@@ -308,7 +314,7 @@ def save_models(
     Each encoder becomes a subfolder in transformers' format, the reader's with its masked word head; all other
     parameters are safetensors files in the folder itself.
     """
-    description = json.dumps(describe(retriever, reader, vocabulary_hash), indent=1, sort_keys=True)
+    description = json.dumps(describe_models(retriever, reader, vocabulary_hash), indent=1, sort_keys=True)
     (folder / MODEL).write_text(description + "\n")
     towers = _towers(retriever)
     state = {f"{name}.{key}": t for name, tower in towers.items() for key, t in _own_state(tower).items()}

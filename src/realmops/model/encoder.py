@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from realmops.devices import evaluating, send
-from realmops.model.attention import ATTENTION_NAME, register
-from realmops.model.packed import Packed, group_by_length, pad_rows
+from realmops.devices import eval_mode, to_device
+from realmops.model.attention import ATTENTION_NAME, register_attention
+from realmops.model.packed import PackedBatch, group_by_length, pad_rows
 
 _FP16_TOLERANCE = 1e-2  # relative error of hidden states
 _NEAR_TOLERANCE = 1e-3  # relative to the largest hidden state; other kernels round differently
@@ -57,7 +57,7 @@ class Encoder(nn.Module):
         is_packable = model._supports_attention_backend and "position_ids" in parameters
         self.packs = False
         if is_packable and packs is not False:
-            model.set_attn_implementation(register())
+            model.set_attn_implementation(register_attention())
             self.packs = True
             self.packs = packs or self._packs_correctly()
             if not self.packs:
@@ -68,7 +68,7 @@ class Encoder(nn.Module):
         """Short description of the encoder, for logs and reports."""
         return f"a {self.model.config.model_type}" + ("" if self.packs else " (padded batches)")
 
-    def forward(self, batch: Packed, added_TD: Tensor | None = None) -> Tensor:
+    def forward(self, batch: PackedBatch, added_TD: Tensor | None = None) -> Tensor:
         """Compute the hidden states T x D of a batch.
 
         Args:
@@ -91,23 +91,23 @@ class Encoder(nn.Module):
         hidden_1TD: Tensor = self.model(**inputs, **self._common, packed=batch).last_hidden_state
         return hidden_1TD[0, : batch.wordpieces]
 
-    def _padded(self, batch: Packed, added_TD: Tensor | None) -> Tensor:
+    def _padded(self, batch: PackedBatch, added_TD: Tensor | None) -> Tensor:
         """Compute the hidden states T x D in padded batches of similar lengths, for families that cannot pack."""
         groups = group_by_length(batch.lengths) if self.device.type == "cpu" else [np.arange(len(batch))]
         rows = [np.concatenate([np.arange(batch.starts[n], batch.starts[n + 1]) for n in group]) for group in groups]
         inverse_T = torch.from_numpy(np.argsort(np.concatenate(rows), kind="stable"))
-        inverse_T, *group_rows = send(self.device, inverse_T, *map(torch.from_numpy, rows))
+        inverse_T, *group_rows = to_device(self.device, inverse_T, *map(torch.from_numpy, rows))
         parts = []
         for group, row_T in zip(groups, group_rows, strict=True):
             lengths = batch.lengths[group]
             parts.append(self._padded_group(batch, lengths, row_T, None if added_TD is None else added_TD[row_T]))
         return torch.cat(parts).index_select(0, inverse_T)
 
-    def _padded_group(self, batch: Packed, lengths: np.ndarray, row_T: Tensor, added_TD: Tensor | None) -> Tensor:
+    def _padded_group(self, batch: PackedBatch, lengths: np.ndarray, row_T: Tensor, added_TD: Tensor | None) -> Tensor:
         """Compute the hidden states of one padded group, whose wordpieces are the rows ``row_T`` of the batch."""
         shape = len(lengths), int(lengths.max())
         slot_T = torch.from_numpy(np.flatnonzero(np.arange(shape[1]) < lengths[:, None]))
-        (slot_T,) = send(self.device, slot_T)
+        (slot_T,) = to_device(self.device, slot_T)
 
         def padded(x_T: Tensor, value: int) -> Tensor:
             return x_T.new_full((shape[0] * shape[1],), value).index_copy_(0, slot_T, x_T).view(shape)
@@ -125,7 +125,7 @@ class Encoder(nn.Module):
         hidden_BLD: Tensor = self.model(**inputs, **self._common).last_hidden_state
         return hidden_BLD.flatten(0, 1).index_select(0, slot_T)
 
-    def cls(self, batch: Packed) -> Tensor:
+    def cls(self, batch: PackedBatch) -> Tensor:
         """Compute the hidden state of each sequence's first wordpiece, B x D."""
         hidden_TD: Tensor = self(batch)
         return hidden_TD.index_select(0, batch.first_B)
@@ -135,9 +135,9 @@ class Encoder(nn.Module):
         """Return whether a packed batch has the hidden states that transformers computes for each single sequence."""
         rng = np.random.default_rng(0)
         sequences = [rng.integers(0, self.vocabulary, min(length, self.positions)) for length in (9, 4, 150)]
-        with evaluating(self):
+        with eval_mode(self):
             try:
-                together_TD = self(Packed(sequences))
+                together_TD = self(PackedBatch(sequences))
             except TypeError:  # this family does not pass `packed` on to its attention
                 return False
             alone = []
@@ -166,9 +166,9 @@ class Encoder(nn.Module):
         last = next((norm for norm in reversed(norms) if norm.normalized_shape == (self.width,)), None)
         if last is None:
             return []
-        batch, step_D = Packed([np.arange(min(5, self.vocabulary))]), torch.linspace(1, 2, self.width)
+        batch, step_D = PackedBatch([np.arange(min(5, self.vocabulary))]), torch.linspace(1, 2, self.width)
         step_D, bias_D = step_D.to(last.bias), last.bias.detach().clone()
-        with evaluating(self), torch.no_grad():
+        with eval_mode(self), torch.no_grad():
             before_TD = self(batch)
             last.bias.add_(step_D)
             is_final = is_near(self(batch), before_TD + step_D)
@@ -204,8 +204,8 @@ class Encoder(nn.Module):
         other.model.half()
         rng = np.random.default_rng(0)
         sequences = [rng.integers(0, self.vocabulary, min(length, self.positions)) for length in (64, 7)]
-        with evaluating(self):
-            exact_TD, half_TD = self(Packed(sequences)).float(), other(Packed(sequences)).float()
+        with eval_mode(self):
+            exact_TD, half_TD = self(PackedBatch(sequences)).float(), other(PackedBatch(sequences)).float()
         error = (half_TD - exact_TD).norm() / exact_TD.norm()
         return other if bool(error < _FP16_TOLERANCE) else None
 

@@ -16,19 +16,19 @@ import torch
 from torch import nn
 
 from realmops.config import BertOptions
-from realmops.devices import evaluating
+from realmops.devices import eval_mode
 from realmops.hub import CONFIG, read_config, read_weights
 from realmops.model.encoder import Encoder, is_near, set_dropout
 from realmops.model.masked_word_head import MaskedWordHead
-from realmops.model.packed import Packed
+from realmops.model.packed import PackedBatch
 from realmops.model.transformers_models import (
-    USUAL,
+    SUGGESTED_ENCODERS,
     check_supported,
     import_transformers,
     is_decoder,
-    open_model,
-    without_pooler,
-    without_start,
+    load_transformers_model,
+    remove_pooler,
+    skip_weight_init,
 )
 
 
@@ -49,7 +49,7 @@ def load_encoder(folder: Path, dropout: float | None = None) -> tuple[Encoder, M
     values = read_config(folder)
     check_supported(values, str(folder / CONFIG))
     predicts = not is_decoder(values)
-    model, missing = open_model(read_weights(folder), values, str(folder), predicts=predicts)
+    model, missing = load_transformers_model(read_weights(folder), values, str(folder), predicts=predicts)
     base = model.base_model if predicts else model
     prefix = f"{model.base_model_prefix}." if predicts else ""
     absent = [name for name in missing if name.startswith(prefix) and "pooler" not in name]
@@ -69,9 +69,11 @@ def load_encoder(folder: Path, dropout: float | None = None) -> tuple[Encoder, M
         raise ValueError(f"{folder}: the parameter {not_finite} has a value that is not finite; choose other weights")
     if dropout is not None:
         set_dropout(model, dropout)
-    encoder = Encoder(without_pooler(base))
+    encoder = Encoder(remove_pooler(base))
     if not encoder.packs and (reason := _reason_padding_fails(encoder)):
-        raise ValueError(f"{folder}: {values.get('model_type')} {reason}; use a supported encoder, for example {USUAL}")
+        raise ValueError(
+            f"{folder}: {values.get('model_type')} {reason}; use a supported encoder, for example {SUGGESTED_ENCODERS}"
+        )
     return encoder, MaskedWordHead(model) if predicts else None, predicts and not head_missing
 
 
@@ -88,25 +90,27 @@ def open_encoder(folder: Path, packs: bool, *, predicts: bool = False) -> tuple[
     """
     values = read_config(folder)
     predicts = predicts and not is_decoder(values)
-    model, missing = open_model(read_weights(folder), values, str(folder), predicts=predicts)
+    model, missing = load_transformers_model(read_weights(folder), values, str(folder), predicts=predicts)
     if missing := [name for name in missing if "pooler" not in name]:
         raise RuntimeError(f"{folder.name} lacks {missing[0]}")
-    return Encoder(without_pooler(model.base_model if predicts else model), packs), (
+    return Encoder(remove_pooler(model.base_model if predicts else model), packs), (
         MaskedWordHead(model) if predicts else None
     )
 
 
-def described_encoder(description: Mapping[str, Any]) -> Encoder:
+def encoder_from_description(description: Mapping[str, Any]) -> Encoder:
     """Build an encoder with the configuration of :meth:`Encoder.describe`, without initialised weights."""
     transformers = import_transformers()
     values = dict(description["config"])
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-    with without_start():
+    with skip_weight_init():
         model = transformers.AutoModel.from_config(config, dtype=torch.float32)
-    return Encoder(without_pooler(model), description["packs"])
+    return Encoder(remove_pooler(model), description["packs"])
 
 
-def small_encoder(options: BertOptions, vocabulary: int, generator: torch.Generator) -> tuple[Encoder, MaskedWordHead]:
+def build_small_encoder(
+    options: BertOptions, vocabulary: int, generator: torch.Generator
+) -> tuple[Encoder, MaskedWordHead]:
     """Build an untrained BERT that learns to use its second segment within a few hundred steps.
 
     Attention starts as half an identity (an orthogonal value matrix, its transpose in the output), positions as small
@@ -120,7 +124,7 @@ def small_encoder(options: BertOptions, vocabulary: int, generator: torch.Genera
         max_position_embeddings=options.positions, hidden_dropout_prob=options.dropout,
         attention_probs_dropout_prob=options.dropout,
     )  # fmt: skip
-    with without_start():
+    with skip_weight_init():
         model = transformers.BertForMaskedLM(config)
     model.tie_weights()
     embeddings, transform = model.bert.embeddings, model.cls.predictions.transform
@@ -180,8 +184,8 @@ def _reason_padding_fails(encoder: Encoder) -> str:
         return "takes no attention_mask, so that padding changes its hidden states"
     short, long = np.arange(7) + 5, np.arange(9) + 5  # of lengths so similar that the short one is padded
     try:
-        with evaluating(encoder):
-            alone_TD, together_TD = encoder(Packed([short])), encoder(Packed([short, long]))[:7]
+        with eval_mode(encoder):
+            alone_TD, together_TD = encoder(PackedBatch([short])), encoder(PackedBatch([short, long]))[:7]
     except Exception as error:  # any error of the library
         return f"fails on a batch ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
     return "" if is_near(together_TD, alone_TD) else "is not invariant to the padding of a batch"

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realmops.model.packed import Packed
-from realmops.text.word_shape import Form
+from realmops.model.packed import PackedBatch
+from realmops.text.word_shape import WordShape
 
 UNITS = 16  # integer weight per nat of idf
 RARITIES = 5  # classes of idf
@@ -29,7 +29,7 @@ DISTANCES = (0, 1, 2, 3, 5, 8, 14, 25)  # upper bounds of the distance classes, 
 NEIGHBOURS = (-2, -1, 1, 2)  # offsets of the wordpieces whose word shape is a feature
 SENTENCE_ENDS = (".", "?", "!")
 OTHER_SENTENCE_ENDS = ("。", "？", "！", "।", "؟", "۔")  # for languages other than English
-FORMS = len(Form)
+FORMS = len(WordShape)
 # A question's type is that of its first question word, or of the word that follows it (how many, what year).
 QUESTION_WORDS = (("who", "whom", "whose"), ("when",), ("where",), ("why",), ("which",), ("what",), ("how",))
 FOLLOWING_WORDS = (("many", "much"), ("year", "date", "month", "day"))
@@ -114,7 +114,7 @@ class LexicalFeatures(nn.Module):
         ):
             buffer_V[: len(values)].copy_(torch.as_tensor(values))  # an encoder may have spare rows
 
-    def forward(self, batch: Packed) -> Tensor:
+    def forward(self, batch: PackedBatch) -> Tensor:
         """Compute the vectors to add to the word embeddings of a batch of join(x, z), T x D."""
         batch.to(self.vectors.weight.device)
         classes = self.classes(batch)
@@ -122,7 +122,7 @@ class LexicalFeatures(nn.Module):
         return F.embedding_bag(self.first_F + class_TF, self.vectors.weight, mode="sum")
 
     @torch.no_grad()
-    def classes(self, batch: Packed) -> dict[str, Tensor]:
+    def classes(self, batch: PackedBatch) -> dict[str, Tensor]:
         """Compute each feature of ``SIZES``, length T; outside documents all but ``match`` are 0."""
         token_T, form_T = batch.tokens_T, batch.forms_T
         count, device = len(batch), token_T.device

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realmops.devices import moved
-from realmops.text.word_shape import FORM_STEP
+from realmops.devices import async_to
+from realmops.text.word_shape import SHAPE_STEP
 
 BATCH_WORDPIECES = {"cpu": 1024, "cuda": 65_536}  # padded wordpieces per batch, by device type
 _UNGROUPED_SCORES = 1 << 20  # attention scores B x L x L of a batch; above it, attention pads in groups
@@ -38,7 +38,7 @@ class PaddedGroup:
     is_padding_GL: Tensor | None  # None if all lengths are equal
 
 
-class Packed:
+class PackedBatch:
     """A batch of sequences without padding.
 
     ``tokens_T``, ``forms_T``, ``segments_T`` and ``positions_T`` are int64; ``starts`` has each sequence's first row.
@@ -78,7 +78,7 @@ class Packed:
             self.padded_rows += size * longest
         padded_row_T = np.repeat(first_row_B, self.lengths) + position_T
         self.in_place = len(self.groups) == 1 and self.groups[0].is_padding_GL is None
-        per_wordpiece = [token_T & (FORM_STEP - 1), token_T // FORM_STEP, segment_T, position_T, padded_row_T]
+        per_wordpiece = [token_T & (SHAPE_STEP - 1), token_T // SHAPE_STEP, segment_T, position_T, padded_row_T]
         per_sequence = [self.lengths, self.lengths[np.concatenate(groups)], self.starts]
         self._set_views(torch.from_numpy(np.concatenate([*per_wordpiece, *per_sequence])))
 
@@ -97,17 +97,17 @@ class Packed:
         """Split padded rows P x D into one tensor per group."""
         return (x_PD,) if len(self.groups) == 1 else torch.split(x_PD, [g.size * g.longest for g in self.groups])
 
-    def with_single_segment(self) -> Packed:
+    def with_single_segment(self) -> PackedBatch:
         """Return a copy of the batch with all wordpieces in segment 0."""
         other = copy(self)
         other._set_views(self._numbers.clone())
         other.segments_T.zero_()
         return other
 
-    def to(self, device: torch.device) -> Packed:
+    def to(self, device: torch.device) -> PackedBatch:
         """Move the batch to a device, in place; padding masks follow in :meth:`pad`."""
         if self._numbers.device != device:
-            self._set_views(moved(self._numbers, device))
+            self._set_views(async_to(self._numbers, device))
         return self
 
     def pad(self) -> None:
@@ -123,7 +123,7 @@ class Packed:
         ]
 
 
-class Padded(Packed):
+class PaddedBatch(PackedBatch):
     """A padded batch B x L for tracing a model: all of its sizes are dynamic, from the tensors."""
 
     def __init__(self, tokens_BL: Tensor, segments_BL: Tensor, lengths_B: Tensor) -> None:
@@ -146,7 +146,7 @@ def _attention_groups(lengths: np.ndarray) -> list[np.ndarray]:
     return [np.array(rows) for rows in _group_by_cost(lengths.tolist(), 2, _GROUP_SCORES)]
 
 
-def length_batches(lengths: Sequence[int], device: torch.device) -> Iterator[list[int]]:
+def batch_by_length(lengths: Sequence[int], device: torch.device) -> Iterator[list[int]]:
     """Yield the sequences of batches of similar lengths, shortest first, up to ``BATCH_WORDPIECES`` when padded.
 
     The batches depend only on lengths and device type, so that equal calls give equal bytes on one machine.

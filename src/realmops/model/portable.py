@@ -22,9 +22,9 @@ from torch import Tensor
 from realmops.hub import CONFIG, MODULES, SAFETENSORS, SENTENCE_CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from realmops.model.encoder import Encoder
 from realmops.model.encoder_files import save_encoder
-from realmops.model.retriever import Bag, Dense, Embedder, Retriever, Tower
+from realmops.model.retriever import BagOfWords, Dense, Embedder, Retriever, Tower
 from realmops.model.sequences import SpecialTokens
-from realmops.text.special import around
+from realmops.text.special_tokens import build_post_processor
 
 ROUTES = ("query", "document")
 LAYER_NORM_EPS = 1e-5  # fixed in the library's LayerNorm
@@ -80,7 +80,7 @@ def similarity(retriever: Retriever) -> str:
     return "cosine" if retriever.query.head == "cosine" else "dot"
 
 
-def joining(tokenizer: Tokenizer, segments: str = "two", with_prompts: bool = True) -> Tokenizer:
+def joining_tokenizer(tokenizer: Tokenizer, segments: str = "two", with_prompts: bool = True) -> Tokenizer:
     """Return a tokenizer that encodes a text as ``join_query`` does, and a pair of title and text as ``join_document``.
 
     Without ``with_prompts`` it adds no prompts: the caller does (:func:`tokenizer_prompts`).
@@ -88,7 +88,7 @@ def joining(tokenizer: Tokenizer, segments: str = "two", with_prompts: bool = Tr
     special, other = SpecialTokens.of(tokenizer), Tokenizer.from_str(tokenizer.to_str())
     if not with_prompts:
         special = replace(special, query=(), document=())
-    other.post_processor = around(other, special, 0 if segments == "one" else 1)
+    other.post_processor = build_post_processor(other, special, 0 if segments == "one" else 1)
     return other
 
 
@@ -100,10 +100,10 @@ def tokenizer_prompts(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _modules(tower: Tower, tokenizer: Tokenizer, limit: int) -> list[_Module]:
-    if isinstance(tower, Bag):
+    if isinstance(tower, BagOfWords):
         # The library's mean and the bag's sum have the same direction.
         weights = _tensors({"embedding.weight": tower.word.weight * tower.counts_V[:, None]})
-        tokens = joining(tokenizer, with_prompts=False).to_str().encode()
+        tokens = joining_tokenizer(tokenizer, with_prompts=False).to_str().encode()
         return [_Module("StaticEmbedding", {SAFETENSORS[0]: weights, TOKENIZER: tokens}), _Module("Normalize")]
     assert isinstance(tower, Embedder)
     pooling = {"word_embedding_dimension": tower.encoder.width}
@@ -154,14 +154,14 @@ def tokenizer_files(tokenizer: Tokenizer, encoder: Encoder, limit: int, segments
     config = {name: tokenizer.id_to_token(token) for name, token in names.items()} | {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": limit,
-        "model_input_names": inputs_of(encoder),
+        "model_input_names": model_input_names(encoder),
         "split_special_tokens": True,  # so that "[MASK]" in a text is three words
     }
-    tokens = joining(tokenizer, segments, with_prompts=False).to_str().encode()
+    tokens = joining_tokenizer(tokenizer, segments, with_prompts=False).to_str().encode()
     return {TOKENIZER: tokens, TOKENIZER_CONFIG: _json(config)}
 
 
-def inputs_of(encoder: Encoder) -> list[str]:
+def model_input_names(encoder: Encoder) -> list[str]:
     """Return the inputs that transformers' tokenizer passes to the encoder."""
     return ["input_ids", *(["token_type_ids"] if encoder.segments > 1 else []), "attention_mask"]
 

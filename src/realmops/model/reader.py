@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.devices import send
+from realmops.devices import to_device
 from realmops.model.encoder import Encoder
 from realmops.model.lexical_features import LexicalFeatures
 from realmops.model.masked_word_head import MaskedWordHead
-from realmops.model.packed import Packed, pad_rows
+from realmops.model.packed import PackedBatch, pad_rows
 from realmops.model.sequences import SpecialTokens, join_alone, join_reader
 
 SPAN_NORM_EPS = 1e-5  # published REALM checkpoints have 1e-3
@@ -28,23 +28,23 @@ _MIN_PROBABILITY = 1e-20  # lower bound of a copy probability, so that its logar
 
 
 @dataclass(frozen=True)
-class Bodies:
+class DocumentRows:
     """Packed rows of each sequence's document; a sequence may have no document."""
 
     rows_NL: Tensor  # packed rows; 0 where ``is_valid_NL`` is False
     is_valid_NL: Tensor
 
     @staticmethod
-    def of(first: Sequence[int], end: Sequence[int]) -> Bodies:
+    def of(first: Sequence[int], end: Sequence[int]) -> DocumentRows:
         """Build from each body's first packed row and its end (exclusive), on the CPU."""
         first_N, end_N = np.asarray(first, np.int64), np.asarray(end, np.int64)
         rows_NL = first_N[:, None] + np.arange(max(1, int((end_N - first_N).max(initial=0))))
         is_valid_NL = rows_NL < end_N[:, None]
-        return Bodies(torch.from_numpy(np.where(is_valid_NL, rows_NL, 0)), torch.from_numpy(is_valid_NL))
+        return DocumentRows(torch.from_numpy(np.where(is_valid_NL, rows_NL, 0)), torch.from_numpy(is_valid_NL))
 
 
 @dataclass(frozen=True)
-class Masked:
+class MaskedSentences:
     """Masked sentences x as wordpieces; input sequences are truncated to ``limit`` wordpieces."""
 
     sentences: Sequence[np.ndarray]
@@ -70,16 +70,16 @@ class Masked:
         return torch.from_numpy(np.repeat(np.arange(len(self.positions)), [len(masks) for masks in self.positions]))
 
     @property
-    def queries(self) -> Packed:
+    def queries(self) -> PackedBatch:
         """Packed batch of [CLS] x [SEP] of each sentence."""
-        return Packed([join_alone(x, self.special, self.limit) for x in self.sentences])
+        return PackedBatch([join_alone(x, self.special, self.limit) for x in self.sentences])
 
-    def rows_M(self, batch: Packed) -> Tensor:
+    def rows_M(self, batch: PackedBatch) -> Tensor:
         """Return the packed rows of the masks in a batch whose sequences begin with [CLS] x."""
         rows = [start + 1 + masks for start, masks in zip(batch.starts[:-1], self.positions, strict=True)]
         return torch.from_numpy(np.concatenate(rows))
 
-    def select(self, rows: Sequence[int]) -> Masked:
+    def select(self, rows: Sequence[int]) -> MaskedSentences:
         """Return the sentences of these indices, which may repeat."""
         return replace(
             self,
@@ -88,17 +88,17 @@ class Masked:
             targets=[self.targets[b] for b in rows],
         )
 
-    def join_documents(self, documents: Sequence[np.ndarray]) -> tuple[Packed, Bodies]:
+    def join_documents(self, documents: Sequence[np.ndarray]) -> tuple[PackedBatch, DocumentRows]:
         """Pack [CLS] x [SEP] body [SEP] of each sentence with its document."""
         joined = [join_reader(x, z, self.special, self.limit) for x, z in zip(self.sentences, documents, strict=True)]
-        batch = Packed([tokens for tokens, _, _ in joined], [segments for _, segments, _ in joined])
+        batch = PackedBatch([tokens for tokens, _, _ in joined], [segments for _, segments, _ in joined])
         first = [start + offset for start, (*_, offset) in zip(batch.starts[:-1], joined, strict=True)]
-        return batch, Bodies.of(first, (batch.starts[1:] - 1).tolist())
+        return batch, DocumentRows.of(first, (batch.starts[1:] - 1).tolist())
 
-    def pack_documents(self, documents: Sequence[np.ndarray]) -> tuple[Packed, Bodies]:
+    def pack_documents(self, documents: Sequence[np.ndarray]) -> tuple[PackedBatch, DocumentRows]:
         """Pack [CLS] [SEP] body [SEP] of each document: the join with an empty sentence."""
         empty = [_EMPTY] * len(documents)
-        return Masked(empty, empty, empty, self.special, self.limit).join_documents(documents)
+        return MaskedSentences(empty, empty, empty, self.special, self.limit).join_documents(documents)
 
 
 class CopyHead(nn.Module):
@@ -122,7 +122,13 @@ class CopyHead(nn.Module):
             self.gate.bias.zero_()
 
     def attention(
-        self, hidden_MD: Tensor, hidden_TD: Tensor, bodies: Bodies, sequence_M: Tensor, number_M: Tensor, most: int
+        self,
+        hidden_MD: Tensor,
+        hidden_TD: Tensor,
+        bodies: DocumentRows,
+        sequence_M: Tensor,
+        number_M: Tensor,
+        most: int,
     ) -> Tensor:
         """Compute the attention weights of each mask over the body in its sequence, M x L; 0 on padding.
 
@@ -134,7 +140,7 @@ class CopyHead(nn.Module):
         score_NXL = query_NXD @ key_TD[bodies.rows_NL].transpose(1, 2)
         return _masked_softmax(score_NXL[sequence_M, number_M], bodies.is_valid_NL[sequence_M], key_TD.shape[1])
 
-    def cross_attention(self, hidden_MD: Tensor, z_TD: Tensor, bodies: Bodies) -> Tensor:
+    def cross_attention(self, hidden_MD: Tensor, z_TD: Tensor, bodies: DocumentRows) -> Tensor:
         """Compute the attention weights of each mask over the body of every document, M x U x L."""
         score_MT = self.query(hidden_MD) @ self.key(z_TD).T
         return _masked_softmax(score_MT[:, bodies.rows_NL], bodies.is_valid_NL[None], z_TD.shape[1])
@@ -184,7 +190,7 @@ class Reader(nn.Module):
         """Device of the parameters."""
         return self.bert.device
 
-    def encode(self, batch: Packed) -> Tensor:
+    def encode(self, batch: PackedBatch) -> Tensor:
         """Compute the hidden states T x D of a batch of join(x, z)."""
         hidden_TD: Tensor = self.bert(batch, None if self.matches is None else self.matches(batch))
         return hidden_TD
@@ -194,7 +200,7 @@ class Reader(nn.Module):
         return snapshot.body(passage) if self.matches is None else snapshot.written(passage)
 
     def log_token(
-        self, batch: Packed, rows_M: Tensor, targets_M: Tensor | None, bodies: Bodies, sequence_M: Tensor
+        self, batch: PackedBatch, rows_M: Tensor, targets_M: Tensor | None, bodies: DocumentRows, sequence_M: Tensor
     ) -> Tensor:
         """Compute log p(y_j|z,x) of the masked wordpieces of a batch; all arguments are on the CPU.
 
@@ -212,7 +218,7 @@ class Reader(nn.Module):
         number_M = torch.arange(len(sequence_M)) - (counts_N.cumsum(0) - counts_N)[sequence_M]
         most = int(counts_N.max()) if len(rows_M) else 0
         label_M = rows_M if targets_M is None else targets_M
-        rows_M, sequence_M, number_M, label_M, rows_NL, is_valid_NL = send(
+        rows_M, sequence_M, number_M, label_M, rows_NL, is_valid_NL = to_device(
             self.device, rows_M, sequence_M, number_M, label_M, bodies.rows_NL, bodies.is_valid_NL
         )
         hidden_TD = self.encode(batch)
@@ -220,7 +226,7 @@ class Reader(nn.Module):
         log_vocabulary_MU = self._log_vocabulary(hidden_MD, None if targets_M is None else label_M)
         if self.copy is None:
             return log_vocabulary_MU if targets_M is None else log_vocabulary_MU[:, 0]
-        bodies = Bodies(rows_NL, is_valid_NL)
+        bodies = DocumentRows(rows_NL, is_valid_NL)
         attention_ML = self.copy.attention(hidden_MD, hidden_TD, bodies, sequence_M, number_M, most)
         token_ML = batch.tokens_T[rows_NL][sequence_M]
         if targets_M is None:
@@ -232,7 +238,7 @@ class Reader(nn.Module):
         return log_MU if targets_M is None else log_MU[:, 0]
 
     def log_masked(
-        self, masked: Masked, documents: Sequence[np.ndarray], column_BK: np.ndarray
+        self, masked: MaskedSentences, documents: Sequence[np.ndarray], column_BK: np.ndarray
     ) -> tuple[Tensor, Tensor]:
         """Compute log p(y_j|z,x) of every masked wordpiece under every candidate of its sentence.
 
@@ -250,15 +256,15 @@ class Reader(nn.Module):
         log_token_N = self.log_masked_pairs(masked.select([b for b, *_ in pairs]), [documents[u] for *_, u in pairs])
         flat = [(b * width + k) * longest + np.arange(len(masked.positions[b])) for b, k, _ in pairs]
         out = log_token_N.new_zeros(count * width * longest)
-        flat_N, is_mask_BM = send(self.device, torch.from_numpy(np.concatenate(flat)), is_mask_BM)
+        flat_N, is_mask_BM = to_device(self.device, torch.from_numpy(np.concatenate(flat)), is_mask_BM)
         return out.index_copy(0, flat_N, log_token_N).view(count, width, longest), is_mask_BM
 
-    def log_masked_pairs(self, masked: Masked, documents: Sequence[np.ndarray]) -> Tensor:
+    def log_masked_pairs(self, masked: MaskedSentences, documents: Sequence[np.ndarray]) -> Tensor:
         """Compute log p(y_j|z,x) of all masked wordpieces, length M, with one document per sentence."""
         batch, bodies = masked.join_documents(documents)
         return self.log_token(batch, masked.rows_M(batch), masked.targets_M, bodies, masked.sequence_M)
 
-    def log_masked_words(self, masked: Masked, documents: Sequence[np.ndarray]) -> Tensor:
+    def log_masked_words(self, masked: MaskedSentences, documents: Sequence[np.ndarray]) -> Tensor:
         """Compute log p(y_j|z,x) of the whole vocabulary at the masks of a single sentence, per document: K x M x V."""
         copies = masked.select([0] * len(documents))
         batch, bodies = copies.join_documents(documents)
@@ -287,7 +293,7 @@ class LateInteractionReader(Reader):
     apart = True
 
     def log_masked(
-        self, masked: Masked, documents: Sequence[np.ndarray], column_BK: np.ndarray
+        self, masked: MaskedSentences, documents: Sequence[np.ndarray], column_BK: np.ndarray
     ) -> tuple[Tensor, Tensor]:
         """Compute the same as ``Reader.log_masked``, encoding each sentence and each document once."""
         full = [u for u, document in enumerate(documents) if len(document)]
@@ -297,21 +303,21 @@ class LateInteractionReader(Reader):
         log_token_NU, log_null_N1 = self._log_late(x, masked.rows_M(x), masked.targets_M, z, bodies)
         log_token_NU = torch.cat([log_token_NU[:, : len(full)], log_null_N1], dim=1)
         index_BK, is_mask_BM = torch.from_numpy(column_U[np.maximum(column_BK, 0)]), masked.is_mask_BM
-        index_BK, mask_2N, is_mask_BM = send(self.device, index_BK, is_mask_BM.nonzero().T, is_mask_BM)
+        index_BK, mask_2N, is_mask_BM = to_device(self.device, index_BK, is_mask_BM.nonzero().T, is_mask_BM)
         padded_BMU = log_token_NU.new_zeros(*is_mask_BM.shape, log_token_NU.shape[1])
         padded_BMU = padded_BMU.index_put(tuple(mask_2N), log_token_NU)
         index_BMK = index_BK[:, None, :].expand(-1, is_mask_BM.shape[1], -1)
         return padded_BMU.gather(2, index_BMK).transpose(1, 2), is_mask_BM
 
-    def log_masked_pairs(self, masked: Masked, documents: Sequence[np.ndarray]) -> Tensor:
+    def log_masked_pairs(self, masked: MaskedSentences, documents: Sequence[np.ndarray]) -> Tensor:
         """Compute the same as ``Reader.log_masked_pairs``."""
         x, (z, bodies) = masked.queries, masked.pack_documents(documents)
         log_token_MU, log_null_M1 = self._log_late(x, masked.rows_M(x), masked.targets_M, z, bodies)
         sequence_M = masked.sequence_M
-        sequence_M, is_null_M = send(self.device, sequence_M, ~bodies.is_valid_NL.any(-1)[sequence_M])
+        sequence_M, is_null_M = to_device(self.device, sequence_M, ~bodies.is_valid_NL.any(-1)[sequence_M])
         return torch.where(is_null_M, log_null_M1[:, 0], log_token_MU.gather(1, sequence_M[:, None])[:, 0])
 
-    def log_masked_words(self, masked: Masked, documents: Sequence[np.ndarray]) -> Tensor:
+    def log_masked_words(self, masked: MaskedSentences, documents: Sequence[np.ndarray]) -> Tensor:
         """Compute the same as ``Reader.log_masked_words``."""
         x, (z, bodies) = masked.queries, masked.pack_documents(documents)
         log_word_KMV, log_null_MV = self._log_late(x, masked.rows_M(x), None, z, bodies)
@@ -319,7 +325,7 @@ class LateInteractionReader(Reader):
         return torch.where(has_body_K11, log_word_KMV, log_null_MV[None])
 
     def _log_late(
-        self, x: Packed, rows_M: Tensor, targets_M: Tensor | None, z: Packed, bodies: Bodies
+        self, x: PackedBatch, rows_M: Tensor, targets_M: Tensor | None, z: PackedBatch, bodies: DocumentRows
     ) -> tuple[Tensor, Tensor]:
         """Compute log p(y_j|z,x) under each of U documents, M x U, and log p(y_j|null,x), M x 1.
 
@@ -328,8 +334,8 @@ class LateInteractionReader(Reader):
         assert self.copy is not None, "late interaction requires a copy head"
         x_TD, z_TD = self.bert(x), self.bert(z)
         label_M = rows_M if targets_M is None else targets_M
-        rows_M, label_M, *body_tensors = send(x_TD.device, rows_M, label_M, bodies.rows_NL, bodies.is_valid_NL)
-        hidden_MD, bodies = x_TD.index_select(0, rows_M), Bodies(*body_tensors)
+        rows_M, label_M, *body_tensors = to_device(x_TD.device, rows_M, label_M, bodies.rows_NL, bodies.is_valid_NL)
+        hidden_MD, bodies = x_TD.index_select(0, rows_M), DocumentRows(*body_tensors)
         log_vocabulary_MU = self._log_vocabulary(hidden_MD, None if targets_M is None else label_M)
         attention_MUL, tokens_UL = self.copy.cross_attention(hidden_MD, z_TD, bodies), z.tokens_T[bodies.rows_NL]
         if targets_M is not None:
@@ -387,7 +393,7 @@ def enumerate_spans(first_row: int, length: int, longest: int) -> tuple[np.ndarr
     return first_row + start[is_inside], first_row + end[is_inside]
 
 
-def initialise_spans(head: SpanHead, generator: torch.Generator) -> None:
+def initialise_span_head(head: SpanHead, generator: torch.Generator) -> None:
     """Initialise as BERT: normal weights of standard deviation 0.02, zero biases."""
     with torch.no_grad():
         for module in head.modules():

@@ -21,7 +21,7 @@ from realmops.model.encoder import Encoder
 from realmops.model.masked_word_head import MaskedWordHead
 from realmops.model.reader import Reader, SpanHead
 from realmops.model.retriever import Embedder, Retriever
-from realmops.model.transformers_models import open_model, without_pooler
+from realmops.model.transformers_models import load_transformers_model, remove_pooler
 from realmops.text.pretrained import read_encoder_vocabulary
 from realmops.text.vocabulary import vocabulary_hash
 
@@ -32,7 +32,7 @@ Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedCheckpoint:
     """One published checkpoint: its configuration, memory-mapped weights by name, and vocabulary hash."""
 
     folder: Path
@@ -103,7 +103,7 @@ class Published:
         return reader
 
 
-def read_published(folder: Path) -> Published:
+def read_checkpoint(folder: Path) -> PublishedCheckpoint:
     """Open a published checkpoint; raise ValueError if it is not one of REALM."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; pass a complete download ({_KINDS})")
@@ -114,10 +114,10 @@ def read_published(folder: Path) -> Published:
             "encoders with bert.init"
         )
     pieces, _ = read_encoder_vocabulary(folder)
-    return Published(folder, config, read_weights(folder), vocabulary_hash(pieces))
+    return PublishedCheckpoint(folder, config, read_weights(folder), vocabulary_hash(pieces))
 
 
-def pretrained_models(folders: Sequence[Published]) -> tuple[Retriever, Reader]:
+def pretrained_models(folders: Sequence[PublishedCheckpoint]) -> tuple[Retriever, Reader]:
     """Return retriever and reader of REALM's pre-training, each from the first folder with one; without a span head."""
     retriever = _first(
         folders, lambda checkpoint: checkpoint.retriever, "a retriever (an embedder, a scorer or an openqa folder)"
@@ -127,7 +127,7 @@ def pretrained_models(folders: Sequence[Published]) -> tuple[Retriever, Reader]:
     return retriever, reader
 
 
-def finetuned_models(folders: Sequence[Published], pretrained: Retriever | None) -> tuple[Retriever, Reader]:
+def finetuned_models(folders: Sequence[PublishedCheckpoint], pretrained: Retriever | None) -> tuple[Retriever, Reader]:
     """Return retriever and reader after fine-tuning; the document tower is the pre-trained one, if given."""
     query = _first(folders, lambda checkpoint: checkpoint.query, "a query embedder (an openqa folder)")
     reader = _first(folders, lambda checkpoint: checkpoint.reader, "a reader (a reader or an openqa folder)")
@@ -136,7 +136,9 @@ def finetuned_models(folders: Sequence[Published], pretrained: Retriever | None)
     return Retriever(query, query if pretrained is None else pretrained.document), reader
 
 
-def _first(folders: Sequence[Published], part: Callable[[Published], Part | None], what: str) -> Part:
+def _first(
+    folders: Sequence[PublishedCheckpoint], part: Callable[[PublishedCheckpoint], Part | None], what: str
+) -> Part:
     for folder in folders:
         model = part(folder)
         if model is not None:
@@ -144,7 +146,7 @@ def _first(folders: Sequence[Published], part: Callable[[Published], Part | None
     raise ValueError(f"{_names(folders)}: {what} is missing; pass its folder too")
 
 
-def _names(folders: Sequence[Published]) -> str:
+def _names(folders: Sequence[PublishedCheckpoint]) -> str:
     return ", ".join(str(checkpoint.folder) for checkpoint in folders)
 
 
@@ -167,11 +169,11 @@ def _span_head(state: Mapping[str, Tensor], eps: float, source: str) -> SpanHead
 def _bert(config: Mapping[str, Any], state: Mapping[str, Tensor], source: str) -> tuple[Encoder, MaskedWordHead | None]:
     """Build a BERT encoder, and its masked word head if the weights have one."""
     bert_state = {name: tensor for name, tensor in state.items() if name.startswith(_BERT_NAMES)}
-    model, missing = open_model(bert_state, config, source, predicts=True)
+    model, missing = load_transformers_model(bert_state, config, source, predicts=True)
     if absent := [name for name in missing if name.startswith("bert.") and "pooler" not in name]:
         name = absent[0].replace("bert.", "realm.", 1)
         raise ValueError(f"{source}: the parameter {name} is missing; download it again")
-    encoder = Encoder(without_pooler(model.base_model), packs=True)
+    encoder = Encoder(remove_pooler(model.base_model), packs=True)
     head = MaskedWordHead(model)
     return encoder, None if any(name.startswith("cls.") for name in missing) else head
 

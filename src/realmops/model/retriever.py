@@ -1,6 +1,6 @@
 """The neural knowledge retriever: f(x, z) = Embed_input(x) . Embed_doc(z) (paper, section 3.2).
 
-A tower computes embeddings: an :class:`Embedder` with an encoder, as in the paper, or a :class:`Bag` of word vectors.
+A tower computes embeddings: an :class:`Embedder` with an encoder, as in the paper, or a :class:`BagOfWords` of word vectors.
 
 A passage has one vector, as in the paper, or M of them: f(x, z) is then the maximum of their inner products (Luan et
 al. 2021, "Sparse, Dense, and Attentional Representations for Text Retrieval"). Vector m is the average of two means:
@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realmops.devices import full_precision, send
+from realmops.devices import disable_autocast, to_device
 from realmops.model.encoder import Encoder
-from realmops.model.packed import Packed
+from realmops.model.packed import PackedBatch
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {  # activations of dense layers, by their names in sentence-transformers
     "torch.nn.modules.linear.Identity": nn.Identity,
@@ -38,7 +38,7 @@ _MIN_NORM = 1e-6  # shorter vectors are not normalised to length 1
 
 
 @dataclass(frozen=True)
-class Mixture:
+class FusionWeights:
     """Weights of a hybrid f(x, z) = dense * scaled inner product + lexical * (BM25 / highest BM25).
 
     ``reading`` is the weight of f(x, z) relative to the reader's span scores when an answer is chosen.
@@ -53,8 +53,8 @@ class Mixture:
         return self.dense * dense + self.lexical * words
 
 
-EMBEDDINGS_ALONE = Mixture(1.0, 0.0)  # the paper's f(x, z)
-HYBRID_START = Mixture(1.0, 8.0)  # before fitting: the optimum on real questions for cosine / 0.05
+DENSE_ONLY = FusionWeights(1.0, 0.0)  # the paper's f(x, z)
+DEFAULT_FUSION_WEIGHTS = FusionWeights(1.0, 8.0)  # before fitting: the optimum on real questions for cosine / 0.05
 
 
 class Tower(nn.Module):
@@ -182,7 +182,7 @@ class Embedder(Tower):
         widths = f"{self.bert.width} -> {dense}{self.width} by {self.start}"
         return f"{self.bert.words}, pooling {self.pooling}, {widths}, head {self.head}, segments {self.segments}"
 
-    def pool(self, batch: Packed, vectors: int = 1) -> Tensor:
+    def pool(self, batch: PackedBatch, vectors: int = 1) -> Tensor:
         """Compute pooled hidden states of each sequence, (B M) x D; M > 1 requires the pooling ``mean``."""
         if self.segments == "one":
             batch = batch.with_single_segment()
@@ -194,14 +194,14 @@ class Embedder(Tower):
             assert vectors == 1, vectors
             return hidden_TD.index_select(0, batch.first_B + batch.lengths_B - 1)
         if hidden_TD.is_cuda:
-            return means(hidden_TD.float(), batch.lengths, vectors)
+            return mean_pool(hidden_TD.float(), batch.lengths, vectors)
         lengths = batch.lengths.tolist()
         hidden_by_sequence = torch.split(hidden_TD.float(), lengths)
         if vectors == 1:
             return torch.stack([x_TD.mean(0) for x_TD in hidden_by_sequence])
-        (share_MT,) = send(self.device, torch.cat([_mean_weights(length, vectors) for length in lengths], dim=1))
+        (share_MT,) = to_device(self.device, torch.cat([_mean_weights(length, vectors) for length in lengths], dim=1))
         pairs = zip(torch.split(share_MT, lengths, dim=1), hidden_by_sequence, strict=True)
-        with full_precision(self.device):  # like the mean of a single vector
+        with disable_autocast(self.device):  # like the mean of a single vector
             return torch.cat([m_MT @ x_TD for m_MT, x_TD in pairs])
 
     def over(self, encoder: Encoder) -> Self:
@@ -218,7 +218,7 @@ class Embedder(Tower):
         share_MT[:, 0 if self.pooling == "cls" else -1] = 1.0
         return share_MT
 
-    def forward(self, batch: Packed, vectors: int = 1) -> Tensor:
+    def forward(self, batch: PackedBatch, vectors: int = 1) -> Tensor:
         """Compute embeddings B x M E."""
         return self.embedded(self.pool(batch, vectors)).view(-1, vectors * self.width)
 
@@ -241,7 +241,7 @@ class Embedder(Tower):
         return _unit(embedding_BE) if self.head == "cosine" else embedding_BE.float()
 
 
-class Bag(Tower):
+class BagOfWords(Tower):
     """Tower without an encoder: the normalised sum of the sequence's word vectors, whatever their order.
 
     Wordpieces whose ``counts_V`` is 0, such as [CLS] and [MASK], contribute nothing and get no gradient. A sequence
@@ -260,7 +260,7 @@ class Bag(Tower):
         """Short description for logs and reports."""
         return f"a bag of {self.word.num_embeddings} word vectors of width {self.width}"
 
-    def forward(self, batch: Packed, vectors: int = 1) -> Tensor:
+    def forward(self, batch: PackedBatch, vectors: int = 1) -> Tensor:
         """Compute embeddings B x E; a bag has one vector per sequence."""
         assert vectors == 1, vectors
         batch.to(self.device)
@@ -282,11 +282,11 @@ def _mean_weights(length: int, vectors: int) -> Tensor:
     return share_MT
 
 
-def means(hidden_TD: Tensor, lengths: np.ndarray, vectors: int) -> Tensor:
+def mean_pool(hidden_TD: Tensor, lengths: np.ndarray, vectors: int) -> Tensor:
     """Compute the means of :func:`_mean_weights` of all sequences at once, (B M) x D; rounding differs."""
     bounds_BM = lengths[:, None] * np.arange(vectors + 1) // vectors
     part_BM = torch.from_numpy(np.diff(bounds_BM))
-    part_BM, length_B = send(hidden_TD.device, part_BM, torch.from_numpy(lengths))
+    part_BM, length_B = to_device(hidden_TD.device, part_BM, torch.from_numpy(lengths))
     sum_BMD = torch.segment_reduce(hidden_TD, "sum", lengths=part_BM.flatten(), unsafe=True)
     sum_BMD = sum_BMD.view(len(lengths), vectors, -1)
     mean_BMD = sum_BMD.sum(1, keepdim=True) / length_B[:, None, None]
@@ -310,7 +310,7 @@ class Retriever(nn.Module):
     def __init__(self, query: Tower, document: Tower, vectors: int = 1) -> None:
         super().__init__()
         self.query, self.document, self.vectors = query, document, vectors
-        self.mixture = EMBEDDINGS_ALONE
+        self.mixture = DENSE_ONLY
         if not self.shared:
             # They add a constant to f(x, z) of all z, which cancels in p(z|x): their gradient would be rounding error,
             # which Adam scales to full steps. They are frozen, not removed, since published embeddings include them.
@@ -332,7 +332,7 @@ class Retriever(nn.Module):
         """Width X of a passage in the index."""
         return self.vectors * self.document.width
 
-    def documents(self, batch: Packed) -> Tensor:
+    def documents(self, batch: PackedBatch) -> Tensor:
         """Compute embeddings of passages, B x X."""
         return cast(Tensor, self.document(batch, self.vectors))
 

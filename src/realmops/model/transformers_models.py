@@ -14,7 +14,7 @@ _ALTERNATIVES = {  # supported models, by a substring of an unsupported model_ty
     "bart": "FacebookAI/roberta-base",
     "code": "answerdotai/ModernBERT-base",
 }
-USUAL = "answerdotai/ModernBERT-base, or with several languages FacebookAI/xlm-roberta-base"
+SUGGESTED_ENCODERS = "answerdotai/ModernBERT-base, or with several languages FacebookAI/xlm-roberta-base"
 
 
 def model_type_of(values: Mapping[str, Any]) -> str:
@@ -43,7 +43,7 @@ def check_supported(values: Mapping[str, Any], source: str) -> None:
         reason = "is configured as a decoder (is_decoder), which sees no word after the mask"
     else:
         return
-    alternative = next((name for word, name in _ALTERNATIVES.items() if word in kind), USUAL)
+    alternative = next((name for word, name in _ALTERNATIVES.items() if word in kind), SUGGESTED_ENCODERS)
     raise ValueError(f"{source}: model_type {kind!r} {reason}; use a supported encoder, for example {alternative}")
 
 
@@ -63,7 +63,7 @@ def import_transformers() -> Any:
     return transformers
 
 
-def open_model(
+def load_transformers_model(
     state: Mapping[str, Tensor], values: Mapping[str, Any], source: str, *, predicts: bool
 ) -> tuple[Any, list[str]]:
     """Build the transformers model of a configuration and load its weights.
@@ -99,7 +99,7 @@ def open_model(
 
 
 @contextmanager
-def without_start() -> Iterator[None]:
+def skip_weight_init() -> Iterator[None]:
     """Context manager: build transformers models without initialising weights or advancing torch's generator."""
     from transformers.initialization import no_init_weights
 
@@ -107,7 +107,7 @@ def without_start() -> Iterator[None]:
         yield
 
 
-def without_pooler(model: Any) -> Any:
+def remove_pooler(model: Any) -> Any:
     """Remove the pooler, a layer over the first hidden state that only pre-training uses; return the model."""
     if getattr(model, "pooler", None) is not None:
         model.pooler = None

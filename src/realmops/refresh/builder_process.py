@@ -15,26 +15,26 @@ from typing import Any
 
 from realmops.artifacts import digest_of, write_json
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.devices import resolve_device, resolve_precision, tune_process
+from realmops.devices import configure_process, resolve_device, resolve_precision
 from realmops.model.checkpoint_files import MODEL, RETRIEVER
 from realmops.refresh.builder import DONE, FAULT, MISCONFIGURED, BuilderWork, Parts, run_builder
-from realmops.refresh.child_processes import Child, end_with
+from realmops.refresh.child_processes import SupervisedProcess, end_with
 from realmops.refresh.exchange import IDENTITY_VERSION, Exchange
 from realmops.refresh.heartbeat import Heartbeat
 from realmops.refresh.shards import Work, corpus_identity, help_make_shards
 from realmops.refresh.shared_files import Files
 from realmops.refresh.versions import HOLDER, MANIFEST_LIMIT, CorruptVersionError, Version
 from realmops.search.embed import no_progress
-from realmops.search.embeddings import EMBEDDINGS, embedding, embeddings_in, index_header
-from realmops.search.mapped import Content, mapped, scratch
+from realmops.search.embeddings import EMBEDDINGS, index_header, make_shard_embedder, view_embeddings
+from realmops.search.memory_map import Content, map_file, open_scratch
 
-SIGNS, HEARTBEAT_SECONDS = "alive", 5.0
+HEARTBEATS_FOLDER, HEARTBEAT_SECONDS = "alive", 5.0
 REMOVAL_SECONDS = 3.0  # a stage removes its exchange file by file
 
 log = logging.getLogger(__name__)
 
 
-def identity(
+def exchange_identity(
     snapshot: Snapshot, *, run_key: str, embedding_width: int, precision: str, threads: int, part_rows: int
 ) -> dict[str, Any]:
     """Return the identity of a run, on which trainer and builders must agree; a process with another one is refused."""
@@ -77,14 +77,14 @@ def run_index_builder(root: Path, folder: Path, *, watch_parent: int | None, wor
     except (CorruptVersionError, KeyError, ValueError) as error:
         _print_status(f"the exchange {root} cannot be served on this machine: {error}")
         return MISCONFIGURED
-    tune_process(run["threads"])
+    configure_process(run["threads"])
 
     def embedder(weights: Version) -> Callable[[int, int], dict[str, bytes]]:
-        embed = embedding(snapshot, weights.files, device, dtype)
+        embed = make_shard_embedder(snapshot, weights.files, device, dtype)
         return lambda first, end: embed(first, end, no_progress)
 
     work = BuilderWork(len(snapshot), run["part_rows"], embedder, merge)
-    expected, name = identity(snapshot, **shared), builder_name(os.environ.get("HOSTNAME", "0"))
+    expected, name = exchange_identity(snapshot, **shared), builder_name(os.environ.get("HOSTNAME", "0"))
     grace = 120.0 if watch_parent is None else 0.0
     return run_builder(root, expected, work, name=name, poll=0.1, grace=grace, on_status=_print_status)
 
@@ -93,7 +93,7 @@ def _run_shard_helper(root: Path, run: dict[str, Any], snapshot: Snapshot, works
     """Compute shards for a stage, which may end at any time and remove its exchange."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(DONE))
-    tune_process(run["threads"])
+    configure_process(run["threads"])
     name = builder_name(f"{os.environ.get('HOSTNAME', '0')}-{os.getpid()}")  # several may run on one machine
     try:
         exchange = Exchange.open(root, {**run, **corpus_identity(snapshot)}, f"builder-{name}")
@@ -129,7 +129,7 @@ def builder_command(exchange: Path | str, snapshot: Path | str, *arguments: str)
     return [sys.executable, "-P", "-m", "realmops", "index-builder", *options]
 
 
-def assign(path: Path, exchange: Path, snapshot: Path, owner: str) -> None:
+def assign_exchange(path: Path, exchange: Path, snapshot: Path, owner: str) -> None:
     """Write the assignment file that builders follow; an exchange whose trainer has ended can be assigned again.
 
     ``owner`` is the id of the pipeline run that uses the builders; no other run releases them.
@@ -141,7 +141,7 @@ def assign(path: Path, exchange: Path, snapshot: Path, owner: str) -> None:
 class Follower:
     """A process that serves the exchanges of an assignment file, one after another, each by a child process.
 
-    The file is written by :func:`assign`. A builder that has finished, or does not fit its exchange, is not restarted
+    The file is written by :func:`assign_exchange`. A builder that has finished, or does not fit its exchange, is not restarted
     until the file changes; one that failed is restarted with back-off, as a pod would be. A builder is stopped when
     both its assignment and its exchange are removed. The follower's heartbeat is in the folder ``alive`` next to the
     file; ``alive`` is a file that it touches for a liveness probe.
@@ -149,9 +149,11 @@ class Follower:
 
     def __init__(self, path: Path, alive: Path | None, poll: float = 1.0) -> None:
         self.path, self.alive, self.poll = path, alive, poll
-        self._heartbeat = Heartbeat(path.parent / SIGNS / f"{os.environ.get('HOSTNAME', '0')}.json", HEARTBEAT_SECONDS)
+        self._heartbeat = Heartbeat(
+            path.parent / HEARTBEATS_FOLDER / f"{os.environ.get('HOSTNAME', '0')}.json", HEARTBEAT_SECONDS
+        )
         self._served: bytes | None = None  # the content of the assignment file
-        self._builder: Child | None = None  # also None after the assignment is done
+        self._builder: SupervisedProcess | None = None  # also None after the assignment is done
         self._exchange = self._last_status = ""
 
     def run(self) -> None:
@@ -174,14 +176,14 @@ class Follower:
             self._end()
             assignment, self._served = json.loads(content), content
             self._exchange = assignment["exchange"]
-            self._builder = Child(builder_command(self._exchange, assignment["snapshot"]), pause=self.poll)
+            self._builder = SupervisedProcess(builder_command(self._exchange, assignment["snapshot"]), pause=self.poll)
         elif content is None and self._builder is not None and not _is_exchange(Path(self._exchange)):
             self._end()  # a stage has ended and removed its exchange
             self._builder = self._served = None
         if self._builder is None:
             self._report(f"waiting for work: {self.path} {'names none' if content is None else 'is done'}")
             return
-        code = self._builder.look()
+        code = self._builder.poll()
         if code in (DONE, MISCONFIGURED):
             self._builder = None
         elif code is not None:
@@ -222,12 +224,12 @@ def merge(weights: Version, parts: Parts) -> tuple[dict[str, Content], dict[str,
     passages, width = weights.run["passages"], weights.run["embedding_width"]
     header = index_header(passages, width)
     size = len(header) + 4 * passages * width
-    with scratch(size) or BytesIO(bytes(size)) as file:  # allocated at once: growing would copy it
+    with open_scratch(size) or BytesIO(bytes(size)) as file:  # allocated at once: growing would copy it
         file.write(header)
         for part in parts:
-            file.write(embeddings_in(part.pop(EMBEDDINGS)).numpy().data)
+            file.write(view_embeddings(part.pop(EMBEDDINGS)).numpy().data)
         assert file.tell() == size
-        matrix = file.getvalue() if isinstance(file, BytesIO) else mapped(file)
+        matrix = file.getvalue() if isinstance(file, BytesIO) else map_file(file)
     files = {EMBEDDINGS: matrix, MODEL: weights.files[MODEL], RETRIEVER: weights.files[RETRIEVER]}
     return files, {"published": weights.meta["trainer"]["published"]}
 

@@ -28,7 +28,7 @@ _ABNORMAL_EXITS = {  # of processes that could not report them
 _EXIT_CODES = threading.Lock()  # an exit code can be read once, and each start of a process reads those of all
 
 
-class Child:
+class SupervisedProcess:
     """A supervised child process, restarted after each exit with exponential back-off.
 
     The back-off begins at ``pause`` seconds and doubles up to ``MAX_PAUSE_SECONDS``; it is reset after a process that
@@ -46,7 +46,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        self.look()
+        self.poll()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -54,10 +54,10 @@ class Child:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process was running at the last call of :meth:`look`."""
+        """Whether the process was running at the last call of :meth:`poll`."""
         return self._process is not None
 
-    def look(self) -> int | None:
+    def poll(self) -> int | None:
         """Start the process if none runs and the back-off is over; return the exit code of one that has ended, once."""
         now = time.monotonic()
         if self._process is None:
@@ -105,7 +105,7 @@ def end_with(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-class Apart:
+class WorkerProcess:
     """Work in a separate process, which frees all of its memory at exit and ends with this process.
 
     Args:
@@ -155,9 +155,9 @@ class Apart:
         return self._process.exitcode
 
 
-def apart(name: str, module: str, work: Callable[[], None]) -> int:
-    """Do work in a separate process (:class:`Apart`); print ``name`` if it was killed, and return an exit code."""
-    process = Apart(module, work)
+def run_in_process(name: str, module: str, work: Callable[[], None]) -> int:
+    """Do work in a separate process (:class:`WorkerProcess`); print ``name`` if it was killed, and return an exit code."""
+    process = WorkerProcess(module, work)
     try:
         process.wait()
     except KeyboardInterrupt:
@@ -165,16 +165,16 @@ def apart(name: str, module: str, work: Callable[[], None]) -> int:
     finally:
         code = process.end()
     if code in _ABNORMAL_EXITS:
-        print(f"realmops: {name} {fate(code)}", file=sys.stderr, flush=True)
+        print(f"realmops: {name} {describe_exit(code)}", file=sys.stderr, flush=True)
     return code if code >= 0 else 128 - code
 
 
-def fate(code: int) -> str:
-    """Describe the exit code that :meth:`Apart.end` returned."""
+def describe_exit(code: int) -> str:
+    """Describe the exit code that :meth:`WorkerProcess.end` returned."""
     return _ABNORMAL_EXITS.get(code, f"ended with exit code {code}")
 
 
-def run_command(arguments: Sequence[str], log: Path) -> None:
+def run_realmops(arguments: Sequence[str], log: Path) -> None:
     """Run ``realmops`` with these arguments in this process; append its output to ``log``."""
     with open(log, "ab") as output:
         for stream in (1, 2):

@@ -43,8 +43,8 @@ from typing import Any, Self
 from realmops import __version__
 from realmops.refresh.heartbeat import Heartbeat, LivenessTracker
 from realmops.refresh.shared_files import Clock, Files, free_bytes, is_writable, modified_time
-from realmops.refresh.versions import MANIFEST_LIMIT, ROLES, CorruptVersionError, Version, Versions, check_run
-from realmops.search.mapped import SPARE_ROOM
+from realmops.refresh.versions import MANIFEST_LIMIT, ROLES, CorruptVersionError, Version, VersionStore, check_run
+from realmops.search.memory_map import SPARE_ROOM
 
 IDENTITY_VERSION = "v-000000"
 KINDS = ("run", "checkpoints", "weights", "parts", "indexes", "finished")
@@ -64,7 +64,7 @@ class RunMismatchError(ValueError):
     """The exchange belongs to a run with another identity, or to another version of realmops."""
 
 
-class Fenced(ExchangeError):
+class FencedError(ExchangeError):
     """A newer trainer has taken over this exchange; this one must end without further writes."""
 
 
@@ -83,9 +83,11 @@ class Exchange:
         path = self.root / "alive" / holder.split("-")[0] / f"{holder}.json"
         self._heartbeat = Heartbeat(path, HEARTBEAT_SECONDS, self.files, self.clock)
 
-        self.stores = {kind: Versions(root, kind, run, holder, self.files, self.clock, grace=grace) for kind in KINDS}
+        self.stores = {
+            kind: VersionStore(root, kind, run, holder, self.files, self.clock, grace=grace) for kind in KINDS
+        }
         _, self.checkpoints, self.weights, self.parts, self.indexes, self.outcomes = self.stores.values()
-        self.identity_store = Versions(root, "run", None, holder, self.files, self.clock)  # accepts any identity
+        self.identity_store = VersionStore(root, "run", None, holder, self.files, self.clock)  # accepts any identity
 
     @classmethod
     def open(
@@ -201,7 +203,7 @@ class Exchange:
 
     # Reading
 
-    def load(self, store: Versions, name: str, mapped: Collection[str] = ()) -> Version:
+    def load(self, store: VersionStore, name: str, mapped: Collection[str] = ()) -> Version:
         """Load a version as ``store.load``; quarantine a damaged one, unless the exchange is another run's."""
         try:
             return store.load(name, mapped=mapped)
@@ -268,7 +270,7 @@ def row_ranges(rows: int, size: int) -> list[tuple[int, int]]:
     return [(first, min(first + size, rows)) for first in range(0, rows, size)]
 
 
-def inspect(root: Path, clock: Clock | None = None) -> list[str]:
+def inspect_exchange(root: Path, clock: Clock | None = None) -> list[str]:
     """Describe the state of an exchange line by line, problems last, without writing to it (``realmops doctor``).
 
     Times compare the clocks of this machine and of the volume, and are only as accurate as these agree.
@@ -311,7 +313,7 @@ def inspect(root: Path, clock: Clock | None = None) -> list[str]:
     return lines + problems + list(_volume_problems(exchange, newest.values()))
 
 
-def _newest_intact(store: Versions, problems: list[str]) -> Version | None:
+def _newest_intact(store: VersionStore, problems: list[str]) -> Version | None:
     for name in reversed(store.names()):
         try:
             return store.manifest(name)

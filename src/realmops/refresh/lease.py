@@ -34,7 +34,7 @@ class Lease:
 
 
 @contextmanager
-def claimed(folder: Path, log: Callable[[str], None], stop: threading.Event | None = None) -> Iterator[Lease]:
+def acquire_lease(folder: Path, log: Callable[[str], None], stop: threading.Event | None = None) -> Iterator[Lease]:
     """Hold the lease in ``folder`` for the block; wait, and log the wait, while another process holds it.
 
     Raises:

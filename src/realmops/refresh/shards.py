@@ -50,7 +50,7 @@ class ShardSettings:
     log: Callable[[str], None]
 
 
-def in_shards(
+def compute_in_shards(
     settings: ShardSettings, name: str, work: Work, snapshot: Snapshot, model: Mapping[str, bytes],
     progress: Progress = no_progress,
 ) -> Iterator[dict[str, bytes]]:  # fmt: skip
@@ -69,7 +69,7 @@ def in_shards(
     exchange = Exchange.open(root, run, grace=0.0)
     (root / "claims").mkdir(exist_ok=True)
     version = _publish_model(exchange, model)
-    shards = Shards(exchange, snapshot, work, version, settings.device, settings.dtype, progress)
+    shards = ShardWorker(exchange, snapshot, work, version, settings.device, settings.dtype, progress)
     if len(shards.missing()) > 1:
         write_json(settings.offer, {"exchange": str(exchange.root), "snapshot": str(snapshot.folder.absolute())})
     try:
@@ -115,7 +115,7 @@ def _publish_model(exchange: Exchange, model: Mapping[str, bytes]) -> Version:
             return version
 
 
-class Shards:
+class ShardWorker:
     """All shards of one computation, as seen by one of the processes that compute them."""
 
     def __init__(
@@ -200,7 +200,7 @@ def help_make_shards(
         exchange.clock.sleep(POLL_SECONDS)
     model = exchange.weights.load(MODEL)
     exchange.weights.unpin(model)
-    shards = Shards(exchange, snapshot, works[run["work"]], model, device, DTYPES[run["precision"]])
+    shards = ShardWorker(exchange, snapshot, works[run["work"]], model, device, DTYPES[run["precision"]])
     while exchange.finished() is None:
         if not shards.make_one():
             exchange.beat("waiting for shards")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
-from realmops.search.mapped import SPARE_ROOM, Content, blocks, mapped, scratch
+from realmops.search.memory_map import SPARE_ROOM, Content, iter_blocks, map_file, open_scratch
 
 Around = Callable[[str, Path, Callable[[], Any]], Any]
 
@@ -141,16 +141,16 @@ def _read(path: Path, limit: int, copied: bool) -> Content:
             raise ValueError(f"{path} is not a regular file")
         if status.st_size > limit:  # before anything is allocated
             raise ValueError(f"{path} has {status.st_size} bytes, more than the expected {limit}")
-        room = scratch(status.st_size) if copied else None
+        room = open_scratch(status.st_size) if copied else None
         if room is None:
             return file.read()
         with room:
             shutil.copyfileobj(file, room, _CHUNK)
-            return mapped(room)
+            return map_file(room)
 
 
 def _write_all(handle: int, content: Content) -> None:
-    for block in blocks(content):
+    for block in iter_blocks(content):
         remaining = block
         while remaining:
             remaining = remaining[os.write(handle, remaining) :]

@@ -6,9 +6,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from realmops.refresh.exchange import KEEP, Exchange, ExchangeError, Fenced
+from realmops.refresh.exchange import KEEP, Exchange, ExchangeError, FencedError
 from realmops.refresh.heartbeat import LivenessTracker
-from realmops.refresh.versions import CorruptVersionError, Version, Versions, fence_of, step_of, version_name
+from realmops.refresh.versions import CorruptVersionError, Version, VersionStore, fence_of, step_of, version_name
 
 MESSAGE_SECONDS = 1.0  # between two messages of a wait
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Policy:
+class RefreshPolicy:
     """The policy by which a trainer adopts index generations.
 
     ``fixed_lag`` adopts exactly the requested generation and waits for it: asynchronous and reproducible.
@@ -33,7 +33,7 @@ class Policy:
     poll: float = 0.1
 
 
-class Trainer:
+class TrainerSide:
     """One trainer process on an exchange, with a fence number that it takes at the start.
 
     The weights of a step are published after the checkpoint of that step (if there is one) and before the next one.
@@ -46,7 +46,7 @@ class Trainer:
     """
 
     def __init__(
-        self, exchange: Exchange, policy: Policy = Policy(), mapped: Collection[str] = (),
+        self, exchange: Exchange, policy: RefreshPolicy = RefreshPolicy(), mapped: Collection[str] = (),
         on_wait: Callable[[str, float], None] = lambda message, seconds: log.info("%s", message),
     ) -> None:  # fmt: skip
         self.exchange, self.policy, self.mapped, self._on_wait = exchange, policy, mapped, on_wait
@@ -131,16 +131,16 @@ class Trainer:
         if not awaited:
             self._collect()
 
-    def _publish(self, store: Versions, step: int, files: Mapping[str, bytes], meta: dict[str, Any]) -> None:
+    def _publish(self, store: VersionStore, step: int, files: Mapping[str, bytes], meta: dict[str, Any]) -> None:
         if not store.publish(version_name(self.fence, step), files, meta, self.check_fence):
-            raise Fenced(f"{store.kind} of step {step} exist already under fence {self.fence}, by another trainer")
+            raise FencedError(f"{store.kind} of step {step} exist already under fence {self.fence}, by another trainer")
 
     def check_fence(self) -> None:
         """Raise Fenced if another trainer has taken over, or if the exchange with this trainer's fence was removed."""
         if (newest := self.exchange.newest_fence()) > self.fence:
-            raise Fenced(f"trainer {newest} has taken over {self.exchange.root} from this one, {self.fence}")
+            raise FencedError(f"trainer {newest} has taken over {self.exchange.root} from this one, {self.fence}")
         if newest < self.fence:
-            raise Fenced(
+            raise FencedError(
                 f"{self.exchange.root} was removed or emptied while this trainer used it; restore it, or run the stage "
                 "again, which creates a new one"
             )
@@ -168,10 +168,10 @@ class Trainer:
         index = self._newest()
         if index is None and self.lacks_index:
             raise ValueError("no index is possible: no weights were published; publish the weights of this step first")
-        if index is None and (not self._pinned or (self._too_stale(step) and self.policy.on_stale == "wait")):
+        if index is None and (not self._pinned or (self._is_too_stale(step) and self.policy.on_stale == "wait")):
             index = self._wait(self._newest, f"a newer index at step {step}" if self._pinned else "a first index")
         adopted = self._adopt(index) if index else None
-        if self._too_stale(step) and self.policy.on_stale == "warn":
+        if self._is_too_stale(step) and self.policy.on_stale == "warn":
             log.warning("the index is %d steps old; %s", step - self.index_step, self.exchange.describe_builders())
         return adopted
 
@@ -185,7 +185,7 @@ class Trainer:
         """The step of the weights that the index in use was built from."""
         return step_of(self._index_name) if self._index_name else 0
 
-    def _too_stale(self, step: int) -> bool:
+    def _is_too_stale(self, step: int) -> bool:
         limit = self.policy.max_staleness_steps
         return limit is not None and bool(self._awaited) and step - self.index_step > limit
 

@@ -28,7 +28,7 @@ from typing import Any
 from realmops.artifacts import canonical_json, digest_of
 from realmops.refresh.heartbeat import LivenessTracker
 from realmops.refresh.shared_files import Clock, Files
-from realmops.search.mapped import Content, blocks, memory_bytes
+from realmops.search.memory_map import Content, iter_blocks, memory_bytes
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -95,12 +95,12 @@ def check_run(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 
 def _sha256(content: Content) -> str:
     digest = hashlib.sha256()
-    for block in blocks(content):
+    for block in iter_blocks(content):
         digest.update(block)
     return digest.hexdigest()
 
 
-class Versions:
+class VersionStore:
     """The store of the versions of one kind in the folder ``root/kind``, as seen by one holder.
 
     ``run`` is the identity that every manifest must carry (None: any; for inspection only). ``grace`` is the time in

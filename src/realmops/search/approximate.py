@@ -21,14 +21,14 @@ from torch import Tensor
 
 from realmops.config import IndexOptions
 from realmops.search import faiss_gpu
-from realmops.search.exact import Exact, InMemory, MaxSimIndex, PassageIndex, search
-from realmops.search.mapped import memory_bytes, release
+from realmops.search.exact import ExactIndex, InMemory, MaxSimIndex, PassageIndex, search
+from realmops.search.memory_map import memory_bytes, release_pages
 
 MAX_EXACT_PASSAGES = 20_000_000
 PQ_MEMORY_SHARE = 0.25  # of the device's memory; larger embeddings need pq
 SCORE_TOLERANCE = 1e-5  # relative; smaller differences count as equal scores
 READ_ROWS = 1 << 13  # scattered passages read at a time; each maps 64 KiB of a memory-mapped file
-QUERIES = 256  # number of queries for the measurement of an index's recall
+RECALL_QUERIES = 256  # number of queries for the measurement of an index's recall
 _CANDIDATES = 16  # per result in pq; its codes have only 4 bits per dimension
 _NEIGHBOURS = 32  # per node of the hnsw graph
 _LISTS = {"ivf": 4, "pq": 0.5}  # times sqrt(passages); pq scans a list fast, so that finding lists dominates
@@ -54,7 +54,7 @@ class Recipe:
     target_recall: float
 
 
-class Approximate(InMemory, ABC):
+class ApproximateIndex(InMemory, ABC):
     """A structure over embeddings P x E that proposes candidates; their scores are exact.
 
     An index type is a subclass and a row in ``TYPES``. It is built from the embeddings and its recipe alone, so that it
@@ -117,7 +117,7 @@ class Approximate(InMemory, ABC):
         scores = []
         for id_R in torch.split(id_D, READ_ROWS):
             scores.append(self.embedding_PE[id_R] @ query_E)
-            release(self.embedding_PE)
+            release_pages(self.embedding_PE)
         return torch.cat(scores)
 
     def recall(self, query_QE: Tensor, k: int) -> float:
@@ -132,7 +132,7 @@ class Approximate(InMemory, ABC):
     def _recall(self, query_QE: Tensor, k: int, min_Q1: Tensor) -> float:
         return float((self.search(query_QE, k)[0].to(min_Q1.device) >= min_Q1).double().mean())
 
-    def widen(self, query_QE: Tensor, k: int) -> None:
+    def tune_search_width(self, query_QE: Tensor, k: int) -> None:
         """Double the search width until the recall of the top k reaches its target; ValueError if it never does."""
         target, width, min_Q1 = self.recipe.target_recall, 1, self._min_scores(query_QE, k)
         while True:
@@ -187,10 +187,10 @@ def passage_index(
     """
     kind = index_type(options, len(embedding_PE), embedding_PE.shape[1], device)
     if kind == "exact":
-        return Exact(embedding_PE.to(device))
+        return ExactIndex(embedding_PE.to(device))
     lists = 2 ** round(math.log2(_LISTS[kind] * math.sqrt(len(embedding_PE)))) if kind in _LISTS else 0
     index = TYPES[kind](embedding_PE, Recipe(kind, seed, lists, 1, 0.0, k, options.target_recall), device)
-    index.widen(queries(), k)
+    index.tune_search_width(queries(), k)
     return index
 
 
@@ -203,7 +203,7 @@ def index_type(options: IndexOptions, passages: int, width: int, device: torch.d
     kind: str = options.type
     if kind == "auto":
         kind = select_type(passages, width, device_memory(device), on_gpu=device.type == "cuda")
-    if TYPES.get(kind) is Faiss:
+    if TYPES.get(kind) is FaissIndex:
         _faiss(kind, passages, width)
     return kind
 
@@ -213,13 +213,13 @@ def _log_once(level: int, kind: str, place: str) -> None:
     log.log(level, "index: %s is searched on %s", kind, place)
 
 
-def approximate(passages: PassageIndex | None) -> Approximate | None:
+def unwrap_approximate(passages: PassageIndex | None) -> ApproximateIndex | None:
     """Return the index itself, or that of single vectors, where it is approximate; otherwise None."""
     index = passages.vector_index if isinstance(passages, MaxSimIndex) else passages
-    return index if isinstance(index, Approximate) else None
+    return index if isinstance(index, ApproximateIndex) else None
 
 
-class Faiss(Approximate):
+class FaissIndex(ApproximateIndex):
     """FAISS structures: inverted lists (``ivf``), the same with product quantisation (``pq``), a graph (``hnsw``)."""
 
     def build(self) -> None:
@@ -227,7 +227,7 @@ class Faiss(Approximate):
         recipe, device, (passages, width) = self.recipe, self.model_device, self.embedding_PE.shape
         faiss = _faiss(recipe.type, passages, width)
         self.recipe = replace(recipe, lists=min(recipe.lists, max(1, passages // _POINTS_PER_LIST[0])))
-        reason = faiss_gpu.why_cpu(faiss, recipe.type, width, device) if device.type == "cuda" else ""
+        reason = faiss_gpu.cpu_fallback_reason(faiss, recipe.type, width, device) if device.type == "cuda" else ""
         if device.type == "cuda" and not reason:
             try:
                 self._index = self._built(faiss, on_gpu=True)
@@ -263,7 +263,7 @@ class Faiss(Approximate):
             index.train(_sample(self.embedding_PE, max_points * recipe.lists, recipe.seed).numpy())
         for rows_RE in torch.split(self.embedding_PE.detach(), _ADDED_ROWS):
             index.add(rows_RE.cpu().numpy())
-            release(self.embedding_PE)
+            release_pages(self.embedding_PE)
         faiss.omp_set_num_threads(torch.get_num_threads())
         return index
 
@@ -292,7 +292,7 @@ class Faiss(Approximate):
         return max(1, min(limit, self.recipe.lists // (2 if self.recipe.type == "pq" else 4)))
 
 
-TYPES: dict[str, type[Approximate]] = {"ivf": Faiss, "pq": Faiss, "hnsw": Faiss}
+TYPES: dict[str, type[ApproximateIndex]] = {"ivf": FaissIndex, "pq": FaissIndex, "hnsw": FaissIndex}
 """Approximate index types by their name in ``index.type`` and in a recipe."""
 
 
@@ -306,7 +306,7 @@ def _sample(embedding_PE: Tensor, size: int, seed: int) -> Tensor:
     for first in range(0, size, READ_ROWS):
         part = row_R[first : first + READ_ROWS]
         sample_RE[first : first + READ_ROWS] = embedding_PE.detach()[part.to(embedding_PE.device)].cpu()
-        release(embedding_PE)
+        release_pages(embedding_PE)
     return sample_RE
 
 

@@ -19,8 +19,15 @@ from numpy.typing import NDArray
 
 from realmops.artifacts import read_bound_manifest
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.text.flat import load_flat
-from realmops.text.languages import ENGLISH, composed, detect, languages, placed, word_spans
+from realmops.text.languages import (
+    ENGLISH,
+    detect_language,
+    find_with_offsets,
+    load_languages,
+    normalize_unicode,
+    word_spans,
+)
+from realmops.text.npy_files import load_npy
 
 Rows = NDArray[np.int64]
 Scores = NDArray[np.float32]
@@ -41,14 +48,14 @@ _CHUNK = 1 << 13  # postings scored at a time: they fit the processor's cache
 _TOLERANCE = 1 - 1e-5  # factor of a threshold: fp32 sums in another order differ by less
 
 
-class Lexical(Protocol):
+class LexicalRetriever(Protocol):
     """Interface of a lexical retriever over a fixed list of passages."""
 
     def scores(self, query: str) -> Scores:
         """Return the score of every passage, [P]."""
 
 
-def rank(retriever: Lexical, queries: Sequence[str], k: int) -> Rows:
+def rank(retriever: LexicalRetriever, queries: Sequence[str], k: int) -> Rows:
     """Return the best k passages of each query, best first, int64 [Q, K], padded with -1."""
     if isinstance(retriever, Bm25):
         ranking = retriever.search(queries, k)[1]
@@ -59,12 +66,12 @@ def rank(retriever: Lexical, queries: Sequence[str], k: int) -> Rows:
         return ranking
     ranking = np.full((len(queries), k), -1, np.int64)
     for row, query in enumerate(queries):
-        best = top(retriever.scores(query), k)
+        best = top_k(retriever.scores(query), k)
         ranking[row, : len(best)] = best
     return ranking
 
 
-def top(score_P: Scores, k: int) -> Rows:
+def top_k(score_P: Scores, k: int) -> Rows:
     """Return the k passages with the highest scores, best first; of equal scores the first."""
     k = min(k, len(score_P))
     if not k:
@@ -84,12 +91,16 @@ def titled_texts(snapshot: Snapshot) -> list[str]:
 
 def split_words(text: str, language: str = ENGLISH) -> list[str]:
     """Split a composed text into lower-case words of at least two letters, digits or underscores (``word_spans``)."""
-    return WORD.findall(composed(text).lower()) if language == ENGLISH else [word for word, _, _ in word_spans(text)]
+    return (
+        WORD.findall(normalize_unicode(text).lower())
+        if language == ENGLISH
+        else [word for word, _, _ in word_spans(text)]
+    )
 
 
-def placed_words(text: str, language: str = ENGLISH) -> Iterator[tuple[str, int, int]]:
+def words_with_offsets(text: str, language: str = ENGLISH) -> Iterator[tuple[str, int, int]]:
     """Yield the words of ``split_words`` with their start and end characters in the text."""
-    return placed(_english_words, text) if language == ENGLISH else word_spans(text)
+    return find_with_offsets(_english_words, text) if language == ENGLISH else word_spans(text)
 
 
 def _english_words(text: str) -> Iterator[tuple[str, int, int]]:
@@ -114,7 +125,7 @@ def stems(words: Sequence[str], language: str = ENGLISH) -> list[str]:
     """Return the Snowball stem of each word; the word itself in a language without a stemmer."""
     import Stemmer
 
-    stemmer = languages()[language].stemmer
+    stemmer = load_languages()[language].stemmer
     stemmed: list[str] = Stemmer.Stemmer(stemmer, 0).stemWords(words) if stemmer else list(words)
     return stemmed
 
@@ -171,7 +182,7 @@ class Bm25:
         postings.npy: int32 [N], passages that contain the word, ascending.
         counts.npy: uint8 (uint16 or uint32 for larger counts) [N], term frequencies.
         lengths.npy: int32 [P], number of words in each passage, with repetitions, without stop words.
-        groups.npy: uint8 [P], index of each passage's language in the manifest's ``languages``; only if there are
+        groups.npy: uint8 [P], index of each passage's language in the manifest's ``load_languages``; only if there are
             several. Document frequencies and mean length are then those of the query's language.
     """
 
@@ -180,14 +191,14 @@ class Bm25:
         self.manifest = manifest
         self.corpus_hash: str = manifest["corpus_hash"]
         self.word_W, self.offset_W, self.posting_N, self.count_N, self.length_P = (
-            np.asarray(load_flat(folder / f"{name}.npy"))
+            np.asarray(load_npy(folder / f"{name}.npy"))
             for name in ("words", "posting_offsets", "postings", "counts", "lengths")
         )
         self.languages: list[str] = manifest.get("languages", [ENGLISH])
         self.group_P: NDArray[np.uint8] = np.broadcast_to(np.uint8(0), self.length_P.shape)
         self._saturation_index_P = self.length_P  # index into _saturation_L
         if len(self.languages) > 1:
-            self.group_P = np.asarray(load_flat(folder / "groups.npy"))
+            self.group_P = np.asarray(load_npy(folder / "groups.npy"))
             self._saturation_index_P = self.length_P + (manifest["longest"] + 1) * self.group_P.astype(np.int32)
         self._saturation_L = self._saturation_table()
         self._in_language_P: NDArray[np.bool_] | None = None  # passages that document frequencies count; None: all
@@ -215,7 +226,7 @@ class Bm25:
 
     def spoken(self, query: str) -> tuple[str, ...]:
         """Return the corpus's common languages that a query may be in: one if detection is certain, otherwise two."""
-        return detect(query, self.languages[: self.manifest.get("common_languages", 1)])
+        return detect_language(query, self.languages[: self.manifest.get("common_languages", 1)])
 
     def _parse_query(self, query: Query) -> tuple[Self, list[int]]:
         """Return the index with the statistics of the query's language, and the indices of the query's words."""
@@ -264,7 +275,7 @@ class Bm25:
             else:
                 passage_n = index._candidates(words, k, score_P)
                 score_n = index._score_passages(words, passage_n)
-            best = top(score_n, k)
+            best = top_k(score_n, k)
             id_QK[row, : len(best)], score_QK[row, : len(best)] = passage_n[best], score_n[best]
         return score_QK, id_QK
 
@@ -307,7 +318,7 @@ class Bm25:
         new: NDArray[np.int32] = passage_n[before_n == 0]
         return new
 
-    def score_of(self, query: str, ids: Rows) -> Scores:
+    def score_passages(self, query: str, ids: Rows) -> Scores:
         """Return BM25 of given passages, [K]; 0 without a matching word, and for -1."""
         index, words = self._parse_query(query)
         return index._score_passages(words, ids.astype(np.int32))

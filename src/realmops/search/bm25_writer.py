@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from realmops.artifacts import atomic_folder, digest_of, make_folder, read_manifest, write_manifest
 from realmops.corpus.snapshot_reader import ROWS_PER_BATCH, Snapshot
 from realmops.search.bm25 import KIND, Bm25, split_words, stem_hashes, stems, stop_words
-from realmops.text.flat import FlatArray, load_flat
 from realmops.text.languages import ENGLISH
+from realmops.text.npy_files import NpyWriter, load_npy
 
 _PART = "part of lexical"
 _PASSAGES = 32 * ROWS_PER_BATCH  # per part
@@ -59,7 +59,7 @@ def write_bm25(
     with atomic_folder(folder) as stage:
         parts_folder = stage / "parts" if work is None else work
         make_folder(parts_folder)
-        earlier_row_P = np.full(len(snapshot), -1) if earlier is None else snapshot.places_in(earlier)
+        earlier_row_P = np.full(len(snapshot), -1) if earlier is None else snapshot.match_passages(earlier)
         parts: list[_Part] = []
         if earlier is not None:
             shared_rows = np.flatnonzero(earlier_row_P >= 0)
@@ -120,7 +120,7 @@ class _Part:
     @classmethod
     def read(cls, folder: Path) -> Self:
         """Open the arrays that ``write`` wrote."""
-        return cls(*(np.asarray(load_flat(folder / f"{field.name}.npy")) for field in fields(cls)))
+        return cls(*(np.asarray(load_npy(folder / f"{field.name}.npy")) for field in fields(cls)))
 
     def write(self, folder: Path) -> None:
         """Write the arrays into a folder."""
@@ -235,8 +235,8 @@ def _merge(parts: Sequence[_Part], folder: Path, passages: int) -> dict[str, Any
     borders = word_W[[first for first, _ in ranges]]
     cuts = [[*np.searchsorted(part.word_W, borders).tolist(), len(part.word_W)] for part in parts]
     with (
-        closing(FlatArray(folder / "postings.npy", np.dtype(np.int32))) as postings,
-        closing(FlatArray(folder / "counts.npy", np.min_scalar_type(max_count))) as counts,
+        closing(NpyWriter(folder / "postings.npy", np.dtype(np.int32))) as postings,
+        closing(NpyWriter(folder / "counts.npy", np.min_scalar_type(max_count))) as counts,
     ):
         for number, (first, end) in enumerate(ranges):
             keys, count = [], []

@@ -15,11 +15,11 @@ from torch import Tensor
 from realmops.artifacts import seed_for
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.reader import Reader
-from realmops.model.retriever import Bag, Dense, Embedder, Retriever
+from realmops.model.retriever import BagOfWords, Dense, Embedder, Retriever
 from realmops.model.sequences import SpecialTokens
 from realmops.search.bm25 import stems
 from realmops.search.embed import Progress, document_sequences, embed, no_progress
-from realmops.text.languages import ENGLISH, languages
+from realmops.text.languages import ENGLISH, load_languages
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
@@ -31,7 +31,7 @@ _OVERSAMPLING = 32  # directions iterated in addition to the requested ones
 _BATCH = 4096  # passages whose wordpieces are in memory at a time
 
 
-def start_from_passages(
+def init_towers(
     retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, seed: int, progress: Callable[[str, int], Progress]
 ) -> None:
     """Initialise a retriever's towers from the passages, where their type needs it; separate towers start equal.
@@ -39,7 +39,7 @@ def start_from_passages(
     ``progress(label, total)`` returns a progress callback.
     """
     tower = retriever.query
-    if isinstance(tower, Bag):
+    if isinstance(tower, BagOfWords):
         rows = _sample(snapshot, LSI_PASSAGES, seed)
         init_bag(tower, snapshot, rows, seed, progress("word vectors", len(rows)))
     elif isinstance(tower, Embedder) and tower.start == "pca":
@@ -51,7 +51,9 @@ def start_from_passages(
         retriever.document.load_state_dict(tower.state_dict())
 
 
-def start_matches(reader: Reader, snapshot: Snapshot, seed: int, progress: Callable[[str, int], Progress]) -> None:
+def init_lexical_features(
+    reader: Reader, snapshot: Snapshot, seed: int, progress: Callable[[str, int], Progress]
+) -> None:
     """Give a reader with lexical features the wordpieces' inverse document frequencies and stems."""
     if reader.matches is None:
         return
@@ -68,7 +70,7 @@ def start_matches(reader: Reader, snapshot: Snapshot, seed: int, progress: Calla
 def _question_words(snapshot: Snapshot, language: str) -> dict[str, set[str]]:
     """Return the question words of a language by kind, normalised as by the snapshot's tokenizer."""
     normalizer = snapshot.tokenizer.normalizer
-    words_by_kind = languages()[language].questions
+    words_by_kind = load_languages()[language].questions
     return {
         kind: {(normalizer.normalize_str(word) if normalizer else word).strip().lower() for word in words}
         for kind, words in words_by_kind.items()
@@ -76,7 +78,7 @@ def _question_words(snapshot: Snapshot, language: str) -> dict[str, set[str]]:
     }
 
 
-def init_bag(bag: Bag, snapshot: Snapshot, rows: list[int], seed: int, progress: Progress = no_progress) -> None:
+def init_bag(bag: BagOfWords, snapshot: Snapshot, rows: list[int], seed: int, progress: Progress = no_progress) -> None:
     """Set word vectors to idf times the right singular vectors of presence x idf; special wordpieces get 0."""
     count_PV = _presence(snapshot, rows, progress)
     idf_V = wordpiece_idf(np.asarray(count_PV.sum(0)).ravel(), len(rows))

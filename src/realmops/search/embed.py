@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.devices import autocast, evaluating, send, with_packed_linears
-from realmops.model.packed import Packed, length_batches
+from realmops.devices import autocast, eval_mode, pack_linears, to_device
+from realmops.model.packed import PackedBatch, batch_by_length
 from realmops.model.retriever import Embedder, Retriever, Tower
 from realmops.model.sequences import SpecialTokens, join_query, join_text
 from realmops.search.openvino import MIN_PASSAGES, OpenVinoGraph, compile_graph
-from realmops.text.special import blank_before
+from realmops.text.special_tokens import prompt_separator
 
 SHARD_ROWS = 4096  # passages per shard
 _MIN_BATCHES_PER_THREAD = 2
@@ -46,7 +46,7 @@ def embed(
 ) -> Tensor:  # fmt: skip
     """Embed sequences with a tower, or with its OpenVINO ``graph``: N x M E with M vectors each, fp32, on the CPU.
 
-    Equal calls give equal bytes on one machine (``packed.length_batches``).
+    Equal calls give equal bytes on one machine (``packed.batch_by_length``).
     """
     embedding_NE, place_N = _embed_batches(tower, sequences, dtype, progress, vectors, graph)
     return embedding_NE.cpu()[place_N]
@@ -59,14 +59,14 @@ def embed_passages(
 
     On a GPU, fp16 replaces bf16 unless a result overflows.
     """
-    with evaluating(tower):
+    with eval_mode(tower):
         half = _in_fp16(tower) if dtype == torch.bfloat16 else None
         if half is not None:
             embedding_NE = embed(half, sequences, torch.float32, progress, vectors)
             if bool(embedding_NE.isfinite().all()):
                 return embedding_NE
             progress = no_progress  # already reported
-        return embed(with_packed_linears(tower, dtype), sequences, dtype, progress, vectors)
+        return embed(pack_linears(tower, dtype), sequences, dtype, progress, vectors)
 
 
 def _in_fp16(tower: Tower) -> Tower | None:
@@ -77,10 +77,10 @@ def _in_fp16(tower: Tower) -> Tower | None:
     return None if encoder is None else tower.over(encoder)
 
 
-def embed_there(tower: Tower, sequences: Sequences, dtype: torch.dtype) -> Tensor:
+def embed_on_device(tower: Tower, sequences: Sequences, dtype: torch.dtype) -> Tensor:
     """Embed sequences and leave the result on the tower's device, without synchronising with a GPU."""
     embedding_NE, place_N = _embed_batches(tower, sequences, dtype, no_progress)
-    return embedding_NE[send(tower.device, place_N)[0]]
+    return embedding_NE[to_device(tower.device, place_N)[0]]
 
 
 def _embed_batches(
@@ -90,7 +90,7 @@ def _embed_batches(
     """Return embeddings in batch order, and each sequence's row among them."""
     out = torch.empty(len(sequences), vectors * tower.width, device=tower.device)
     row_N = torch.empty(len(sequences), dtype=torch.int64)
-    batches = list(length_batches([len(tokens) for tokens, _ in sequences], tower.device))
+    batches = list(batch_by_length([len(tokens) for tokens, _ in sequences], tower.device))
     pending, lock = deque(zip(batches, accumulate(map(len, batches), initial=0), strict=False)), Lock()
 
     def work() -> None:
@@ -102,7 +102,9 @@ def _embed_batches(
                 except IndexError:
                     return
                 batch = [sequences[i] for i in rows]
-                embedding_BE = graph(batch) if graph is not None else tower(Packed(*zip(*batch, strict=True)), vectors)
+                embedding_BE = (
+                    graph(batch) if graph is not None else tower(PackedBatch(*zip(*batch, strict=True)), vectors)
+                )
                 out[first : first + len(rows)] = embedding_BE.float()
                 row_N[rows] = torch.arange(first, first + len(rows))
                 with lock:
@@ -110,7 +112,7 @@ def _embed_batches(
 
     with _STARTING:
         threads = torch.get_num_threads() if tower.device.type == "cpu" else 1
-    with evaluating(tower):
+    with eval_mode(tower):
         if threads > 1 and len(batches) >= _MIN_BATCHES_PER_THREAD * threads:
             _run_in_threads(work, threads, pending)
         else:
@@ -178,13 +180,13 @@ def document_sequences(snapshot: Snapshot, rows: Sequence[int]) -> list[tuple[np
 def text_queries(snapshot: Snapshot, texts: Sequence[str], limit: int, *, documents: bool = False) -> list[np.ndarray]:
     """Tokenize queries or ``documents`` as [CLS] text [SEP] of at most ``limit`` wordpieces."""
     special = SpecialTokens.of(snapshot.tokenizer)
-    blank = blank_before(snapshot.tokenizer, special.document if documents else special.query)
+    blank = prompt_separator(snapshot.tokenizer, special.document if documents else special.query)
     encoded = snapshot.tokenizer.encode_batch([blank + text for text in texts], add_special_tokens=False)
     join = join_text if documents else join_query
     return [join(np.array(e.ids, dtype=np.int64), special, limit) for e in encoded]
 
 
-def document_embedding(
+def make_document_embedder(
     retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, *, many: bool
 ) -> Callable[[Sequence[int], Progress], Tensor]:
     """Return a function that embeds passages by their rows, N x X; for int8 and ``many`` passages it uses a graph."""
@@ -204,7 +206,7 @@ def embed_documents(
     retriever: Retriever, snapshot: Snapshot, rows: Sequence[int], dtype: torch.dtype, progress: Progress = no_progress
 ) -> Tensor:
     """Embed the given passages, N x X."""
-    return document_embedding(retriever, snapshot, dtype, many=len(rows) >= MIN_PASSAGES)(rows, progress)
+    return make_document_embedder(retriever, snapshot, dtype, many=len(rows) >= MIN_PASSAGES)(rows, progress)
 
 
 def query_sequences(queries: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -15,10 +15,10 @@ from realmops import artifacts
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.checkpoint_files import retriever_from_files
 from realmops.model.retriever import Retriever
-from realmops.search.approximate import TYPES, Recipe, approximate
-from realmops.search.embed import SHARD_ROWS, MakeShard, Progress, document_embedding, no_progress
-from realmops.search.exact import PassageIndex, exact, over_vectors
-from realmops.search.mapped import Content, mapped, matrix, read_only, release
+from realmops.search.approximate import TYPES, Recipe, unwrap_approximate
+from realmops.search.embed import SHARD_ROWS, MakeShard, Progress, make_document_embedder, no_progress
+from realmops.search.exact import PassageIndex, exact_index, multi_vector_index
+from realmops.search.memory_map import Content, allocate_matrix, map_file, release_pages, view_fp32
 from realmops.search.openvino import MIN_PASSAGES
 
 INDEX = "index.safetensors"
@@ -45,23 +45,25 @@ def embed_changed(
     Returns embeddings P x E. Wordpieces are built for one shard of new passages at a time.
     """
     new, old = np.flatnonzero(row_P < 0), np.flatnonzero(row_P >= 0)
-    embedding_PE = matrix(len(snapshot), earlier.shape[1])
+    embedding_PE = allocate_matrix(len(snapshot), earlier.shape[1])
     for first in range(0, len(old), _ROWS):
         rows = old[first : first + _ROWS]
         embedding_PE[rows] = earlier[row_P[rows]]
-        release(earlier)
-        release(embedding_PE)
-    make = document_embedding(retriever, snapshot, dtype, many=len(new) >= MIN_PASSAGES)
+        release_pages(earlier)
+        release_pages(embedding_PE)
+    make = make_document_embedder(retriever, snapshot, dtype, many=len(new) >= MIN_PASSAGES)
     for first in range(0, len(new), SHARD_ROWS):
         rows = new[first : first + SHARD_ROWS].tolist()
         embedding_PE[rows] = make(rows, progress)
     return embedding_PE
 
 
-def embedding(snapshot: Snapshot, model: Mapping[str, bytes], device: torch.device, dtype: torch.dtype) -> MakeShard:
+def make_shard_embedder(
+    snapshot: Snapshot, model: Mapping[str, bytes], device: torch.device, dtype: torch.dtype
+) -> MakeShard:
     """Return a function that embeds a shard; ``model`` has the files of ``checkpoint_files.retriever_files``."""
     retriever = retriever_from_files(model).to(device)
-    embedded = document_embedding(retriever, snapshot, dtype, many=len(snapshot) >= MIN_PASSAGES)
+    embedded = make_document_embedder(retriever, snapshot, dtype, many=len(snapshot) >= MIN_PASSAGES)
 
     def make(first: int, end: int, progress: Progress) -> dict[str, bytes]:
         return {EMBEDDINGS: save_tensors({"embeddings": embedded(range(first, end), progress)})}
@@ -69,14 +71,14 @@ def embedding(snapshot: Snapshot, model: Mapping[str, bytes], device: torch.devi
     return make
 
 
-def joined(parts: Iterable[dict[str, bytes]], passages: int, width: int) -> Tensor:
+def join_shards(parts: Iterable[dict[str, bytes]], passages: int, width: int) -> Tensor:
     """Concatenate the embeddings of all shards in order, P x E; each shard is freed once it is copied."""
-    embedding_PE, first = matrix(passages, width), 0
+    embedding_PE, first = allocate_matrix(passages, width), 0
     for part in parts:
-        rows_RE = embeddings_in(part.pop(EMBEDDINGS))
+        rows_RE = view_embeddings(part.pop(EMBEDDINGS))
         embedding_PE[first : first + len(rows_RE)] = rows_RE
         first += len(rows_RE)
-        release(embedding_PE)
+        release_pages(embedding_PE)
     assert first == passages
     return embedding_PE
 
@@ -109,10 +111,10 @@ def save_index(path: Path, embedding_PE: Tensor, corpus_hash: str) -> None:
         file.write(index_header(len(embedding_PE), embedding_PE.shape[1], corpus_hash))
         for rows_RE in torch.split(embedding_PE, _ROWS):
             file.write(rows_RE.detach().float().cpu().contiguous().numpy().data)
-            release(embedding_PE)
+            release_pages(embedding_PE)
 
 
-def embeddings_in(content: Content) -> Tensor:
+def view_embeddings(content: Content) -> Tensor:
     """Return a read-only view of the embeddings P x E (fp32) in the content of a safetensors file.
 
     A file on the exchange must be copied, into memory or to a local disk, before its digest is compared and it is
@@ -120,7 +122,7 @@ def embeddings_in(content: Content) -> Tensor:
     on NFS an access kills the process (SIGBUS).
     """
     header, start = _header(content)
-    return read_only(content, start).view(header["embeddings"]["shape"])
+    return view_fp32(content, start).view(header["embeddings"]["shape"])
 
 
 def _header(content: Content) -> tuple[dict[str, Any], int]:
@@ -138,8 +140,8 @@ def load_index(folder: Path, snapshot: Snapshot) -> Tensor:
             published checkpoint imported without its passages names no corpus; only its number of passages is compared.
     """
     with open(folder / INDEX, "rb") as file:
-        content = mapped(file)
-    embedding_PE, corpus_hash = embeddings_in(content), _header(content)[0].get("__metadata__", {}).get(CORPUS_HASH)
+        content = map_file(file)
+    embedding_PE, corpus_hash = view_embeddings(content), _header(content)[0].get("__metadata__", {}).get(CORPUS_HASH)
     if corpus_hash is not None and corpus_hash != snapshot.corpus_hash:
         raise ValueError(
             f"{folder / INDEX} has the embeddings of corpus {corpus_hash[:12]}, {snapshot.folder} is corpus "
@@ -164,7 +166,7 @@ def save_passages(folder: Path, passages: PassageIndex, corpus_hash: str) -> Non
         corpus_hash: of the snapshot with these passages.
     """
     save_index(folder / INDEX, passages.vectors(slice(None)), corpus_hash)
-    if (index := approximate(passages)) is not None:
+    if (index := unwrap_approximate(passages)) is not None:
         artifacts.write_json(folder / RECIPE, asdict(index.recipe))
 
 
@@ -175,5 +177,5 @@ def load_passages(folder: Path, snapshot: Snapshot, device: torch.device, vector
         recipe = Recipe(**artifacts.read_json(folder / RECIPE))
         if recipe.type not in TYPES:
             raise ValueError(f"{folder / RECIPE}: unknown type {recipe.type!r}; this version has {', '.join(TYPES)}")
-        return over_vectors(embedding_PE, vectors, lambda rows: TYPES[recipe.type](rows, recipe, device))
-    return exact(embedding_PE.to(device), vectors)
+        return multi_vector_index(embedding_PE, vectors, lambda rows: TYPES[recipe.type](rows, recipe, device))
+    return exact_index(embedding_PE.to(device), vectors)

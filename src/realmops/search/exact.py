@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realmops.devices import multiplies_bf16, multiplies_int8
-from realmops.search.mapped import release
+from realmops.devices import supports_bf16, supports_int8
+from realmops.search.memory_map import release_pages
 
 GROUP = 256
 _RESIDENT = 1 << 21  # passages of memory-mapped embeddings between two releases of their pages; at least one chunk
@@ -66,7 +66,7 @@ class InMemory:
 
 
 @dataclass(frozen=True)
-class Exact(InMemory):
+class ExactIndex(InMemory):
     """Exhaustive index: every passage is compared with the query.
 
     The first search of more than 50,000 fp32 passages makes a bf16 copy if the processor multiplies bf16 in hardware:
@@ -120,7 +120,7 @@ class MaxSimIndex(InMemory):
 
     def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the k passages with the best vectors: the best k M vectors belong to at least k passages."""
-        if isinstance(self.vector_index, Exact):
+        if isinstance(self.vector_index, ExactIndex):
             results = self.vector_index.search_passages(query_QE, k, self.count)
             if results is not None:
                 return results
@@ -132,19 +132,19 @@ class MaxSimIndex(InMemory):
         return score_QN.gather(1, place_QK), (row_QN // self.count).gather(1, place_QK)
 
 
-def searched_often(passages: PassageIndex) -> PassageIndex:
+def prepare_for_serving(passages: PassageIndex) -> PassageIndex:
     """Return the index configured for serving: it also makes a copy that speeds up searches with few queries."""
     if isinstance(passages, MaxSimIndex):
-        return replace(passages, vector_index=searched_often(passages.vector_index))
-    return replace(passages, use_int8=True) if isinstance(passages, Exact) else passages
+        return replace(passages, vector_index=prepare_for_serving(passages.vector_index))
+    return replace(passages, use_int8=True) if isinstance(passages, ExactIndex) else passages
 
 
-def exact(embedding_PX: Tensor, vectors: int) -> PassageIndex:
+def exact_index(embedding_PX: Tensor, vectors: int) -> PassageIndex:
     """Build an exact index of passages with ``vectors`` vectors each."""
-    return over_vectors(embedding_PX, vectors, Exact)
+    return multi_vector_index(embedding_PX, vectors, ExactIndex)
 
 
-def over_vectors(embedding_PX: Tensor, vectors: int, make: Callable[[Tensor], PassageIndex]) -> PassageIndex:
+def multi_vector_index(embedding_PX: Tensor, vectors: int, make: Callable[[Tensor], PassageIndex]) -> PassageIndex:
     """Build an index of passages with ``vectors`` vectors each.
 
     Args:
@@ -182,7 +182,7 @@ def search(query_QE: Tensor, embedding_PE: Tensor, k: int) -> tuple[Tensor, Tens
         ids[:, at:end] = id_QK + number * chunk
         at = end
         if (number + 1) * chunk % _RESIDENT == 0:
-            release(embedding_PE)
+            release_pages(embedding_PE)
     top_QK, place_QK = score.topk(k, dim=1)
     return top_QK, ids.gather(1, place_QK)
 
@@ -243,7 +243,7 @@ class Bf16Prefilter:
     @staticmethod
     def build(embedding_PE: Tensor) -> Bf16Prefilter | None:
         """Build the copy; None where it does not apply or a number is not finite."""
-        if not _is_large(embedding_PE) or not multiplies_bf16():
+        if not _is_large(embedding_PE) or not supports_bf16():
             return None
         mean_E = embedding_PE.mean(dim=0)
         bf16_PE = torch.empty_like(embedding_PE, dtype=torch.bfloat16)
@@ -356,7 +356,7 @@ class Int8Prefilter:
     @staticmethod
     def build(embedding_PE: Tensor) -> Int8Prefilter | None:
         """Build the copy; None where it does not apply or a number is not finite."""
-        if not _is_large(embedding_PE) or not multiplies_int8():
+        if not _is_large(embedding_PE) or not supports_int8():
             return None
         mean_E = embedding_PE.mean(dim=0)
         int8_PE, scale_P = torch.empty_like(embedding_PE, dtype=torch.int8), torch.empty(len(embedding_PE))
@@ -416,7 +416,7 @@ class Int8Prefilter:
                 return score_K[None], possible_R[place_K][None]
         if count == 1:
             return search(query_1E, self.embedding_PE, k)
-        return MaxSimIndex(Exact(self.embedding_PE), count).search(query_1E, k)
+        return MaxSimIndex(ExactIndex(self.embedding_PE), count).search(query_1E, k)
 
 
 def _to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:

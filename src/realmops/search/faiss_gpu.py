@@ -39,7 +39,7 @@ for form in ("IVF2,Flat", "IVF2,PQ4x8np"):
 """
 
 
-def why_cpu(faiss: Any, kind: str, width: int, device: torch.device) -> str:
+def cpu_fallback_reason(faiss: Any, kind: str, width: int, device: torch.device) -> str:
     """Return why an index type falls back to the CPU although models are on ``device``; "" if it does not."""
     if kind == "hnsw":
         return "FAISS does not support hnsw on GPUs"

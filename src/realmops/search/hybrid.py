@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from realmops.devices import bring, send
+from realmops.devices import to_device, to_host
 from realmops.model.likelihood import log_sum_correct
-from realmops.model.retriever import Mixture
+from realmops.model.retriever import FusionWeights
 from realmops.search.bm25 import Bm25
 from realmops.search.exact import PassageIndex
 
@@ -33,18 +33,18 @@ class Hits:
     dense_QK: Tensor  # scale q . d
     words_QK: Tensor  # BM25 / max BM25 of the query; 0 without BM25
 
-    def relevance(self, mixture: Mixture) -> Tensor:
+    def relevance(self, mixture: FusionWeights) -> Tensor:
         """Return f(x, z), Q x K; -inf for missing passages."""
         return mixture.of(self.dense_QK, self.words_QK).masked_fill(self.id_QK < 0, -torch.inf)
 
 
 @dataclass(frozen=True)
-class Hybrid:
+class HybridSearch:
     """Search by embeddings and, where the fusion weights include BM25, by words; results are the best of both by f."""
 
     passages: PassageIndex
     words: Bm25 | None
-    mixture: Mixture
+    mixture: FusionWeights
     scale: float
 
     @torch.no_grad()
@@ -54,7 +54,7 @@ class Hybrid:
         Candidates are the best ``depth`` by embeddings and the best ``depth`` by BM25 (at least, and by default, k).
         """
         depth = max(k, depth or k)
-        score_QK, id_QK = bring(*self.passages.search(query_QE, depth))
+        score_QK, id_QK = to_host(*self.passages.search(query_QE, depth))
         if self.words is None or not self.mixture.lexical:
             id_QK = id_QK[:, :k]
             return Hits(id_QK, self.scale * score_QK[:, :k].float(), torch.zeros(id_QK.shape))
@@ -69,7 +69,7 @@ class Hybrid:
             dense_C = self.scale * dense[q]
             words_C = torch.zeros(len(ids))
             if best_Q[q] > 0:
-                words_C = torch.from_numpy(self.words.score_of(query, ids) / best_Q[q])
+                words_C = torch.from_numpy(self.words.score_passages(query, ids) / best_Q[q])
             order = torch.argsort(self.mixture.of(dense_C, words_C), descending=True, stable=True)[:k]
             rows.append((id_C[order], dense_C[order], words_C[order]))
         columns = zip(zip(*rows, strict=True), (-1, 0.0, 0.0), strict=True)
@@ -81,28 +81,30 @@ def _dense(passages: PassageIndex, query_QE: Tensor, candidate_ids: Sequence[NDA
     device = passages.device
     if device.type == "cpu":
         scores = []
-        for ids, query_E in zip(candidate_ids, *bring(query_QE.float()), strict=True):
+        for ids, query_E in zip(candidate_ids, *to_host(query_QE.float()), strict=True):
             vector_NE = passages.vectors(torch.from_numpy(ids)).float().view(-1, len(query_E))
             scores.append((vector_NE @ query_E).view(len(ids), -1).amax(-1))
         return scores
-    (id_QC,) = send(device, pad_sequence([torch.from_numpy(ids) for ids in candidate_ids], batch_first=True))
+    (id_QC,) = to_device(device, pad_sequence([torch.from_numpy(ids) for ids in candidate_ids], batch_first=True))
     vectors_QCME = passages.vectors(id_QC).float().view(*id_QC.shape, -1, query_QE.shape[1])
     dense_QC = torch.einsum("qcme,qe->qcm", vectors_QCME, query_QE.float().to(device)).amax(-1)
-    return [dense_C[: len(ids)] for dense_C, ids in zip(*bring(dense_QC), candidate_ids, strict=True)]
+    return [dense_C[: len(ids)] for dense_C, ids in zip(*to_host(dense_QC), candidate_ids, strict=True)]
 
 
-def words_share(
-    words: Bm25 | None, mixture: Mixture, queries: Sequence[str], id_QK: Tensor, device: torch.device
+def normalised_bm25(
+    words: Bm25 | None, mixture: FusionWeights, queries: Sequence[str], id_QK: Tensor, device: torch.device
 ) -> Tensor:
     """Return BM25 over that of the query's best passage, Q x K; 0 where the fusion weights exclude BM25."""
     if words is None or not mixture.lexical:
         return torch.zeros(id_QK.shape, device=device)
     best_Q1, _ = words.search(queries, 1)
-    scores = [words.score_of(query, ids) for query, ids in zip(queries, id_QK.cpu().numpy(), strict=True)]
+    scores = [words.score_passages(query, ids) for query, ids in zip(queries, id_QK.cpu().numpy(), strict=True)]
     return torch.from_numpy(np.stack(scores) / np.maximum(best_Q1, 1e-6)).clamp(0.0, 1.0).to(device)
 
 
-def fit_mixture(dense_QK: Tensor, words_QK: Tensor, is_present_QK: Tensor, correct_QK: Tensor) -> Mixture | None:
+def fit_fusion_weights(
+    dense_QK: Tensor, words_QK: Tensor, is_present_QK: Tensor, correct_QK: Tensor
+) -> FusionWeights | None:
     """Fit the fusion weights that maximise the mean likelihood of the correct passages over queries.
 
     Queries with no correct passage among the K, or with correct ones only, do not count; None if no query counts.
@@ -124,4 +126,4 @@ def fit_mixture(dense_QK: Tensor, words_QK: Tensor, is_present_QK: Tensor, corre
         return value.item(), torch.autograd.grad(value, weights)[0].numpy()
 
     fitted = minimize(loss, np.zeros(2), jac=True, options={"gtol": 1e-9})
-    return Mixture(*(max(MIN_WEIGHT, round(weight, 4)) for weight in np.exp(fitted.x).tolist()))
+    return FusionWeights(*(max(MIN_WEIGHT, round(weight, 4)) for weight in np.exp(fitted.x).tolist()))

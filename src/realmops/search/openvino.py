@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realmops.devices import evaluating, full_precision, multiplies_bf16, with_linears, with_replaced
+from realmops.devices import disable_autocast, eval_mode, replace_linears, replace_modules, supports_bf16
 from realmops.model.encoder import Encoder
-from realmops.model.packed import Packed, Padded
+from realmops.model.packed import PackedBatch, PaddedBatch
 from realmops.model.retriever import Embedder, Tower
 
 _LOG = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class OpenVinoGraph:
         settings = {
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": _GROUP,
             # Encoders without packing may compute token distances, which bf16 would round.
-            "INFERENCE_PRECISION_HINT": "bf16" if multiplies_bf16() and tower.encoder.packs else "f32",
+            "INFERENCE_PRECISION_HINT": "bf16" if supports_bf16() and tower.encoder.packs else "f32",
             "INFERENCE_NUM_THREADS": threads,
             "NUM_STREAMS": threads,  # one thread each, so that results do not depend on their number
             "ENABLE_CPU_PINNING": False,  # trainer and index builder would be pinned to the same cores
@@ -57,9 +57,9 @@ class OpenVinoGraph:
         lengths = [min(_EXAMPLE, tower.bert.positions), 2]
         example = self._inputs([(np.zeros(length, np.int64),) * 2 for length in lengths])
         with (
-            evaluating(tower),
+            eval_mode(tower),
             torch.no_grad(),
-            full_precision(tower.device),  # tracing would fix a batch-dependent size that autocast adds
+            disable_autocast(tower.device),  # tracing would fix a batch-dependent size that autocast adds
             _TRACING,
             warnings.catch_warnings(action="ignore"),  # the tracer warns of constant sizes; none matters here
         ):
@@ -121,7 +121,7 @@ class _Pooled(nn.Module):
     def forward(self, tokens_BL: Tensor, segments_BL: Tensor, lengths_B: Tensor, weight_BML: Tensor) -> Tensor:
         """Return pooled vectors B x M x D."""
         if self.encoder.packs:
-            hidden_TD: Tensor = self.encoder(Padded(tokens_BL, segments_BL, lengths_B))
+            hidden_TD: Tensor = self.encoder(PaddedBatch(tokens_BL, segments_BL, lengths_B))
             return weight_BML @ hidden_TD.view(*tokens_BL.shape, -1)
         inputs = {"attention_mask": (torch.arange(tokens_BL.shape[1]) < lengths_B[:, None]).long()}
         inputs |= {"token_type_ids": segments_BL} if self.encoder.segments > 1 else {}
@@ -136,8 +136,10 @@ def _in_int8(encoder: Encoder) -> Encoder:
     rng = np.random.default_rng(0)
     calibration = rng.integers(0, encoder.vocabulary, (sequences, min(longest, encoder.positions)))
     encoder_with_tables = _with_rotary_tables(encoder)
-    with_linears(encoder_with_tables, lambda layer: _ObservedLinear(layer, column_maxima))(Packed(list(calibration)))
-    return with_linears(
+    replace_linears(encoder_with_tables, lambda layer: _ObservedLinear(layer, column_maxima))(
+        PackedBatch(list(calibration))
+    )
+    return replace_linears(
         encoder_with_tables, lambda layer: _Int8Linear(layer, column_maxima[layer]) if layer in column_maxima else layer
     )
 
@@ -148,7 +150,7 @@ def _with_rotary_tables(encoder: Encoder) -> Encoder:
     def table(part: nn.Module) -> nn.Module | None:
         return _RotaryTable(part, encoder.positions) if type(part).__name__.endswith("RotaryEmbedding") else None
 
-    return with_replaced(encoder, table)
+    return replace_modules(encoder, table)
 
 
 class _RotaryTable(nn.Module):

@@ -19,7 +19,7 @@ from realmops import __version__
 from realmops.answering.answer import InvalidRequest
 from realmops.answering.opened_model import Query
 from realmops.answering.record import Record
-from realmops.serve import feedback_routes, inference, page, reference, search_routes
+from realmops.serve import feedback_routes, open_inference, page, reference, search_routes
 from realmops.serve.batching import Busy, Closed, PendingAnswer, RequestBatcher
 from realmops.serve.guard import QUESTION_LIMIT, QUESTIONS_LIMIT, Guard, Limits, Token, problem
 from realmops.serve.metrics import Metrics
@@ -164,7 +164,7 @@ def make_app(
     app.include_router(page.router)
     app.include_router(search_routes.router)
     app.include_router(feedback_routes.router)
-    app.include_router(inference.router)
+    app.include_router(open_inference.router)
     _explain_errors(app)
     app.add_middleware(Guard, token=app.state.token, metrics=metrics, limits=limits)
     return app

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from realmops.answering.answer import Found
+from realmops.answering.answer import RetrievedPassages
 from realmops.answering.opened_model import Query
 from realmops.answering.record import Record
 from realmops.serve.served_model import ServedModel
@@ -36,7 +36,7 @@ class PendingAnswer:
 
     query: Query
     served: ServedModel
-    retrieved: Future[Found] = field(default_factory=Future)
+    retrieved: Future[RetrievedPassages] = field(default_factory=Future)
     record: Future[Record] = field(default_factory=Future)
     is_cancelled: bool = False  # the client disconnected
 

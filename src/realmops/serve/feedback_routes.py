@@ -13,7 +13,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from realmops.answering.feedback import Feedback, Full, keep
+from realmops.answering.feedback import Feedback, FeedbackFileFull, append_feedback
 from realmops.serve.guard import FIELDS, QUESTION_LIMIT, form_of
 from realmops.tracking.feedback_log import FeedbackSender
 
@@ -40,22 +40,22 @@ class FeedbackStore:
         self._root = root
         self._sender = FeedbackSender(root)
 
-    def keep(self, request: FeedbackRequest) -> None:
+    def append_feedback(self, request: FeedbackRequest) -> None:
         """Store feedback durably.
 
         Raises:
             HTTPException: 422 for invalid feedback, 507 when the file is full, 503 when it cannot be written.
         """
         try:
-            keep(self._root, Feedback(**request.model_dump()))
+            append_feedback(self._root, Feedback(**request.model_dump()))
         except ValueError as error:
             raise HTTPException(422, str(error)) from None
-        except Full as error:
+        except FeedbackFileFull as error:
             raise HTTPException(507, str(error)) from None
         except OSError as error:
             raise HTTPException(503, f"feedback cannot be saved: {error.strerror}") from None
         try:
-            self._sender.tell()
+            self._sender.notify()
         except Exception:  # it is stored, and sent with the next feedback
             _LOG.exception("serve: feedback was not sent to MLflow")
 

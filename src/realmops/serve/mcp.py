@@ -10,7 +10,7 @@ from pydantic import Field
 from realmops import __version__
 from realmops.answering.answer import InvalidRequest
 from realmops.answering.opened_model import OpenedModel, Query
-from realmops.answering.passage_search import Search
+from realmops.answering.passage_search import PassageSearch
 from realmops.answering.record import Record
 from realmops.artifacts import MANIFEST
 from realmops.commands.open_model import open_model
@@ -28,7 +28,7 @@ INSTRUCTIONS = (
 PASSAGES = 20  # per call
 
 
-def server_of(passages: Search, opened: OpenedModel | None) -> MCPServer[Any]:
+def build_mcp_server(passages: PassageSearch, opened: OpenedModel | None) -> MCPServer[Any]:
     """Build the server with the tool ``search`` and, if there is a model, the tool ``answer``.
 
     Raises:
@@ -71,7 +71,7 @@ def server_of(passages: Search, opened: OpenedModel | None) -> MCPServer[Any]:
     return server
 
 
-def serve_tools(root: Path, model: str | None, port: int | None, report: Report) -> None:
+def serve_mcp(root: Path, model: str | None, port: int | None, report: Report) -> None:
     """Serve a run or a registered model until the client disconnects; over HTTP if there is a ``port``.
 
     Without a model that reads passages, ``search`` is the only tool.
@@ -83,7 +83,7 @@ def serve_tools(root: Path, model: str | None, port: int | None, report: Report)
             opened.probe()
         except ClosedBookModel as error:
             report.say(f"mcp: the tool 'answer' is not available: {error}")
-    server = server_of(opened.passage_search() if opened else open_search(root, report), opened)
+    server = build_mcp_server(opened.passage_search() if opened else open_search(root, report), opened)
     if port is None:
         server.run()
     else:

@@ -20,12 +20,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from realmops.answering.opened_model import Query
-from realmops.answering.passage_search import Wanted, highlights, stems_of
-from realmops.answering.record import Record, holds_all
+from realmops.answering.passage_search import StemsByLanguage, highlights, stem_query
+from realmops.answering.record import Record, always_abstains
 from realmops.evaluate.report_page import STYLE
 from realmops.serve.batching import PendingAnswer
 from realmops.serve.guard import COOKIE, FIELDS, QUESTION_LIMIT, QUESTIONS_LIMIT, SIGNED_IN_SECONDS, Token, form_of
-from realmops.text.languages import detect
+from realmops.text.languages import detect_language
 
 _LOG = logging.getLogger(__name__)
 TOP_PASSAGES = 3  # shown when an answer is held back
@@ -43,7 +43,7 @@ class PassageView:
     quoted: str
     after: str
     without_url: str  # the page without this passage
-    stems: Wanted  # of the question
+    stems: StemsByLanguage  # of the question
 
     def parts(self) -> Iterator[tuple[str, bool]]:
         """Yield the text in parts, each with whether it is a word of the question."""
@@ -213,15 +213,15 @@ def _preview(passage: Record) -> str:
 
 def _answer_view(pending: PendingAnswer, record: Record, without: Sequence[str]) -> AnswerView:
     citations = {citation["passage_id"]: citation for citation in record["citations"]}
-    language = detect(record["question"], pending.served.model.snapshot.common_languages)
-    passages = tuple(_passages(record, citations, without, stems_of(record["question"], language)))
+    language = detect_language(record["question"], pending.served.model.snapshot.common_languages)
+    passages = tuple(_passages(record, citations, without, stem_query(record["question"], language)))
     first = record["citations"][0]["passage_id"] if citations else None
     best = next((view for view in passages if view.record["passage_id"] == first), None)
     return AnswerView(record, pending.served.confidence is not None, passages, best)
 
 
 def _passages(
-    record: Record, citations: dict[str, Record], without: Sequence[str], stems: Wanted
+    record: Record, citations: dict[str, Record], without: Sequence[str], stems: StemsByLanguage
 ) -> Iterator[PassageView]:
     for passage in record["passages"]:
         text, citation = passage["text"], citations.get(passage["passage_id"])
@@ -278,7 +278,7 @@ def _templates() -> tuple[Environment, dict[str, str]]:
         "style": Markup(style),
         "script": Markup(script),
         "source_link": source_link,
-        "holds_all": holds_all,
+        "holds_all": always_abstains,
         "feedback_address": feedback_address,
     }
     policy = (

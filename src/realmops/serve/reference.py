@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
-from realmops.evaluate.report_page import page_of, table_of
+from realmops.evaluate.report_page import render_page, render_table
 
 
 def page(openapi: Mapping[str, Any]) -> str:
@@ -16,8 +16,8 @@ def page(openapi: Mapping[str, Any]) -> str:
             sections.append(f"<h2><code>{method.upper()} {escape(path)}</code></h2>")
             paragraphs = [route.get("summary", ""), *route.get("description", "").split("\n\n")]
             sections += [f"<p>{escape(text)}</p>" for text in paragraphs if text]
-            sections += [table_of(("field", "type", "description"), rows) for rows in _bodies(route, schemas)]
-    return page_of(f"{openapi['info']['title']} {openapi['info']['version']}", sections)
+            sections += [render_table(("field", "type", "description"), rows) for rows in _bodies(route, schemas)]
+    return render_page(f"{openapi['info']['title']} {openapi['info']['version']}", sections)
 
 
 def _bodies(route: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterator[list[tuple[str, str, str]]]:

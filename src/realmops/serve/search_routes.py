@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from realmops.answering.answer import InvalidRequest
-from realmops.answering.passage_search import MOST
+from realmops.answering.passage_search import MAX_RESULTS
 from realmops.serve.guard import QUESTION_LIMIT
 
 Text = Annotated[str, Field(max_length=QUESTION_LIMIT)]
@@ -19,7 +19,7 @@ class SearchRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     query: Text
-    k: int = Field(10, ge=1, le=MOST, description="Number of passages.")
+    k: int = Field(10, ge=1, le=MAX_RESULTS, description="Number of passages.")
     filters: dict[str, Any] = Field(
         default_factory=dict,
         description='By document field: a value, a list of allowed values, or a range as {"gte": 1990}.',

@@ -8,16 +8,16 @@ from typing import Self
 
 from realmops.answering.confidence import Confidence
 from realmops.answering.opened_model import OpenedModel
-from realmops.answering.passage_search import Search
+from realmops.answering.passage_search import PassageSearch
 from realmops.commands.open_model import Champion
 from realmops.corpus.cloze import CLOZE_ID
-from realmops.devices import with_packed_linears
+from realmops.devices import pack_linears
 from realmops.evaluate.predictions import read_results
-from realmops.search.exact import searched_often
+from realmops.search.exact import prepare_for_serving
 from realmops.stages import CLOZE
 from realmops.stages.corpus_states import pipeline_state
 from realmops.stages.open_run import manifest_stats, open_run
-from realmops.stages.trained import sections_of
+from realmops.stages.trained import trained_sections
 
 SPANS_TOGETHER = 64 << 20  # bytes of span representations per batch; larger batches are slower
 EXAMPLES = 6  # questions to try
@@ -46,12 +46,12 @@ class ServedModel(OpenedModel):
         """
         model = self.model
         if model.passages is not None:
-            model.passages = searched_often(model.passages)
-            model.retriever.query = with_packed_linears(model.retriever.query, model.dtype)
-        model.reader = with_packed_linears(model.reader, model.dtype)
+            model.passages = prepare_for_serving(model.passages)
+            model.retriever.query = pack_linears(model.retriever.query, model.dtype)
+        model.reader = pack_linears(model.reader, model.dtype)
 
     @cached_property
-    def shared_search(self) -> Search:
+    def shared_search(self) -> PassageSearch:
         """Thread-safe search of the model's corpus."""
         return self.passage_search()
 
@@ -82,7 +82,7 @@ class RunFolder:
         Questions generated from the corpus are not included: they are not natural language.
         """
         try:
-            test_file = Path(sections_of(self.root, "evaluate").get("questions", {}).get("test", ""))
+            test_file = Path(trained_sections(self.root, "evaluate").get("questions", {}).get("test", ""))
             rows = [] if Path(CLOZE) in test_file.parents else read_results(self.root)
             confidence = Confidence.load(pipeline_state(self.root).finetune)
         except (OSError, ValueError):  # the run has no results

@@ -21,7 +21,7 @@ BACKLOG = 128  # connections accepted at a time, few enough that each is read be
 DRAIN_SECONDS = 30  # for accepted requests after SIGTERM
 
 
-def token_of(file: Path | None) -> str | None:
+def read_token(file: Path | None) -> str | None:
     """Read the bearer token from a file, by default from REALMOPS_TOKEN; return None if there is neither.
 
     Raises:

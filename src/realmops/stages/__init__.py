@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from realmops import artifacts
-from realmops.corpus.documents import shown
-from realmops.corpus.walk import files_below
+from realmops.corpus.documents import printable_path
+from realmops.corpus.walk import walk_files
 from realmops.journal import Journal
 
 JOURNAL = "metrics.jsonl"
@@ -40,7 +40,7 @@ class Report(Protocol):
         """Start a progress bar; the returned callback takes the units completed since its last call ("B" is bytes)."""
 
 
-class Silent:
+class SilentReport:
     """A report that discards everything."""
 
     def say(self, message: str) -> None:
@@ -165,7 +165,7 @@ def parse_sections(stage: Stage, values: Values) -> dict[str, Any]:
     return {name: parse_section(name, values[name]) for name in stage.sections}
 
 
-def external_files(stage: Stage, values: Values, project: Path, root: Path) -> dict[str, Path]:
+def option_files(stage: Stage, values: Values, project: Path, root: Path) -> dict[str, Path]:
     """Return the files that a stage's options name, by section.key.
 
     Relative names are resolved against the project; those in the output of a stage (data/sample/...), and imported or
@@ -173,7 +173,7 @@ def external_files(stage: Stage, values: Values, project: Path, root: Path) -> d
     """
     paths = {}
     for key in stage.files:
-        name = option_of(values, key)
+        name = get_option(values, key)
         if not name:
             raise ValueError(f"{key} is empty; set it to a file or folder")
         base = root if _is_stage_output(Path(name)) else project
@@ -181,7 +181,7 @@ def external_files(stage: Stage, values: Values, project: Path, root: Path) -> d
     return paths
 
 
-def option_of(values: Values, key: str) -> Any:
+def get_option(values: Values, key: str) -> Any:
     """Return the option ``section.key``."""
     section, option = key.split(".")
     return values[section][option]
@@ -199,36 +199,36 @@ def _unused_files(values: Values) -> set[str]:
     return unused if values["reader"]["init"] != ENCODER else unused | {"reader.init"}
 
 
-def in_use(stage: Stage, values: Values) -> list[str]:
+def files_in_use(stage: Stage, values: Values) -> list[str]:
     """Return the keys of the files that a stage reads with these options."""
     return [key for key in stage.files if key not in _unused_files(values)]
 
 
-def named_below(folder: str, names: Collection[str], values: Values) -> bool:
+def has_file_below(folder: str, names: Collection[str], values: Values) -> bool:
     """Return whether one of these stages reads a file below a folder of the run."""
-    files = (option_of(values, key) for name in names for key in in_use(STAGES[name], values))
+    files = (get_option(values, key) for name in names for key in files_in_use(STAGES[name], values))
     return any(Path(folder) in Path(file).parents for file in files)
 
 
 def reads_spans(values: Values) -> bool:
     """Return whether salient spans are needed: by the reader's warm start, pre-training or generated questions."""
-    return bool(values["ict"]["reader_steps"] or values["pretrain"]["steps"] or named_below(CLOZE, STAGES, values))
+    return bool(values["ict"]["reader_steps"] or values["pretrain"]["steps"] or has_file_below(CLOZE, STAGES, values))
 
 
-def chain(values: Values) -> tuple[str, ...]:
+def stages_to_run(values: Values) -> tuple[str, ...]:
     """Return the stages to run, in order; ``sample`` and ``tag`` are skipped if nothing reads their output."""
     skipped = set() if reads_spans(values) else {"tag"}
-    skipped |= set() if named_below(STAGES["sample"].folder, {*STAGES} - skipped, values) else {"sample"}
+    skipped |= set() if has_file_below(STAGES["sample"].folder, {*STAGES} - skipped, values) else {"sample"}
     return tuple(name for name in STAGES if name not in skipped)
 
 
-def outside_files(values: Values, project: Path) -> dict[str, Path]:
+def external_inputs(values: Values, project: Path) -> dict[str, Path]:
     """Return the external inputs, which no stage produces, by section.key."""
     return {
         key: path
         for stage in STAGES.values()
-        for key, path in external_files(stage, values, project, project).items()
-        if key not in _unused_files(values) and not _is_stage_output(Path(option_of(values, key)))
+        for key, path in option_files(stage, values, project, project).items()
+        if key not in _unused_files(values) and not _is_stage_output(Path(get_option(values, key)))
     }
 
 
@@ -239,8 +239,8 @@ def check_files(names: Collection[str], values: Values, project: Path, root: Pat
     """
     unused = _unused_files(values)
     for name in names:
-        for key, path in external_files(STAGES[name], values, project, root).items():
-            value = option_of(values, key)
+        for key, path in option_files(STAGES[name], values, project, root).items():
+            value = get_option(values, key)
             producer = next((s.name for s in STAGES.values() if Path(s.folder) in Path(value).parents), "")
             cloze = Path(CLOZE) in Path(value).parents
             if key in unused or value.startswith(HUB) or path.exists() or ("tag" if cloze else producer) in names:
@@ -260,7 +260,7 @@ def fingerprint(stage: Stage, values: Values, inputs: Mapping[str, Path]) -> str
 
     Metrics of earlier stages are excluded, because they contain wall-clock times, and so is where indexes are built.
     """
-    from realmops.config import keyed
+    from realmops.config import cache_key_options
 
     content: dict[str, Any] = {}
     for name, path in sorted(inputs.items()):
@@ -268,12 +268,12 @@ def fingerprint(stage: Stage, values: Values, inputs: Mapping[str, Path]) -> str
             files = artifacts.read_json(path / artifacts.MANIFEST)["files"]
             content[name] = {file: entry for file, entry in files.items() if file not in (JOURNAL, METRICS)}
         else:
-            content[name] = content_of(path)
-    sections = keyed(deciding(stage, values))
+            content[name] = content_digests(path)
+    sections = cache_key_options(fingerprint_options(stage, values))
     return artifacts.digest_of({"stage": stage.name, "sections": sections, "inputs": content})
 
 
-def deciding(stage: Stage, values: Values) -> dict[str, dict[str, Any]]:
+def fingerprint_options(stage: Stage, values: Values) -> dict[str, dict[str, Any]]:
     """Return the options that a stage's output depends on: its sections without the files that only others read."""
     foreign = {key for other in STAGES.values() for key in other.files} - {*stage.files}
     return {
@@ -282,10 +282,10 @@ def deciding(stage: Stage, values: Values) -> dict[str, dict[str, Any]]:
     }
 
 
-def content_of(path: Path) -> Any:
+def content_digests(path: Path) -> Any:
     """Return the digest of a file, or those of the files in a folder by name; None for what cannot be read."""
     if path.is_dir():
-        return {shown(file.relative_to(path)): _digest_of_file(file) for file in files_below(path)}
+        return {printable_path(file.relative_to(path)): _digest_of_file(file) for file in walk_files(path)}
     return _digest_of_file(path)
 
 

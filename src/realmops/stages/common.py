@@ -11,30 +11,30 @@ from torch import Tensor
 
 from realmops import artifacts
 from realmops.config import IndexOptions, QuestionFiles, RunOptions
-from realmops.corpus.cloze import Sources
-from realmops.corpus.question_sets import Question, in_languages, read_questions
+from realmops.corpus.cloze import SourcePassages
+from realmops.corpus.question_sets import Question, assign_languages, read_questions
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype
 from realmops.model.retriever import Retriever, Tower
-from realmops.search.approximate import QUERIES, approximate, passage_index
+from realmops.search.approximate import RECALL_QUERIES, passage_index, unwrap_approximate
 from realmops.search.embed import embed, query_sequences, text_queries
-from realmops.search.exact import PassageIndex, over_vectors
+from realmops.search.exact import PassageIndex, multi_vector_index
 from realmops.stages import Job
-from realmops.text.answer_matching import MATCH_SECONDS, expression
+from realmops.text.answer_matching import MATCH_SECONDS, compile_expression
 from realmops.text.spans import Spans
 from realmops.train.checkpoints import FolderCheckpoints
-from realmops.train.loop import Context
-from realmops.train.parallel import team
+from realmops.train.loop import TrainingContext
+from realmops.train.parallel import process_group
 
 T = TypeVar("T")
 
 
-def questions_of(job: Job, snapshot: Snapshot, split: str) -> list[Question]:
+def load_questions(job: Job, snapshot: Snapshot, split: str) -> list[Question]:
     """Return the questions of a split; warn if source passages of generated questions are missing in the corpus."""
     name = f"questions.{split}"
     records = read_questions([job.inputs[name]], format=job.section(QuestionFiles).format)
-    questions = in_languages(records, snapshot.common_languages)
-    missing, total = Sources(snapshot).lost(questions)
+    questions = assign_languages(records, snapshot.common_languages)
+    missing, total = SourcePassages(snapshot).lost(questions)
     if missing:
         job.report.warn(
             f"{job.inputs[name]}: {missing} of {total} source passages of generated questions are not in the corpus. "
@@ -52,11 +52,11 @@ class StageTrainings:
     steps: int = 0  # total of the trainings so far
     end: int = 0  # length of the journal after the last finished training
 
-    def context(self, stream: str, steps: int, label: str, prefix: str = "") -> Context:
+    def context(self, stream: str, steps: int, label: str, prefix: str = "") -> TrainingContext:
         """Build the context of the next training, with checkpoints in the stage's work folder and a progress bar."""
         job, run = self.job, self.job.section(RunOptions)
         device, dtype = device_and_dtype(run)
-        context = Context(
+        context = TrainingContext(
             stream,
             run.seed,
             device,
@@ -67,7 +67,7 @@ class StageTrainings:
             prefix,
             self.steps,
             self.end,
-            team(),
+            process_group(),
             f"{job.journal.stage}: {label}",
         )
         self.steps += steps
@@ -90,7 +90,7 @@ def open_spans(job: Job, snapshot: Snapshot, name: str = "corpus") -> Spans:
     return spans
 
 
-def searchable(job: Job, embedding_PE: Tensor, tower: Tower, queries: Sequence[np.ndarray], k: int) -> PassageIndex:
+def build_index(job: Job, embedding_PE: Tensor, tower: Tower, queries: Sequence[np.ndarray], k: int) -> PassageIndex:
     """Build the index of the section ``index`` over embeddings, and measure its recall of the top k on the queries."""
     run = job.section(RunOptions)
     device, dtype = device_and_dtype(run)
@@ -100,12 +100,12 @@ def searchable(job: Job, embedding_PE: Tensor, tower: Tower, queries: Sequence[n
 
     seed = artifacts.seed_for(run.seed, "index")
     vectors = embedding_PE.shape[1] // tower.width
-    passages = over_vectors(
+    passages = multi_vector_index(
         embedding_PE,
         vectors,
         lambda rows: passage_index(rows, job.section(IndexOptions), device, seed, embed_queries, k * vectors),
     )
-    if device.type == "cuda" and (structure := approximate(passages)) is not None:
+    if device.type == "cuda" and (structure := unwrap_approximate(passages)) is not None:
         _log_once(job.report.say, f"{job.journal.stage}: index.type {structure.recipe.type} is on {structure.place}")
     return passages
 
@@ -116,10 +116,10 @@ def _log_once(say: Callable[[str], None], message: str) -> None:
     say(message)
 
 
-def sampled(items: Sequence[T], seed: int) -> list[T]:
-    """Return a random sample of at most ``QUERIES`` items, for measuring the recall of an index."""
+def sample_queries(items: Sequence[T], seed: int) -> list[T]:
+    """Return a random sample of at most ``RECALL_QUERIES`` items, for measuring the recall of an index."""
     rng = np.random.default_rng(artifacts.seed_for(seed, "index", "queries"))
-    return [items[row] for row in rng.permutation(len(items))[:QUERIES]]
+    return [items[row] for row in rng.permutation(len(items))[:RECALL_QUERIES]]
 
 
 def question_queries(snapshot: Snapshot, questions: Sequence[Question], limit: int) -> list[np.ndarray]:
@@ -127,7 +127,7 @@ def question_queries(snapshot: Snapshot, questions: Sequence[Question], limit: i
     return text_queries(snapshot, [q.question for q in questions], limit)
 
 
-def rank(
+def rank_passages(
     retriever: Retriever, passages: PassageIndex, queries: Sequence[np.ndarray], k: int, dtype: torch.dtype
 ) -> np.ndarray:
     """Return the ids of the top k passages of each query, Q x k."""
@@ -139,7 +139,7 @@ def rank(
 def warn_of_timeouts(job: Job, questions: Sequence[Question]) -> dict[str, int]:
     """Warn of questions whose regular expressions timed out, and return their number as a metric."""
     expressions = [question for question in questions if question.is_regex]
-    slow = [q.id for q in expressions if any(expression(answer).timed_out for answer in q.answers)]
+    slow = [q.id for q in expressions if any(compile_expression(answer).timed_out for answer in q.answers)]
     if slow:
         job.report.warn(
             f"the regular expressions of {len(slow)} questions timed out after {MATCH_SECONDS:g} s on one text, which "

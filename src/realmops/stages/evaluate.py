@@ -10,22 +10,22 @@ from safetensors.torch import save
 
 from realmops import artifacts
 from realmops.answering.confidence import Confidence
-from realmops.answering.retrieval import Answering, Ranker, RetrieveAndRead
-from realmops.baselines.rankers import ranker_of
-from realmops.baselines.rule import answers_by_rule
-from realmops.config import Evaluate, Finetune, QuestionFiles, RunOptions, defaults
-from realmops.corpus.cloze import Sources
+from realmops.answering.retrieval import AnswerModel, Ranker, RetrieveAndRead
+from realmops.baselines.rankers import build_ranker
+from realmops.baselines.rule import answer_by_rule
+from realmops.config import Evaluate, Finetune, QuestionFiles, RunOptions, default_options
+from realmops.corpus.cloze import SourcePassages
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype
 from realmops.evaluate.calibration import confidence_figures
-from realmops.evaluate.ceilings import ceilings
+from realmops.evaluate.ceilings import compute_ceilings
 from realmops.evaluate.exact_match import Score, closed_book_floor, em_rules, score_predictions
 from realmops.evaluate.predictions import (
     FIRST_HITS,
     PREDICTIONS,
+    build_predictions,
     failure_shares,
-    predictions_of,
     write_first_hits,
     write_predictions,
 )
@@ -34,22 +34,29 @@ from realmops.evaluate.recall import (
     ZERO_SHOT,
     Rows,
     hit_ranks_by_rule,
-    padded,
+    pad_rankings,
     recall_intervals,
     recall_metrics,
 )
 from realmops.evaluate.run_report import write_report
 from realmops.model.checkpoint_files import cpu_state, load_models
 from realmops.model.retriever import Retriever
-from realmops.search.approximate import Approximate, approximate
+from realmops.search.approximate import ApproximateIndex, unwrap_approximate
 from realmops.search.bm25 import Bm25
 from realmops.search.embed import embed, query_sequences
 from realmops.search.embeddings import INDEX, load_index
-from realmops.search.exact import PassageIndex, exact
-from realmops.search.hybrid import Hybrid
+from realmops.search.exact import PassageIndex, exact_index
+from realmops.search.hybrid import HybridSearch
 from realmops.stages import JOURNAL, METRICS, Job
-from realmops.stages.common import open_snapshot, question_queries, questions_of, rank, sampled, warn_of_timeouts
-from realmops.stages.sharded_work import embeddings_of
+from realmops.stages.common import (
+    load_questions,
+    open_snapshot,
+    question_queries,
+    rank_passages,
+    sample_queries,
+    warn_of_timeouts,
+)
+from realmops.stages.sharded_work import embed_in_shards
 from realmops.stages.tuned_model import open_tuned
 
 TRAINED = ("ict", "pretrain", "finetune")
@@ -62,7 +69,7 @@ def run(job: Job) -> dict[str, Any]:
     options = job.section(Finetune)
     bootstrap = {"seed": job.section(RunOptions).seed, "resamples": job.section(Evaluate).bootstrap}
     snapshot = open_snapshot(job)
-    questions = questions_of(job, snapshot, "test")
+    questions = load_questions(job, snapshot, "test")
     match_rule, em_rule = questions[0].match_rule, em_rules(questions)[0]
     model = open_tuned(job.inputs["finetune"], options, snapshot, *device_and_dtype(job.section(RunOptions)))
     bar = job.report.progress("test questions", len(questions))
@@ -89,17 +96,17 @@ def run(job: Job) -> dict[str, Any]:
             f"evaluate: {cloze} of {len(questions)} test questions were generated from the corpus: exact match shows "
             "whether the training worked, not how well questions of people are answered"
         )
-    training = questions_of(job, snapshot, "train")
+    training = load_questions(job, snapshot, "train")
     _warn_of_question_mismatch(job, training, questions)
     if not all(question.is_regex for question in training):
         metrics["closed_book_em"] = closed_book_floor(training, questions)[1]
-    if isinstance(model, RetrieveAndRead) and (structure := approximate(model.passages)) is not None:
+    if isinstance(model, RetrieveAndRead) and (structure := unwrap_approximate(model.passages)) is not None:
         metrics["index_recall"] = _index_recall(job, model, structure, questions)
-    bm25 = ranker_of("bm25", snapshot) if job.section(Evaluate).bm25 else None
-    rankings = {"": padded([answer.ranked for answer in answers], DEPTH)}
+    bm25 = build_ranker("bm25", snapshot) if job.section(Evaluate).bm25 else None
+    rankings = {"": pad_rankings([answer.ranked for answer in answers], DEPTH)}
     rankings |= _rankings(job, snapshot, questions, model, bm25)
     if bm25 is not None:
-        texts = answers_by_rule(snapshot, questions, rankings["bm25_"][:, 0].tolist())
+        texts = answer_by_rule(snapshot, questions, rankings["bm25_"][:, 0].tolist())
         metrics |= score(texts, em_rule).figures("rule_")
         if isinstance(model, RetrieveAndRead):
             bar = job.report.progress("test questions over BM25's passages", len(questions))
@@ -114,13 +121,13 @@ def run(job: Job) -> dict[str, Any]:
         hits[prefix] = ranks[match_rule]
     metrics["recall_at_5"] = metrics[f"recall_at_5_{match_rule}"]
     limits = {"passages": options.reader_candidates, "wordpieces": options.answer_wordpieces}
-    possible = ceilings(snapshot, questions, rankings[""], hits[""], match_rule, **limits)
+    possible = compute_ceilings(snapshot, questions, rankings[""], hits[""], match_rule, **limits)
     if options.reads_passages:
         metrics |= {f"ceiling_{name}": limit for name, limit in limits.items()}
         metrics |= {f"ceiling_{name}": float(values.mean()) for name, values in possible.items()}
     else:
         metrics["ceiling_in_corpus"] = float(possible["in_corpus"].mean())
-    predictions = predictions_of(
+    predictions = build_predictions(
         snapshot,
         questions,
         answers,
@@ -139,7 +146,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def _rankings(
-    job: Job, snapshot: Snapshot, questions: list[Question], model: Answering, bm25: Ranker | None
+    job: Job, snapshot: Snapshot, questions: list[Question], model: AnswerModel, bm25: Ranker | None
 ) -> dict[str, Rows]:
     """Rank passages by every retriever other than the model.
 
@@ -153,12 +160,12 @@ def _rankings(
     rankings: dict[str, Rows] = {}
     if isinstance(model, RetrieveAndRead) and model.hybrid:
         assert model.passages is not None
-        rankings["dense_"] = rank(model.retriever, model.passages, queries, depth, model.dtype)
+        rankings["dense_"] = rank_passages(model.retriever, model.passages, queries, depth, model.dtype)
     indexes: dict[str, PassageIndex] = {}
     if isinstance(model, RetrieveAndRead) and (index := model.passages) is not None:
         tuned = load_models(job.inputs["finetune"], snapshot.vocabulary_hash)[0]  # weights in `model` are rounded
         indexes[_tower_digest(tuned)] = (
-            exact(index.vectors(slice(None)), tuned.vectors) if approximate(index) else index
+            exact_index(index.vectors(slice(None)), tuned.vectors) if unwrap_approximate(index) else index
         )
     for name, prefix in ZERO_SHOT.items():
         if name in job.inputs:  # absent if a fine-tuned model was imported
@@ -166,15 +173,16 @@ def _rankings(
             rankings |= {prefix + kind: ids for kind, ids in by_kind.items()}
     if bm25 is not None:
         rankings["bm25_"] = np.stack([bm25(question.question, depth) for question in questions])
-    sources = Sources(snapshot)
+    sources = SourcePassages(snapshot)
     return {
-        prefix: padded(sources.left_out(questions, ids)[:, :DEPTH].tolist(), DEPTH) for prefix, ids in rankings.items()
+        prefix: pad_rankings(sources.left_out(questions, ids)[:, :DEPTH].tolist(), DEPTH)
+        for prefix, ids in rankings.items()
     }
 
 
-def _index_recall(job: Job, model: RetrieveAndRead, passages: Approximate, questions: list[Question]) -> float:
+def _index_recall(job: Job, model: RetrieveAndRead, passages: ApproximateIndex, questions: list[Question]) -> float:
     """Measure the recall of an approximate index against exact search; warn if it is below ``target_recall``."""
-    queries = model.queries([question.question for question in sampled(questions, job.section(RunOptions).seed)])
+    queries = model.queries([question.question for question in sample_queries(questions, job.section(RunOptions).seed)])
     depth = DEPTH * model.retriever.vectors
     recall = passages.recall(embed(model.retriever.query, query_sequences(queries), model.dtype), depth)
     if recall < passages.recipe.target_recall:
@@ -228,14 +236,14 @@ def _zero_shot(
     key = _tower_digest(retriever)
     retriever.to(device)
     if (job.inputs[name] / INDEX).is_file():  # imported
-        indexes[key] = exact(load_index(job.inputs[name], snapshot), retriever.vectors)
+        indexes[key] = exact_index(load_index(job.inputs[name], snapshot), retriever.vectors)
     elif key not in indexes:
-        indexes[key] = exact(embeddings_of(job, retriever, snapshot), retriever.vectors)
+        indexes[key] = exact_index(embed_in_shards(job, retriever, snapshot), retriever.vectors)
     passages = indexes[key]
     query_QE = embed(retriever.query, query_sequences(queries), dtype)
     rankings = {"": passages.search(query_QE, depth)[1].cpu().numpy()}
     if retriever.mixture.lexical:
-        search = Hybrid(passages, Bm25.of(snapshot), retriever.mixture, retriever.scale)
+        search = HybridSearch(passages, Bm25.of(snapshot), retriever.mixture, retriever.scale)
         rankings[HYBRID] = search.search(query_QE, [question.question for question in questions], depth).id_QK.numpy()
     return rankings
 
@@ -272,7 +280,7 @@ def _changed_options(job: Job) -> dict[str, Any]:
     for path in manifests:  # later stages take precedence
         sections |= artifacts.read_json(path).get("sections", {}) if path.is_file() else {}
     sections |= {name: section.model_dump() for name, section in job.sections.items()}
-    default_values = defaults()
+    default_values = default_options()
     return {
         f"{name}.{key}": value
         for name, keys in sorted(sections.items())

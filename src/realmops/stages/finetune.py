@@ -7,41 +7,41 @@ from typing import Any
 from realmops.answering.answer import Answer
 from realmops.answering.confidence import Confidence
 from realmops.answering.openqa import OpenQa
-from realmops.answering.retrieval import Answering, RetrieveAndRead
+from realmops.answering.retrieval import AnswerModel, RetrieveAndRead
 from realmops.baselines import t5
 from realmops.config import ClosedBookOptions, Finetune, Optimiser, ReaderOptions, RunOptions
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.devices import device_and_dtype, keep_freed_memory
+from realmops.devices import configure_malloc, device_and_dtype
 from realmops.evaluate.calibration import confidence_figures, fit_confidence
-from realmops.evaluate.exact_match import is_right, score_predictions
+from realmops.evaluate.exact_match import is_exact_match, score_predictions
 from realmops.evaluate.recall import RECALL_AT
 from realmops.journal import JournalValues
-from realmops.model.checkpoint_files import add_spans, load_models
-from realmops.search.approximate import Approximate, approximate
+from realmops.model.checkpoint_files import add_span_head, load_models
+from realmops.search.approximate import ApproximateIndex, unwrap_approximate
 from realmops.search.embed import embed, query_sequences
 from realmops.stages import ENCODER, Job
 from realmops.stages.common import (
     StageTrainings,
+    load_questions,
     open_snapshot,
     question_queries,
-    questions_of,
-    sampled,
+    sample_queries,
     warn_of_timeouts,
 )
-from realmops.stages.finetune_retriever import EVIDENCE, ready_to_find, start_models
+from realmops.stages.finetune_retriever import EVIDENCE_DEPTH, prepare_retrieval, start_models
 from realmops.stages.tuned_model import save_tuned
 from realmops.train.fine_tuning import finetune, finetune_steps
-from realmops.train.fusion_weights import READING_OF_MADE, fit_reading, fit_to_questions
-from realmops.train.parallel import team
-from realmops.train.windows import lessons_of, train_in_windows
+from realmops.train.fusion_weights import GENERATED_READING_WEIGHT, fit_reading_weight, fit_weights_on_questions
+from realmops.train.parallel import process_group
+from realmops.train.windows import build_window_examples, train_in_windows
 
 
 @dataclass(frozen=True)
-class Tuned:
+class FineTuned:
     """A fine-tuned model, its answers to the dev questions, and the metrics of its training."""
 
-    model: Answering
+    model: AnswerModel
     answers: list[Answer]
     metrics: Mapping[str, Any]
 
@@ -49,9 +49,9 @@ class Tuned:
 def run(job: Job) -> dict[str, Any]:
     """Fine-tune and write the model; return losses and exact match on the dev questions."""
     snapshot = open_snapshot(job)
-    questions, held_out = (questions_of(job, snapshot, split) for split in ("train", "dev"))
+    questions, held_out = (load_questions(job, snapshot, split) for split in ("train", "dev"))
     tuned = TRAINERS[job.section(Finetune).reader](StageTrainings(job), snapshot, questions, held_out)
-    if not team().leads:
+    if not process_group().leads:
         return {}
     save_tuned(job.out, tuned.model)
     return {**_dev_metrics(job, held_out, tuned.answers), **tuned.metrics}
@@ -59,37 +59,37 @@ def run(job: Job) -> dict[str, Any]:
 
 def _open_qa(
     trainings: StageTrainings, snapshot: Snapshot, questions: list[Question], held_out: list[Question]
-) -> Tuned:
+) -> FineTuned:
     """Fine-tune a retriever and a reader that extracts spans."""
     job = trainings.job
     options, seed = job.section(Finetune), job.section(RunOptions).seed
     device, dtype = device_and_dtype(job.section(RunOptions))
     retriever, reader = start_models(job, snapshot, options.reader)
     reader.to(device)
-    finder = ready_to_find(trainings, retriever, reader, snapshot, questions)
+    finder = prepare_retrieval(trainings, retriever, reader, snapshot, questions)
     if reader.spans is None:  # a reader of reader.init has a span head
-        add_spans(reader, options.span_width, seed)
+        add_span_head(reader, options.span_width, seed)
     retriever, metrics = finder.retriever, dict[str, Any](finder.metrics)
     model = OpenQa(retriever, reader, snapshot, finder.passages, options, dtype, finder.ranker, finder.bm25)
     if model.hybrid:
-        retriever.mixture = fit_to_questions(model, held_out)
-        keep_freed_memory()
+        retriever.mixture = fit_weights_on_questions(model, held_out)
+        configure_malloc()
     reader.encoder.word_vectors.requires_grad_(not options.freeze_words)
     if options.epochs:
         metrics |= _learn_to_read(trainings, model, questions)
-    if not team().leads:
-        return Tuned(model, [], {})
-    if (structure := approximate(model.passages)) is not None:
-        metrics["index_recall"] = _widen_index(job, model, structure, sampled(held_out, seed))
+    if not process_group().leads:
+        return FineTuned(model, [], {})
+    if (structure := unwrap_approximate(model.passages)) is not None:
+        metrics["index_recall"] = _widen_index(job, model, structure, sample_queries(held_out, seed))
     if model.hybrid and options.reader_training == "passages":  # the query tower was trained together with the reader
-        retriever.mixture = fit_to_questions(model, held_out)
+        retriever.mixture = fit_weights_on_questions(model, held_out)
     if model.hybrid and all(question.not_in for question in held_out):
         # all dev questions are generated: the value that fit_reading returns for them
-        retriever.mixture = replace(retriever.mixture, reading=READING_OF_MADE)
+        retriever.mixture = replace(retriever.mixture, reading=GENERATED_READING_WEIGHT)
     answers = model.answer(held_out, ranked=5, progress=job.report.progress("dev questions", len(held_out)))
     if model.hybrid:
         before = retriever.mixture.reading
-        weight = fit_reading(model, held_out, answers, is_right)
+        weight = fit_reading_weight(model, held_out, answers, is_exact_match)
         retriever.mixture = replace(retriever.mixture, reading=weight)
         if weight != before:  # p(y|x) sums over all spans, which are not stored
             bar = job.report.progress("dev questions again", len(held_out))
@@ -103,7 +103,7 @@ def _open_qa(
         name: JournalValues(job.journal).mean(name, last=50) for name in ("span_loss", "early_loss", "no_correct_span")
     }
     timeouts = warn_of_timeouts(job, [*questions, *held_out])
-    return Tuned(model, answers, {**losses, "questions": len(questions), **metrics, **timeouts})
+    return FineTuned(model, answers, {**losses, "questions": len(questions), **metrics, **timeouts})
 
 
 def _learn_to_read(trainings: StageTrainings, model: OpenQa, questions: list[Question]) -> dict[str, int]:
@@ -113,10 +113,10 @@ def _learn_to_read(trainings: StageTrainings, model: OpenQa, questions: list[Que
         context = trainings.context("finetune", finetune_steps(len(questions), options), "fine-tuning")
         finetune(context, model, questions, options, job.section(Optimiser))
         return {}
-    lessons = lessons_of(model, questions, EVIDENCE, job.report.progress("evidence", len(questions)))
+    lessons = build_window_examples(model, questions, EVIDENCE_DEPTH, job.report.progress("evidence", len(questions)))
     if not lessons:
         raise ValueError(
-            f"no training question has an answer in its top {EVIDENCE} passages, so the reader cannot be trained on "
+            f"no training question has an answer in its top {EVIDENCE_DEPTH} passages, so the reader cannot be trained on "
             "windows; check that questions.train belongs to these documents, or set "
             "finetune.reader_training=passages"
         )
@@ -127,27 +127,27 @@ def _learn_to_read(trainings: StageTrainings, model: OpenQa, questions: list[Que
 
 def _closed_book(
     trainings: StageTrainings, snapshot: Snapshot, questions: list[Question], held_out: list[Question]
-) -> Tuned:
+) -> FineTuned:
     """Fine-tune a closed-book model, which replaces retriever and reader."""
     job = trainings.job
     options, seed = job.section(ClosedBookOptions), job.section(RunOptions).seed
     reader = load_models(job.inputs.get("ict", job.inputs["pretrain"]), snapshot.vocabulary_hash)[1]
     model = t5.ClosedBook.build(options, snapshot, reader.encoder.model.config, seed)
-    usable, optimiser = t5.answered_in_words(questions), job.section(Optimiser)
+    usable, optimiser = t5.drop_regex_questions(questions), job.section(Optimiser)
     corruption = trainings.context("span_corruption", options.steps, "span corruption", "corrupted_")
     trainings.end = t5.pretrain(corruption, model, snapshot, options, optimiser)
     answering = trainings.context("closed_book", finetune_steps(len(usable), options), "fine-tuning")
     t5.finetune(answering, model, usable, options, optimiser)
-    if not team().leads:
-        return Tuned(model, [], {})
+    if not process_group().leads:
+        return FineTuned(model, [], {})
     answers = model.answer(held_out, progress=job.report.progress("dev questions", len(held_out)))
-    return Tuned(
+    return FineTuned(
         model, answers, {"closed_book_loss": JournalValues(job.journal).mean("loss", last=50), "questions": len(usable)}
     )
 
 
 # By ``finetune.reader``.
-TRAINERS: Mapping[str, Callable[[StageTrainings, Snapshot, list[Question], list[Question]], Tuned]] = {
+TRAINERS: Mapping[str, Callable[[StageTrainings, Snapshot, list[Question], list[Question]], FineTuned]] = {
     "pretrain": _open_qa,
     "ict": _open_qa,
     "t5": _closed_book,
@@ -201,7 +201,7 @@ def _inherited_calibration(job: Job, questions: list[Question]) -> Confidence | 
     return None if is_trained or not all(q.not_in for q in questions) else Confidence.load(job.inputs["reader.init"])
 
 
-def _widen_index(job: Job, model: RetrieveAndRead, passages: Approximate, questions: list[Question]) -> float:
+def _widen_index(job: Job, model: RetrieveAndRead, passages: ApproximateIndex, questions: list[Question]) -> float:
     """Widen the search for the tuned query tower until it reaches ``target_recall``; return the recall.
 
     A recall below the target is only a warning, so that the training is not lost.
@@ -209,7 +209,7 @@ def _widen_index(job: Job, model: RetrieveAndRead, passages: Approximate, questi
     queries = question_queries(model.snapshot, questions, model.options.query_wordpieces)
     depth = max(RECALL_AT) * model.retriever.vectors  # as ``evaluate`` needs
     try:
-        passages.widen(embed(model.retriever.query, query_sequences(queries), model.dtype), depth)
+        passages.tune_search_width(embed(model.retriever.query, query_sequences(queries), model.dtype), depth)
     except ValueError as error:
         job.report.warn(str(error))
     return passages.recipe.recall

@@ -10,39 +10,39 @@ from torch import Tensor
 
 from realmops.answering.retrieval import Ranker
 from realmops.baselines.path import PathRetriever, train_paths
-from realmops.baselines.rankers import DENSE, ranker_of
+from realmops.baselines.rankers import DENSE_RETRIEVERS, build_ranker
 from realmops.config import Finetune, IndexOptions, Optimiser, ReaderOptions, RunOptions
-from realmops.corpus.cloze import Sources
+from realmops.corpus.cloze import SourcePassages
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype
 from realmops.model.checkpoint_files import load_models, load_reader
 from realmops.model.reader import Reader
-from realmops.model.retriever import EMBEDDINGS_ALONE, Retriever
-from realmops.refresh.trainer import Policy
+from realmops.model.retriever import DENSE_ONLY, Retriever
+from realmops.refresh.trainer import RefreshPolicy
 from realmops.search.approximate import index_type
 from realmops.search.bm25 import Bm25
-from realmops.search.corpus_statistics import start_matches
+from realmops.search.corpus_statistics import init_lexical_features
 from realmops.search.embeddings import INDEX, load_index
-from realmops.search.exact import PassageIndex, exact
+from realmops.search.exact import PassageIndex, exact_index
 from realmops.stages import ENCODER, Job
-from realmops.stages.common import StageTrainings, question_queries, sampled, searchable
-from realmops.stages.sharded_work import embeddings_of
+from realmops.stages.common import StageTrainings, build_index, question_queries, sample_queries
+from realmops.stages.sharded_work import embed_in_shards
 from realmops.text.answer_matching import contains_answer
 from realmops.train.fine_tuning import finetune_steps
-from realmops.train.index_refresh import BuilderSettings, exchange
-from realmops.train.index_source import IndexSource, Refresh
-from realmops.train.loop import Context
-from realmops.train.parallel import team
+from realmops.train.index_source import IndexSource, RefreshSchedule
+from realmops.train.loop import TrainingContext
+from realmops.train.parallel import process_group
 from realmops.train.passage_batches import Positives, passage_steps, train_by_passages
+from realmops.train.training_exchange import BuilderSettings, open_exchange
 
 SHARD_ROWS = 512  # passages that the index builder embeds and commits at a time
 BUILDER_TIMEOUT = 900.0  # seconds to wait for an index
-EVIDENCE = 20  # top passages that are searched for the answer of a training question
+EVIDENCE_DEPTH = 20  # top passages that are searched for the answer of a training question
 
 
 @dataclass(frozen=True)
-class Finder:
+class PassageFinder:
     """The retrieval of passages while the reader is trained, and the metrics of its training."""
 
     retriever: Retriever
@@ -59,7 +59,7 @@ def start_models(job: Job, snapshot: Snapshot, stage: str) -> tuple[Retriever, R
     returned retriever is that of ``stage`` and unused.
     """
     options = job.section(Finetune)
-    source = options.retriever if options.retriever in DENSE else stage
+    source = options.retriever if options.retriever in DENSE_RETRIEVERS else stage
     for key, name in (("retriever", source), ("reader", stage)):
         if name not in job.inputs:
             raise ValueError(
@@ -69,10 +69,10 @@ def start_models(job: Job, snapshot: Snapshot, stage: str) -> tuple[Retriever, R
     retriever, reader = models[source][0], models[stage][1]
     if job.section(ReaderOptions).init != ENCODER:
         reader = load_reader(job.inputs["reader.init"], snapshot.vocabulary_hash)
-        start_matches(reader, snapshot, job.section(RunOptions).seed, job.report.progress)
+        init_lexical_features(reader, snapshot, job.section(RunOptions).seed, job.report.progress)
     reader.encoder.set_dropout(options.reader_dropout)
-    if options.retriever not in DENSE:
-        retriever.mixture = EMBEDDINGS_ALONE
+    if options.retriever not in DENSE_RETRIEVERS:
+        retriever.mixture = DENSE_ONLY
     if options.retriever_training == "passages":
         return retriever, reader
     return _with_query_copy(retriever), reader
@@ -85,19 +85,19 @@ def _with_query_copy(retriever: Retriever) -> Retriever:
     return result
 
 
-def ready_to_find(
+def prepare_retrieval(
     trainings: StageTrainings, retriever: Retriever, reader: Reader, snapshot: Snapshot, questions: list[Question]
-) -> Finder:
+) -> PassageFinder:
     """Train the retriever as far as ``retriever_training`` requires before the reader, and index the passages."""
     job = trainings.job
     options, seed = job.section(Finetune), job.section(RunOptions).seed
     metrics: dict[str, int] = {}
-    if options.retriever not in DENSE:
+    if options.retriever not in DENSE_RETRIEVERS:
         path = None
         if options.retriever == "path":
             path, metrics["questions_with_path"] = _train_paths(trainings, reader, snapshot, questions)
         retriever.to(reader.device)
-        return Finder(retriever, None, ranker_of(options.retriever, snapshot, path), None, metrics)
+        return PassageFinder(retriever, None, build_ranker(options.retriever, snapshot, path), None, metrics)
     retriever.to(reader.device)
     index_type(job.section(IndexOptions), len(snapshot) * retriever.vectors, retriever.document.width, reader.device)
     bm25 = Bm25.of(snapshot) if retriever.mixture.lexical else None
@@ -111,9 +111,9 @@ def ready_to_find(
         embedding_PE = load_index(job.inputs[options.retriever], snapshot)
     else:
         embedding_PE = _embed_all(job, retriever, snapshot)
-    queries = question_queries(snapshot, sampled(questions, seed), options.query_wordpieces)
-    passages = searchable(job, embedding_PE, retriever.query, queries, options.retriever_candidates)
-    return Finder(retriever, passages, None, bm25, metrics)
+    queries = question_queries(snapshot, sample_queries(questions, seed), options.query_wordpieces)
+    passages = build_index(job, embedding_PE, retriever.query, queries, options.retriever_candidates)
+    return PassageFinder(retriever, passages, None, bm25, metrics)
 
 
 def _train_paths(
@@ -150,32 +150,32 @@ def _train_by_passages(
 
 @contextmanager
 def _with_refresh(
-    job: Job, context: Context, retriever: Retriever, snapshot: Snapshot, steps: int
-) -> Iterator[tuple[Context, IndexSource | None]]:
+    job: Job, context: TrainingContext, retriever: Retriever, snapshot: Snapshot, steps: int
+) -> Iterator[tuple[TrainingContext, IndexSource | None]]:
     """Context manager: run an index builder during training if ``finetune.retriever_refresh_every`` is set."""
     every = job.section(Finetune).retriever_refresh_every
     if not every:
         yield context, None
         return
-    policy = Policy("fixed_lag", None, "wait", BUILDER_TIMEOUT)
-    refresh = Refresh(steps, every, every // 2, 0, "child", "auto", SHARD_ROWS, policy)
+    policy = RefreshPolicy("fixed_lag", None, "wait", BUILDER_TIMEOUT)
+    refresh = RefreshSchedule(steps, every, every // 2, 0, "child", "auto", SHARD_ROWS, policy)
     settings = BuilderSettings(job.work, job.section(RunOptions).threads, job.report.say)
     device = context.device
 
     def passages(embedding_PE: Tensor, searcher: Retriever) -> PassageIndex:
-        return exact(embedding_PE.to(device), searcher.vectors)
+        return exact_index(embedding_PE.to(device), searcher.vectors)
 
-    with exchange(context, settings, refresh, snapshot, retriever, passages) as refreshed:
+    with open_exchange(context, settings, refresh, snapshot, retriever, passages) as refreshed:
         yield refreshed
 
 
 def _positives(job: Job, snapshot: Snapshot, questions: list[Question]) -> Positives:
-    """Return for each question the best passage among BM25's top ``EVIDENCE`` that contains an answer."""
-    bm25, sources = Bm25.of(snapshot), Sources(snapshot)
+    """Return for each question the best passage among BM25's top ``EVIDENCE_DEPTH`` that contains an answer."""
+    bm25, sources = Bm25.of(snapshot), SourcePassages(snapshot)
     bar = job.report.progress("passages of questions", len(questions))
     positives = []
     for question in questions:
-        _, [ids] = bm25.search([question.question], EVIDENCE)
+        _, [ids] = bm25.search([question.question], EVIDENCE_DEPTH)
         excluded = sources.of(question)
         matches = (p for p in ids.tolist() if p >= 0 and p not in excluded)
         matches = (p for p in matches if contains_answer(snapshot.text(p), question.answers, question.match_rule))
@@ -183,7 +183,7 @@ def _positives(job: Job, snapshot: Snapshot, questions: list[Question]) -> Posit
         bar(1)
     if max(positives, default=-1) < 0:
         raise ValueError(
-            f"no training question has an answer in BM25's top {EVIDENCE} passages, so the retriever cannot be trained "
+            f"no training question has an answer in BM25's top {EVIDENCE_DEPTH} passages, so the retriever cannot be trained "
             "on passages; check that questions.train belongs to these documents, or set "
             "finetune.retriever_training=queries"
         )
@@ -192,9 +192,9 @@ def _positives(job: Job, snapshot: Snapshot, questions: list[Question]) -> Posit
 
 def _embed_all(job: Job, retriever: Retriever, snapshot: Snapshot) -> Tensor:
     """Return the embeddings of all passages, P x E; rank 0 computes them and broadcasts them to the others."""
-    group = team()
+    group = process_group()
     if group.leads:
-        embedding_PE = embeddings_of(job, retriever, snapshot)
+        embedding_PE = embed_in_shards(job, retriever, snapshot)
     else:
         embedding_PE = torch.empty(len(snapshot), retriever.width)
     group.broadcast([embedding_PE])

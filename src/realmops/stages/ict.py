@@ -8,12 +8,12 @@ from realmops.devices import device_and_dtype
 from realmops.journal import JournalValues
 from realmops.model.checkpoint_files import build_models, save_models
 from realmops.model.reader import Reader
-from realmops.model.retriever import HYBRID_START, Retriever
-from realmops.search.corpus_statistics import start_from_passages, start_matches
+from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, Retriever
+from realmops.search.corpus_statistics import init_lexical_features, init_towers
 from realmops.stages import Job
 from realmops.stages.common import StageTrainings, open_snapshot, open_spans
 from realmops.train.held_out import held_out_rows
-from realmops.train.inverse_cloze import steps_over, train_reader, train_retriever
+from realmops.train.inverse_cloze import ict_steps, train_reader, train_retriever
 
 ENDS = 10  # first and last steps whose accuracies are compared
 CHANCE = 0.03  # difference of accuracies within noise
@@ -27,7 +27,7 @@ def run(job: Job) -> dict[str, Any]:
     has_warmup = (job.inputs["snapshot"] / "warmup").is_dir()
     text = open_snapshot(job, "warmup") if has_warmup else corpus
     requested: Ict = job.section(Ict)
-    steps, reader_steps = steps_over(len(corpus), requested)[0], steps_over(len(text), requested)[1]
+    steps, reader_steps = ict_steps(len(corpus), requested)[0], ict_steps(len(text), requested)[1]
     options = requested.model_copy(update={"steps": steps, "reader_steps": reader_steps})
     spans = open_spans(job, text, text.folder.name) if options.reader_steps else None
     size = corpus.tokenizer.get_vocab_size()
@@ -38,14 +38,14 @@ def run(job: Job) -> dict[str, Any]:
             job.section(BertOptions), towers, job.section(ReaderOptions), size, run_options.seed, job.report.warn
         )
         if towers.hybrid:
-            retriever.mixture = HYBRID_START
+            retriever.mixture = DEFAULT_FUSION_WEIGHTS
         retriever.to(device).train()
-        start_from_passages(retriever, corpus, dtype, run_options.seed, job.report.progress)
+        init_towers(retriever, corpus, dtype, run_options.seed, job.report.progress)
         return retriever, reader
 
     retriever, reader = initialise()
     job.report.say(f"ict: the retriever is {retriever.query.words}")
-    start_matches(reader, corpus, run_options.seed, job.report.progress)
+    init_lexical_features(reader, corpus, run_options.seed, job.report.progress)
     reader.to(device).train()
     optimiser = job.section(Optimiser)
     trainings = StageTrainings(job)

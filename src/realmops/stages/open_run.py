@@ -10,24 +10,24 @@ import torch
 from realmops import artifacts
 from realmops.answering.confidence import Confidence
 from realmops.answering.opened_model import OpenedModel
-from realmops.answering.passage_search import Search
-from realmops.artifacts import MANIFEST, WORK
-from realmops.config import RunOptions, defaults, parse_section
+from realmops.answering.passage_search import PassageSearch
+from realmops.artifacts import MANIFEST, WORK_FOLDER
+from realmops.config import RunOptions, default_options, parse_section
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.devices import device_and_dtype, freeze_products, tune_process
+from realmops.devices import configure_process, device_and_dtype, freeze_linear_weights
 from realmops.model.checkpoint_files import identifying_files, load_models
 from realmops.model.retriever import Retriever
 from realmops.search.bm25 import Bm25
 from realmops.search.embeddings import INDEX, embed_corpus, load_passages, save_passages
-from realmops.search.exact import exact
+from realmops.search.exact import exact_index
 from realmops.stages import JOURNAL, METRICS, STAGES, Report
 from realmops.stages.corpus_states import UPDATES, CorpusState, newest_state, pipeline_state
-from realmops.stages.trained import options_of, sections_of, tuned_steps
-from realmops.stages.tuned_model import ClosedBookModel, open_reading
+from realmops.stages.trained import trained_options, trained_sections, tuned_steps
+from realmops.stages.tuned_model import ClosedBookModel, open_reader_model
 
 TRIES = 3  # attempts to open a run whose folders are being replaced
 EMBEDDINGS = "search"  # below the work folder: embeddings by a retriever that is not fine-tuned yet
-LIMIT: int = defaults()["finetune"]["query_wordpieces"]  # query length before fine-tuning
+QUERY_WORDPIECES: int = default_options()["finetune"]["query_wordpieces"]  # query length before fine-tuning
 
 
 def open_run(root: Path, state: CorpusState | None = None) -> OpenedModel:
@@ -68,8 +68,8 @@ def _open_once(root: Path, state: CorpusState | None) -> OpenedModel:
     tuned = pipeline_state(root).finetune  # the copy in an update may have an old calibration
     files = artifacts.read_manifest(tuned, "finetune")["files"]
     state = state or newest_state(root)
-    options, run = options_of(root, ("finetune", "evaluate"), ("finetune", "run"))
-    model = open_reading(tuned, options, run, Snapshot.open(state.snapshot / "corpus"), state.finetune)
+    options, run = trained_options(root, ("finetune", "evaluate"), ("finetune", "run"))
+    model = open_reader_model(tuned, options, run, Snapshot.open(state.snapshot / "corpus"), state.finetune)
     read = {name: entry["sha256"] for name, entry in files.items() if name not in (INDEX, JOURNAL, METRICS)}
     version = artifacts.digest_of([read, model.options.model_dump(), str(model.dtype)])[:12]
     indexed = artifacts.read_json(state.snapshot.parent / MANIFEST)["files"] if state.number else files
@@ -78,7 +78,7 @@ def _open_once(root: Path, state: CorpusState | None) -> OpenedModel:
     return OpenedModel(model, version, tuned_steps(root), state.number, Confidence.load(tuned), content, tuned)
 
 
-def open_search(root: Path, report: Report) -> Search:
+def open_search(root: Path, report: Report) -> PassageSearch:
     """Open the search of a run's corpus, by the newest trained retriever, or by BM25 only if there is none.
 
     For a retriever that is not fine-tuned, the embeddings of the passages are computed once and cached under the root.
@@ -93,14 +93,14 @@ def open_search(root: Path, report: Report) -> Search:
     about = {"snapshot": snapshot.corpus_hash, "stage": "snapshot"}
     bm25 = Bm25.of(snapshot)
     for stage in ("pretrain", "ict"):
-        sections = sections_of(root, stage) if _is_done(root, stage) else {}
+        sections = trained_sections(root, stage) if _is_done(root, stage) else {}
         if not sections:
             continue
         run = parse_section("run", sections["run"])
         retriever, passages, dtype = _load_with_embeddings(root, stage, run, snapshot, report)
-        return Search(snapshot, bm25, retriever, passages, LIMIT, dtype, about | {"stage": stage})
+        return PassageSearch(snapshot, bm25, retriever, passages, QUERY_WORDPIECES, dtype, about | {"stage": stage})
     report.say("search: no retriever is trained yet, searching by words (BM25) only")
-    return Search(snapshot, bm25, None, None, LIMIT, torch.float32, about)
+    return PassageSearch(snapshot, bm25, None, None, QUERY_WORDPIECES, torch.float32, about)
 
 
 def _is_done(root: Path, stage: str) -> bool:
@@ -113,21 +113,21 @@ def _load_with_embeddings(
     """Return the retriever of a stage, the embeddings of all passages (computed unless cached) and their dtype."""
     folder = root / STAGES[stage].folder
     manifest = artifacts.read_manifest(folder, stage)
-    tune_process(run.threads)
+    configure_process(run.threads)
     device, dtype = device_and_dtype(run)
     retriever, _ = load_models(folder, snapshot.vocabulary_hash)
-    freeze_products(retriever.eval(), dtype)
+    freeze_linear_weights(retriever.eval(), dtype)
     retriever = retriever.to(device)
     names = [path.relative_to(folder).as_posix() for path in identifying_files(folder, "retriever")]
     digests = [manifest["files"][name]["sha256"] for name in names]
     key = artifacts.digest_of([*digests, snapshot.corpus_hash, str(dtype)])[:16]
-    cached = root / WORK / EMBEDDINGS / key
+    cached = root / WORK_FOLDER / EMBEDDINGS / key
     if not cached.is_dir():
         bar = report.progress("passages embedded", len(snapshot))
         embedding = embed_corpus(retriever, snapshot, dtype, bar)
         artifacts.make_folder(cached.parent)
         with artifacts.atomic_folder(cached) as folder:
-            save_passages(folder, exact(embedding, retriever.vectors), snapshot.corpus_hash)
+            save_passages(folder, exact_index(embedding, retriever.vectors), snapshot.corpus_hash)
         for other in cached.parent.glob("[!.]*"):  # of another retriever or corpus; dot names are being written
             if other != cached:
                 shutil.rmtree(other, ignore_errors=True)

@@ -9,37 +9,37 @@ from torch import Tensor
 
 from realmops.artifacts import seed_for
 from realmops.config import IndexOptions, Optimiser, Pretrain, RunOptions
-from realmops.corpus.cloze import Sources
-from realmops.corpus.question_sets import answers_are_expressions
+from realmops.corpus.cloze import SourcePassages
+from realmops.corpus.question_sets import answers_are_regex
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.recall import first_hit_ranks, hits_at
 from realmops.journal import JournalValues
 from realmops.model.checkpoint_files import copy_models, load_models, save_models
 from realmops.model.retriever import Retriever
-from realmops.refresh.trainer import Policy
-from realmops.search.approximate import QUERIES, approximate, index_type
+from realmops.refresh.trainer import RefreshPolicy
+from realmops.search.approximate import RECALL_QUERIES, index_type, unwrap_approximate
 from realmops.search.bm25 import Bm25
-from realmops.search.exact import PassageIndex, exact
+from realmops.search.exact import PassageIndex, exact_index
 from realmops.stages import Job
 from realmops.stages.common import (
     StageTrainings,
+    build_index,
+    load_questions,
     open_snapshot,
     open_spans,
     question_queries,
-    questions_of,
-    rank,
-    searchable,
+    rank_passages,
 )
-from realmops.stages.sharded_work import embeddings_of
+from realmops.stages.sharded_work import embed_in_shards
 from realmops.train import held_out
-from realmops.train.candidates import depth
+from realmops.train.candidates import retrieval_depth
 from realmops.train.examples import Example, Examples
-from realmops.train.held_out import BestModels
-from realmops.train.index_refresh import BuilderSettings, exchange
-from realmops.train.index_source import ExchangeSource, Index, Refresh
-from realmops.train.parallel import team
+from realmops.train.held_out import BestCheckpoint
+from realmops.train.index_source import ExchangeSource, Index, RefreshSchedule
+from realmops.train.parallel import process_group
 from realmops.train.pretraining import pretrain
 from realmops.train.realm import Realm
+from realmops.train.training_exchange import BuilderSettings, open_exchange
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def run(job: Job) -> dict[str, Any]:
     """
     options, run_options = job.section(Pretrain), job.section(RunOptions)
     if not options.steps:
-        if team().leads:
+        if process_group().leads:
             copy_models(job.inputs["ict"], job.out)
         return {}
     snapshot = open_snapshot(job)
@@ -68,12 +68,12 @@ def run(job: Job) -> dict[str, Any]:
     sampled = _sample_examples(examples, run_options.seed)
 
     def passages(embedding_PE: Tensor, searcher: Retriever) -> PassageIndex:
-        return searchable(job, embedding_PE, searcher.query, realm.queries(sampled), depth(options))
+        return build_index(job, embedding_PE, searcher.query, realm.queries(sampled), retrieval_depth(options))
 
-    best = BestModels(job.work / "best", snapshot.vocabulary_hash)
+    best = BestCheckpoint(job.work / "best", snapshot.vocabulary_hash)
     measure = _build_measure(job, masked, realm, best)
-    policy = Policy(options.adopt, options.max_staleness_steps, options.on_stale, options.builder_timeout)
-    refresh = Refresh(
+    policy = RefreshPolicy(options.adopt, options.max_staleness_steps, options.on_stale, options.builder_timeout)
+    refresh = RefreshSchedule(
         options.steps,
         options.refresh_every,
         options.lag,
@@ -84,7 +84,7 @@ def run(job: Job) -> dict[str, Any]:
         policy=policy,
     )
     settings = BuilderSettings(job.work, run_options.threads, job.report.say)
-    with exchange(context, settings, refresh, snapshot, retriever, passages) as (context, source):
+    with open_exchange(context, settings, refresh, snapshot, retriever, passages) as (context, source):
         optimiser = job.section(Optimiser)
         pretrain(context, realm, examples, optimiser, source, evaluate=measure, warn=job.report.warn)
     if not context.team.leads:
@@ -100,7 +100,9 @@ def run(job: Job) -> dict[str, Any]:
     assert source.own is not None
     metrics = _metrics(job, after, source.own) | {"best_step": best.step}
     if masked:
-        metrics |= held_out.masked_words(realm, masked, final, job.report.progress("masked sentences", len(masked)))
+        metrics |= held_out.evaluate_masked_words(
+            realm, masked, final, job.report.progress("masked sentences", len(masked))
+        )
     return metrics
 
 
@@ -121,7 +123,7 @@ def _held_out(job: Job, snapshot: Snapshot) -> tuple[np.ndarray, list[Example]]:
     """Return the held-out rows of the spans, and their sentences with salient spans masked, for any ``masking``."""
     salient, seed = _examples(job, snapshot, masking="salient", exclude_trivial=True), job.section(RunOptions).seed
     rows = held_out.held_out_rows(len(salient.rows), seed, salient.options.masked_sentences)
-    return rows, held_out.masked_at(salient, rows, seed)
+    return rows, held_out.mask_spans(salient, rows, seed)
 
 
 def _metrics(job: Job, after: Mapping[str, float], source: ExchangeSource) -> dict[str, Any]:
@@ -148,11 +150,11 @@ def _metrics(job: Job, after: Mapping[str, float], source: ExchangeSource) -> di
 def _sample_examples(examples: Examples, seed: int) -> list[Example]:
     """Return a random sample of masked sentences, for measuring the recall of an approximate index."""
     rng = np.random.default_rng(seed_for(seed, "index", "queries"))
-    return [examples.draw(rng) for _ in range(QUERIES)]
+    return [examples.draw(rng) for _ in range(RECALL_QUERIES)]
 
 
 def _build_measure(
-    job: Job, masked: list[Example], realm: Realm, best: BestModels
+    job: Job, masked: list[Example], realm: Realm, best: BestCheckpoint
 ) -> Callable[[Index], dict[str, float]]:
     """Return a function that measures the models with a newly adopted index and offers them to ``best``.
 
@@ -160,16 +162,18 @@ def _build_measure(
     for an approximate index ``index_recall``, its recall against exact search.
     """
     snapshot = realm.snapshot
-    questions = questions_of(job, snapshot, "dev")
-    answers_are_expressions(questions)  # raises if match rules are mixed
+    questions = load_questions(job, snapshot, "dev")
+    answers_are_regex(questions)  # raises if match rules are mixed
     queries = question_queries(snapshot, questions, realm.options.query_wordpieces)
-    sources, excluded = Sources(snapshot), max(len(question.not_in) for question in questions)
+    sources, excluded = SourcePassages(snapshot), max(len(question.not_in) for question in questions)
 
     def measure(index: Index) -> dict[str, float]:
-        ids = sources.left_out(questions, rank(index.retriever, index.passages, queries, 5 + excluded, realm.dtype))
+        ids = sources.left_out(
+            questions, rank_passages(index.retriever, index.passages, queries, 5 + excluded, realm.dtype)
+        )
         hits = hits_at(first_hit_ranks(questions, ids, snapshot.text, rule=questions[0].match_rule), 5)
         figures = {"recall_at_5": float(hits.mean())}
-        if (structure := approximate(index.passages)) is not None:
+        if (structure := unwrap_approximate(index.passages)) is not None:
             figures["index_recall"] = structure.recipe.recall
         figures |= held_out.measure(realm, masked, index)
         best.offer(index.step, figures, index.retriever, realm.reader)
@@ -179,4 +183,6 @@ def _build_measure(
 
 
 def _final_index(job: Job, retriever: Retriever, snapshot: Snapshot, step: int) -> Index:
-    return Index(step, exact(embeddings_of(job, retriever, snapshot), retriever.vectors), retriever, time.time(), True)
+    return Index(
+        step, exact_index(embed_in_shards(job, retriever, snapshot), retriever.vectors), retriever, time.time(), True
+    )

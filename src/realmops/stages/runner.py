@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
-from realmops.artifacts import WORK
+from realmops.artifacts import WORK_FOLDER
 from realmops.config import CLOSED_BOOK, Values
 from realmops.corpus.cloze import KIND
 from realmops.hub import T5, encoder_files
@@ -24,15 +24,15 @@ from realmops.stages import (
     STAGES,
     Job,
     Report,
-    Silent,
+    SilentReport,
     Stage,
-    deciding,
-    external_files,
     fingerprint,
+    fingerprint_options,
+    option_files,
     parse_sections,
     reads_spans,
 )
-from realmops.tracking.runs import headline, shown_files, tracked
+from realmops.tracking.runs import headline_metrics, mlflow_artifacts, start_tracking
 
 TRAINS_NOTHING = ("sample", "snapshot", "evaluate")
 
@@ -64,18 +64,18 @@ def run_stage(
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from realmops.devices import resolve_device
-        from realmops.train.parallel import join, team
+        from realmops.train.parallel import join_process_group, process_group
 
-        join(resolve_device(values["run"]["device"]))
-        team().wait()  # for the inputs of the stage
-        if not team().leads:
+        join_process_group(resolve_device(values["run"]["device"]))
+        process_group().wait()  # for the inputs of the stage
+        if not process_group().leads:
             return _run_worker(STAGES[name], values, project, root, force)
-    with alone(root / WORK, name):
+    with stage_lock(root / WORK_FOLDER, name):
         return _run_locked(STAGES[name], values, presets, project, root, report, force)
 
 
 @contextmanager
-def alone(folder: Path, name: str) -> Iterator[None]:
+def stage_lock(folder: Path, name: str) -> Iterator[None]:
     """Context manager: lock a stage, so that two processes do not write one journal; ValueError if it is locked."""
     artifacts.make_folder(folder)
     with open(folder / f"{name}.lock", "ab") as file:
@@ -87,9 +87,9 @@ def alone(folder: Path, name: str) -> Iterator[None]:
         yield
 
 
-def offer_of(root: Path, name: str) -> Path:
+def shard_offer_path(root: Path, name: str) -> Path:
     """Return the file in which a stage offers shards of its work to index builders."""
-    return root / WORK / f"{name}.shards.json"
+    return root / WORK_FOLDER / f"{name}.shards.json"
 
 
 def is_running(folder: Path, name: str) -> bool:
@@ -110,11 +110,11 @@ def _run_locked(
 ) -> dict[str, Any]:
     name = stage.name
     sections = parse_sections(stage, values)
-    inputs = inputs_of(stage, values, project, root)
+    inputs = stage_inputs(stage, values, project, root)
     key = fingerprint(stage, values, inputs)
     final = root / stage.folder
-    work = root / WORK / "work" / f"{name}-{key[:16]}"
-    if not force and (existing := finished(final, stage, key)) is not None:
+    work = root / WORK_FOLDER / "work" / f"{name}-{key[:16]}"
+    if not force and (existing := up_to_date_metrics(final, stage, key)) is not None:
         shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed after its commit
         report.say(f"{name}: nothing to do, {final} is up to date with its inputs and options")
         return existing
@@ -126,26 +126,30 @@ def _run_locked(
         stack.callback(_remove_empty, work)
         out = stack.enter_context(artifacts.atomic_folder(final))
         journal = stack.enter_context(Journal(work / JOURNAL, name))
-        tracker = tracked(stack, journal, name, values, presets, inputs, project, root)
-        job = Job(sections, inputs, out, work, journal, report, offer_of(root, name), presets)
+        tracker = start_tracking(stack, journal, name, values, presets, inputs, project, root)
+        job = Job(sections, inputs, out, work, journal, report, shard_offer_path(root, name), presets)
         metrics = _finite(_run_tuned(stage, values, job))
         metrics["seconds"] = round(time.monotonic() - started, 1)
         journal.position()
         if (work / JOURNAL).stat().st_size:
             shutil.copyfile(work / JOURNAL, out / JOURNAL)
         artifacts.write_json(out / METRICS, metrics)
-        origin = {"sections": deciding(stage, values), "presets": [*presets]} | ({"code": code()} if code() else {})
+        origin = {"sections": fingerprint_options(stage, values), "presets": [*presets]} | (
+            {"code": image_commit()} if image_commit() else {}
+        )
         artifacts.write_manifest(out, name, fingerprint=key, **origin)
         if tracker is not None:
             figures = {f"final/{name}.{key}": value for key, value in metrics.items()}
             finetune = values["finetune"]
-            figures |= headline(name, metrics, "" if finetune["reader"] in CLOSED_BOOK else finetune["retriever"])
-            tracker.finish(figures, shown_files(name, out))
+            figures |= headline_metrics(
+                name, metrics, "" if finetune["reader"] in CLOSED_BOOK else finetune["retriever"]
+            )
+            tracker.finish(figures, mlflow_artifacts(name, out))
     shutil.rmtree(work, ignore_errors=True)
     return metrics
 
 
-def code() -> str:
+def image_commit() -> str:
     """Return the git commit of the container image; empty if unknown."""
     return os.environ.get("REALMOPS_COMMIT", "")
 
@@ -154,28 +158,28 @@ def _run_worker(stage: Stage, values: Values, project: Path, root: Path, force: 
     """Take part in the training of a stage that rank 0 runs, without logs and output."""
     if stage.name in TRAINS_NOTHING:
         return {}
-    sections, inputs = parse_sections(stage, values), inputs_of(stage, values, project, root)
-    if not force and finished(root / stage.folder, stage, fingerprint(stage, values, inputs)) is not None:
+    sections, inputs = parse_sections(stage, values), stage_inputs(stage, values, project, root)
+    if not force and up_to_date_metrics(root / stage.folder, stage, fingerprint(stage, values, inputs)) is not None:
         return {}
     with (
         tempfile.TemporaryDirectory(prefix="realmops-") as folder,
         Journal(Path(folder) / JOURNAL, stage.name) as journal,
     ):
         place = Path(folder)
-        _run_tuned(stage, values, Job(sections, inputs, place, place, journal, Silent(), place / "offer"))
+        _run_tuned(stage, values, Job(sections, inputs, place, place, journal, SilentReport(), place / "offer"))
     return {}
 
 
 def _run_tuned(stage: Stage, values: Values, job: Job) -> dict[str, Any]:
     """Run a stage with threads and allocator tuned for this process."""
     if "run" in stage.sections:
-        from realmops.devices import tune_process
+        from realmops.devices import configure_process
 
-        tune_process(values["run"]["threads"])
+        configure_process(values["run"]["threads"])
     return stage.run(job)
 
 
-def inputs_of(stage: Stage, values: Values, project: Path, root: Path) -> dict[str, Path]:
+def stage_inputs(stage: Stage, values: Values, project: Path, root: Path) -> dict[str, Path]:
     """Return the inputs of a stage: folders of earlier stages, files that its options name, files of the encoder."""
     inputs: dict[str, Path] = {}
     for need in stage.needs:
@@ -185,7 +189,7 @@ def inputs_of(stage: Stage, values: Values, project: Path, root: Path) -> dict[s
             continue
         artifacts.read_manifest(folder, need)
         inputs[need] = folder
-    inputs |= external_files(stage, values, project, root)
+    inputs |= option_files(stage, values, project, root)
     _check_generated_questions(inputs)
     if "bert" in stage.sections:  # the weights under one name may change
         inputs |= {f"bert.init/{name}": path for name, path in encoder_files(values["bert"]["init"]).items()}
@@ -225,7 +229,7 @@ def _remove_empty(work: Path) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def finished(final: Path, stage: Stage, key: str) -> dict[str, Any] | None:
+def up_to_date_metrics(final: Path, stage: Stage, key: str) -> dict[str, Any] | None:
     """Return the metrics of the output in ``final`` if it has this fingerprint, else None."""
     if not (final / artifacts.MANIFEST).is_file():
         return None

@@ -6,30 +6,30 @@ from torch import Tensor
 
 from realmops.config import RunOptions
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.devices import device_and_dtype, keep_freed_memory
+from realmops.devices import configure_malloc, device_and_dtype
 from realmops.model.checkpoint_files import retriever_files
 from realmops.model.retriever import Retriever
-from realmops.refresh.shards import ShardSettings, Work, in_shards
-from realmops.search.embeddings import embedding, joined
+from realmops.refresh.shards import ShardSettings, Work, compute_in_shards
+from realmops.search.embeddings import join_shards, make_shard_embedder
 from realmops.stages import Job
-from realmops.train.tagger import Entity, spans_in, tagging
+from realmops.train.tagger import Entity, make_span_finder, read_spans
 
 EMBEDDING, TAGGING = "embedding", "tagging"
-WORKS: Mapping[str, Work] = {EMBEDDING: embedding, TAGGING: tagging}
+WORKS: Mapping[str, Work] = {EMBEDDING: make_shard_embedder, TAGGING: make_span_finder}
 
 
-def spans_of(job: Job, tagger: Mapping[str, bytes], snapshot: Snapshot) -> Iterator[list[Entity]]:
+def tag_in_shards(job: Job, tagger: Mapping[str, bytes], snapshot: Snapshot) -> Iterator[list[Entity]]:
     """Yield the entities of each passage in order; ``tagger`` is serialised by ``train.tagger.tagger_files``."""
     for files in _run_shards(job, TAGGING, snapshot, tagger, f"tags of {snapshot.folder.name}"):
-        yield from spans_in(files)
+        yield from read_spans(files)
 
 
-def embeddings_of(job: Job, retriever: Retriever, snapshot: Snapshot) -> Tensor:
+def embed_in_shards(job: Job, retriever: Retriever, snapshot: Snapshot) -> Tensor:
     """Return the embeddings of all passages, P x E."""
-    keep_freed_memory()  # already set if a training ran before
+    configure_malloc()  # already set if a training ran before
     model = retriever_files(retriever, snapshot.vocabulary_hash)
     parts = _run_shards(job, EMBEDDING, snapshot, model, "embeddings")
-    return joined(parts, len(snapshot), retriever.width)
+    return join_shards(parts, len(snapshot), retriever.width)
 
 
 def _run_shards(
@@ -37,4 +37,4 @@ def _run_shards(
 ) -> Iterator[dict[str, bytes]]:
     run = job.section(RunOptions)
     place = ShardSettings(job.work / "shards", job.offer, *device_and_dtype(run), run.threads, job.report.say)
-    return in_shards(place, name, WORKS[name], snapshot, model, job.report.progress(label, len(snapshot)))
+    return compute_in_shards(place, name, WORKS[name], snapshot, model, job.report.progress(label, len(snapshot)))

@@ -10,15 +10,15 @@ import numpy as np
 
 from realmops.artifacts import write_bytes
 from realmops.config import BertOptions, SnapshotOptions
-from realmops.corpus.formats import Source, sources
-from realmops.corpus.snapshot_reader import REJECTS, Snapshot, rejects
+from realmops.corpus.formats import Source, list_sources
+from realmops.corpus.snapshot_reader import REJECTS, Snapshot, read_rejects
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.word_counts import train_vocabulary
 from realmops.hub import encoder_folder
 from realmops.search import bm25
 from realmops.search.bm25_writer import write_bm25
 from realmops.stages import STAGES, Job, Report
-from realmops.text.languages import AUTO, check_language, detect, languages
+from realmops.text.languages import AUTO, check_language, detect_language, load_languages
 from realmops.text.pretrained import read_encoder_tokenizer
 from realmops.text.vocabulary import UNCASED, Casing, read_vocabulary, vocabulary_bytes
 
@@ -31,9 +31,9 @@ def run(job: Job) -> dict[str, Any]:
     """Write ``corpus``, its BM25 index and, with a warm-up text, ``warmup``; return the counts of both."""
     options = job.section(SnapshotOptions)
     check_language(options.language)
-    texts = {"corpus": sources(job.inputs["snapshot.documents"], options.format)}
+    texts = {"corpus": list_sources(job.inputs["snapshot.documents"], options.format)}
     if options.use_warmup:
-        texts["warmup"] = sources(job.inputs["snapshot.warmup"], "auto")
+        texts["warmup"] = list_sources(job.inputs["snapshot.warmup"], "auto")
     vocabulary = _vocabulary(job, [source for group in texts.values() for source in group])
     try:
         return _write(job, texts, *vocabulary)
@@ -70,13 +70,15 @@ def _write(
             progress=job.report.progress(f"passages of {name}", _total_bytes(group), "B"),
         )
         prefix = "" if name == "corpus" else f"{name}_"
-        tell_rejects(job.report, name, manifest, folder, f"{STAGES['snapshot'].folder}/{name}/{REJECTS} under the root")
+        warn_of_rejects(
+            job.report, name, manifest, folder, f"{STAGES['snapshot'].folder}/{name}/{REJECTS} under the root"
+        )
         if manifest["replaced"]:
             job.report.warn(
                 f"{manifest['replaced']} of {manifest['documents']} documents of {name} contain U+FFFD, which replaces "
                 "bytes that are invalid in the file's encoding; save those files as UTF-8"
             )
-        metrics |= {prefix + key: value for key, value in counts(manifest).items()}
+        metrics |= {prefix + key: value for key, value in snapshot_counts(manifest).items()}
     corpus = Snapshot.open(job.out / "corpus", verify=False)
     _check_corpus_language(job.report, corpus)
     write_bm25(
@@ -94,17 +96,17 @@ def _check_corpus_language(report: Report, corpus: Snapshot) -> None:
     if corpus.language == AUTO:
         return
     texts = [corpus.text(row) for row in sorted({*np.linspace(0, len(corpus) - 1, _SAMPLES).astype(int).tolist()})]
-    detected = [detect(text) for text in texts if len(text) >= _MIN_CHARACTERS]
+    detected = [detect_language(text) for text in texts if len(text) >= _MIN_CHARACTERS]
     unambiguous = Counter(codes[0] for codes in detected if len(codes) == 1)
     code, count = max(unambiguous.items(), key=lambda item: item[1], default=("", 0))
     if code != corpus.language and count >= _MIN_AGREEING:
         report.warn(
             f"snapshot.language is {corpus.language}, but {count} of {len(texts)} sampled passages are in "
-            f"{languages()[code].name}; it determines sentences, words and dates: set snapshot.language={code}, or auto"
+            f"{load_languages()[code].name}; it determines sentences, words and dates: set snapshot.language={code}, or auto"
         )
 
 
-def tell_rejects(report: Report, name: str, manifest: dict[str, Any], folder: Path, where: str) -> None:
+def warn_of_rejects(report: Report, name: str, manifest: dict[str, Any], folder: Path, where: str) -> None:
     """Warn of broken records and unreadable files of a snapshot.
 
     Args:
@@ -115,7 +117,7 @@ def tell_rejects(report: Report, name: str, manifest: dict[str, Any], folder: Pa
         where: path of the complete list, for the message.
     """
     if manifest["rejected"]:
-        first = islice(rejects(folder), _SHOWN)
+        first = islice(read_rejects(folder), _SHOWN)
         lines = "".join(f"\n  {record['place']}: {record['problem']}" for record in first)
         report.warn(
             f"{manifest['rejected']} of {manifest['records']} records of {name} are broken and left out; "
@@ -123,7 +125,7 @@ def tell_rejects(report: Report, name: str, manifest: dict[str, Any], folder: Pa
         )
     if unread := manifest["unread"]:
         names: dict[str, list[str]] = defaultdict(list)
-        for file in rejects(folder, unread=True):
+        for file in read_rejects(folder, unread=True):
             if len(names[file["kind"]]) < _SHOWN:
                 names[file["kind"]].append(Path(file["place"]).name)
         kinds = sorted(unread, key=lambda kind: (-unread[kind], kind))
@@ -134,7 +136,7 @@ def tell_rejects(report: Report, name: str, manifest: dict[str, Any], folder: Pa
         )
 
 
-def counts(manifest: dict[str, Any]) -> dict[str, int]:
+def snapshot_counts(manifest: dict[str, Any]) -> dict[str, int]:
     """Return the counts of records, rejected and dropped ones, documents, passages, sentences and tokens."""
     dropped = {f"dropped_{reason}": count for reason, count in manifest["dropped"].items()}
     unread = {f"unread_{kind}": count for kind, count in manifest["unread"].items()}

@@ -14,14 +14,14 @@ from realmops.devices import device_and_dtype
 from realmops.model.checkpoint_files import build_encoder
 from realmops.stages import Job
 from realmops.stages.common import StageTrainings, open_snapshot
-from realmops.stages.sharded_work import spans_of
+from realmops.stages.sharded_work import tag_in_shards
 from realmops.text.conll import entity_scores, read_conll
 from realmops.text.spans import Spans, SpansWriter
-from realmops.train.parallel import team
+from realmops.train.parallel import process_group
 from realmops.train.tagger import (
     Entity,
     Tagger,
-    phrases_and_dates,
+    find_phrases_and_dates,
     predict_words,
     tag_names,
     tagger_files,
@@ -36,7 +36,7 @@ def run(job: Job) -> dict[str, Any]:
     metrics: dict[str, Any] = {}
     if options.method == "tagger":
         tagger, metrics = _train(job, options)
-    if not team().leads:
+    if not process_group().leads:
         return {}
     for name in ("corpus", "warmup"):
         if (job.inputs["snapshot"] / name).is_dir():
@@ -82,9 +82,9 @@ def _tag(job: Job, options: Tag, tagger: Tagger | None, snapshot: Snapshot, fold
     folder.mkdir()
     spans: Iterable[list[Entity]]
     if options.method == "phrases":
-        spans = phrases_and_dates(snapshot, options.dates)
+        spans = find_phrases_and_dates(snapshot, options.dates)
     else:
-        spans = spans_of(job, tagger_files(tagger, options), snapshot)
+        spans = tag_in_shards(job, tagger_files(tagger, options), snapshot)
     with SpansWriter(folder) as writer:
         for passage, entities in enumerate(spans):
             writer.add(

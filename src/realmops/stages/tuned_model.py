@@ -5,20 +5,20 @@ from pathlib import Path
 import torch
 
 from realmops.answering.openqa import OpenQa
-from realmops.answering.retrieval import Answering, RetrieveAndRead
+from realmops.answering.retrieval import AnswerModel, RetrieveAndRead
 from realmops.artifacts import read_json, write_json
 from realmops.baselines import t5
 from realmops.baselines.path import PathRetriever
-from realmops.baselines.rankers import ranker_of
+from realmops.baselines.rankers import build_ranker
 from realmops.config import Finetune, RunOptions
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.devices import device_and_dtype, freeze_products, tune_process
+from realmops.devices import configure_process, device_and_dtype, freeze_linear_weights
 from realmops.model.checkpoint_files import load_models
 from realmops.search.bm25 import Bm25
 from realmops.search.embeddings import load_passages
 
 KIND = "reader.json"  # in the folder of a stage; names the class of the model
-READERS: dict[str, type[Answering]] = {"pretrain": OpenQa, "ict": OpenQa, "t5": t5.ClosedBook}  # by finetune.reader
+READERS: dict[str, type[AnswerModel]] = {"pretrain": OpenQa, "ict": OpenQa, "t5": t5.ClosedBook}  # by finetune.reader
 QUESTIONS_IN_MEMORY = 1024  # size of the cache of passages by words or links
 
 
@@ -26,7 +26,7 @@ class ClosedBookModel(ValueError):
     """The model answers without reading passages, so it can be neither searched nor explained."""
 
 
-def save_tuned(folder: Path, model: Answering) -> None:
+def save_tuned(folder: Path, model: AnswerModel) -> None:
     """Write a fine-tuned model and its class into the folder of a stage."""
     model.save(folder)
     write_json(folder / KIND, {"class": model.kind})
@@ -39,7 +39,7 @@ def open_tuned(
     device: torch.device,
     dtype: torch.dtype,
     index: Path | None = None,
-) -> Answering:
+) -> AnswerModel:
     """Open the model of stage ``finetune`` in eval mode.
 
     ``index`` is the folder of the index if it is a different one, that of an update.
@@ -58,9 +58,9 @@ def open_tuned(
         return t5.ClosedBook.open(folder, snapshot, device)
     retriever, reader = load_models(folder, snapshot.vocabulary_hash)
     for network in (retriever, reader):
-        freeze_products(network.eval(), dtype)
+        freeze_linear_weights(network.eval(), dtype)
     path = PathRetriever.load(folder, snapshot, options, device, dtype) if options.retriever == "path" else None
-    ranker = ranker_of(options.retriever, snapshot, path, QUESTIONS_IN_MEMORY)
+    ranker = build_ranker(options.retriever, snapshot, path, QUESTIONS_IN_MEMORY)
     passages = load_passages(index or folder, snapshot, device, retriever.vectors) if ranker is None else None
     bm25 = Bm25.of(snapshot) if ranker is None and retriever.mixture.lexical else None
     networks = retriever.to(device), reader.to(device)
@@ -69,7 +69,7 @@ def open_tuned(
     return model
 
 
-def open_reading(
+def open_reader_model(
     folder: Path, options: Finetune, run: RunOptions, snapshot: Snapshot, index: Path | None = None
 ) -> RetrieveAndRead:
     """Open a fine-tuned model as ``open_tuned`` does, on the device of its run.
@@ -77,7 +77,7 @@ def open_reading(
     Raises:
         ClosedBookModel: if the model reads no passages.
     """
-    tune_process(run.threads)
+    configure_process(run.threads)
     model = open_tuned(folder, options, snapshot, *device_and_dtype(run), index=index)
     if not isinstance(model, RetrieveAndRead):
         raise ClosedBookModel(

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from realmops.text.languages import ENGLISH, UNSPACED, compiled, languages
+from realmops.text.languages import ENGLISH, UNSPACED, compile_regex, load_languages
 
 MATCH_SECONDS = 1.0  # of processor time, per expression and text
 LONGEST_EXPRESSION = 10_000  # characters
-BETWEEN = b"\xff"  # occurs in no UTF-8
+TOKEN_SEPARATOR = b"\xff"  # occurs in no UTF-8
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ELIDING = ("fr", "it")  # languages in which an apostrophe ends an article
 _APOSTROPHE = re.compile("['’]")
@@ -35,7 +35,7 @@ _TOKEN = (
 CharSpan = tuple[int, int]
 
 
-def normal_form(answer: str, language: str = ENGLISH) -> str:
+def normalize_answer(answer: str, language: str = ENGLISH) -> str:
     """Normalize an answer for comparison.
 
     English follows SQuAD, with NFD as in ORQA's release: lower case, without ASCII punctuation and the articles a, an
@@ -52,7 +52,7 @@ def _bare(text: str, language: str) -> str:
     text = unicodedata.normalize("NFC", text).lower()
     if language in _ELIDING:
         text = _APOSTROPHE.sub(" ", text)
-    spaced: str = compiled(_UNSPACED_CHARACTER).sub(r" \g<0> ", compiled(_ANY_PUNCTUATION).sub("", text))
+    spaced: str = compile_regex(_UNSPACED_CHARACTER).sub(r" \g<0> ", compile_regex(_ANY_PUNCTUATION).sub("", text))
     return spaced
 
 
@@ -60,17 +60,19 @@ def _bare(text: str, language: str) -> str:
 def _articles(language: str) -> re.Pattern[str]:
     if language == "ar":
         return re.compile("ال")
-    words = "|".join(sorted(languages()[language].articles))
+    words = "|".join(sorted(load_languages()[language].articles))
     return re.compile(rf"\b(?:{words})\b" if words else "(?!)")
 
 
 def exact_match(prediction: str, answers: Iterable[str], language: str = ENGLISH) -> bool:
     """Return whether the prediction has the normal form of one of the answers; an empty prediction never has."""
-    form = normal_form(prediction, language)
-    return bool(prediction) and any(normal_form(answer, language) == form for answer in answers)
+    form = normalize_answer(prediction, language)
+    return bool(prediction) and any(normalize_answer(answer, language) == form for answer in answers)
 
 
-def same_form(text: str, answer: str, spans: NDArray[np.integer[Any]], language: str = ENGLISH) -> NDArray[np.bool_]:
+def match_normal_form(
+    text: str, answer: str, spans: NDArray[np.integer[Any]], language: str = ENGLISH
+) -> NDArray[np.bool_]:
     """Return which spans of a text have the answer's normal form.
 
     Only spans that contain the answer's words in sequence are normalized.
@@ -79,12 +81,12 @@ def same_form(text: str, answer: str, spans: NDArray[np.integer[Any]], language:
         text: the text.
         answer: the answer, in any form.
         spans: [S, 2] start and end characters in the text.
-        language: a code of ``languages``.
+        language: a code of ``load_languages``.
 
     Returns:
         [S] bool.
     """
-    form = normal_form(answer, language)
+    form = normalize_answer(answer, language)
     possible = np.ones(len(spans), bool)
     simple, positions = _simple_form(text, language)
     if form and simple:
@@ -96,7 +98,7 @@ def same_form(text: str, answer: str, spans: NDArray[np.integer[Any]], language:
     same = np.zeros(len(spans), bool)
     for row in np.flatnonzero(possible):
         start, end = spans[row]
-        same[row] = normal_form(text[start:end], language) == form
+        same[row] = normalize_answer(text[start:end], language) == form
     return same
 
 
@@ -120,8 +122,8 @@ def token_f1(prediction: str, answers: Iterable[str], language: str = ENGLISH) -
 
     F1 is the harmonic mean of precision and recall. If either form has no words, it is 1 if both have none, else 0.
     """
-    predicted = normal_form(prediction, language).split()
-    return max((words_f1(predicted, normal_form(answer, language).split()) for answer in answers), default=0.0)
+    predicted = normalize_answer(prediction, language).split()
+    return max((words_f1(predicted, normalize_answer(answer, language).split()) for answer in answers), default=0.0)
 
 
 def words_f1(predicted: list[str], expected: list[str]) -> float:
@@ -162,22 +164,22 @@ def token_boundary_spans(text: str, answer: str) -> list[CharSpan]:
 
 @lru_cache(1 << 15)
 def token_bytes(text: str) -> bytes:
-    """Return the tokens of ``token_boundary_spans`` as bytes, with ``BETWEEN`` before, between and after them.
+    """Return the tokens of ``token_boundary_spans`` as bytes, with ``TOKEN_SEPARATOR`` before, between and after them.
 
     A sequence of tokens is a substring of these bytes, which is much faster to find. Empty for a text without tokens.
     """
     tokens = [token.encode() for token, _, _ in _tokens(text)]
-    return BETWEEN.join([b"", *tokens, b""]) if tokens else b""
+    return TOKEN_SEPARATOR.join([b"", *tokens, b""]) if tokens else b""
 
 
 def regex_match_spans(text: str, answer: str) -> list[CharSpan]:
     """Return (start, end) of the match at the start of the text, the rule of ORQA's release for predictions."""
-    return expression(answer).spans(text, at_start=True)
+    return compile_expression(answer).spans(text, at_start=True)
 
 
 def regex_search_spans(text: str, answer: str) -> list[CharSpan]:
     """Return (start, end) of all matches, the rule of CuratedTREC's README."""
-    return expression(answer).spans(text)
+    return compile_expression(answer).spans(text)
 
 
 class Expression:
@@ -227,7 +229,7 @@ class Expression:
 
 
 @cache
-def expression(text: str) -> Expression:
+def compile_expression(text: str) -> Expression:
     """Return the compiled expression of a text, cached for the process."""
     return Expression(text)
 
@@ -235,7 +237,7 @@ def expression(text: str) -> Expression:
 def check_expression(text: str, place: str) -> None:
     """Raise ValueError with ``place`` if a text is no valid regular expression."""
     try:
-        expression(text)
+        compile_expression(text)
     except ValueError as error:
         raise ValueError(
             f"{place}: {text[:100]!r} is no regular expression ({error}); use the syntax of Python's re"
@@ -300,5 +302,6 @@ def _tokens(text: str) -> Sequence[tuple[str, int, int]]:
     if text.isascii():
         return [(match[0].lower(), *match.span()) for match in _ASCII_TOKEN.finditer(text)]
     return [
-        (unicodedata.normalize("NFD", match[0]).lower(), *match.span()) for match in compiled(_TOKEN).finditer(text)
+        (unicodedata.normalize("NFD", match[0]).lower(), *match.span())
+        for match in compile_regex(_TOKEN).finditer(text)
     ]

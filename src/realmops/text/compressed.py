@@ -13,7 +13,7 @@ from realmops.artifacts import open_regular
 
 _OPENERS: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".bz2": bz2.open}
 # Errors of the standard library for damaged data; bz2 raises OSError.
-DAMAGE = (EOFError, zlib.error, OSError)
+DECOMPRESSION_ERRORS = (EOFError, zlib.error, OSError)
 
 
 @contextmanager
@@ -24,14 +24,14 @@ def open_compressed(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
         The decompressed file, and a function that returns how many bytes on disk were read.
 
     Raises:
-        ValueError: the file cannot be opened. Reading damaged data raises one of ``DAMAGE``.
+        ValueError: the file cannot be opened. Reading damaged data raises one of ``DECOMPRESSION_ERRORS``.
     """
-    with open_plain(path) as raw:
+    with open_raw(path) as raw:
         decompressed = _OPENERS[path.suffix.lower()](raw) if path.suffix.lower() in _OPENERS else raw
         yield cast(BinaryIO, decompressed), raw.tell
 
 
-def open_plain(path: Path) -> BinaryIO:
+def open_raw(path: Path) -> BinaryIO:
     """Open a file without decompressing it.
 
     Raises:
@@ -48,8 +48,8 @@ def open_plain(path: Path) -> BinaryIO:
     return file
 
 
-def damage(error: BaseException, path: Path) -> str:
-    """Return the message for one of ``DAMAGE``; raise ValueError for an I/O error of the disk."""
+def describe_damage(error: BaseException, path: Path) -> str:
+    """Return the message for one of ``DECOMPRESSION_ERRORS``; raise ValueError for an I/O error of the disk."""
     if isinstance(error, OSError) and error.errno is not None:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); check the disk") from None
     kind = path.suffix[1:]

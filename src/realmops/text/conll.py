@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
 
-from realmops.text.compressed import DAMAGE, open_compressed
+from realmops.text.compressed import DECOMPRESSION_ERRORS, open_compressed
 
 _BLANKS = re.compile(r"[ \t]+")
 
@@ -55,7 +55,7 @@ def _sentences(path: Path) -> Iterator[TaggedSentence]:
                     has_comment = True
                 else:
                     rows.append((number, columns))
-    except (UnicodeDecodeError, *DAMAGE) as error:
+    except (UnicodeDecodeError, *DECOMPRESSION_ERRORS) as error:
         raise ValueError(f"{path} cannot be read as UTF-8 text: {error}") from None
     if rows:
         yield _sentence(path, rows, has_comment)

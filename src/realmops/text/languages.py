@@ -1,4 +1,4 @@
-"""Languages: their properties (``languages.yaml``), language detection and word segmentation.
+"""Languages: their properties (``load_languages.yaml``), language detection and word segmentation.
 
 Detection uses py3langid, which needs no network. Among the languages of a corpus it misclassifies 5 of the 5,793
 questions of XQuAD and SQuAD in five languages, each below ``_CONFIDENT``, and none of 1,174 paragraphs.
@@ -32,12 +32,12 @@ _TWO_LETTERS = rf"(?:{_LETTER}\p{{M}}*){{2}}"
 _NO_WORD = r"[\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}--\p{InSC=Vowel_Dependent}]+"  # letters without a vowel sign
 _CONFIDENT = 0.9  # probability from which a detected language is certain
 _DETECTION_LENGTH = 2000  # characters of a text used for detection
-Placed = tuple[str, int, int]  # a word with its start and end character
+WordSpan = tuple[str, int, int]  # a word with its start and end character
 
 
 @dataclass(frozen=True)
 class Language:
-    """Properties of one language, an entry of ``languages.yaml``, whose head describes the fields."""
+    """Properties of one language, an entry of ``load_languages.yaml``, whose head describes the fields."""
 
     name: str
     stemmer: str = ""
@@ -52,7 +52,7 @@ class Language:
 
 
 @cache
-def compiled(pattern: str) -> Any:
+def compile_regex(pattern: str) -> Any:
     """Compile a pattern with ``regex``, which supports scripts and set differences; imported on first use."""
     import regex
 
@@ -60,7 +60,7 @@ def compiled(pattern: str) -> Any:
 
 
 @cache
-def languages() -> dict[str, Language]:
+def load_languages() -> dict[str, Language]:
     """Return all languages by ISO 639-1 code."""
     entries = yaml.load(Path(__file__).with_suffix(".yaml").read_bytes(), yaml.CSafeLoader)
     lists = ("stop", "articles", "of", "in_years", "before_nouns", "also_words")
@@ -71,13 +71,13 @@ def languages() -> dict[str, Language]:
 
 def check_language(code: str) -> None:
     """Raise ValueError if a value of ``snapshot.language`` is no known language."""
-    if code not in (AUTO, *languages()):
+    if code not in (AUTO, *load_languages()):
         raise ValueError(
-            f"snapshot.language is {code!r}; expected {AUTO} (of each document) or one of {', '.join(languages())}"
+            f"snapshot.language is {code!r}; expected {AUTO} (of each document) or one of {', '.join(load_languages())}"
         )
 
 
-def detect(text: str, among: Sequence[str] = ()) -> tuple[str, ...]:
+def detect_language(text: str, among: Sequence[str] = ()) -> tuple[str, ...]:
     """Detect the language of a text.
 
     Args:
@@ -89,7 +89,7 @@ def detect(text: str, among: Sequence[str] = ()) -> tuple[str, ...]:
     """
     if len(among) == 1:
         return (among[0],)
-    ranked = _identifier(tuple(among) or tuple(languages())).rank(text[:_DETECTION_LENGTH])
+    ranked = _identifier(tuple(among) or tuple(load_languages())).rank(text[:_DETECTION_LENGTH])
     return tuple(code for code, _ in ranked[: 1 if ranked[0][1] >= _CONFIDENT else 2])
 
 
@@ -107,7 +107,7 @@ def _model() -> LanguageIdentifier:
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
 
-def composed(text: str) -> str:
+def normalize_unicode(text: str) -> str:
     """Normalize a text to NFC, and remove the dot above from I and i.
 
     The lower case of the Turkish capital is two characters, i and U+0307; without the dot, "İstanbul", "i̇stanbul" and
@@ -117,22 +117,22 @@ def composed(text: str) -> str:
         return text
     if "\u0130" in text or "\u0307" in text:
         decomposed = unicodedata.normalize("NFD", text)
-        text = compiled(_MARKED_I).sub(lambda match: match[0].replace("\u0307", ""), decomposed)
+        text = compile_regex(_MARKED_I).sub(lambda match: match[0].replace("\u0307", ""), decomposed)
     return unicodedata.normalize("NFC", text)
 
 
-def placed(find: Callable[[str], Iterator[Placed]], text: str) -> Iterator[Placed]:
+def find_with_offsets(find: Callable[[str], Iterator[WordSpan]], text: str) -> Iterator[WordSpan]:
     """Apply ``find`` to the composed text and map the offsets of its words back to ``text``."""
     if unicodedata.is_normalized("NFC", text) and "\u0307" not in text:
-        return find(composed(text))
-    clusters = [(composed(match[0]), *match.span()) for match in compiled(_CLUSTER).finditer(text)]
+        return find(normalize_unicode(text))
+    clusters = [(normalize_unicode(match[0]), *match.span()) for match in compile_regex(_CLUSTER).finditer(text)]
     starts = [start for part, start, _ in clusters for _ in part]
     ends = [end for part, _, end in clusters for _ in part]
     whole = "".join(part for part, _, _ in clusters)
     return ((word, starts[start], ends[end - 1]) for word, start, end in find(whole))
 
 
-def word_spans(text: str) -> Iterator[Placed]:
+def word_spans(text: str) -> Iterator[WordSpan]:
     """Yield the words of a text in any language, composed and in lower case, with their characters in the text.
 
     A word has at least two letters, digits or underscores. Vowel signs of Indic scripts count as letters, other marks
@@ -140,19 +140,19 @@ def word_spans(text: str) -> Iterator[Placed]:
     their marks, or one isolated character; in Thai, Lao, Khmer and Myanmar an isolated character is a word only with a
     vowel sign.
     """
-    return placed(_composed_words, text)
+    return find_with_offsets(_composed_words, text)
 
 
-def _composed_words(text: str) -> Iterator[Placed]:
-    for match in compiled(_WORD).finditer(text):
+def _composed_words(text: str) -> Iterator[WordSpan]:
+    for match in compile_regex(_WORD).finditer(text):
         word, (start, end) = match[0], match.span()
         if match["run"] is None:
-            if word.isalnum() or any(map(str.isalnum, word[1:])) or compiled(_TWO_LETTERS).match(word):
+            if word.isalnum() or any(map(str.isalnum, word[1:])) or compile_regex(_TWO_LETTERS).match(word):
                 yield unicodedata.normalize("NFC", word.lower()), start, end
             continue
         # Usually there are no marks, and each character is a unit.
-        units = compiled(_UNIT).finditer(word)
+        units = compile_regex(_UNIT).finditer(word)
         starts = range(start, end) if word.isalpha() else [start + unit.start() for unit in units]
-        if len(starts) > 1 or not compiled(_NO_WORD).fullmatch(word):
+        if len(starts) > 1 or not compile_regex(_NO_WORD).fullmatch(word):
             for first, stop in zip(starts, [*starts[2:], end], strict=False):
                 yield unicodedata.normalize("NFC", text[first:stop].lower()), first, stop

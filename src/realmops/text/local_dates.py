@@ -1,4 +1,4 @@
-"""Dates in languages other than English: months and eras from CLDR (babel), the rest from ``languages.yaml``.
+"""Dates in languages other than English: months and eras from CLDR (babel), the rest from ``load_languages.yaml``.
 
 The expressions match days with a month, months with a year, days in digits, years 1000 to 2100 and ranges of them,
 years with an era, centuries, and in Chinese, Japanese and Korean numbers before the characters for year, month and day.
@@ -10,7 +10,7 @@ only with a year, or with a full stop within the sentence.
 import re
 from functools import cache
 
-from realmops.text.languages import languages
+from realmops.text.languages import load_languages
 
 DAY, YEAR, _ROMAN = r"(?:3[01]|[12]\d|0?[1-9])", r"(?:1\d{3}|20\d{2}|2100)", r"[IVX]{1,6}"
 # Lookarounds: no adjacent character may make the digits part of a longer number, a word, a price or a code.
@@ -40,7 +40,7 @@ def _is_abbreviation(match: re.Match[str]) -> bool:
 
 
 def _is_year(match: re.Match[str], language: str) -> bool:
-    text, in_years, stop = match.string, languages()[language].in_years, languages()[language].stop
+    text, in_years, stop = match.string, load_languages()[language].in_years, load_languages()[language].stop
     before = _BEFORE.search(text[max(0, match.start() - WINDOW) : match.start()])
     after = _AFTER.match(text, match.end(), match.end() + WINDOW)
     if (before and before[1].isdigit()) or (after and after[1].isdigit()):
@@ -51,7 +51,7 @@ def _is_year(match: re.Match[str], language: str) -> bool:
 @cache
 def _pattern(language: str) -> re.Pattern[str]:
     names, eras = _month_and_era_names(language)
-    properties = languages()[language]
+    properties = load_languages()[language]
     month = f"(?i:{_alternatives(names)})\\b\\.?"
     of = rf"(?:(?:{_alternatives(properties.of)})\s)?" if properties.of else ""
     day = rf"{DAY}(?:\.º|[.ºª°]|er\b)?"

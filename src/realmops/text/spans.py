@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realmops.artifacts import read_bound_manifest, sync_folder, write_manifest
-from realmops.text.flat import FlatArray, FlatOffsets, load_flat
+from realmops.text.npy_files import NpyWriter, OffsetsWriter, load_npy
 
 # Shape legend: N spans, P passages, n spans of one passage, t wordpieces and s sentences of one passage.
 
@@ -66,11 +66,11 @@ class SpansWriter:
         state = state or {"bytes": {}, "names": [], "dropped": 0}
         sizes = state["bytes"]
         with ExitStack() as stack:  # closes the open files if another cannot be opened
-            self._spans = FlatArray(folder / "spans.npy", np.int32, (len(COLUMNS),), size=sizes.get("spans"))
+            self._spans = NpyWriter(folder / "spans.npy", np.int32, (len(COLUMNS),), size=sizes.get("spans"))
             stack.callback(self._spans.close)
-            self._labels = FlatArray(folder / "span_labels.npy", np.uint8, size=sizes.get("labels"))
+            self._labels = NpyWriter(folder / "span_labels.npy", np.uint8, size=sizes.get("labels"))
             stack.callback(self._labels.close)
-            self._offsets = FlatOffsets(folder / "span_offsets.npy", sizes.get("offsets"))
+            self._offsets = OffsetsWriter(folder / "span_offsets.npy", sizes.get("offsets"))
             stack.callback(self._offsets.close)
             self._open_files = stack.pop_all()
         self._names = {name: number for number, name in enumerate(state["names"])}
@@ -169,9 +169,9 @@ class Spans:
         self.labels: list[str] = manifest["labels"]
         self.corpus_hash: str = manifest["corpus_hash"]
         self.vocabulary_hash: str = manifest["vocabulary_hash"]
-        self.rows: Ints = load_flat(folder / "spans.npy")
-        self.label_ids: NDArray[np.uint8] = load_flat(folder / "span_labels.npy")
-        self.offsets: NDArray[np.int64] = load_flat(folder / "span_offsets.npy")
+        self.rows: Ints = load_npy(folder / "spans.npy")
+        self.label_ids: NDArray[np.uint8] = load_npy(folder / "span_labels.npy")
+        self.offsets: NDArray[np.int64] = load_npy(folder / "span_offsets.npy")
 
     @classmethod
     def open(cls, folder: Path, *, verify: bool = True, corpus_hash: str | None = None) -> Self:

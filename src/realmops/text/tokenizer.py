@@ -22,8 +22,8 @@ from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
-from realmops.text.special import SpecialTokens, blank_before
-from realmops.text.vocabulary import written_pieces
+from realmops.text.special_tokens import SpecialTokens, prompt_separator
+from realmops.text.vocabulary import surface_forms
 
 # Shape legend: N texts, T wordpieces of all texts, C cached chunks, W wordpieces of all cached chunks, V vocabulary.
 
@@ -55,15 +55,15 @@ class Wordpieces:
         return [self.ids[a:b].tolist() for a, b in itertools.pairwise(self.borders())]
 
 
-def texts_tokenizer(tokenizer: Tokenizer) -> CachedTokenizer | WholeTokenizer:
+def build_batch_tokenizer(tokenizer: Tokenizer) -> CachedTokenizer | UncachedTokenizer:
     """Return a batch tokenizer, cached if a word's wordpieces do not depend on its neighbours."""
     bert_parts = (tokenizer.model, WordPiece), (tokenizer.normalizer, BertNormalizer)
     if all(isinstance(part, kind) for part, kind in (*bert_parts, (tokenizer.pre_tokenizer, BertPreTokenizer))):
         return CachedTokenizer(tokenizer)
-    return WholeTokenizer(tokenizer)
+    return UncachedTokenizer(tokenizer)
 
 
-def inside_words(text: str, chars: NDArray[Any]) -> NDArray[np.bool_]:
+def is_inside_word(text: str, chars: NDArray[Any]) -> NDArray[np.bool_]:
     """Return which wordpieces begin inside a word: with a letter or digit directly after another.
 
     Args:
@@ -93,15 +93,15 @@ def _lengths(texts: Sequence[str]) -> Longs:
     return np.fromiter(map(len, texts), np.int64, len(texts))
 
 
-class WholeTokenizer:
+class UncachedTokenizer:
     """Batch tokenizer without a cache, for BPE and Unigram models, whose wordpieces depend on their context."""
 
-    in_context = True
+    is_context_dependent = True
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self.before_titles = blank_before(tokenizer, SpecialTokens.of(tokenizer).document)
-        self._is_blank_V = np.array([not piece.strip() for piece in written_pieces(tokenizer)])
+        self.title_prefix = prompt_separator(tokenizer, SpecialTokens.of(tokenizer).document)
+        self._is_blank_V = np.array([not piece.strip() for piece in surface_forms(tokenizer)])
 
     def encode(self, texts: Sequence[str]) -> Wordpieces:
         """Tokenize texts without special tokens; the offsets of a wordpiece exclude blanks before it.
@@ -132,7 +132,7 @@ def _offsets(offsets: Sequence[tuple[int, int]]) -> Longs:
 class CachedTokenizer:
     """Batch tokenizer with a bounded cache of chunks, for ``vocabulary.build_tokenizer``; not thread-safe."""
 
-    in_context, before_titles = False, ""
+    is_context_dependent, title_prefix = False, ""
 
     _first: Longs  # [C] first wordpiece of each chunk
     _count: Longs  # [C] number of its wordpieces

@@ -193,28 +193,28 @@ def open_tokenizer(text: str) -> Tokenizer:
     return tokenizer
 
 
-def pieces_of(tokenizer: Tokenizer) -> list[str]:
+def list_pieces(tokenizer: Tokenizer) -> list[str]:
     """Return the pieces in the order of their ids; "" for an unused id."""
     return [tokenizer.id_to_token(index) or "" for index in range(tokenizer.get_vocab_size())]
 
 
-def continuing_pieces(tokenizer: Tokenizer) -> NDArray[np.bool_]:
+def is_continuation(tokenizer: Tokenizer) -> NDArray[np.bool_]:
     """Return which wordpieces [V] continue a word.
 
     WordPiece marks the pieces that continue a word. Byte-level and SentencePiece vocabularies mark those after a blank;
     of the others, a piece that begins with a letter or digit continues a word.
     """
     if prefix := getattr(tokenizer.model, "continuing_subword_prefix", None):
-        return np.array([piece.startswith(prefix) for piece in pieces_of(tokenizer)])
-    surface = written_pieces(tokenizer)
+        return np.array([piece.startswith(prefix) for piece in list_pieces(tokenizer)])
+    surface = surface_forms(tokenizer)
     if not any(piece.startswith(" ") for piece in surface):  # a vocabulary of whole words
         return np.zeros(len(surface), dtype=bool)
     return np.array([piece[:1].isalnum() for piece in surface])
 
 
-def written_pieces(tokenizer: Tokenizer) -> list[str]:
+def surface_forms(tokenizer: Tokenizer) -> list[str]:
     """Return the pieces in the order of their ids as they appear in text, with their leading blank if any."""
-    pieces = pieces_of(tokenizer)
+    pieces = list_pieces(tokenizer)
     if any(piece.startswith(_BYTE_BLANK) for piece in pieces):
         decoder = ByteLevel()
         return [decoder.decode([piece]) for piece in pieces]

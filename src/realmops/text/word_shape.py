@@ -5,10 +5,10 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-FORM_STEP = 1 << 32  # a wordpiece and its shape in one integer: id + shape * FORM_STEP
+SHAPE_STEP = 1 << 32  # a wordpiece and its shape in one integer: id + shape * FORM_STEP
 
 
-class Form(IntEnum):
+class WordShape(IntEnum):
     """Shape of a word; NONE for wordpieces outside passages."""
 
     NONE = 0
@@ -23,24 +23,24 @@ class Form(IntEnum):
     MARK = 9  # punctuation and symbols
 
 
-def form_of(word: str, *, starts_sentence: bool) -> Form:
+def classify_word(word: str, *, starts_sentence: bool) -> WordShape:
     """Return the shape of one word or punctuation mark."""
     if not any(map(str.isalnum, word)):
-        return Form.MARK
+        return WordShape.MARK
     if word.isdecimal():
-        return Form.YEAR if len(word) == 4 and word[0] in "12" else Form.NUMBER
+        return WordShape.YEAR if len(word) == 4 and word[0] in "12" else WordShape.NUMBER
     if any(map(str.isdecimal, word)):
-        return Form.DIGITS
+        return WordShape.DIGITS
     if word == word.lower():
-        return Form.LOWER
+        return WordShape.LOWER
     if len(word) > 1 and word == word.upper():
-        return Form.CAPITALS
+        return WordShape.CAPITALS
     if word[1:] == word[1:].lower():
-        return Form.FIRST if starts_sentence else Form.CAPITAL
-    return Form.MIXED
+        return WordShape.FIRST if starts_sentence else WordShape.CAPITAL
+    return WordShape.MIXED
 
 
-def forms_of(
+def classify_words(
     text: str, chars: NDArray[np.int32], continues: NDArray[np.bool_], sentence_starts: NDArray[np.int32]
 ) -> NDArray[np.int64]:
     """Return the shape of the word that each wordpiece of a passage belongs to.
@@ -52,7 +52,7 @@ def forms_of(
         sentence_starts: first wordpiece of each sentence.
 
     Returns:
-        [t] values of ``Form``.
+        [t] values of ``WordShape``.
     """
     is_start = ~continues
     is_start[:1] = True
@@ -60,6 +60,6 @@ def forms_of(
     ends = np.append(starts, len(continues))[1:] - 1
     first = set(sentence_starts.tolist())
     words = zip(starts.tolist(), chars[starts, 0].tolist(), chars[ends, 1].tolist(), strict=True)
-    word_forms = [form_of(text[begin:end], starts_sentence=start in first) for start, begin, end in words]
+    word_forms = [classify_word(text[begin:end], starts_sentence=start in first) for start, begin, end in words]
     forms: NDArray[np.int64] = np.array(word_forms, np.int64)[np.cumsum(is_start) - 1]
     return forms

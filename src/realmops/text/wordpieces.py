@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 
-def places(body: np.ndarray, run: np.ndarray) -> Iterator[int]:
+def find_run(body: np.ndarray, run: np.ndarray) -> Iterator[int]:
     """Yield the positions of ``run`` as a contiguous part of ``body``, both int64; an empty run is everywhere."""
     haystack, needle, offset = body.tobytes(), run.tobytes(), -1
     while (offset := haystack.find(needle, offset + 1)) >= 0:
@@ -13,6 +13,6 @@ def places(body: np.ndarray, run: np.ndarray) -> Iterator[int]:
             yield offset // body.itemsize
 
 
-def contains(body: np.ndarray, run: np.ndarray) -> bool:
+def contains_run(body: np.ndarray, run: np.ndarray) -> bool:
     """Return whether ``run`` is a contiguous part of ``body``, both int64."""
-    return next(places(body, run), None) is not None
+    return next(find_run(body, run), None) is not None

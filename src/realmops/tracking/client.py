@@ -13,7 +13,7 @@ from realmops.tracking.mlflow_views import experiment_tags
 _QUERY = re.compile(r"\?[^'\")]+")
 
 
-def redacted(text: str) -> str:
+def redact(text: str) -> str:
     """Remove user names, passwords and query strings from the URIs in a text, for example an error message.
 
     Every URI that is displayed or stored passes through here: messages, logs, tags. Everything from // to the last @
@@ -37,26 +37,26 @@ def _redact_word(word: str) -> str:
     return word if path < 0 else word[:path] + _QUERY.sub("", word[path:])
 
 
-def default_uri(folder: Path) -> str:
+def local_tracking_uri(folder: Path) -> str:
     """Return the URI of the local database, which is used if MLFLOW_TRACKING_URI is not set."""
     return f"sqlite:///{(folder / 'mlflow.db').absolute()}"
 
 
-def chosen_uri(folder: Path) -> str:
+def resolve_tracking_uri(folder: Path) -> str:
     """Return the tracking URI: MLFLOW_TRACKING_URI, or the database in the tracking folder."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or default_uri(folder)
+    return os.environ.get("MLFLOW_TRACKING_URI") or local_tracking_uri(folder)
 
 
 def uri_digest(folder: Path) -> str:
     """Return the sha256 of the tracking URI, which is stored instead of the URI: that may contain a password."""
-    return hashlib.sha256(chosen_uri(folder).encode()).hexdigest()
+    return hashlib.sha256(resolve_tracking_uri(folder).encode()).hexdigest()
 
 
 def experiment_id(client: Any, name: str, folder: Path) -> str:
     """Return the id of an experiment, created if missing; the local database stores artifacts in its own folder."""
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
-        is_local = chosen_uri(folder) == default_uri(folder)
+        is_local = resolve_tracking_uri(folder) == local_tracking_uri(folder)
         artifacts = (folder / "mlartifacts").absolute().as_uri() if is_local else None
         return str(client.create_experiment(name, artifact_location=artifacts, tags=experiment_tags()))
     for tag, value in experiment_tags().items():
@@ -86,9 +86,9 @@ def mlflow_client(uri: str) -> Any:
 
 
 def _redact_record(record: logging.LogRecord) -> bool:
-    record.msg, record.args = redacted(record.getMessage()), None
+    record.msg, record.args = redact(record.getMessage()), None
     if record.exc_info:
-        record.exc_text = redacted(logging.Formatter().formatException(record.exc_info))
+        record.exc_text = redact(logging.Formatter().formatException(record.exc_info))
     return True
 
 
@@ -101,5 +101,5 @@ def python_process(module: str, *arguments: str) -> tuple[list[str], dict[str, s
 
 def error_summary(error: BaseException) -> str:
     """Return an error's type and the first line of its message, redacted."""
-    lines = redacted(str(error)).strip().splitlines() or ["no message"]
+    lines = redact(str(error)).strip().splitlines() or ["no message"]
     return f"{type(error).__name__}: {lines[0][:300]}"

@@ -16,12 +16,12 @@ from typing import Any
 from realmops.answering.feedback import Feedback, feedback_file
 from realmops.artifacts import read_json, write_json
 from realmops.tracking.client import (
-    chosen_uri,
-    default_uri,
     error_summary,
     experiment_id,
+    local_tracking_uri,
     mlflow_client,
     python_process,
+    resolve_tracking_uri,
     uri_digest,
 )
 from realmops.tracking.runs import tracking_folder
@@ -34,11 +34,11 @@ _LOG = logging.getLogger(__name__)
 def is_tracked(root: Path) -> bool:
     """Return whether this run has an MLflow destination: a configured server, or its own database."""
     folder = tracking_folder(root)
-    is_local = chosen_uri(folder) == default_uri(folder)
+    is_local = resolve_tracking_uri(folder) == local_tracking_uri(folder)
     return not is_local or (folder / "mlflow.db").is_file()
 
 
-def send(root: Path) -> int:
+def send_feedback(root: Path) -> int:
     """Send the feedback of a run that was not sent yet; damaged lines are skipped.
 
     One process sends at a time; others wait for it. MLflow may raise any exception.
@@ -67,9 +67,9 @@ def send(root: Path) -> int:
                 feedback = None
             if feedback is not None:
                 if client is None:
-                    client = mlflow_client(chosen_uri(folder))
+                    client = mlflow_client(resolve_tracking_uri(folder))
                     experiment = experiment_id(client, os.environ.get("MLFLOW_EXPERIMENT_NAME") or "realmops", folder)
-                _send_trace(client, experiment, feedback, chosen_uri(folder))
+                _send_trace(client, experiment, feedback, resolve_tracking_uri(folder))
                 sent += 1
             state["bytes"] += len(line)
             write_json(folder / SENT_STATE, state)
@@ -106,7 +106,7 @@ class FeedbackSender:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Notify the sender of new feedback and return at once; without an MLflow destination do nothing."""
         if not is_tracked(self._root):
             return
@@ -141,6 +141,6 @@ class FeedbackSender:
 if __name__ == "__main__":
     os.nice(10)
     try:
-        send(Path(sys.argv[1]))
+        send_feedback(Path(sys.argv[1]))
     except Exception as error:  # unsent feedback is sent with the next
         sys.exit(error_summary(error))

@@ -15,7 +15,7 @@ _FIGURES |= {"index_staleness_steps": 165, "retrieval_utility": 120, "p_null": 1
 _CURVES = {"pretrain/retrieval_utility": 80, "pretrain/p_null": 0, "pretrain/staleness_steps": 0}
 
 
-def view_address(view: str) -> str:
+def view_url(view: str) -> str:
     """Return the URL of a view of :func:`experiment_tags` in ``mlflow ui``; a new database's first experiment is 1."""
     return f"http://127.0.0.1:5000/#/experiments/1/runs?viewStateShareKey={view}"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from realmops.journal import NAME
-from realmops.tracking.client import chosen_uri, error_summary, experiment_id, mlflow_client
+from realmops.tracking.client import error_summary, experiment_id, mlflow_client, resolve_tracking_uri
 
 CHAMPION = "champion"
 
@@ -37,7 +37,7 @@ class Registry:
         folder.mkdir(parents=True, exist_ok=True)
         self.name, self._folder = name, folder
         self._experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or experiment
-        self._uri = chosen_uri(folder)
+        self._uri = resolve_tracking_uri(folder)
         with _one_line_errors():
             self._client = mlflow_client(self._uri)
 
@@ -114,7 +114,7 @@ class Registry:
             source = (logged.model_uri, run_id, dict(tags))
             return self._version(self._client.create_model_version(self.name, *source, model_id=logged.model_id))
 
-    def crown(self, version: ModelVersion, question: str, earlier: ModelVersion | None) -> bool:
+    def make_champion(self, version: ModelVersion, question: str, earlier: ModelVersion | None) -> bool:
         """Load a stored version, let it answer ``question`` as a check, and give it the alias.
 
         The champion is compared with ``earlier`` after the slow load, just before the alias moves, and once more

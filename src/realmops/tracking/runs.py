@@ -14,14 +14,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
-from realmops.artifacts import MANIFEST, WORK, digest_of, make_folder, read_json, sha256_file, write_json
-from realmops.config import Values, keyed
+from realmops.artifacts import MANIFEST, WORK_FOLDER, digest_of, make_folder, read_json, sha256_file, write_json
+from realmops.config import Values, cache_key_options
 from realmops.evaluate.predictions import PREDICTIONS, read_predictions
 from realmops.evaluate.recall import zero_shot_recall
 from realmops.journal import Journal
 from realmops.tracking.client import error_summary, python_process
 from realmops.tracking.mlflow_views import table_json
-from realmops.tracking.sender import ABOVE, OutboxEntry, warn_unsent
+from realmops.tracking.sender import PARENT_RUN_VARIABLE, OutboxEntry, warn_unsent
 
 EXIT_TIMEOUT_SECONDS = 60.0  # for the sender at the end of a stage
 ROWS_SHOWN = 1000  # of the predictions table; MLflow's UI loads the whole table
@@ -69,7 +69,7 @@ class TrackedRun:
             "experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME") or self.experiment,
             "params": flatten_params(self.params),
             "run_id": os.environ.get("MLFLOW_RUN_ID"),
-            "above": os.environ.get(ABOVE),
+            "above": os.environ.get(PARENT_RUN_VARIABLE),
         }
 
 
@@ -152,7 +152,7 @@ class Tracker:
             self._warned = True
 
 
-def keep_finished(
+def spool_finished_run(
     run: TrackedRun,
     journals: Sequence[Path],
     metrics: Mapping[str, Any],
@@ -167,10 +167,10 @@ def keep_finished(
 
 def tracking_folder(root: Path) -> Path:
     """Return the folder of the local MLflow database and unsent metrics of the runs under ``root``."""
-    return root / WORK / "mlflow"
+    return root / WORK_FOLDER / "mlflow"
 
 
-def tracked(
+def start_tracking(
     stack: ExitStack,
     journal: Journal,
     name: str,
@@ -188,7 +188,7 @@ def tracked(
         return None
     corpus = inputs.get("snapshot")
     corpus_hash = read_json(corpus / "corpus" / MANIFEST)["corpus_hash"] if corpus else ""
-    values = keyed(values)  # all stages of a training share one run, wherever they build indexes
+    values = cache_key_options(values)  # all stages of a training share one run, wherever they build indexes
     params_hash = digest_of({k: v for k, v in values.items() if k != "tracking"})
     tags = provenance_tags(project, corpus_hash=corpus_hash, params_hash=params_hash)
     tags |= {"realmops.presets": ", ".join(presets)} if presets else {}
@@ -200,7 +200,7 @@ def tracked(
         values,
         {**tags, "realmops.kind": "run", "realmops.variant": variant, "realmops.seed": str(seed)},
         experiment=options["experiment"],
-        datasets=datasets(values, corpus_hash, inputs),
+        datasets=tracked_datasets(values, corpus_hash, inputs),
         else_named=run_name(variant, seed, corpus_hash),
     )
     return stack.enter_context(Tracker(journal.path, name, run, tracking_folder(root)))
@@ -222,7 +222,7 @@ def run_name(variant: str, seed: int, corpus_hash: str) -> str:
     return " ".join([f"{variant} seed {seed}", *([f"corpus {corpus_hash[:8]}"] if corpus_hash else [])])
 
 
-def datasets(values: Values, corpus_hash: str, inputs: Mapping[str, Path]) -> list[TrackedDataset]:
+def tracked_datasets(values: Values, corpus_hash: str, inputs: Mapping[str, Path]) -> list[TrackedDataset]:
     """List the datasets that a stage with these inputs reads: the corpus and the question sets."""
     corpus = [TrackedDataset("corpus", corpus_hash, values["snapshot"]["documents"], "corpus")] if corpus_hash else []
     questions = []
@@ -232,16 +232,16 @@ def datasets(values: Values, corpus_hash: str, inputs: Mapping[str, Path]) -> li
     return corpus + questions
 
 
-def shown_files(name: str, folder: Path) -> dict[str, Path | bytes]:
+def mlflow_artifacts(name: str, folder: Path) -> dict[str, Path | bytes]:
     """Return the files of a stage to log as MLflow artifacts: the report and predictions of ``evaluate``."""
     if name != "evaluate":
         return {}
-    rows = [prediction.shown_row() for prediction in read_predictions(folder / PREDICTIONS)[:ROWS_SHOWN]]
+    rows = [prediction.summary_row() for prediction in read_predictions(folder / PREDICTIONS)[:ROWS_SHOWN]]
     files = {file: folder / file for file in (PREDICTIONS, "report.html")}
     return {**files, "predictions.table.json": table_json(rows)}
 
 
-def headline(name: str, metrics: Mapping[str, Any], retriever: str = "") -> dict[str, Any]:
+def headline_metrics(name: str, metrics: Mapping[str, Any], retriever: str = "") -> dict[str, Any]:
     """Return the metrics of a stage that runs are compared by, without prefix.
 
     With ``retriever``, the one that fine-tuning starts from, ``evaluate`` adds its recall@5 before fine-tuning.

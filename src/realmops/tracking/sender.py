@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, Self
 
 from realmops.artifacts import link_or_copy, make_folder, read_json, sha256_file, try_lock, write_bytes, write_json
 from realmops.journal import RESERVED
-from realmops.tracking.client import chosen_uri, error_summary, experiment_id, mlflow_client, uri_digest
+from realmops.tracking.client import error_summary, experiment_id, mlflow_client, resolve_tracking_uri, uri_digest
 from realmops.tracking.mlflow_views import TABLE_ENDING
 
 RUN_KEY_TAG = "realmops.run_key"
-ABOVE = "REALMOPS_MLFLOW_PARENT_RUN_ID"  # an existing run to nest ours under
+PARENT_RUN_VARIABLE = "REALMOPS_MLFLOW_PARENT_RUN_ID"  # an existing run to nest ours under
 LONGEST_BACK_OFF_SECONDS = 60.0
 _ENDING = ".ticket.json"
 _LINES_AT_ONCE = 1000
@@ -109,12 +109,12 @@ def outbox_entries(folder: Path) -> list[OutboxEntry]:
     return [OutboxEntry(path) for path in sorted((folder / "spool").glob(f"*{_ENDING}"))]
 
 
-def unsent(folder: Path) -> list[str]:
+def unsent_journals(folder: Path) -> list[str]:
     """List the journals of finished stages in this tracking folder that are not completely sent."""
     return [content["journal"] for entry in outbox_entries(folder) if "final" in (content := entry.read())]
 
 
-def sent_run(folder: Path, stage: str, metrics: Mapping[str, Any]) -> str | None:
+def find_sent_run(folder: Path, stage: str, metrics: Mapping[str, Any]) -> str | None:
     """Return the id of the run with these final metrics of a stage; None if they were not sent to this destination."""
     expected = finite_metrics({f"final/{stage}.{name}": value for name, value in metrics.items()}).items()
     for path in sorted((folder / "spool").glob(f"*.{stage}.shipped.json")):
@@ -212,7 +212,7 @@ class _Sender:
         self._shipped = read_json(entry.shipped) if entry.shipped.is_file() else {}
         # Else two stages could create the database, or the run, twice.
         with _locked(entry.path.with_name("connect.lock"), wait=True):
-            self._client = mlflow_client(chosen_uri(folder))
+            self._client = mlflow_client(resolve_tracking_uri(folder))
             self._run_id = content["run_id"] or self._find_or_create_run(content, folder)
             destination = [uri_digest(folder), self._run_id]
             if self._shipped.get("destination") != destination:

@@ -8,13 +8,13 @@ from torch import Tensor
 from realmops.config import Pretrain
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.search.bm25 import Bm25
-from realmops.search.hybrid import Hybrid
-from realmops.text.wordpieces import contains
+from realmops.search.hybrid import HybridSearch
+from realmops.text.wordpieces import contains_run
 from realmops.train.examples import NULL, Example
 from realmops.train.index_source import Index
 
 
-def depth(options: Pretrain) -> int:
+def retrieval_depth(options: Pretrain) -> int:
     """Return how many passages to retrieve per sentence: some of them are trivial and dropped."""
     return options.documents + 8
 
@@ -33,14 +33,14 @@ class Candidates:
         search is repeated 16 times deeper; a list is shorter than ``options.documents`` only if that is not enough.
         """
         limit = self.options.documents
-        search = Hybrid(index.passages, self.bm25, index.retriever.mixture, index.retriever.scale)
-        id_QK = search.search(query_BE, [e.visible_text for e in examples], depth(self.options)).id_QK
+        search = HybridSearch(index.passages, self.bm25, index.retriever.mixture, index.retriever.scale)
+        id_QK = search.search(query_BE, [e.visible_text for e in examples], retrieval_depth(self.options)).id_QK
         result = []
         for row, example in enumerate(examples):
             passages, dropped = self._filter(example, id_QK[row].tolist(), limit)
             if len(passages) < limit and id_QK.shape[1] < len(self.snapshot):
                 query_1E = query_BE[row : row + 1]
-                deeper_1K = search.search(query_1E, [example.visible_text], 16 * depth(self.options)).id_QK
+                deeper_1K = search.search(query_1E, [example.visible_text], 16 * retrieval_depth(self.options)).id_QK
                 passages, dropped = self._filter(example, deeper_1K[0].tolist(), limit)
             self.counts.update(dropped)
             self.counts["short"] += len(passages) < limit
@@ -74,7 +74,7 @@ class Candidates:
                 break
             if passage == example.passage:
                 dropped["dropped_own"] += 1
-            elif contains(self.snapshot.body(passage), example.original):
+            elif contains_run(self.snapshot.body(passage), example.original):
                 dropped["dropped_containing"] += 1
             else:
                 passages.append(passage)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from realmops.config import Pretrain
-from realmops.corpus.masking import mask_positions, recurring
+from realmops.corpus.masking import choose_mask_positions, is_recurring
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.sequences import SpecialTokens
 from realmops.text.spans import Spans
@@ -39,7 +39,7 @@ class Examples:
         self.spans, self.rows = spans, SentencesWithSpans(snapshot, spans)
         self.usable = np.ones(len(self.rows), dtype=bool)
         if options.masking == "recurring":
-            self.usable = recurring(snapshot, self.rows[:], options.max_masks)
+            self.usable = is_recurring(snapshot, self.rows[:], options.max_masks)
             if not self.usable.any():
                 raise ValueError(
                     f"{spans.folder}: no salient span occurs in a second passage; set pretrain.masking to salient"
@@ -77,7 +77,7 @@ class Examples:
         original = self.snapshot.body(passage)[first:end]
         salient = (start - first, min(stop, end) - first)
         continues = self.snapshot.continues(passage)[first:end]
-        positions = mask_positions(self.options.masking, rng, salient, continues, self.options.max_masks)
+        positions = choose_mask_positions(self.options.masking, rng, salient, continues, self.options.max_masks)
         x = original.copy()
         x[positions] = self.special.mask
         visible = visible_text(self.snapshot.text(passage), self.snapshot.chars(passage)[first:end], positions)

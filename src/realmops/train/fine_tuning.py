@@ -14,9 +14,9 @@ from torch import Tensor
 from realmops.answering.openqa import OpenQa
 from realmops.config import ClosedBookOptions, Finetune, Optimiser
 from realmops.corpus.question_sets import Question
-from realmops.devices import send
+from realmops.devices import to_device
 from realmops.model.likelihood import hard_em_span_loss, marginal_span_loss
-from realmops.train.loop import Context, DeferredMetrics, epoch_rows, fit
+from realmops.train.loop import DeferredMetrics, TrainingContext, epoch_rows, fit
 from realmops.train.optimiser import Group
 
 
@@ -28,10 +28,10 @@ def question_loss(model: OpenQa, questions: Sequence[Question]) -> tuple[Tensor,
     correct_BP = torch.from_numpy(
         np.stack([model.is_correct(q, row) for q, row in zip(questions, id_BP.tolist(), strict=True)])
     )
-    early_B = marginal_span_loss(relevance_BP, send(model.device, correct_BP)[0])
+    early_B = marginal_span_loss(relevance_BP, to_device(model.device, correct_BP)[0])
     passages = [[p for p in row if p >= 0] for row in id_BP[:, : options.reader_candidates].tolist()]
     score_S, rows = model.spans([model.wordpieces(q.question) for q in questions], passages)
-    question_S, rank_S = send(model.device, torch.from_numpy(rows[:, :2].T))[0]
+    question_S, rank_S = to_device(model.device, torch.from_numpy(rows[:, :2].T))[0]
     logit_S = score_S + model.retriever.mixture.reading * relevance_BP[question_S, rank_S]
     gold_S = torch.from_numpy(model.is_gold(rows, questions, passages))
     span_B, has_gold_B = _span_loss(options.span_loss, logit_S, gold_S, rows, len(questions))
@@ -79,7 +79,7 @@ def by_group(logit_S: Tensor, gold_S: Tensor, group_S: np.ndarray, count: int) -
     first = np.concatenate([[0], np.cumsum(sizes)[:-1]])
     position_S = torch.from_numpy(group_S * width + np.arange(len(group_S)) - first[group_S])
     gold_BW = gold_S.new_zeros(count * width).index_copy(0, position_S, gold_S)
-    position_S, gold_BW = send(logit_S.device, position_S, gold_BW)
+    position_S, gold_BW = to_device(logit_S.device, position_S, gold_BW)
     logit_BW = logit_S.new_full((count * width,), -torch.inf).index_copy(0, position_S, logit_S)
     return logit_BW.view(count, width), gold_BW.view(count, width)
 
@@ -90,7 +90,7 @@ def finetune_steps(questions: int, options: Finetune | ClosedBookOptions) -> int
 
 
 def finetune(
-    context: Context, model: OpenQa, questions: Sequence[Question], options: Finetune, optimiser: Optimiser
+    context: TrainingContext, model: OpenQa, questions: Sequence[Question], options: Finetune, optimiser: Optimiser
 ) -> None:
     """Train query tower and reader; every epoch shuffles the questions."""
     rows_of = epoch_rows(context, len(questions), options.batch_size)

@@ -9,15 +9,15 @@ import torch
 from realmops.answering.answer import Answer
 from realmops.answering.retrieval import RetrieveAndRead
 from realmops.corpus.question_sets import Question
-from realmops.model.retriever import Mixture
-from realmops.search.hybrid import fit_mixture
+from realmops.model.retriever import FusionWeights
+from realmops.search.hybrid import fit_fusion_weights
 
 FIT_DEPTH = 50  # passages by embeddings and by BM25 that each query contributes to the fit of a hybrid's weights
 READING_WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
-READING_OF_MADE = 3.0  # where all questions are generated; tuned on human questions (benchmarks/LOG.md)
+GENERATED_READING_WEIGHT = 3.0  # where all questions are generated; tuned on human questions (benchmarks/LOG.md)
 
 
-def fit_to_questions(model: RetrieveAndRead, questions: Sequence[Question]) -> Mixture:
+def fit_weights_on_questions(model: RetrieveAndRead, questions: Sequence[Question]) -> FusionWeights:
     """Return the weights of BM25 and embeddings that rank passages with an answer highest.
 
     The weights stay unchanged if no question distinguishes them.
@@ -26,13 +26,13 @@ def fit_to_questions(model: RetrieveAndRead, questions: Sequence[Question]) -> M
     result = model.search([question.question for question in questions], FIT_DEPTH, FIT_DEPTH)
     correct = [model.is_correct(q, row) for q, row in zip(questions, result.id_QK.tolist(), strict=True)]
     valid_QK = (result.id_QK >= 0).numpy() & ~model.sources.among(questions, result.id_QK.numpy())
-    fitted = fit_mixture(
+    fitted = fit_fusion_weights(
         result.dense_QK, result.words_QK, torch.from_numpy(valid_QK), torch.from_numpy(np.stack(correct) & valid_QK)
     )
     return start if fitted is None else replace(fitted, reading=start.reading)
 
 
-def fit_reading(
+def fit_reading_weight(
     model: RetrieveAndRead,
     questions: Sequence[Question],
     answers: Sequence[Answer],
@@ -42,7 +42,7 @@ def fit_reading(
 
     Ties are broken by the smallest change. The best span of a passage is the same under any weight, so the reader does
     not run again. Questions generated from the corpus are ignored: their source passage is excluded, so f(x, z) is
-    less informative than for human questions. If there are no others, the weight is ``READING_OF_MADE``.
+    less informative than for human questions. If there are no others, the weight is ``GENERATED_READING_WEIGHT``.
 
     Args:
         model: the retriever and reader that answered.
@@ -53,7 +53,7 @@ def fit_reading(
     before = model.retriever.mixture.reading
     human = [(q, answer) for q, answer in zip(questions, answers, strict=True) if not q.not_in]
     if not human:
-        return READING_OF_MADE
+        return GENERATED_READING_WEIGHT
     questions, answers = zip(*human, strict=True)
     with torch.no_grad():
         relevance = [model.evidence([q], model.options.reader_candidates)[0][0].tolist() for q in questions]

@@ -13,12 +13,12 @@ import numpy as np
 from realmops import artifacts
 from realmops.artifacts import seed_for
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.devices import evaluating
+from realmops.devices import eval_mode
 from realmops.model.checkpoint_files import load_models, save_models
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
 from realmops.search.embed import embed, query_sequences
-from realmops.text.wordpieces import places
+from realmops.text.wordpieces import find_run
 from realmops.train.candidates import Candidates
 from realmops.train.examples import Example, Examples
 from realmops.train.index_source import Index
@@ -39,7 +39,7 @@ def held_out_rows(spans: int, seed: int, limit: int = MOST_HELD_OUT) -> np.ndarr
     return rows[: min(limit, MOST_HELD_OUT, max(1, spans // 10))]
 
 
-def masked_at(examples: Examples, rows: np.ndarray, seed: int) -> list[Example]:
+def mask_spans(examples: Examples, rows: np.ndarray, seed: int) -> list[Example]:
     """Return the masked sentences of these spans, the same for the same seed."""
     rng = np.random.default_rng(seed_for(seed, "evaluate", "masked", "words"))
     return [examples.example(int(row), rng) for row in rows]
@@ -71,11 +71,11 @@ def _contains_target(snapshot: Snapshot, passage: int, example: Example) -> bool
     If ``pretrain.max_masks`` cuts the last word, any word with that prefix matches.
     """
     body, continues, length = snapshot.body(passage), snapshot.continues(passage), len(example.targets)
-    starts = places(body, example.targets)
+    starts = find_run(body, example.targets)
     return any(example.cut or not continues[p + length : p + length + 1].any() for p in starts)
 
 
-def masked_words(
+def evaluate_masked_words(
     realm: Realm, masked: Sequence[Example], index: Index, progress: Callable[[int], None]
 ) -> dict[str, float]:
     """Return the mean metrics of ``Realm.guess`` over the masked sentences."""
@@ -87,12 +87,12 @@ def masked_words(
 
 
 def _guesses(realm: Realm, masked: Sequence[Example], passages: Sequence[Sequence[int]]) -> Iterator[dict[str, float]]:
-    with evaluating(realm.retriever), evaluating(realm.reader):
+    with eval_mode(realm.retriever), eval_mode(realm.reader):
         for example, row in zip(masked, passages, strict=False):
             yield realm.guess(example, row[: realm.options.documents])
 
 
-class BestModels:
+class BestCheckpoint:
     """The checkpoint with the highest held-out p(y|x) (equation 1) whose hit@5 is at least that of the initial models.
 
     A checkpoint is the retriever that built an index and the reader at the step that adopted the index; the initial

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from realmops.model.checkpoint_files import retriever_files, retriever_from_files
 from realmops.model.retriever import Retriever
-from realmops.refresh.trainer import Policy, Trainer
+from realmops.refresh.trainer import RefreshPolicy, TrainerSide
 from realmops.refresh.versions import Version
-from realmops.search.embeddings import EMBEDDINGS, embeddings_in
+from realmops.search.embeddings import EMBEDDINGS, view_embeddings
 from realmops.search.exact import PassageIndex
 
 
@@ -63,7 +63,7 @@ def top_k_change(old_QK: np.ndarray, new_QK: np.ndarray) -> float:
 
 
 @dataclass(frozen=True)
-class Refresh:
+class RefreshSchedule:
     """Index refresh schedule: when weights are published, which builder indexes them and how the trainer waits."""
 
     steps: int  # of the training
@@ -73,15 +73,15 @@ class Refresh:
     builder: str  # child or external
     exchange: str  # a folder, or auto
     shard_rows: int  # passages per shard
-    policy: Policy
+    policy: RefreshPolicy
 
 
 @dataclass(eq=False)
 class ExchangeSource:
     """The trainer's side of the exchange: checkpoint store and source of index generations."""
 
-    trainer: Trainer
-    refresh: Refresh
+    trainer: TrainerSide
+    refresh: RefreshSchedule
     vocabulary_hash: str
     device: torch.device
     waited: float = 0.0  # seconds, including those before a resume
@@ -119,7 +119,7 @@ class ExchangeSource:
             return None
         self._step = version.step
         self.refreshes += int(new and step > 0)
-        embedding_PE = embeddings_in(version.files[EMBEDDINGS])
+        embedding_PE = view_embeddings(version.files[EMBEDDINGS])
         searcher = retriever_from_files(version.files).to(self.device).eval()
         return IndexGeneration(version.step, embedding_PE, searcher, float(version.meta["published"]), new)
 

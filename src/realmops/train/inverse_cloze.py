@@ -17,24 +17,24 @@ from torch import Tensor
 
 from realmops.config import Ict, Optimiser
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.devices import autocast, send
+from realmops.devices import autocast, to_device
 from realmops.model.encoder import Encoder
 from realmops.model.likelihood import in_batch_loss
-from realmops.model.packed import Packed
-from realmops.model.reader import Masked, Reader
+from realmops.model.packed import PackedBatch
+from realmops.model.reader import MaskedSentences, Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import SpecialTokens, join_document, join_query
 from realmops.search.bm25 import Bm25
 from realmops.search.bm25_writer import write_bm25
 from realmops.text.spans import Spans
-from realmops.train.loop import Context, DeferredMetrics, fit
+from realmops.train.loop import DeferredMetrics, TrainingContext, fit
 from realmops.train.optimiser import Group
 
 CROP_WORDS = (4, 16)  # minimum and maximum
 CROP_DROPPED = 0.3  # probability of dropping a word of a crop, so that a query is no literal copy
 
 
-def steps_over(passages: int, options: Ict) -> tuple[int, int]:
+def ict_steps(passages: int, options: Ict) -> tuple[int, int]:
     """Return the steps of retriever and reader, each limited to ``ict.epochs`` passes over the passages."""
     steps_and_batch = (
         (options.steps, min(options.batch_size, passages)),
@@ -113,7 +113,7 @@ def cloze_batch(count: int, batch_size: int, neighbours: int, rng: np.random.Gen
 
 
 def train_retriever(
-    context: Context, retriever: Retriever, snapshot: Snapshot, options: Ict, optimiser: Optimiser
+    context: TrainingContext, retriever: Retriever, snapshot: Snapshot, options: Ict, optimiser: Optimiser
 ) -> int:
     """Train the retriever by the inverse cloze task, with the passages of all processes as in-batch negatives.
 
@@ -141,13 +141,13 @@ def train_retriever(
         passages = cloze_batch(len(snapshot), options.batch_size, options.neighbours, rng)
         drawn = [draw_cloze(snapshot, int(p), rng, options, special) for p in passages]
         examples, _ = team.split_batch(drawn[: len(drawn) // team.size * team.size])
-        queries = Packed([query for e in examples for query in e.queries])
-        documents = Packed([e.document[0] for e in examples], [e.document[1] for e in examples])
+        queries = PackedBatch([query for e in examples for query in e.queries])
+        documents = PackedBatch([e.document[0] for e in examples], [e.document[1] for e in examples])
         with autocast(context.device, context.dtype):
             query_QE, document_BE = retriever.query(queries), retriever.documents(documents)
         relevance_QN = retriever.scores(query_QE, team.gather(document_BE))
         passage_Q = np.repeat(np.arange(len(examples)), [len(e.queries) for e in examples])
-        (own_Q,) = send(relevance_QN.device, torch.from_numpy(passage_Q) + team.rank * len(examples))
+        (own_Q,) = to_device(relevance_QN.device, torch.from_numpy(passage_Q) + team.rank * len(examples))
         removed_Q = np.array([e.removed for e in examples])[passage_Q]
 
         def metrics(hit_Q: Tensor) -> dict[str, float]:
@@ -210,7 +210,7 @@ class Neighbours:
 
 
 def train_reader(
-    context: Context,
+    context: TrainingContext,
     reader: Reader,
     snapshot: Snapshot,
     spans: Spans,
@@ -266,7 +266,7 @@ def train_reader(
         sentences = [np.where(masked, special.mask, x) for x, masked, _ in examples]
         positions = [np.flatnonzero(masked) for _, masked, _ in examples]
         targets = [x[masked] for x, masked, _ in examples]
-        masked_batch = Masked(sentences, positions, targets, special, options.reader_wordpieces)
+        masked_batch = MaskedSentences(sentences, positions, targets, special, options.reader_wordpieces)
         with autocast(context.device, context.dtype):
             log_token_M = reader.log_masked_pairs(masked_batch, [z for _, _, z in examples])
         return -weight * log_token_M.mean(), {"masked": float(len(log_token_M))}

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from realmops.artifacts import seed_for
 from realmops.config import Optimiser
-from realmops.devices import bring, keep_freed_memory
+from realmops.devices import configure_malloc, to_host
 from realmops.journal import Journal
 from realmops.train.optimiser import BertAdamW, Group, Schedule
-from realmops.train.parallel import ALONE, Team
+from realmops.train.parallel import SINGLE_PROCESS, ProcessGroup
 
 STATE, TENSORS = "state.json", "training.safetensors"
 _TRIM_SECONDS = 10.0  # between two releases of freed memory
@@ -36,7 +36,7 @@ class Checkpoints(Protocol):
 
 
 @dataclass(frozen=True)
-class Context:
+class TrainingContext:
     """Environment of a training loop: seed, device, precision, checkpoints, journal and processes."""
 
     stream: str  # name of the stage, part of every seed
@@ -49,7 +49,7 @@ class Context:
     prefix: str = ""  # of metric names
     first_step: int = 0  # the first step's number in the journal
     journal_start: int = 0  # the journal's length at the loop's start
-    team: Team = ALONE
+    team: ProcessGroup = SINGLE_PROCESS
     name: str = ""  # of the training, for messages
 
     def rng(self, *names: str | int) -> np.random.Generator:
@@ -66,7 +66,7 @@ class DeferredMetrics:
 
     def now(self) -> dict[str, float]:
         """Compute the metrics immediately."""
-        return self.metrics(*bring(*self.tensors))
+        return self.metrics(*to_host(*self.tensors))
 
 
 StepLoss = Callable[[int], tuple[Tensor, DeferredMetrics | dict[str, float]]]
@@ -74,7 +74,7 @@ StepLoss = Callable[[int], tuple[Tensor, DeferredMetrics | dict[str, float]]]
 
 
 def fit(
-    context: Context,
+    context: TrainingContext,
     groups: list[Group],
     options: Optimiser,
     step_loss: StepLoss,
@@ -130,7 +130,7 @@ def fit(
         team.average_gradients(optimiser.parameters)
         norm = optimiser.step(step, schedule)
         deferred = returned if isinstance(returned, DeferredMetrics) else DeferredMetrics((), partial(dict, returned))
-        loss, norm, *values = bring(loss, norm, *deferred.tensors)
+        loss, norm, *values = to_host(loss, norm, *deferred.tensors)
         mean_loss = team.mean(loss.item(), context.device)
         if not math.isfinite(mean_loss) or not math.isfinite(norm.item()):
             cause = f"the loss is {mean_loss:g} and the norm of its gradient {norm.item():g}"
@@ -145,14 +145,14 @@ def fit(
             context.journal.log(context.first_step + step, **logged)
         context.progress(1)
         if ended - trimmed > _TRIM_SECONDS:  # batches of varying size fragment the freed memory
-            keep_freed_memory()
+            configure_malloc()
             trimmed = ended
     if team.leads:
         _save(context, optimiser, steps, last)
     return context.journal.position()
 
 
-def epoch_rows(context: Context, count: int, batch_size: int) -> Callable[[int], np.ndarray]:
+def epoch_rows(context: TrainingContext, count: int, batch_size: int) -> Callable[[int], np.ndarray]:
     """Return a function from a step to the rows of its batch; every epoch shuffles the ``count`` rows."""
     per_epoch = -(-count // batch_size)
     orders: dict[int, np.ndarray] = {}
@@ -167,7 +167,7 @@ def epoch_rows(context: Context, count: int, batch_size: int) -> Callable[[int],
     return rows
 
 
-def _not_finite(context: Context, step: int, cause: str, last: str) -> ValueError:
+def _not_finite(context: TrainingContext, step: int, cause: str, last: str) -> ValueError:
     return ValueError(
         f"{context.name or context.stream}, step {context.first_step + step}: {cause}; finite numbers are required; "
         f"the last finite loss: {last}. Lower the learning rate, set run.precision=fp32, or check the data for "
@@ -175,9 +175,9 @@ def _not_finite(context: Context, step: int, cause: str, last: str) -> ValueErro
     )
 
 
-def _save(context: Context, optimiser: BertAdamW, step: int, last: str) -> None:
+def _save(context: TrainingContext, optimiser: BertAdamW, step: int, last: str) -> None:
     """Commit a checkpoint; raise ValueError if a weight overflowed although loss and gradient were finite."""
-    keep_freed_memory()  # a checkpoint takes as much memory as the optimiser
+    configure_malloc()  # a checkpoint takes as much memory as the optimiser
     tensors = {f"p.{name}": p.detach() for name, p in zip(optimiser.names, optimiser.parameters, strict=True)}
     tensors = {name: tensor.cpu().contiguous() for name, tensor in (tensors | optimiser.state()).items()}
     broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
@@ -188,7 +188,7 @@ def _save(context: Context, optimiser: BertAdamW, step: int, last: str) -> None:
     context.checkpoints.save(step, files)
 
 
-def _restore(context: Context, optimiser: BertAdamW) -> tuple[int, int]:
+def _restore(context: TrainingContext, optimiser: BertAdamW) -> tuple[int, int]:
     """Restore the newest checkpoint. Return (step, journal length)."""
     files = context.checkpoints.restore()
     if files is None:

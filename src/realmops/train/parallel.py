@@ -23,7 +23,7 @@ PATIENCE = timedelta(days=7)
 
 
 @dataclass(frozen=True)
-class Team:
+class ProcessGroup:
     """Rank of this process and collective operations among all processes of a training."""
 
     rank: int = 0
@@ -118,10 +118,10 @@ class Team:
         return torch.cat(all_gather(x_BD))  # type: ignore[no-untyped-call]
 
 
-ALONE = Team()
+SINGLE_PROCESS = ProcessGroup()
 
 
-def join(device: torch.device) -> None:
+def join_process_group(device: torch.device) -> None:
     """Join the process group that torchrun started, once; with a GPU device, each process gets one GPU.
 
     Raises:
@@ -143,6 +143,6 @@ def join(device: torch.device) -> None:
     atexit.register(dist.destroy_process_group)
 
 
-def team() -> Team:
-    """Return the process group that this process joined, ``ALONE`` without one."""
-    return Team(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ALONE
+def process_group() -> ProcessGroup:
+    """Return the process group that this process joined, ``SINGLE_PROCESS`` without one."""
+    return ProcessGroup(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else SINGLE_PROCESS

@@ -22,14 +22,14 @@ from torch import Tensor
 from realmops.config import Finetune, Optimiser
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.devices import autocast, send
+from realmops.devices import autocast, to_device
 from realmops.model.likelihood import in_batch_loss
-from realmops.model.packed import Packed
+from realmops.model.packed import PackedBatch
 from realmops.model.retriever import Retriever
 from realmops.search.embed import document_sequences, embed, query_sequences, text_queries
 from realmops.text.answer_matching import contains_answer
 from realmops.train.index_source import Index, IndexSource
-from realmops.train.loop import Context, DeferredMetrics, fit
+from realmops.train.loop import DeferredMetrics, TrainingContext, fit
 from realmops.train.optimiser import Group
 
 NEIGHBOURS = 8  # consecutive passages that share a batch: hard negatives
@@ -60,7 +60,7 @@ def passage_steps(passages: int, options: Finetune) -> int:
     return math.ceil(options.retriever_epochs * math.ceil(passages / options.retriever_batch_size))
 
 
-def passage_batches(context: Context, count: int, batch_size: int) -> Callable[[int], list[int]]:
+def passage_batches(context: TrainingContext, count: int, batch_size: int) -> Callable[[int], list[int]]:
     """Return a function from a step to its batch of passages: shuffled runs of neighbours, each once per epoch."""
     per_epoch = math.ceil(count / batch_size)
 
@@ -76,7 +76,7 @@ def passage_batches(context: Context, count: int, batch_size: int) -> Callable[[
 
 
 def train_by_passages(
-    context: Context,
+    context: TrainingContext,
     retriever: Retriever,
     snapshot: Snapshot,
     questions: Sequence[Question],
@@ -114,8 +114,8 @@ def train_by_passages(
         hard = _hard(step, drawn) if current else []
         documents = document_sequences(snapshot, [*embedded, *hard])
         with autocast(context.device, context.dtype):
-            query_QE = retriever.query(Packed(queries))
-            document_NE = retriever.documents(Packed([d[0] for d in documents], [d[1] for d in documents]))
+            query_QE = retriever.query(PackedBatch(queries))
+            document_NE = retriever.documents(PackedBatch([d[0] for d in documents], [d[1] for d in documents]))
         document_NE = torch.cat([team.gather(document_NE[:part_size]), document_NE[part_size:]])
         relevance_QN = retriever.scores(query_QE, document_NE)
         own = np.repeat(np.arange(len(local)), [len(rows) for _, rows in local]) + team.rank * part_size
@@ -127,7 +127,7 @@ def train_by_passages(
             ]
         )
         ignored_QN[torch.arange(len(own)), torch.from_numpy(own)] = False
-        own_Q, ignored_QN = send(relevance_QN.device, torch.from_numpy(own), ignored_QN)
+        own_Q, ignored_QN = to_device(relevance_QN.device, torch.from_numpy(own), ignored_QN)
         relevance_QN = relevance_QN.masked_fill(ignored_QN, -torch.inf)
 
         def metrics(hit_Q: Tensor) -> dict[str, float]:

@@ -13,12 +13,12 @@ import numpy as np
 from torch import Tensor
 
 from realmops.config import Optimiser
-from realmops.search.embed import embed, embed_there, query_sequences
-from realmops.search.exact import exact
+from realmops.search.embed import embed, embed_on_device, query_sequences
+from realmops.search.exact import exact_index
 from realmops.train.candidates import Candidates
 from realmops.train.examples import Examples
 from realmops.train.index_source import Index, IndexSource, top_k_change
-from realmops.train.loop import Context, DeferredMetrics, fit
+from realmops.train.loop import DeferredMetrics, TrainingContext, fit
 from realmops.train.optimiser import Group
 from realmops.train.realm import Realm
 
@@ -65,7 +65,7 @@ class CollapseAlarm:
 
 
 def pretrain(
-    context: Context,
+    context: TrainingContext,
     realm: Realm,
     examples: Examples,
     optimiser: Optimiser,
@@ -104,7 +104,7 @@ def pretrain(
         batch, weight = context.team.split_batch(drawn, counts)
         searcher = index.retriever if options.query_encoder == "snapshot" else retriever
         queried = drawn if reader.apart else batch  # late interaction: all sentences share their candidates
-        query_BE = embed_there(searcher.query, query_sequences(realm.queries(queried)), realm.dtype)
+        query_BE = embed_on_device(searcher.query, query_sequences(realm.queries(queried)), realm.dtype)
         passages = candidates.retrieve(queried, query_BE, index)
         if reader.apart:
             passages = list(context.team.split_batch(candidates.shared(drawn, passages))[0])
@@ -134,13 +134,13 @@ def pretrain(
     fit(context, groups, optimiser, step_loss, steps=options.steps, checkpoint_every=every, at_step=at_step)
 
 
-def _change(old: Index, new: Index, examples: Examples, realm: Realm, context: Context) -> float:
+def _change(old: Index, new: Index, examples: Examples, realm: Realm, context: TrainingContext) -> float:
     """Return the fraction of the top k of sampled queries that the new index changes."""
     rng = context.rng("staleness")
     queries = query_sequences(realm.queries([examples.draw(rng) for _ in range(realm.options.staleness_queries)]))
     ids: list[Any] = []
     for index in (old, new):
         query_QE = embed(index.retriever.query, queries, realm.dtype)
-        exhaustive = exact(index.passages.vectors(slice(None)), index.retriever.vectors)
+        exhaustive = exact_index(index.passages.vectors(slice(None)), index.retriever.vectors)
         ids.append(exhaustive.search(query_QE, realm.options.candidates)[1].cpu().numpy())
     return top_k_change(ids[0], ids[1])

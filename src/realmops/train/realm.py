@@ -15,20 +15,20 @@ from torch import Tensor
 
 from realmops.config import Pretrain
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.devices import autocast, send
+from realmops.devices import autocast, to_device
 from realmops.model import likelihood
 from realmops.model.encoder import Encoder
-from realmops.model.packed import Packed
-from realmops.model.reader import Masked, Reader
+from realmops.model.packed import PackedBatch
+from realmops.model.reader import MaskedSentences, Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import SpecialTokens, join_document, join_query
 from realmops.search.bm25 import Bm25
 from realmops.search.embed import document_sequences
-from realmops.search.hybrid import words_share
+from realmops.search.hybrid import normalised_bm25
 from realmops.train.examples import NULL, Example
 from realmops.train.inverse_cloze import crop_run, drop_words
 from realmops.train.loop import DeferredMetrics
-from realmops.train.parallel import ALONE, Team
+from realmops.train.parallel import SINGLE_PROCESS, ProcessGroup
 
 _EMPTY = np.zeros(0, dtype=np.int64)
 
@@ -71,8 +71,8 @@ class Realm:
         documents = document_sequences(self.snapshot, passages)
         documents += [self.null] if self.options.null_document or not documents else []
         with autocast(self.device, self.dtype):
-            query_BE = self.retriever.query(Packed(self.queries(examples)))
-            document_UE = self.retriever.documents(Packed([d[0] for d in documents], [d[1] for d in documents]))
+            query_BE = self.retriever.query(PackedBatch(self.queries(examples)))
+            document_UE = self.retriever.documents(PackedBatch([d[0] for d in documents], [d[1] for d in documents]))
         return Embedded(query_BE, document_UE, {p: i for i, p in enumerate(passages)} | {NULL: len(passages)})
 
     def log_prior(
@@ -99,10 +99,10 @@ class Realm:
                 "a masked sentence has no candidate: every retrieved passage is its own or contains it, and "
                 "pretrain.null_document is false; set it to true, or use a larger corpus"
             )
-        row_BK, missing_on_device_BK = send(self.device, row_BK, missing_BK)
+        row_BK, missing_on_device_BK = to_device(self.device, row_BK, missing_BK)
         dense_BK = self.retriever.relevance(embedded.query_BE, embedded.document_UE[row_BK])
         mixture = self.retriever.mixture
-        bm25_BK = words_share(self.words, mixture, [e.visible_text for e in examples], id_BK, dense_BK.device)
+        bm25_BK = normalised_bm25(self.words, mixture, [e.visible_text for e in examples], id_BK, dense_BK.device)
         relevance_BK = mixture.of(dense_BK, bm25_BK).masked_fill(missing_on_device_BK, -torch.inf)
         return likelihood.log_prior(relevance_BK), missing_BK
 
@@ -130,9 +130,9 @@ class Realm:
                 self._masked(examples), documents, np.where(missing_BK.numpy(), -1, column_BK)
             )
 
-    def _masked(self, examples: Sequence[Example]) -> Masked:
+    def _masked(self, examples: Sequence[Example]) -> MaskedSentences:
         sentences, positions, targets = ([getattr(e, name) for e in examples] for name in ("x", "positions", "targets"))
-        return Masked(sentences, positions, targets, self.special, self.options.reader_wordpieces)
+        return MaskedSentences(sentences, positions, targets, self.special, self.options.reader_wordpieces)
 
     def log_words(self, example: Example, candidates: Sequence[int]) -> Tensor:
         """Return log p(y_j|z,x) of every wordpiece at every mask under each candidate, null last: K x M x V."""
@@ -172,7 +172,7 @@ class Realm:
         retriever_learns: bool,
         weight: float = 1.0,
         crops: np.random.Generator | None = None,
-        team: Team = ALONE,
+        team: ProcessGroup = SINGLE_PROCESS,
     ) -> tuple[Tensor, DeferredMetrics]:
         """Return the mean of -log p(y|x) over examples (joint) or masked wordpieces (per_token), and metrics.
 
@@ -204,7 +204,7 @@ class Realm:
                 tensors.append(crop_loss)
         return loss, DeferredMetrics(tensors, partial(self._metrics, missing_BK))
 
-    def _gather_passages(self, embedded: Embedded, team: Team) -> tuple[list[int], Tensor]:
+    def _gather_passages(self, embedded: Embedded, team: ProcessGroup) -> tuple[list[int], Tensor]:
         """Return the distinct passages of all processes, ascending, and their embeddings."""
         passages = list(embedded.row_of)[:-1]
         document_UE = embedded.document_UE[: len(passages)]
@@ -216,7 +216,9 @@ class Realm:
         row = {p: n for n, p in reversed(list(enumerate(id_N.tolist()))) if p != NULL}
         return sorted(row), document_NE[[row[p] for p in sorted(row)]]
 
-    def _crop_loss(self, passages: Sequence[int], document_UE: Tensor, rng: np.random.Generator, team: Team) -> Tensor:
+    def _crop_loss(
+        self, passages: Sequence[int], document_UE: Tensor, rng: np.random.Generator, team: ProcessGroup
+    ) -> Tensor:
         """Return the inverse cloze loss of random crops, one per sentence, against all passages of the batch.
 
         The result is scaled so that its mean over processes is the mean over all crops.
@@ -229,9 +231,9 @@ class Realm:
             drawn.append((row, join_query(crop, self.special, self.options.query_wordpieces)))
         local, weight = team.split_batch(drawn)
         with autocast(self.device, self.dtype):
-            query_QE = self.retriever.query(Packed([query for _, query in local]))
+            query_QE = self.retriever.query(PackedBatch([query for _, query in local]))
         relevance_QU = self.retriever.scores(query_QE, document_UE)
-        (own_Q,) = send(relevance_QU.device, torch.tensor([row for row, _ in local]))
+        (own_Q,) = to_device(relevance_QU.device, torch.tensor([row for row, _ in local]))
         return weight * likelihood.in_batch_loss(relevance_QU, own_Q).mean()
 
     def _metrics(

@@ -19,18 +19,18 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from realmops.config import Optimiser, Tag
-from realmops.corpus.phrases import Phrases
+from realmops.corpus.phrases import PhraseFinder
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import autocast
 from realmops.model.checkpoint_files import cpu_state
 from realmops.model.encoder import Encoder
-from realmops.model.encoder_files import described_encoder
-from realmops.model.packed import Packed, length_batches
+from realmops.model.encoder_files import encoder_from_description
+from realmops.model.packed import PackedBatch, batch_by_length
 from realmops.model.sequences import SpecialTokens
 from realmops.search.embed import MakeShard, Progress
 from realmops.text.conll import TaggedSentence
 from realmops.text.dates import find_dates
-from realmops.train.loop import Context, fit
+from realmops.train.loop import TrainingContext, fit
 from realmops.train.optimiser import Group
 
 DATE = "DATE"
@@ -48,7 +48,7 @@ class Tagger(nn.Module):
         self.bert, self.tags = encoder, tuple(tags)
         self.output = nn.Linear(encoder.width, len(tags))
 
-    def forward(self, batch: Packed) -> Tensor:
+    def forward(self, batch: PackedBatch) -> Tensor:
         """Return logits T x L."""
         logits_TL: Tensor = self.output(self.bert(batch))
         return logits_TL
@@ -90,7 +90,7 @@ def _encode(sentence: TaggedSentence, tokenizer: Tokenizer, tags: Sequence[str],
 
 
 def train_tagger(
-    context: Context,
+    context: TrainingContext,
     tagger: Tagger,
     sentences: Sequence[TaggedSentence],
     tokenizer: Tokenizer,
@@ -111,7 +111,7 @@ def train_tagger(
         batch = [encoded[i] for i in rng.integers(len(encoded), size=options.batch_size)]
         masked = [np.where(rng.random(len(e.tokens)) < options.hidden, mask, e.tokens) for e in batch]
         with autocast(context.device, context.dtype):
-            logits_TL = tagger(Packed(masked, [e.capitals for e in batch]))
+            logits_TL = tagger(PackedBatch(masked, [e.capitals for e in batch]))
         target_T = torch.from_numpy(np.concatenate([e.tags for e in batch])).to(logits_TL.device)
         return F.cross_entropy(logits_TL.float(), target_T), {}
 
@@ -127,8 +127,8 @@ def _predict(
     tagger.eval()
     device = tagger.output.weight.device
     best: list[np.ndarray] = [np.zeros(0, dtype=np.int64)] * len(sequences)
-    for rows in length_batches([len(tokens) for tokens, _ in sequences], device):
-        batch = Packed([sequences[i][0] for i in rows], [sequences[i][1] for i in rows])
+    for rows in batch_by_length([len(tokens) for tokens, _ in sequences], device):
+        batch = PackedBatch([sequences[i][0] for i in rows], [sequences[i][1] for i in rows])
         with autocast(device, dtype):
             best_T = tagger(batch).argmax(-1).cpu().numpy()
         for i, part in zip(rows, np.split(best_T, batch.starts[1:-1]), strict=True):
@@ -156,7 +156,9 @@ def tagger_files(tagger: Tagger | None, options: Tag) -> dict[str, bytes]:
     return {TAGGER: json.dumps(settings, sort_keys=True).encode(), WEIGHTS: save_tensors(cpu_state(tagger))}
 
 
-def tagging(snapshot: Snapshot, files: Mapping[str, bytes], device: torch.device, dtype: torch.dtype) -> MakeShard:
+def make_span_finder(
+    snapshot: Snapshot, files: Mapping[str, bytes], device: torch.device, dtype: torch.dtype
+) -> MakeShard:
     """Return a function that finds the spans of a shard: dates, and entities that do not overlap a date.
 
     Args:
@@ -167,7 +169,7 @@ def tagging(snapshot: Snapshot, files: Mapping[str, bytes], device: torch.device
     """
     settings, tagger = json.loads(files[TAGGER]), None
     if WEIGHTS in files:
-        tagger = Tagger(described_encoder(settings["bert"]), settings["tags"])
+        tagger = Tagger(encoder_from_description(settings["bert"]), settings["tags"])
         tagger.load_state_dict(load_tensors(files[WEIGHTS]))
         tagger.to(device)
 
@@ -190,14 +192,14 @@ def _with_dates(snapshot: Snapshot, passage: int, entities: Sequence[Entity], da
     return [*((start, stop, DATE) for start, stop in date_spans), *disjoint]
 
 
-def phrases_and_dates(snapshot: Snapshot, dates: bool) -> Iterator[list[Entity]]:
+def find_phrases_and_dates(snapshot: Snapshot, dates: bool) -> Iterator[list[Entity]]:
     """Yield the spans of each passage without a tagger: names, phrases, numbers and, if ``dates`` is set, dates."""
-    phrases = Phrases(snapshot)
+    phrases = PhraseFinder(snapshot)
     return (_with_dates(snapshot, passage, phrases.of(passage), dates) for passage in range(len(snapshot)))
 
 
-def spans_in(files: Mapping[str, bytes]) -> list[list[Entity]]:
-    """Return the spans of each passage of a shard from the files that :func:`tagging` produced."""
+def read_spans(files: Mapping[str, bytes]) -> list[list[Entity]]:
+    """Return the spans of each passage of a shard from the files that :func:`make_span_finder` produced."""
     return [[(start, end, name) for start, end, name in spans] for spans in json.loads(files[SPANS])]
 
 

@@ -19,7 +19,7 @@ from realmops.corpus.question_sets import Question
 from realmops.model.likelihood import marginal_span_loss
 from realmops.search.embed import Progress, no_progress
 from realmops.train.fine_tuning import by_group, finetune_steps
-from realmops.train.loop import Context, DeferredMetrics, epoch_rows, fit
+from realmops.train.loop import DeferredMetrics, TrainingContext, epoch_rows, fit
 from realmops.train.optimiser import Group
 
 WINDOW = 96  # wordpieces of a passage
@@ -50,7 +50,7 @@ class WindowExample:
     negative_relevance: list[float]
 
 
-def lessons_of(
+def build_window_examples(
     model: OpenQa, questions: Sequence[Question], depth: int, progress: Progress = no_progress, batch_size: int = 64
 ) -> list[WindowExample]:
     """Return a training example per question; skip questions without an answer span in the top ``depth`` passages."""
@@ -146,7 +146,7 @@ def windows_loss(
 
 
 def train_in_windows(
-    context: Context, model: OpenQa, examples: Sequence[WindowExample], options: Finetune, optimiser: Optimiser
+    context: TrainingContext, model: OpenQa, examples: Sequence[WindowExample], options: Finetune, optimiser: Optimiser
 ) -> int:
     """Train the reader on windows. Return the journal's length at the end."""
     rows_of = epoch_rows(context, len(examples), options.batch_size)

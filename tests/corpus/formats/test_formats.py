@@ -19,11 +19,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from realmops.corpus.documents import Document, Dropped, Raw, Rejected
-from realmops.corpus.formats import FORMATS, sources
+from realmops.corpus.documents import Document, Dropped, RawRecord, Rejected
+from realmops.corpus.formats import FORMATS, list_sources
 from realmops.corpus.formats.html import decode_page
 from realmops.corpus.formats.warc import parse_headers
-from realmops.corpus.formats.wikitext import plain_text
+from realmops.corpus.formats.wikitext import wikitext_to_text
 
 Outcome = Document | Dropped | Rejected
 
@@ -31,13 +31,13 @@ Outcome = Document | Dropped | Rejected
 def read(path: Path, format: str = "auto") -> list[Outcome]:
     """All outcomes of a file or folder, places relative to it."""
     found = []
-    for source in sources(path, format):
+    for source in list_sources(path, format):
         last = 0
         for raw in source.format.records(source.path):
-            if isinstance(raw, Raw):
+            if isinstance(raw, RawRecord):
                 assert last <= raw.position <= source.size, "progress runs from 0 to the file's size"
                 last = raw.position
-            found.append(source.format.convert(raw) if isinstance(raw, Raw) else raw)
+            found.append(source.format.convert(raw) if isinstance(raw, RawRecord) else raw)
     return found
 
 
@@ -89,7 +89,7 @@ def problem(outcome: Outcome) -> str:
     ],
 )
 def test_the_format_is_told_by_content_then_name(tmp_path: Path, name: str, content: str, format: str) -> None:
-    (source,) = sources(write(tmp_path / name, content), "auto")
+    (source,) = list_sources(write(tmp_path / name, content), "auto")
     assert source.format is FORMATS[format]
     assert source.size == source.path.stat().st_size
 
@@ -97,16 +97,16 @@ def test_the_format_is_told_by_content_then_name(tmp_path: Path, name: str, cont
 def test_a_folder_gives_its_files_in_sorted_order(tmp_path: Path) -> None:
     for name in ("b/2.txt", "b/10.txt", "a.md", "c.html", ".hidden.txt", ".git/x.txt"):
         write(tmp_path / name, "text")
-    found = [str(one.path.relative_to(tmp_path)) for one in sources(tmp_path, "auto")]
+    found = [str(one.path.relative_to(tmp_path)) for one in list_sources(tmp_path, "auto")]
     assert found == ["a.md", "c.html", "b/10.txt", "b/2.txt"]
 
 
 def test_a_folder_of_several_formats_is_read_each_by_its_own_or_by_choice(tmp_path: Path) -> None:
     write(tmp_path / "README.md", "about")
     lines = write(tmp_path / "a.jsonl", '{"title": "A", "text": "a"}')
-    found = [(one.path.name, one.format.name, one.broken) for one in sources(tmp_path, "auto")]
+    found = [(one.path.name, one.format.name, one.broken) for one in list_sources(tmp_path, "auto")]
     assert found == [("README.md", "text", "broken_text"), ("a.jsonl", "jsonl", "broken_jsonl")]
-    assert [(one.path, one.broken) for one in sources(tmp_path, "jsonl")] == [(lines, "")]
+    assert [(one.path, one.broken) for one in list_sources(tmp_path, "jsonl")] == [(lines, "")]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_json_that_holds_no_documents_is_left_out_of_mixed_files(
 ) -> None:
     write(tmp_path / "README.md", "about")
     path = write(tmp_path / name, content)
-    [source] = [one for one in sources(tmp_path, "auto") if one.path == path]
+    [source] = [one for one in list_sources(tmp_path, "auto") if one.path == path]
     found = [one.kind for one in source.format.records(path) if isinstance(one, Rejected)]
     assert found == ([kind] if kind else [])
 
@@ -136,13 +136,13 @@ def test_what_is_unknown_or_absent_is_named(tmp_path: Path) -> None:
     odd = write(tmp_path / "a.odt", b"PK\x03\x04")
     for asked in (odd, tmp_path):
         with pytest.raises(ValueError, match=r"a\.odt.*jsonl, parquet, csv, text, rst, pdf, docx, pptx, xlsx, med"):
-            sources(asked, "auto")
+            list_sources(asked, "auto")
     with pytest.raises(ValueError, match="no file of the format warc"):
-        sources(tmp_path, "warc")
+        list_sources(tmp_path, "warc")
     with pytest.raises(ValueError, match="'odt'; allowed are auto, jsonl"):
-        sources(odd, "odt")
+        list_sources(odd, "odt")
     with pytest.raises(ValueError, match="no such file"):
-        sources(tmp_path / "absent", "auto")
+        list_sources(tmp_path / "absent", "auto")
 
 
 def special(folder: Path) -> dict[str, str]:
@@ -166,7 +166,7 @@ def test_pipes_sockets_and_devices_are_counted_as_unread(tmp_path: Path, others:
         assert kinds(read(tmp_path, "jsonl")) == ["rejected"] * 3 + ["kept"]
     else:
         with pytest.raises(ValueError, match=r"no file of the format jsonl; .*1\.jsonl is a pipe, which is not read"):
-            sources(tmp_path, "jsonl")
+            list_sources(tmp_path, "jsonl")
 
 
 def test_a_broken_link_is_a_file_that_cannot_be_read(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_rows_of_a_batch_count_as_read_together(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"title": ["T"] * 512, "text": ["x"] * 512}), path)
     size = path.stat().st_size
-    positions = [raw.position for raw in FORMATS["parquet"].records(path) if isinstance(raw, Raw)]
+    positions = [raw.position for raw in FORMATS["parquet"].records(path) if isinstance(raw, RawRecord)]
     assert positions == [size // 2] * 256 + [size] * 256
 
 
@@ -436,27 +436,27 @@ def test_datasets_saved_on_disk_are_read_with_all_their_splits(tmp_path: Path) -
     rows.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "two"))
     assert kinds(read(tmp_path / "one")) == ["kept", "empty_text", "rejected"]
-    assert [one.path.name for one in sources(tmp_path / "two", "auto")] == ["test", "train"]
+    assert [one.path.name for one in list_sources(tmp_path / "two", "auto")] == ["test", "train"]
     assert kinds(read(tmp_path / "two", "dataset")) == ["kept", "empty_text", "rejected"] * 2
     with pytest.raises(ValueError, match="set the format to dataset"):
-        sources(tmp_path / "one", "parquet")
+        list_sources(tmp_path / "one", "parquet")
     (tmp_path / "two" / "linked").symlink_to(tmp_path / "one")
-    assert [one.path.name for one in sources(tmp_path / "two", "auto")] == ["linked", "test", "train"]
+    assert [one.path.name for one in list_sources(tmp_path / "two", "auto")] == ["linked", "test", "train"]
     os.mkfifo(tmp_path / "two" / "test" / "data-00001-of-00002.arrow")
     with pytest.raises(ValueError, match=r"data-00001-of-00002\.arrow: is a pipe, and a saved dataset holds"):
-        sources(tmp_path / "two", "auto")
+        list_sources(tmp_path / "two", "auto")
 
 
 def test_a_hub_name_without_a_hub_says_what_to_copy() -> None:
     pytest.importorskip("datasets")
     with pytest.raises(ValueError, match=r"hf:nobody/nothing: .*load_dataset\('nobody/nothing'\)\.save_to_disk"):
-        sources(Path("hf:nobody/nothing"), "auto")
+        list_sources(Path("hf:nobody/nothing"), "auto")
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install 'realmops\[datasets\]'"):
-        sources(Path("hf:owner/name:train"), "dataset")
+        list_sources(Path("hf:owner/name:train"), "dataset")
 
 
 # Text, Markdown and HTML
@@ -679,7 +679,7 @@ PIECES = [
 
 @pytest.mark.parametrize(("wikitext", "shown"), PIECES)
 def test_wikitext_becomes_what_a_reader_sees(wikitext: str, shown: str) -> None:
-    assert plain_text(wikitext, ["Datei"]) == shown
+    assert wikitext_to_text(wikitext, ["Datei"]) == shown
 
 
 def test_sections_of_references_and_empty_ones_go() -> None:
@@ -701,7 +701,7 @@ Money.
 =References=
 <references/>
 """
-    assert plain_text(wikitext) == "Lead.\n\nHistory\n\nEarly\n\nOld days.\n\nEconomy\n\nMoney."
+    assert wikitext_to_text(wikitext) == "Lead.\n\nHistory\n\nEarly\n\nOld days.\n\nEconomy\n\nMoney."
 
 
 @pytest.mark.parametrize(
@@ -720,7 +720,7 @@ def test_time_grows_with_length_not_with_its_square(piece: str) -> None:
         seen = 0
         sys.setprofile(count)
         try:
-            plain_text(piece * copies)
+            wikitext_to_text(piece * copies)
         except ValueError:
             pass
         finally:
@@ -739,9 +739,9 @@ def test_text_extracted_from_a_dump_is_refused_with_the_name_of_the_dump(tmp_pat
     path = write(tmp_path / "in/AA" / name, '<doc id="1" url="u" title="A">\nA\n\nText.\n</doc>\n')
     for documents in (path, tmp_path / "in"):
         with pytest.raises(ValueError, match=rf"{name}: it begins with <doc.*name the dump itself.*mediawiki"):
-            sources(documents, "auto")
+            list_sources(documents, "auto")
     write(tmp_path / "in/a.md", "about")
-    [source] = [one for one in sources(tmp_path / "in", "auto") if one.path == path]
+    [source] = [one for one in list_sources(tmp_path / "in", "auto") if one.path == path]
     [outcome] = source.format.records(path)
     assert isinstance(outcome, Rejected)
     assert "name the dump itself" in outcome.problem
@@ -891,4 +891,4 @@ def test_a_run_of_blanks_in_a_head_or_title_costs_no_more_than_its_length(tmp_pa
     assert parse_headers(head)[b"x"].startswith(b"a ")
     title = "a" + " " * (1 << 20) + "b"
     assert kinds(read(write(tmp_path / "m" / "a.md", f"---\ntitle: '{title}'\n---\ntext\n"))) == ["kept"]
-    assert plain_text("[//" + "a" * 2000 + " " * (1 << 20) + "b").endswith("b")
+    assert wikitext_to_text("[//" + "a" * 2000 + " " * (1 << 20) + "b").endswith("b")

@@ -21,12 +21,12 @@ from small_project import Quiet, cli, stage, write_project
 from small_world import build_snapshot
 from yaml import safe_load
 
-from realmops.answering.record import cited, short
+from realmops.answering.record import citation_record, format_record
 from realmops.artifacts import sha256_file
-from realmops.corpus.documents import Document, Raw, Rejected
-from realmops.corpus.formats import sandbox, sources
-from realmops.corpus.formats.paged import boxes, convert
-from realmops.corpus.snapshot_reader import REJECTS, SOURCES, rejects
+from realmops.corpus.documents import Document, RawRecord, Rejected
+from realmops.corpus.formats import list_sources, sandbox
+from realmops.corpus.formats.paged import bounding_boxes, convert
+from realmops.corpus.snapshot_reader import REJECTS, SOURCES, read_rejects
 from realmops.serve.page import _passages
 
 WORDS = (
@@ -37,9 +37,9 @@ WORDS = (
 
 def read(path: Path) -> Any:
     """The one outcome of a file."""
-    [source] = sources(path, "auto")
+    [source] = list_sources(path, "auto")
     [raw] = source.format.records(path)
-    assert isinstance(raw, Raw)
+    assert isinstance(raw, RawRecord)
     return source.format.convert(raw)
 
 
@@ -104,7 +104,7 @@ def test_a_citation_names_the_page_of_its_quotation(tmp_path: Path, form: str) -
     pages = {}
     for word in ("Anna Berg", "1931", "It rained", "Bergen"):
         start = snapshot.text(0).index(word)
-        citation = cited(snapshot, 0, (start, start + len(word)))
+        citation = citation_record(snapshot, 0, (start, start + len(word)))
         assert citation["quote"] == word
         pages[word] = citation["page"]
     assert pages == {"Anna Berg": 1, "1931": 1, "It rained": 2, "Bergen": 2}
@@ -117,10 +117,10 @@ def test_a_citation_names_the_page_of_its_quotation(tmp_path: Path, form: str) -
 def test_people_read_the_page(tmp_path: Path) -> None:
     snapshot = build_snapshot(tmp_path, written(tmp_path / "a.pdf", pdf(*WORDS)), block_wordpieces=200)
     start = snapshot.text(0).index("Bergen")
-    citation = {**cited(snapshot, 0, (start, start + 6)), "p_z": 0.5}
-    passage = {**cited(snapshot, 0, (0, len(snapshot.text(0)))), "text": snapshot.text(0)}
+    citation = {**citation_record(snapshot, 0, (start, start + 6)), "p_z": 0.5}
+    passage = {**citation_record(snapshot, 0, (0, len(snapshot.text(0)))), "text": snapshot.text(0)}
     record = {"question": "", "answer": "Bergen", "probability": 0.5, "abstained": False, "threshold": None}
-    lines = short({**record, "citations": [citation], "passages": [passage]})
+    lines = format_record({**record, "citations": [citation], "passages": [passage]})
     name = snapshot.document_id(0)
     assert lines[2] == f"    document {name}, a.pdf, page 2, characters {start} to {start + 6}, p(z|x) 0.50"
     [shown] = _passages({"question": "", "passages": [passage]}, {passage["passage_id"]: citation}, (), {})
@@ -139,7 +139,7 @@ def test_a_quotation_has_its_boxes_on_the_page(tmp_path: Path) -> None:
 
     def of(words: str) -> list[tuple[int, list[int]]]:
         start = text.index(words)
-        return [(page, [round(edge) for edge in box]) for page, box in boxes(path, start, start + len(words))]
+        return [(page, [round(edge) for edge in box]) for page, box in bounding_boxes(path, start, start + len(words))]
 
     [(page, (left, bottom, right, top))] = of("Anna Berg")
     assert (page, 72 < left < 80, 715 < bottom <= 720, 120 < right < 140, 727 < top < 733) == (1, *[True] * 4)
@@ -150,7 +150,7 @@ def test_a_quotation_has_its_boxes_on_the_page(tmp_path: Path) -> None:
     assert [page for page, _ in of("fame.\n\nIt rained")] == [1, 3]
     whole = of(text)
     assert len(whole) == 3
-    assert [*boxes(path, len(text), len(text) + 9)] == []
+    assert [*bounding_boxes(path, len(text), len(text) + 9)] == []
 
 
 def test_verify_writes_the_boxes_of_quotations(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_verify_writes_the_boxes_of_quotations(tmp_path: Path) -> None:
     snapshot = build_snapshot(tmp_path, folder, block_wordpieces=200)
     of_pdf = next(p for p in range(2) if snapshot.uri(p).endswith("a.pdf"))
     spans = [(p, snapshot.text(p).index("Bergen")) for p in (of_pdf, 1 - of_pdf)]
-    citations = [cited(snapshot, p, (start, start + 6)) for p, start in spans]
+    citations = [citation_record(snapshot, p, (start, start + 6)) for p, start in spans]
     citations.append({**citations[0], "quote": "Berlin"})
     lines = [json.dumps({"answer": "Bergen", "citations": citations, "passages": []})]
     (tmp_path / "answers.jsonl").write_text("\n".join(lines))
@@ -263,7 +263,7 @@ def test_an_office_file_that_is_none_is_named(tmp_path: Path, name: str) -> None
 
 def kind_here(path: Path) -> str:
     """What becomes of a file that this process reads: a limit of a test does not reach the child process."""
-    outcome = convert(path.suffix[1:], Raw(str(path), path, 0))
+    outcome = convert(path.suffix[1:], RawRecord(str(path), path, 0))
     return outcome.kind if isinstance(outcome, Rejected) else type(outcome).__name__
 
 
@@ -306,8 +306,8 @@ def test_without_the_package_the_extra_is_named(
     written(tmp_path / "b.txt", b"x")
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match=rf"{name}: .*pip install 'realmops\[documents\]'"):
-        sources(tmp_path, "auto")
-    assert len(sources(tmp_path, "text")) == 1
+        list_sources(tmp_path, "auto")
+    assert len(list_sources(tmp_path, "text")) == 1
 
 
 # Folders of mixed files
@@ -359,9 +359,11 @@ def test_a_folder_of_mixed_files_is_read_each_by_its_format(tmp_path: Path) -> N
     snapshot = found[0]
     whole = " ".join(snapshot.column("text"))
     assert all(town in whole for town in ["Oslo", "Narva", "Turku", "Riga", "Visby", "Tromso", "Lund", "Aarhus"])
-    left_out = {Path(one["place"]).name.partition(":")[0]: one["kind"] for one in rejects(snapshot.folder, unread=True)}
+    left_out = {
+        Path(one["place"]).name.partition(":")[0]: one["kind"] for one in read_rejects(snapshot.folder, unread=True)
+    }
     assert left_out == {name: kind for name, (_, kind) in LEFT_OUT.items()} | {"z.txt": "broken_text"}
-    assert [one["place"] for one in rejects(snapshot.folder)] == [f"{folder / 'i.jsonl'}:2"]
+    assert [one["place"] for one in read_rejects(snapshot.folder)] == [f"{folder / 'i.jsonl'}:2"]
     per_file = {one["source"]: one for one in map(json.loads, (snapshot.folder / SOURCES).read_bytes().splitlines())}
     assert per_file.keys() == MIXED.keys() | LEFT_OUT.keys() | {"z.txt"}
     assert (per_file["1.png"]["unread"], per_file["a.pdf"]["documents"]) == ({"png": 1}, 1)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from realmops.artifacts import special_kind
-from realmops.corpus.documents import Format, Raw, Rejected, cut_lines, json_object
+from realmops.artifacts import special_file_kind
+from realmops.corpus.documents import Format, RawRecord, Rejected, iter_lines, parse_json_object
 from realmops.corpus.formats import tables, text
 from realmops.corpus.formats.delimited import CSV
 from realmops.corpus.formats.jsonl import JSONL
@@ -17,8 +17,8 @@ from realmops.corpus.formats.rst import RST
 from realmops.corpus.formats.tables import DATASET, PARQUET
 from realmops.corpus.formats.text import TEXT
 from realmops.corpus.formats.warc import WARC
-from realmops.corpus.walk import files_below
-from realmops.text.compressed import DAMAGE, open_compressed, open_plain
+from realmops.corpus.walk import walk_files
+from realmops.text.compressed import DECOMPRESSION_ERRORS, open_compressed, open_raw
 
 _FORMATS = (JSONL, PARQUET, CSV, TEXT, RST, *PAGED, MEDIAWIKI, WARC, DATASET)
 FORMATS: dict[str, Format] = {entry.name: entry for entry in _FORMATS}
@@ -65,7 +65,7 @@ class Source:
     broken: str = ""
 
 
-def sources(documents: Path, format: str) -> list[Source]:
+def list_sources(documents: Path, format: str) -> list[Source]:
     """List the files of a corpus in sorted order.
 
     Args:
@@ -102,10 +102,10 @@ def _list_sources(documents: Path, format: str) -> list[Source]:
         _check_dataset(documents, format)
         return [Source(split, DATASET, _dataset_size(split)) for split in splits]
     if not documents.is_dir():
-        open_plain(documents).close()
+        open_raw(documents).close()
         name = _detect_format(documents) if format == "auto" else format
         return [Source(documents, FORMATS[_require_format(documents, name)], _kind_and_size(documents)[1])]
-    kinds = {path: _kind_and_size(path)[0] for path in files_below(documents)}
+    kinds = {path: _kind_and_size(path)[0] for path in walk_files(documents)}
     format_of = {path: _detect_format(path) for path in kinds}
     if format != "auto":  # an unreadable subfolder may hold files of this format, so it stays in the list
         format_of = {path: name for path, name in format_of.items() if name == format or kinds[path] == "folder"}
@@ -126,13 +126,13 @@ def _kind_and_size(path: Path) -> tuple[str, int]:
         status = path.stat()
     except OSError:
         return "", 0
-    return special_kind(status.st_mode), status.st_size
+    return special_file_kind(status.st_mode), status.st_size
 
 
 def _dataset_size(folder: Path) -> int:
     """Return the bytes of a split; raise ValueError if it holds a pipe or another special file."""
     total = 0
-    for path in files_below(folder):
+    for path in walk_files(folder):
         kind, size = _kind_and_size(path)
         if kind:
             raise ValueError(f"{path}: is a {kind}, and a saved dataset holds only regular files; save it again")
@@ -145,7 +145,7 @@ def _dataset_splits(folder: Path) -> list[Path]:
     if tables.is_dataset_folder(folder):
         return [folder]
     if (folder / "dataset_dict.json").is_file():
-        folders = sorted({path.parent for path in files_below(folder)})
+        folders = sorted({path.parent for path in walk_files(folder)})
         return [path for path in folders if path.parent == folder and tables.is_dataset_folder(path)]
     return []
 
@@ -187,7 +187,7 @@ def _folder_source(path: Path, name: str | None, special: str, is_strict: bool) 
     kind = suffix if _KIND.fullmatch(suffix) else "other"
     problem = "unknown format (checked: suffix and first bytes)"
     try:
-        open_plain(path).close()
+        open_raw(path).close()
         if name == "jsonl" and not _begins_with_document(path):
             problem = "its first line is not a JSON object with title and text"
         elif name is None and _first_bytes(path).startswith(_EXTRACT):
@@ -208,10 +208,10 @@ def _unreadable_source(path: Path, problem: str, kind: str) -> Source:
 
 def _begins_with_document(path: Path) -> bool:
     """Return whether the first line is a document; a broken first line counts unless the suffix is .json."""
-    for line in cut_lines(path):
+    for line in iter_lines(path):
         with suppress(ValueError):
-            if isinstance(line, Raw):
-                return json_object(line.data, line.place).keys() >= _COLUMNS
+            if isinstance(line, RawRecord):
+                return parse_json_object(line.data, line.place).keys() >= _COLUMNS
         break
     return ".json" not in path.suffixes
 
@@ -221,7 +221,7 @@ def _first_bytes(path: Path) -> bytes:
     try:
         with open_compressed(path) as (file, _):
             head = file.read(_HEAD)
-    except (*DAMAGE, ValueError):  # reported when the file is read
+    except (*DECOMPRESSION_ERRORS, ValueError):  # reported when the file is read
         head = b""
     bare = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     return bare.partition(b"?>")[2].lstrip() if bare.startswith(b"<?xml") else bare

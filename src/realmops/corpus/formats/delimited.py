@@ -5,14 +5,22 @@ from collections.abc import Iterator
 from io import TextIOWrapper
 from pathlib import Path
 
-from realmops.corpus.documents import LINE_LIMIT, Format, Outcome, Raw, Rejected, document_or_dropped, unreadable_rest
-from realmops.text.compressed import DAMAGE, damage, open_compressed
+from realmops.corpus.documents import (
+    LINE_LIMIT,
+    Format,
+    Outcome,
+    RawRecord,
+    Rejected,
+    parse_document_or_drop,
+    reject_remainder,
+)
+from realmops.text.compressed import DECOMPRESSION_ERRORS, describe_damage, open_compressed
 
 _REQUIRED = ("title", "text")
 _DELIMITERS = (",", "\t", ";")  # Excel writes semicolons where the locale has a decimal comma
 
 
-def _records(path: Path) -> Iterator[Raw | Rejected]:
+def _records(path: Path) -> Iterator[RawRecord | Rejected]:
     csv.field_size_limit(LINE_LIMIT)  # process-wide; the default is 128 KiB
     line = size = 0
     with open_compressed(path) as (file, position):
@@ -39,23 +47,23 @@ def _records(path: Path) -> Iterator[Raw | Rejected]:
             for row in rows:
                 place, line, size = f"{path}:{line + 2}", rows.line_num, 0
                 if len(row) == len(columns):
-                    yield Raw(place, dict(zip(columns, row, strict=True)), position())
+                    yield RawRecord(place, dict(zip(columns, row, strict=True)), position())
                 elif row:
                     yield Rejected(place, f"the row has {len(row)} columns, expected {len(columns)} as in line 1")
         except csv.Error as error:
             remedy = "quote values that contain quotes, delimiters or line breaks"
-            yield unreadable_rest(f"{path}:{line + 2}", f"no valid CSV ({error})", remedy)
-        except DAMAGE as error:
-            yield Rejected(f"{path}:{line + 2}", damage(error, path), ends_file=True)
+            yield reject_remainder(f"{path}:{line + 2}", f"no valid CSV ({error})", remedy)
+        except DECOMPRESSION_ERRORS as error:
+            yield Rejected(f"{path}:{line + 2}", describe_damage(error, path), ends_file=True)
 
 
-def _parse_record(raw: Raw) -> Outcome:
+def _parse_record(raw: RawRecord) -> Outcome:
     for name, value in raw.data.items():
         if not value.isascii() and any("\udc80" <= character <= "\udcff" for character in value):
             name = name.encode(errors="backslashreplace").decode()
             return Rejected(raw.place, f"{name!r} is invalid UTF-8; save the file as UTF-8")
     record = {name: value for name, value in raw.data.items() if name != "spans" and (value or name != "id")}
-    return document_or_dropped(record, raw.place)
+    return parse_document_or_drop(record, raw.place)
 
 
 CSV = Format("csv", _records, _parse_record)

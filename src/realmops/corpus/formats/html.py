@@ -7,7 +7,7 @@ from encodings.aliases import aliases
 from functools import cache, partial
 from typing import Any
 
-from realmops.corpus.documents import Dropped, Outcome, Rejected, document_or_dropped, guarded
+from realmops.corpus.documents import Dropped, Outcome, Rejected, call_guarded, parse_document_or_drop
 
 PAGE_LIMIT = 4 << 20  # characters; Common Crawl truncates pages at 1 MiB
 TAG_LIMIT = 50_000  # trafilatura handles about 20,000 tags per second
@@ -71,7 +71,7 @@ def page_to_document(
     """
     if len(page) > PAGE_LIMIT or page.count("<") > TAG_LIMIT or any(map(_has_many_attributes, _LONG_TAG.findall(page))):
         return Dropped(place, "too_long")
-    extracted = guarded(partial(_extract_main_text, page, url), partial(Rejected, place))
+    extracted = call_guarded(partial(_extract_main_text, page, url), partial(Rejected, place))
     if isinstance(extracted, Rejected):
         return extracted
     page_title, text, page_date = extracted
@@ -80,7 +80,7 @@ def page_to_document(
     metadata = {"url": url, "date": page_date or date}
     extra = {key: value for key, value in metadata.items() if value}
     record = {"title": page_title or title, "text": text, **extra}
-    return document_or_dropped(record, place)
+    return parse_document_or_drop(record, place)
 
 
 def _has_many_attributes(tag: str) -> bool:

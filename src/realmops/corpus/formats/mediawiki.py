@@ -12,13 +12,13 @@ from realmops.corpus.documents import (
     Dropped,
     Format,
     Outcome,
-    Raw,
+    RawRecord,
     Rejected,
-    document_or_dropped,
-    unreadable_rest,
+    parse_document_or_drop,
+    reject_remainder,
 )
-from realmops.corpus.formats.wikitext import plain_text
-from realmops.text.compressed import DAMAGE, damage, open_compressed
+from realmops.corpus.formats.wikitext import wikitext_to_text
+from realmops.text.compressed import DECOMPRESSION_ERRORS, describe_damage, open_compressed
 
 PAGE_LIMIT = 2 << 20  # characters; MediaWiki's own limit is as many bytes
 _NAMESPACE_LIMIT = 1000
@@ -26,18 +26,18 @@ _HIDDEN = ("-2", "6", "14")  # media, files and categories, whose links show no 
 _REDIRECT = re.compile(r"\s*#redirect\b", re.IGNORECASE)
 
 
-def _records(path: Path) -> Iterator[Raw | Rejected]:
+def _records(path: Path) -> Iterator[RawRecord | Rejected]:
     number = 0
     with open_compressed(path) as (file, position):
         try:
             for page in _pages(file):
                 number += 1
-                yield Raw(f"{path}:page {page['id']} ({page['title']})", page, position())
-        except DAMAGE as error:
-            yield Rejected(f"{path}:after page {number}", damage(error, path), ends_file=True)
+                yield RawRecord(f"{path}:page {page['id']} ({page['title']})", page, position())
+        except DECOMPRESSION_ERRORS as error:
+            yield Rejected(f"{path}:after page {number}", describe_damage(error, path), ends_file=True)
         except (LxmlError, ValueError) as error:
             problem = f"no valid MediaWiki XML ({error})"
-            yield unreadable_rest(f"{path}:after page {number}", problem, "copy or download it again")
+            yield reject_remainder(f"{path}:after page {number}", problem, "copy or download it again")
 
 
 class _LimitedReader:
@@ -109,7 +109,7 @@ def _page(page: Any, namespaces: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _parse_record(raw: Raw) -> Outcome:
+def _parse_record(raw: RawRecord) -> Outcome:
     page = raw.data
     text = page["text"] or ""
     if page["redirect"] or _REDIRECT.match(text):
@@ -120,8 +120,8 @@ def _parse_record(raw: Raw) -> Outcome:
         return Dropped(raw.place, "other_model")
     if len(text) > PAGE_LIMIT:
         raise ValueError(f"the page is longer than {PAGE_LIMIT >> 20} Mi characters; leave it out")
-    text = plain_text(text, page["hidden"])
-    return document_or_dropped({"id": page["id"], "title": page["title"], "text": text}, raw.place)
+    text = wikitext_to_text(text, page["hidden"])
+    return parse_document_or_drop({"id": page["id"], "title": page["title"], "text": text}, raw.place)
 
 
 MEDIAWIKI = Format("mediawiki", _records, _parse_record)

@@ -18,9 +18,18 @@ from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 
-from realmops.corpus.documents import LINE_LIMIT, Document, Format, Outcome, Raw, Rejected, document_or_dropped, shown
+from realmops.corpus.documents import (
+    LINE_LIMIT,
+    Document,
+    Format,
+    Outcome,
+    RawRecord,
+    Rejected,
+    parse_document_or_drop,
+    printable_path,
+)
 from realmops.corpus.formats.sandbox import convert_in_child
-from realmops.text.compressed import open_plain
+from realmops.text.compressed import open_raw
 
 PDF = "pdf"  # the name of the format
 _FILE_LIMIT = 512 << 20  # bytes
@@ -51,23 +60,23 @@ class _UnreadableError(Exception):
         self.kind = kind
 
 
-def _records(path: Path) -> Iterator[Raw | Rejected]:
-    with open_plain(path) as file:
+def _records(path: Path) -> Iterator[RawRecord | Rejected]:
+    with open_raw(path) as file:
         size = os.fstat(file.fileno()).st_size
-    yield Raw(str(path), path, size)
+    yield RawRecord(str(path), path, size)
 
 
-def convert(name: str, raw: Raw) -> Outcome:
+def convert(name: str, raw: RawRecord) -> Outcome:
     """Convert the file at ``raw.data``, in a format of ``PAGED``, to a document; ``Rejected`` if it cannot be read."""
     try:
-        with open_plain(raw.data) as file:
+        with open_raw(raw.data) as file:
             if os.fstat(file.fileno()).st_size > _FILE_LIMIT:
                 raise _UnreadableError("too_large", f"the file is larger than {_FILE_LIMIT >> 20} MiB; split it")
             data = file.read()  # read(n) would allocate n bytes up front, which count against the memory limit
         title, pages = _READERS[name](data)
         title = " ".join(title.split())
         if title.lower() in _PLACEHOLDER_TITLES:
-            title = shown(raw.data.stem).replace("_", " ")
+            title = printable_path(raw.data.stem).replace("_", " ")
         outcome = _join_pages(title, pages, raw.place)
         # Word files do not record page breaks.
         return replace(outcome, pages=()) if name == "docx" and isinstance(outcome, Document) else outcome
@@ -90,7 +99,7 @@ def _join_pages(title: str, pages: Iterable[str], place: str) -> Outcome:
     if not any(texts):
         raise _UnreadableError("no_text", "no page contains text; run OCR on scanned pages first")
     parts = [text and text + _PARAGRAPH for text in texts]
-    outcome = document_or_dropped({"title": title, "text": "".join(parts).strip()}, place)
+    outcome = parse_document_or_drop({"title": title, "text": "".join(parts).strip()}, place)
     starts = accumulate(map(len, parts[:-1]), initial=0)
     return replace(outcome, pages=tuple(starts)) if isinstance(outcome, Document) else outcome
 
@@ -122,7 +131,7 @@ def read_pdf(data: bytes) -> Pages:
     return document.get_metadata_value("Title"), texts()
 
 
-def boxes(path: Path, start: int, end: int) -> Iterator[tuple[int, Box]]:
+def bounding_boxes(path: Path, start: int, end: int) -> Iterator[tuple[int, Box]]:
     """Yield the bounding boxes of the characters ``start`` to ``end`` of a PDF's text.
 
     A snapshot does not store them: locating a few citations costs less than recording every character.
@@ -132,7 +141,7 @@ def boxes(path: Path, start: int, end: int) -> Iterator[tuple[int, Box]]:
     """
     import pypdfium2
 
-    with open_plain(path) as file, pypdfium2.PdfDocument(file.read()) as document:
+    with open_raw(path) as file, pypdfium2.PdfDocument(file.read()) as document:
         page_start = 0  # in characters of the document's text
         for number, page in enumerate(document, start=1):
             textpage = page.get_textpage()

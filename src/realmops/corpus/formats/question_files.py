@@ -15,8 +15,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from realmops.corpus.documents import check_text, read_json_lines, require
-from realmops.text.compressed import DAMAGE, damage, open_compressed
+from realmops.corpus.documents import check_text, read_json_lines, require_key
+from realmops.text.compressed import DECOMPRESSION_ERRORS, describe_damage, open_compressed
 
 AUTO = "auto"
 LARGEST_CONTENT = 256 << 20  # bytes of a file that is read into memory; SQuAD has 40 MB
@@ -48,11 +48,11 @@ def _json_lines(path: Path) -> Iterator[QuestionRecord]:
     """Read {"id"?, "question", "answers", ...} per line, and other fields of ``Question``; "answer" may be a string."""
     for place, record in read_json_lines(path):
         key = "answer" if "answer" in record and "answers" not in record else "answers"
-        answers = require(record, key, place)
+        answers = require_key(record, key, place)
         yield QuestionRecord(
             place,
             record.get("id"),
-            require(record, "question", place),
+            require_key(record, "question", place),
             [answers] if key == "answer" and isinstance(answers, str) else answers,
             record.get("passage_id"),
             record.get("is_regex", False),
@@ -65,28 +65,28 @@ def _webquestions(path: Path) -> Iterator[QuestionRecord]:
     """Read a JSON list of {"qId", "qText", "answers"} (brmson) or {"utterance", "targetValue"} (Berant et al. 2013)."""
     for place, record in _iter_objects(_json(path), path, "the file", ": question"):
         if "utterance" in record:
-            target = check_text(require(record, "targetValue", place), "targetValue", place)
+            target = check_text(require_key(record, "targetValue", place), "targetValue", place)
             yield QuestionRecord(place, None, record["utterance"], _parse_target_value(target, place))
         else:
             yield QuestionRecord(
-                place, record.get("qId"), require(record, "qText", place), require(record, "answers", place)
+                place, record.get("qId"), require_key(record, "qText", place), require_key(record, "answers", place)
             )
 
 
 def _squad(path: Path) -> Iterator[QuestionRecord]:
     """Read {"data": [{"paragraphs": [{"qas": [{"id", "question", "answers": [{"text"}]}]}]}]}."""
-    data = require(_expect_object(_json(path), f"{path}: the file"), "data", str(path))
+    data = require_key(_expect_object(_json(path), f"{path}: the file"), "data", str(path))
     for article_place, article in _iter_objects(data, path, "'data'", ": article"):
-        paragraphs = require(article, "paragraphs", article_place)
+        paragraphs = require_key(article, "paragraphs", article_place)
         for paragraph_place, paragraph in _iter_objects(paragraphs, article_place, "'paragraphs'", ", paragraph"):
-            questions = require(paragraph, "qas", paragraph_place)
+            questions = require_key(paragraph, "qas", paragraph_place)
             for place, record in _iter_objects(questions, paragraph_place, "'qas'", ", question"):
                 answers = _expect_list(record.get("answers", []), place, "'answers'")
                 yield QuestionRecord(
                     place,
                     record.get("id"),
-                    require(record, "question", place),
-                    [require(_expect_object(answer, place), "text", place) for answer in answers],
+                    require_key(record, "question", place),
+                    [require_key(_expect_object(answer, place), "text", place) for answer in answers],
                     unanswerable=record.get("is_impossible") is True,
                 )
 
@@ -162,7 +162,7 @@ FORMATS: dict[str, Callable[[Path], Iterator[QuestionRecord]]] = {
 _COLUMNS = {4: "curatedtrec", 2: "dpr"}
 
 
-def question_reader(path: Path, format: str) -> Callable[[Path], Iterator[QuestionRecord]]:
+def find_question_reader(path: Path, format: str) -> Callable[[Path], Iterator[QuestionRecord]]:
     """Return the function that reads a file's records.
 
     Args:
@@ -202,8 +202,8 @@ def _content(path: Path, limit: int | None = None) -> bytes:
     try:
         with open_compressed(path) as (file, _):
             content = file.read(LARGEST_CONTENT + 1 if limit is None else limit)
-    except DAMAGE as error:
-        raise ValueError(f"{path}: {damage(error, path)}") from None
+    except DECOMPRESSION_ERRORS as error:
+        raise ValueError(f"{path}: {describe_damage(error, path)}") from None
     if len(content) > LARGEST_CONTENT:
         raise ValueError(f"{path}: more than {LARGEST_CONTENT >> 20} MiB; split it or convert it to JSON lines")
     return content

@@ -5,7 +5,7 @@ from functools import cache, partial
 from pathlib import PurePath
 from typing import Any
 
-from realmops.corpus.documents import Format, Outcome, Raw, document_or_dropped
+from realmops.corpus.documents import Format, Outcome, RawRecord, parse_document_or_drop
 from realmops.corpus.formats.text import decode_text, read_whole_file
 
 _LIMIT = 1 << 18  # characters; docutils reads about 50,000 per second
@@ -29,7 +29,7 @@ class _TooLongError(ValueError):
     """Error for a document whose substitutions expand to too much text."""
 
 
-def _parse_record(raw: Raw) -> Outcome:
+def _parse_record(raw: RawRecord) -> Outcome:
     source = decode_text(raw.data["bytes"], is_html=False)
     longest = max(map(len, source.splitlines()), default=0)
     if len(source) > _LIMIT or longest > _LINE_LIMIT or sum(1 for _ in _MARKS.finditer(source)) > _MARK_LIMIT:
@@ -44,7 +44,7 @@ def _parse_record(raw: Raw) -> Outcome:
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"docutils cannot read it ({type(error).__name__}); correct the file") from None
     title = title or PurePath(raw.data["name"]).stem.replace("_", " ")
-    return document_or_dropped({"title": title, "text": text}, raw.place)
+    return parse_document_or_drop({"title": title, "text": text}, raw.place)
 
 
 def _read(source: str) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
-from realmops.corpus.documents import Document, Dropped, Outcome, Raw, Rejected
+from realmops.corpus.documents import Document, Dropped, Outcome, RawRecord, Rejected
 
 MEMORY_LIMIT = 2 << 30  # bytes of data, in addition to those of a freshly started child
 _OUTCOMES = {kind.__name__: kind for kind in (Document, Dropped, Rejected)}
@@ -24,7 +24,7 @@ _OUT_OF_MEMORY = 3  # exit status
 _LOCK = threading.Lock()  # the child replies in order: one request at a time
 
 
-def convert_in_child(module: str, name: str, raw: Raw) -> Outcome:
+def convert_in_child(module: str, name: str, raw: RawRecord) -> Outcome:
     """Run ``module.convert(name, raw)`` in the child process and return its outcome.
 
     Args:
@@ -39,7 +39,7 @@ def convert_in_child(module: str, name: str, raw: Raw) -> Outcome:
         return _convert(module, name, raw)
 
 
-def _convert(module: str, name: str, raw: Raw) -> Outcome:
+def _convert(module: str, name: str, raw: RawRecord) -> Outcome:
     child = _start_child(module, os.getpid())
     assert child.stdin is not None
     assert child.stdout is not None
@@ -77,7 +77,7 @@ def _start_child(module: str, parent: int) -> "subprocess.Popen[bytes]":
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-def run_child(convert: Callable[[str, Raw], Outcome], memory: int) -> None:
+def run_child(convert: Callable[[str, RawRecord], Outcome], memory: int) -> None:
     """Convert the files named on standard input until its end, using at most ``memory`` bytes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops this process
     replies = os.fdopen(os.dup(1), "wb")
@@ -86,7 +86,7 @@ def run_child(convert: Callable[[str, Raw], Outcome], memory: int) -> None:
     for request in sys.stdin.buffer:
         name, place, path, position = json.loads(request)
         try:
-            outcome = convert(name, Raw(place, Path(path), position))
+            outcome = convert(name, RawRecord(place, Path(path), position))
             reply = json.dumps([type(outcome).__name__, asdict(outcome)]).encode()
         except MemoryError:
             os._exit(_OUT_OF_MEMORY)

@@ -10,7 +10,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from realmops.corpus.documents import LINE_LIMIT, Format, Outcome, Raw, Rejected, document_or_dropped, unreadable_rest
+from realmops.corpus.documents import (
+    LINE_LIMIT,
+    Format,
+    Outcome,
+    RawRecord,
+    Rejected,
+    parse_document_or_drop,
+    reject_remainder,
+)
 
 _ROWS = 256  # per batch
 _SLICE = 1 << 20  # characters and values that are converted to Python objects at a time
@@ -70,7 +78,7 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "no details")
 
 
-def _parquet_records(path: Path) -> Iterator[Raw | Rejected]:
+def _parquet_records(path: Path) -> Iterator[RawRecord | Rejected]:
     try:
         metadata = pq.read_metadata(path)
         schema, oversized = metadata.schema.to_arrow_schema(), _oversized_lists(metadata)
@@ -79,7 +87,7 @@ def _parquet_records(path: Path) -> Iterator[Raw | Rejected]:
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise ValueError(f"{path}: cannot be read ({error.strerror}); check the path") from None
-        yield unreadable_rest(str(path), f"no valid Parquet data ({_first_line(error)})", "write or copy it again")
+        yield reject_remainder(str(path), f"no valid Parquet data ({_first_line(error)})", "write or copy it again")
 
 
 def _oversized_lists(metadata: pq.FileMetaData) -> set[str]:
@@ -133,7 +141,7 @@ def _longest(column: pa.Array) -> int:
     return _longest(column.values) if hasattr(column, "offsets") else 0
 
 
-def _dataset_records(path: Path) -> Iterator[Raw | Rejected]:
+def _dataset_records(path: Path) -> Iterator[RawRecord | Rejected]:
     name = str(path)
     datasets = _datasets(name)
     try:
@@ -148,7 +156,7 @@ def _dataset_records(path: Path) -> Iterator[Raw | Rejected]:
         yield from _rows(path, rows.features.arrow_schema, batches, len(rows), _stored_bytes(rows))
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:
         problem = f"no valid dataset ({type(error).__name__}: {_first_line(error)})"
-        yield unreadable_rest(name, problem, "save the dataset again with save_to_disk")
+        yield reject_remainder(name, problem, "save the dataset again with save_to_disk")
 
 
 def _stored_bytes(rows: Any) -> int:
@@ -162,7 +170,7 @@ def _is_readable(column: pa.Field) -> bool:
 
 def _rows(
     path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], total: int, size: int
-) -> Iterator[Raw | Rejected]:
+) -> Iterator[RawRecord | Rejected]:
     """Yield a record for each of the ``total`` rows; positions are estimated as a share of ``size`` bytes."""
     missing = [name for name in _REQUIRED if name not in schema.names]
     if missing:
@@ -176,7 +184,7 @@ def _rows(
             number += 1
             place = f"{path}:row {number}"
             if isinstance(row, dict):
-                yield Raw(place, row, size * rows_read // max(total, 1))
+                yield RawRecord(place, row, size * rows_read // max(total, 1))
             else:
                 yield Rejected(place, f"the row cannot be read ({_first_line(row)}); write the file again")
 
@@ -254,7 +262,7 @@ def _times_to_text(batch: pa.RecordBatch) -> pa.RecordBatch:
     return batch
 
 
-def _parse_record(raw: Raw) -> Outcome:
+def _parse_record(raw: RawRecord) -> Outcome:
     record = {key: value for key, value in raw.data.items() if key != "spans"}
     for key in _TEXTS:
         if isinstance(value := record.get(key), bytes):
@@ -263,7 +271,7 @@ def _parse_record(raw: Raw) -> Outcome:
             except UnicodeDecodeError as error:
                 problem = f"{key!r} is invalid UTF-8 at byte {error.start}"
                 raise ValueError(f"{problem}; write it as a column of text") from None
-    return document_or_dropped(record, raw.place)
+    return parse_document_or_drop(record, raw.place)
 
 
 PARQUET = Format("parquet", _parquet_records, _parse_record)

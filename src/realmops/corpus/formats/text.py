@@ -7,9 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from realmops.corpus.documents import LINE_LIMIT, Format, Outcome, Raw, Rejected, document_or_dropped, shown
+from realmops.corpus.documents import (
+    LINE_LIMIT,
+    Format,
+    Outcome,
+    RawRecord,
+    Rejected,
+    parse_document_or_drop,
+    printable_path,
+)
 from realmops.corpus.formats.html import decode_page, page_to_document
-from realmops.text.compressed import open_plain
+from realmops.text.compressed import open_raw
 
 if TYPE_CHECKING:
     from markdown_it.tree import SyntaxTreeNode
@@ -24,17 +32,17 @@ _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(.*?)^---[ \t]*\n", re.DOTALL | re.MUL
 _FRONT_TITLE = re.compile(r"^title:(.*)$", re.MULTILINE)
 
 
-def read_whole_file(path: Path) -> Iterator[Raw | Rejected]:
+def read_whole_file(path: Path) -> Iterator[RawRecord | Rejected]:
     """Yield the file as one record with its name and bytes; ``Rejected`` if it exceeds ``LINE_LIMIT`` bytes."""
-    with open_plain(path) as file:
+    with open_raw(path) as file:
         data = file.read(LINE_LIMIT + 1)
     if len(data) > LINE_LIMIT:
         yield Rejected(str(path), f"the file is larger than {LINE_LIMIT >> 20} MiB; split it into documents")
     else:
-        yield Raw(str(path), {"name": shown(path.name), "bytes": data}, len(data))
+        yield RawRecord(str(path), {"name": printable_path(path.name), "bytes": data}, len(data))
 
 
-def _parse_record(raw: Raw) -> Outcome:
+def _parse_record(raw: RawRecord) -> Outcome:
     name, data = PurePath(raw.data["name"]), raw.data["bytes"]
     suffix = name.suffix.lower()
     stem = name.stem.replace("_", " ")
@@ -49,7 +57,7 @@ def _parse_record(raw: Raw) -> Outcome:
                 f"{_MARK_LIMIT:,} marks; split it into documents"
             )
         title, text = _read_markdown(text)
-    return document_or_dropped({"title": title or stem, "text": text.strip()}, raw.place)
+    return parse_document_or_drop({"title": title or stem, "text": text.strip()}, raw.place)
 
 
 def decode_text(data: bytes, *, is_html: bool) -> str:

@@ -13,9 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from realmops.corpus.documents import Dropped, Format, Outcome, Raw, Rejected, document_or_dropped, guarded
+from realmops.corpus.documents import (
+    Dropped,
+    Format,
+    Outcome,
+    RawRecord,
+    Rejected,
+    call_guarded,
+    parse_document_or_drop,
+)
 from realmops.corpus.formats.html import decode_page, page_to_document
-from realmops.text.compressed import open_plain
+from realmops.text.compressed import open_raw
 
 RECORD_LIMIT = 16 << 20  # bytes
 _HEAD_LIMIT = 64 << 10  # bytes of a record's headers
@@ -98,8 +106,8 @@ class _DecompressedFile(io.RawIOBase):
         return size
 
 
-def _records(path: Path) -> Iterator[Raw | Rejected]:
-    with open_plain(path) as raw:
+def _records(path: Path) -> Iterator[RawRecord | Rejected]:
+    with open_raw(path) as raw:
         stream: BinaryIO = io.BufferedReader(_DecompressedFile(raw), _READ)
         number = 0
         version: bytes | None = b""  # the version line, if already read
@@ -115,7 +123,7 @@ def _records(path: Path) -> Iterator[Raw | Rejected]:
                 continue
             if data is None:
                 return
-            yield Raw(place, data, raw.tell())
+            yield RawRecord(place, data, raw.tell())
 
 
 def _read_record(stream: BinaryIO, version: bytes) -> dict[str, Any] | None:
@@ -169,11 +177,11 @@ def _next_version(stream: BinaryIO) -> bytes | None:
             return line
 
 
-def _parse_record(raw: Raw) -> Outcome:
+def _parse_record(raw: RawRecord) -> Outcome:
     kind, record = raw.data["type"], raw.data["record"]
     if record is None:
         return Dropped(raw.place, "too_long" if kind in _PAGE_RECORDS else "record_type")
-    return guarded(partial(_convert_page, record, raw.place), partial(Rejected, raw.place))
+    return call_guarded(partial(_convert_page, record, raw.place), partial(Rejected, raw.place))
 
 
 class _BrotliDecompressor:
@@ -215,7 +223,7 @@ def _convert_page(data: bytes, place: str) -> Outcome:
     url = record.rec_headers.get_header("WARC-Target-URI") or ""
     date = (record.rec_headers.get_header("WARC-Date") or "")[:10]
     if kind == "text/plain":
-        return document_or_dropped({"title": url, "text": text.strip(), "url": url, "date": date}, place)
+        return parse_document_or_drop({"title": url, "text": text.strip(), "url": url, "date": date}, place)
     return page_to_document(text, place, title=url, url=url or None, date=date)
 
 

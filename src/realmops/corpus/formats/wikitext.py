@@ -70,7 +70,7 @@ _COMMA_POINT = re.compile(r" ?[,;:] ?\.(?=\s|\Z)")
 _BEFORE_POINT = re.compile(r" ([,.;:!?])(?=\s|\Z)")
 
 
-def plain_text(wikitext: str, hidden: Collection[str] = ()) -> str:
+def wikitext_to_text(wikitext: str, hidden: Collection[str] = ()) -> str:
     """Convert wikitext to its sentences, headings and list items, one per line, with blank lines around headings.
 
     Tables, references, files, categories, formulas, reference sections and templates are left out, except templates

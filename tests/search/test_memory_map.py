@@ -14,9 +14,9 @@ import pytest
 import torch
 from small_world import at_once
 
-from realmops.search import mapped
-from realmops.search.approximate import Faiss, Recipe
-from realmops.search.mapped import blocks, matrix, read_only, release, scratch
+from realmops.search import memory_map
+from realmops.search.approximate import FaissIndex, Recipe
+from realmops.search.memory_map import allocate_matrix, iter_blocks, open_scratch, release_pages, view_fp32
 
 CPU = torch.device("cpu")
 THREADS, MAPS = 8, 150
@@ -24,86 +24,86 @@ THREADS, MAPS = 8, 150
 
 @pytest.fixture(autouse=True)
 def small_is_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(mapped, "MIN_BYTES", 1)
+    monkeypatch.setattr(memory_map, "MIN_BYTES", 1)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def of(content: bytes) -> mmap.mmap:
     """A mapped file with that content."""
-    file = scratch(len(content))
+    file = open_scratch(len(content))
     with file:
         file.write(content)
-        return mapped.mapped(file)
+        return memory_map.map_file(file)
 
 
 def made(size: int) -> bool:
     """Whether there is a file for so many bytes."""
-    file = scratch(size)
+    file = open_scratch(size)
     if file is not None:
         file.close()
     return file is not None
 
 
 def test_a_file_for_a_large_matrix_has_no_name_and_is_as_large_as_asked(tmp_path: Path) -> None:
-    file = scratch(100_000)
+    file = open_scratch(100_000)
     with file:
         assert os.fstat(file.fileno()).st_size == 100_000
         assert os.listdir(tmp_path) == []
 
 
 def test_what_is_small_or_has_no_room_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped, "MIN_BYTES", 101)
+    monkeypatch.setattr(memory_map, "MIN_BYTES", 101)
     assert not made(100)
     assert made(101)
     for free in (1199, 1200):
         room = SimpleNamespace(free=free)
         monkeypatch.setattr(shutil, "disk_usage", lambda folder, room=room: room)
         assert made(1000) == (free == 1200)
-        assert matrix(125, 2).shape == (125, 2)
+        assert allocate_matrix(125, 2).shape == (125, 2)
 
 
 def test_what_was_written_is_there_after_its_pages_were_dropped() -> None:
     wanted = torch.randn(3000, 7)
-    found = matrix(3000, 7)
+    found = allocate_matrix(3000, 7)
     found[:] = wanted
     for held in (found, found[100:], found.T):
-        release(held)
+        release_pages(held)
         assert torch.equal(found, wanted)
 
 
 def test_memory_that_is_no_file_is_left_as_it_is() -> None:
-    keep = matrix(3000, 7)
+    keep = allocate_matrix(3000, 7)
     wanted = torch.arange(100_000.0)
     found = wanted.clone()
-    release(found)
-    release(torch.empty(0))
+    release_pages(found)
+    release_pages(torch.empty(0))
     assert torch.equal(found, wanted)
     content = bytes(range(256)) * 100
-    release(content)
+    release_pages(content)
     assert content == bytes(range(256)) * 100
     assert len(keep) == 3000
 
 
 def test_blocks_are_all_bytes_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped, "_BLOCK", 1000)
+    monkeypatch.setattr(memory_map, "_BLOCK", 1000)
     for size in (1, 999, 1000, 1001, 5500):
         content = os.urandom(size)
         for kind in (content, of(content)):
-            found = [bytes(block) for block in blocks(kind)]
+            found = [bytes(block) for block in iter_blocks(kind)]
             assert b"".join(found) == content
             assert max(map(len, found)) <= 1000
-    assert list(blocks(b"")) == []
+    assert list(iter_blocks(b"")) == []
 
 
 def test_numbers_are_read_where_they_lie() -> None:
     content = b"head" + torch.arange(6.0).numpy().tobytes()
     for kind in (content, of(content)):
-        assert read_only(kind, 4).tolist() == [0, 1, 2, 3, 4, 5]
+        assert view_fp32(kind, 4).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 ANONYMOUS = """
 import torch
-from realmops.search import mapped
+from realmops.search import memory_map
 from realmops.search.approximate import Faiss, Recipe
 def held():
     lines = [line.split() for line in open("/proc/self/status")]
@@ -114,10 +114,10 @@ found = mapped.matrix(300_000, 128)  # 146 MiB
 for first in range(0, 300_000, 1000):
     found[first : first + 1000] = rows + first / 300_000
 mapped.release(found)
-Faiss(found[:5000].clone(), Recipe("pq", 0, 64, 1, 0.0, 8, 0.0)).widen(rows[:8], 8)
+Faiss(found[:5000].clone(), Recipe("pq", 0, 64, 1, 0.0, 8, 0.0)).tune_search_width(rows[:8], 8)
 before = held()
 index = Faiss(found, Recipe("pq", 0, 64, 1, 0.0, 8, 0.0))
-index.widen(rows[:8], 8)
+index.tune_search_width(rows[:8], 8)
 print(*(now - then for now, then in zip(held(), before)))
 """
 
@@ -134,11 +134,11 @@ def test_an_index_over_mapped_embeddings_is_that_over_the_same_in_memory(kind: s
     generator = torch.Generator().manual_seed(0)
     kept = torch.randn(4000, 16, generator=generator)
     query_QE = torch.randn(20, 16, generator=generator)
-    there = matrix(4000, 16)
+    there = allocate_matrix(4000, 16)
     there[:] = kept
-    indexes = [Faiss(e, Recipe(kind, 3, 20, 1, 0.0, 10, 0.5)) for e in (kept, there)]
+    indexes = [FaissIndex(e, Recipe(kind, 3, 20, 1, 0.0, 10, 0.5)) for e in (kept, there)]
     for index in indexes:
-        index.widen(query_QE, 10)
+        index.tune_search_width(query_QE, 10)
     assert indexes[0].recipe == indexes[1].recipe
     (score_QK, id_QK), (mapped_QK, mapped_id_QK) = (index.search(query_QE, 10) for index in indexes)
     assert torch.equal(id_QK, mapped_id_QK)
@@ -154,13 +154,13 @@ def test_files_are_mapped_and_released_in_several_threads(monkeypatch: pytest.Mo
             dropped.append(id(self))
             super().madvise(option, *place)
 
-    monkeypatch.setattr(mapped.mmap, "mmap", Watched)
+    monkeypatch.setattr(memory_map.mmap, "mmap", Watched)
     filters, interval = list(warnings.filters), sys.getswitchinterval()
 
     def work() -> list[torch.Tensor]:
-        held = [matrix(10, 2) for _ in range(MAPS)]
+        held = [allocate_matrix(10, 2) for _ in range(MAPS)]
         for one in held:
-            release(one[2:])
+            release_pages(one[2:])
         return held
 
     sys.setswitchinterval(1e-6)

@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-SAID_SECONDS = 30.0  # between progress messages
+LOG_SECONDS = 30.0  # between progress messages
 T = TypeVar("T")
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
-def awaited(
+def poll_until(
     poll: Callable[[], T | None],
     interval: float,
     timeout: float = math.inf,
@@ -22,7 +22,7 @@ def awaited(
         poll: called repeatedly; None means not ready.
         interval: seconds between calls.
         timeout: seconds after which to give up.
-        on_progress: called with the elapsed seconds after the first poll, then every ``SAID_SECONDS``.
+        on_progress: called with the elapsed seconds after the first poll, then every ``LOG_SECONDS``.
 
     Returns:
         The value, or None after the timeout.
@@ -33,7 +33,7 @@ def awaited(
         elapsed = time.monotonic() - started
         if elapsed > timeout:
             break
-        if elapsed - reported > SAID_SECONDS:
+        if elapsed - reported > LOG_SECONDS:
             on_progress(elapsed)
             reported = elapsed
         time.sleep(interval)

@@ -32,7 +32,7 @@ _MAPS: list[tuple[int, weakref.ref[mmap.mmap]]] = []  # (start address, map) of 
 _LOCK = Lock()  # protects _MAPS and the process's warning filters
 
 
-def scratch(size: int) -> IO[bytes] | None:
+def open_scratch(size: int) -> IO[bytes] | None:
     """Open an unnamed temporary file of ``size`` bytes; None if it is small, or if there is too little disk space."""
     folder = tempfile.gettempdir()
     if size < MIN_BYTES or shutil.disk_usage(folder).free < SPARE_ROOM * size:
@@ -46,17 +46,17 @@ def scratch(size: int) -> IO[bytes] | None:
     return file
 
 
-def mapped(file: IO[bytes]) -> mmap.mmap:
+def map_file(file: IO[bytes]) -> mmap.mmap:
     """Map a file for reading; the map stays valid when the file is closed or deleted."""
     file.flush()
     return _register(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
-def matrix(rows: int, width: int) -> Tensor:
+def allocate_matrix(rows: int, width: int) -> Tensor:
     """Allocate rows x width fp32 numbers for writing: in memory, or in a mapped file if they are large."""
     import torch
 
-    file = scratch(4 * rows * width)
+    file = open_scratch(4 * rows * width)
     if file is None:
         return torch.empty(rows, width)
     with file:
@@ -64,7 +64,7 @@ def matrix(rows: int, width: int) -> Tensor:
     return torch.frombuffer(buffer, dtype=torch.float32).view(rows, width)
 
 
-def read_only(content: Content, offset: int) -> Tensor:
+def view_fp32(content: Content, offset: int) -> Tensor:
     """Return a view of the fp32 numbers from ``offset`` on; callers must not write to it."""
     import torch
 
@@ -72,7 +72,7 @@ def read_only(content: Content, offset: int) -> Tensor:
         return torch.frombuffer(content, dtype=torch.float32, offset=offset)
 
 
-def release(data: Tensor | Content) -> None:
+def release_pages(data: Tensor | Content) -> None:
     """Drop the resident pages of mapped data, which are read again on access; do nothing for other data."""
     if not isinstance(data, bytes | mmap.mmap):
         address = data.untyped_storage().data_ptr()
@@ -82,11 +82,11 @@ def release(data: Tensor | Content) -> None:
         data.madvise(mmap.MADV_DONTNEED)  # keeps written data: the maps are shared with their files
 
 
-def blocks(content: Content) -> Iterator[memoryview]:
+def iter_blocks(content: Content) -> Iterator[memoryview]:
     """Yield all bytes in order, in blocks of 16 MiB; at most one block of a mapped file is resident."""
     for first in range(0, len(content), _BLOCK):
         yield memoryview(content)[first : first + _BLOCK]
-        release(content)
+        release_pages(content)
 
 
 def _register(buffer: mmap.mmap) -> mmap.mmap:

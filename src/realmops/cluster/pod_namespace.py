@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from realmops.cluster.kube import RefusedError, at_hand
-from realmops.cluster.waiting import Say
+from realmops.cluster.kube import RefusedError, connect_if_configured
+from realmops.cluster.polling import Log
 
 KINDS = {  # kinds of the objects that pipeline parameters name
     "volume": "PersistentVolumeClaim",
@@ -69,7 +69,7 @@ def place_of(endpoint: str, namespace: str | None, profiles: bool) -> Place:
     return Place(domain[0] if in_cluster else namespace or INSTALLED_IN, profiles)
 
 
-def check(place: Place, objects: Mapping[str, str], say: Say) -> None:
+def check(place: Place, objects: Mapping[str, str], say: Log) -> None:
     """Check that the required objects exist in the namespace.
 
     Without access to the cluster nothing is checked; missing objects then show as pending pods.
@@ -77,7 +77,7 @@ def check(place: Place, objects: Mapping[str, str], say: Say) -> None:
     Raises:
         ValueError: if an object is missing; the message names what to apply.
     """
-    cluster = at_hand()
+    cluster = connect_if_configured()
     if cluster is None:
         return
     required = [(KINDS[parameter], name) for parameter, name in objects.items() if name and parameter not in OPTIONAL]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 
-class GrowingFile:
+class AppendOnlyFile:
     """An append-only file; ``size`` is its current number of bytes.
 
     Args:
@@ -43,7 +43,7 @@ class GrowingFile:
         self._file.close()
 
 
-class FlatArray(GrowingFile):
+class NpyWriter(AppendOnlyFile):
     """A .npy file written row by row; ``len`` is the current number of rows.
 
     ``close`` rewrites the header with the final length, for which numpy's header leaves room.
@@ -93,7 +93,7 @@ class FlatArray(GrowingFile):
         return content.getvalue()
 
 
-class FlatOffsets(FlatArray):
+class OffsetsWriter(NpyWriter):
     """Row offsets int64 [P + 1], written item by item: item i has the rows from entry i to entry i + 1."""
 
     def __init__(self, path: Path, size: int | None = None) -> None:
@@ -118,6 +118,6 @@ class FlatOffsets(FlatArray):
         self.append(offsets)
 
 
-def load_flat(path: Path) -> NDArray[Any]:
+def load_npy(path: Path) -> NDArray[Any]:
     """Return the array of a .npy file, memory-mapped and read-only; raise ValueError for any other file."""
     return np.asarray(np.lib.format.open_memmap(path, mode="r"))  # a plain array is faster to slice than np.memmap

@@ -17,15 +17,15 @@ from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import PRECISIONS
 from realmops.model.retriever import Retriever
 from realmops.refresh.builder import MISCONFIGURED
-from realmops.refresh.builder_process import builder_command, identity
-from realmops.refresh.child_processes import Child
-from realmops.refresh.exchange import Exchange, Fenced
-from realmops.refresh.trainer import Trainer
+from realmops.refresh.builder_process import builder_command, exchange_identity
+from realmops.refresh.child_processes import SupervisedProcess
+from realmops.refresh.exchange import Exchange, FencedError
+from realmops.refresh.trainer import TrainerSide
 from realmops.search.embeddings import EMBEDDINGS
 from realmops.search.exact import PassageIndex
-from realmops.train.index_source import ExchangeSource, Index, IndexGeneration, Refresh
-from realmops.train.loop import Context
-from realmops.train.parallel import Team
+from realmops.train.index_source import ExchangeSource, Index, IndexGeneration, RefreshSchedule
+from realmops.train.loop import TrainingContext
+from realmops.train.parallel import ProcessGroup
 
 BUILDER_LOG = "index-builder.log"
 MOST_STARTS = 20  # before a builder that keeps exiting fails the training
@@ -45,13 +45,13 @@ class BuilderSettings:
 
 
 @dataclass(frozen=True)
-class SharedSource:
+class SharedIndexSource:
     """Index source of all processes: the first one reads the exchange and broadcasts generations to the others.
 
     Embeddings are broadcast in host memory, because those of an approximate index may not fit on a GPU.
     """
 
-    team: Team
+    team: ProcessGroup
     own: ExchangeSource | None  # None in the other processes
     device: torch.device
     build: Build
@@ -81,14 +81,14 @@ class SharedSource:
 
 
 @contextmanager
-def exchange(
-    context: Context,
+def open_exchange(
+    context: TrainingContext,
     settings: BuilderSettings,
-    refresh: Refresh,
+    refresh: RefreshSchedule,
     snapshot: Snapshot,
     retriever: Retriever,
     build: Build,
-) -> Iterator[tuple[Context, SharedSource]]:
+) -> Iterator[tuple[TrainingContext, SharedIndexSource]]:
     """Open the exchange of a training and, with ``builder: child``, run its index builder as a child process.
 
     Only the first of several processes opens the exchange; on exit it publishes whether training finished or failed.
@@ -101,10 +101,10 @@ def exchange(
     """
     team, device = context.team, context.device
     if not team.leads:
-        yield context, SharedSource(team, None, device, build)
+        yield context, SharedIndexSource(team, None, device, build)
         return
     root = settings.work / "exchange" if refresh.exchange == "auto" else Path(refresh.exchange)
-    run_identity = identity(
+    run_identity = exchange_identity(
         snapshot,
         run_key=settings.work.name,
         embedding_width=retriever.width,
@@ -115,28 +115,28 @@ def exchange(
     child = None
     if refresh.builder == "child":
         command = builder_command(root, snapshot.folder, "--watch-parent", str(os.getpid()))
-        child = Child(
+        child = SupervisedProcess(
             command, pause=0.0, log=settings.work / BUILDER_LOG, environment={**os.environ, "HOSTNAME": "child"}
         )
 
     def on_wait(message: str, seconds: float) -> None:
-        if child is not None and (code := child.look()) is not None:
+        if child is not None and (code := child.poll()) is not None:
             if code == MISCONFIGURED or child.starts >= MOST_STARTS:
                 raise ChildProcessError(
                     f"index builder failed: exit code {code} after {child.starts} starts:\n{child.last_lines()}"
                 )
-            child.look()  # restarts it
+            child.poll()  # restarts it
         if seconds >= QUIET_SECONDS:
             settings.say(message)
 
     opened_exchange = Exchange.open(root, run_identity, grace=0.0 if child else 120.0)
-    trainer = Trainer(opened_exchange, refresh.policy, (EMBEDDINGS,), on_wait)
+    trainer = TrainerSide(opened_exchange, refresh.policy, (EMBEDDINGS,), on_wait)
     own = ExchangeSource(trainer, refresh, snapshot.vocabulary_hash, device)
     try:
         with child or nullcontext():
-            yield replace(context, checkpoints=own), SharedSource(team, own, device, build)
+            yield replace(context, checkpoints=own), SharedIndexSource(team, own, device, build)
             trainer.finish("done")
     except (ValueError, TimeoutError, ChildProcessError, RuntimeError) as error:
-        with suppress(Fenced):  # a newer trainer publishes the final state
+        with suppress(FencedError):  # a newer trainer publishes the final state
             trainer.finish("failed", str(error))
         raise

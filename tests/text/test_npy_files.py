@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from realmops.corpus import snapshot_writer
-from realmops.text.flat import GrowingFile, load_flat
+from realmops.text.npy_files import AppendOnlyFile, load_npy
 from realmops.text.spans import SpansWriter
 
 
@@ -22,8 +22,8 @@ def test_a_disk_without_room_for_the_last_bytes_keeps_no_file_open(tmp_path: Pat
     with pytest.raises(OSError, match="No space left"):
         writer.abandon()
     assert [file._file.closed for file in files] == [True, True, True]
-    assert load_flat(tmp_path / "spans.npy").shape == (0, 6)
-    np.testing.assert_array_equal(load_flat(tmp_path / "span_offsets.npy"), np.zeros(6))
+    assert load_npy(tmp_path / "spans.npy").shape == (0, 6)
+    np.testing.assert_array_equal(load_npy(tmp_path / "span_offsets.npy"), np.zeros(6))
     files[0].close()
     assert (tmp_path / "spans.npy").stat().st_size == files[0].size, "closed again, nothing happens"
 
@@ -32,26 +32,26 @@ def test_a_disk_without_room_for_the_last_bytes_keeps_no_file_open(tmp_path: Pat
 def test_a_snapshot_that_finds_its_disk_full_as_it_begins_keeps_no_file_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int | str
 ) -> None:
-    opened: list[GrowingFile] = []
-    start, write = GrowingFile.__init__, GrowingFile.write
+    opened: list[AppendOnlyFile] = []
+    start, write = AppendOnlyFile.__init__, AppendOnlyFile.write
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def recorded(self: GrowingFile, *arguments: Any, **settings: Any) -> None:
+    def recorded(self: AppendOnlyFile, *arguments: Any, **settings: Any) -> None:
         if len(opened) == fails_at:
             full()
         start(self, *arguments, **settings)
         opened.append(self)
 
-    monkeypatch.setattr(GrowingFile, "__init__", recorded)
+    monkeypatch.setattr(AppendOnlyFile, "__init__", recorded)
     if fails_at == "database":
         monkeypatch.setattr(snapshot_writer.SeenIds, "_execute", full)
     if fails_at == "ids":
         monkeypatch.setattr(snapshot_writer, "SeenIds", full)
     if fails_at == "schema":
         schema = snapshot_writer._SCHEMA.serialize()
-        monkeypatch.setattr(GrowingFile, "write", lambda self, what: full() if what == schema else write(self, what))
+        monkeypatch.setattr(AppendOnlyFile, "write", lambda self, what: full() if what == schema else write(self, what))
     with pytest.raises(OSError, match="No space left"):
         snapshot_writer._Writer(tmp_path, ["[PAD]"], None, [], 0.0, languages=False)
     assert len(opened) == (fails_at if isinstance(fails_at, int) else 15)
@@ -69,4 +69,4 @@ def test_what_is_no_array_is_refused_and_left_closed(tmp_path: Path, content: by
     else:
         path.write_bytes(content)
     with pytest.raises(ValueError, match=r"magic string|expected"):
-        load_flat(path)
+        load_npy(path)

@@ -101,17 +101,17 @@ def add_prompts(tokenizer: Tokenizer, query: str, document: str) -> Tokenizer:
     query_ids, document_ids = (
         tuple(tokenizer.encode(prompt.rstrip(), add_special_tokens=False).ids) for prompt in (query, document)
     )
-    copy.post_processor = around(copy, replace(special, query=query_ids, document=document_ids))
+    copy.post_processor = build_post_processor(copy, replace(special, query=query_ids, document=document_ids))
     copy.encode_special_tokens = True
     return copy
 
 
-def blank_before(tokenizer: Tokenizer, prompt: tuple[int, ...]) -> str:
+def prompt_separator(tokenizer: Tokenizer, prompt: tuple[int, ...]) -> str:
     """Return what to put before a text that follows a prompt: a blank if the vocabulary joins it to the first word."""
     return " " if prompt and "ByteLevel(add_prefix_space=False" in str(tokenizer.pre_tokenizer) else ""
 
 
-def around(tokenizer: Tokenizer, special: SpecialTokens, second_segment: int = 0) -> TemplateProcessing:
+def build_post_processor(tokenizer: Tokenizer, special: SpecialTokens, second_segment: int = 0) -> TemplateProcessing:
     """Build the post-processor that gives ``join_query`` of a single text and ``join_document`` of a pair.
 
     Args:
