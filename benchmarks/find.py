@@ -245,7 +245,7 @@ def serve_untrained(port: str, root: str) -> None:
     from realmops.serve.server import serve
 
     against.one_thread()
-    serve(Untrained(Path(root)), host="127.0.0.1", port=int(port), token=None, every=3600, say=print)
+    serve(Untrained(Path(root)), host="127.0.0.1", port=int(port), token=None, every=3600, log=print)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def reached(looks: Sequence[Look], level: float) -> Seconds | None:
 
 
 @contextmanager
-def looking(watch: Watch, questions: Sequence[Any], count: int, found: list[Look], say: Callable[[str], None]) -> Any:
+def looking(watch: Watch, questions: Sequence[Any], count: int, found: list[Look], log: Callable[[str], None]) -> Any:
     """Let fine-tuning stop some times to answer the questions."""
     from realmops.evaluate.exact_match import is_exact_match
     from realmops.stages import finetune as stage
@@ -123,7 +123,7 @@ def looking(watch: Watch, questions: Sequence[Any], count: int, found: list[Look
                         answers = model.answer(questions, ranked=1)
                         right = [is_exact_match(answer.text, q) for answer, q in zip(answers, questions, strict=True)]
                         found.append(Look(done, seconds, sum(right) / len(right)))
-                        say(f"step {done:,}, {minutes(seconds)} minutes: EM {found[-1].em:.3f}")
+                        log(f"step {done:,}, {minutes(seconds)} minutes: EM {found[-1].em:.3f}")
 
             return train(replace(context, progress=tick), model, lessons, options, optimiser)
 
@@ -133,7 +133,7 @@ def looking(watch: Watch, questions: Sequence[Any], count: int, found: list[Look
         yield
 
 
-def run(values: Mapping[str, Any], project: Path, root: Path, looks: int, say: Callable[[str], None]) -> dict[str, Any]:
+def run(values: Mapping[str, Any], project: Path, root: Path, looks: int, log: Callable[[str], None]) -> dict[str, Any]:
     """All stages from nothing: seconds of each with those of its parts, the looks, and the end's dev figures."""
     from realmops.corpus.question_sets import read_questions
     from realmops.devices import configure_process
@@ -145,13 +145,13 @@ def run(values: Mapping[str, Any], project: Path, root: Path, looks: int, say: C
     files = values["questions"]
     dev = read_questions([project / files["dev"]], format=files["format"])
     watch, found, stages = Watch(), list[Look](), {}
-    with looking(watch, dev, looks, found, say):
+    with looking(watch, dev, looks, found, log):
         for name in STAGES:
             parts, start = Parts(watch), watch.read()
             metrics = run_stage(name, values, project=project, root=root, report=parts, force=True)
             end = watch.read()
             stages[name] = {"seconds": (end[0] - start[0], end[1] - start[1]), "parts": parts.of_bar}
-            say(f"{name}: {end[0] - start[0]:.0f} s")
+            log(f"{name}: {end[0] - start[0]:.0f} s")
             if name == "finetune":
                 ready = {"seconds": end, "em": metrics["dev_em"]}
     return {

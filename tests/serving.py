@@ -31,10 +31,10 @@ from pathlib import Path
 from realmops.serve.guard import Limits
 from realmops.serve.served_model import model_source
 from realmops.serve.server import serve
-def say(text):
+def log(text):
     print(text, file=sys.stderr, flush=True)
 limits = Limits(**json.loads(sys.argv[2]))
-serve(model_source(Path(sys.argv[1]), None), host="127.0.0.1", port=0, token=None, every=60, say=say, limits=limits)
+serve(model_source(Path(sys.argv[1]), None), host="127.0.0.1", port=0, token=None, every=60, log=log, limits=limits)
 """  # a server with limits that no option names
 QUESTION = "Where did Jon Vik build ships?"
 

@@ -139,7 +139,7 @@ class Quiet:
         self.said: list[str] = []
         self.warned: list[str] = []
 
-    def say(self, message: str) -> None:
+    def log(self, message: str) -> None:
         self.said.append(message)
 
     def warn(self, message: str) -> None:

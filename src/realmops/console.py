@@ -27,7 +27,7 @@ HEADLINE_METRICS = {  # metrics printed for stages that have many
 class Console:
     """A ``stages.Report`` on standard error; metrics of a finished stage go to standard output."""
 
-    def say(self, message: str) -> None:
+    def log(self, message: str) -> None:
         """Print an informational line."""
         print(message, file=sys.stderr, flush=True)
 
@@ -44,7 +44,7 @@ class Console:
         return _bar(label, total, unit) if sys.stderr.isatty() else _plain(label, total, unit)
 
     def metrics(self, name: str, metrics: Mapping[str, Any], file: Path | None = None) -> None:
-        """Print the metrics of a finished stage on one line; given ``file``, which has all, those in ``HEADLINE_METRICS``."""
+        """Print the metrics of a finished stage on one line: the headline metrics if ``file`` contains all."""
         chief = [key for key in HEADLINE_METRICS.get(name, ()) if key in metrics] if file else []
         shown = [
             f"{key}={metrics[key]:.4g}" if isinstance(metrics[key], float) else f"{key}={metrics[key]}"

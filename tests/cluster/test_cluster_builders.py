@@ -214,13 +214,13 @@ def test_builders_of_a_run_that_is_still_starting_are_waited_for_and_taken_at_it
 def test_builders_that_a_newcomer_is_raising_are_left_to_it(lab: Lab, tmp_path: Path) -> None:
     assignment, waits, said = tmp_path / builders.ASSIGNMENT, threading.Event(), list[str]()
 
-    def say(message: str) -> None:
+    def log(message: str) -> None:
         said.append(message)
         waits.set()
 
     assign_exchange(assignment, tmp_path / "first", tmp_path / "corpus", "first")
-    last = threading.Thread(target=builders.release_builders, args=(DEPLOYMENT, tmp_path / "runs/one", "first", say))
-    with acquire_lease(assignment.parent / builders.SCALING, say):
+    last = threading.Thread(target=builders.release_builders, args=(DEPLOYMENT, tmp_path / "runs/one", "first", log))
+    with acquire_lease(assignment.parent / builders.SCALING, log):
         last.start()
         assert waits.wait(60)
         assign_exchange(assignment, tmp_path / "second", tmp_path / "corpus", "second")
@@ -360,7 +360,7 @@ def test_the_builders_of_a_task_help_it_with_its_shards(
     offer, report = shard_offer_path(root, "pretrain"), small_project.Quiet()
     offer.parent.mkdir(parents=True)
     with (
-        acquire_lease(assignment.parent / "claim", report.say),
+        acquire_lease(assignment.parent / "claim", report.log),
         builders.shard_helpers(root, "pretrain", DEPLOYMENT, 3, "us", report, held=True),
     ):
         for number in (1, 2):

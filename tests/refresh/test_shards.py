@@ -45,8 +45,8 @@ def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def place(folder: Path, said: list[str] | None = None) -> ShardSettings:
-    say: Callable[[str], None] = print if said is None else said.append
-    return ShardSettings(folder / "shards", folder / "offer", CPU, FP32, 1, say)
+    log: Callable[[str], None] = print if said is None else said.append
+    return ShardSettings(folder / "shards", folder / "offer", CPU, FP32, 1, log)
 
 
 def some_tagger(world: World, seed: int = 0) -> Tagger:

@@ -399,7 +399,7 @@ def test_a_stage_reports_once_where_its_index_is(card: pytest.MonkeyPatch) -> No
     said: list[str] = []
 
     class Heard(SilentReport):
-        def say(self, message: str) -> None:
+        def log(self, message: str) -> None:
             said.append(message)
 
     report = Heard()

@@ -144,7 +144,7 @@ def test_a_graph_ends_in_the_towers_own_head(head: str) -> None:
 @pytest.mark.parametrize("embedding", [48, 24])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_graph_is_made_of_narrow_word_vectors_and_of_frozen_weights_too(embedding: int, frozen: bool) -> None:
-    """Small ELECTRAs tune_search_width their word vectors by a product; a model that learns no more has its weights in bf16."""
+    """Small ELECTRAs widen their word vectors by a product; a model that learns no more has its weights in bf16."""
     one = Embedder(encoder("electra", embedding_size=embedding), 8, "cosine").eval()
     true_NE = embed(one, sequences(), FP32)
     if frozen:

@@ -1,7 +1,7 @@
 """Interface of question answering models, and its implementation of retrieval.
 
-Stages, commands and servers use a model as ``AnswerModel``. ``RetrieveAndRead`` retrieves passages by embeddings, BM25 or
-both, or with a ranker; its subclasses read them. A model without retrieval implements ``AnswerModel`` directly.
+Stages, commands and servers use a model as ``AnswerModel``. ``RetrieveAndRead`` retrieves passages by embeddings, BM25
+or both, or with a ranker; its subclasses read them. A model without retrieval implements ``AnswerModel`` directly.
 
 Shape suffixes: B questions, P passages, K retrieved passages, E embedding width.
 """

@@ -69,7 +69,7 @@ def ask(question: Sequence[str], root: Path, model: str | None, file: Path | Non
     from realmops.commands.ask import ask
 
     failed = 0
-    for record in ask(root, model, question, file, Console().say):
+    for record in ask(root, model, question, file, Console().log):
         failed += "error" in record
         yield canonical_json(record).decode() if as_json else "\n".join([record["question"], *format_record(record)])
     exit_with([f"{failed} of the questions in {file} have no answer; see their errors"] if failed else [])
@@ -96,7 +96,7 @@ def serve(root: Path, model: str | None, token_file: Path | None, **options: Any
     from realmops.serve.served_model import model_source
     from realmops.serve.server import read_token, serve
 
-    serve(model_source(root, model), token=read_token(token_file), say=Console().say, **options)
+    serve(model_source(root, model), token=read_token(token_file), log=Console().log, **options)
 
 
 @main.command()

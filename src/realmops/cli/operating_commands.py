@@ -57,9 +57,9 @@ def submit(
     for note in notes:
         click.echo(note, err=True)
     server = KfpClient(endpoint, namespace)
-    run = submit(submission, server, once=once, keep_hours=keep_hours, say=click.echo)
+    run = submit(submission, server, once=once, keep_hours=keep_hours, log=click.echo)
     if waits:
-        sys.exit(0 if wait(run.run_id, compiled.tasks, server, say=click.echo) == SUCCEEDED else 1)
+        sys.exit(0 if wait(run.run_id, compiled.tasks, server, log=click.echo) == SUCCEEDED else 1)
 
 
 @main.command("index-builder")

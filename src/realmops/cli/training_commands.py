@@ -105,7 +105,7 @@ def _run(names: Iterable[str], root: Path, **options: Any) -> None:
         for name, metrics in run_stages(tuple(names), report=report, root=root, **options):
             report.metrics(name, metrics, root / STAGES[name].folder / METRICS)
     except KeyboardInterrupt:
-        report.say("stopped; run the same command again: it skips completed stages and resumes from checkpoints")
+        report.log("stopped; run the same command again: it skips completed stages and resumes from checkpoints")
         sys.exit(130)
 
 

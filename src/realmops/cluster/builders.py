@@ -57,7 +57,7 @@ def _cluster() -> Cluster:
         ) from None
 
 
-def patch_replicas_with_retries(deployment: str, replicas: int, seconds: float, say: Log) -> None:
+def patch_replicas_with_retries(deployment: str, replicas: int, seconds: float, log: Log) -> None:
     """Retry ``patch_replicas`` for up to ``seconds`` while the Kubernetes API server is unreachable."""
     last_error = TimeoutError()
 
@@ -71,7 +71,7 @@ def patch_replicas_with_retries(deployment: str, replicas: int, seconds: float, 
         return True
 
     def log_retry(elapsed: float) -> None:
-        say(f"{last_error}; retrying for {seconds:.0f} s")
+        log(f"{last_error}; retrying for {seconds:.0f} s")
 
     if not poll_until(try_patch, RETRY_SECONDS, seconds, log_retry):
         raise last_error
@@ -79,7 +79,7 @@ def patch_replicas_with_retries(deployment: str, replicas: int, seconds: float, 
 
 @contextmanager
 def scaled_builders(
-    values: Values, root: Path, deployment: str, builders: int, owner: str, wait_seconds: float, say: Log
+    values: Values, root: Path, deployment: str, builders: int, owner: str, wait_seconds: float, log: Log
 ) -> Iterator[Values]:
     """Context manager: scale up the builders for the pre-training under ``root``, unless it is up to date.
 
@@ -110,7 +110,7 @@ def scaled_builders(
     timer.start()
     with ExitStack() as stack:
         try:
-            stack.enter_context(acquire_lease(assignment.parent / "claim", say, stop))
+            stack.enter_context(acquire_lease(assignment.parent / "claim", log, stop))
         except InterruptedError:
             raise TimeoutError(
                 f"the index builders of {assignment.parent} are held by another run that did not end within "
@@ -119,7 +119,7 @@ def scaled_builders(
             ) from None
         finally:
             timer.cancel()
-        scale_up_builders(root, exchange, deployment, builders, owner, wait_seconds, say)
+        scale_up_builders(root, exchange, deployment, builders, owner, wait_seconds, log)
         yield options
 
 
@@ -129,7 +129,7 @@ def assignment_path(root: Path) -> Path:
 
 
 def scale_up_builders(
-    root: Path, exchange: Path, deployment: str, builders: int, owner: str, wait_seconds: float, say: Log
+    root: Path, exchange: Path, deployment: str, builders: int, owner: str, wait_seconds: float, log: Log
 ) -> None:
     """Assign work to the builders, scale up their Deployment and wait until ``builders`` of them are alive.
 
@@ -139,9 +139,9 @@ def scale_up_builders(
     from realmops.refresh.builder_process import HEARTBEATS_FOLDER, assign_exchange
 
     assignment = assignment_path(root)
-    with acquire_lease(assignment.parent / SCALING, say):
+    with acquire_lease(assignment.parent / SCALING, log):
         assign_exchange(assignment, exchange, root / STAGES["snapshot"].folder / "corpus", owner)
-        patch_replicas_with_retries(deployment, builders, wait_seconds, say)
+        patch_replicas_with_retries(deployment, builders, wait_seconds, log)
     signs = assignment.parent / HEARTBEATS_FOLDER
     first, alive = read_heartbeats(signs), set[str]()
 
@@ -150,7 +150,7 @@ def scale_up_builders(
         return len(alive) >= builders or None
 
     def log_waiting(elapsed: float) -> None:
-        say(f"waiting for index builders: {len(alive)} of {builders} alive after {elapsed:.0f} s")
+        log(f"waiting for index builders: {len(alive)} of {builders} alive after {elapsed:.0f} s")
 
     if not poll_until(check_alive, POLL_SECONDS, wait_seconds, log_waiting):
         raise TimeoutError(
@@ -195,15 +195,15 @@ def shard_helpers(
             while (content := _read_offer(offer)) and not ended.is_set():
                 if content != assigned:
                     work = json.loads(content)
-                    with acquire_lease(assignment.parent / SCALING, report.say):
+                    with acquire_lease(assignment.parent / SCALING, report.log):
                         assign_exchange(assignment, Path(work["exchange"]), Path(work["snapshot"]), owner)
                         patch_replicas(deployment, pods - 1)
-                    report.say(f"{stage}: scaled up {pods - 1} index builders to help with {work['exchange']}")
+                    report.log(f"{stage}: scaled up {pods - 1} index builders to help with {work['exchange']}")
                     assigned = content
                 ended.wait(POLL_SECONDS)
         finally:
             if assigned:
-                _scale_down(deployment, assignment, owner, SHARD_SCALE_DOWN_SECONDS, report.say)
+                _scale_down(deployment, assignment, owner, SHARD_SCALE_DOWN_SECONDS, report.log)
 
     def watch_offers() -> None:
         last_error = ""
@@ -211,7 +211,7 @@ def shard_helpers(
             if not offer.is_file():
                 continue
             try:
-                with nullcontext() if held else acquire_lease(assignment.parent / "claim", report.say, ended):
+                with nullcontext() if held else acquire_lease(assignment.parent / "claim", report.log, ended):
                     serve_offer()
             except InterruptedError:
                 return
@@ -240,17 +240,17 @@ def _read_offer(offer: Path) -> bytes:
         return b""
 
 
-def _scale_down(deployment: str, assignment: Path, owner: str, seconds: float, say: Log) -> bool:
+def _scale_down(deployment: str, assignment: Path, owner: str, seconds: float, log: Log) -> bool:
     """Scale down the builders of ``owner``; return False if they belong to another run by now."""
-    with acquire_lease(assignment.parent / SCALING, say):  # no other run scales up between the check and the patch
+    with acquire_lease(assignment.parent / SCALING, log):  # no other run scales up between the check and the patch
         if read_json(assignment).get("owner") != owner:
-            say(f"{assignment}: the index builders work for another run, which scales them down")
+            log(f"{assignment}: the index builders work for another run, which scales them down")
             return False
-        patch_replicas_with_retries(deployment, 0, seconds, say)
+        patch_replicas_with_retries(deployment, 0, seconds, log)
         return True
 
 
-def release_builders(deployment: str, root: Path, owner: str, say: Log) -> None:
+def release_builders(deployment: str, root: Path, owner: str, log: Log) -> None:
     """Scale down the builders of ``owner``, and remove the exchange of a finished pre-training.
 
     Builders of another run are left running.
@@ -258,7 +258,7 @@ def release_builders(deployment: str, root: Path, owner: str, say: Log) -> None:
     assignment = assignment_path(root)
     if not deployment or not assignment.is_file():  # never scaled up
         return
-    if not _scale_down(deployment, assignment, owner, SCALE_DOWN_SECONDS, say):
+    if not _scale_down(deployment, assignment, owner, SCALE_DOWN_SECONDS, log):
         return
     with suppress(ValueError):  # an unfinished pre-training resumes from its exchange
         manifest = read_manifest(root / STAGES["pretrain"].folder, "pretrain")

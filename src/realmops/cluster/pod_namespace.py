@@ -69,7 +69,7 @@ def place_of(endpoint: str, namespace: str | None, profiles: bool) -> Place:
     return Place(domain[0] if in_cluster else namespace or INSTALLED_IN, profiles)
 
 
-def check(place: Place, objects: Mapping[str, str], say: Log) -> None:
+def check(place: Place, objects: Mapping[str, str], log: Log) -> None:
     """Check that the required objects exist in the namespace.
 
     Without access to the cluster nothing is checked; missing objects then show as pending pods.
@@ -85,7 +85,7 @@ def check(place: Place, objects: Mapping[str, str], say: Log) -> None:
         try:
             exists = cluster.has(kind, name, place.namespace)
         except (RefusedError, TimeoutError) as error:
-            say(f"{kind} {name} in namespace {place.namespace} was not checked: {error}")
+            log(f"{kind} {name} in namespace {place.namespace} was not checked: {error}")
             continue
         if exists:
             continue

@@ -203,45 +203,45 @@ def prepare(
     return Submission(pipeline, key, name or f"{pipeline.name}-{key[:16]}", experiment, chosen), notes
 
 
-def submit(submission: Submission, server: KfpClient, *, once: bool, keep_hours: float, say: Log) -> Any:
+def submit(submission: Submission, server: KfpClient, *, once: bool, keep_hours: float, log: Log) -> Any:
     """Start a run and return it; with ``once`` return an existing run of the same key that is active or has succeeded.
 
     ``keep_hours`` is the time to live of the run's pods, 0 for the server's setting. It applies only if this call
     creates the pipeline version.
     """
-    check(server.place, submission.objects, say)
+    check(server.place, submission.objects, log)
     experiment = server.experiment(submission.experiment)
     pipeline = server.pipeline(submission.pipeline.name)
     if keep_hours and not server.supports_ttl:
-        say("the server's settings decide how long pods are kept: it is older than 2.17, or reports no version")
+        log("the server's settings decide how long pods are kept: it is older than 2.17, or reports no version")
     with submission.pipeline.with_ttl(keep_hours if server.supports_ttl else 0) as file:
         version, is_new = server.version(pipeline, submission.key, file)
     if once and not is_new:
-        runs = _await_runs(version, server, say)
+        runs = _await_runs(version, server, log)
         for run in runs:
             if run.state not in FAILURES | {CANCELING}:
-                say(f"nothing to submit: {_describe(run)} has the same key {submission.key[:16]}")
-                say(f"run page: {server.link(run)}")
+                log(f"nothing to submit: {_describe(run)} has the same key {submission.key[:16]}")
+                log(f"run page: {server.link(run)}")
                 return run
         for run in runs:
-            say(f"{_describe(run)} has the same key {submission.key[:16]}: submitting it again")
-    say(server.place.describe(submission.objects))
+            log(f"{_describe(run)} has the same key {submission.key[:16]}: submitting it again")
+    log(server.place.describe(submission.objects))
     run = server.start(experiment, version, submission.name, submission.arguments)
-    say(f"submitted: {_describe(run)} with the key {submission.key[:16]}")
-    say(f"run page: {server.link(run)}")
+    log(f"submitted: {_describe(run)} with the key {submission.key[:16]}")
+    log(f"run page: {server.link(run)}")
     return run
 
 
-def _await_runs(version: Any, server: KfpClient, say: Log) -> list[Any]:
+def _await_runs(version: Any, server: KfpClient, log: Log) -> list[Any]:
     """Return the runs of an existing version; empty if its creator died before it started one."""
 
     def log_waiting(elapsed: float) -> None:
-        say(f"this key has a version without a run: waiting {GRACE_SECONDS:.0f} s for the process that created it")
+        log(f"this key has a version without a run: waiting {GRACE_SECONDS:.0f} s for the process that created it")
 
     return poll_until(lambda: server.runs_of(version) or None, POLL_SECONDS, GRACE_SECONDS, log_waiting) or []
 
 
-def wait(run_id: str, tasks: set[str], server: KfpClient, say: Log) -> str:
+def wait(run_id: str, tasks: set[str], server: KfpClient, log: Log) -> str:
     """Wait until a run ends and return its final state.
 
     Changes of the tasks' states are logged, and pods that are pending for long. A task is RUNNING from its creation,
@@ -265,38 +265,38 @@ def wait(run_id: str, tasks: set[str], server: KfpClient, say: Log) -> str:
             # iterations of a loop share the name of their task
             if task.display_name in tasks and task.state and states.get(task.task_id) != task.state:
                 states[task.task_id] = task.state
-                say(f"{task.display_name}: {task.state}")
+                log(f"{task.display_name}: {task.state}")
         pending = [node.task_id for node in details if node.state == "PENDING" and PODS.fullmatch(node.display_name)]
         for pod in pending:
             since.setdefault(pod, last_response)
         if late := [pod for pod in pending if last_response - since[pod] > PENDING_SECONDS]:
             since.update(dict.fromkeys(late, math.inf))
             running = [task.display_name for task in details if task.state == "RUNNING" and task.display_name in tasks]
-            _log_pending(running, len(late), run_id, server, say)
+            _log_pending(running, len(late), run_id, server, log)
         return run if run.state == SUCCEEDED or run.state in FAILURES else None
 
     run: Any = poll_until(poll_run, WATCH_SECONDS)
     reason = f", {run.error.message}" if run.error and run.error.message else ""
-    say(f"{_describe(run)}{reason}")
+    log(f"{_describe(run)}{reason}")
     if run.state in FAILURES:
         place = server.place
-        say(f"failed pods: {place.commands(run_id, 'Failed')}")
+        log(f"failed pods: {place.commands(run_id, 'Failed')}")
         for line in describe_pods(lambda cluster: cluster.pods(place.namespace, f"{RUN_LABEL}={run_id}", "Failed")):
-            say(f"pod {line}")
+            log(f"pod {line}")
     return str(run.state)
 
 
-def _log_pending(tasks: Sequence[str], late: int, run_id: str, server: KfpClient, say: Log) -> None:
+def _log_pending(tasks: Sequence[str], late: int, run_id: str, server: KfpClient, log: Log) -> None:
     """Log pending pods with their tasks, and the reasons if the cluster is accessible; the server has no reasons."""
     place = server.place
     pods = "1 pod is" if late == 1 else f"{late} pods are"
-    say(
+    log(
         f"{', '.join(dict.fromkeys(tasks)) or 'before the first task'}: {pods} still PENDING after "
         f"{PENDING_SECONDS:.0f} s; possible causes are a missing claim, an image that cannot be pulled or no free "
         f"node: {place.commands(run_id, 'Pending')}"
     )
     for line in describe_pods(lambda cluster: cluster.pods(place.namespace, f"{RUN_LABEL}={run_id}", "Pending")):
-        say(f"pod {line}")
+        log(f"pod {line}")
 
 
 def find_older_run(server: KfpClient, key: str, run_id: str) -> str | None:

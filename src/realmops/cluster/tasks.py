@@ -117,10 +117,10 @@ def pretrain(
 ) -> None:
     """Run pre-training as :func:`run_stage` does, with the index builders scaled up unless it is up to date."""
     values, console, place = unpack_options(options), Console(), Path(root)
-    console.say(f"limits of this pod: {limits}")
+    console.log(f"limits of this pod: {limits}")
     _reuse_output("pretrain", values, place)  # before builders are scaled up
     with (
-        scaled_builders(values, place, deployment, builders, owner, wait_seconds, console.say) as run_options,
+        scaled_builders(values, place, deployment, builders, owner, wait_seconds, console.log) as run_options,
         shard_helpers(place, "pretrain", deployment, builders + 1, owner, console, held=True),
     ):
         _run("pretrain", run_options, place, manifest, metrics, processes)
@@ -165,7 +165,7 @@ def evaluate(
 @_task()
 def lower_builders(deployment: str, root: str, owner: str) -> None:
     """Scale down the index builders, however the run ended."""
-    release_builders(deployment, Path(root), owner, Console().say)
+    release_builders(deployment, Path(root), owner, Console().log)
 
 
 @_task()
@@ -200,7 +200,7 @@ def promote(options: str, root: str, model: str, margin: float, champion: Output
     report, place = Console(), Path(root)
     if not model:
         champion.metadata["message"] = "promote: no registered model is set, so nothing is promoted"
-        report.say(champion.metadata["message"])
+        report.log(champion.metadata["message"])
         return
     if not os.environ.get("MLFLOW_TRACKING_URI"):
         raise ValueError(
@@ -211,10 +211,10 @@ def promote(options: str, root: str, model: str, margin: float, champion: Output
     from realmops.tracking.runs import headline_metrics
 
     with acquire_lease(
-        place.parent / artifacts.WORK_FOLDER / "promote", report.say
+        place.parent / artifacts.WORK_FOLDER / "promote", report.log
     ):  # MLflow does not serialise promotions
         promotion = promote(unpack_options(options), project=place, root=place, name=model, margin=margin, copy=False)
-    report.say(promotion.message)
+    report.log(promotion.message)
     difference = {} if promotion.difference is None else {"em_difference": promotion.difference}
     figures = {"promoted": int(promotion.champion), **difference}
     results = artifacts.read_json(place / STAGES["evaluate"].folder / METRICS)
@@ -253,7 +253,7 @@ def variant(
     from realmops.commands.ablate import mean_metrics, train
 
     report = Console()
-    report.say(f"limits of this pod: {limits}")
+    report.log(f"limits of this pod: {limits}")
     ablation = _ablation([name], options, presets, settings, seeds, out)
     if failures := train(ablation, jobs=1, report=report):
         raise ValueError("\n".join(failures.values()))
@@ -389,7 +389,7 @@ def _reuse_output(stage: str, values: Values, root: Path) -> None:
                     target = out / file.relative_to(record.parent)
                     artifacts.make_folder(target.parent)
                     artifacts.link_or_copy(file, target)
-            Console().say(f"{stage}: reusing {record.parent}, which has the same inputs and options")
+            Console().log(f"{stage}: reusing {record.parent}, which has the same inputs and options")
             return
 
 

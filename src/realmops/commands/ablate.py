@@ -179,7 +179,7 @@ def train(ablation: Ablation, *, jobs: int, report: Report, existing_only: bool 
 
 def _run_stage(stage: Stage, task: Task, home: Path, report: Report, stopped: threading.Event) -> str:
     """Run a stage in a child process, or wait for the process that holds its lease; return a failure or ""."""
-    with acquire_lease(home / WORK_FOLDER / "claim", report.say, stopped) as lease:
+    with acquire_lease(home / WORK_FOLDER / "claim", report.log, stopped) as lease:
         if is_complete(home, stage):
             return ""
         for need in stage.needs:
@@ -188,14 +188,14 @@ def _run_stage(stage: Stage, task: Task, home: Path, report: Report, stopped: th
         arguments = ["run", stage.name, f"--params={task.params}", f"--root={home}"]
         arguments += [f"--preset={preset}" for preset in task.presets]
         arguments += [f"--set={setting}" for setting in (*task.settings, "tracking.enabled=false")]
-        log = home / "log.txt"
-        process = WorkerProcess("realmops.commands.run", partial(run_realmops, arguments, log))
+        log_file = home / "log.txt"
+        process = WorkerProcess("realmops.commands.run", partial(run_realmops, arguments, log_file))
         while not (process.wait(POLL_SECONDS) or lease.lost or stopped.is_set()):
             pass
         if not (status := process.end()):
             return ""
-        last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
-        return "\n  ".join([f"{describe_exit(status)}; the last lines of {log}:", *last])
+        last = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+        return "\n  ".join([f"{describe_exit(status)}; the last lines of {log_file}:", *last])
 
 
 def summary(rows: Sequence[Row], out: Path) -> Iterator[str]:

@@ -52,7 +52,7 @@ def import_published(
             bar = report.progress("passages", 0)
             count, corpus_hash = convert_blocks(blocks, titles, out / "passages.jsonl.gz", bar)
             artifacts.write_manifest(out, KIND, passages=count, corpus_hash=corpus_hash)
-        report.say(f"{folder}: {count} passages")
+        report.log(f"{folder}: {count} passages")
     retriever: Retriever | None = None
     if before:
         retriever, reader = pretrained_models(before)
@@ -98,4 +98,4 @@ def _commit(
         artifacts.write_json(out / METRICS, {"seconds": round(time.monotonic() - started, 1)})
         artifacts.write_manifest(out, name, fingerprint="imported", imported=[f.folder.name for f in folders])
     index = "no passage embeddings" if embedding_PE is None else f"{len(embedding_PE)} passage embeddings"
-    report.say(f"{final}: retriever and reader, {index}")
+    report.log(f"{final}: retriever and reader, {index}")

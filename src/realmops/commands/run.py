@@ -49,7 +49,7 @@ def run_stages(
             yield name, metrics
         if name == "tag" and has_file_below(CLOZE, names, values):
             for line in write_cloze_questions(root, None, seed=values["run"]["seed"]):
-                report.say(f"cloze: {line}")
+                report.log(f"cloze: {line}")
 
 
 def _validate_inputs(names: Sequence[str], values: Values, project: Path, root: Path, report: Report) -> None:

@@ -105,12 +105,12 @@ def update(
         if not _has_same_passages(new, old):
             _index_words(task, new)
             final = _publish(task, new)
-            report.say(f"update: {final} is ready to serve; answering the test questions")
+            report.log(f"update: {final} is ready to serve; answering the test questions")
         elif before != answered:  # a killed update has no answers yet
             final = before.snapshot.parent
         else:
             shutil.rmtree(work)
-            report.say(f"update: nothing to do, {before.snapshot} is up to date with {documents}")
+            report.log(f"update: nothing to do, {before.snapshot} is up to date with {documents}")
             return None
         figures = _answer(task, final)
         shutil.rmtree(work)

@@ -159,8 +159,8 @@ def cut_passages(
     """Cut a batch of documents into passages, with wordpieces and offsets.
 
     Every text is tokenised once as a whole; character offsets continue across texts, so that one search finds the
-    wordpieces of all sentences. A tokenizer whose wordpieces depend on their context (``is_context_dependent``) tokenises the
-    passages again, so that their wordpieces depend on the passage's text alone.
+    wordpieces of all sentences. A tokenizer whose wordpieces depend on their context (``is_context_dependent``)
+    tokenises the passages again, so that their wordpieces depend on the passage's text alone.
 
     Args:
         documents: documents with title and text.

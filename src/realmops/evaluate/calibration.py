@@ -62,7 +62,8 @@ def platt_scaling(odds_Q: Floats, correct_Q: Bools) -> tuple[float, float]:
 def threshold_for(probability_Q: Floats, correct_Q: Bools, target_precision: float) -> float:
     """Return the smallest threshold at which answers reach the target precision: it keeps as many answers as possible.
 
-    Equal probabilities are on the same side. 0 if all answers reach the target, ``ALWAYS_ABSTAIN`` if no threshold does.
+    Equal probabilities are on the same side. 0 if all answers reach the target, ``ALWAYS_ABSTAIN`` if no threshold
+    does.
     """
     curve = coverage_curve(probability_Q, correct_Q)
     [positions] = np.nonzero(curve.precision >= target_precision)

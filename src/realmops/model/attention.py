@@ -110,8 +110,8 @@ def _repeat_heads(x_THE: Tensor, like_THE: Tensor) -> Tensor:
 
 
 def _padded(
-    q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, packed: PackedBatch, scale: float, dropout: float, max_distance: int | None,
-    causal: bool,
+    q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, packed: PackedBatch, scale: float, dropout: float,
+    max_distance: int | None, causal: bool,
 ) -> Tensor:  # fmt: skip
     packed.pad()
     k_THE, v_THE = _repeat_heads(k_THE, q_THE), _repeat_heads(v_THE, q_THE)

@@ -99,8 +99,8 @@ def build_models(
 ) -> tuple[Retriever, Reader]:
     """Build retriever and reader; both towers start equal, and an encoder tower as a copy of the reader's encoder.
 
-    The word vectors of a `BagOfWords`, a projection by PCA and the statistics of `LexicalFeatures` are filled later from the
-    passages (``search.corpus_statistics``).
+    The word vectors of a `BagOfWords`, a projection by PCA and the statistics of `LexicalFeatures` are filled later
+    from the passages (``search.corpus_statistics``).
     """
     encoder, head = build_encoder(bert, vocabulary, seed, warn)
     generator = torch.Generator().manual_seed(seed_for(seed, "projection"))

@@ -1,6 +1,6 @@
 """The neural knowledge retriever: f(x, z) = Embed_input(x) . Embed_doc(z) (paper, section 3.2).
 
-A tower computes embeddings: an :class:`Embedder` with an encoder, as in the paper, or a :class:`BagOfWords` of word vectors.
+A tower computes embeddings: an :class:`Embedder` with an encoder, as in the paper, or a :class:`BagOfWords`.
 
 A passage has one vector, as in the paper, or M of them: f(x, z) is then the maximum of their inner products (Luan et
 al. 2021, "Sparse, Dense, and Attentional Representations for Text Retrieval"). Vector m is the average of two means:

@@ -156,7 +156,7 @@ class WorkerProcess:
 
 
 def run_in_process(name: str, module: str, work: Callable[[], None]) -> int:
-    """Do work in a separate process (:class:`WorkerProcess`); print ``name`` if it was killed, and return an exit code."""
+    """Do work in a separate process (:class:`WorkerProcess`) and return its exit code; print ``name`` if killed."""
     process = WorkerProcess(module, work)
     try:
         process.wait()

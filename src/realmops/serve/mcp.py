@@ -82,10 +82,10 @@ def serve_mcp(root: Path, model: str | None, port: int | None, report: Report) -
             opened = open_model(root, model)
             opened.probe()
         except ClosedBookModel as error:
-            report.say(f"mcp: the tool 'answer' is not available: {error}")
+            report.log(f"mcp: the tool 'answer' is not available: {error}")
     server = build_mcp_server(opened.passage_search() if opened else open_search(root, report), opened)
     if port is None:
         server.run()
     else:
-        report.say(f"mcp: listening on http://127.0.0.1:{port}/mcp")
+        report.log(f"mcp: listening on http://127.0.0.1:{port}/mcp")
         server.run("streamable-http", port=port)

@@ -45,7 +45,7 @@ def serve(
     port: int,
     token: str | None,
     every: float,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     limits: Limits | None = None,
 ) -> None:
     """Serve a model over HTTP until SIGTERM or SIGINT, then finish the accepted requests.
@@ -56,7 +56,7 @@ def serve(
         port: 0 for a free one.
         token: the bearer token that requests need; None for no authentication.
         every: seconds between two polls for a newer model.
-        say: receives log lines.
+        log: receives log lines.
         limits: limits of connections and requests, by default ``Limits()``.
 
     Raises:
@@ -88,14 +88,14 @@ def serve(
             async def startup(self, sockets: list[socket.socket] | None = None) -> None:
                 await super().startup(sockets)
                 about = canonical_json(served.about).decode()
-                say(f"serve: listening on {url} (web page; API reference at /docs); model {about}")
+                log(f"serve: listening on {url} (web page; API reference at /docs); model {about}")
 
             def handle_exit(self, sig: int, frame: FrameType | None) -> None:
                 app.state.service.is_shutting_down = True
                 super().handle_exit(sig, frame)
 
         if token is None and not is_loopback(host):
-            say(f"warning: no bearer token: any client that reaches {host} has access; set --token-file or {TOKEN}")
+            log(f"warning: no bearer token: any client that reaches {host} has access; set --token-file or {TOKEN}")
         watcher.start(every)
         config = uvicorn.Config(
             app,

@@ -30,7 +30,7 @@ Options = TypeVar("Options", bound="Section")
 class Report(Protocol):
     """Log lines, warnings and progress bars of a stage."""
 
-    def say(self, message: str) -> None:
+    def log(self, message: str) -> None:
         """Log an informational line."""
 
     def warn(self, message: str) -> None:
@@ -43,7 +43,7 @@ class Report(Protocol):
 class SilentReport:
     """A report that discards everything."""
 
-    def say(self, message: str) -> None:
+    def log(self, message: str) -> None:
         """Discard a line."""
 
     def warn(self, message: str) -> None:

@@ -106,14 +106,14 @@ def build_index(job: Job, embedding_PE: Tensor, tower: Tower, queries: Sequence[
         lambda rows: passage_index(rows, job.section(IndexOptions), device, seed, embed_queries, k * vectors),
     )
     if device.type == "cuda" and (structure := unwrap_approximate(passages)) is not None:
-        _log_once(job.report.say, f"{job.journal.stage}: index.type {structure.recipe.type} is on {structure.place}")
+        _log_once(job.report.log, f"{job.journal.stage}: index.type {structure.recipe.type} is on {structure.place}")
     return passages
 
 
 @cache
-def _log_once(say: Callable[[str], None], message: str) -> None:
+def _log_once(log: Callable[[str], None], message: str) -> None:
     """Log a message that is the same for every index of a run."""
-    say(message)
+    log(message)
 
 
 def sample_queries(items: Sequence[T], seed: int) -> list[T]:

@@ -83,16 +83,16 @@ def run(job: Job) -> dict[str, Any]:
     metrics |= {f"em_{rule}": result.em.mean for rule, result in scores.items() if len(scores) > 1}
     confidence = Confidence.load(job.inputs["finetune"])
     if confidence is None:
-        job.report.say("evaluate: the model was not calibrated on dev questions, so its answers have no confidence")
+        job.report.log("evaluate: the model was not calibrated on dev questions, so its answers have no confidence")
     else:
         metrics |= confidence_figures(confidence, answers, scores[em_rule].correct, **bootstrap)
         if confidence.holds_all:
-            job.report.say(
+            job.report.log(
                 "evaluate: the model abstains on every question: nothing reached wanted_precision on the dev questions"
             )
     if cloze := sum(bool(question.not_in) for question in questions):
         metrics["cloze_questions"] = cloze
-        job.report.say(
+        job.report.log(
             f"evaluate: {cloze} of {len(questions)} test questions were generated from the corpus: exact match shows "
             "whether the training worked, not how well questions of people are answered"
         )

@@ -95,7 +95,7 @@ def _open_qa(
             bar = job.report.progress("dev questions again", len(held_out))
             answers = model.answer(held_out, ranked=5, progress=bar)
         metrics |= {f"weight_{name}": value for name, value in asdict(retriever.mixture).items()}
-        job.report.say(
+        job.report.log(
             f"finetune: f(x, z) = {retriever.mixture.dense:g} * embedding score + {retriever.mixture.lexical:g} * BM25 "
             f"/ maximum BM25, fitted on {len(held_out)} dev questions; its weight next to the span score is {weight:g}"
         )
@@ -116,8 +116,8 @@ def _learn_to_read(trainings: StageTrainings, model: OpenQa, questions: list[Que
     lessons = build_window_examples(model, questions, EVIDENCE_DEPTH, job.report.progress("evidence", len(questions)))
     if not lessons:
         raise ValueError(
-            f"no training question has an answer in its top {EVIDENCE_DEPTH} passages, so the reader cannot be trained on "
-            "windows; check that questions.train belongs to these documents, or set "
+            f"no training question has an answer in its top {EVIDENCE_DEPTH} passages, so the reader cannot be trained "
+            "on windows; check that questions.train belongs to these documents, or set "
             "finetune.reader_training=passages"
         )
     context = trainings.context("finetune", finetune_steps(len(lessons), options), "fine-tuning")
@@ -162,7 +162,7 @@ def _dev_metrics(job: Job, questions: list[Question], answers: list[Answer]) -> 
     confidence = inherited or fit_confidence(answers, score.correct, precision)
     confidence.save(job.out)
     figures = confidence_figures(confidence, answers, score.correct, seed=seed)
-    job.report.say(f"finetune: {_describe(confidence, figures, len(questions), is_inherited=inherited is not None)}")
+    job.report.log(f"finetune: {_describe(confidence, figures, len(questions), is_inherited=inherited is not None)}")
     return {
         "dev_em": score.em.mean,
         "dev_f1": score.f1.mean,

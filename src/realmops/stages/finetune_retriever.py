@@ -159,7 +159,7 @@ def _with_refresh(
         return
     policy = RefreshPolicy("fixed_lag", None, "wait", BUILDER_TIMEOUT)
     refresh = RefreshSchedule(steps, every, every // 2, 0, "child", "auto", SHARD_ROWS, policy)
-    settings = BuilderSettings(job.work, job.section(RunOptions).threads, job.report.say)
+    settings = BuilderSettings(job.work, job.section(RunOptions).threads, job.report.log)
     device = context.device
 
     def passages(embedding_PE: Tensor, searcher: Retriever) -> PassageIndex:
@@ -183,8 +183,8 @@ def _positives(job: Job, snapshot: Snapshot, questions: list[Question]) -> Posit
         bar(1)
     if max(positives, default=-1) < 0:
         raise ValueError(
-            f"no training question has an answer in BM25's top {EVIDENCE_DEPTH} passages, so the retriever cannot be trained "
-            "on passages; check that questions.train belongs to these documents, or set "
+            f"no training question has an answer in BM25's top {EVIDENCE_DEPTH} passages, so the retriever cannot be "
+            "trained on passages; check that questions.train belongs to these documents, or set "
             "finetune.retriever_training=queries"
         )
     return Positives.of(positives)

@@ -44,7 +44,7 @@ def run(job: Job) -> dict[str, Any]:
         return retriever, reader
 
     retriever, reader = initialise()
-    job.report.say(f"ict: the retriever is {retriever.query.words}")
+    job.report.log(f"ict: the retriever is {retriever.query.words}")
     init_lexical_features(reader, corpus, run_options.seed, job.report.progress)
     reader.to(device).train()
     optimiser = job.section(Optimiser)
@@ -80,12 +80,12 @@ def crops_helped(job: Job) -> bool:
     if not accuracies:
         return True
     first, last = (fmean(fmean(values[part]) for values in accuracies) for part in (slice(ENDS), slice(-ENDS, None)))
-    job.report.say(
+    job.report.log(
         f"ict: in-batch accuracy of crops is {first:.2f} in the first {ENDS} steps and {last:.2f} in the last {ENDS}"
     )
     if last < first - CHANCE:
         job.report.warn("ict: accuracy dropped; the retriever keeps its initial weights; try a lower ict.learning_rate")
         return False
     if last < first + CHANCE:
-        job.report.say("ict: accuracy did not change; ict.steps=0 keeps the initial weights and is faster")
+        job.report.log("ict: accuracy did not change; ict.steps=0 keeps the initial weights and is faster")
     return True

@@ -99,7 +99,7 @@ def open_search(root: Path, report: Report) -> PassageSearch:
         run = parse_section("run", sections["run"])
         retriever, passages, dtype = _load_with_embeddings(root, stage, run, snapshot, report)
         return PassageSearch(snapshot, bm25, retriever, passages, QUERY_WORDPIECES, dtype, about | {"stage": stage})
-    report.say("search: no retriever is trained yet, searching by words (BM25) only")
+    report.log("search: no retriever is trained yet, searching by words (BM25) only")
     return PassageSearch(snapshot, bm25, None, None, QUERY_WORDPIECES, torch.float32, about)
 
 

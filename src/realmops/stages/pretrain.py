@@ -83,7 +83,7 @@ def run(job: Job) -> dict[str, Any]:
         shard_rows=options.shard_rows,
         policy=policy,
     )
-    settings = BuilderSettings(job.work, run_options.threads, job.report.say)
+    settings = BuilderSettings(job.work, run_options.threads, job.report.log)
     with open_exchange(context, settings, refresh, snapshot, retriever, passages) as (context, source):
         optimiser = job.section(Optimiser)
         pretrain(context, realm, examples, optimiser, source, evaluate=measure, warn=job.report.warn)
@@ -92,7 +92,7 @@ def run(job: Job) -> dict[str, Any]:
     final = _final_index(job, retriever, snapshot, options.steps)
     after = measure(final)
     if best.step != options.steps:
-        job.report.say(best.told(after))
+        job.report.log(best.told(after))
         retriever, reader = best.models()
         realm = Realm(retriever.to(device), reader.to(device), snapshot, options, dtype, bm25)
         final, after = _final_index(job, retriever, snapshot, best.step), best.figures

@@ -116,7 +116,7 @@ def _run_locked(
     work = root / WORK_FOLDER / "work" / f"{name}-{key[:16]}"
     if not force and (existing := up_to_date_metrics(final, stage, key)) is not None:
         shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed after its commit
-        report.say(f"{name}: nothing to do, {final} is up to date with its inputs and options")
+        report.log(f"{name}: nothing to do, {final} is up to date with its inputs and options")
         return existing
     if force:
         shutil.rmtree(work, ignore_errors=True)

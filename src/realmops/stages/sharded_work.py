@@ -36,5 +36,5 @@ def _run_shards(
     job: Job, name: str, snapshot: Snapshot, model: Mapping[str, bytes], label: str
 ) -> Iterator[dict[str, bytes]]:
     run = job.section(RunOptions)
-    place = ShardSettings(job.work / "shards", job.offer, *device_and_dtype(run), run.threads, job.report.say)
+    place = ShardSettings(job.work / "shards", job.offer, *device_and_dtype(run), run.threads, job.report.log)
     return compute_in_shards(place, name, WORKS[name], snapshot, model, job.report.progress(label, len(snapshot)))

@@ -102,7 +102,8 @@ def _check_corpus_language(report: Report, corpus: Snapshot) -> None:
     if code != corpus.language and count >= _MIN_AGREEING:
         report.warn(
             f"snapshot.language is {corpus.language}, but {count} of {len(texts)} sampled passages are in "
-            f"{load_languages()[code].name}; it determines sentences, words and dates: set snapshot.language={code}, or auto"
+            f"{load_languages()[code].name}; it determines sentences, words and dates: set snapshot.language={code}, "
+            "or auto"
         )
 
 

@@ -41,7 +41,7 @@ class BuilderSettings:
 
     work: Path  # outlives a killed process
     threads: int
-    say: Callable[[str], None]  # receives log lines
+    log: Callable[[str], None]  # receives log lines
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def open_exchange(
                 )
             child.poll()  # restarts it
         if seconds >= QUIET_SECONDS:
-            settings.say(message)
+            settings.log(message)
 
     opened_exchange = Exchange.open(root, run_identity, grace=0.0 if child else 120.0)
     trainer = TrainerSide(opened_exchange, refresh.policy, (EMBEDDINGS,), on_wait)
