@@ -89,7 +89,7 @@ def open_reader_model(
 
 
 def _read_kind(folder: Path) -> str:
-    """Return the class of a model, which models of 0.1.0 and imported ones do not store."""
+    """Return the class of a model, which imported models do not store."""
     if (folder / KIND).is_file():
         return str(read_json(folder / KIND)["class"])
     return t5.ClosedBook.kind if (folder / t5.FILE).is_file() else OpenQa.kind
