@@ -107,7 +107,7 @@ class Untrained:
             freeze_linear_weights(part.eval(), dtype)
         vectors = torch.nn.functional.normalize(torch.randn(len(snapshot), width), dim=1)
         options, words = config.parse_section("finetune", values["finetune"]), Bm25.of(snapshot)
-        model = OpenQa(retriever, reader, snapshot, exact_index(vectors, 1), options, dtype, words=words)
+        model = OpenQa(retriever, reader, snapshot, exact_index(vectors, 1), options, dtype, bm25=words)
         return OpenedModel(model, "untrained", None, 0, None)
 
     def before(self, generation: Any) -> None:
@@ -144,10 +144,10 @@ def recall(searching: Any, passages: Sequence[int], query: str, by: str) -> floa
     """The share of the best ten of these passages, by scores of the corpus, that a filtered search finds."""
     import torch
 
-    vectors_PE, words_P = searching.passages.vectors(slice(None)), searching.words.scores(query)
+    vectors_PE, words_P = searching.passages.vectors(slice(None)), searching.bm25.scores(query)
     dense_A = searching.retriever.scale * (vectors_PE @ searching.embed([query])[0])[passages]
     words_A = torch.from_numpy(words_P[passages])
-    hybrid_A = searching.retriever.mixture.of(dense_A, words_A / words_A.max().clamp(min=1e-6))
+    hybrid_A = searching.retriever.mixture.combine(dense_A, words_A / words_A.max().clamp(min=1e-6))
     score_A = {"run": hybrid_A, "embeddings": dense_A, "words": words_A}[by]
     best = score_A.topk(10).values
     least = float(best[-1]) - 1e-5  # of passages that are as good any will do

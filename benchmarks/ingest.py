@@ -37,14 +37,14 @@ _INGEST = """
 import json, os, sys, time
 from pathlib import Path
 from realmops.artifacts import atomic_folder
-from realmops.corpus.formats import sources
+from realmops.corpus.formats import list_sources
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.text.vocabulary import read_vocabulary
 corpus, folder, work, vocabulary, workers = sys.argv[1:]
 start, before = time.perf_counter(), os.times()
 with atomic_folder(Path(folder)) as stage:
     manifest = write_snapshot(
-        sources(Path(corpus), "auto"), stage, work=Path(work), vocabulary=read_vocabulary(Path(vocabulary)),
+        list_sources(Path(corpus), "auto"), stage, work=Path(work), vocabulary=read_vocabulary(Path(vocabulary)),
         block_wordpieces=288, workers=int(workers),
     )
 wall, after = time.perf_counter() - start, os.times()

@@ -30,7 +30,7 @@ from realmops.evaluate.predictions import read_predictions
 
 
 def answer(p: float, text: str = "Oslo") -> Answer:
-    return Answer("", None, math.log(p) if p else -math.inf, said=text)
+    return Answer("", None, math.log(p) if p else -math.inf, generated=text)
 
 
 def drawn(count: int, seed: int = 0, slope: float = 0.5, intercept: float = -1.0) -> tuple[np.ndarray, np.ndarray]:

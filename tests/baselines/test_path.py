@@ -50,7 +50,7 @@ def retriever(world: World, **changes: Any) -> PathRetriever:
 
 def test_a_lesson_ends_at_a_start_with_the_answer_or_goes_on_to_it(world: World) -> None:
     model = retriever(world)
-    direct, two = model.lesson(DIRECT), model.lesson(TWO_STEPS)
+    direct, two = model.training_example(DIRECT), model.lesson(TWO_STEPS)
     assert direct.starts == top_k(model.bm25.scores(DIRECT.question), 2).tolist()
     assert direct.is_right_start.tolist() == ["Oslo" in world.snapshot.text(p) for p in direct.starts]
     assert direct.is_right_start[direct.first]
@@ -60,12 +60,12 @@ def test_a_lesson_ends_at_a_start_with_the_answer_or_goes_on_to_it(world: World)
     assert 8 in model.links.of(two.starts[two.first])
     assert not two.is_right_next[0], "the first passage has no answer"
     assert [p for p, right in zip(two.linked, two.is_right_next[1:], strict=True) if right] == [8]
-    assert model.lesson(NOWHERE) is None
+    assert model.training_example(NOWHERE) is None
 
 
 def test_the_loss_is_that_of_both_steps(world: World) -> None:
     model = retriever(world)
-    lesson = model.lesson(TWO_STEPS)
+    lesson = model.training_example(TWO_STEPS)
     with torch.no_grad():
         read = {p: model._encode([(lesson.question, p)])[0] for p in (*lesson.starts, *lesson.linked)}
         begin, end, step = model.scorer.begin, model.scorer.end, model.scorer.step
@@ -85,7 +85,7 @@ def test_the_loss_is_that_of_both_steps(world: World) -> None:
 
 def test_it_learns_to_follow_a_link_to_a_passage_that_words_do_not_find(world: World) -> None:
     model = retriever(world)
-    lessons = [lesson for q in (DIRECT, TWO_STEPS) if (lesson := model.lesson(q))]
+    lessons = [lesson for q in (DIRECT, TWO_STEPS) if (lesson := model.training_example(q))]
     train_paths(tiny_context(), model, lessons, model.options, tiny_optimiser())
     ranking = model.rank([DIRECT.question, TWO_STEPS.question], 12)
     assert "Oslo" in world.snapshot.text(int(ranking[0, 0]))
@@ -112,7 +112,7 @@ def test_saved_and_loaded_it_ranks_the_same(world: World, tmp_path: Path) -> Non
 def test_killed_and_resumed_it_ends_with_the_same_bits(world: World) -> None:
     def trained(**surroundings: Any) -> torch.nn.Module:
         model = retriever(world, epochs=6, checkpoint_every=2)
-        lessons = [lesson for q in (DIRECT, TWO_STEPS) if (lesson := model.lesson(q))]
+        lessons = [lesson for q in (DIRECT, TWO_STEPS) if (lesson := model.training_example(q))]
         train_paths(tiny_context(**surroundings), model, lessons, model.options, tiny_optimiser())
         return model.scorer
 

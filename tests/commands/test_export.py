@@ -188,7 +188,7 @@ def test_of_several_vectors_parquet_has_all_and_the_library_one(world: World, tm
 
 def test_a_hybrid_says_what_is_missing(world: World, tmp_path: Path) -> None:
     generation = other_generation(tmp_path / "run", world)
-    generation.model.words = Bm25.of(world.snapshot)
+    generation.model.bm25 = Bm25.of(world.snapshot)
     generation.model.retriever.mixture = FusionWeights(2.0, 8.0)
     notes = list(export(tmp_path / "out", "parquet", lambda: generation, None))
     assert "2 times the scaled inner product plus 8 times BM25" in notes[1]
@@ -260,7 +260,7 @@ def test_onnx_keeps_the_window_of_a_modernbert_for_any_length(world: World, tmp_
     inputs = dict(zip(INPUTS[:2], (np.where(is_there_BL, id_BL, 0), is_there_BL.astype(np.int64)), strict=True))
     texts = [(ids[:n], np.zeros(n, np.int64)) for ids, n in zip(id_BL, length_B, strict=True)]
     np.testing.assert_allclose(session.run(None, inputs)[0], embed(tower, texts, FP32), rtol=0, atol=1e-5)
-    wide = tower.over(modernbert(vocabulary, 2048))
+    wide = tower.with_encoder(modernbert(vocabulary, 2048))
     assert np.abs(session.run(None, inputs)[0][0] - embed(wide, texts[:1], FP32).numpy()).max() > 0.01
 
 

@@ -223,7 +223,7 @@ def test_weights_are_fitted_without_the_own_passage(world: World, monkeypatch: p
     def fit_mixture(dense: object, words: object, there: torch.Tensor, correct: torch.Tensor) -> None:
         seen["there"], seen["correct"] = int(there.sum()), int(correct.sum())
 
-    monkeypatch.setattr("realmops.train.fusion_weights.fit_mixture", fit_mixture)
+    monkeypatch.setattr("realmops.train.fusion_weights.fit_fusion_weights", fit_mixture)
     model = open_qa(world)
     assert isinstance(fit_weights_on_questions(model, [BORN]), FusionWeights)
     assert seen == {"there": 12, "correct": 4}

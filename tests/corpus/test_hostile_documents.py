@@ -329,8 +329,8 @@ CODE = 64 * MIB  # of libraries that are loaded for it
 PEAK = """
 import collections, pathlib, resource, sys
 scale, bound, small, large = (int(word) if word.isdecimal() else word for word in sys.argv[1:])
-from realmops.corpus.formats import sources
-from realmops.corpus.ingest import batches, convert
+from realmops.corpus.formats import list_sources
+from realmops.corpus.ingest import iter_batches, parse_records
 
 for name, module in sys.modules.items():
     if name.startswith("realmops.corpus"):
@@ -339,10 +339,10 @@ for name, module in sys.modules.items():
                 setattr(module, limit, value // scale)
 
 def run(path):
-    kinds, found = collections.Counter(), sources(pathlib.Path(path), "auto")
+    kinds, found = collections.Counter(), list_sources(pathlib.Path(path), "auto")
     try:
-        for batch in batches(found):
-            for one in convert([(found[n].format.name, records) for n, records in batch.runs]):
+        for batch in iter_batches(found):
+            for one in parse_records([(found[n].format.name, records) for n, records in batch.runs]):
                 kinds[getattr(one, "reason", "") or type(one).__name__] += 1
     except ValueError:
         kinds["ends"] += 1

@@ -386,7 +386,7 @@ def test_an_error_nobody_foresaw_ends_the_stages_that_run(
         raise KeyError("damaged")
 
     monkeypatch.setattr(command, "partial", lambda *_: partial(exec, sleep, {"sign": str(sign)}))
-    monkeypatch.setattr(command, "inputs_of", inputs)
+    monkeypatch.setattr(command, "stage_inputs", inputs)
     settings = ("tracking.enabled=false",)
     what = command.Ablation(
         project / "params.yaml", [str(project / "nothing.yaml")], settings, ["realm"], [1, 0], tmp_path / "out"

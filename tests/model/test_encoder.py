@@ -139,7 +139,7 @@ def test_retriever_and_reader_learn_on_another_encoder(world: World, folder: Pat
     retriever, reader = models(world, folder, **copying)
     (start, _), chosen = models(world, folder, **copying), options()
     assert isinstance(reader.encoder.model, NeighboursModel)
-    assert retriever.query.words.startswith("a neighbours (padded batches), pooling cls, 16 -> 8")
+    assert retriever.query.description.startswith("a neighbours (padded batches), pooling cls, 16 -> 8")
     realm = Realm(retriever, reader, world.snapshot, chosen, FP32)
     all_examples, rng = Examples(world.snapshot, world.spans, chosen), np.random.default_rng(0)
     examples = [all_examples.example(row, rng) for row in range(4)]

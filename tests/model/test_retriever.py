@@ -292,7 +292,7 @@ def test_every_form_goes_through_its_files(world: World, form: dict[str, Any]) -
     assert retriever_files(again, "c0ffee") == files
     assert describe_models(again, None, "c0ffee") == describe_models(retriever, None, "c0ffee")
     assert (again.scale, again.shared, again.vectors) == (retriever.scale, retriever.shared, retriever.vectors)
-    assert again.query.words == retriever.query.words
+    assert again.query.description == retriever.query.description
     embedding_PX = embed_documents(again, world.snapshot, range(12), FP32)
     assert torch.equal(embedding_PX, embed_documents(retriever, world.snapshot, range(12), FP32))
     assert embedding_PX.shape == (12, again.vectors * again.query.width)

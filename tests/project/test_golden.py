@@ -109,8 +109,8 @@ def first_batches(snapshot: Snapshot, spans: Spans) -> dict[str, Any]:
     for name in ("ict", "warm_start"):
         seen, context = Seen(snapshot), tiny_context(stream=name, seed=SEED)
         with (
-            mock.patch.object(inverse_cloze, "Packed", seen.packed),
-            mock.patch.object(reader_module, "Packed", seen.packed),
+            mock.patch.object(inverse_cloze, "PackedBatch", seen.packed),
+            mock.patch.object(reader_module, "PackedBatch", seen.packed),
             mock.patch.object(inverse_cloze, "Neighbours", NoNeighbours),
         ):
             if name == "ict":

@@ -111,7 +111,7 @@ class YesNo(RetrieveAndRead):
             for z, prior, p in zip(found.passages, found.log_prior, p_y_z, strict=True)
         )
         question = found.question.question
-        return Answer(question, None, math.log(p_y), said, p_y, read, ranked=list(found.ranked), said=said)
+        return Answer(question, None, math.log(p_y), said, p_y, read, ranked=list(found.ranked), generated=said)
 
 
 def test_what_is_quoted_are_the_sentences_that_a_span_touches(world: World) -> None:
@@ -145,7 +145,7 @@ def test_a_reader_of_another_kind_answers_is_saved_and_says_what_it_is(
     assert (record["answer"], record["p_y"], record["abstained"]) == (answers[0].text, answers[0].probability, False)
     assert record["citations"] == []
     assert [passage["span"] for passage in record["passages"]] == [None] * 3
-    over = model.over(lambda question, k: np.arange(k)[::-1].copy())
+    over = model.with_ranker(lambda question, k: np.arange(k)[::-1].copy())
     assert over.head is model.head, "the same reader over what a ranker finds"
     assert over.find(asked)[0].passages == (2, 1, 0)
     assert model.answer(asked) == answers, "and the model as it was"

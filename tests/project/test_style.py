@@ -43,8 +43,17 @@ PATTERN = re.compile(rf"(?<![A-Za-z])(?:{'|'.join(WORDS)})(?![A-Za-z])", re.IGNO
 CLAUSE = re.compile(r"(What|Whether|The same|Who|Where|How|As|When|Which|Why|That)\b")
 CLAUSES = 60  # docstrings that may begin with a clause, most of them "Whether" of a property
 
-# Where a word is the right one: file -> parts of the lines that may use it.
-ALLOWED: dict[str, tuple[str, ...]] = {}
+# Where a word is the right one: an option, methods of Python, question words and examples of questions.
+RIGHT = re.compile(r"wanted_precision|\.tell\b|[\"'][Ww]ho\b[^\"']*[\"']|\"who (?:built|wrote)")
+ALLOWED: dict[str, tuple[str, ...]] = {  # file -> parts of the lines that may use a word
+    "README.md": ("What does the contract say",),
+    "docs/data.md": ("What does the contract say",),
+    "docs/real-text.md": ("benchmarks/quality.py --preset squad --preset minilm",),
+    "src/realmops/baselines/rule.py": ('"what", "when", "where", "which"', "whom|whose|where"),
+    "src/realmops/refresh/exchange.py": ('direction = "ahead of" if ahead > 0 else "behind"', "s behind the volume's"),
+    "src/realmops/text/local_dates.py": ('"stand-alone"',),
+    "src/realmops/text/special_tokens.py": ('_PROMPT = "told-"',),
+}
 
 
 def private_words(path: Path) -> Iterator[str]:
@@ -53,7 +62,7 @@ def private_words(path: Path) -> Iterator[str]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if any(part in line for part in ALLOWED.get(name, ())):
             continue
-        for match in PATTERN.finditer(line):
+        for match in PATTERN.finditer(RIGHT.sub("", line)):
             yield f"{name}:{number}: {match[0]!r} in {line.strip()!r}"
 
 

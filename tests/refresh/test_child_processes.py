@@ -54,11 +54,11 @@ ASKER = """
 import signal
 import sys
 from functools import partial
-from realmops.refresh.child_processes import apart
+from realmops.refresh.child_processes import run_in_process
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started in the background ignores it
     work = "import os, pathlib, time; pathlib.Path(told).write_text(str(os.getpid())); time.sleep(99)"
-    sys.exit(apart("the work", "json", partial(exec, work, {"told": sys.argv[1]})))
+    sys.exit(run_in_process("the work", "json", partial(exec, work, {"told": sys.argv[1]})))
 """
 
 
@@ -66,14 +66,14 @@ IMPORTING = """
 import os
 import sys
 from functools import partial
-from realmops.refresh.child_processes import apart
+from realmops.refresh.child_processes import run_in_process
 if __name__ == "__main__":
     os.environ["OF"] = "another process"
-    apart("the server's first", "colorsys", partial(int, "1"))
+    run_in_process("the server's first", "colorsys", partial(int, "1"))
     os.environ["OF"] = "7"
     of = "8 if 'PYTHONSAFEPATH' in os.environ else int(os.environ['OF'])"
     work = f"import colorsys, tabnanny, os, sys; sys.exit({of})"
-    sys.exit(apart("the work", "colorsys", partial(exec, work, {})))
+    sys.exit(run_in_process("the work", "colorsys", partial(exec, work, {})))
 """
 
 
@@ -96,7 +96,7 @@ def test_work_apart_of_several_threads_ends_each_as_it_says() -> None:
 def test_a_folder_for_temporary_files_that_takes_no_socket_is_named(tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
-    script = "from realmops.refresh.child_processes import apart; apart('the work', 'json', print)"
+    script = "from realmops.refresh.child_processes import run_in_process; run_in_process('the work', 'json', print)"
     done = subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True
     )
@@ -113,7 +113,7 @@ def test_work_apart_is_named_where_the_process_that_it_was_forked_from_is_killed
     """Nobody knows then how it ends; it ends with the process that asked."""
     work = "import os, signal, time; print(os.getpid()); os.kill(os.getppid(), signal.SIGKILL); time.sleep(99)"
     script = (
-        "import sys; from functools import partial; from realmops.refresh.child_processes import apart; sys.exit(apart("
+        "import sys; from functools import partial; from realmops.refresh.child_processes import run_in_process; sys.exit(run_in_process("
     )
     script += f"'the work', 'json', partial(exec, {work!r}, {{}})))"
     done = subprocess.run([sys.executable, "-uc", script], capture_output=True, text=True, timeout=60)

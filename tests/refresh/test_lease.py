@@ -20,8 +20,8 @@ ADD = """
 import sys, time
 from pathlib import Path
 from realmops.refresh.shared_files import Clock
-from realmops.refresh.lease import claimed
-with claimed(Path(sys.argv[1]), print):
+from realmops.refresh.lease import acquire_lease
+with acquire_lease(Path(sys.argv[1]), print):
     file = Path(sys.argv[2])
     number = int(file.read_text())
     time.sleep(float(sys.argv[3]))

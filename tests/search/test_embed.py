@@ -120,7 +120,7 @@ def test_a_copy_in_fp16_embeds_nearly_the_same_and_leaves_the_tower(world: World
     before = {name: tensor.clone() for name, tensor in tower.state_dict().items()}
     expected_NE, encoder = embed(tower, texts, torch.float32), tower.encoder.in_fp16()
     assert encoder is not None
-    half = tower.over(encoder)
+    half = tower.with_encoder(encoder)
     half_NE, again_NE = at_once(partial(embed, half, texts, torch.float32), partial(embed, tower, texts, torch.float32))
     assert torch.equal(again_NE, expected_NE)
     assert not torch.equal(half_NE, expected_NE)

@@ -79,7 +79,7 @@ QUERIES = 20
 @pytest.fixture
 def with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a processor that multiplies bf16, whatever this one does, and for small corpora."""
-    monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(module, "supports_bf16", lambda: True)
     monkeypatch.setattr(module, "_LARGE", 1000)
 
 
@@ -215,7 +215,7 @@ def test_the_bound_holds_for_every_passage(missing: str | None, monkeypatch: pyt
 
 
 def test_without_bf16_in_hardware_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "multiplies_bf16", lambda: False)
+    monkeypatch.setattr(module, "supports_bf16", lambda: False)
     query_QE, embedding_PE = whole(QUERIES, 17), whole(50_001, 18)
     index = ExactIndex(embedding_PE)
     found, plain = index.search(query_QE, 5), search(query_QE, embedding_PE, 5)
@@ -245,7 +245,7 @@ def with_int8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LARGE", 1000)
     if not module.multiplies_int8():
         exact_mm = lambda one, other: one.int() @ other.int()  # noqa: E731
-    monkeypatch.setattr(module, "multiplies_int8", lambda: True)
+    monkeypatch.setattr(module, "supports_int8", lambda: True)
     monkeypatch.setattr(torch, "_int_mm", exact_mm)
 
 
@@ -348,7 +348,7 @@ def test_a_passage_is_scored_again_as_far_below_the_best_product_as_two_may_be_w
 @pytest.mark.parametrize("copies", [module.Bf16Prefilter, module.Int8Prefilter])
 def test_nothing_is_sure_where_a_sum_could_overflow(copies: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """From 2 ** 120 on, of lengths of a query and a passage; no passage is longer than is known."""
-    for name in ("_is_large", "multiplies_bf16", "multiplies_int8"):
+    for name in ("_is_large", "supports_bf16", "supports_int8"):
         monkeypatch.setattr(module, name, lambda *_: True)
     embedding_PE = 2.0**60 * (1 + 0.1 * normal(64, 0, WIDTH)).float()
     copied, query_QE = copies.build(embedding_PE), torch.eye(1, WIDTH)
@@ -388,7 +388,7 @@ def test_no_product_in_bytes_is_farther_off_than_the_bound(missing: str | None) 
 
 
 def test_without_int8_in_hardware_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "multiplies_int8", lambda: False)
+    monkeypatch.setattr(module, "supports_int8", lambda: False)
     query_QE, index = whole(FEW, 31), prepare_for_serving(ExactIndex(whole(50_001, 32)))
     assert index.int8_copy is None  # type: ignore[attr-defined]
     assert torch.equal(index.search(query_QE, 5)[0], search(query_QE, index.embedding_PE, 5)[0])  # type: ignore[attr-defined]

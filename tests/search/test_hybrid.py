@@ -194,7 +194,7 @@ def test_the_fit_is_the_likeliest_under_a_pull_to_one() -> None:
     dense_QK, words_QK, correct_QK = sampled(2.0, 4.0, 40)
 
     def objective(mixture: FusionWeights) -> float:
-        f_QK = mixture.of(dense_QK.double(), words_QK.double())
+        f_QK = mixture.combine(dense_QK.double(), words_QK.double())
         p_Q = (f_QK.softmax(-1) * correct_QK).sum(-1)
         pull = 0.5 * (math.log(mixture.dense) ** 2 + math.log(mixture.lexical) ** 2)
         return float(-p_Q.log().mean()) + pull / 40

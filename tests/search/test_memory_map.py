@@ -104,19 +104,19 @@ def test_numbers_are_read_where_they_lie() -> None:
 ANONYMOUS = """
 import torch
 from realmops.search import memory_map
-from realmops.search.approximate import Faiss, Recipe
+from realmops.search.approximate import FaissIndex, Recipe
 def held():
     lines = [line.split() for line in open("/proc/self/status")]
     return [int(line[1]) / 1024 for line in lines if line[0] in ("RssAnon:", "RssFile:")]
 torch.set_num_threads(1)
 rows = torch.randn(1000, 128)
-found = mapped.matrix(300_000, 128)  # 146 MiB
+found = memory_map.allocate_matrix(300_000, 128)  # 146 MiB
 for first in range(0, 300_000, 1000):
     found[first : first + 1000] = rows + first / 300_000
-mapped.release(found)
-Faiss(found[:5000].clone(), Recipe("pq", 0, 64, 1, 0.0, 8, 0.0)).tune_search_width(rows[:8], 8)
+memory_map.release_pages(found)
+FaissIndex(found[:5000].clone(), Recipe("pq", 0, 64, 1, 0.0, 8, 0.0)).tune_search_width(rows[:8], 8)
 before = held()
-index = Faiss(found, Recipe("pq", 0, 64, 1, 0.0, 8, 0.0))
+index = FaissIndex(found, Recipe("pq", 0, 64, 1, 0.0, 8, 0.0))
 index.tune_search_width(rows[:8], 8)
 print(*(now - then for now, then in zip(held(), before)))
 """

@@ -120,7 +120,7 @@ def test_a_graph_keeps_windows_of_any_width(local: int, monkeypatch: pytest.Monk
     one, texts = for_long_texts("modernbert", local), long_texts()
     true_NE = embed(one, texts, FP32)
     monkeypatch.setattr(openvino, "_in_int8", lambda encoder: encoder)
-    monkeypatch.setattr(openvino, "multiplies_bf16", lambda: False)
+    monkeypatch.setattr(openvino, "supports_bf16", lambda: False)
     with torch.autocast("cpu", torch.bfloat16):  # which the caller may compute in
         in_fp32 = OpenVinoGraph(one, 1)
     torch.testing.assert_close(embed(one, texts, FP32, graph=in_fp32), true_NE, rtol=0, atol=1e-5)

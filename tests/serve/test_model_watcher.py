@@ -193,7 +193,7 @@ def test_a_warmed_up_model_has_copies_and_answers_the_same(copy: Path, monkeypat
         packed.append(module)
         return module
 
-    monkeypatch.setattr(served_model, "with_packed_linears", pack)
+    monkeypatch.setattr(served_model, "pack_linears", pack)
     origin = RunFolder(copy / "root")
     watcher, asked = watcher_of(origin), [Query(QUESTION)]
     plain = origin.open()

@@ -26,7 +26,7 @@ def test_embeddings_of_the_same_tower_are_made_once(copy: Path, monkeypatch: pyt
         metrics = run_stage("evaluate", values, project=copy, root=root, report=Quiet(), force=True)
         return {name: value for name, value in metrics.items() if name != "seconds"}
 
-    monkeypatch.setattr(evaluate, "embeddings_of", counted)
+    monkeypatch.setattr(evaluate, "embed_in_shards", counted)
     once = figures()
     assert next(made) == 0
     assert {"before_realm_recall_at_5_token_boundary", "zero_shot_recall_at_5_token_boundary"} <= once.keys()

@@ -473,7 +473,7 @@ def test_every_retriever_of_a_hybrid_is_measured_by_embeddings_and_with_words(pr
         query_QE = embed(retriever.query, query_sequences(question_queries(snapshot, TEST, 64)), FP32)
         dense_QP = retriever.scale * (query_QE @ embedding_PE.T)
         words_QP = torch.stack([torch.from_numpy(bm25.scores(question.question)) for question in TEST])
-        both_QP = retriever.mixture.of(dense_QP, words_QP / words_QP.max(dim=1, keepdim=True).values)
+        both_QP = retriever.mixture.combine(dense_QP, words_QP / words_QP.max(dim=1, keepdim=True).values)
         columns = (prefix or "dense_", dense_QP), (f"{prefix}hybrid_" if prefix else "", both_QP)
         for column, score_QP in columns:
             ranked = score_QP.argsort(dim=1, descending=True).numpy()

@@ -87,7 +87,7 @@ def test_made_questions_are_answered_once(project: Path, monkeypatch: pytest.Mon
         answered.append(len(questions))
         return answer(model, questions, **named)
 
-    monkeypatch.setattr(stage, "questions_of", made)
+    monkeypatch.setattr(stage, "load_questions", made)
     monkeypatch.setattr(OpenQa, "answer", counted)
     metrics = tune(project)
     assert (answered, metrics["weight_reading"]) == ([2], GENERATED_READING_WEIGHT)
@@ -118,7 +118,7 @@ def test_killed_in_each_of_its_parts_it_ends_with_the_same_bytes(
         make = usual(*given, many=many)
         return lambda rows, progress: (embedded.append(len(rows)), make(rows, progress))[1]
 
-    monkeypatch.setattr(embeddings, "document_embedding", counted)
+    monkeypatch.setattr(embeddings, "make_document_embedder", counted)
     shutil.rmtree(project / "root/models/finetune")
     for place, name, count in ((Journal, "log", 4), (VersionStore, "publish", 5), (Journal, "log", 4)):
         with monkeypatch.context() as patched:

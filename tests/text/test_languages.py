@@ -186,8 +186,8 @@ def test_passages_in_another_language_than_before_are_counted_again(tmp_path: Pa
 
 
 def test_highlights_are_in_the_language_of_the_query() -> None:
-    def marked(text: str, query: str, *spoken: str) -> list[str]:
-        return [text[start:end] for start, end in highlights(text, stem_query(query, spoken))]
+    def marked(text: str, query: str, *query_languages: str) -> list[str]:
+        return [text[start:end] for start, end in highlights(text, stem_query(query, query_languages))]
 
     assert marked(TEXTS["de"], "Wo stehen die alten Häuser der Stadt?", "de") == ["Häuser", "Stadt", "alten", "Häusern"]
     assert marked(TEXTS["zh"], "老房子建于哪年", "zh") == ["建于", "老房子"]
@@ -196,8 +196,8 @@ def test_highlights_are_in_the_language_of_the_query() -> None:
 
 def test_highlights_are_places_of_the_text_whatever_its_spelling() -> None:
     text = "Der Komponist Dvor\u030ca\u0301k, I\u0307stanbul und Dvořák"
-    for spoken in ("en", "de"):
-        marked = highlights(text, stem_query("Dvořák in İstanbul", (spoken,)))
+    for query_languages in ("en", "de"):
+        marked = highlights(text, stem_query("Dvořák in İstanbul", (query_languages,)))
         assert [text[start:end] for start, end in marked] == ["Dvor\u030ca\u0301k", "I\u0307stanbul", "Dvořák"]
 
 
@@ -222,7 +222,7 @@ def test_a_question_is_in_no_language_of_a_few_stray_passages(tmp_path: Path) ->
     assert snapshot.languages == ["de", "nl"]
     assert snapshot.common_languages == ["de"]
     index = Bm25.of(snapshot)
-    assert index.spoken("Waar staan de huizen van de stad?") == ("de",)
+    assert index.query_languages("Waar staan de huizen van de stad?") == ("de",)
     assert rank(index, ["Waar werden de huizen van de stad gebouwd?"], 1).tolist() == [[120]], (
         "its words are found still"
     )

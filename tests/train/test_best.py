@@ -73,7 +73,7 @@ def test_the_likeliest_of_those_that_find_no_less_than_the_start(
     assert retriever.mixture == FusionWeights(1.0, 16.0)
     assert all((p == 16).all() for model in (retriever, reader) for p in model.parameters())
     assert reader.apart
-    assert re.search(r"step 16 .*0\.600 \(last 0\.250\).*-2\.000 \(last -1\.500\)", best.told(figures(0.25, -1.5)))
+    assert re.search(r"step 16 .*0\.600 \(last 0\.250\).*-2\.000 \(last -1\.500\)", best.describe(figures(0.25, -1.5)))
 
 
 @pytest.mark.parametrize("log_p", [float("nan"), -float("inf")])

@@ -48,7 +48,7 @@ def test_relevance_is_f_of_both_with_a_gradient_into_the_query_tower(world: Worl
     relevance_BK, id_BK = model.relevance(asked, 3)
     query_BE = embed(model.retriever.query, query_sequences(model.queries(asked)), torch.float32)
     for b, question in enumerate(asked):
-        bm25_P = model.words.score_passages(question, np.arange(12))
+        bm25_P = model.bm25.score_passages(question, np.arange(12))
         dense_P = model.retriever.scale * (model.passages.embedding_PE @ query_BE[b]).numpy()
         f_P = 0.5 * dense_P + 3.0 * bm25_P / bm25_P.max()
         assert id_BK[b].tolist() == np.argsort(-f_P, kind="stable")[:3].tolist()

@@ -158,7 +158,7 @@ def paths(world: World) -> None:
     chosen = section("finetune", batch_size=3, **LENGTHS)
     model = PathRetriever.start(reader.bert, world.snapshot, chosen, FP32, seed=0)
     anywhere(model.scorer)
-    lessons = [lesson for question in QUESTIONS if (lesson := model.lesson(question))]
+    lessons = [lesson for question in QUESTIONS if (lesson := model.training_example(question))]
     assert any(lesson.linked for lesson in lessons)
     path.train_paths(tiny_context(), model, lessons, chosen, tiny_optimiser())
 

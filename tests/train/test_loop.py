@@ -260,7 +260,7 @@ def test_a_loss_that_is_not_finite_in_another_process_ends_this_one_too() -> Non
         def mean(self, value: float, device: torch.device) -> float:
             return math.nan
 
-    saved, said = trained(lambda model, step: model.loss(step), team=Others())
+    saved, said = trained(lambda model, step: model.loss(step), processes=Others())
     assert not saved
     assert "step 100: the loss is nan" in said
 

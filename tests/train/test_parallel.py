@@ -237,7 +237,7 @@ def test_those_that_helped_write_and_answer_nothing(
     name = next(iter(changes))
     helper = Helper(1, 1)
     for module in (common, tag, stages_finetune, finetune_retriever):
-        monkeypatch.setattr(module, "team", lambda: helper)
+        monkeypatch.setattr(module, "process_group", lambda: helper)
     values = small_project.toy_values(**changes)
     inputs = stage_inputs(STAGES[name], values, trained, trained / "one")
     out, work = tmp_path / "out", tmp_path / "work"
@@ -257,12 +257,12 @@ class Posted(ProcessGroup):
     post: list[Any] = field(default_factory=list)
 
     def broadcast_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
-        if self.leads:
+        if self.is_main_process:
             self.post.append(list(numbers))
         return self.post[0]
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        if self.leads:
+        if self.is_main_process:
             self.post.append(list(tensors))
         for tensor, sent in zip(tensors, self.post[1], strict=True):
             tensor.detach().copy_(sent.detach())
@@ -330,7 +330,7 @@ def test_shares_of_a_batch_give_its_mean() -> None:
 
 
 def test_a_batch_too_small_for_all_is_refused(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "team", lambda: ProcessGroup(0, 5))
+    monkeypatch.setattr(common, "process_group", lambda: ProcessGroup(0, 5))
     shutil.copytree(trained / "one/data", trained / "five/data")
     with pytest.raises(ValueError, match=r"too small for 5 processes: ict.batch_size is 4 and the corpus has "):
         small_project.stage("ict", small_project.toy_values(**TOGETHER), trained, trained / "five")

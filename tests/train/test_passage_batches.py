@@ -160,7 +160,7 @@ def test_of_many_questions_of_a_passage_some_are_asked(world: World, monkeypatch
         return PackedBatch(sequences, *segments)
 
     monkeypatch.setattr(module, "fit", batches)
-    monkeypatch.setattr(module, "Packed", packed)
+    monkeypatch.setattr(module, "PackedBatch", packed)
     train(world, options(retriever_batch_size=5))
     assert len(asked) == 40 * 5, "one of each passage"
     assert len(set(asked)) == 6, "both of passage 0 in turn"
@@ -204,7 +204,7 @@ def test_processes_share_a_batch_of_any_size(
     for _ in range(2):
         found.clear()
         for rank in range(processes):
-            train(world, options(), team=Together(rank, processes, gathered))
+            train(world, options(), processes=Together(rank, processes, gathered))
     assert len(found) == processes
     start, _ = tiny_models(world)
     assert sum(found) / processes == pytest.approx(slow_loss(world, start, rows, options()), rel=1e-5)

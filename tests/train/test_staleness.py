@@ -72,7 +72,7 @@ def test_what_is_published_is_what_is_adopted(
     In its first ``delay`` steps the retriever stands still: the weights of step ``delay`` are those of step 0.
     """
     monkeypatch.setattr(module, "retriever_files", lambda *_: {})
-    monkeypatch.setattr(module, "embeddings_in", lambda content: None)
+    monkeypatch.setattr(module, "view_embeddings", lambda content: None)
     monkeypatch.setattr(module, "retriever_from_files", lambda files: torch.nn.Identity())
     steps, trainer = 12, Seen()
     refresh = RefreshSchedule(steps, every, lag, delay, "external", "auto", 1, RefreshPolicy())

@@ -126,7 +126,7 @@ def finetuning(world: World, kind: Kind, batch: int) -> list[Counts]:
         passages = passages_of(world, retriever)
         words = Bm25.of(world.snapshot) if kind.hybrid else None
         retriever.mixture = DEFAULT_FUSION_WEIGHTS if kind.hybrid else retriever.mixture
-        model = OpenQa(retriever, reader.to(ELSEWHERE), world.snapshot, passages, chosen, FP32, words=words)
+        model = OpenQa(retriever, reader.to(ELSEWHERE), world.snapshot, passages, chosen, FP32, bm25=words)
         context = tiny_context(device=ELSEWHERE, progress=Steps(counts))
         finetune(context, model, questions, chosen, tiny_optimiser())
     return context.progress.steps[2:]  # type: ignore[attr-defined]

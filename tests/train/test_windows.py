@@ -284,13 +284,13 @@ def test_processes_draw_the_windows_that_one_draws(world: World, monkeypatch: py
     found: dict[int, list[float]] = {}
 
     def one_step(context: TrainingContext, groups: Any, options: Any, step_loss: Any, **rest: Any) -> int:
-        found.setdefault(context.team.size, []).append(step_loss(0)[0].item())
+        found.setdefault(context.processes.size, []).append(step_loss(0)[0].item())
         return 0
 
     monkeypatch.setattr(module, "fit", one_step)
     monkeypatch.setattr(module, "NEGATIVES_FROM", 0.0)
-    for team in (ProcessGroup(), ProcessGroup(0, 2), ProcessGroup(1, 2)):
-        train(world, {"batch_size": 3}, FIVE[:3], team=team)
+    for processes in (ProcessGroup(), ProcessGroup(0, 2), ProcessGroup(1, 2)):
+        train(world, {"batch_size": 3}, FIVE[:3], processes=processes)
     assert sum(found[2]) / 2 == pytest.approx(found[1][0], rel=1e-5)
 
 

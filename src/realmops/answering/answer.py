@@ -75,12 +75,12 @@ class Answer:
     read: tuple[ReadPassage, ...] = ()  # in order of p(z|x)
     best_gold: Span | None = None  # best span that matches a reference answer
     ranked: list[int] = field(default_factory=list)  # top passages of the whole corpus, for recall
-    said: str = ""  # answer of a model that reads no passages
+    generated: str = ""  # answer of a model that reads no passages
 
     @property
     def text(self) -> str:
         """Text of the answer, empty if there is none."""
-        return self.best.text if self.best else self.said
+        return self.best.text if self.best else self.generated
 
     @property
     def passages(self) -> list[int]:

@@ -39,7 +39,7 @@ class OpenedModel:
     confidence: Confidence | None  # None for an imported model, which is not calibrated
     content: str = ""  # digest of all files of the model, for models outside a registry
     folder: Path = Path()  # of the model's files
-    held: Any = None  # resources with the model's lifetime, such as a temporary folder of downloads
+    resources: Any = None  # resources with the model's lifetime, such as a temporary folder of downloads
 
     @property
     def about(self) -> Record:
@@ -94,9 +94,9 @@ class OpenedModel:
     def passage_search(self) -> PassageSearch:
         """Build a search over the model's corpus."""
         model = self.model
-        words = model.words if isinstance(model.words, Bm25) else Bm25.of(model.snapshot)
+        words = model.bm25 if isinstance(model.bm25, Bm25) else Bm25.of(model.snapshot)
         retriever = model.retriever if model.passages is not None else None
         limit = model.options.query_wordpieces
         return PassageSearch(
-            model.snapshot, words, retriever, model.passages, limit, model.dtype, self.about, self.held
+            model.snapshot, words, retriever, model.passages, limit, model.dtype, self.about, self.resources
         )

@@ -260,13 +260,13 @@ class PassageSearch:
     """
 
     snapshot: Snapshot
-    words: Bm25
+    bm25: Bm25
     retriever: Retriever | None
     passages: PassageIndex | None
     query_wordpieces: int
     dtype: torch.dtype
     about: Record
-    held: Any = None  # resources with the lifetime of the search, such as a temporary folder of downloads
+    resources: Any = None  # resources with the lifetime of the search, such as a temporary folder of downloads
     filters: MetadataFilters = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -300,7 +300,10 @@ class PassageSearch:
             raise InvalidRequest(NO_EMBEDDINGS)
         allowed = self.filters.passages(filters) if any(filters) else None
         ids, score, dense = self._best(query, k, allowed, by)
-        bm25, query_stems = self.words.score_passages(query, ids).tolist(), stem_query(query, self.words.spoken(query))
+        bm25, query_stems = (
+            self.bm25.score_passages(query, ids).tolist(),
+            stem_query(query, self.bm25.query_languages(query)),
+        )
         columns = zip(ids.tolist(), score, dense, bm25, strict=True)
         records = [self._record(*row, query_stems=query_stems) for row in columns]
         return {"query": query, "passages": records, "model": self.about}
@@ -316,11 +319,11 @@ class PassageSearch:
     def _best(self, query: str, k: int, allowed: Ids | None, by: RankBy) -> tuple[Ids, list[float], list[float | None]]:
         """Return passages, scores and scaled inner products, best first."""
         if by == "words" or self.retriever is None or self.passages is None:
-            return _best_by_words(query, k, allowed, self.words)
+            return _best_by_words(query, k, allowed, self.bm25)
         mixture = DENSE_ONLY if by == "embeddings" else self.retriever.mixture
         query_E = self.embed([query])
         if allowed is None:
-            hybrid = HybridSearch(self.passages, self.words, mixture, self.retriever.scale)
+            hybrid = HybridSearch(self.passages, self.bm25, mixture, self.retriever.scale)
             hits = hybrid.search(query_E, [query], k, max(k, DEPTH) if mixture.lexical else k)
             is_hit = hits.id_QK[0] >= 0
             ids, dense = hits.id_QK[0][is_hit].numpy(), hits.dense_QK[0][is_hit]
@@ -328,9 +331,9 @@ class PassageSearch:
         dense = self.retriever.scale * self._inner_products(query_E, allowed)
         lexical = torch.zeros(len(allowed))
         if mixture.lexical and len(allowed):
-            score_A = self.words.score_passages(query, allowed)  # normalised to 1 for the best one that passes
+            score_A = self.bm25.score_passages(query, allowed)  # normalised to 1 for the best one that passes
             lexical = torch.from_numpy(score_A / max(float(score_A.max()), 1e-6))
-        score = mixture.of(dense, lexical)
+        score = mixture.combine(dense, lexical)
         order = torch.argsort(score, descending=True, stable=True)[:k]
         return allowed[order.numpy()], score[order].tolist(), dense[order].tolist()
 
@@ -380,9 +383,10 @@ def highlights(text: str, query_stems: StemsByLanguage) -> list[tuple[int, int]]
     return merged
 
 
-def stem_query(query: str, spoken: Sequence[str]) -> StemsByLanguage:
+def stem_query(query: str, languages: Sequence[str]) -> StemsByLanguage:
     """Return the stems of a query's words by language, without stop words, for ``highlights``."""
-    stop = {code: STOP_WORDS if code == ENGLISH else load_languages()[code].stop for code in spoken}
+    stop = {code: STOP_WORDS if code == ENGLISH else load_languages()[code].stop for code in languages}
     return {
-        code: {*stems([word for word in split_words(query, code) if word not in stop[code]], code)} for code in spoken
+        code: {*stems([word for word in split_words(query, code) if word not in stop[code]], code)}
+        for code in languages
     }

@@ -69,7 +69,7 @@ class AnswerModel(ABC):
     """Base class of question answering models; ``finetune`` saves one under its ``kind`` (``stages.tuned_model``)."""
 
     kind: ClassVar[str]
-    together: ClassVar[int]  # default batch size, in questions
+    batch_size: ClassVar[int]  # default batch size, in questions
 
     @abstractmethod
     def check(self, question: str) -> None:
@@ -102,7 +102,7 @@ class AnswerModel(ABC):
     ) -> list[Answer]:
         """Answer questions in batches; ``ranked`` passages of each are returned for recall."""
         answers: list[Answer] = []
-        for start in range(0, len(questions), size := batch_size or self.together):
+        for start in range(0, len(questions), size := batch_size or self.batch_size):
             batch = questions[start : start + size]
             answers += self.read(self.find(batch, ranked))
             progress(len(batch))
@@ -117,7 +117,7 @@ class RetrieveAndRead(AnswerModel):
     neither used nor trained.
     """
 
-    together = 4  # span tensors of larger batches take hundreds of MB, without a gain in speed
+    batch_size = 4  # span tensors of larger batches take hundreds of MB, without a gain in speed
     retriever: Retriever
     reader: Reader
     snapshot: Snapshot
@@ -125,7 +125,7 @@ class RetrieveAndRead(AnswerModel):
     options: Finetune
     dtype: torch.dtype
     ranker: Callable[[str, int], np.ndarray] | None = None
-    words: Bm25 | None = None
+    bm25: Bm25 | None = None
 
     def __post_init__(self) -> None:
         self.device = self.reader.device
@@ -138,10 +138,10 @@ class RetrieveAndRead(AnswerModel):
             lambda text: np.array(encode(blank + text, add_special_tokens=False).ids, dtype=np.int64)
         )
 
-    def over(self, ranker: Callable[[str, int], np.ndarray]) -> Self:
+    def with_ranker(self, ranker: Callable[[str, int], np.ndarray]) -> Self:
         """Return a copy that retrieves with a ranker and reads with the same reader."""
         other = copy(self)  # keeps the attributes of subclasses
-        other.passages, other.ranker, other.words = None, ranker, None
+        other.passages, other.ranker, other.bm25 = None, ranker, None
         return other
 
     def restore(self, folder: Path) -> None:
@@ -174,7 +174,7 @@ class RetrieveAndRead(AnswerModel):
             row_BK, missing_BK = hits.id_QK.clamp(min=0), hits.id_QK < 0
             row_BK, missing_BK, words_BK = to_device(self.passages.device, row_BK, missing_BK, hits.words_QK.float())
             dense_BK = self.retriever.relevance(query_BE, self.passages.vectors(row_BK).to(self.device))
-            relevance_BK = self.retriever.mixture.of(dense_BK, words_BK.to(self.device))
+            relevance_BK = self.retriever.mixture.combine(dense_BK, words_BK.to(self.device))
             return relevance_BK.masked_fill(missing_BK.to(self.device), -torch.inf), hits.id_QK
         if k >= len(self.passages):
             score_BP: Tensor = self.retriever.scores(query_BE, self.passages.vectors(slice(None)).to(self.device))
@@ -203,7 +203,7 @@ class RetrieveAndRead(AnswerModel):
     @property
     def hybrid(self) -> bool:
         """True if f(x, z) combines embeddings with BM25."""
-        return self.words is not None and self.retriever.mixture.lexical > 0
+        return self.bm25 is not None and self.retriever.mixture.lexical > 0
 
     def queries(self, questions: Sequence[str]) -> list[np.ndarray]:
         """Build the query sequence of each question, truncated to ``query_wordpieces``."""
@@ -217,7 +217,7 @@ class RetrieveAndRead(AnswerModel):
 
     def _search(self, query_BE: Tensor, questions: Sequence[str], k: int, depth: int) -> Hits:
         assert self.passages is not None
-        search = HybridSearch(self.passages, self.words, self.retriever.mixture, self.retriever.scale)
+        search = HybridSearch(self.passages, self.bm25, self.retriever.mixture, self.retriever.scale)
         return search.search(query_BE.detach(), questions, k, depth)
 
     def is_correct(self, question: Question, passages: Sequence[int]) -> np.ndarray:

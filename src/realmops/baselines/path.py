@@ -139,7 +139,7 @@ class PathRetriever:
         best: list[int] = linked[top_k(self.bm25.score_passages(question, linked), LINKED)].tolist()
         return best
 
-    def lesson(self, question: Question) -> PathExample | None:
+    def training_example(self, question: Question) -> PathExample | None:
         """Build the training example of a question, or None if no path of up to two passages leads to an answer."""
         starts = self._starts(question.question)
 

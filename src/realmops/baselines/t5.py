@@ -51,7 +51,7 @@ class ClosedBook(AnswerModel):
     """
 
     kind = "t5"
-    together = 64
+    batch_size = 64
     net: Any
     tokenizer: Tokenizer
     question_wordpieces: int
@@ -192,7 +192,7 @@ class ClosedBook(AnswerModel):
         is_over_BT = F.pad((token_BT == self.eos_id).cumsum(1), (1, -1)) > 0
         log_B = log_BT.masked_fill(is_over_BT, 0.0).sum(1)
         return [
-            Answer(item.question.question, None, log_p, said=self.decode(tokens))
+            Answer(item.question.question, None, log_p, generated=self.decode(tokens))
             for item, tokens, log_p in zip(found, token_BT.tolist(), log_B.tolist(), strict=True)
         ]
 

@@ -106,7 +106,7 @@ def run_ablations(
 @main.command()
 @click.argument("first", type=option.PATH)
 @click.argument("second", type=option.PATH)
-def compare_runs(first: Path, second: Path) -> Iterable[str]:
+def compare(first: Path, second: Path) -> Iterable[str]:
     """Compare two runs, with confidence intervals.
 
     FIRST and SECOND are folders of runs (--root), or their results folders. Exact match and recall@5 are compared on

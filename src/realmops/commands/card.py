@@ -80,7 +80,7 @@ def card(format: str, opened: OpenedModel, retriever: Retriever, notes: Sequence
     model = opened.model
     init = None if root is None else trained_sections(root, "ict").get("bert", {}).get("init")
     facts = {
-        "towers": f"{'one' if retriever.shared else 'two, for queries and passages'}: {retriever.query.words}",
+        "towers": f"{'one' if retriever.shared else 'two, for queries and passages'}: {retriever.query.description}",
         "embeddings": f"{retriever.query.width} dimensions, compared by {similarity(retriever)}",
         "f(x, z), the logit of p(z|x)": f"{retriever.scale:.6g} times the inner product",
         "wordpieces": f"{model.options.query_wordpieces} of a query, {model.snapshot.block_wordpieces} of a passage",

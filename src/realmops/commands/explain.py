@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LIVE_OPTIONS = "--answer, --json, --html and --before-after"  # these query the current model, not stored results
 SIDES = ("before", "after")
-_ID_CHARACTERS = 12  # of a hash, enough to tell passages apart
+_ID_CHARACTERS = 12  # of a hash, enough to distinguish passages
 
 
 class Sheet(NamedTuple):
@@ -72,9 +72,6 @@ def explain(
         before_after: compare the corpus before and after the newest update.
         json: yield the full record as JSON.
         html: the path of an HTML page to write.
-
-    Raises:
-        ValueError: options conflict.
     """
     live = answer is not None or json or html is not None or before_after
     about_results = sentence is None and not questions

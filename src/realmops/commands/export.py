@@ -45,8 +45,7 @@ def export(folder: Path, format: str, open_model: Callable[[], OpenedModel], roo
     ``root`` is the folder of the model's run, None for a model from the registry.
 
     Raises:
-        ValueError: the folder has other files, the model has no embeddings, the format does not support its encoder or
-            tower, or a package is missing.
+        ValueError: the folder has other files, the format does not support the model, or a package is missing.
     """
     artifacts.check_replaceable(folder, KIND)
     if format == "onnx" and not all(map(find_spec, _ONNX_PACKAGES)):
@@ -77,7 +76,7 @@ def export(folder: Path, format: str, open_model: Callable[[], OpenedModel], roo
             write_retriever(out, retriever, model.snapshot.tokenizer, limits)
         (out / CARD).write_text(card(format, opened, retriever, notes, root), encoding="utf-8")
         artifacts.write_manifest(out, KIND, format=format, realmops=__version__, **opened.about)
-    yield f"{folder}: {format} of {len(model.snapshot)} passages, {retriever.query.words}"
+    yield f"{folder}: {format} of {len(model.snapshot)} passages, {retriever.query.description}"
     yield from notes
 
 

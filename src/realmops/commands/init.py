@@ -92,8 +92,7 @@ def init(
         reader: a folder from ``realmops export --format reader``.
 
     Raises:
-        ValueError: the documents or questions cannot be read, or the folder already has one of the files. Nothing is
-            written then.
+        ValueError: documents or questions cannot be read, or a file already exists; nothing is written then.
     """
     project = Project(folder)
     if documents is not None:

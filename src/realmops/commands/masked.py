@@ -50,7 +50,7 @@ def explain_sentence(sentence: str, root: Path, where: CorpusState, answer: str 
         sentence: a text with one or more [MASK].
         root: the run's folder.
         where: the corpus to search: the pipeline's or an update's.
-        answer: the masked words; a single [MASK] then stands for all of their wordpieces.
+        answer: the masked words; a single [MASK] then represents all of their wordpieces.
 
     Returns:
         ``p_y_without`` (null document), ``p_y_best`` (best passage, None without passages) and ``p_y`` (equation 1) are
@@ -75,7 +75,7 @@ def explain_sentence(sentence: str, root: Path, where: CorpusState, answer: str 
         )
     example = _build_example(sentence, answer, realm)
     query_BE = embed(realm.retriever.query, query_sequences(realm.queries([example])), realm.dtype)
-    [passages] = Candidates(snapshot, realm.options, realm.words).retrieve([example], query_BE, model.index)
+    [passages] = Candidates(snapshot, realm.options, realm.bm25).retrieve([example], query_BE, model.index)
     prior_BK, missing_BK = realm.log_prior([example], [passages])
     log_prior_K = prior_BK[0, ~missing_BK[0]].double().cpu()  # null document last, as in log_word_KMV
     log_word_KMV = realm.log_words(example, passages).double().cpu()

@@ -63,7 +63,9 @@ class Champion:
             folder = Path(self._registry.settings(version)["folder"])
         opened = open_promoted(folder, registered)
         step = version.tags.get(STEPS_TAG)
-        return replace(opened, version=version.uri, weights_step=None if step is None else int(step), held=temporary)
+        return replace(
+            opened, version=version.uri, weights_step=None if step is None else int(step), resources=temporary
+        )
 
     def _version(self) -> ModelVersion:
         version = self._registry.champion()

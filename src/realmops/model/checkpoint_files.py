@@ -156,7 +156,7 @@ def _build_embedder(
         segments = "one" if is_single else "two"
     if segments == "two" and encoder.segments < 2:
         raise ValueError(
-            f"retriever.segments is two, but {encoder.words} has no second segment; set retriever.segments=auto"
+            f"retriever.segments is two, but {encoder.description} has no second segment; set retriever.segments=auto"
         )
     layers = []
     if folder is not None and is_sentence_encoder(folder) and retriever.head != "release":

@@ -64,7 +64,7 @@ class Encoder(nn.Module):
                 model.set_attn_implementation("sdpa")
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Short description of the encoder, for logs and reports."""
         return f"a {self.model.config.model_type}" + ("" if self.packs else " (padded batches)")
 

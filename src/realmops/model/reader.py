@@ -275,8 +275,8 @@ class Reader(nn.Module):
         """Compute log p of the targets by the masked word head, M x 1, or of the whole vocabulary, M x V."""
         if self.masked_words is None:
             raise ValueError(
-                f"the reader has {self.encoder.words}, which predicts no masked words; set ict.reader_steps=0 and "
-                "pretrain.steps=0, or set bert.init to an encoder with a masked word head"
+                f"the reader has {self.encoder.description}, which predicts no masked words; set "
+                "ict.reader_steps=0 and pretrain.steps=0, or set bert.init to an encoder with a masked word head"
             )
         logits_MV: Tensor = self.masked_words(hidden_MD, self.bert.word_vectors)
         if targets_M is None:

@@ -48,9 +48,9 @@ class FusionWeights:
     lexical: float
     reading: float = 1.0
 
-    def of(self, dense: Tensor, words: Tensor) -> Tensor:
+    def combine(self, dense: Tensor, bm25: Tensor) -> Tensor:
         """Compute f(x, z) from scaled inner products and normalised BM25 scores."""
-        return self.dense * dense + self.lexical * words
+        return self.dense * dense + self.lexical * bm25
 
 
 DENSE_ONLY = FusionWeights(1.0, 0.0)  # the paper's f(x, z)
@@ -70,7 +70,7 @@ class Tower(nn.Module):
         self.head, self.temperature, self.width = head, temperature, width
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Short description for logs and reports, with the options that ``auto`` resolved to."""
         raise NotImplementedError
 
@@ -176,11 +176,11 @@ class Embedder(Tower):
         return [*self.bert.output_biases, *last]
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Short description for logs and reports."""
         dense = "".join(f"{layer.shape.outputs} -> " for layer in self.dense if isinstance(layer, Dense))
         widths = f"{self.bert.width} -> {dense}{self.width} by {self.start}"
-        return f"{self.bert.words}, pooling {self.pooling}, {widths}, head {self.head}, segments {self.segments}"
+        return f"{self.bert.description}, pooling {self.pooling}, {widths}, head {self.head}, segments {self.segments}"
 
     def pool(self, batch: PackedBatch, vectors: int = 1) -> Tensor:
         """Compute pooled hidden states of each sequence, (B M) x D; M > 1 requires the pooling ``mean``."""
@@ -204,13 +204,13 @@ class Embedder(Tower):
         with disable_autocast(self.device):  # like the mean of a single vector
             return torch.cat([m_MT @ x_TD for m_MT, x_TD in pairs])
 
-    def over(self, encoder: Encoder) -> Self:
+    def with_encoder(self, encoder: Encoder) -> Self:
         """Return a copy over another encoder, which shares pooling, projection and their parameters."""
         other = copy.copy(self)
         other._modules = {**self._modules, "bert": encoder}
         return other
 
-    def shares(self, length: int, vectors: int) -> Tensor:
+    def pooling_weights(self, length: int, vectors: int) -> Tensor:
         """Return the pooling weight of each wordpiece of a sequence, M x T."""
         if self.pooling == "mean":
             return _mean_weights(length, vectors)
@@ -220,9 +220,9 @@ class Embedder(Tower):
 
     def forward(self, batch: PackedBatch, vectors: int = 1) -> Tensor:
         """Compute embeddings B x M E."""
-        return self.embedded(self.pool(batch, vectors)).view(-1, vectors * self.width)
+        return self.project(self.pool(batch, vectors)).view(-1, vectors * self.width)
 
-    def embedded(self, embedding_BE: Tensor) -> Tensor:
+    def project(self, embedding_BE: Tensor) -> Tensor:
         """Compute embeddings B x E from pooled vectors B x D."""
         if embedding_BE.dtype == torch.float16:
             embedding_BE = embedding_BE.float()
@@ -256,7 +256,7 @@ class BagOfWords(Tower):
         self.register_buffer("counts_V", torch.ones(vocabulary))
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Short description for logs and reports."""
         return f"a bag of {self.word.num_embeddings} word vectors of width {self.width}"
 

@@ -143,8 +143,8 @@ class Follower:
 
     The file is written by :func:`assign_exchange`. A builder that has finished, or does not fit its exchange, is not
     restarted until the file changes; one that failed is restarted with back-off, as a pod would be. A builder is
-    stopped when both its assignment and its exchange are removed. The follower's heartbeat is in the folder ``alive`` next to
-    the file; ``alive`` is a file that it touches for a liveness probe.
+    stopped when both its assignment and its exchange are removed. The follower's heartbeat is in the folder ``alive``
+    next to the file; ``alive`` is a file that it touches for a liveness probe.
     """
 
     def __init__(self, path: Path, alive: Path | None, poll: float = 1.0) -> None:

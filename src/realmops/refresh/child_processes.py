@@ -95,7 +95,7 @@ class SupervisedProcess:
 
 
 def end_with(parent: int) -> None:
-    """Send this process SIGTERM as soon as it is no longer a child of ``parent``."""
+    """Send this process SIGTERM once it is no longer a child of ``parent``."""
 
     def watch() -> None:
         while os.getppid() == parent:

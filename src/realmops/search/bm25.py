@@ -130,15 +130,15 @@ def stems(words: Sequence[str], language: str = ENGLISH) -> list[str]:
     return stemmed
 
 
-def query_stems(query: str, spoken: Sequence[str]) -> list[str]:
+def query_stems(query: str, languages: Sequence[str]) -> list[str]:
     """Return the stems of a query without stop words; stems in further languages are added unless the first has them.
 
     Args:
         query: the text.
-        spoken: codes of the languages that the query may be in.
+        languages: codes of those that the query may be in.
     """
     result: list[str] = []
-    for language in spoken:
+    for language in languages:
         excluded = stop_words(language)
         stemmed = stems([word for word in split_words(query, language) if word not in excluded], language)
         result += (Counter(stemmed) - Counter(result)).elements() if result else stemmed
@@ -224,7 +224,7 @@ class Bm25:
             means = [float(length_p.mean()) if len(length_p) else 0.0 for length_p in lengths]
         return np.concatenate([saturation(length_L, mean or 1.0) for mean in means])
 
-    def spoken(self, query: str) -> tuple[str, ...]:
+    def query_languages(self, query: str) -> tuple[str, ...]:
         """Return the corpus's common languages that a query may be in: one if detection is certain, otherwise two."""
         return detect_language(query, self.languages[: self.manifest.get("common_languages", 1)])
 
@@ -232,9 +232,9 @@ class Bm25:
         """Return the index with the statistics of the query's language, and the indices of the query's words."""
         if not isinstance(query, str):
             return self, self._word_indices(query)
-        spoken = self.spoken(query)
-        numbers = self._word_indices(stem_hashes(query_stems(query, spoken)))
-        return (self._view(spoken[0]) if len(self.languages) > len(spoken) == 1 else self), numbers
+        languages = self.query_languages(query)
+        numbers = self._word_indices(stem_hashes(query_stems(query, languages)))
+        return (self._view(languages[0]) if len(self.languages) > len(languages) == 1 else self), numbers
 
     def _view(self, language: str) -> Self:
         if language not in self._views:

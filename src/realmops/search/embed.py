@@ -74,7 +74,7 @@ def _in_fp16(tower: Tower) -> Tower | None:
     if tower.device.type != "cuda" or not isinstance(tower, Embedder):
         return None
     encoder = tower.encoder.in_fp16()
-    return None if encoder is None else tower.over(encoder)
+    return None if encoder is None else tower.with_encoder(encoder)
 
 
 def embed_on_device(tower: Tower, sequences: Sequences, dtype: torch.dtype) -> Tensor:

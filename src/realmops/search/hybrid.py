@@ -35,7 +35,7 @@ class Hits:
 
     def relevance(self, mixture: FusionWeights) -> Tensor:
         """Return f(x, z), Q x K; -inf for missing passages."""
-        return mixture.of(self.dense_QK, self.words_QK).masked_fill(self.id_QK < 0, -torch.inf)
+        return mixture.combine(self.dense_QK, self.words_QK).masked_fill(self.id_QK < 0, -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class HybridSearch:
     """Search by embeddings and, where the fusion weights include BM25, by words; results are the best of both by f."""
 
     passages: PassageIndex
-    words: Bm25 | None
+    bm25: Bm25 | None
     mixture: FusionWeights
     scale: float
 
@@ -55,10 +55,10 @@ class HybridSearch:
         """
         depth = max(k, depth or k)
         score_QK, id_QK = to_host(*self.passages.search(query_QE, depth))
-        if self.words is None or not self.mixture.lexical:
+        if self.bm25 is None or not self.mixture.lexical:
             id_QK = id_QK[:, :k]
             return Hits(id_QK, self.scale * score_QK[:, :k].float(), torch.zeros(id_QK.shape))
-        word_QK, word_id_QK = self.words.search(queries, depth)
+        word_QK, word_id_QK = self.bm25.search(queries, depth)
         best_Q = word_QK[:, 0].clip(min=0.0)
         pairs = zip(id_QK.numpy(), word_id_QK, strict=True)
         candidate_ids = [np.unique(np.concatenate([ids, word_ids[word_ids >= 0]])) for ids, word_ids in pairs]
@@ -69,8 +69,8 @@ class HybridSearch:
             dense_C = self.scale * dense[q]
             words_C = torch.zeros(len(ids))
             if best_Q[q] > 0:
-                words_C = torch.from_numpy(self.words.score_passages(query, ids) / best_Q[q])
-            order = torch.argsort(self.mixture.of(dense_C, words_C), descending=True, stable=True)[:k]
+                words_C = torch.from_numpy(self.bm25.score_passages(query, ids) / best_Q[q])
+            order = torch.argsort(self.mixture.combine(dense_C, words_C), descending=True, stable=True)[:k]
             rows.append((id_C[order], dense_C[order], words_C[order]))
         columns = zip(zip(*rows, strict=True), (-1, 0.0, 0.0), strict=True)
         return Hits(*(pad_sequence(list(column), batch_first=True, padding_value=fill) for column, fill in columns))
@@ -92,13 +92,13 @@ def _dense(passages: PassageIndex, query_QE: Tensor, candidate_ids: Sequence[NDA
 
 
 def normalised_bm25(
-    words: Bm25 | None, mixture: FusionWeights, queries: Sequence[str], id_QK: Tensor, device: torch.device
+    bm25: Bm25 | None, mixture: FusionWeights, queries: Sequence[str], id_QK: Tensor, device: torch.device
 ) -> Tensor:
     """Return BM25 over that of the query's best passage, Q x K; 0 where the fusion weights exclude BM25."""
-    if words is None or not mixture.lexical:
+    if bm25 is None or not mixture.lexical:
         return torch.zeros(id_QK.shape, device=device)
-    best_Q1, _ = words.search(queries, 1)
-    scores = [words.score_passages(query, ids) for query, ids in zip(queries, id_QK.cpu().numpy(), strict=True)]
+    best_Q1, _ = bm25.search(queries, 1)
+    scores = [bm25.score_passages(query, ids) for query, ids in zip(queries, id_QK.cpu().numpy(), strict=True)]
     return torch.from_numpy(np.stack(scores) / np.maximum(best_Q1, 1e-6)).clamp(0.0, 1.0).to(device)
 
 

@@ -73,7 +73,7 @@ class OpenVinoGraph:
     def __call__(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> Tensor:
         """Return embeddings B x M E of wordpieces and segments of each sequence; thread-safe."""
         pooled_BMD = torch.from_numpy(self._compiled.infer_new_request(self._inputs(sequences))[0])
-        embedding_BX: Tensor = self.tower.embedded(pooled_BMD.flatten(0, 1)).view(len(sequences), -1)
+        embedding_BX: Tensor = self.tower.project(pooled_BMD.flatten(0, 1)).view(len(sequences), -1)
         return embedding_BX
 
     def _inputs(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, ...]:
@@ -86,7 +86,7 @@ class OpenVinoGraph:
             input_BL[0, row, : len(tokens)] = tokens
             if self.tower.segments != "one":
                 input_BL[1, row, : len(tokens)] = segments
-            weight_BML[row, :, : len(tokens)] = self.tower.shares(len(tokens), self.vectors)
+            weight_BML[row, :, : len(tokens)] = self.tower.pooling_weights(len(tokens), self.vectors)
         return *input_BL, lengths_B, weight_BML
 
 
@@ -101,7 +101,7 @@ def compile_graph(tower: Tower, vectors: int) -> OpenVinoGraph | None:
     except Exception:  # OpenVINO raises many types for encoders with their own attention
         if tower.encoder.packs:
             raise
-        _log_unsupported(tower.encoder.words)
+        _log_unsupported(tower.encoder.description)
         return None
 
 

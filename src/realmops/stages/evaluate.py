@@ -110,7 +110,7 @@ def run(job: Job) -> dict[str, Any]:
         metrics |= score(texts, em_rule).figures("rule_")
         if isinstance(model, RetrieveAndRead):
             bar = job.report.progress("test questions over BM25's passages", len(questions))
-            over_bm25 = model.over(bm25).answer(questions, ranked=DEPTH, progress=bar)
+            over_bm25 = model.with_ranker(bm25).answer(questions, ranked=DEPTH, progress=bar)
             metrics |= score([answer.text for answer in over_bm25], em_rule).figures("bm25_")
     hits = {}
     for prefix, ranked in rankings.items():

@@ -51,7 +51,7 @@ def run(job: Job) -> dict[str, Any]:
     snapshot = open_snapshot(job)
     questions, held_out = (load_questions(job, snapshot, split) for split in ("train", "dev"))
     tuned = TRAINERS[job.section(Finetune).reader](StageTrainings(job), snapshot, questions, held_out)
-    if not process_group().leads:
+    if not process_group().is_main_process:
         return {}
     save_tuned(job.out, tuned.model)
     return {**_dev_metrics(job, held_out, tuned.answers), **tuned.metrics}
@@ -77,7 +77,7 @@ def _open_qa(
     reader.encoder.word_vectors.requires_grad_(not options.freeze_words)
     if options.epochs:
         metrics |= _learn_to_read(trainings, model, questions)
-    if not process_group().leads:
+    if not process_group().is_main_process:
         return FineTuned(model, [], {})
     if (structure := unwrap_approximate(model.passages)) is not None:
         metrics["index_recall"] = _widen_index(job, model, structure, sample_queries(held_out, seed))
@@ -138,7 +138,7 @@ def _closed_book(
     trainings.end = t5.pretrain(corruption, model, snapshot, options, optimiser)
     answering = trainings.context("closed_book", finetune_steps(len(usable), options), "fine-tuning")
     t5.finetune(answering, model, usable, options, optimiser)
-    if not process_group().leads:
+    if not process_group().is_main_process:
         return FineTuned(model, [], {})
     answers = model.answer(held_out, progress=job.report.progress("dev questions", len(held_out)))
     return FineTuned(

@@ -126,7 +126,7 @@ def _train_paths(
     bar = job.report.progress("questions with paths", len(questions))
     walks = []
     for question in questions:
-        walks += [walk] if (walk := path.lesson(question)) else []
+        walks += [walk] if (walk := path.training_example(question)) else []
         bar(1)
     context = trainings.context("paths", finetune_steps(len(walks), options), "paths", "path_")
     trainings.end = train_paths(context, path, walks, options, job.section(Optimiser))
@@ -193,7 +193,7 @@ def _positives(job: Job, snapshot: Snapshot, questions: list[Question]) -> Posit
 def _embed_all(job: Job, retriever: Retriever, snapshot: Snapshot) -> Tensor:
     """Return the embeddings of all passages, P x E; rank 0 computes them and broadcasts them to the others."""
     group = process_group()
-    if group.leads:
+    if group.is_main_process:
         embedding_PE = embed_in_shards(job, retriever, snapshot)
     else:
         embedding_PE = torch.empty(len(snapshot), retriever.width)

@@ -44,7 +44,7 @@ def run(job: Job) -> dict[str, Any]:
         return retriever, reader
 
     retriever, reader = initialise()
-    job.report.log(f"ict: the retriever is {retriever.query.words}")
+    job.report.log(f"ict: the retriever is {retriever.query.description}")
     init_lexical_features(reader, corpus, run_options.seed, job.report.progress)
     reader.to(device).train()
     optimiser = job.section(Optimiser)
@@ -57,7 +57,7 @@ def run(job: Job) -> dict[str, Any]:
             () if has_warmup else held_out_rows(len(spans.rows), run_options.seed).tolist()
         )  # held out in pretrain
         train_reader(context, reader, text, spans, options, optimiser, held_out, job.work)
-    if not context.team.leads:
+    if not context.processes.is_main_process:
         return {}
     if requested.task == "crop" and options.steps and not crops_helped(job):
         retriever = initialise()[0]

@@ -49,7 +49,7 @@ def run(job: Job) -> dict[str, Any]:
     """
     options, run_options = job.section(Pretrain), job.section(RunOptions)
     if not options.steps:
-        if process_group().leads:
+        if process_group().is_main_process:
             copy_models(job.inputs["ict"], job.out)
         return {}
     snapshot = open_snapshot(job)
@@ -87,12 +87,12 @@ def run(job: Job) -> dict[str, Any]:
     with open_exchange(context, settings, refresh, snapshot, retriever, passages) as (context, source):
         optimiser = job.section(Optimiser)
         pretrain(context, realm, examples, optimiser, source, evaluate=measure, warn=job.report.warn)
-    if not context.team.leads:
+    if not context.processes.is_main_process:
         return {}
     final = _final_index(job, retriever, snapshot, options.steps)
     after = measure(final)
     if best.step != options.steps:
-        job.report.log(best.told(after))
+        job.report.log(best.describe(after))
         retriever, reader = best.models()
         realm = Realm(retriever.to(device), reader.to(device), snapshot, options, dtype, bm25)
         final, after = _final_index(job, retriever, snapshot, best.step), best.figures

@@ -68,7 +68,7 @@ def run_stage(
 
         join_process_group(resolve_device(values["run"]["device"]))
         process_group().wait()  # for the inputs of the stage
-        if not process_group().leads:
+        if not process_group().is_main_process:
             return _run_worker(STAGES[name], values, project, root, force)
     with stage_lock(root / WORK_FOLDER, name):
         return _run_locked(STAGES[name], values, presets, project, root, report, force)

@@ -36,7 +36,7 @@ def run(job: Job) -> dict[str, Any]:
     metrics: dict[str, Any] = {}
     if options.method == "tagger":
         tagger, metrics = _train(job, options)
-    if not process_group().leads:
+    if not process_group().is_main_process:
         return {}
     for name in ("corpus", "warmup"):
         if (job.inputs["snapshot"] / name).is_dir():
@@ -61,7 +61,7 @@ def _train(job: Job, options: Tag) -> tuple[Tagger, dict[str, Any]]:
     tagger.to(device)
     context = StageTrainings(job).context("tag", options.steps, "tagger")
     train_tagger(context, tagger, training, snapshot.tokenizer, options, job.section(Optimiser))
-    if not context.team.leads:
+    if not context.processes.is_main_process:
         return tagger, {}
     predicted = predict_words(tagger, held_out, snapshot.tokenizer, options, dtype)
     return tagger, entity_scores([list(s.tags) for s in held_out], predicted)

@@ -98,7 +98,7 @@ def finetune(
     def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
         model.retriever.train()
         model.reader.train()
-        local, weight = context.team.split_batch([questions[row] for row in rows_of(step)])
+        local, weight = context.processes.split_batch([questions[row] for row in rows_of(step)])
         loss, metrics = question_loss(model, local)
         return weight * loss, metrics
 

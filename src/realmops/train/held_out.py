@@ -50,7 +50,7 @@ def retrieve_candidates(realm: Realm, masked: Sequence[Example], index: Index) -
     query = embed(index.retriever.query, query_sequences(realm.queries(masked)), realm.dtype)
     candidates = max(6, realm.options.candidates)
     options = realm.options.model_copy(update={"exclude_trivial": True, "candidates": candidates})
-    return Candidates(realm.snapshot, options, realm.words).retrieve(masked, query, index)
+    return Candidates(realm.snapshot, options, realm.bm25).retrieve(masked, query, index)
 
 
 def measure(realm: Realm, masked: Sequence[Example], index: Index) -> dict[str, float]:
@@ -154,7 +154,7 @@ class BestCheckpoint:
         """Load the best checkpoint."""
         return load_models(self._all()[-1], self.vocabulary_hash)
 
-    def told(self, last: Mapping[str, float]) -> str:
+    def describe(self, last: Mapping[str, float]) -> str:
         """Return a log line on why the best checkpoint, not the last one with metrics ``last``, is the result."""
         figures = self.figures
         which = "the initial models" if self.step == 0 else f"the models of step {self.step}"

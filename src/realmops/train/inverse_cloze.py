@@ -126,11 +126,11 @@ def train_retriever(
     Raises:
         ValueError: a batch has fewer passages than there are processes.
     """
-    special, team = SpecialTokens.of(snapshot.tokenizer), context.team
-    if min(options.batch_size, len(snapshot)) < team.size:
+    special, processes = SpecialTokens.of(snapshot.tokenizer), context.processes
+    if min(options.batch_size, len(snapshot)) < processes.size:
         raise ValueError(
-            f"batch too small for {team.size} processes: ict.batch_size is {options.batch_size} and the corpus has "
-            f"{len(snapshot)} passages; start at most {min(options.batch_size, len(snapshot))} processes"
+            f"batch too small for {processes.size} processes: ict.batch_size is {options.batch_size} and the "
+            f"corpus has {len(snapshot)} passages; start at most {min(options.batch_size, len(snapshot))} processes"
         )
     for module in retriever.modules():
         if isinstance(module, Encoder):
@@ -140,14 +140,14 @@ def train_retriever(
         rng = context.rng("batch", step)
         passages = cloze_batch(len(snapshot), options.batch_size, options.neighbours, rng)
         drawn = [draw_cloze(snapshot, int(p), rng, options, special) for p in passages]
-        examples, _ = team.split_batch(drawn[: len(drawn) // team.size * team.size])
+        examples, _ = processes.split_batch(drawn[: len(drawn) // processes.size * processes.size])
         queries = PackedBatch([query for e in examples for query in e.queries])
         documents = PackedBatch([e.document[0] for e in examples], [e.document[1] for e in examples])
         with autocast(context.device, context.dtype):
             query_QE, document_BE = retriever.query(queries), retriever.documents(documents)
-        relevance_QN = retriever.scores(query_QE, team.gather(document_BE))
+        relevance_QN = retriever.scores(query_QE, processes.gather(document_BE))
         passage_Q = np.repeat(np.arange(len(examples)), [len(e.queries) for e in examples])
-        (own_Q,) = to_device(relevance_QN.device, torch.from_numpy(passage_Q) + team.rank * len(examples))
+        (own_Q,) = to_device(relevance_QN.device, torch.from_numpy(passage_Q) + processes.rank * len(examples))
         removed_Q = np.array([e.removed for e in examples])[passage_Q]
 
         def metrics(hit_Q: Tensor) -> dict[str, float]:
@@ -262,7 +262,7 @@ def train_reader(
     def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
         rng = context.rng("batch", step)
         drawn = [example(rng) for _ in range(options.reader_batch_size)]
-        examples, weight = context.team.split_batch(drawn, [int(masked.sum()) for _, masked, _ in drawn])
+        examples, weight = context.processes.split_batch(drawn, [int(masked.sum()) for _, masked, _ in drawn])
         sentences = [np.where(masked, special.mask, x) for x, masked, _ in examples]
         positions = [np.flatnonzero(masked) for _, masked, _ in examples]
         targets = [x[masked] for x, masked, _ in examples]

@@ -49,7 +49,7 @@ class TrainingContext:
     prefix: str = ""  # of metric names
     first_step: int = 0  # the first step's number in the journal
     journal_start: int = 0  # the journal's length at the loop's start
-    team: ProcessGroup = SINGLE_PROCESS
+    processes: ProcessGroup = SINGLE_PROCESS
     name: str = ""  # of the training, for messages
 
     def rng(self, *names: str | int) -> np.random.Generator:
@@ -106,32 +106,34 @@ def fit(
     )
     ramp = int(min(10_000, max(options.ramp_min, options.ramp_share * steps)))
     schedule = Schedule(steps, ramp)
-    team = context.team
-    start, position = _restore(context, optimiser) if team.leads else (0, context.journal_start)
-    start = int(team.broadcast_numbers([start], context.device)[0])
-    team.broadcast([*optimiser.parameters, *optimiser.m, *optimiser.v])
+    processes = context.processes
+    start, position = _restore(context, optimiser) if processes.is_main_process else (0, context.journal_start)
+    start = int(processes.broadcast_numbers([start], context.device)[0])
+    processes.broadcast([*optimiser.parameters, *optimiser.m, *optimiser.v])
     if start == steps:
         return position
-    if team.leads:
+    if processes.is_main_process:
         context.journal.truncate(position)
     context.progress(start)
     ended = trimmed = time.perf_counter()
     last = "no earlier step in this process"
     for step in range(start, steps):
-        if step > start and step % checkpoint_every == 0 and team.leads:
+        if step > start and step % checkpoint_every == 0 and processes.is_main_process:
             _save(context, optimiser, step, last)
         if at_step is not None:
             at_step(step)
         began = time.perf_counter()
-        torch.manual_seed(seed_for(context.seed, context.stream, "dropout", step, *([team.rank] if team.rank else [])))
+        torch.manual_seed(
+            seed_for(context.seed, context.stream, "dropout", step, *([processes.rank] if processes.rank else []))
+        )
         optimiser.zero_grad()
         loss, returned = step_loss(step)
         loss.backward()  # type: ignore[no-untyped-call]
-        team.average_gradients(optimiser.parameters)
+        processes.average_gradients(optimiser.parameters)
         norm = optimiser.step(step, schedule)
         deferred = returned if isinstance(returned, DeferredMetrics) else DeferredMetrics((), partial(dict, returned))
         loss, norm, *values = to_host(loss, norm, *deferred.tensors)
-        mean_loss = team.mean(loss.item(), context.device)
+        mean_loss = processes.mean(loss.item(), context.device)
         if not math.isfinite(mean_loss) or not math.isfinite(norm.item()):
             cause = f"the loss is {mean_loss:g} and the norm of its gradient {norm.item():g}"
             raise _not_finite(context, step, cause, last)
@@ -141,13 +143,13 @@ def fit(
         between, ended = began - ended, time.perf_counter()
         metrics |= {"step_seconds": ended - began, "between_seconds": between}
         logged = {context.prefix + name: value for name, value in metrics.items()}
-        if team.leads:
+        if processes.is_main_process:
             context.journal.log(context.first_step + step, **logged)
         context.progress(1)
         if ended - trimmed > _TRIM_SECONDS:  # batches of varying size fragment the freed memory
             configure_malloc()
             trimmed = ended
-    if team.leads:
+    if processes.is_main_process:
         _save(context, optimiser, steps, last)
     return context.journal.position()
 

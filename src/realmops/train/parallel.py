@@ -30,7 +30,7 @@ class ProcessGroup:
     size: int = 1
 
     @property
-    def leads(self) -> bool:
+    def is_main_process(self) -> bool:
         """Whether this is the main process, which has the checkpoints, the journal and the exchange."""
         return self.rank == 0
 

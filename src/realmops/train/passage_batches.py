@@ -95,7 +95,7 @@ def train_by_passages(
         The journal's length at the end.
     """
     current: list[Index] = []
-    team = context.team
+    processes = context.processes
     batch_of = passage_batches(context, len(positives.passages), options.retriever_batch_size)
 
     def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
@@ -105,8 +105,8 @@ def train_by_passages(
             (positives.passages[row], rng.permutation(positives.questions[row])[:MOST_QUESTIONS].tolist())
             for row in batch_of(step)
         ]
-        local, weight = team.split_batch(drawn, [float(len(rows)) for _, rows in drawn])
-        part_size = math.ceil(len(drawn) / team.size)
+        local, weight = processes.split_batch(drawn, [float(len(rows)) for _, rows in drawn])
+        part_size = math.ceil(len(drawn) / processes.size)
         embedded = [passage for passage, _ in local]
         embedded += embedded[:1] * (part_size - len(embedded))  # padding for equal sizes; masked below
         local_questions = [questions[i] for _, rows in local for i in rows]
@@ -116,10 +116,10 @@ def train_by_passages(
         with autocast(context.device, context.dtype):
             query_QE = retriever.query(PackedBatch(queries))
             document_NE = retriever.documents(PackedBatch([d[0] for d in documents], [d[1] for d in documents]))
-        document_NE = torch.cat([team.gather(document_NE[:part_size]), document_NE[part_size:]])
+        document_NE = torch.cat([processes.gather(document_NE[:part_size]), document_NE[part_size:]])
         relevance_QN = retriever.scores(query_QE, document_NE)
-        own = np.repeat(np.arange(len(local)), [len(rows) for _, rows in local]) + team.rank * part_size
-        columns = [*team.gathered_order([passage for passage, _ in drawn], part_size), *hard]
+        own = np.repeat(np.arange(len(local)), [len(rows) for _, rows in local]) + processes.rank * part_size
+        columns = [*processes.gathered_order([passage for passage, _ in drawn], part_size), *hard]
         ignored_QN = torch.tensor(
             [
                 [p is None or contains_answer(snapshot.text(p), q.answers, q.match_rule) for p in columns]

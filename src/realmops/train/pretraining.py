@@ -80,7 +80,7 @@ def pretrain(
     retriever collapses. The fusion weights of a hybrid retriever are not trained.
     """
     options, retriever, reader = realm.options, realm.retriever, realm.reader
-    candidates = Candidates(realm.snapshot, options, realm.words)
+    candidates = Candidates(realm.snapshot, options, realm.bm25)
     alarm = CollapseAlarm(options.collapse_share, warn)
     current: list[Index] = []
     adopted: dict[str, float] = {}
@@ -90,10 +90,10 @@ def pretrain(
         if new is None:
             assert current, "the first step needs an index"
             return
-        if current and options.staleness_queries and context.team.leads:
+        if current and options.staleness_queries and context.processes.is_main_process:
             adopted["top_k_change"] = _change(current[0], new, examples, realm, context)
         current[:] = [new]
-        if new.new and context.team.leads:
+        if new.new and context.processes.is_main_process:
             adopted.update(evaluate(new), refreshed=1.0)
 
     def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
@@ -101,17 +101,17 @@ def pretrain(
         rng = context.rng("batch", step)
         drawn = [examples.draw(rng) for _ in range(options.batch_size)]
         counts = [len(e.positions) for e in drawn] if options.marginal == "per_token" else None
-        batch, weight = context.team.split_batch(drawn, counts)
+        batch, weight = context.processes.split_batch(drawn, counts)
         searcher = index.retriever if options.query_encoder == "snapshot" else retriever
         queried = drawn if reader.apart else batch  # late interaction: all sentences share their candidates
         query_BE = embed_on_device(searcher.query, query_sequences(realm.queries(queried)), realm.dtype)
         passages = candidates.retrieve(queried, query_BE, index)
         if reader.apart:
-            passages = list(context.team.split_batch(candidates.shared(drawn, passages))[0])
+            passages = list(context.processes.split_batch(candidates.shared(drawn, passages))[0])
         crops = context.rng("crops", step)
         learns = step >= options.retriever_delay
         loss, deferred = realm.loss(
-            batch, passages, retriever_learns=learns, weight=weight, crops=crops, team=context.team
+            batch, passages, retriever_learns=learns, weight=weight, crops=crops, processes=context.processes
         )
         updated_at = max(index.step, min(step, options.retriever_delay))  # the retriever is frozen during the delay
         logged = {"staleness_steps": float(step - updated_at), "staleness_seconds": time.time() - index.published}

@@ -51,7 +51,7 @@ class Realm:
     snapshot: Snapshot
     options: Pretrain
     dtype: torch.dtype
-    words: Bm25 | None = None  # lexical index of a hybrid retriever
+    bm25: Bm25 | None = None  # lexical index of a hybrid retriever
 
     def __post_init__(self) -> None:
         self.special = SpecialTokens.of(self.snapshot.tokenizer)
@@ -102,8 +102,8 @@ class Realm:
         row_BK, missing_on_device_BK = to_device(self.device, row_BK, missing_BK)
         dense_BK = self.retriever.relevance(embedded.query_BE, embedded.document_UE[row_BK])
         mixture = self.retriever.mixture
-        bm25_BK = normalised_bm25(self.words, mixture, [e.visible_text for e in examples], id_BK, dense_BK.device)
-        relevance_BK = mixture.of(dense_BK, bm25_BK).masked_fill(missing_on_device_BK, -torch.inf)
+        bm25_BK = normalised_bm25(self.bm25, mixture, [e.visible_text for e in examples], id_BK, dense_BK.device)
+        relevance_BK = mixture.combine(dense_BK, bm25_BK).masked_fill(missing_on_device_BK, -torch.inf)
         return likelihood.log_prior(relevance_BK), missing_BK
 
     def _pad(self, candidates: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
@@ -172,7 +172,7 @@ class Realm:
         retriever_learns: bool,
         weight: float = 1.0,
         crops: np.random.Generator | None = None,
-        team: ProcessGroup = SINGLE_PROCESS,
+        processes: ProcessGroup = SINGLE_PROCESS,
     ) -> tuple[Tensor, DeferredMetrics]:
         """Return the mean of -log p(y|x) over examples (joint) or masked wordpieces (per_token), and metrics.
 
@@ -182,7 +182,7 @@ class Realm:
             retriever_learns: whether gradients reach the retriever.
             weight: factor of the loss.
             crops: generator of the crop loss, which ``pretrain.crop_weight`` adds; equal in all processes.
-            team: the processes that share the batch.
+            processes: the processes that share the batch.
         """
         with torch.set_grad_enabled(retriever_learns):
             embedded = self.embed(examples, candidates)
@@ -197,27 +197,27 @@ class Realm:
         tensors = [log_prior_BK, log_likelihood_BK, log_joint_B]
         loss = weight * loss
         if self.options.crop_weight and retriever_learns and crops is not None:
-            passages, document_UE = self._gather_passages(embedded, team)
+            passages, document_UE = self._gather_passages(embedded, processes)
             if len(passages) > 1:
-                crop_loss = self._crop_loss(passages, document_UE, crops, team)
+                crop_loss = self._crop_loss(passages, document_UE, crops, processes)
                 loss = loss + self.options.crop_weight * crop_loss
                 tensors.append(crop_loss)
         return loss, DeferredMetrics(tensors, partial(self._metrics, missing_BK))
 
-    def _gather_passages(self, embedded: Embedded, team: ProcessGroup) -> tuple[list[int], Tensor]:
+    def _gather_passages(self, embedded: Embedded, processes: ProcessGroup) -> tuple[list[int], Tensor]:
         """Return the distinct passages of all processes, ascending, and their embeddings."""
         passages = list(embedded.row_of)[:-1]
         document_UE = embedded.document_UE[: len(passages)]
-        if team.size == 1:
+        if processes.size == 1:
             return passages, document_UE
-        padding = team.max(len(passages), self.device) - len(passages)
-        id_N = team.gather(torch.tensor([*passages, *[NULL] * padding], device=self.device))
-        document_NE = team.gather(F.pad(document_UE, (0, 0, 0, padding)))
+        padding = processes.max(len(passages), self.device) - len(passages)
+        id_N = processes.gather(torch.tensor([*passages, *[NULL] * padding], device=self.device))
+        document_NE = processes.gather(F.pad(document_UE, (0, 0, 0, padding)))
         row = {p: n for n, p in reversed(list(enumerate(id_N.tolist()))) if p != NULL}
         return sorted(row), document_NE[[row[p] for p in sorted(row)]]
 
     def _crop_loss(
-        self, passages: Sequence[int], document_UE: Tensor, rng: np.random.Generator, team: ProcessGroup
+        self, passages: Sequence[int], document_UE: Tensor, rng: np.random.Generator, processes: ProcessGroup
     ) -> Tensor:
         """Return the inverse cloze loss of random crops, one per sentence, against all passages of the batch.
 
@@ -229,7 +229,7 @@ class Realm:
             first, end = crop_run(continues, rng)
             crop = drop_words(body[first:end], continues[first:end], rng)
             drawn.append((row, join_query(crop, self.special, self.options.query_wordpieces)))
-        local, weight = team.split_batch(drawn)
+        local, weight = processes.split_batch(drawn)
         with autocast(self.device, self.dtype):
             query_QE = self.retriever.query(PackedBatch([query for _, query in local]))
         relevance_QU = self.retriever.scores(query_QE, document_UE)

@@ -51,7 +51,7 @@ class SharedIndexSource:
     Embeddings are broadcast in host memory, because those of an approximate index may not fit on a GPU.
     """
 
-    team: ProcessGroup
+    processes: ProcessGroup
     own: ExchangeSource | None  # None in the other processes
     device: torch.device
     build: Build
@@ -59,7 +59,7 @@ class SharedIndexSource:
     def at_step(self, step: int, retriever: Retriever) -> Index | None:
         """Return the index to use from this step on, or None to keep the current one."""
         generation = self.own.at_step(step, retriever) if self.own else None
-        if self.team.size > 1:
+        if self.processes.size > 1:
             generation = self._broadcast(generation, retriever)
         if generation is None:
             return None
@@ -70,13 +70,13 @@ class SharedIndexSource:
         """Return the first process's generation in all processes, None if it has no new one."""
         embedding_PE = own.embedding_PE.cpu() if own else torch.empty(0, 0)
         header = [1, own.step, *embedding_PE.shape, own.published, own.new] if own else [0] * 6
-        exists, weights_step, passages, width, published, new = self.team.broadcast_numbers(header, self.device)
+        exists, weights_step, passages, width, published, new = self.processes.broadcast_numbers(header, self.device)
         if not exists:
             return None
         if own is None:
             embedding_PE = torch.empty(int(passages), int(width))
         searcher = own.retriever if own else copy.deepcopy(retriever).eval()
-        self.team.broadcast([embedding_PE, *searcher.parameters()])
+        self.processes.broadcast([embedding_PE, *searcher.parameters()])
         return own or IndexGeneration(int(weights_step), embedding_PE, searcher, published, bool(new))
 
 
@@ -99,9 +99,9 @@ def open_exchange(
     Raises:
         ChildProcessError: the child builder is misconfigured or exited ``MOST_STARTS`` times.
     """
-    team, device = context.team, context.device
-    if not team.leads:
-        yield context, SharedIndexSource(team, None, device, build)
+    processes, device = context.processes, context.device
+    if not processes.is_main_process:
+        yield context, SharedIndexSource(processes, None, device, build)
         return
     root = settings.work / "exchange" if refresh.exchange == "auto" else Path(refresh.exchange)
     run_identity = exchange_identity(
@@ -134,7 +134,7 @@ def open_exchange(
     own = ExchangeSource(trainer, refresh, snapshot.vocabulary_hash, device)
     try:
         with child or nullcontext():
-            yield replace(context, checkpoints=own), SharedIndexSource(team, own, device, build)
+            yield replace(context, checkpoints=own), SharedIndexSource(processes, own, device, build)
             trainer.finish("done")
     except (ValueError, TimeoutError, ChildProcessError, RuntimeError) as error:
         with suppress(FencedError):  # a newer trainer publishes the final state

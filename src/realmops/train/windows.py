@@ -160,7 +160,7 @@ def train_in_windows(
         negatives = step >= NEGATIVES_FROM * steps
         batch = [examples[row] for row in rows_of(step)]
         drawn = [(example, draw_windows(model, example, rng, negatives=negatives)) for example in batch]
-        local, weight = context.team.split_batch(drawn)
+        local, weight = context.processes.split_batch(drawn)
         loss, metrics = windows_loss(model, [example for example, _ in local], [windows for _, windows in local])
         return weight * loss, metrics
 
