@@ -73,6 +73,6 @@ def test_an_installed_package_finds_its_own_copy(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "resources.py").write_text((ROOT / "src/realmops/resources.py").read_text())
-    program = "from realmops.resources import resource_folder; print(resource_folder('k8s'), resource_folder('pipelines'))"
+    program = "from realmops.resources import resource_folder as f; print(f('k8s'), f('pipelines'))"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path / "src", capture_output=True, text=True)
     assert done.stdout.split() == [str(package / "k8s"), str(tmp_path / "pipelines")], done.stderr

@@ -113,9 +113,9 @@ def test_work_apart_is_named_where_the_process_that_it_was_forked_from_is_killed
     """Nobody knows then how it ends; it ends with the process that asked."""
     work = "import os, signal, time; print(os.getpid()); os.kill(os.getppid(), signal.SIGKILL); time.sleep(99)"
     script = (
-        "import sys; from functools import partial; from realmops.refresh.child_processes import run_in_process; sys.exit(run_in_process("
+        "import sys; from functools import partial; from realmops.refresh.child_processes import run_in_process; "
+        f"sys.exit(run_in_process('the work', 'json', partial(exec, {work!r}, {{}})))"
     )
-    script += f"'the work', 'json', partial(exec, {work!r}, {{}})))"
     done = subprocess.run([sys.executable, "-uc", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 255
     assert "realmops: the work was lost, as the process that it was forked from was killed: run" in done.stderr
