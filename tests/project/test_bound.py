@@ -162,7 +162,7 @@ def test_an_index_names_its_corpus_in_its_file(answering: Path, tmp_path: Path) 
     assert load_index(tmp_path, snapshot).shape == (len(snapshot), 2)
     (tmp_path / INDEX).unlink()
     save_index(tmp_path / INDEX, torch.zeros(len(snapshot) + 1, 2), "")
-    with pytest.raises(ValueError, match="13 embeddings, .* has 12 passages; an imported index needs its"):
+    with pytest.raises(ValueError, match=r"13 embeddings, .* has 12 passages; an imported index needs its"):
         load_index(tmp_path, snapshot)
     content = (tmp_path / INDEX).read_bytes()
     assert view_embeddings(content).shape == (len(snapshot) + 1, 2)
