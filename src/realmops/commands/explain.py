@@ -62,16 +62,9 @@ def explain(
 ) -> Iterator[str | Table]:
     """Yield texts and tables for a masked sentence, for questions or, without both, for the stored answers in results/.
 
-    Args:
-        root: the run's folder.
-        sentence: a sentence with [MASK] for the pre-trained model.
-        questions: ids of answers in results/, or questions to answer now.
-        failures: keys of ``FAILED_AT``; only answers that failed there are shown.
-        limit: the maximum number of stored answers to show.
-        answer: y; by default the prediction.
-        before_after: compare the corpus before and after the newest update.
-        json: yield the full record as JSON.
-        html: the path of an HTML page to write.
+    ``questions`` are ids of answers in results/, or questions to answer now. ``failures`` are keys of ``FAILED_AT``:
+    only answers that failed there are shown, at most ``limit``. ``answer`` is y, by default the prediction.
+    ``before_after`` compares the corpus before and after the newest update. ``html`` is a page to write.
     """
     live = answer is not None or json or html is not None or before_after
     about_results = sentence is None and not questions

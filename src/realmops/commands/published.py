@@ -27,15 +27,12 @@ def import_published(
 ) -> None:
     """Write checkpoints and passages as outputs of a run.
 
-    Args:
-        root: the run's folder.
-        pretrained: embedder or scorer, encoder, or openqa folders; written to ``models/pretrain``.
-        finetuned: a fine-tuned openqa folder, and the reader's if separate; written to ``models/finetune``.
-        blocks: the passages as TensorFlow records; written to ``data/published/passages.jsonl.gz``.
-        titles: the titles of the passages, in the same order.
-        report: receives progress and warnings.
+    Embedder or scorer, encoder, or openqa folders in ``pretrained`` are written to ``models/pretrain``; a fine-tuned
+    openqa folder, with the reader's if separate, to ``models/finetune``. ``blocks`` are the passages as TensorFlow
+    records, written to ``data/published/passages.jsonl.gz``, with ``titles`` in the same order.
 
-    Raises ValueError if the folders are not a complete model, or do not match.
+    Raises:
+        ValueError: the folders are not a complete model, or do not match.
     """
     if not (pretrained or finetuned or blocks):
         raise ValueError("nothing to import; give folders with --pretrained or --finetuned, or passages with --blocks")
