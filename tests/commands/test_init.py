@@ -124,6 +124,8 @@ def test_encoder_gpu_and_size_choose_the_presets(
     assert (f"GPU: {gpu}" in told) == bool(gpu)
     values = yaml.safe_load((tmp_path / "mine" / "params.yaml").read_text())
     assert values["presets"] == [*presets, "documents"]
+    is_plain = encoder in ("plain", "wide", "google-bert/bert-base-uncased") and "bert-base" not in presets
+    assert (values["retriever"] or {}).get("pooling") == ("mean" if is_plain else None)
     by_openvino = not gpu and encoder != "small"
     assert (values["run"] or {}).get("precision") == ("int8" if by_openvino else None)
     assert ("int8, as OpenVINO is installed" in told) == by_openvino
@@ -314,7 +316,9 @@ def test_other_languages_are_told_of(tmp_path: Path) -> None:
         assert told in said
         assert ("language: " in said) == bool(told)
         assert values["snapshot"]["language"] == language
-        assert values["tag"]["method"] == ("phrases" if told else "dates")
+        assert values["tag"]["method"] == "phrases"
+        assert ("as the public tagged sentences are English" in said) == bool(told)
+        assert ("run 'realmops public-data ner'" in said) != bool(told), "nothing can be downloaded here"
 
 
 # What a cluster gets

@@ -198,6 +198,22 @@ def test_retrievers_and_readers_stand_in_one_table(capsys: pytest.CaptureFixture
     assert len(figure_tables(METRICS)) == 1
 
 
+def test_without_steps_of_realm_nothing_is_named_after_it() -> None:
+    """A stage without steps measures nothing; one that was imported has no metrics."""
+    figures = COMPARED["evaluate"] | {
+        f"{prefix}recall_at_5_token_boundary": 0.5 for prefix in ("before_realm_", "zero_shot_")
+    }
+    labels = [row[0] for row in compared_rows({"evaluate": figures, "pretrain": {"seconds": 0.1}})]
+    assert labels[2:4] == [
+        "embeddings before fine-tuning, zero-shot",
+        "embeddings before fine-tuning with BM25, zero-shot",
+    ]
+    assert not any("REALM" in label for label in labels)
+    for pretrain in ({}, {"pretrain": {"seconds": 9.0, "refreshes": 2}}):
+        labels = [row[0] for row in compared_rows({"evaluate": figures, **pretrain})]
+        assert labels[2:4] == ["embeddings before REALM", "embeddings after REALM, zero-shot"]
+
+
 def test_of_expressions_the_table_shows_recall_by_their_own_rule() -> None:
     figures = {f"recall_at_{k}_regex_{how}": 0.5 for k in (1, 5, 20) for how in ("match", "search")}
     figures |= {"recall_at_1_regex_search": 0.25, "recall_at_5_regex_search_low": 0.0, "em": 0.0}

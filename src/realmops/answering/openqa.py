@@ -7,6 +7,7 @@ Shape suffixes: K passages that are read, D width, T wordpieces in the batch, S 
 """
 
 import math
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,6 +25,8 @@ from realmops.model.packed import PackedBatch
 from realmops.model.reader import enumerate_spans
 from realmops.model.sequences import join_reader
 from realmops.text.answer_matching import answer_token_spans, match_normal_form
+
+CITATION_MARK = re.compile(r"\[\s*\d+(?:\s*[,;\u2013-]\s*\d+)*\s*\]")  # "[26]", "[3, 7]", "[4-6]"
 
 
 class OpenQa(RetrieveAndRead):
@@ -106,6 +109,21 @@ class OpenQa(RetrieveAndRead):
         shape = np.maximum(rows.max(0), gold_rows.max(0)) + 1
         return np.isin(np.ravel_multi_index(rows.T, shape), np.ravel_multi_index(gold_rows.T, shape))
 
+    def is_citation(self, rows: np.ndarray, passages: Sequence[Sequence[int]]) -> NDArray[np.bool_]:
+        """Return which spans, rows of ``spans``, are in a citation mark such as "[26]", which is never an answer."""
+        is_citation_S = np.zeros(len(rows), bool)
+        for b, ids in enumerate(passages):
+            for rank, passage in enumerate(ids):
+                marks = [match.span() for match in CITATION_MARK.finditer(self.snapshot.text(passage))]
+                if not marks:
+                    continue
+                starts, ends = np.array(marks).T
+                [indices] = np.nonzero((rows[:, 0] == b) & (rows[:, 1] == rank))
+                chars = self.snapshot.chars(passage)
+                mark = np.searchsorted(starts, chars[rows[indices, 2], 0], side="right") - 1
+                is_citation_S[indices] = (mark >= 0) & (chars[rows[indices, 3], 1] <= ends[mark])
+        return is_citation_S
+
     @torch.no_grad()
     def read(self, retrieved: Sequence[RetrievedPassages], target_answers: Sequence[str | None] = ()) -> list[Answer]:
         """Read the retrieved passages of all questions in one packed batch.
@@ -119,7 +137,8 @@ class OpenQa(RetrieveAndRead):
         if any(passages):
             tokens = [self.wordpieces(item.question.question) for item in retrieved]
             score_S, rows = self.spans(tokens, passages)
-            score = score_S.float().cpu().numpy()
+            is_answer_S = ~self.is_citation(rows, passages)
+            score, rows = score_S.float().cpu().numpy()[is_answer_S], rows[is_answer_S]
         gold_S = self.is_gold(rows, [item.question for item in retrieved], passages)
         answers = []
         for b, (item, y) in enumerate(zip(retrieved, target_answers or [None] * len(retrieved), strict=True)):

@@ -254,6 +254,9 @@ def _choose_model(project: Project, encoder: str | None, size: int) -> list[str]
     if gpu and _is_plain_bert(chosen):
         presets = ["squad", "bert-base"]
     note = "; bert-base is for a plain BERT on a GPU, and untested" if "bert-base" in presets else ""
+    if _is_plain_bert(chosen) and "bert-base" not in presets:  # [CLS] of a BERT without such training retrieves little
+        project.put("retriever.pooling", "mean")
+        note += "; retriever.pooling: mean, because it is not a sentence encoder"
     project.lines.append(f"encoder: {chosen} ({_presets(presets)}){note}")
     if not gpu and find_spec("openvino") is not None:
         project.put("run.precision", "int8")
@@ -352,9 +355,9 @@ def _by_name(files: Sequence[Path]) -> dict[str, Path]:
 
 
 def _fetch_tagged(project: Project) -> None:
-    """Download the tagged sentences of the presets; if that fails, mask only dates.
+    """Download the tagged sentences of the presets; if that fails, find names without a tagger.
 
-    They are English: for other languages phrases are masked instead.
+    They are English: in other languages names are found without a tagger, too.
     """
     values = project.values
     if values["tag"]["method"] != "tagger" or not values["tag"]["train"].startswith(TAGGED):
@@ -372,10 +375,10 @@ def _fetch_tagged(project: Project) -> None:
             pass
         project.lines.append(f"tagged sentences for the name tagger: downloaded to {to / 'ner'}")
     except ValueError as error:
-        project.put("tag.method", "dates")
+        project.put("tag.method", "phrases")
         project.lines.append(
-            f"tagged sentences for the name tagger: {str(error).partition(';')[0]}. Only dates are masked "
-            "(tag.method: dates); run 'realmops public-data ner' for the files, then delete that line"
+            f"tagged sentences for the name tagger: {str(error).partition(';')[0]}. Names are found by capitals and "
+            "recurrence instead (tag.method: phrases); run 'realmops public-data ner', then delete that line"
         )
 
 

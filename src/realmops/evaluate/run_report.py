@@ -21,7 +21,7 @@ from realmops.artifacts import write_bytes
 from realmops.evaluate.calibration import coverage_curve, reliability_bins
 from realmops.evaluate.charts import format_number, line_chart
 from realmops.evaluate.predictions import Prediction, read_predictions
-from realmops.evaluate.recall import SHOWN_AT
+from realmops.evaluate.recall import SHOWN_AT, ZERO_SHOT
 from realmops.evaluate.report_page import render_page, render_table
 from realmops.journal import Series, metric_series, read_journal
 from realmops.text.answer_matching import REGEX_RULES, WORD_RULES
@@ -176,12 +176,23 @@ def compared_rows(metrics: Metrics) -> list[list[str]]:
     values = metrics.get("evaluate", {})
     rule = next((rule for rule in (*WORD_RULES, *REGEX_RULES) if f"recall_at_5_{rule}_low" in values), "")
     rows = []
-    for label, recall, answer in COMPARED:
+    for label, recall, answer in _compared_systems(metrics):
         names = ["" if recall is None else f"{recall}recall_at_{k}_{rule}" for k in SHOWN_AT]
         names += ["" if answer is None else f"{answer}{measure}" for measure in ("em", "f1")]
         cells = [_cell(values, name) if name in values else "" for name in names]
         rows += [[label, *cells]] if any(cells) else []
     return rows if rule else []
+
+
+def _compared_systems(metrics: Metrics) -> Sequence[tuple[str, str | None, str | None]]:
+    """Return ``COMPARED`` without REALM if the run's ``pretrain`` had no steps, so that it measured nothing."""
+    if "pretrain" not in metrics or "refreshes" in metrics["pretrain"]:
+        return COMPARED
+    return [
+        (label.replace("after REALM", "before fine-tuning"), recall, answer)
+        for label, recall, answer in COMPARED
+        if recall != ZERO_SHOT["ict"]
+    ]
 
 
 def _cell(values: Mapping[str, Any], name: str) -> str:
