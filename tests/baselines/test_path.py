@@ -50,7 +50,7 @@ def retriever(world: World, **changes: Any) -> PathRetriever:
 
 def test_a_lesson_ends_at_a_start_with_the_answer_or_goes_on_to_it(world: World) -> None:
     model = retriever(world)
-    direct, two = model.training_example(DIRECT), model.lesson(TWO_STEPS)
+    direct, two = model.training_example(DIRECT), model.training_example(TWO_STEPS)
     assert direct.starts == top_k(model.bm25.scores(DIRECT.question), 2).tolist()
     assert direct.is_right_start.tolist() == ["Oslo" in world.snapshot.text(p) for p in direct.starts]
     assert direct.is_right_start[direct.first]

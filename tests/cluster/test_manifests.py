@@ -369,7 +369,7 @@ def test_a_server_needs_a_champion_so_no_overlay_has_one() -> None:
 def test_a_run_may_be_served_in_the_place_of_a_champion(rendered: dict[str, list[Object]]) -> None:
     objects = copy.deepcopy(rendered[FULL])
     text = (K8S / "components" / "serve" / "serve.yaml").read_text(encoding="utf-8")
-    [words] = re.findall(r"# in the place of a champion, a run of the claim: (.+)", text)
+    [words] = re.findall(r"# to serve a run on the claim instead of a champion: (.+)", text)
     [container] = find(objects, SERVE)["spec"]["template"]["spec"]["containers"]
     container["args"] = yaml.safe_load(words)
     assert faults(objects) == []

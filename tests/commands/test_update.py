@@ -113,7 +113,7 @@ def test_only_what_changed_is_embedded_and_answers_are_compared(project: Path) -
     assert list((root / ".realmops/work").glob("*")) == []
 
 
-@pytest.mark.parametrize("killed", ["counts", "write_bm25", "_embed"])
+@pytest.mark.parametrize("killed", ["snapshot_counts", "write_bm25", "_embed"])
 def test_an_update_killed_at_any_moment_goes_on(project: Path, monkeypatch: pytest.MonkeyPatch, killed: str) -> None:
     def dies(*arguments: object, **named: object) -> None:
         raise KeyboardInterrupt
@@ -367,7 +367,8 @@ def test_another_question_file_than_in_training_is_told_of(project: Path) -> Non
     settings = ("--set", f"questions.train={copied}", "--set", f"questions.test={copied}")
     words = ("run", "evaluate", "--params", project / "params.yaml", "--root", project / "root")
     told = cli(*words, *settings).stderr
-    assert f"fine-tuned with questions.train=questions.train.jsonl, and now that is {copied}" in told
+    assert f"questions.train is {copied}, but the model was fine-tuned with" in told
+    assert "with questions.train=questions.train.jsonl;" in told
     assert "6 of 6 test questions are also training questions" in told
     assert "warning" not in cli(*words).stderr
 

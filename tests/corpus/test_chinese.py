@@ -12,7 +12,7 @@ import small_project
 from small_project import Quiet, cli, stage, toy_values, write_params
 
 from realmops.answering.answer import Span
-from realmops.answering.record import _around, enclosing_sentence
+from realmops.answering.record import _context, enclosing_sentence
 from realmops.corpus.question_sets import read_questions
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.text.spans import Spans
@@ -93,6 +93,6 @@ def test_a_span_that_ends_its_sentence_is_not_in_the_next_one() -> None:
         assert enclosing_sentence(snapshot, Span("", 0, characters, 0.0)) == place
 
 
-def test_a_quotation_has_text_around_it_without_blanks() -> None:
+def test_a_quotation_has_text_context_it_without_blanks() -> None:
     text = "他" * 100 + "出生在奥斯陆" + "她" * 100
-    assert _around(text, 103, 106) == ("… " + "他" * 57 + "出生在", "她" * 60 + " …")
+    assert _context(text, 103, 106) == ("… " + "他" * 57 + "出生在", "她" * 60 + " …")

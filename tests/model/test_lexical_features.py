@@ -12,7 +12,7 @@ from realmops.answering.openqa import OpenQa
 from realmops.corpus.question_sets import Question
 from realmops.model.checkpoint_files import add_span_head, load_models, save_models
 from realmops.model.lexical_features import SIZES, UNITS, LexicalFeatures
-from realmops.model.packed import FORM_STEP, PackedBatch
+from realmops.model.packed import SHAPE_STEP, PackedBatch
 from realmops.model.reader import MaskedSentences, Reader
 from realmops.model.sequences import SpecialTokens, join_reader
 from realmops.search.corpus_statistics import init_lexical_features
@@ -66,7 +66,7 @@ def test_classes_are_those_of_a_slow_version() -> None:
     pairs = []
     for _ in range(40):
         x, z = (rng.integers(3, len(VOCABULARY), rng.integers(0, most)) for most in (9, 50))
-        pairs.append((x, z + FORM_STEP * rng.integers(1, len(WordShape), len(z))))
+        pairs.append((x, z + SHAPE_STEP * rng.integers(1, len(WordShape), len(z))))
     model = told()
     found = model.classes(packed(*pairs))
     expected = [slow(x, z) for x, z in pairs]
@@ -79,8 +79,8 @@ def test_classes_are_those_of_a_slow_version() -> None:
 def slow(x: np.ndarray, z: np.ndarray) -> dict[str, list[int]]:
     """Each class of join(x, z) by its words."""
     weight = [0 if i in SPECIALS else max(1, round(UNITS * IDF[i])) for i in range(len(VOCABULARY))]
-    tokens = [SPECIAL.cls, *x.tolist(), SPECIAL.sep, *(z % FORM_STEP).tolist(), SPECIAL.sep]
-    forms = [0] * (len(x) + 2) + (z // FORM_STEP).tolist() + [0]
+    tokens = [SPECIAL.cls, *x.tolist(), SPECIAL.sep, *(z % SHAPE_STEP).tolist(), SPECIAL.sep]
+    forms = [0] * (len(x) + 2) + (z // SHAPE_STEP).tolist() + [0]
     rows, body = range(len(tokens)), range(len(x) + 2, len(tokens) - 1)
     sides = [{i for i in range(len(x) + 1) if weight[tokens[i]]}, {i for i in body if weight[tokens[i]]}]
     other = [sides[1] if i in sides[0] else sides[0] if i in sides[1] else set() for i in rows]

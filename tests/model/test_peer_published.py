@@ -283,7 +283,7 @@ def test_an_index_of_other_passages_is_refused(project: Path, tmp_path: Path) ->
     shutil.copytree(project / "root" / "models", root / "models")
     stage("snapshot", values(snapshot={"documents": "documents.jsonl"}), project, root)
     with pytest.raises(
-        ValueError, match=r"index\.safetensors has the embeddings of corpus .* passages that were import"
+        ValueError, match=r"index\.safetensors has the embeddings of corpus .* on the passages imported with it"
     ):
         stage("evaluate", values(), project, root)
 

@@ -125,7 +125,7 @@ def test_the_vector_that_is_nearest_to_the_query_counts(world: World) -> None:
 
 def test_the_vector_of_cls_is_one_alone() -> None:
     shape = section("bert", width=16, layers=1, heads=2, intermediate=32, positions=64)
-    with pytest.raises(ValueError, match=r"document_vectors is 2, and retriever.pooling auto makes one .*pooling=mean"):
+    with pytest.raises(ValueError, match=r"document_vectors is 2, and retriever.pooling=auto gives one .*pooling=mean"):
         build_models(shape, section("retriever", document_vectors=2), section("reader"), 150, 0)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from realmops.search import exact_index as module
+from realmops.search import exact as module
 from realmops.search.exact import GROUP, ExactIndex, MaxSimIndex, exact_index, prepare_for_serving, search
 
 
@@ -243,7 +243,7 @@ def with_int8(monkeypatch: pytest.MonkeyPatch) -> None:
     """For small corpora, and wherever sums are exact, whatever multiplies."""
     exact_mm = torch._int_mm
     monkeypatch.setattr(module, "_LARGE", 1000)
-    if not module.multiplies_int8():
+    if not module.supports_int8():
         exact_mm = lambda one, other: one.int() @ other.int()  # noqa: E731
     monkeypatch.setattr(module, "supports_int8", lambda: True)
     monkeypatch.setattr(torch, "_int_mm", exact_mm)

@@ -204,7 +204,7 @@ def test_a_warmed_up_model_has_copies_and_answers_the_same(copy: Path, monkeypat
     index, before = served.model.passages, plain.model.passages
     assert isinstance(index, ExactIndex)
     assert isinstance(before, ExactIndex)
-    assert (index.often, before.often) == (True, False)
+    assert (index.use_int8, before.use_int8) == (True, False)
     assert served.shared_search.passages is index, "one copy serves answers and searches"
     assert packed == [served.model.retriever.query, served.model.reader]
     [again] = served.answer(asked)

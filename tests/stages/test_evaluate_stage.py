@@ -15,11 +15,11 @@ from realmops.stages.runner import run_stage
 def test_embeddings_of_the_same_tower_are_made_once(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No step of REALM, and fine-tuning trains no document tower: what finetune embedded is all that there is."""
     values = yaml.safe_load((copy / "params.yaml").read_text())
-    embeddings_of, made = evaluate.embeddings_of, count()
+    embed, made = evaluate.embed_in_shards, count()
 
     def counted(*arguments: Any) -> Any:
         next(made)
-        return embeddings_of(*arguments)
+        return embed(*arguments)
 
     def figures() -> dict[str, Any]:
         root = copy / "root"

@@ -78,7 +78,7 @@ def dying(count: int, usual: Callable[..., Any]) -> Callable[..., Any]:
 
 def test_made_questions_are_answered_once(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """How much f(x, z) counts where they are read is known before."""
-    usual, answer, answered = stage.questions_of, OpenQa.answer, list[int]()
+    usual, answer, answered = stage.load_questions, OpenQa.answer, list[int]()
 
     def made(job: Job, snapshot: Snapshot, split: str) -> list[Question]:
         return [replace(question, not_in=(snapshot.passage_id(0),)) for question in usual(job, snapshot, split)]
@@ -112,7 +112,7 @@ def test_killed_in_each_of_its_parts_it_ends_with_the_same_bytes(
     assert ["span_accuracy" in line for line in lines] == [False] * 6 + [True] * 6
     assert json.loads(expected["model.json"])["share_embedders"], "one tower, which made the embeddings"
     embedded: list[int] = []
-    usual = embeddings.document_embedding
+    usual = embeddings.make_document_embedder
 
     def counted(*given: Any, many: bool) -> Any:
         make = usual(*given, many=many)

@@ -159,7 +159,7 @@ def test_a_question_of_no_sure_language_is_looked_up_both_ways(
     index = Bm25.of(mixed)
     assert query_stems("houses Häuser", ("de", "en")) == ["hous", "haus", "häuser"]
     assert set(rank(index, ["Anna Berg"], 5)[0].tolist()) == {0, 1, 2, 4, 5}
-    monkeypatch.setattr(index, "spoken", lambda query: ("en", "de"))
+    monkeypatch.setattr(index, "query_languages", lambda query: ("en", "de"))
     assert {*rank(index, ["houses Häuser"], 3)[0].tolist()} == {0, 4, 5}
 
 

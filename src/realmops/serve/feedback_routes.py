@@ -73,7 +73,7 @@ def _refuse_other_sites(request: Request) -> None:
 def feedback(request: Request, rating: FeedbackRequest) -> dict[str, bool]:
     """Store feedback with the run. `realmops questions --from-feedback` makes dev questions of it."""
     _refuse_other_sites(request)
-    request.app.state.feedback.keep(rating)
+    request.app.state.feedback.append_feedback(rating)
     return {"kept": True}
 
 
@@ -99,5 +99,5 @@ async def from_page(request: Request) -> RedirectResponse:
         )
     except ValueError:
         raise HTTPException(422, f"text too long: at most {QUESTION_LIMIT} characters are allowed") from None
-    await run_in_threadpool(request.app.state.feedback.keep, rating)
+    await run_in_threadpool(request.app.state.feedback.append_feedback, rating)
     return RedirectResponse(f".?{urlencode({'q': rating.question, 'noted': 1})}", 303)
