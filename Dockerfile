@@ -3,7 +3,7 @@
 #   docker build --build-arg TORCH_INDEX=URL ...               also looks there for torch: name an index of its CPU builds
 #   docker build --build-arg VARIANT=gpu ...                   with FAISS for GPUs, without OpenVINO
 #   docker build --build-arg BASE=IMAGE ...                    another base with Python 3.11 and its pip
-#   docker build --secret id=pip,src=pip.conf ...              packages from where your pip.conf says
+#   docker build --secret id=pip,src=pip.conf ...              packages from the indexes of your pip.conf
 #   docker build --secret id=ca,src=FILE ...                   your network's certificates: cert = /run/secrets/ca in pip.conf
 # Without TORCH_INDEX, torch brings its CUDA libraries into the cpu variant as well: two thirds of the image.
 # A TORCH_INDEX stays readable in the image's history: an address with a password belongs into pip.conf.

@@ -39,7 +39,7 @@ setup:  ## make .venv with the pinned versions (only when pyproject.toml or cons
 		exit 2
 	fi
 	echo "realmops: setting up $(VENV) with $(EXTRAS), once; uv takes about a minute"
-	# A set-up that was killed may have left half a package behind, which pip and uv take for a whole one.
+	# A killed set-up may have left a partially installed package, which pip and uv accept as complete.
 	if [ -e $(STARTED) ]; then rm -rf $(VENV); fi
 	mkdir -p $(VENV)
 	touch $(STARTED)
@@ -71,8 +71,8 @@ setup:  ## make .venv with the pinned versions (only when pyproject.toml or cons
 	fi
 	if ! "$${install[@]}" --constraint constraints.txt --editable '.[$(EXTRAS)]'; then
 		rm -f $(STARTED)
-		echo "realmops: the packages could not be installed; the reason stands above (without a network, pip speaks of" >&2
-		echo "conflicting dependencies). Call make again once it is mended." >&2
+		echo "realmops: the packages could not be installed; see the reason above (without a network, pip reports" >&2
+		echo "conflicting dependencies). Fix it and call make again." >&2
 		exit 1
 	fi
 	cat pyproject.toml constraints.txt > $(STAMP).new
@@ -147,7 +147,7 @@ manifests: setup  ## render the Kubernetes overlays into build/manifests and che
 		kubectl kustomize "$$overlay" > "$$file"
 		echo "realmops: $$file"
 	done
-	pytest -p no:xdist -q tests/cluster/test_manifests.py tests/project/test_gitops.py
+	pytest -p no:xdist -q tests/cluster/test_manifests.py tests/cluster/test_gitops.py
 
 bench: setup  ## every benchmark, one table; make bench NAME=... runs one, ARGS=... are its options
 	@$(MAKE) setup EXTRAS=dev,bench STAMP=$(VENV)/bench.stamp

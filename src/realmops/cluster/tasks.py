@@ -291,7 +291,7 @@ def table(
 
     ablation = _ablation([REFERENCE, *variants], options, presets, settings, seeds, out)
     results, missing = ablate(ablation, jobs=1, report=Console(), existing_only=True)
-    text = figure_table(results).to_markdown() if results else f"No table: {REFERENCE} did not succeed.\n"
+    text = figure_table(results).to_markdown() if results else f"no table: the reference {REFERENCE} did not complete\n"
     text += "".join(f"\n{line}\n" for line in missing)
     artifacts.write_bytes(Path(rows.path), text.encode())
     html = (ablation.out / "report.html").read_bytes() if results else escape(text).encode()
