@@ -1,6 +1,7 @@
 """`make setup` lets uv install, from where the user's pip is told to look."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -73,7 +74,7 @@ def test_variables_of_uv_and_of_pip_come_before_pips_files(project: Path) -> Non
 def test_a_set_up_that_is_done_calls_nothing_and_one_that_failed_is_made_again(project: Path) -> None:
     failed = setup(project, UV_FAILS="1")
     assert failed.returncode != 0
-    assert "the packages could not be installed; the reason stands above" in failed.stderr
+    assert "the packages could not be installed; see the reason above" in failed.stderr
     assert setup(project).returncode == 0
     calls = (project / "calls").read_text()
     assert calls.count("pip install") == 2
@@ -82,3 +83,10 @@ def test_a_set_up_that_is_done_calls_nothing_and_one_that_failed_is_made_again(p
     (project / "constraints.txt").write_text("")
     assert setup(project).returncode == 0
     assert (project / "calls").read_text() != calls
+
+
+def test_every_file_that_the_makefile_calls_exists() -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = set(re.findall(r"(?<![\w/$)}.-])(?:tests|scripts|benchmarks)/[\w/]+\.py", text))
+    assert len(named) >= 5
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
