@@ -44,3 +44,11 @@ def test_a_citation_mark_is_never_an_answer_and_takes_no_probability(tmp_path: P
     assert of_mark.p_y_z == 0.0
     assert of_mark.best_of_y is None
     assert model.read([retrieved])[0].best is not None
+
+
+@pytest.mark.parametrize("answer", ["26", "Oslo"])
+def test_passages_of_citation_marks_alone_have_no_answer(answer: str, tmp_path: Path) -> None:
+    world = build_world(tmp_path, tuple((f"T{n}", text, (text,)) for n, text in enumerate(["[26]", "[26, 3]", "[7]"])))
+    [found] = open_qa(world).answer([Question("q", "What is it?", (answer,))])
+    assert (found.best, found.text, found.p_y, found.best_gold) == (None, "", 0.0, None)
+    assert found.passages

@@ -199,18 +199,20 @@ def test_retrievers_and_readers_stand_in_one_table(capsys: pytest.CaptureFixture
 
 
 def test_without_steps_of_realm_nothing_is_named_after_it() -> None:
-    """A stage without steps measures nothing; one that was imported has no metrics."""
+    """A stage without steps measures nothing, as one that was imported; only the first has the stage ict before it."""
     figures = COMPARED["evaluate"] | {
         f"{prefix}recall_at_5_token_boundary": 0.5 for prefix in ("before_realm_", "zero_shot_")
     }
-    labels = [row[0] for row in compared_rows({"evaluate": figures, "pretrain": {"seconds": 0.1}})]
+    trained = {"ict": {"loss": 1.0}, "pretrain": {"seconds": 0.1}}
+    labels = [row[0] for row in compared_rows({"evaluate": figures, **trained})]
     assert labels[2:4] == [
         "embeddings before fine-tuning, zero-shot",
         "embeddings before fine-tuning with BM25, zero-shot",
     ]
     assert not any("REALM" in label for label in labels)
-    for pretrain in ({}, {"pretrain": {"seconds": 9.0, "refreshes": 2}}):
-        labels = [row[0] for row in compared_rows({"evaluate": figures, **pretrain})]
+    imported = {"pretrain": {"seconds": 0.1}}
+    for stages in ({}, imported, trained | {"pretrain": {"seconds": 9.0, "refreshes": 2}}):
+        labels = [row[0] for row in compared_rows({"evaluate": figures, **stages})]
         assert labels[2:4] == ["embeddings before REALM", "embeddings after REALM, zero-shot"]
 
 

@@ -137,9 +137,10 @@ class OpenQa(RetrieveAndRead):
         if any(passages):
             tokens = [self.wordpieces(item.question.question) for item in retrieved]
             score_S, rows = self.spans(tokens, passages)
-            is_answer_S = ~self.is_citation(rows, passages)
-            score, rows = score_S.float().cpu().numpy()[is_answer_S], rows[is_answer_S]
-        gold_S = self.is_gold(rows, [item.question for item in retrieved], passages)
+            score = score_S.float().cpu().numpy()
+        is_answer_S = ~self.is_citation(rows, passages)
+        gold_S = self.is_gold(rows, [item.question for item in retrieved], passages)[is_answer_S]
+        score, rows = score[is_answer_S], rows[is_answer_S]
         answers = []
         for b, (item, y) in enumerate(zip(retrieved, target_answers or [None] * len(retrieved), strict=True)):
             selected_S = rows[:, 0] == b

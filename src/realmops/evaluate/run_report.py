@@ -185,8 +185,8 @@ def compared_rows(metrics: Metrics) -> list[list[str]]:
 
 
 def _compared_systems(metrics: Metrics) -> Sequence[tuple[str, str | None, str | None]]:
-    """Return ``COMPARED`` without REALM if the run's ``pretrain`` had no steps, so that it measured nothing."""
-    if "pretrain" not in metrics or "refreshes" in metrics["pretrain"]:
+    """Return ``COMPARED``, without REALM if ``pretrain`` had no steps; an imported REALM has no ``ict``."""
+    if "ict" not in metrics or "pretrain" not in metrics or "refreshes" in metrics["pretrain"]:
         return COMPARED
     return [
         (label.replace("after REALM", "before fine-tuning"), recall, answer)
