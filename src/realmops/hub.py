@@ -21,6 +21,7 @@ VOCABULARY = "vocab.txt"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+_VOCABULARIES = (TOKENIZER, VOCABULARY, "vocab.json", "spiece.model", "sentencepiece.bpe.model")  # of any tokenizer
 SENTENCE_CONFIG = "config_sentence_transformers.json"  # of a sentence encoder: prompts
 POOLING = "1_Pooling/config.json"  # of a sentence encoder: pooling mode
 MODULES = "modules.json"  # of a sentence encoder: its modules in order
@@ -41,6 +42,8 @@ class ModelFamily:
     name: str
     weights: tuple[tuple[str, str], ...]  # pairs of a single file and the index of a sharded one
     vocabulary: tuple[str, ...]
+    more: tuple[str, ...] = ()  # further files that are read where they exist
+    fallback: str = "small"  # value of the option that needs no folder
 
     @property
     def advice(self) -> str:
@@ -51,6 +54,14 @@ class ModelFamily:
 
 BERT = ModelFamily("bert.init", "BERT encoder", (SAFETENSORS, BIN), (VOCABULARY, TOKENIZER))
 T5 = ModelFamily("closed_book.init", "T5", (SAFETENSORS,), (TOKENIZER,))
+READER = ModelFamily(
+    "reader.init",
+    "reader of answer spans",
+    (SAFETENSORS,),
+    _VOCABULARIES,
+    ("merges.txt", "added_tokens.json", SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, "confidence.json"),  # the last is ours
+    "none",
+)
 
 
 def encoder_folder(init: str, family: ModelFamily = BERT) -> Path:
@@ -75,6 +86,9 @@ def encoder_files(init: str, family: ModelFamily = BERT) -> dict[str, Path]:
     if init == "small":
         return {}
     folder = encoder_folder(init, family)
+    if family is READER:
+        files = [folder / name for name in (CONFIG, *family.vocabulary, *family.more)]
+        return {path.name: path for path in (*filter(Path.is_file, files), *_weight_files(folder))}
     names = [*_COMMON, *([] if is_bert(folder) else [SPECIAL_TOKENS_MAP])]
     names += [SENTENCE_CONFIG] if any(sentence_prompts(folder)) else []
     files = [folder / name for name in names if (folder / name).is_file()]
@@ -193,7 +207,7 @@ def _from_hub(name: str, family: ModelFamily) -> Path:
                 return folder
         except LocalEntryNotFoundError:
             pass
-        patterns = [*_COMMON, SPECIAL_TOKENS_MAP, SENTENCE_CONFIG, *_DENSE]
+        patterns = [*_COMMON, SPECIAL_TOKENS_MAP, SENTENCE_CONFIG, *_DENSE, *family.vocabulary, *family.more]
         folder = Path(snapshot_download(name, allow_patterns=[*patterns, *SAFETENSORS, _SHARDS[0]]))
         if BIN in family.weights and not any((folder / weights).is_file() for weights in SAFETENSORS):
             folder = Path(snapshot_download(name, allow_patterns=[*patterns, *BIN, _SHARDS[1]]))
@@ -203,7 +217,7 @@ def _from_hub(name: str, family: ModelFamily) -> Path:
             f"{family.option} is {name!r}: no such folder, and the download failed ({type(error).__name__}). On a "
             f"machine with a network run 'hf download {name} --local-dir {target}', copy that folder here and set "
             f"{family.option} to its path, or copy the hub's cache to {constants.HF_HUB_CACHE}; {family.advice}. "
-            f"Or set {family.option}=small"
+            f"Or set {family.option}={family.fallback}"
         ) from None
     return folder
 

@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -119,7 +119,7 @@ class RetrieveAndRead(AnswerModel):
 
     batch_size = 4  # span tensors of larger batches take hundreds of MB, without a gain in speed
     retriever: Retriever
-    reader: Reader
+    reader: Any  # network that the subclass reads with
     snapshot: Snapshot
     passages: PassageIndex | None
     options: Finetune
@@ -128,7 +128,7 @@ class RetrieveAndRead(AnswerModel):
     bm25: Bm25 | None = None
 
     def __post_init__(self) -> None:
-        self.device = self.reader.device
+        self.device = self.retriever.query.device
         self.special = SpecialTokens.of(self.snapshot.tokenizer)
         self.sources = SourcePassages(self.snapshot)
         self._correct: dict[tuple[tuple[str, ...], str], dict[int, bool]] = {}  # question ids are unique only per file
@@ -144,12 +144,27 @@ class RetrieveAndRead(AnswerModel):
         other.passages, other.ranker, other.bm25 = None, ranker, None
         return other
 
+    @property
+    def prior_weight(self) -> float:
+        """Weight of f(x, z) in log p(z|x)."""
+        return 1.0
+
     def restore(self, folder: Path) -> None:
         """Load the parameters that a subclass saved in addition to both models."""
 
+    @classmethod
+    @abstractmethod
+    def load_reader(cls, folder: Path, snapshot: Snapshot) -> Any:
+        """Load the reader that ``save`` wrote, on the CPU."""
+
+    def save_reader(self, folder: Path) -> None:
+        """Write a reader that is not a ``Reader`` of masked words."""
+
     def save(self, folder: Path) -> None:
         """Write both models, the ranker's parameters, and the index."""
-        save_models(folder, self.retriever, self.reader, self.snapshot.vocabulary_hash, self.snapshot.tokenizer)
+        reader = self.reader if isinstance(self.reader, Reader) else None
+        save_models(folder, self.retriever, reader, self.snapshot.vocabulary_hash, self.snapshot.tokenizer)
+        self.save_reader(folder)
         if isinstance(self.ranker, Ranker):
             self.ranker.save(folder)
         if self.passages is not None:
@@ -245,13 +260,15 @@ class RetrieveAndRead(AnswerModel):
         Both models are switched to eval mode.
         """
         for model in (self.retriever, self.reader):
-            if model.training:
+            if model is not None and model.training:
                 model.eval()
         most = self.options.reader_candidates
         relevance_BK, id_BK = self.evidence(questions, max(ranked, most))
         relevance_BK = relevance_BK[:, :most]
+        weighted_BK = self.prior_weight * relevance_BK
+        prior_BK = log_prior(weighted_BK.masked_fill(relevance_BK == -torch.inf, -torch.inf))  # 0 * -inf is NaN
         retrieved = []
-        columns = zip(questions, id_BK.tolist(), relevance_BK.tolist(), log_prior(relevance_BK).tolist(), strict=True)
+        columns = zip(questions, id_BK.tolist(), relevance_BK.tolist(), prior_BK.tolist(), strict=True)
         for question, ids, relevance, prior in columns:
             read = tuple(passage for passage in ids[:most] if passage >= 0)  # padding is last
             n = len(read)

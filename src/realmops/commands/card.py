@@ -8,7 +8,6 @@ from typing import Any
 import yaml
 
 from realmops import __version__
-from realmops.answering.confidence import Confidence
 from realmops.answering.opened_model import OpenedModel
 from realmops.commands.report import read_metrics
 from realmops.evaluate.run_report import headline_rows
@@ -102,28 +101,23 @@ def card(format: str, opened: OpenedModel, retriever: Retriever, notes: Sequence
     )
 
 
-def reader_card(opened: OpenedModel, confidence: Confidence, root: Path | None) -> str:
+def reader_card(opened: OpenedModel, root: Path | None) -> str:
     """Return the model card of an exported reader."""
     model = opened.model
     trained = {} if root is None else trained_sections(root, "finetune") | trained_sections(root, "snapshot")
-    init = trained.get("bert", {}).get("init")
-    scratch = (
-        "Its vocabulary is specific to its documents: runs over other documents cannot use it. Train a reader from a "
-    )
-    notes = [scratch + "pre-trained encoder (bert.init)."] if init == "small" else []
+    init = trained.get("reader", {}).get("init")
     facts = {
         "initialised from": init or "unknown",
         "documents": trained.get("snapshot", {}).get("documents", "unknown"),
         "training questions": trained.get("questions", {}).get("train", "unknown"),
-        "calibrated on": f"{confidence.questions} questions of {trained.get('questions', {}).get('dev', 'a dev file')}",
+        "calibrated on": f"{opened.confidence.questions} questions" if opened.confidence else "no questions",
         "answers": f"up to {model.options.answer_wordpieces} wordpieces",
-        "vocabulary": model.snapshot.vocabulary_hash,
         "model": f"{opened.version}, fine-tuned for {opened.weights_step} steps",
         "realmops": __version__,
     }
     front = {"license": "unknown", "tags": ["question-answering", "realm", "realmops"]}
     head = "# A reader of REALM\n\nIt extracts the answer to a question from a passage; trained by realmops.\n"
-    return _card(front, head, _READER_USE, notes, facts, root)
+    return _card(front, head, _READER_USE, (), facts, root)
 
 
 def _card(

@@ -19,11 +19,14 @@ from torch import Tensor, nn
 
 from realmops import __version__, artifacts
 from realmops.answering.confidence import FILE as CONFIDENCE
+from realmops.answering.extractive import ExtractiveQa
 from realmops.answering.opened_model import OpenedModel
+from realmops.answering.openqa import OpenQa
 from realmops.commands.card import CARD, card, reader_card
 from realmops.corpus.snapshot_reader import ROWS_PER_BATCH, TEXT_COLUMNS
 from realmops.hub import TOKENIZER
-from realmops.model.checkpoint_files import copy_models, load_models
+from realmops.model.checkpoint_files import READER_FOLDER, load_retriever
+from realmops.model.extractive_reader import load_extractive_reader
 from realmops.model.portable import ROUTES, joining_tokenizer, model_input_names, similarity, write_retriever
 from realmops.model.retriever import Embedder, Retriever
 from realmops.search.embed import embed_documents
@@ -63,7 +66,7 @@ def export(folder: Path, format: str, open_model: Callable[[], OpenedModel], roo
             "fine-tune with finetune.retriever=pretrain or ict"
         )
     # Loaded from disk: the weights of the opened model may be rounded to bf16.
-    retriever, _ = load_models(opened.folder, model.snapshot.vocabulary_hash)
+    retriever = load_retriever(opened.folder, model.snapshot.vocabulary_hash)
     notes = list(_notes(format, opened, model.passages))
     limits = model.options.query_wordpieces, model.snapshot.block_wordpieces
     retriever.eval()
@@ -81,18 +84,18 @@ def export(folder: Path, format: str, open_model: Callable[[], OpenedModel], roo
 
 
 def _export_reader(folder: Path, opened: OpenedModel, root: Path | None) -> str:
-    """Write a folder for ``reader.init``, from a reader of spans with calibrated probabilities."""
+    """Write a reader in transformers' format, with its calibration if there is one."""
     model = opened.model
-    if model.reader.spans is None or opened.confidence is None:
+    if not isinstance(model, ExtractiveQa):
         raise ValueError(
-            f"no reader to export: {opened.folder} has no span reader with calibrated answers; export a run whose "
-            "stage finetune trained one"
+            f"no reader to export: {opened.folder} has none in transformers' format, which reader.init gives; "
+            "'realmops reader' makes one from public questions"
         )
     with artifacts.atomic_folder(folder) as out:
-        copy_models(opened.folder, out, "reader")
-        shutil.copyfile(opened.folder / CONFIDENCE, out / CONFIDENCE)
-        model.snapshot.tokenizer.save(str(out / TOKENIZER))
-        (out / CARD).write_text(reader_card(opened, opened.confidence, root), encoding="utf-8")
+        load_extractive_reader(opened.folder / READER_FOLDER).save(out)  # the opened weights may be rounded to bf16
+        if (opened.folder / CONFIDENCE).is_file():
+            shutil.copyfile(opened.folder / CONFIDENCE, out / CONFIDENCE)
+        (out / CARD).write_text(reader_card(opened, root), encoding="utf-8")
         artifacts.write_manifest(out, KIND, format="reader", realmops=__version__, **opened.about)
     return f"{folder}: the reader of {opened.version}; use it in another run with reader.init"
 
@@ -126,7 +129,7 @@ def _notes(format: str, opened: OpenedModel, passages: PassageIndex) -> Iterator
             "The passage tower is not the one that computed this run's index, for example after 'realmops import' "
             "without --pretrained: search the embeddings of --format parquet with query embeddings of this export."
         )
-    if model.reader.spans is not None:
+    if isinstance(model, OpenQa):
         yield (
             "Without the reader: it scores a span by an MLP over its start and end jointly, "
             "w . LayerNorm(ReLU(W_s h_start + W_e h_end)), while AutoModelForQuestionAnswering adds a score of the "

@@ -16,7 +16,7 @@ from realmops.artifacts import read_json
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import configure_process, device_and_dtype
 from realmops.model import likelihood
-from realmops.model.checkpoint_files import load_models
+from realmops.model.checkpoint_files import load_models, load_retriever
 from realmops.model.retriever import Retriever
 from realmops.search.bm25 import Bm25
 from realmops.search.embed import embed, query_sequences
@@ -144,7 +144,7 @@ def _has_same_passage_tower(tuned: Path, retriever: Retriever, snapshot: Snapsho
     """Return whether the frozen passage tower of a fine-tuned model has the weights of this retriever's."""
     if not (tuned / INDEX).is_file():
         return False
-    tuned_state = load_models(tuned, snapshot.vocabulary_hash)[0].document.state_dict()
+    tuned_state = load_retriever(tuned, snapshot.vocabulary_hash).document.state_dict()
     state = retriever.document.state_dict()
     return tuned_state.keys() == state.keys() and all(
         torch.equal(tuned_state[name], state[name].cpu()) for name in state

@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from realmops import artifacts
 from realmops.commands.questions import write_cloze_questions
 from realmops.config import CLOSED_BOOK, Values, parse_section
 from realmops.corpus.formats import list_sources
@@ -120,8 +119,6 @@ def read_external_input(key: str, path: Path, values: Values) -> None:
         list_sources(path, "auto")
     elif key.startswith("questions."):
         read_questions([path], format=values["questions"]["format"])
-    elif key == "reader.init":
-        artifacts.read_manifest(path, "export")
     elif key.startswith("tag."):
         read_conll(path)
 

@@ -27,7 +27,7 @@ from realmops.devices import configure_process, device_and_dtype
 from realmops.evaluate.predictions import PREDICTIONS, Prediction, read_predictions
 from realmops.evaluate.run_report import FigureTable, escape_markdown
 from realmops.journal import Journal
-from realmops.model.checkpoint_files import load_models
+from realmops.model.checkpoint_files import load_retriever
 from realmops.search import bm25
 from realmops.search.bm25_writer import write_bm25
 from realmops.search.embeddings import INDEX, embed_changed, load_index, save_index
@@ -237,7 +237,7 @@ def _embed(task: _Task, new: Snapshot, out: Path) -> dict[str, Any]:
     in_old_documents = sum(document in documents for (document,) in new.rows(new_rows, "document_id"))
     started = time.monotonic()
     if (before / INDEX).is_file():  # else the retriever is BM25
-        retriever = load_models(folder, new.vocabulary_hash)[0].to(device)
+        retriever = load_retriever(folder, new.vocabulary_hash).to(device)
         bar = task.report.progress("embeddings", len(new_rows))
         embedding_PE = embed_changed(retriever, new, dtype, row, load_index(before, old), bar)
         save_index(folder / INDEX, embedding_PE, new.corpus_hash)

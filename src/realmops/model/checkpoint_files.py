@@ -57,6 +57,7 @@ from realmops.model.retriever import (
 MODEL = "model.json"
 RETRIEVER = "retriever.safetensors"
 READER = "reader.safetensors"
+READER_FOLDER = "reader"  # of a fine-tuned model: a reader in transformers' format
 ENCODERS = {"query": "query_encoder", "document": "document_encoder", "reader": "reader_encoder"}
 WEIGHTS = SAFETENSORS[0]  # in each folder of ENCODERS
 SPARE_WORDPIECES = 128  # rows that an embedding matrix may have beyond its tokenizer's vocabulary, as padding
@@ -307,9 +308,9 @@ def _fill(module: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def save_models(
-    folder: Path, retriever: Retriever, reader: Reader, vocabulary_hash: str, tokenizer: Tokenizer | None = None
+    folder: Path, retriever: Retriever, reader: Reader | None, vocabulary_hash: str, tokenizer: Tokenizer | None = None
 ) -> None:
-    """Write both models into a folder.
+    """Write both models into a folder, or the retriever alone.
 
     Each encoder becomes a subfolder in transformers' format, the reader's with its masked word head; all other
     parameters are safetensors files in the folder itself.
@@ -319,11 +320,12 @@ def save_models(
     towers = _towers(retriever)
     state = {f"{name}.{key}": t for name, tower in towers.items() for key, t in _own_state(tower).items()}
     (folder / RETRIEVER).write_bytes(save_tensors(state))
-    (folder / READER).write_bytes(save_tensors(_own_state(reader)))
     for name, tower in towers.items():
         if isinstance(tower, Embedder):
             _save_encoder(folder / ENCODERS[name], tower.encoder, None, tokenizer)
-    _save_encoder(folder / ENCODERS["reader"], reader.encoder, reader.masked_words, tokenizer)
+    if reader is not None:
+        (folder / READER).write_bytes(save_tensors(_own_state(reader)))
+        _save_encoder(folder / ENCODERS["reader"], reader.encoder, reader.masked_words, tokenizer)
 
 
 def _save_encoder(folder: Path, encoder: Encoder, head: MaskedWordHead | None, tokenizer: Tokenizer | None) -> None:
@@ -335,26 +337,35 @@ def _save_encoder(folder: Path, encoder: Encoder, head: MaskedWordHead | None, t
 
 def load_models(folder: Path, vocabulary_hash: str) -> tuple[Retriever, Reader]:
     """Load both models; raise ValueError if their vocabulary or their version of realmops differs."""
-    with _open_description(folder, vocabulary_hash, "run the stages since ict again") as description:
-        state, towers = load_tensors((folder / RETRIEVER).read_bytes()), []
-        for name in ("query",) if description["share_embedders"] else ("query", "document"):
-            encoder = None
-            if description["tower"] == "bert":
-                encoder, _ = open_encoder(folder / ENCODERS[name], description["bert"]["packs"])
-            towers.append(_tower_from_description(description, encoder))
-        return _assemble(description, towers, state), _load_reader(folder, description)
+    with _open_description(folder, vocabulary_hash) as description:
+        return _load_retriever(folder, description), _load_reader(folder, description)
+
+
+def load_retriever(folder: Path, vocabulary_hash: str) -> Retriever:
+    """Load the retriever alone; raise ValueError as ``load_models`` does."""
+    with _open_description(folder, vocabulary_hash) as description:
+        return _load_retriever(folder, description)
 
 
 def load_reader(folder: Path, vocabulary_hash: str) -> Reader:
-    """Load only the reader of an export; raise ValueError as ``load_models`` does."""
-    remedy = "set bert.init to the encoder that this reader was trained from (see README.md in that folder)"
-    with _open_description(folder, vocabulary_hash, remedy) as description:
+    """Load the reader alone; raise ValueError as ``load_models`` does."""
+    with _open_description(folder, vocabulary_hash) as description:
         return _load_reader(folder, description)
 
 
-def copy_models(source: Path, target: Path, *parts: str) -> None:
-    """Copy the files of the parts "retriever" and "reader" (:func:`identifying_files`), by default of both."""
-    for path in identifying_files(source, *parts or ("retriever", "reader")):
+def _load_retriever(folder: Path, description: Mapping[str, Any]) -> Retriever:
+    state, towers = load_tensors((folder / RETRIEVER).read_bytes()), []
+    for name in ("query",) if description["share_embedders"] else ("query", "document"):
+        encoder = None
+        if description["tower"] == "bert":
+            encoder, _ = open_encoder(folder / ENCODERS[name], description["bert"]["packs"])
+        towers.append(_tower_from_description(description, encoder))
+    return _assemble(description, towers, state)
+
+
+def copy_models(source: Path, target: Path) -> None:
+    """Copy the files of both models (:func:`identifying_files`)."""
+    for path in identifying_files(source, "retriever", "reader"):
         if path.parent == source:
             shutil.copyfile(path, target / path.name)
         else:
@@ -370,19 +381,19 @@ def identifying_files(folder: Path, *parts: str) -> list[Path]:
     if "retriever" in parts:
         files += [folder / RETRIEVER, *(folder / ENCODERS[name] / WEIGHTS for name in ("query", "document"))]
     if "reader" in parts:
-        files += [folder / READER, folder / ENCODERS["reader"] / WEIGHTS]
+        files += [folder / READER, folder / ENCODERS["reader"] / WEIGHTS, *sorted((folder / READER_FOLDER).glob("*"))]
     return [path for path in files if path.is_file()]
 
 
 @contextmanager
-def _open_description(folder: Path, vocabulary_hash: str, remedy: str) -> Iterator[dict[str, Any]]:
+def _open_description(folder: Path, vocabulary_hash: str) -> Iterator[dict[str, Any]]:
     description = json.loads((folder / MODEL).read_text())
     if description["vocabulary_hash"] != vocabulary_hash:
         raise ValueError(
             f"{folder}: trained with the vocabulary {description['vocabulary_hash'][:12]}, the snapshot has "
-            f"{vocabulary_hash[:12]}; {remedy}"
+            f"{vocabulary_hash[:12]}; run the stages since ict again"
         )
-    if not (folder / ENCODERS["reader"]).is_dir():
+    if description["reader"] and not (folder / ENCODERS["reader"]).is_dir():
         raise ValueError(
             f"{folder}: trained by an earlier version of realmops, without the folder {ENCODERS['reader']}; run "
             "'realmops run ict --force', then 'realmops run all' (or import or export it again)"

@@ -22,6 +22,8 @@ from realmops.model.encoder import Encoder, is_near, set_dropout
 from realmops.model.masked_word_head import MaskedWordHead
 from realmops.model.packed import PackedBatch
 from realmops.model.transformers_models import (
+    ENCODER,
+    MASKED_WORDS,
     SUGGESTED_ENCODERS,
     check_supported,
     import_transformers,
@@ -49,7 +51,9 @@ def load_encoder(folder: Path, dropout: float | None = None) -> tuple[Encoder, M
     values = read_config(folder)
     check_supported(values, str(folder / CONFIG))
     predicts = not is_decoder(values)
-    model, missing = load_transformers_model(read_weights(folder), values, str(folder), predicts=predicts)
+    model, missing = load_transformers_model(
+        read_weights(folder), values, str(folder), MASKED_WORDS if predicts else ENCODER
+    )
     base = model.base_model if predicts else model
     prefix = f"{model.base_model_prefix}." if predicts else ""
     absent = [name for name in missing if name.startswith(prefix) and "pooler" not in name]
@@ -90,7 +94,9 @@ def open_encoder(folder: Path, packs: bool, *, predicts: bool = False) -> tuple[
     """
     values = read_config(folder)
     predicts = predicts and not is_decoder(values)
-    model, missing = load_transformers_model(read_weights(folder), values, str(folder), predicts=predicts)
+    model, missing = load_transformers_model(
+        read_weights(folder), values, str(folder), MASKED_WORDS if predicts else ENCODER
+    )
     if missing := [name for name in missing if "pooler" not in name]:
         raise RuntimeError(f"{folder.name} lacks {missing[0]}")
     return Encoder(remove_pooler(model.base_model if predicts else model), packs), (

@@ -21,7 +21,7 @@ from realmops.model.encoder import Encoder
 from realmops.model.masked_word_head import MaskedWordHead
 from realmops.model.reader import Reader, SpanHead
 from realmops.model.retriever import Embedder, Retriever
-from realmops.model.transformers_models import load_transformers_model, remove_pooler
+from realmops.model.transformers_models import MASKED_WORDS, load_transformers_model, remove_pooler
 from realmops.text.pretrained import read_encoder_vocabulary
 from realmops.text.vocabulary import vocabulary_hash
 
@@ -169,7 +169,7 @@ def _span_head(state: Mapping[str, Tensor], eps: float, source: str) -> SpanHead
 def _bert(config: Mapping[str, Any], state: Mapping[str, Tensor], source: str) -> tuple[Encoder, MaskedWordHead | None]:
     """Build a BERT encoder, and its masked word head if the weights have one."""
     bert_state = {name: tensor for name, tensor in state.items() if name.startswith(_BERT_NAMES)}
-    model, missing = load_transformers_model(bert_state, config, source, predicts=True)
+    model, missing = load_transformers_model(bert_state, config, source, MASKED_WORDS)
     if absent := [name for name in missing if name.startswith("bert.") and "pooler" not in name]:
         name = absent[0].replace("bert.", "realm.", 1)
         raise ValueError(f"{source}: the parameter {name} is missing; download it again")

@@ -14,6 +14,7 @@ _ALTERNATIVES = {  # supported models, by a substring of an unsupported model_ty
     "bart": "FacebookAI/roberta-base",
     "code": "answerdotai/ModernBERT-base",
 }
+ENCODER, MASKED_WORDS, ANSWER_SPANS = "AutoModel", "AutoModelForMaskedLM", "AutoModelForQuestionAnswering"
 SUGGESTED_ENCODERS = "answerdotai/ModernBERT-base, or with several languages FacebookAI/xlm-roberta-base"
 
 
@@ -25,19 +26,19 @@ def model_type_of(values: Mapping[str, Any]) -> str:
 
 def is_decoder(values: Mapping[str, Any]) -> bool:
     """Return whether a model is a causal one, which can embed passages but cannot predict masked words."""
-    return not _has_auto_class("AutoModelForMaskedLM", model_type_of(values))
+    return not has_auto_class(MASKED_WORDS, model_type_of(values))
 
 
 def check_supported(values: Mapping[str, Any], source: str) -> None:
     """Raise ValueError if a model is not supported, with the reason and a supported alternative."""
     kind = model_type_of(values)
-    if not _has_auto_class("AutoModel", kind):
+    if not has_auto_class(ENCODER, kind):
         reason = "is unknown to the installed transformers"
         if "auto_map" in values:
             reason = "needs custom code (auto_map), which is never executed"
-    elif values.get("is_encoder_decoder") or _has_auto_class("AutoModelForSeq2SeqLM", kind):
+    elif values.get("is_encoder_decoder") or has_auto_class("AutoModelForSeq2SeqLM", kind):
         reason = "is an encoder-decoder, which was not trained to predict masked words"
-    elif is_decoder(values) and not _has_auto_class("AutoModelForCausalLM", kind):
+    elif is_decoder(values) and not has_auto_class("AutoModelForCausalLM", kind):
         reason = "is no text encoder"
     elif not is_decoder(values) and values.get("is_decoder"):
         reason = "is configured as a decoder (is_decoder), which sees no word after the mask"
@@ -47,7 +48,7 @@ def check_supported(values: Mapping[str, Any], source: str) -> None:
     raise ValueError(f"{source}: model_type {kind!r} {reason}; use a supported encoder, for example {alternative}")
 
 
-def _has_auto_class(auto_class: str, model_type: str) -> bool:
+def has_auto_class(auto_class: str, model_type: str) -> bool:
     """Return whether an auto class of transformers, such as AutoModel, has this model type (registered ones too)."""
     transformers = import_transformers()
     configs = transformers.CONFIG_MAPPING
@@ -64,7 +65,7 @@ def import_transformers() -> Any:
 
 
 def load_transformers_model(
-    state: Mapping[str, Tensor], values: Mapping[str, Any], source: str, *, predicts: bool
+    state: Mapping[str, Tensor], values: Mapping[str, Any], source: str, auto_class: str = ENCODER
 ) -> tuple[Any, list[str]]:
     """Build the transformers model of a configuration and load its weights.
 
@@ -72,7 +73,7 @@ def load_transformers_model(
         state: weights by name; the prefix ``realm.`` of REALM's checkpoints is read as ``bert.``.
         values: configuration, as in config.json.
         source: file or folder that error messages name.
-        predicts: whether to build the masked language model instead of the encoder.
+        auto_class: class of transformers that chooses the model: the encoder, or one with a head.
 
     Returns:
         The model, and the sorted names of its parameters that ``state`` lacks.
@@ -81,14 +82,17 @@ def load_transformers_model(
         ValueError: transformers cannot build or load it.
     """
     transformers = import_transformers()
-    kind = transformers.AutoModelForMaskedLM if predicts else transformers.AutoModel
     try:
         own_values = {name: value for name, value in values.items() if name != "auto_map"}  # refers to custom code
         config = transformers.AutoConfig.for_model(**{**own_values, "model_type": model_type_of(values)})
         state_dict = {f"bert.{name[6:]}" if name.startswith("realm.") else name: t for name, t in state.items()}
         with torch.random.fork_rng(devices=[]):  # CPU only: otherwise a context is created on every GPU
-            model, report = kind._model_mapping[type(config)].from_pretrained(
-                None, config=config, state_dict=state_dict, dtype=torch.float32, output_loading_info=True
+            model, report = (
+                getattr(transformers, auto_class)
+                ._model_mapping[type(config)]
+                .from_pretrained(
+                    None, config=config, state_dict=state_dict, dtype=torch.float32, output_loading_info=True
+                )
             )
     except Exception as error:  # any error of the library: the folder is unusable
         reason = " ".join(str(error).split())[:200]

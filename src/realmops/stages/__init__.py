@@ -20,7 +20,7 @@ PUBLISHED = "data/published"  # passages imported with a checkpoint
 CLOZE = "data/cloze"  # questions generated from the corpus
 CORPUS = "corpus"  # folder of the searched snapshot, below that of its stage
 HUB = "hf:"  # prefix of datasets on the hub
-ENCODER = "encoder"  # value of reader.init: initialise the reader from the encoder
+ENCODER, NO_READER = "encoder", "none"  # values of reader.init: the encoder's own reader; search without a reader
 
 if TYPE_CHECKING:  # the command line imports this module, and pydantic takes 0.2 s
     from realmops.config import Section, Values
@@ -142,7 +142,7 @@ STAGES: dict[str, Stage] = {
             ("run", "index", "reader", "finetune", "closed_book", "optimiser", "questions"),
             ("sample", "snapshot", "ict", "pretrain"),
             "models/finetune",
-            ("questions.train", "questions.dev", "reader.init"),
+            ("questions.train", "questions.dev"),
             ("sample", "ict"),
         ),
         Stage(
@@ -195,8 +195,7 @@ def _is_stage_output(name: Path) -> bool:
 def _unused_files(values: Values) -> set[str]:
     """Return the keys of files that are not read with these options."""
     unused = set() if values["snapshot"]["use_warmup"] else {"snapshot.warmup"}
-    unused |= set() if values["tag"]["method"] == "tagger" else {"tag.train", "tag.dev"}
-    return unused if values["reader"]["init"] != ENCODER else unused | {"reader.init"}
+    return unused | (set() if values["tag"]["method"] == "tagger" else {"tag.train", "tag.dev"})
 
 
 def files_in_use(stage: Stage, values: Values) -> list[str]:
@@ -275,7 +274,8 @@ def fingerprint(stage: Stage, values: Values, inputs: Mapping[str, Path]) -> str
 
 def fingerprint_options(stage: Stage, values: Values) -> dict[str, dict[str, Any]]:
     """Return the options that a stage's output depends on: its sections without the files that only others read."""
-    foreign = {key for other in STAGES.values() for key in other.files} - {*stage.files}
+    foreign = {"reader.init", *(key for other in STAGES.values() for key in other.files)} - {*stage.files}
+    foreign -= {"reader.init"} if stage.name == "finetune" else set()
     return {
         section: {key: value for key, value in values[section].items() if f"{section}.{key}" not in foreign}
         for section in stage.sections

@@ -39,7 +39,7 @@ from realmops.evaluate.recall import (
     recall_metrics,
 )
 from realmops.evaluate.run_report import write_report
-from realmops.model.checkpoint_files import cpu_state, load_models
+from realmops.model.checkpoint_files import cpu_state, load_retriever
 from realmops.model.retriever import Retriever
 from realmops.search.approximate import ApproximateIndex, unwrap_approximate
 from realmops.search.bm25 import Bm25
@@ -163,7 +163,7 @@ def _rankings(
         rankings["dense_"] = rank_passages(model.retriever, model.passages, queries, depth, model.dtype)
     indexes: dict[str, PassageIndex] = {}
     if isinstance(model, RetrieveAndRead) and (index := model.passages) is not None:
-        tuned = load_models(job.inputs["finetune"], snapshot.vocabulary_hash)[0]  # weights in `model` are rounded
+        tuned = load_retriever(job.inputs["finetune"], snapshot.vocabulary_hash)  # weights in `model` are rounded
         indexes[_tower_digest(tuned)] = (
             exact_index(index.vectors(slice(None)), tuned.vectors) if unwrap_approximate(index) else index
         )
@@ -232,7 +232,7 @@ def _zero_shot(
         Passage ids [Q, K] by infix of the metrics.
     """
     device, dtype = device_and_dtype(job.section(RunOptions))
-    retriever = load_models(job.inputs[name], snapshot.vocabulary_hash)[0]
+    retriever = load_retriever(job.inputs[name], snapshot.vocabulary_hash)
     key = _tower_digest(retriever)
     retriever.to(device)
     if (job.inputs[name] / INDEX).is_file():  # imported

@@ -6,8 +6,11 @@ from typing import Any
 
 from realmops.answering.answer import Answer
 from realmops.answering.confidence import Confidence
+from realmops.answering.extractive import ExtractiveQa
 from realmops.answering.openqa import OpenQa
 from realmops.answering.retrieval import AnswerModel, RetrieveAndRead
+from realmops.answering.search_only import SearchOnly
+from realmops.answering.span_answers import SpanAnswers
 from realmops.baselines import t5
 from realmops.config import ClosedBookOptions, Finetune, Optimiser, ReaderOptions, RunOptions
 from realmops.corpus.question_sets import Question
@@ -16,11 +19,13 @@ from realmops.devices import configure_malloc, device_and_dtype
 from realmops.evaluate.calibration import confidence_figures, fit_confidence
 from realmops.evaluate.exact_match import is_exact_match, score_predictions
 from realmops.evaluate.recall import RECALL_AT
+from realmops.hub import READER, encoder_folder
 from realmops.journal import JournalValues
 from realmops.model.checkpoint_files import add_span_head, load_models
+from realmops.model.extractive_reader import ExtractiveReader
 from realmops.search.approximate import ApproximateIndex, unwrap_approximate
 from realmops.search.embed import embed, query_sequences
-from realmops.stages import ENCODER, Job
+from realmops.stages import ENCODER, NO_READER, Job
 from realmops.stages.common import (
     StageTrainings,
     load_questions,
@@ -33,7 +38,9 @@ from realmops.stages.finetune_retriever import EVIDENCE_DEPTH, prepare_retrieval
 from realmops.stages.tuned_model import save_tuned
 from realmops.train.fine_tuning import finetune, finetune_steps
 from realmops.train.fusion_weights import GENERATED_READING_WEIGHT, fit_reading_weight, fit_weights_on_questions
+from realmops.train.loop import TrainingContext
 from realmops.train.parallel import process_group
+from realmops.train.reader_training import build_passage_examples, train_reader
 from realmops.train.windows import build_window_examples, train_in_windows
 
 
@@ -60,21 +67,26 @@ def run(job: Job) -> dict[str, Any]:
 def _open_qa(
     trainings: StageTrainings, snapshot: Snapshot, questions: list[Question], held_out: list[Question]
 ) -> FineTuned:
-    """Fine-tune a retriever and a reader that extracts spans."""
+    """Fine-tune a retriever, and a reader that extracts spans unless only passages are searched."""
     job = trainings.job
     options, seed = job.section(Finetune), job.section(RunOptions).seed
     device, dtype = device_and_dtype(job.section(RunOptions))
-    retriever, reader = start_models(job, snapshot, options.reader)
-    reader.to(device)
-    finder = prepare_retrieval(trainings, retriever, reader, snapshot, questions)
-    if reader.spans is None:  # a reader of reader.init has a span head
-        add_span_head(reader, options.span_width, seed)
+    retriever, own_reader, reader = start_models(job, snapshot, options.reader)
+    own_reader.to(device)
+    finder = prepare_retrieval(trainings, retriever, own_reader, snapshot, questions)
     retriever, metrics = finder.retriever, dict[str, Any](finder.metrics)
-    model = OpenQa(retriever, reader, snapshot, finder.passages, options, dtype, finder.ranker, finder.bm25)
+    kind: type[RetrieveAndRead] = SearchOnly
+    if isinstance(reader, ExtractiveReader):
+        reader.to(device)
+        kind = ExtractiveQa
+    elif reader is not None:
+        if reader.spans is None:  # an imported reader has a span head
+            add_span_head(reader, options.span_width, seed)
+        kind = OpenQa
+    model = kind(retriever, reader, snapshot, finder.passages, options, dtype, finder.ranker, finder.bm25)
     if model.hybrid:
         retriever.mixture = fit_weights_on_questions(model, held_out)
         configure_malloc()
-    reader.encoder.word_vectors.requires_grad_(not options.freeze_words)
     if options.epochs:
         metrics |= _learn_to_read(trainings, model, questions)
     if not process_group().is_main_process:
@@ -106,23 +118,36 @@ def _open_qa(
     return FineTuned(model, answers, {**losses, "questions": len(questions), **metrics, **timeouts})
 
 
-def _learn_to_read(trainings: StageTrainings, model: OpenQa, questions: list[Question]) -> dict[str, int]:
+def _learn_to_read(trainings: StageTrainings, model: RetrieveAndRead, questions: list[Question]) -> dict[str, int]:
     """Train the reader by ``finetune.reader_training``; return the number of questions with evidence as a metric."""
-    job, options = trainings.job, model.options
-    if options.reader_training == "passages":
-        context = trainings.context("finetune", finetune_steps(len(questions), options), "fine-tuning")
-        finetune(context, model, questions, options, job.section(Optimiser))
+    if not isinstance(model, SpanAnswers):
         return {}
-    lessons = build_window_examples(model, questions, EVIDENCE_DEPTH, job.report.progress("evidence", len(questions)))
-    if not lessons:
+    job, options, optimiser = trainings.job, model.options, trainings.job.section(Optimiser)
+    model.word_vectors.requires_grad_(not options.freeze_words)
+    if isinstance(model, OpenQa) and options.reader_training == "passages":
+        context = trainings.context("finetune", finetune_steps(len(questions), options), "fine-tuning")
+        finetune(context, model, questions, options, optimiser)
+        return {}
+    bar = job.report.progress("evidence", len(questions))
+    if isinstance(model, OpenQa):
+        windows = build_window_examples(model, questions, EVIDENCE_DEPTH, bar)
+        context = _evidence_context(trainings, len(windows))
+        train_in_windows(context, model, windows, options, optimiser)
+        return {"questions_with_evidence": len(windows)}
+    assert isinstance(model, ExtractiveQa)
+    examples = build_passage_examples(model, questions, EVIDENCE_DEPTH, bar)
+    train_reader(_evidence_context(trainings, len(examples)), model, examples, options, optimiser)
+    return {"questions_with_evidence": len(examples)}
+
+
+def _evidence_context(trainings: StageTrainings, examples: int) -> TrainingContext:
+    """Return the context of a training on examples; raise ValueError if there are none."""
+    if not examples:
         raise ValueError(
             f"no training question has an answer in its top {EVIDENCE_DEPTH} passages, so the reader cannot be trained "
-            "on windows; check that questions.train belongs to these documents, or set "
-            "finetune.reader_training=passages"
+            "on them; check that questions.train belongs to these documents, or set finetune.epochs=0"
         )
-    context = trainings.context("finetune", finetune_steps(len(lessons), options), "fine-tuning")
-    train_in_windows(context, model, lessons, options, job.section(Optimiser))
-    return {"questions_with_evidence": len(lessons)}
+    return trainings.context("finetune", finetune_steps(examples, trainings.job.section(Finetune)), "fine-tuning")
 
 
 def _closed_book(
@@ -197,8 +222,11 @@ def _inherited_calibration(job: Job, questions: list[Question]) -> Confidence | 
 
     Generated questions do not predict the precision on questions of people.
     """
-    is_trained = job.section(Finetune).epochs or job.section(ReaderOptions).init == ENCODER
-    return None if is_trained or not all(q.not_in for q in questions) else Confidence.load(job.inputs["reader.init"])
+    init = job.section(ReaderOptions).init
+    is_trained = job.section(Finetune).epochs or init in (ENCODER, NO_READER)
+    if is_trained or not all(q.not_in for q in questions):
+        return None
+    return Confidence.load(encoder_folder(init, READER))
 
 
 def _widen_index(job: Job, model: RetrieveAndRead, passages: ApproximateIndex, questions: list[Question]) -> float:

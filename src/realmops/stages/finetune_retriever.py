@@ -16,16 +16,17 @@ from realmops.corpus.cloze import SourcePassages
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype
-from realmops.model.checkpoint_files import load_models, load_reader
+from realmops.hub import READER, encoder_folder
+from realmops.model.checkpoint_files import load_models
+from realmops.model.extractive_reader import ExtractiveReader, load_extractive_reader
 from realmops.model.reader import Reader
 from realmops.model.retriever import DENSE_ONLY, Retriever
 from realmops.refresh.trainer import RefreshPolicy
 from realmops.search.approximate import index_type
 from realmops.search.bm25 import Bm25
-from realmops.search.corpus_statistics import init_lexical_features
 from realmops.search.embeddings import INDEX, load_index
 from realmops.search.exact import PassageIndex, exact_index
-from realmops.stages import ENCODER, Job
+from realmops.stages import ENCODER, NO_READER, Job
 from realmops.stages.common import StageTrainings, build_index, question_queries, sample_queries
 from realmops.stages.sharded_work import embed_in_shards
 from realmops.text.answer_matching import contains_answer
@@ -52,8 +53,10 @@ class PassageFinder:
     metrics: dict[str, int]
 
 
-def start_models(job: Job, snapshot: Snapshot, stage: str) -> tuple[Retriever, Reader]:
-    """Load the retriever that the options name, and the reader of ``stage`` or of ``reader.init``.
+def start_models(
+    job: Job, snapshot: Snapshot, stage: str
+) -> tuple[Retriever, Reader, Reader | ExtractiveReader | None]:
+    """Load the retriever that the options name, the reader of ``stage``, and the one of ``reader.init`` to answer with.
 
     The query tower is a separate copy if only it is trained. For a retriever without embeddings, such as BM25, the
     returned retriever is that of ``stage`` and unused.
@@ -66,16 +69,27 @@ def start_models(job: Job, snapshot: Snapshot, stage: str) -> tuple[Retriever, R
                 f"finetune.{key} is {name!r}, but that stage was not run; run it or set finetune.{key}=pretrain"
             )
     models = {name: load_models(job.inputs[name], snapshot.vocabulary_hash) for name in {source, stage}}
-    retriever, reader = models[source][0], models[stage][1]
-    if job.section(ReaderOptions).init != ENCODER:
-        reader = load_reader(job.inputs["reader.init"], snapshot.vocabulary_hash)
-        init_lexical_features(reader, snapshot, job.section(RunOptions).seed, job.report.progress)
-    reader.encoder.set_dropout(options.reader_dropout)
+    retriever, own_reader = models[source][0], models[stage][1]
+    reader = _start_reader(job, own_reader)
     if options.retriever not in DENSE_RETRIEVERS:
         retriever.mixture = DENSE_ONLY
     if options.retriever_training == "passages":
-        return retriever, reader
-    return _with_query_copy(retriever), reader
+        return retriever, own_reader, reader
+    return _with_query_copy(retriever), own_reader, reader
+
+
+def _start_reader(job: Job, own_reader: Reader) -> Reader | ExtractiveReader | None:
+    """Return the reader of ``reader.init``; the reader of masked words is ``own_reader``."""
+    options, init = job.section(Finetune), job.section(ReaderOptions).init
+    own_reader.encoder.set_dropout(options.reader_dropout)
+    if init == ENCODER:
+        return own_reader
+    if init == NO_READER:
+        return None
+    seed = job.section(RunOptions).seed if options.epochs else None
+    reader = load_extractive_reader(encoder_folder(init, READER), seed=seed, warn=job.report.warn)
+    reader.set_dropout(options.reader_dropout)
+    return reader
 
 
 def _with_query_copy(retriever: Retriever) -> Retriever:

@@ -15,7 +15,7 @@ from realmops.artifacts import MANIFEST, WORK_FOLDER
 from realmops.config import RunOptions, default_options, parse_section
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import configure_process, device_and_dtype, freeze_linear_weights
-from realmops.model.checkpoint_files import identifying_files, load_models
+from realmops.model.checkpoint_files import identifying_files, load_retriever
 from realmops.model.retriever import Retriever
 from realmops.search.bm25 import Bm25
 from realmops.search.embeddings import INDEX, embed_corpus, load_passages, save_passages
@@ -115,7 +115,7 @@ def _load_with_embeddings(
     manifest = artifacts.read_manifest(folder, stage)
     configure_process(run.threads)
     device, dtype = device_and_dtype(run)
-    retriever, _ = load_models(folder, snapshot.vocabulary_hash)
+    retriever = load_retriever(folder, snapshot.vocabulary_hash)
     freeze_linear_weights(retriever.eval(), dtype)
     retriever = retriever.to(device)
     names = [path.relative_to(folder).as_posix() for path in identifying_files(folder, "retriever")]

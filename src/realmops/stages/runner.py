@@ -15,12 +15,14 @@ from realmops import artifacts
 from realmops.artifacts import WORK_FOLDER
 from realmops.config import CLOSED_BOOK, Values
 from realmops.corpus.cloze import KIND
-from realmops.hub import T5, encoder_files
+from realmops.hub import READER, T5, encoder_files
 from realmops.journal import Journal
 from realmops.stages import (
     CORPUS,
+    ENCODER,
     JOURNAL,
     METRICS,
+    NO_READER,
     STAGES,
     Job,
     Report,
@@ -193,6 +195,8 @@ def stage_inputs(stage: Stage, values: Values, project: Path, root: Path) -> dic
     _check_generated_questions(inputs)
     if "bert" in stage.sections:  # the weights under one name may change
         inputs |= {f"bert.init/{name}": path for name, path in encoder_files(values["bert"]["init"]).items()}
+    if stage.name == "finetune" and (init := values["reader"]["init"]) not in (ENCODER, NO_READER):
+        inputs |= {f"reader.init/{name}": path for name, path in encoder_files(init, READER).items()}
     if "closed_book" in stage.sections and values["finetune"]["reader"] in CLOSED_BOOK:
         files = encoder_files(values["closed_book"]["init"], T5)
         inputs |= {f"closed_book.init/{name}": path for name, path in files.items()}

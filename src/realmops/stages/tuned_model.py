@@ -4,8 +4,10 @@ from pathlib import Path
 
 import torch
 
+from realmops.answering.extractive import ExtractiveQa
 from realmops.answering.openqa import OpenQa
 from realmops.answering.retrieval import AnswerModel, RetrieveAndRead
+from realmops.answering.search_only import SearchOnly
 from realmops.artifacts import read_json, write_json
 from realmops.baselines import t5
 from realmops.baselines.path import PathRetriever
@@ -13,12 +15,12 @@ from realmops.baselines.rankers import build_ranker
 from realmops.config import Finetune, RunOptions
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import configure_process, device_and_dtype, freeze_linear_weights
-from realmops.model.checkpoint_files import load_models
+from realmops.model.checkpoint_files import load_retriever
 from realmops.search.bm25 import Bm25
 from realmops.search.embeddings import load_passages
 
 KIND = "reader.json"  # in the folder of a stage; names the class of the model
-READERS: dict[str, type[AnswerModel]] = {"pretrain": OpenQa, "ict": OpenQa, "t5": t5.ClosedBook}  # by finetune.reader
+KINDS: dict[str, type[AnswerModel]] = {kind.kind: kind for kind in (OpenQa, ExtractiveQa, SearchOnly, t5.ClosedBook)}
 QUESTIONS_IN_MEMORY = 1024  # size of the cache of passages by words or links
 
 
@@ -45,25 +47,27 @@ def open_tuned(
     ``index`` is the folder of the index if it is a different one, that of an update.
 
     Raises:
-        ValueError: if the model's class is not that of ``finetune.reader``.
+        ValueError: if ``finetune.reader`` asks for a closed-book model and the folder has none, or the reverse.
     """
-    kind, saved = READERS[options.reader], _read_kind(folder)
-    if saved != kind.kind:
+    name = _read_kind(folder)
+    if (name == t5.ClosedBook.kind) == options.reads_passages or name not in KINDS:
         raise ValueError(
-            f"{folder} has a model of the class {saved!r}, but finetune.reader={options.reader} has the class "
-            f"{kind.kind!r}: run finetune with that option first, or remove it"
+            f"{folder} has a model of the class {name!r}, which finetune.reader={options.reader} does not have: run "
+            "finetune with that option first, or remove it"
         )
+    kind = KINDS[name]
     if not issubclass(kind, RetrieveAndRead):
         assert kind is t5.ClosedBook
         return t5.ClosedBook.open(folder, snapshot, device)
-    retriever, reader = load_models(folder, snapshot.vocabulary_hash)
-    for network in (retriever, reader):
+    retriever = load_retriever(folder, snapshot.vocabulary_hash)
+    reader = kind.load_reader(folder, snapshot)
+    for network in (retriever, *([reader] if reader is not None else [])):
         freeze_linear_weights(network.eval(), dtype)
     path = PathRetriever.load(folder, snapshot, options, device, dtype) if options.retriever == "path" else None
     ranker = build_ranker(options.retriever, snapshot, path, QUESTIONS_IN_MEMORY)
     passages = load_passages(index or folder, snapshot, device, retriever.vectors) if ranker is None else None
     bm25 = Bm25.of(snapshot) if ranker is None and retriever.mixture.lexical else None
-    networks = retriever.to(device), reader.to(device)
+    networks = retriever.to(device), reader if reader is None else reader.to(device)
     model = kind(*networks, snapshot, passages, options, dtype, ranker, bm25)
     model.restore(folder)
     return model

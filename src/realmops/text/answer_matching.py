@@ -277,7 +277,7 @@ def answer_token_spans(
     Returns:
         (first, end) wordpieces, sorted.
     """
-    char_spans = sorted({_trimmed(text, span) for answer in answers for span in MATCH_RULES[rule](text, answer)})
+    char_spans = matched_spans(text, answers, rule)
     if not char_spans or not len(chars):
         return []
     bounds = np.asarray(char_spans, np.int64)
@@ -287,6 +287,11 @@ def answer_token_spans(
     fits = (chars[low, 0] == bounds[:, 0]) & (chars[last, 1] == bounds[:, 1])
     fits &= (first < end) & (end - first <= max_wordpieces)
     return sorted(set(zip(first[fits].tolist(), end[fits].tolist(), strict=True)))
+
+
+def matched_spans(text: str, answers: Iterable[str], rule: str) -> list[CharSpan]:
+    """Return (start, end) characters of every occurrence of an answer, without surrounding blanks, sorted."""
+    return sorted({_trimmed(text, span) for answer in answers for span in MATCH_RULES[rule](text, answer)})
 
 
 def _trimmed(text: str, span: CharSpan) -> CharSpan:

@@ -1,0 +1,351 @@
+"""Published readers of answer spans: transformers' ``AutoModelForQuestionAnswering`` with its own tokenizer.
+
+A reader scores every wordpiece of a passage as start and as end of the answer. The first wordpiece of the sequence
+([CLS]) is the null answer of SQuAD 2 (Rajpurkar et al. 2018): the passage has no answer. Long passages are read in
+overlapping windows, as transformers' question answering pipeline (4.57) does.
+
+Shape suffixes: N windows, L wordpieces of the longest window, S spans of one passage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Encoding, Tokenizer
+from torch import Tensor, nn
+
+from realmops.artifacts import seed_for
+from realmops.devices import async_to, autocast, disable_autocast
+from realmops.hub import CONFIG, read_config, read_weights
+from realmops.model.encoder import set_dropout
+from realmops.model.packed import BATCH_WORDPIECES
+from realmops.model.reader import enumerate_spans
+from realmops.model.transformers_models import (
+    ANSWER_SPANS,
+    has_auto_class,
+    import_transformers,
+    load_transformers_model,
+    model_type_of,
+)
+
+OVERLAP = 128  # wordpieces that consecutive windows share, at most half a window; that of transformers' pipeline
+_HEAD = "qa_outputs"  # name of the span head in all models of transformers
+
+
+@dataclass(frozen=True)
+class PassageWindow:
+    """A question with a passage, or with a part of a long one, as wordpieces."""
+
+    pair: int  # index of the question and its passage
+    encoding: Encoding
+    first: int  # first wordpiece of the passage
+    end: int
+    null_positions: tuple[int, ...]  # of the null answer; empty for a reader without one
+
+    def chars(self, text: str) -> np.ndarray:
+        """Return start and end character of each wordpiece of the passage, [L, 2], without blanks at its ends."""
+        offsets = np.array(self.encoding.offsets[self.first : self.end], np.int64).reshape(-1, 2)
+        return np.array([_trimmed(text, start, end) for start, end in offsets.tolist()], np.int64).reshape(-1, 2)
+
+
+@dataclass(frozen=True)
+class PassageSpans:
+    """Spans of a passage as answers: p(span|x, z), whose sum with the null answer is at most 1.
+
+    Attributes:
+        chars: start and end characters in the passage's text, S x 2.
+        log_p: log p(span|x, z), float64 [S].
+        log_null: log probability that the passage has no answer; -inf for a reader without a null answer.
+    """
+
+    chars: np.ndarray
+    log_p: np.ndarray
+    log_null: float
+
+
+class SpanScores(nn.Module):
+    """The span head, a linear layer to start and end scores, computed in fp32 also under autocast."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, hidden_NLD: Tensor) -> Tensor:
+        """Return the scores, N x L x 2."""
+        with disable_autocast(hidden_NLD.device):
+            return F.linear(hidden_NLD.float(), self.weight, self.bias)
+
+
+class ExtractiveReader(nn.Module):
+    """A reader of answer spans in transformers' format.
+
+    Args:
+        model: a model of ``AutoModelForQuestionAnswering``.
+        tokenizer: its fast tokenizer.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        super().__init__()
+        setattr(model, _HEAD, SpanScores(getattr(model, _HEAD)))
+        self.model, self.tokenizer = model, tokenizer
+        self._truncating: dict[int | None, Tokenizer] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        parameter: Tensor = next(self.model.parameters())
+        return parameter.device
+
+    @property
+    def word_vectors(self) -> Tensor:
+        """Word embeddings."""
+        weight: Tensor = self.model.get_input_embeddings().weight
+        return weight
+
+    @cached_property
+    def longest(self) -> int:
+        """Maximum length of a sequence in wordpieces."""
+        positions = getattr(self.model.config, "max_position_embeddings", None)
+        spare = 2 if model_type_of({"model_type": self.model.config.model_type}) != "bert" else 0  # RoBERTa's offset
+        return int(min(self.tokenizer.model_max_length, (positions or 1 << 20) - spare))
+
+    def set_dropout(self, p: float) -> None:
+        """Set the dropout probability of every layer."""
+        set_dropout(self.model, p)
+
+    @property
+    def head(self) -> SpanScores:
+        """The span head."""
+        head: SpanScores = getattr(self.model, _HEAD)
+        return head
+
+    def tokenize(self, text: str) -> Encoding:
+        """Return the wordpieces of a text without special tokens."""
+        return self._backend(None).encode(text, add_special_tokens=False)
+
+    def _backend(self, limit: int | None) -> Tokenizer:
+        """Return a tokenizer that cuts pairs into windows of ``limit`` wordpieces; its state never changes again.
+
+        transformers' own tokenizer changes its truncation at each call, which is not thread-safe.
+        """
+        if limit not in self._truncating:
+            tokenizer = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
+            if limit is not None:
+                strategy = "only_second" if self._question_first else "only_first"
+                tokenizer.enable_truncation(limit, stride=min(OVERLAP, limit // 2), strategy=strategy)
+            self._truncating[limit] = tokenizer
+        return self._truncating[limit]
+
+    @property
+    def _question_first(self) -> bool:
+        """Whether sequences begin with the question; readers that pad on the left, as XLNet, end with it."""
+        return bool(self.tokenizer.padding_side == "right")
+
+    def windows(self, pairs: Sequence[tuple[str, str]], limit: int) -> list[PassageWindow]:
+        """Tokenize questions with their passages.
+
+        Args:
+            pairs: question and passage of each pair; the question needs fewer than ``limit`` wordpieces.
+            limit: maximum length of a window in wordpieces.
+        """
+        ordered = [pair if self._question_first else pair[::-1] for pair in pairs]
+        windows = []
+        for index, whole in enumerate(self._backend(min(limit, self.longest)).encode_batch(ordered)):
+            for encoding in (whole, *whole.overflowing):
+                is_passage = np.array(encoding.sequence_ids) == int(self._question_first)  # None is False
+                [rows] = np.nonzero(is_passage)
+                nulls = np.flatnonzero((np.array(encoding.ids) == self.tokenizer.cls_token_id) & ~is_passage).tolist()
+                first, end = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
+                windows.append(PassageWindow(index, encoding, first, end, tuple(nulls)))
+        return windows
+
+    def log_probabilities(self, windows: Sequence[PassageWindow]) -> tuple[Tensor, Tensor]:
+        """Compute log p of each wordpiece as start and as end of the answer, in one batch.
+
+        Returns:
+            Two log-softmax N x L in fp32, over the passage and the null answer; -inf elsewhere.
+        """
+        longest = max(len(window.encoding.ids) for window in windows)
+        padding = {"input_ids": self.tokenizer.pad_token_id or 0, "attention_mask": 0, "token_type_ids": 0}
+        inputs = {name: np.full((len(windows), longest), value) for name, value in padding.items()}
+        is_candidate_NL = np.zeros((len(windows), longest), bool)
+        for n, window in enumerate(windows):
+            encoding = window.encoding
+            row = self._row(len(encoding.ids), longest)
+            inputs["input_ids"][n, row] = encoding.ids
+            inputs["attention_mask"][n, row] = 1
+            inputs["token_type_ids"][n, row] = encoding.type_ids
+            is_candidate_NL[n, row.start + window.first : row.start + window.end] = True
+            is_candidate_NL[n, [row.start + null for null in window.null_positions]] = True
+        accepted = {*self.tokenizer.model_input_names, "input_ids"}
+        tensors = {name: async_to(torch.from_numpy(a), self.device) for name, a in inputs.items() if name in accepted}
+        out = self.model(**tensors)
+        is_other_NL = async_to(torch.from_numpy(~is_candidate_NL), self.device)
+        scores = (logits.float().masked_fill(is_other_NL, -torch.inf) for logits in (out.start_logits, out.end_logits))
+        log_start_NL, log_end_NL = (score_NL.log_softmax(-1) for score_NL in scores)
+        return log_start_NL, log_end_NL
+
+    def _row(self, length: int, longest: int) -> slice:
+        """Return the columns of a sequence in a padded row."""
+        return slice(0, length) if self._question_first else slice(longest - length, longest)
+
+    @torch.no_grad()
+    def read(
+        self, pairs: Sequence[tuple[str, str]], *, limit: int, answer_wordpieces: int, dtype: torch.dtype
+    ) -> list[PassageSpans]:
+        """Compute the probability of every span of up to ``answer_wordpieces`` of each pair's passage.
+
+        p(span|x, z) is p(start) p(end) in the window where that is largest, and the null answer's the smallest of all
+        windows, as in transformers' pipeline. If windows overlap so that the sum exceeds 1, it is normalised.
+
+        Args:
+            pairs: questions with their passages.
+            limit: maximum length of a window in wordpieces.
+            answer_wordpieces: maximum length of a span.
+            dtype: dtype of matrix products.
+        """
+        windows = self.windows(pairs, limit)
+        order = sorted(range(len(windows)), key=lambda n: len(windows[n].encoding.ids))
+        spans: list[list[tuple[np.ndarray, np.ndarray, float]]] = [[] for _ in pairs]
+        for batch in _batches([windows[n] for n in order], BATCH_WORDPIECES[self.device.type]):
+            with autocast(self.device, dtype):
+                logs = self.log_probabilities(batch)
+            start_NL, end_NL = (log_NL.double().cpu().numpy() for log_NL in logs)
+            for window, log_start, log_end in zip(batch, start_NL, end_NL, strict=True):
+                row = self._row(len(window.encoding.ids), len(log_start))
+                spans[window.pair].append(
+                    _window_spans(window, pairs[window.pair][1], log_start[row], log_end[row], answer_wordpieces)
+                )
+        return [_join_windows(passage) for passage in spans]
+
+    def save(self, folder: Path) -> None:
+        """Write model and tokenizer in transformers' format."""
+        self.tokenizer.backend_tokenizer.no_truncation()
+        self.tokenizer.backend_tokenizer.no_padding()
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        for path in folder.glob("*.safetensors"):  # safetensors sets mode 0600
+            path.chmod((folder / CONFIG).stat().st_mode)
+
+
+def load_extractive_reader(
+    folder: Path, *, seed: int | None = None, warn: Callable[[str], None] | None = None
+) -> ExtractiveReader:
+    """Load a published reader from safetensors, without executing code of its folder.
+
+    Args:
+        folder: config.json, weights and tokenizer.
+        seed: seed of a new span head for an encoder without one; None requires a trained head.
+        warn: called if the span head is new.
+
+    Raises:
+        ValueError: a file is missing or damaged, or the model does not extract spans.
+    """
+    values = read_config(folder)
+    kind = model_type_of(values)
+    if not has_auto_class(ANSWER_SPANS, kind):
+        reason = "needs custom code (auto_map), which is never executed" if "auto_map" in values else "reads no spans"
+        raise ValueError(
+            f"{folder / CONFIG}: model_type {kind!r} {reason}; set reader.init to a model of transformers' "
+            "AutoModelForQuestionAnswering, for example deepset/roberta-base-squad2"
+        )
+    model, missing = load_transformers_model(read_weights(folder), values, str(folder), ANSWER_SPANS)
+    head = getattr(model, _HEAD, None)
+    if not isinstance(head, nn.Linear) or head.out_features != 2:
+        raise ValueError(
+            f"{folder}: {type(model).__name__} has no linear layer {_HEAD!r} for spans; use another reader"
+        )
+    missing_head = [name for name in missing if name.startswith(f"{_HEAD}.")]
+    if absent := [name for name in missing if name not in missing_head and "pooler" not in name]:
+        raise ValueError(f"{folder}: the parameter {absent[0]} is missing; download the folder again")
+    if missing_head and seed is None:
+        raise ValueError(
+            f"{folder} has no trained span head ({missing_head[0]}): it is an encoder, not a reader; set reader.init "
+            "to a reader, make one with 'realmops reader', or train it with finetune.epochs above 0"
+        )
+    if missing_head:
+        generator = torch.Generator().manual_seed(seed_for(seed or 0, "spans"))
+        with torch.no_grad():
+            head.weight.normal_(0.0, 0.02, generator=generator)
+            head.bias.zero_()
+        if warn is not None:
+            warn(f"{folder} has no span head: a new one is trained")
+    not_finite = next((name for name, part in model.named_parameters() if not bool(part.isfinite().all())), None)
+    if not_finite is not None:
+        raise ValueError(f"{folder}: the parameter {not_finite} has a value that is not finite; choose other weights")
+    return ExtractiveReader(model, _load_tokenizer(folder))
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    """Load the fast tokenizer of a folder; raise ValueError if transformers cannot."""
+    transformers = import_transformers()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # any error of the library: the folder is unusable
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{folder}: transformers cannot open its tokenizer ({type(error).__name__}: {reason})"
+        ) from None
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{folder}: {type(tokenizer).__name__} gives no character offsets, so that answers cannot be quoted; use "
+            "a folder with tokenizer.json"
+        )
+    return tokenizer
+
+
+def _batches(windows: Sequence[PassageWindow], limit: int) -> list[list[PassageWindow]]:
+    """Group windows, sorted by length, into batches of up to ``limit`` padded wordpieces."""
+    batches: list[list[PassageWindow]] = []
+    for window in windows:
+        if batches and (len(batches[-1]) + 1) * len(window.encoding.ids) <= limit:
+            batches[-1].append(window)
+        else:
+            batches.append([window])
+    return batches
+
+
+def _window_spans(
+    window: PassageWindow, text: str, log_start_L: np.ndarray, log_end_L: np.ndarray, longest: int
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Return characters and log p of a window's spans, and log p of its null answer."""
+    start_S, end_S = enumerate_spans(0, window.end - window.first, longest)
+    chars = window.chars(text)
+    nulls = window.null_positions[:1]
+    log_null = float(log_start_L[nulls[0]] + log_end_L[nulls[0]]) if nulls else -np.inf
+    log_p_S = log_start_L[window.first + start_S] + log_end_L[window.first + end_S]
+    spans_S2 = np.column_stack([chars[start_S, 0], chars[end_S, 1]])
+    is_text_S = spans_S2[:, 0] < spans_S2[:, 1]  # a wordpiece can be a blank
+    return spans_S2[is_text_S], log_p_S[is_text_S], log_null
+
+
+def _join_windows(windows: Sequence[tuple[np.ndarray, np.ndarray, float]]) -> PassageSpans:
+    """Join the spans of a passage's windows, each with its largest probability."""
+    if len(windows) == 1:
+        return PassageSpans(*windows[0])
+    spans_S2, log_p_S = (np.concatenate(parts) for parts in list(zip(*windows, strict=True))[:2])
+    log_null = min(log_null for _, _, log_null in windows)
+    spans_S2, inverse = np.unique(spans_S2, axis=0, return_inverse=True)
+    best_S = np.full(len(spans_S2), -np.inf)
+    np.maximum.at(best_S, inverse, log_p_S)
+    excess = np.logaddexp.reduce([*best_S, log_null])
+    if excess > 0:
+        best_S, log_null = best_S - excess, log_null - excess
+    return PassageSpans(spans_S2, best_S, float(log_null))
+
+
+def _trimmed(text: str, start: int, end: int) -> tuple[int, int]:
+    """Return a span without the blanks at its ends; the start of an empty one is its end."""
+    part = text[start:end]
+    stripped = part.strip()
+    start += len(part) - len(part.lstrip()) if stripped else len(part)
+    return start, start + len(stripped)
