@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from itertools import product
 from typing import Any
 
+ENCODER, NO_READER = "encoder", "none"  # values of reader.init: the encoder's own reader; search without a reader
 Rules = Iterable[tuple[bool, str]]  # pairs (is_broken, error message)
 
 
@@ -36,6 +37,13 @@ def option_rules(values: Mapping[str, Mapping[str, Any]]) -> Rules:
         reader["apart"] and not reader["copies"],
         "reader.apart is true and reader.copies is false: a reader that encodes x and z apart needs the copy head; set "
         "reader.copies=true, or reader.apart=false",
+    )
+    init, pretrain, ict = reader["init"], values["pretrain"]["steps"], values["ict"]["reader_steps"]
+    yield (
+        init not in (ENCODER, NO_READER) and bool(pretrain or ict),
+        f"reader.init is {init}, a reader of answer spans, with pretrain.steps={pretrain} and ict.reader_steps={ict}: "
+        "REALM trains with a reader that predicts masked words, which a published reader does not; set "
+        "pretrain.steps=0 and ict.reader_steps=0 (preset reader), or reader.init=encoder",
     )
     question, total = finetune["query_wordpieces"], finetune["reader_wordpieces"]
     yield (

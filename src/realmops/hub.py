@@ -25,6 +25,7 @@ _VOCABULARIES = (TOKENIZER, VOCABULARY, "vocab.json", "spiece.model", "sentencep
 SENTENCE_CONFIG = "config_sentence_transformers.json"  # of a sentence encoder: prompts
 POOLING = "1_Pooling/config.json"  # of a sentence encoder: pooling mode
 MODULES = "modules.json"  # of a sentence encoder: its modules in order
+HUB_SECONDS = 5.0  # timeout of a question to the hub
 _COMMON = (CONFIG, VOCABULARY, TOKENIZER, TOKENIZER_CONFIG, POOLING, MODULES)
 _POOLING_MODE = "pooling_mode_"
 _POOLED = {"cls": "cls", "cls_token": "cls", "mean": "mean", "mean_tokens": "mean", "lasttoken": "last"}
@@ -79,6 +80,40 @@ def encoder_folder(init: str, family: ModelFamily = BERT) -> Path:
     if missing := _missing(folder, family):
         raise ValueError(f"{folder} lacks {', '.join(missing)}; {family.advice}")
     return folder
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A model on the hub, with its licence ("unknown" if its card has none) and the bytes of its weights."""
+
+    name: str
+    licence: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.licence}, {self.size / 1e6:,.0f} MB)"
+
+
+def look_up(name: str) -> HubModel | None:
+    """Return a model's licence and size without loading it; None if the hub does not answer in ``HUB_SECONDS``."""
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        return None
+    try:
+        found = HfApi().model_info(name, files_metadata=True, timeout=HUB_SECONDS)
+    except Exception:  # no network, unknown name, an error of the hub: it is not proposed
+        return None
+    files = [file for file in found.siblings or () if file.rfilename.endswith(".safetensors")]
+    licence = getattr(found.card_data, "license", None) or "unknown"
+    return HubModel(name, str(licence), sum(file.size or 0 for file in files))
+
+
+def is_cached(name: str) -> bool:
+    """Return whether the hub's cache on this machine has a model."""
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name, CONFIG), str)
 
 
 def encoder_files(init: str, family: ModelFamily = BERT) -> dict[str, Path]:

@@ -111,6 +111,7 @@ class OpenQa(SpanAnswers):
         ]
         return rows_among(rows, gold)
 
+    @torch.no_grad()
     def candidates(self, retrieved: Sequence[RetrievedPassages]) -> tuple[NDArray[np.floating], np.ndarray]:
         """Return the logits of all spans, S, and their rows in characters."""
         passages = [item.passages for item in retrieved]

@@ -28,14 +28,19 @@ from realmops.stages import METRICS, STAGES
     type=option.PATH,
 )
 @click.option("--encoder", metavar="NAME", help="The encoder: a folder, a name on the hub, or small: from scratch.")
-@option.file("--reader", metavar="FOLDER", help='A trained reader, from "realmops export --format reader".')
+@click.option(
+    "--reader",
+    metavar="NAME",
+    help="The reader of answers: a folder or a name on the hub, of transformers' AutoModelForQuestionAnswering.",
+)
+@option.flag("--no-reader", help="Search alone: passages, and no answers.")
 @click.option(
     "--cluster",
     type=click.Choice(["standalone", "local", "production"]),
     default="standalone",
     help="Kubeflow Pipelines only, or Kubeflow profiles on one machine or on many.",
 )
-def init(**options: Any) -> Iterator[str]:
+def init(reader: str | None, no_reader: bool, **options: Any) -> Iterator[str]:
     """Create a project in FOLDER, or in the current folder.
 
     You get params.yaml, dvc.yaml, a README with your commands, and files for Kubernetes, Argo CD, Flux and GitHub. The
@@ -43,8 +48,11 @@ def init(**options: Any) -> Iterator[str]:
     """
     from realmops.cluster import IMAGE
     from realmops.commands.init import init
+    from realmops.config_rules import NO_READER
 
-    yield from init(**options, image=IMAGE)
+    if reader and no_reader:
+        raise ValueError("--reader and --no-reader exclude each other; give one of them")
+    yield from init(**options, reader=NO_READER if no_reader else reader, image=IMAGE)
 
 
 @main.command(epilog="\b\n" + "\n".join(f"{stage.name:<10}{stage.what}" for stage in STAGES.values()))

@@ -13,17 +13,16 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 from realmops import __version__, artifacts, config
 from realmops.commands.params import as_yaml
 from realmops.commands.public_data import fetch_data_sets
 from realmops.config import PACKAGE, Values
-from realmops.config_rules import check_rules, option_rules
+from realmops.config_rules import NO_READER, check_rules, option_rules
 from realmops.corpus.documents import Document, RawRecord, Rejected
 from realmops.corpus.formats import Source, list_sources
 from realmops.corpus.question_sets import read_questions, split_by_hash, to_json_line
-from realmops.hub import CONFIG, is_sentence_encoder, read_optional_json
+from realmops.hub import CONFIG, READER, encoder_folder, is_cached, is_sentence_encoder, look_up, read_optional_json
 from realmops.resources import resource_folder
 from realmops.stages import CLOZE, HUB, STAGES, files_in_use, has_file_below, stages_to_run
 from realmops.text.languages import AUTO, ENGLISH, detect_language, load_languages
@@ -32,11 +31,16 @@ STARTER = PACKAGE / "starter"
 BASES = f"realmops-{__version__}"  # folder of the package's manifests in k8s/
 CLUSTERS = {"standalone": "kubeflow", "local": "realmops", "production": "realmops"}  # namespaces by overlay
 ENCODER = "sentence-transformers/all-MiniLM-L6-v2"  # bert.init of the preset minilm
+READERS = (  # proposed by init, a small one and a better one
+    "distilbert/distilbert-base-cased-distilled-squad",
+    "deepset/roberta-base-squad2",
+)
+MULTILINGUAL_READERS = ("deepset/xlm-roberta-base-squad2",)
+READER_EPOCHS = 2  # over the questions of the user
 WIDE = 768  # hidden size from which an encoder needs the learning rates of the preset base
 SPLITS = "train", "dev", "test"
 MIN_QUESTIONS = 60  # fewer are not split into train, dev and test
 TAGGED = "data/public"  # the presets' folder of tagged sentences
-HUB_SECONDS = 5.0  # timeout of the hub
 GPU_SECONDS = 10.0  # timeout of nvidia-smi
 LARGE = 20_000_000  # bytes, about 20,000 passages; from scratch, the preset large pays off from here
 PARAMS_HEAD = """\
@@ -78,7 +82,7 @@ def init(
     encoder: str | None,
     cluster: str,
     image: str,
-    reader: Path | None = None,
+    reader: str | None = None,
 ) -> Iterator[str]:
     """Write a project into a folder; yield a description of the input, and the next commands.
 
@@ -89,7 +93,8 @@ def init(
         encoder: a folder, a name on the hub, or "small" for one from scratch; None to choose by availability.
         cluster: a key of ``CLUSTERS``.
         image: the container image of the pods.
-        reader: a folder from ``realmops export --format reader``.
+        reader: a reader of spans, a folder or a name on the hub; NO_READER for search alone; None to choose by
+            availability.
 
     Raises:
         ValueError: documents or questions cannot be read, or a file already exists; nothing is written then.
@@ -105,15 +110,7 @@ def init(
         else:
             project.presets.append("documents")
             project.lines.append("questions: none; they will be generated from the documents (preset documents)")
-        if reader is not None:
-            if project.values["bert"]["init"] == "small":
-                raise ValueError(
-                    f"--reader {reader} needs the vocabulary of its pre-trained encoder: give the encoder named in "
-                    f"{reader / 'README.md'} with --encoder"
-                )
-            project.presets.append("reader")
-            project.put("reader.init", _path_in_params(project, reader))
-            project.lines.append(f"reader: {reader}, already trained (preset reader)")
+        _choose_reader(project, reader, has_questions=bool(questions))
     elif questions or encoder or reader:
         raise ValueError("--questions, --encoder and --reader need --documents; the sample corpus has its own")
     project.put("tracking.experiment", folder.resolve().name or "realmops")
@@ -264,6 +261,38 @@ def _choose_model(project: Project, encoder: str | None, size: int) -> list[str]
     return presets
 
 
+def _choose_reader(project: Project, reader: str | None, *, has_questions: bool) -> None:
+    """Set reader.init to the given reader, or to one that the hub offers; without one, the project only searches."""
+    language = project.values["snapshot"]["language"]
+    proposed = READERS if language == ENGLISH else MULTILINGUAL_READERS
+    chosen, note = reader, "given with --reader"
+    if reader is None:
+        models = [model for model in map(look_up, proposed) if model is not None]
+        chosen = proposed[0] if models or is_cached(proposed[0]) else None
+        note = f"{models[0] if models else 'in the cache of the hub'}, loaded by the first run"
+        note += "".join(f"; better and larger: --reader {model}" for model in models[1:])
+        note += "; --no-reader for search alone"
+    if chosen is None and has_questions:
+        project.lines.append("reader: trained on your questions from the encoder, as no published one can be loaded")
+        return
+    if chosen in (None, NO_READER):
+        project.put("reader.init", NO_READER)
+        project.presets.append("reader")
+        reason = "no reader, by --no-reader" if chosen else "no reader can be loaded: give one with --reader"
+        project.lines.insert(0, f"search, not answers: {reason}")
+        return
+    assert chosen is not None
+    is_folder = Path(chosen).is_dir()
+    if is_folder:
+        encoder_folder(chosen, READER)
+    project.put("reader.init", _path_in_params(project, Path(chosen)) if is_folder else chosen)
+    project.presets.append("reader")
+    if has_questions:
+        project.put("finetune.epochs", READER_EPOCHS)
+        note += f", trained {READER_EPOCHS} epochs further on your questions"
+    project.lines.append(f"reader: {chosen}: {note}")
+
+
 def _presets(names: Sequence[str]) -> str:
     return f"{'presets' if len(names) > 1 else 'preset'} {', '.join(names)}"
 
@@ -298,17 +327,7 @@ def _gpu_name() -> str:
 
 def _available_encoder() -> str:
     """Return ``ENCODER`` if it is in the hub's cache or the hub is reachable, else "small"."""
-    from huggingface_hub import constants, try_to_load_from_cache
-
-    if isinstance(try_to_load_from_cache(ENCODER, "config.json"), str):
-        return ENCODER
-    if constants.HF_HUB_OFFLINE:
-        return "small"
-    try:
-        with urlopen(f"{constants.ENDPOINT}/api/models/{ENCODER}", timeout=HUB_SECONDS):
-            return ENCODER
-    except OSError:
-        return "small"
+    return ENCODER if is_cached(ENCODER) or look_up(ENCODER) else "small"
 
 
 def _add_questions(project: Project, files: Sequence[Path]) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 from realmops.commands.questions import write_cloze_questions
 from realmops.config import CLOSED_BOOK, Values, parse_section
+from realmops.config_rules import ENCODER, NO_READER
 from realmops.corpus.formats import list_sources
 from realmops.corpus.question_sets import read_questions
-from realmops.hub import T5, encoder_files, encoder_folder
+from realmops.hub import READER, T5, encoder_files, encoder_folder
 from realmops.refresh.child_processes import end_with
 from realmops.stages import CLOZE, STAGES, Report, check_files, files_in_use, has_file_below, option_files
 from realmops.stages.runner import run_stage
@@ -155,6 +156,11 @@ def check_encoders(names: Collection[str], values: Values) -> list[str]:
                 f"bert.init is a {kind}, whose batches are padded: it is slower than a family that supports the "
                 "attention interface of transformers, for example BERT, RoBERTa, DistilBERT, ELECTRA or ModernBERT"
             )
+    init = values["reader"]["init"]
+    if "finetune" in names and init not in (ENCODER, NO_READER):
+        from realmops.model.extractive_reader import load_extractive_reader
+
+        load_extractive_reader(encoder_folder(init, READER), seed=0 if values["finetune"]["epochs"] else None)
     if "finetune" in names and values["finetune"]["reader"] in CLOSED_BOOK:
         encoder_files(values["closed_book"]["init"], T5)
     return warnings

@@ -20,7 +20,6 @@ PUBLISHED = "data/published"  # passages imported with a checkpoint
 CLOZE = "data/cloze"  # questions generated from the corpus
 CORPUS = "corpus"  # folder of the searched snapshot, below that of its stage
 HUB = "hf:"  # prefix of datasets on the hub
-ENCODER, NO_READER = "encoder", "none"  # values of reader.init: the encoder's own reader; search without a reader
 
 if TYPE_CHECKING:  # the command line imports this module, and pydantic takes 0.2 s
     from realmops.config import Section, Values

@@ -13,6 +13,7 @@ from realmops.answering.search_only import SearchOnly
 from realmops.answering.span_answers import SpanAnswers
 from realmops.baselines import t5
 from realmops.config import ClosedBookOptions, Finetune, Optimiser, ReaderOptions, RunOptions
+from realmops.config_rules import ENCODER, NO_READER
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import configure_malloc, device_and_dtype
@@ -25,7 +26,7 @@ from realmops.model.checkpoint_files import add_span_head, load_models
 from realmops.model.extractive_reader import ExtractiveReader
 from realmops.search.approximate import ApproximateIndex, unwrap_approximate
 from realmops.search.embed import embed, query_sequences
-from realmops.stages import ENCODER, NO_READER, Job
+from realmops.stages import Job
 from realmops.stages.common import (
     StageTrainings,
     load_questions,

@@ -12,6 +12,7 @@ from realmops.answering.retrieval import Ranker
 from realmops.baselines.path import PathRetriever, train_paths
 from realmops.baselines.rankers import DENSE_RETRIEVERS, build_ranker
 from realmops.config import Finetune, IndexOptions, Optimiser, ReaderOptions, RunOptions
+from realmops.config_rules import ENCODER, NO_READER
 from realmops.corpus.cloze import SourcePassages
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
@@ -26,7 +27,7 @@ from realmops.search.approximate import index_type
 from realmops.search.bm25 import Bm25
 from realmops.search.embeddings import INDEX, load_index
 from realmops.search.exact import PassageIndex, exact_index
-from realmops.stages import ENCODER, NO_READER, Job
+from realmops.stages import Job
 from realmops.stages.common import StageTrainings, build_index, question_queries, sample_queries
 from realmops.stages.sharded_work import embed_in_shards
 from realmops.text.answer_matching import contains_answer

@@ -14,15 +14,14 @@ from typing import Any
 from realmops import artifacts
 from realmops.artifacts import WORK_FOLDER
 from realmops.config import CLOSED_BOOK, Values
+from realmops.config_rules import ENCODER, NO_READER
 from realmops.corpus.cloze import KIND
 from realmops.hub import READER, T5, encoder_files
 from realmops.journal import Journal
 from realmops.stages import (
     CORPUS,
-    ENCODER,
     JOURNAL,
     METRICS,
-    NO_READER,
     STAGES,
     Job,
     Report,
