@@ -94,7 +94,7 @@ class HubModel:
         return f"{self.name} ({self.licence}, {self.size / 1e6:,.0f} MB)"
 
 
-def look_up(name: str) -> HubModel | None:
+def describe_model(name: str) -> HubModel | None:
     """Return a model's licence and size without loading it; None if the hub does not answer in ``HUB_SECONDS``."""
     from huggingface_hub import HfApi, constants
 

@@ -22,7 +22,15 @@ from realmops.config_rules import NO_READER, check_rules, option_rules
 from realmops.corpus.documents import Document, RawRecord, Rejected
 from realmops.corpus.formats import Source, list_sources
 from realmops.corpus.question_sets import read_questions, split_by_hash, to_json_line
-from realmops.hub import CONFIG, READER, encoder_folder, is_cached, is_sentence_encoder, look_up, read_optional_json
+from realmops.hub import (
+    CONFIG,
+    READER,
+    describe_model,
+    encoder_folder,
+    is_cached,
+    is_sentence_encoder,
+    read_optional_json,
+)
 from realmops.resources import resource_folder
 from realmops.stages import CLOZE, HUB, STAGES, files_in_use, has_file_below, stages_to_run
 from realmops.text.languages import AUTO, ENGLISH, detect_language, load_languages
@@ -267,7 +275,7 @@ def _choose_reader(project: Project, reader: str | None, *, has_questions: bool)
     proposed = READERS if language == ENGLISH else MULTILINGUAL_READERS
     chosen, note = reader, "given with --reader"
     if reader is None:
-        models = [model for model in map(look_up, proposed) if model is not None]
+        models = [model for model in map(describe_model, proposed) if model is not None]
         chosen = proposed[0] if models or is_cached(proposed[0]) else None
         note = f"{models[0] if models else 'in the cache of the hub'}, loaded by the first run"
         note += "".join(f"; better and larger: --reader {model}" for model in models[1:])
@@ -276,8 +284,9 @@ def _choose_reader(project: Project, reader: str | None, *, has_questions: bool)
         project.lines.append("reader: trained on your questions from the encoder, as no published one can be loaded")
         return
     if chosen in (None, NO_READER):
-        project.put("reader.init", NO_READER)
-        project.presets.append("reader")
+        if has_questions:
+            project.presets.append("reader")
+            project.put("reader.init", NO_READER)
         reason = "no reader, by --no-reader" if chosen else "no reader can be loaded: give one with --reader"
         project.lines.insert(0, f"search, not answers: {reason}")
         return
@@ -327,7 +336,7 @@ def _gpu_name() -> str:
 
 def _available_encoder() -> str:
     """Return ``ENCODER`` if it is in the hub's cache or the hub is reachable, else "small"."""
-    return ENCODER if is_cached(ENCODER) or look_up(ENCODER) else "small"
+    return ENCODER if is_cached(ENCODER) or describe_model(ENCODER) else "small"
 
 
 def _add_questions(project: Project, files: Sequence[Path]) -> None:
