@@ -50,7 +50,7 @@ class ModelFamily:
     def advice(self) -> str:
         """Required files of a folder, as a clause for messages."""
         weights = " or ".join(whole for whole, _ in self.weights)
-        return f"a {self.name}'s folder has {CONFIG}, {weights}, and {' or '.join(self.vocabulary)}"
+        return f"the folder of a {self.name} has {CONFIG}, {weights}, and {' or '.join(self.vocabulary)}"
 
 
 BERT = ModelFamily("bert.init", "BERT encoder", (SAFETENSORS, BIN), (VOCABULARY, TOKENIZER))

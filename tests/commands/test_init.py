@@ -36,7 +36,6 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: object, **__: object) -> None:
         raise OSError("no network")
 
-    monkeypatch.setattr(init, "urlopen", none)
     monkeypatch.setattr("urllib.request.urlopen", none)
 
 
@@ -71,12 +70,13 @@ def test_documents_alone_have_questions_made_and_no_sample(tmp_path: Path) -> No
     folder = with_documents(tmp_path / "mine")
     told = made(folder, "--documents", folder / "documents.jsonl")
     assert "documents: 1 of jsonl" in told
+    assert told.startswith("search, not answers: no reader can be loaded: give one with --reader\n")
     assert "encoder: from scratch (preset squad)" in told
     assert "questions: none" in told
-    assert "Names are found by capitals and recurrence instead" in told
     presets, own = read_params(folder / "params.yaml")
     assert presets == ["squad", "documents"]
     assert own["snapshot"] == {"documents": "documents.jsonl"}
+    assert config.load_params(folder / "params.yaml")["reader"]["init"] == "none"
     stages = yaml.safe_load((folder / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
     assert [*stages] == ["snapshot", "tag", "cloze", "ict", "pretrain", "finetune", "evaluate"]
     assert stages["finetune"]["deps"].count("data/cloze") == 1
@@ -317,8 +317,13 @@ def test_other_languages_are_told_of(tmp_path: Path) -> None:
         assert ("language: " in said) == bool(told)
         assert values["snapshot"]["language"] == language
         assert values["tag"]["method"] == "phrases"
-        assert ("as the public tagged sentences are English" in said) == bool(told)
-        assert ("run 'realmops public-data ner'" in said) != bool(told), "nothing can be downloaded here"
+        asked = made(
+            tmp_path / f"{name}-questions", "--documents", tmp_path / "documents.jsonl",
+            "--questions", questions(tmp_path / "questions.jsonl", 60),
+        )  # fmt: skip
+        assert "reader: trained on your questions" in asked
+        assert ("as the public tagged sentences are English" in asked) == bool(told)
+        assert ("run 'realmops public-data ner'" in asked) != bool(told), "nothing can be downloaded here"
 
 
 # What a cluster gets

@@ -32,7 +32,7 @@ from realmops.hub import (
     read_optional_json,
 )
 from realmops.resources import resource_folder
-from realmops.stages import CLOZE, HUB, STAGES, files_in_use, has_file_below, stages_to_run
+from realmops.stages import CLOZE, HUB, STAGES, files_in_use, has_file_below, reads_spans, stages_to_run
 from realmops.text.languages import AUTO, ENGLISH, detect_language, load_languages
 
 STARTER = PACKAGE / "starter"
@@ -388,7 +388,7 @@ def _fetch_tagged(project: Project) -> None:
     They are English: in other languages names are found without a tagger, too.
     """
     values = project.values
-    if values["tag"]["method"] != "tagger" or not values["tag"]["train"].startswith(TAGGED):
+    if not reads_spans(values) or values["tag"]["method"] != "tagger" or not values["tag"]["train"].startswith(TAGGED):
         return
     if values["snapshot"]["language"] != ENGLISH:
         project.put("tag.method", "phrases")
