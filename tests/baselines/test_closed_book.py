@@ -443,7 +443,7 @@ BROKEN = {
     ),
     "no tokenizer": (
         lambda f: os.rename(f / "tokenizer.json", f / "spiece.model"),
-        r"lacks tokenizer\.json; a T5's folder has config\.json, model\.safetensors, and tokenizer\.json",
+        r"lacks tokenizer\.json; the folder of a T5 has config\.json, model\.safetensors, and tokenizer\.json",
     ),
     "pickle": (
         lambda f: os.rename(f / "model.safetensors", f / "pytorch_model.bin"),

@@ -63,7 +63,7 @@ def write_encoder(folder: Path, pieces: list[str] | None = None) -> Path:
             T5,
             "closed_book.init",
             "google-t5/t5-base",
-            "a T5's folder has config.json, model.safetensors, and tokenizer.json",
+            "the folder of a T5 has config.json, model.safetensors, and tokenizer.json",
         ),
     ],
 )
