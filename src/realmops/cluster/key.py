@@ -73,7 +73,7 @@ def file_digests(values: Values, project: Path) -> tuple[dict[str, Any], list[st
     project = _absolute(project)
     recorded = {record.path: record for record in _read_lock(project)}
     external = external_inputs(values, project)
-    for section in ("bert", *(["closed_book"] if values["finetune"]["reader"] in CLOSED_BOOK else [])):  # encoders
+    for section in ("retriever", *(["closed_book"] if values["finetune"]["reader"] in CLOSED_BOOK else [])):  # encoders
         if (init := values[section]["init"]) != "small":
             external[f"{section}.init"] = project / init
     for key, path in external.items():

@@ -78,7 +78,7 @@ def card(format: str, opened: OpenedModel, retriever: Retriever, notes: Sequence
     ``notes`` are limitations of the export; ``root`` is the run's folder, None for a model from the registry.
     """
     model = opened.model
-    init = None if root is None else trained_sections(root, "ict").get("bert", {}).get("init")
+    init = None if root is None else trained_sections(root, "ict").get("retriever", {}).get("init")
     facts = {
         "towers": f"{'one' if retriever.shared else 'two, for queries and passages'}: {retriever.query.description}",
         "embeddings": f"{retriever.query.width} dimensions, compared by {similarity(retriever)}",
@@ -106,11 +106,11 @@ def reader_card(opened: OpenedModel, confidence: Confidence, root: Path | None) 
     """Return the model card of an exported reader."""
     model = opened.model
     trained = {} if root is None else trained_sections(root, "finetune") | trained_sections(root, "snapshot")
-    init = trained.get("bert", {}).get("init")
+    init = trained.get("retriever", {}).get("init")
     scratch = (
         "Its vocabulary is specific to its documents: runs over other documents cannot use it. Train a reader from a "
     )
-    notes = [scratch + "pre-trained encoder (bert.init)."] if init == "small" else []
+    notes = [scratch + "pre-trained encoder (retriever.init)."] if init == "small" else []
     facts = {
         "initialised from": init or "unknown",
         "documents": trained.get("snapshot", {}).get("documents", "unknown"),

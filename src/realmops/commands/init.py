@@ -31,7 +31,7 @@ from realmops.text.languages import AUTO, ENGLISH, detect_language, load_languag
 STARTER = PACKAGE / "starter"
 BASES = f"realmops-{__version__}"  # folder of the package's manifests in k8s/
 CLUSTERS = {"standalone": "kubeflow", "local": "realmops", "production": "realmops"}  # namespaces by overlay
-ENCODER = "sentence-transformers/all-MiniLM-L6-v2"  # bert.init of the preset minilm
+ENCODER = "sentence-transformers/all-MiniLM-L6-v2"  # retriever.init of the preset minilm
 WIDE = 768  # hidden size from which an encoder needs the learning rates of the preset base
 SPLITS = "train", "dev", "test"
 MIN_QUESTIONS = 60  # fewer are not split into train, dev and test
@@ -44,7 +44,7 @@ PARAMS_HEAD = """\
 # the effective values. A preset is a file of differences: a built-in one, or presets/NAME.yaml in this folder.
 """
 DVC_HEAD = """\
-# The whole chain. Each stage is one call of the command line; params lists the presets and the sections that it reads.
+# The whole chain. Each stage is one call of the command line; params lists presets, sections and options that it reads.
 # With persist, DVC keeps a stage's folder until the stage runs, which itself skips, resumes or replaces it.
 """
 
@@ -106,7 +106,7 @@ def init(
             project.presets.append("documents")
             project.lines.append("questions: none; they will be generated from the documents (preset documents)")
         if reader is not None:
-            if project.values["bert"]["init"] == "small":
+            if project.values["retriever"]["init"] == "small":
                 raise ValueError(
                     f"--reader {reader} needs the vocabulary of its pre-trained encoder: give the encoder named in "
                     f"{reader / 'README.md'} with --encoder"
@@ -249,7 +249,7 @@ def _choose_model(project: Project, encoder: str | None, size: int) -> list[str]
         return presets
     if chosen != ENCODER:
         path = Path(chosen)
-        project.put("bert.init", _path_in_params(project, path) if path.is_dir() else chosen)
+        project.put("retriever.init", _path_in_params(project, path) if path.is_dir() else chosen)
     presets = ["squad", "minilm", *(["base"] if _is_wide(chosen) else [])]
     if gpu and _is_plain_bert(chosen):
         presets = ["squad", "bert-base"]
@@ -417,7 +417,7 @@ def dvc_text(values: Values, own: Values) -> str:
                 deps += [CLOZE] if CLOZE not in deps else []
             elif not file.startswith(HUB):
                 deps.append(f'"${{{key}}}"' if option in own.get(section, {}) else file)
-        stage(name, f"realmops run {name}", deps, definition.sections, definition.folder)
+        stage(name, f"realmops run {name}", deps, definition.tracked_params(own), definition.folder)
         if name == "tag" and cloze:
             stage("cloze", "realmops cloze", [STAGES[need].folder for need in ("snapshot", "tag")], ["run"], CLOZE)
     return "\n".join(lines) + "\n\n" + (STARTER / "plots.yaml").read_text(encoding="utf-8")

@@ -19,6 +19,7 @@ from realmops.hub import T5, encoder_files
 from realmops.journal import Journal
 from realmops.stages import (
     CORPUS,
+    INIT,
     JOURNAL,
     METRICS,
     STAGES,
@@ -28,6 +29,7 @@ from realmops.stages import (
     Stage,
     fingerprint,
     fingerprint_options,
+    get_option,
     option_files,
     parse_sections,
     reads_spans,
@@ -191,8 +193,8 @@ def stage_inputs(stage: Stage, values: Values, project: Path, root: Path) -> dic
         inputs[need] = folder
     inputs |= option_files(stage, values, project, root)
     _check_generated_questions(inputs)
-    if "bert" in stage.sections:  # the weights under one name may change
-        inputs |= {f"bert.init/{name}": path for name, path in encoder_files(values["bert"]["init"]).items()}
+    if stage.reads(INIT):  # the weights under one name may change
+        inputs |= {f"{INIT}/{name}": path for name, path in encoder_files(get_option(values, INIT)).items()}
     if "closed_book" in stage.sections and values["finetune"]["reader"] in CLOSED_BOOK:
         files = encoder_files(values["closed_book"]["init"], T5)
         inputs |= {f"closed_book.init/{name}": path for name, path in files.items()}
