@@ -109,6 +109,11 @@ def test_code_has_no_defaults() -> None:
         ("  dropout: 0.0 ", "  dropout: .nan ", r"bert\.dropout is nan \(float\); it must be a finite number"),
         ("  dropout: 0.0 ", "  dropout: 1e999 ", r"bert\.dropout is inf \(float\); it must be a finite number"),
         ("  candidates: 8 ", "  candidates: 0 ", r"pretrain\.candidates is 0 \(int\); it must be greater than 0"),
+        (
+            "bert:\n",
+            "bert:\n  init: small\n",
+            r"line \d+: unknown key bert\.init, which was renamed; set retriever\.init instead$",
+        ),
     ],
 )
 def test_a_wrong_value_names_file_key_and_what_is_allowed(params: Path, old: str, new: str, message: str) -> None:
