@@ -3,9 +3,10 @@
     realmops public-data ner    # into data/public/ner
     python benchmarks/ner.py --encoder FOLDER --train wikigold.conll.txt --test en_pud-ud-test.iob2 en_ewt-ud-dev.iob2
 
---encoder is what bert.init takes; `small` learns its vocabulary from the training sentences. Every other option is that
-of params.yaml, changed with --set tag.steps=400. Types are compared as PER, LOC, ORG and MISC (WNUT-17's corporation
-and group are ORG, product and creative-work MISC); predictions of a type that a test file does not have are left out.
+--encoder is what retriever.init takes; `small` learns its vocabulary from the training sentences. Every other option is
+that of params.yaml, changed with --set tag.steps=400. Types are compared as PER, LOC, ORG and MISC (WNUT-17's
+corporation and group are ORG, product and creative-work MISC); predictions of a type that a test file does not have are
+left out.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def main() -> None:
     from realmops.train.loop import TrainingContext
     from realmops.train.tagger import Tagger, predict_words, tag_names, train_tagger
 
-    values = config.load_params(PARAMS, settings=[f"bert.init={arguments.encoder}", *arguments.settings])
+    values = config.load_params(PARAMS, settings=[f"retriever.init={arguments.encoder}", *arguments.settings])
     sections = {name: config.parse_section(name, values[name]) for name in ("bert", "run", "tag", "optimiser")}
     training = [replace(s, tags=tuple(common(s.tags))) for s in read_conll(arguments.train)]
     casing = UNCASED
@@ -68,7 +69,8 @@ def main() -> None:
         vocabulary, casing = read_encoder_vocabulary(encoder_folder(arguments.encoder))
     tokenizer = build_tokenizer(vocabulary, casing)
     torch.set_num_threads(sections["run"].threads)
-    tagger = Tagger(build_encoder(sections["bert"], len(vocabulary), sections["run"].seed)[0], tag_names(training))
+    encoder, _ = build_encoder(arguments.encoder, sections["bert"], len(vocabulary), sections["run"].seed)
+    tagger = Tagger(encoder, tag_names(training))
     torch.nn.init.normal_(tagger.output.weight, std=0.02, generator=torch.Generator().manual_seed(0))
     torch.nn.init.zeros_(tagger.output.bias)
     dtype = resolve_precision(sections["run"].precision, torch.device("cpu"))

@@ -62,7 +62,7 @@ def models(snapshot: Any) -> dict[str, Mapping[str, bytes]]:
     retriever, reader, tag = (parse_section(name, values[name]) for name in ("retriever", "reader", "tag"))
     vocabulary = snapshot.tokenizer.get_vocab_size()
     embedder = build_models(bert, retriever, reader, vocabulary, 0)[0]
-    tagger = Tagger(build_encoder(bert, vocabulary, 0)[0], ["O", "B-NAME", "I-NAME"])
+    tagger = Tagger(build_encoder(retriever.init, bert, vocabulary, 0)[0], ["O", "B-NAME", "I-NAME"])
     return {"tagging": tagger_files(tagger, tag), "embedding": retriever_files(embedder, snapshot.vocabulary_hash)}
 
 

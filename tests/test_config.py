@@ -109,6 +109,11 @@ def test_code_has_no_defaults() -> None:
         ("  dropout: 0.0 ", "  dropout: .nan ", r"bert\.dropout is nan \(float\); it must be a finite number"),
         ("  dropout: 0.0 ", "  dropout: 1e999 ", r"bert\.dropout is inf \(float\); it must be a finite number"),
         ("  candidates: 8 ", "  candidates: 0 ", r"pretrain\.candidates is 0 \(int\); it must be greater than 0"),
+        (
+            "bert:\n",
+            "bert:\n  init: small\n",
+            r"line \d+: unknown key bert\.init, which was renamed; set retriever\.init instead$",
+        ),
     ],
 )
 def test_a_wrong_value_names_file_key_and_what_is_allowed(params: Path, old: str, new: str, message: str) -> None:
@@ -131,7 +136,7 @@ def test_a_wrong_value_names_file_key_and_what_is_allowed(params: Path, old: str
         ("bert.dropout", True, r"is True \(bool\); it must be a valid number"),
         ("bert.dropout", "nan", r"is nan \(float\); it must be a finite number"),
         ("bert.dropout", b"0.5", r"is b'0\.5' \(bytes\); it must be a valid number"),
-        ("bert.init", b"small", r"is b'small' \(bytes\); it must be a valid string"),
+        ("retriever.init", b"small", r"is b'small' \(bytes\); it must be a valid string"),
         ("reader.copies", "true", r"is 'true' \(str\); it must be a valid boolean"),
         ("reader.copies", 0, r"is 0 \(int\); it must be a valid boolean"),
         ("run.device", None, r"is None \(NoneType\); it must be 'auto', 'cpu' or 'cuda'"),
@@ -158,7 +163,7 @@ def test_a_number_may_be_whole_or_in_quotation_marks(value: Any, number: float) 
         ({"dropout": 2, "width": 0, "witdh": 1}, r"unknown key bert\.witdh; allowed keys are .*; closest match: width"),
         ({"dropout": 2, "width": 0}, r"bert\.width is 0"),
         ({"dropout": 2}, r"bert\.dropout is 2"),
-        ({7: 1}, r"unknown key bert\.7; allowed keys are init, vocabulary, .*, dropout"),
+        ({7: 1}, r"unknown key bert\.7; allowed keys are vocabulary, width, .*, dropout"),
     ],
 )
 def test_of_several_errors_an_unknown_key_comes_first_then_the_first_option(changes: Any, message: str) -> None:
@@ -241,7 +246,7 @@ def test_options_that_contradict_each_other_are_named(settings: list[str], messa
 
 
 def test_an_encoder_of_a_folder_has_its_own_shape() -> None:
-    load_params(PARAMS, settings=["bert.init=FOLDER", "bert.width=16", "bert.heads=3"])
+    load_params(PARAMS, settings=["retriever.init=FOLDER", "bert.width=16", "bert.heads=3"])
 
 
 @pytest.mark.parametrize(
@@ -261,7 +266,9 @@ def test_towers_that_make_sense_are_taken(params: Path, settings: list[str]) -> 
 
 
 def test_the_width_of_an_encoder_in_a_folder_is_not_guessed(params: Path) -> None:
-    load_params(params, settings=["retriever.projection=identity", "retriever.embedding_width=384", "bert.init=FOLDER"])
+    load_params(
+        params, settings=["retriever.projection=identity", "retriever.embedding_width=384", "retriever.init=FOLDER"]
+    )
 
 
 @pytest.mark.parametrize("text", ["", "run:\n  seed: 0\n", TEXT[: TEXT.index("tracking:")]])
@@ -388,7 +395,7 @@ def test_a_wrong_setting_is_named(params: Path, setting: str, message: str) -> N
 
 def test_settings_are_read_as_yaml() -> None:
     assert parse_setting(" pretrain.steps =100") == {"pretrain": {"steps": 100}}
-    assert parse_setting("bert.init=a=b") == {"bert": {"init": "a=b"}}
+    assert parse_setting("retriever.init=a=b") == {"retriever": {"init": "a=b"}}
     assert parse_setting("ict.removal=1e-1") == {"ict": {"removal": 0.1}}
     assert parse_setting("tracking.enabled=false") == {"tracking": {"enabled": False}}
 

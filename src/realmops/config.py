@@ -35,6 +35,7 @@ PositiveAmount = Annotated[Number, Field(gt=0)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 PositiveShare = Annotated[Number, Field(gt=0, le=1)]
 
+_RENAMED = {("bert", "init"): "retriever.init"}  # keys of earlier versions
 SECTIONS: dict[str, type["Section"]] = {}  # in the order of defaults.yaml
 
 
@@ -59,9 +60,8 @@ class RunOptions(Section, name="run"):
 
 
 class BertOptions(Section, name="bert"):
-    """Initialisation and shape of the BERT encoder."""
+    """Shape of a new encoder; positions and dropout of any encoder."""
 
-    init: str
     vocabulary: Size
     width: Size
     layers: Size
@@ -120,8 +120,9 @@ class Tag(Section, name="tag"):
 
 
 class RetrieverOptions(Section, name="retriever"):
-    """Architecture of the retriever: tower, pooling, projection, head."""
+    """Encoder and architecture of the retriever: tower, pooling, projection, head."""
 
+    init: str
     tower: Literal["bert", "bag"]
     pooling: Literal["auto", "cls", "mean", "last"]
     projection: Literal["orthogonal", "identity", "pca", "random", "first"]
@@ -306,6 +307,8 @@ def _first_error(error: ValidationError, section: str, source: str | Path) -> st
     first = min(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
     key, value = str(first["loc"][0]), first["input"]
     place = locate_key(source, section, key)
+    if new_key := _RENAMED.get((section, key)):
+        return f"{place}: unknown key {section}.{key}, which was renamed; set {new_key} instead"
     if first["type"] == "extra_forbidden":
         return f"{place}: unknown key {section}.{key}; allowed keys are {_allowed(key, SECTIONS[section].model_fields)}"
     if first["type"] == "missing":

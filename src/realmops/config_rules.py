@@ -26,7 +26,7 @@ def option_rules(values: Mapping[str, Mapping[str, Any]]) -> Rules:
             f"{section}.{key} or raise bert.positions",
         )
     yield (
-        bert["init"] == "small" and bert["width"] % bert["heads"] > 0,
+        values["retriever"]["init"] == "small" and bert["width"] % bert["heads"] > 0,
         f"bert.width is {bert['width']}; it must be a multiple of bert.heads={bert['heads']}",
     )
     yield (
@@ -73,7 +73,7 @@ def _tower_rules(options: Mapping[str, Any], bert: Mapping[str, Any]) -> Rules:
         "released code has a dense layer after BERT's pooler, which reads [CLS]; set retriever.pooling=cls and "
         "retriever.projection=orthogonal, or another retriever.head",
     )
-    if bert["init"] == "small":
+    if options["init"] == "small":
         yield from width_rules(projection, width, bert["width"])
 
 

@@ -53,7 +53,7 @@ class ModelFamily:
         return f"the folder of a {self.name} has {CONFIG}, {weights}, and {' or '.join(self.vocabulary)}"
 
 
-BERT = ModelFamily("bert.init", "BERT encoder", (SAFETENSORS, BIN), (VOCABULARY, TOKENIZER))
+BERT = ModelFamily("retriever.init", "BERT encoder", (SAFETENSORS, BIN), (VOCABULARY, TOKENIZER))
 T5 = ModelFamily("closed_book.init", "T5", (SAFETENSORS,), (TOKENIZER,))
 READER = ModelFamily(
     "reader.init",

@@ -201,15 +201,15 @@ def test_a_folder_that_dvc_cannot_record_is_named(project: Path) -> None:
 def test_the_content_of_an_encoder_changes_the_key(project: Path) -> None:
     def of(reader: str) -> tuple[str, list[str]]:
         values = load_params(project / "params.yaml")
-        values["bert"]["init"], values["closed_book"]["init"] = "encoder", "google/t5"
+        values["retriever"]["init"], values["closed_book"]["init"] = "encoder", "google/t5"
         values["finetune"]["reader"] = reader
         files, notes = file_digests(values, project)
-        return files["bert.init"], notes
+        return files["retriever.init"], notes
 
     name, [note] = of("pretrain")
     assert name == "encoder"
     assert note.startswith(
-        "bert.init is 'encoder', which does not exist here and has no digest in DVC: the key contains its"
+        "retriever.init is 'encoder', which does not exist here and has no digest in DVC: the key contains its"
     )
     (project / "encoder").mkdir()
     (project / "encoder" / "model.safetensors").write_bytes(b"weights")

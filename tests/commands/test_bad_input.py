@@ -162,12 +162,12 @@ def test_rates_for_another_kind_of_encoder_are_told_of() -> None:
         ("paper",),
     )
     for presets in fitting:
-        told = [warning for warning in option_warnings(STAGES, laid_over(*presets)) if "bert.init" in warning]
+        told = [warning for warning in option_warnings(STAGES, laid_over(*presets)) if "retriever.init" in warning]
         assert told == [], presets
     values = laid_over("squad", "minilm")
-    values["bert"]["init"] = "small"
+    values["retriever"]["init"] = "small"
     [told] = option_warnings(STAGES, values)
-    assert "bert.init is small" in told
+    assert "retriever.init is small" in told
     for wrong in (
         "tag.learning_rate=0.0002",
         "ict.reader_learning_rate=0.0001",
@@ -178,9 +178,9 @@ def test_rates_for_another_kind_of_encoder_are_told_of() -> None:
     values["tag"]["method"] = "dates"
     assert list(option_warnings(("snapshot", "tag"), values)) == []
     values = laid_over("squad")
-    values["bert"]["init"] = "some/encoder"
+    values["retriever"]["init"] = "some/encoder"
     [told] = option_warnings(STAGES, values)
-    assert "bert.init is some/encoder" in told
+    assert "retriever.init is some/encoder" in told
     assert "finetune.reader_learning_rate=0.001" in told
 
 

@@ -127,6 +127,7 @@ def test_the_card_says_what_it_is(format: str, exported: dict[str, Path], genera
     assert yaml.safe_load(front)["license"] == "unknown"
     assert generation.model.snapshot.corpus_hash in text
     assert "| EM (test questions) |" in text
+    assert "| initialised from | an encoder from scratch |" in text
     assert ("Without the reader" in text) == (format != "parquet")
     manifest = artifacts.read_manifest(exported[format], "export")
     assert manifest["format"] == format

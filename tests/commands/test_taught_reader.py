@@ -122,7 +122,7 @@ def test_a_reader_of_other_wordpieces_is_refused(reader: Path, project: Path, tm
     other = Path(shutil.copytree(reader, tmp_path / "other"))
     described = json.loads((other / MODEL).read_text()) | {"vocabulary_hash": "0" * 64}
     (other / MODEL).write_text(json.dumps(described))
-    with pytest.raises(ValueError, match=r"set bert\.init to the encoder that this reader was trained from"):
+    with pytest.raises(ValueError, match=r"set retriever\.init to the encoder that this reader was trained from"):
         stage("finetune", begun(project, other), project, project / "root", Quiet())
 
 

@@ -194,7 +194,7 @@ def test_a_tagger_learns_the_tags_of_words_without_blanks(tmp_path: Path) -> Non
 def test_a_reader_knows_the_question_words_of_its_documents(tmp_path: Path) -> None:
     texts = ["¿Cuándo vivía Ana en París? ¿Quién era? Qué bien.", "Ana era pintora. Vivía en París."]
     snapshot = corpus(tmp_path / "es", texts, "es")
-    shape = section("bert", init="small", width=8, layers=1, heads=1, intermediate=8, positions=64)
+    shape = section("bert", width=8, layers=1, heads=1, intermediate=8, positions=64)
     options = section("reader", copies=False, apart=False, matches=True)
     size = snapshot.tokenizer.get_vocab_size()
     _, reader = build_models(shape, section("retriever", embedding_width=4), options, size, 0)

@@ -189,10 +189,10 @@ def test_retrievers_and_readers_stand_in_one_table(capsys: pytest.CaptureFixture
     Console(width=100).print(table.to_rich_table())
     printed = capsys.readouterr().out
     assert all(text in printed for text in ("a rule over BM25's first passage", "0.50 to 1.00", "recall@20"))
-    about, options = {"corpus": "ab<12", "documents": "3 in 5 passages"}, {"bert.init": "some/encoder"}
+    about, options = {"corpus": "ab<12", "documents": "3 in 5 passages"}, {"retriever.init": "some/encoder"}
     page = write_report(tmp_path, journals=[], metrics=COMPARED, about=about, options=options).read_text()
     assert "corpus ab&lt;12; documents 3 in 5 passages" in page
-    assert "<td>bert.init</td><td>&quot;some/encoder&quot;</td>" in page
+    assert "<td>retriever.init</td><td>&quot;some/encoder&quot;</td>" in page
     assert "<td>BM25 (and the model&#x27;s reader)</td><td></td><td></td><td>0.875</td>" in page
     assert compared_rows(METRICS) == []
     assert len(figure_tables(METRICS)) == 1

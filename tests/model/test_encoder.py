@@ -112,11 +112,11 @@ def folder(world: World, tmp_path: Path) -> Path:
 
 
 def models(world: World, folder: Path, **copying: bool) -> tuple[Retriever, Reader]:
-    shape = section("bert", init=str(folder), positions=64, dropout=0.1)
+    shape = section("bert", positions=64, dropout=0.1)
     vocabulary, told = len(world.snapshot.vocabulary), list[str]()
     made = build_models(
         shape,
-        section("retriever", embedding_width=8, share_embedders=False),
+        section("retriever", init=str(folder), embedding_width=8, share_embedders=False),
         section("reader", **{**PAPERS_READER, **copying}),
         vocabulary,
         0,
@@ -176,7 +176,7 @@ def test_both_come_back_from_their_files(world: World, folder: Path, tmp_path: P
 
 
 def test_a_tagger_learns_on_it(world: World, folder: Path) -> None:
-    encoder, _ = build_encoder(section("bert", init=str(folder), positions=64), len(world.snapshot.vocabulary), 0)
+    encoder, _ = build_encoder(str(folder), section("bert", positions=64), len(world.snapshot.vocabulary), 0)
     tagger = Tagger(encoder, ["O", "B-NAME"])
     batch = PackedBatch([tokens for tokens, _ in document_sequences(world.snapshot, range(3))])
     tagger(batch).square().sum().backward()

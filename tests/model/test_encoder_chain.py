@@ -61,12 +61,13 @@ def test_a_folder_of_each_family_goes_through_all(family: str, tmp_path: Path) -
     write_project(tmp_path)
     steps = 4 if family == "modernbert" else 0  # an index builder is a process more
     changes = {
-        "bert": {"init": str(folder), "positions": 128},
+        "bert": {"positions": 128},
+        "retriever": {"init": str(folder), "pooling": "last" if family in DECODERS else "auto"},
         "pretrain": {"steps": steps, "refresh_every": 2, "lag": 0, "builder": "child" if steps else "external"},
         "reader": READERS.get(family, {}),
     }
     if family in DECODERS:
-        changes |= {"ict": {"reader_steps": 0}, "retriever": {"pooling": "last"}}
+        changes |= {"ict": {"reader_steps": 0}}
     values = toy_values(**changes)
     for name in ("snapshot", "tag"):
         stage(name, values, tmp_path, root)

@@ -55,7 +55,7 @@ def write_encoder(folder: Path, pieces: list[str] | None = None) -> Path:
     [
         (
             BERT,
-            "bert.init",
+            "retriever.init",
             "google-bert/bert-base-uncased",
             "model.safetensors or pytorch_model.bin, and vocab.txt or tokenizer.json",
         ),
@@ -197,8 +197,8 @@ def test_a_damaged_pooling_is_named(tmp_path: Path) -> None:
 
 def built(folder: Path, **changes: Any) -> Embedder:
     pieces = len((folder / "vocab.txt").read_text().splitlines())
-    options = section("retriever", **changes)
-    retriever, _ = build_models(section("bert", init=str(folder)), options, section("reader"), pieces, 0)
+    options = section("retriever", init=str(folder), **changes)
+    retriever, _ = build_models(section("bert"), options, section("reader"), pieces, 0)
     assert isinstance(retriever.query, Embedder)
     return retriever.query
 
@@ -223,11 +223,11 @@ def test_modules_that_are_not_used_are_told(tmp_path: Path) -> None:
     (folder / "modules.json").write_text(json.dumps(modules))
     assert unused_modules(folder) == ["LSTM"]
     warned: list[str] = []
-    build_models(section("bert", init=str(folder)), section("retriever"), section("reader"), 40, 0, warned.append)
+    build_models(section("bert"), section("retriever", init=str(folder)), section("reader"), 40, 0, warned.append)
     assert any("modules.json names LSTM in addition to the encoder and its pooling" in warning for warning in warned)
     (folder / "modules.json").write_text(json.dumps(modules[:2]))
     warned.clear()
-    build_models(section("bert", init=str(folder)), section("retriever"), section("reader"), 40, 0, warned.append)
+    build_models(section("bert"), section("retriever", init=str(folder)), section("reader"), 40, 0, warned.append)
     assert not warned
     (folder / "modules.json").write_text("{}x")
     with pytest.raises(ValueError, match=r"modules\.json is not a list of a sentence encoder's modules"):
@@ -407,7 +407,9 @@ def test_a_cased_encoder_goes_from_text_to_answers(tmp_path: Path) -> None:
     write_project(tmp_path)
     write_encoder(tmp_path / "cased", pieces_of_toy())
     values = toy_values(
-        bert={"init": str(tmp_path / "cased")}, pretrain={"steps": 0, "builder": "external"}, snapshot={"workers": 2}
+        retriever={"init": str(tmp_path / "cased")},
+        pretrain={"steps": 0, "builder": "external"},
+        snapshot={"workers": 2},
     )
     report = Quiet()
     for name in ("snapshot", "tag", "ict", "pretrain", "finetune", "evaluate"):
@@ -435,8 +437,8 @@ def test_an_encoder_is_opened_before_the_first_stage(
 ) -> None:
     """And question files are read once, not before each stage that reads them."""
     folder = write_encoder(tmp_path / "encoder", pieces_of_toy())
-    wide = {"projection": "pca", "embedding_width": 4096 if broken == "width" else 8}
-    write_project(tmp_path, bert={"init": str(folder)}, retriever=wide)
+    width = 4096 if broken == "width" else 8
+    write_project(tmp_path, retriever={"init": str(folder), "projection": "pca", "embedding_width": width})
     config = json.loads((folder / "config.json").read_text())
     match broken:
         case "weights":
@@ -465,7 +467,7 @@ def test_an_encoder_is_opened_before_the_first_stage(
 def test_other_weights_under_the_same_name_run_again(tmp_path: Path) -> None:
     write_project(tmp_path)
     folder = write_encoder(tmp_path / "encoder", [p for p in pieces_of_toy() if p == p.lower() or p.startswith("[")])
-    values = toy_values(bert={"init": str(folder)})
+    values = toy_values(retriever={"init": str(folder)})
     root = tmp_path / "root"
 
     def ran(name: str) -> bool:

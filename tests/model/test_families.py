@@ -301,7 +301,7 @@ def test_random_numbers_are_not_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", [*FAMILIES, "albert"])
 def test_run_opens_an_encoder_before_the_first_stage(family: str, tmp_path: Path) -> None:
     folder = write_encoder(tmp_path / "encoder", family, max_position_embeddings=130)
-    values = toy_values(bert={"init": str(folder), "positions": 128})
+    values = toy_values(bert={"positions": 128}, retriever={"init": str(folder)})
     notes = check_encoders(["ict"], values)
     assert ["whose batches are padded" in note for note in notes] == [True] * (family in PADDED)
     (folder / "model.safetensors").write_bytes(b"")
@@ -314,7 +314,7 @@ def test_a_decoder_retrieves_and_predicts_no_masked_words(family: str, tmp_path:
     folder = write_encoder(tmp_path / "encoder", family, max_position_embeddings=130)
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": "lasttoken"}))
-    changes = {"bert": {"init": str(folder), "positions": 128}, "retriever": {"embedding_width": 8}}
+    changes = {"bert": {"positions": 128}, "retriever": {"init": str(folder), "embedding_width": 8}}
     for steps, stage in (({"ict": {"reader_steps": 1}}, "ict"), ({"pretrain": {"steps": 1}}, "pretrain")):
         message = rf"a {family} is a causal model, which cannot predict masked words .*; set {stage}\."
         with pytest.raises(ValueError, match=message):

@@ -117,16 +117,16 @@ def test_an_encoder_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     """And one with the snapshot's is loaded, with its head or with a near identity in its place."""
     bert, head = write_small(tmp_path)
     with pytest.raises(ValueError, match=r"has 64 positions, bert\.positions is 512; set bert\.positions=64"):
-        build_models(section("bert", init=str(tmp_path)), section("retriever"), section("reader"), 150, 0)
-    options = section("bert", init=str(tmp_path), positions=64)
+        build_models(section("bert"), section("retriever", init=str(tmp_path)), section("reader"), 150, 0)
+    shape, options = section("bert", positions=64), section("retriever", init=str(tmp_path))
     with pytest.raises(ValueError, match="the encoder has 150 wordpieces, the snapshot 151; build the snapshot"):
-        build_models(options, section("retriever"), section("reader"), 151, 0)
-    _, reader = build_models(options, section("retriever"), section("reader"), 150, 0)
+        build_models(shape, options, section("reader"), 151, 0)
+    _, reader = build_models(shape, options, section("reader"), 150, 0)
     assert torch.equal(reader.bert.word_vectors, bert.word_vectors)
     same_state(reader.masked_words, head)
     save_encoder(tmp_path, bert)
     warned: list[str] = []
-    _, reader = build_models(options, section("retriever"), section("reader"), 150, 0, warned.append)
+    _, reader = build_models(shape, options, section("reader"), 150, 0, warned.append)
     assert torch.equal(reader.masked_words.model.cls.predictions.transform.dense.weight, torch.eye(16))
     [warning] = warned
     assert "has no masked word head" in warning
@@ -138,7 +138,7 @@ def test_the_releases_head_starts_from_the_encoders_pooler(tmp_path: Path) -> No
     state["bert.pooler.dense.weight"] = torch.full((16, 16), 0.5)
     state["bert.pooler.dense.bias"] = torch.full((16,), 0.25)
     save_file(state, tmp_path / "model.safetensors")
-    bert, options = section("bert", init=str(tmp_path), positions=64), section("retriever", head="release")
+    bert, options = section("bert", positions=64), section("retriever", init=str(tmp_path), head="release")
     retriever, _ = build_models(bert, options, section("reader"), 150, 0)
     for tower in (retriever.query, retriever.document):
         assert torch.equal(tower.pooler.weight, torch.full((16, 16), 0.5))

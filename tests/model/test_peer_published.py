@@ -36,7 +36,7 @@ BEAM = 5
 
 def values(**changes: Any) -> Values:
     given = {
-        "bert": {"init": str(PEER / "openqa")},
+        "retriever": {"init": str(PEER / "openqa")},
         "snapshot": {"documents": "data/published/passages.jsonl.gz", "whole_documents": True},
         "finetune": {
             "reader_wordpieces": READER_WORDPIECES, "answer_wordpieces": LONGEST_SPAN, "query_wordpieces": 16,
@@ -259,7 +259,7 @@ def test_another_family_another_vocabulary_and_a_missing_parameter_are_named(tmp
     (copy / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
     result = cli("import", "--root", tmp_path, "--pretrained", copy)
     assert "config.json: model_type is 'bert', expected 'realm'" in result.output
-    assert "with bert.init" in result.output
+    assert "with retriever.init" in result.output
     weights = torch.load(PEER / "embedder" / "pytorch_model.bin")
     del weights["cls.dense.bias"]
     torch.save(weights, copy / "pytorch_model.bin")

@@ -64,8 +64,8 @@ def test_vectors_and_ranking_are_those_of_sentence_transformers(tmp_path: Path, 
 
     folder = write_sentence_encoder(tmp_path / "encoder", pooling)
     write_project(tmp_path)
-    changes = {"projection": "identity", "embedding_width": 0, "head": "cosine"}
-    values = toy_values(bert={"init": str(folder), "positions": 64}, retriever=changes)
+    changes = {"init": str(folder), "projection": "identity", "embedding_width": 0, "head": "cosine"}
+    values = toy_values(bert={"positions": 64}, retriever=changes)
     stage("snapshot", values, tmp_path, tmp_path)
     snapshot = Snapshot.open(tmp_path / "data/snapshot/corpus")
     bert, options, reading = (parse_section(name, values[name]) for name in ("bert", "retriever", "reader"))

@@ -56,8 +56,8 @@ def published(
 
 def ours(folder: Path, project: Path, changes: dict[str, Any]) -> tuple[Retriever, Snapshot]:
     write_project(project)
-    options = {"projection": "identity", "embedding_width": 0, "head": "cosine", **changes}
-    values = toy_values(bert={"init": str(folder), "positions": 64}, retriever=options)
+    options = {"init": str(folder), "projection": "identity", "embedding_width": 0, "head": "cosine", **changes}
+    values = toy_values(bert={"positions": 64}, retriever=options)
     stage("snapshot", values, project, project)
     snapshot = Snapshot.open(project / "data/snapshot/corpus")
     bert, retriever, reader = (parse_section(name, values[name]) for name in ("bert", "retriever", "reader"))

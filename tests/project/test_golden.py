@@ -42,7 +42,7 @@ SNAPSHOT = {
     "documents": "data/sample/corpus.jsonl.gz", "use_warmup": False, "block_wordpieces": 48,
     "wikipedia_titles": False, "workers": 1,
 }  # fmt: skip
-BERT = {"init": "small", "vocabulary": 600, "width": 8, "layers": 1, "heads": 1, "intermediate": 8, "positions": 128}
+BERT = {"vocabulary": 600, "width": 8, "layers": 1, "heads": 1, "intermediate": 8, "positions": 128}
 ICT = {
     "steps": STEPS, "batch_size": 6, "query_wordpieces": 64, "removal": 0.9, "neighbours": 2, "reader_steps": STEPS,
     "reader_batch_size": 6, "reader_wordpieces": 96, "reader_random_masks": 0.15,

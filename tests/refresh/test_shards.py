@@ -52,7 +52,7 @@ def place(folder: Path, said: list[str] | None = None) -> ShardSettings:
 def some_tagger(world: World, seed: int = 0) -> Tagger:
     """A tagger that has learned nothing and tags every other word."""
     options = section("bert", width=16, layers=1, heads=2, intermediate=32)
-    bert, _ = build_encoder(options, world.snapshot.tokenizer.get_vocab_size(), seed)
+    bert, _ = build_encoder("small", options, world.snapshot.tokenizer.get_vocab_size(), seed)
     tagger = Tagger(bert, ["O", "B-NAME", "I-NAME"])
     with torch.no_grad():
         tagger.output.weight.normal_(0.0, 1.0, generator=torch.Generator().manual_seed(seed))

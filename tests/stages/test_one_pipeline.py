@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import small_project
 import yaml
+from small_encoders import write_encoder
 from small_project import cli, stage, toy_values, write_project
 
 from realmops import config
@@ -35,7 +36,7 @@ def test_dvc_yaml_has_the_stages_and_nothing_else() -> None:
                 *(STAGES[need].folder for need in one.needs),
                 *(f"${{{key}}}" for key in files_in_use(one, values)),
             ],
-            "params": ["presets", *one.sections],
+            "params": ["presets", *one.sections, *one.options],
             "outs": [{one.folder: {"persist": True}}],  # or DVC removes what realmops run has made
         }
         for name, one in STAGES.items()
@@ -45,16 +46,17 @@ def test_dvc_yaml_has_the_stages_and_nothing_else() -> None:
 
 
 def test_dvc_goes_on_with_what_realmops_run_has_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a stage whose options changed replaces its folder."""
+    """And a stage whose options changed replaces its folder; of the retriever's, the snapshot's is the encoder."""
     params = write_project(tmp_path)
     params.write_text(f"presets: []\n{params.read_text()}")
     (tmp_path / "dvc.yaml").write_bytes((ROOT / "dvc.yaml").read_bytes())
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
 
-    def dvc(*words: str) -> None:
+    def dvc(*words: str) -> str:
         told = subprocess.run(["dvc", *words], capture_output=True, text=True)
         assert told.returncode == 0, told.stdout + told.stderr
+        return told.stdout
 
     manifest = tmp_path / "data/snapshot/corpus/manifest.json"
     dvc("init", "--no-scm")
@@ -66,6 +68,9 @@ def test_dvc_goes_on_with_what_realmops_run_has_made(tmp_path: Path, monkeypatch
     assert cli("params", "--set", "snapshot.block_wordpieces=60", "--write").exit_code == 0
     dvc("repro", "snapshot")
     assert manifest.read_bytes() != made[1]
+    for change, told in (("pooling=mean", "up to date"), ("init=some/encoder", "retriever.init")):
+        assert cli("params", "--set", f"retriever.{change}", "--write").exit_code == 0
+        assert told in dvc("status", "snapshot")
 
 
 def test_metrics_and_plots_of_dvc_yaml_lie_in_outputs_of_stages() -> None:
@@ -86,6 +91,9 @@ def test_the_stages_fit_together() -> None:
         assert {*one.sections} <= config.SECTIONS.keys()
         for section, _, option in (key.partition(".") for key in one.files):
             assert section in one.sections
+            assert option in config.SECTIONS[section].model_fields
+        for section, _, option in (key.partition(".") for key in one.options):
+            assert section not in one.sections
             assert option in config.SECTIONS[section].model_fields
     folders = [Path(one.folder) for one in STAGES.values()]
     assert len({*folders}) == len(folders)
@@ -155,7 +163,7 @@ class Recording(dict[str, Any]):
 
 def test_a_stage_is_given_its_sections_and_no_other() -> None:
     for one in STAGES.values():
-        assert tuple(parse_sections(one, toy_values())) == one.sections
+        assert tuple(parse_sections(one, toy_values())) == (*one.sections, *one.options)
 
 
 @pytest.fixture(scope="module")
@@ -186,9 +194,35 @@ def read(project: Path) -> dict[str, set[str]]:
     return read
 
 
-def test_a_stage_reads_every_section_that_it_declares(read: dict[str, set[str]]) -> None:
+def test_a_stage_reads_every_section_and_option_that_it_declares(read: dict[str, set[str]]) -> None:
     """But for the section of a reader that reads no passages, where that is not the reader."""
-    assert read == {name: {*one.sections} - {"closed_book"} for name, one in STAGES.items()}
+    assert read == {name: {*one.sections, *one.options} - {"closed_book"} for name, one in STAGES.items()}
+
+
+class Runs(Exception):
+    """A stage is not up to date."""
+
+
+def refuse(*_: Any) -> Any:
+    raise Runs
+
+
+@pytest.mark.usefixtures("read")
+def test_of_the_retriever_snapshot_and_tagger_depend_on_its_encoder_alone(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("realmops.stages.Stage.run", refuse)
+    folder = write_encoder(tmp_path, "bert")
+    changes = {"pooling": "mean", "head": "cosine", "init": str(folder)}
+    started: dict[str, set[str]] = {}
+    for key, value in changes.items():
+        values = VALUES | {"retriever": VALUES["retriever"] | {key: value}}
+        started[key] = {
+            name
+            for name in STAGES
+            if not finishes(lambda n=name, v=values: stage(n, v, project, project / "root"), Runs)
+        }
+    assert started == {"pooling": {"ict"}, "head": {"ict"}, "init": {"snapshot", "tag", "ict"}}
 
 
 @pytest.mark.usefixtures("read")
@@ -196,13 +230,6 @@ def test_every_file_that_a_stage_reads_counts_for_what_is_made_from_it(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Change one byte of each external file: the stages that name it run again, no other."""
-
-    class Runs(Exception):
-        pass
-
-    def refuse(*_: Any) -> Any:
-        raise Runs
-
     monkeypatch.setattr("realmops.stages.Stage.run", refuse)
     keys = {key for one in STAGES.values() for key in one.files if (project / path_of(VALUES, key)).is_file()}
     assert keys == {"snapshot.documents", "questions.train", "questions.dev", "questions.test", "tag.train", "tag.dev"}

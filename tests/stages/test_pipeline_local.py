@@ -132,7 +132,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_each_stage_leaves_a_whole_folder_with_its_metrics(finished: Path, name: str) -> None:
     folder = finished / STAGES[name].folder
     manifest = read_manifest(folder, name)
-    assert set(manifest["sections"]) == set(STAGES[name].sections)
+    one = STAGES[name]
+    assert set(manifest["sections"]) == {*one.sections, *(key.partition(".")[0] for key in one.options)}
+    if one.options:
+        assert manifest["sections"]["retriever"] == {"init": "small"}, "of the retriever's options its encoder alone"
     metrics = json.loads((folder / "metrics.json").read_text())
     assert METRICS[name] <= set(metrics), METRICS[name] - set(metrics)
     assert all(math.isfinite(v) for v in metrics.values() if isinstance(v, float))

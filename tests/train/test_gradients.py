@@ -147,7 +147,7 @@ def in_windows(world: World, *, freeze_words: bool = False, share: float = 0.0, 
 
 def tags(world: World) -> None:
     options = section("bert", width=16, layers=2, heads=2, intermediate=32, positions=64)
-    bert, _ = build_encoder(options, world.snapshot.tokenizer.get_vocab_size(), 0)
+    bert, _ = build_encoder("small", options, world.snapshot.tokenizer.get_vocab_size(), 0)
     model = Tagger(bert, tag_names(TAGGED))
     anywhere(model)
     train_tagger(tiny_context(), model, TAGGED, world.snapshot.tokenizer, section("tag"), tiny_optimiser())

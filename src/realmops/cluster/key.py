@@ -11,9 +11,10 @@ import yaml
 
 from realmops import artifacts
 from realmops.config import CLOSED_BOOK, Values, cache_key_options
+from realmops.config_rules import ENCODER, NO_READER
 from realmops.corpus.documents import printable_path
 from realmops.corpus.walk import walk_files
-from realmops.stages import HUB, content_digests, external_inputs, get_option
+from realmops.stages import HUB, READER_INIT, content_digests, external_inputs, get_option
 
 NOT_TRAINED_WITH = {"tracking"}  # sections of params without effect on the result
 SUBMISSION_PARAMETERS = {"options", "run", "key"}  # pipeline parameters that a submission sets
@@ -73,9 +74,11 @@ def file_digests(values: Values, project: Path) -> tuple[dict[str, Any], list[st
     project = _absolute(project)
     recorded = {record.path: record for record in _read_lock(project)}
     external = external_inputs(values, project)
-    for section in ("bert", *(["closed_book"] if values["finetune"]["reader"] in CLOSED_BOOK else [])):  # encoders
+    for section in ("retriever", *(["closed_book"] if values["finetune"]["reader"] in CLOSED_BOOK else [])):  # encoders
         if (init := values[section]["init"]) != "small":
             external[f"{section}.init"] = project / init
+    if (init := values["reader"]["init"]) not in (ENCODER, NO_READER):
+        external[READER_INIT] = project / init
     for key, path in external.items():
         name, path = get_option(values, key), _absolute(path)
         digests[key] = _digest(path, _read_pointer(path, project) or recorded.get(path))

@@ -77,7 +77,7 @@ def card(format: str, opened: OpenedModel, retriever: Retriever, notes: Sequence
     ``notes`` are limitations of the export; ``root`` is the run's folder, None for a model from the registry.
     """
     model = opened.model
-    init = None if root is None else trained_sections(root, "ict").get("bert", {}).get("init")
+    init = None if root is None else trained_sections(root, "ict").get("retriever", {}).get("init")
     facts = {
         "towers": f"{'one' if retriever.shared else 'two, for queries and passages'}: {retriever.query.description}",
         "embeddings": f"{retriever.query.width} dimensions, compared by {similarity(retriever)}",

@@ -38,7 +38,7 @@ from realmops.text.languages import AUTO, ENGLISH, detect_language, load_languag
 STARTER = PACKAGE / "starter"
 BASES = f"realmops-{__version__}"  # folder of the package's manifests in k8s/
 CLUSTERS = {"standalone": "kubeflow", "local": "realmops", "production": "realmops"}  # namespaces by overlay
-ENCODER = "sentence-transformers/all-MiniLM-L6-v2"  # bert.init of the preset minilm
+ENCODER = "sentence-transformers/all-MiniLM-L6-v2"  # retriever.init of the preset minilm
 READERS = (  # proposed by init, a small one and a better one
     "distilbert/distilbert-base-cased-distilled-squad",
     "deepset/roberta-base-squad2",
@@ -56,7 +56,7 @@ PARAMS_HEAD = """\
 # the effective values. A preset is a file of differences: a built-in one, or presets/NAME.yaml in this folder.
 """
 DVC_HEAD = """\
-# The whole chain. Each stage is one call of the command line; params lists the presets and the sections that it reads.
+# The whole chain. Each stage is one call of the command line; params lists presets, sections and options that it reads.
 # With persist, DVC keeps a stage's folder until the stage runs, which itself skips, resumes or replaces it.
 """
 
@@ -254,7 +254,7 @@ def _choose_model(project: Project, encoder: str | None, size: int) -> list[str]
         return presets
     if chosen != ENCODER:
         path = Path(chosen)
-        project.put("bert.init", _path_in_params(project, path) if path.is_dir() else chosen)
+        project.put("retriever.init", _path_in_params(project, path) if path.is_dir() else chosen)
     presets = ["squad", "minilm", *(["base"] if _is_wide(chosen) else [])]
     if gpu and _is_plain_bert(chosen):
         presets = ["squad", "bert-base"]
@@ -445,7 +445,7 @@ def dvc_text(values: Values, own: Values) -> str:
                 deps += [CLOZE] if CLOZE not in deps else []
             elif not file.startswith(HUB):
                 deps.append(f'"${{{key}}}"' if option in own.get(section, {}) else file)
-        stage(name, f"realmops run {name}", deps, definition.sections, definition.folder)
+        stage(name, f"realmops run {name}", deps, definition.tracked_params(own), definition.folder)
         if name == "tag" and cloze:
             stage("cloze", "realmops cloze", [STAGES[need].folder for need in ("snapshot", "tag")], ["run"], CLOZE)
     return "\n".join(lines) + "\n\n" + (STARTER / "plots.yaml").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from realmops.corpus.formats import list_sources
 from realmops.corpus.question_sets import read_questions
 from realmops.hub import READER, T5, encoder_files, encoder_folder
 from realmops.refresh.child_processes import end_with
-from realmops.stages import CLOZE, STAGES, Report, check_files, files_in_use, has_file_below, option_files
+from realmops.stages import CLOZE, INIT, STAGES, Report, check_files, files_in_use, has_file_below, option_files
 from realmops.stages.runner import run_stage
 from realmops.text.conll import read_conll
 from realmops.text.pretrained import read_encoder_tokenizer
@@ -90,7 +90,7 @@ _RATES = (  # learning rates of models initialised from the encoder: stage, key,
 
 def _learning_rate_warnings(stages: Collection[str], values: Values) -> Iterator[str]:
     """Yield a warning about learning rates for the other kind of encoder: from scratch or pre-trained."""
-    init = values["bert"]["init"]
+    init = values["retriever"]["init"]
     idle = {"tag"} if values["tag"]["method"] != "tagger" else set()
     idle |= {"finetune"} if values["finetune"]["reader"] in CLOSED_BOOK else set()
     rates = {
@@ -102,13 +102,13 @@ def _learning_rate_warnings(stages: Collection[str], values: Values) -> Iterator
     high = [f"{key}={rate:g}" for key, rate in rates.items() if rate > PRE_TRAINED]
     if init == "small" and low:
         yield (
-            f"bert.init is small, an encoder from scratch, but {', '.join(low)} is for a pre-trained one: the model "
-            f"may underfit; remove the preset of a pre-trained encoder, or set {FROM_SCRATCH:g} or more"
+            f"retriever.init is small, an encoder from scratch, but {', '.join(low)} is for a pre-trained one: the "
+            f"model may underfit; remove the preset of a pre-trained encoder, or set {FROM_SCRATCH:g} or more"
         )
     if init != "small" and high:
         yield (
-            f"bert.init is {init}, a pre-trained encoder, but {', '.join(high)} is for one from scratch: it may lose "
-            f"its pre-training; add a preset for a pre-trained encoder such as minilm, or set {PRE_TRAINED:g} or less"
+            f"retriever.init is {init}, a pre-trained encoder, but {', '.join(high)} is for one from scratch: it may "
+            f"lose its pre-training; add a preset of one such as minilm, or set {PRE_TRAINED:g} or less"
         )
 
 
@@ -133,8 +133,8 @@ def check_encoders(names: Collection[str], values: Values) -> list[str]:
     Raises:
         ValueError: the encoder is not supported, or not with these options.
     """
-    init, warnings = values["bert"]["init"], []
-    if init != "small" and any("bert" in STAGES[name].sections for name in names):
+    init, warnings = values["retriever"]["init"], []
+    if init != "small" and any(STAGES[name].reads(INIT) for name in names):
         from realmops.model.checkpoint_files import build_models
         from realmops.model.transformers_models import SUGGESTED_ENCODERS
 
@@ -153,7 +153,7 @@ def check_encoders(names: Collection[str], values: Values) -> list[str]:
                 )
         if not built.encoder.packs:
             warnings.append(
-                f"bert.init is a {kind}, whose batches are padded: it is slower than a family that supports the "
+                f"retriever.init is a {kind}, whose batches are padded: it is slower than a family that supports the "
                 "attention interface of transformers, for example BERT, RoBERTa, DistilBERT, ELECTRA or ModernBERT"
             )
     init = values["reader"]["init"]

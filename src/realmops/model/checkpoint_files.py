@@ -64,18 +64,18 @@ SPARE_WORDPIECES = 128  # rows that an embedding matrix may have beyond its toke
 
 
 def build_encoder(
-    options: BertOptions, vocabulary: int, seed: int, warn: Callable[[str], None] | None = None
+    init: str, options: BertOptions, vocabulary: int, seed: int, warn: Callable[[str], None] | None = None
 ) -> tuple[Encoder, MaskedWordHead | None]:
-    """Build the encoder of ``bert.init`` with its masked word head; call ``warn`` if that head starts untrained."""
+    """Build the encoder of ``retriever.init`` with its masked word head; call ``warn`` if that head is untrained."""
     generator = torch.Generator().manual_seed(seed_for(seed, "bert"))
-    if options.init == "small":
+    if init == "small":
         return build_small_encoder(options, vocabulary, generator)
-    folder = encoder_folder(options.init)
+    folder = encoder_folder(init)
     encoder, head, is_trained = load_encoder(folder, options.dropout)
     if not vocabulary <= encoder.vocabulary <= vocabulary + SPARE_WORDPIECES:
         raise ValueError(
             f"{folder}: the encoder has {encoder.vocabulary} wordpieces, the snapshot {vocabulary}; "
-            "build the snapshot with this bert.init"
+            "build the snapshot with this retriever.init"
         )
     if encoder.positions < options.positions:
         raise ValueError(
@@ -103,13 +103,13 @@ def build_models(
     The word vectors of a `BagOfWords`, a projection by PCA and the statistics of `LexicalFeatures` are filled later
     from the passages (``search.corpus_statistics``).
     """
-    encoder, head = build_encoder(bert, vocabulary, seed, warn)
+    encoder, head = build_encoder(retriever.init, bert, vocabulary, seed, warn)
     generator = torch.Generator().manual_seed(seed_for(seed, "projection"))
     query: Tower
     if retriever.tower == "bag":
         query = _build_bag(retriever, vocabulary, generator)
     else:
-        folder = None if bert.init == "small" else encoder_folder(bert.init)
+        folder = None if retriever.init == "small" else encoder_folder(retriever.init)
         query = _build_embedder(folder, retriever, copy.deepcopy(encoder), generator, warn)
     document = query if retriever.share_embedders else copy.deepcopy(query)
     reader_class = READERS["apart" if reader.apart else "together"]

@@ -276,7 +276,7 @@ class Reader(nn.Module):
         if self.masked_words is None:
             raise ValueError(
                 f"the reader has {self.encoder.description}, which predicts no masked words; set "
-                "ict.reader_steps=0 and pretrain.steps=0, or set bert.init to an encoder with a masked word head"
+                "ict.reader_steps=0 and pretrain.steps=0, or set retriever.init to an encoder with a masked word head"
             )
         logits_MV: Tensor = self.masked_words(hidden_MD, self.bert.word_vectors)
         if targets_M is None:

@@ -111,7 +111,7 @@ def read_checkpoint(folder: Path) -> PublishedCheckpoint:
     if config.get("model_type") != "realm":
         raise ValueError(
             f"{folder / CONFIG}: model_type is {config.get('model_type')!r}, expected 'realm' ({_KINDS}); use other "
-            "encoders with bert.init"
+            "encoders with retriever.init"
         )
     pieces, _ = read_encoder_vocabulary(folder)
     return PublishedCheckpoint(folder, config, read_weights(folder), vocabulary_hash(pieces))

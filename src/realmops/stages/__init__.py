@@ -20,6 +20,9 @@ PUBLISHED = "data/published"  # passages imported with a checkpoint
 CLOZE = "data/cloze"  # questions generated from the corpus
 CORPUS = "corpus"  # folder of the searched snapshot, below that of its stage
 HUB = "hf:"  # prefix of datasets on the hub
+INIT = "retriever.init"  # option of the encoder of retriever, reader and tagger
+READER_INIT = "reader.init"  # option of the reader that answers
+READER_SHAPE = ("reader.copies", "reader.apart", "reader.matches")  # options of the reader of masked words
 
 if TYPE_CHECKING:  # the command line imports this module, and pydantic takes 0.2 s
     from realmops.config import Section, Values
@@ -57,7 +60,7 @@ class SilentReport:
 class Job:
     """Options, inputs and folders of one run of a stage."""
 
-    sections: Mapping[str, Any]  # options by section name
+    sections: Mapping[str, Any]  # sections by name, single options by section.key
     inputs: Mapping[str, Path]
     out: Path  # output folder, committed when the stage succeeds
     work: Path  # for checkpoints; survives a killed process
@@ -71,6 +74,10 @@ class Job:
         options: Options = self.sections[kind.section]
         return options
 
+    def option(self, key: str) -> Any:
+        """Return the single option ``section.key``; KeyError if the stage does not declare it."""
+        return self.sections[key]
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -83,6 +90,7 @@ class Stage:
         folder: output folder, relative to the root of the run.
         files: options (section.key) that name files it reads.
         optional: stages among ``needs`` whose output may be absent, because a model or the corpus was imported.
+        options: single options (section.key) that it reads from other sections.
     """
 
     name: str
@@ -92,6 +100,19 @@ class Stage:
     folder: str
     files: tuple[str, ...] = ()
     optional: tuple[str, ...] = ("sample",)
+    options: tuple[str, ...] = ()
+
+    def reads(self, key: str) -> bool:
+        """Return whether the stage reads the option ``section.key``."""
+        return key in self.options or key.partition(".")[0] in self.sections
+
+    def tracked_params(self, own: Values) -> list[str]:
+        """Return the ``params`` of the stage in dvc.yaml, given the options in params.yaml.
+
+        DVC fails for a key that params.yaml lacks, so the section of such an option is tracked instead.
+        """
+        pairs = [key.split(".") for key in self.options]
+        return [*self.sections, *(f"{name}.{key}" if key in own.get(name, {}) else name for name, key in pairs)]
 
     def run(self, job: Job) -> dict[str, Any]:
         """Run ``stages/<name>.py`` and return its metrics."""
@@ -111,6 +132,7 @@ STAGES: dict[str, Stage] = {
             ("sample",),
             "data/snapshot",
             ("snapshot.documents", "snapshot.warmup"),
+            options=(INIT,),
         ),
         Stage(
             "tag",
@@ -119,13 +141,15 @@ STAGES: dict[str, Stage] = {
             ("sample", "snapshot"),
             "data/spans",
             ("tag.train", "tag.dev"),
+            options=(INIT,),
         ),
         Stage(
             "ict",
             "Warm-start the retriever (inverse cloze task) and the reader (masked words).",
-            ("run", "bert", "retriever", "reader", "ict", "optimiser"),
+            ("run", "bert", "retriever", "ict", "optimiser"),
             ("snapshot", "tag"),
             "models/ict",
+            options=READER_SHAPE,
         ),
         Stage(
             "pretrain",
@@ -138,11 +162,12 @@ STAGES: dict[str, Stage] = {
         Stage(
             "finetune",
             "Fine-tune retriever and reader to answer questions.",
-            ("run", "index", "reader", "finetune", "closed_book", "optimiser", "questions"),
+            ("run", "index", "finetune", "closed_book", "optimiser", "questions"),
             ("sample", "snapshot", "ict", "pretrain"),
             "models/finetune",
             ("questions.train", "questions.dev"),
             ("sample", "ict"),
+            (READER_INIT,),
         ),
         Stage(
             "evaluate",
@@ -158,10 +183,11 @@ STAGES: dict[str, Stage] = {
 
 
 def parse_sections(stage: Stage, values: Values) -> dict[str, Any]:
-    """Return the sections that a stage declares, as models."""
+    """Return what a stage declares: its sections as models by name, its single options by section.key."""
     from realmops.config import parse_section
 
-    return {name: parse_section(name, values[name]) for name in stage.sections}
+    sections = {name: parse_section(name, values[name]) for name in stage.sections}
+    return sections | {key: get_option(values, key) for key in stage.options}
 
 
 def option_files(stage: Stage, values: Values, project: Path, root: Path) -> dict[str, Path]:
@@ -272,13 +298,19 @@ def fingerprint(stage: Stage, values: Values, inputs: Mapping[str, Path]) -> str
 
 
 def fingerprint_options(stage: Stage, values: Values) -> dict[str, dict[str, Any]]:
-    """Return the options that a stage's output depends on: its sections without the files that only others read."""
-    foreign = {"reader.init", *(key for other in STAGES.values() for key in other.files)} - {*stage.files}
-    foreign -= {"reader.init"} if stage.name == "finetune" else set()
-    return {
+    """Return the options that a stage's output depends on, by section.
+
+    These are its sections without the files that only other stages read, and its single options.
+    """
+    foreign = {key for other in STAGES.values() for key in other.files} - {*stage.files}
+    chosen = {
         section: {key: value for key, value in values[section].items() if f"{section}.{key}" not in foreign}
         for section in stage.sections
     }
+    for key in stage.options:
+        section, _, name = key.partition(".")
+        chosen.setdefault(section, {})[name] = get_option(values, key)
+    return chosen
 
 
 def content_digests(path: Path) -> Any:

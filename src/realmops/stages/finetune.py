@@ -12,7 +12,7 @@ from realmops.answering.retrieval import AnswerModel, RetrieveAndRead
 from realmops.answering.search_only import SearchOnly
 from realmops.answering.span_answers import SpanAnswers
 from realmops.baselines import t5
-from realmops.config import ClosedBookOptions, Finetune, Optimiser, ReaderOptions, RunOptions
+from realmops.config import ClosedBookOptions, Finetune, Optimiser, RunOptions
 from realmops.config_rules import ENCODER, NO_READER
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
@@ -26,7 +26,7 @@ from realmops.model.checkpoint_files import add_span_head, load_models
 from realmops.model.extractive_reader import ExtractiveReader
 from realmops.search.approximate import ApproximateIndex, unwrap_approximate
 from realmops.search.embed import embed, query_sequences
-from realmops.stages import Job
+from realmops.stages import READER_INIT, Job
 from realmops.stages.common import (
     StageTrainings,
     load_questions,
@@ -223,7 +223,7 @@ def _inherited_calibration(job: Job, questions: list[Question]) -> Confidence | 
 
     Generated questions do not predict the precision on questions of people.
     """
-    init = job.section(ReaderOptions).init
+    init = job.option(READER_INIT)
     is_trained = job.section(Finetune).epochs or init in (ENCODER, NO_READER)
     if is_trained or not all(q.not_in for q in questions):
         return None

@@ -11,7 +11,7 @@ from torch import Tensor
 from realmops.answering.retrieval import Ranker
 from realmops.baselines.path import PathRetriever, train_paths
 from realmops.baselines.rankers import DENSE_RETRIEVERS, build_ranker
-from realmops.config import Finetune, IndexOptions, Optimiser, ReaderOptions, RunOptions
+from realmops.config import Finetune, IndexOptions, Optimiser, RunOptions
 from realmops.config_rules import ENCODER, NO_READER
 from realmops.corpus.cloze import SourcePassages
 from realmops.corpus.question_sets import Question
@@ -27,7 +27,7 @@ from realmops.search.approximate import index_type
 from realmops.search.bm25 import Bm25
 from realmops.search.embeddings import INDEX, load_index
 from realmops.search.exact import PassageIndex, exact_index
-from realmops.stages import Job
+from realmops.stages import READER_INIT, Job
 from realmops.stages.common import StageTrainings, build_index, question_queries, sample_queries
 from realmops.stages.sharded_work import embed_in_shards
 from realmops.text.answer_matching import contains_answer
@@ -81,7 +81,7 @@ def start_models(
 
 def _start_reader(job: Job, own_reader: Reader) -> Reader | ExtractiveReader | None:
     """Return the reader of ``reader.init``; the reader of masked words is ``own_reader``."""
-    options, init = job.section(Finetune), job.section(ReaderOptions).init
+    options, init = job.section(Finetune), job.option(READER_INIT)
     own_reader.encoder.set_dropout(options.reader_dropout)
     if init == ENCODER:
         return own_reader

@@ -4,13 +4,14 @@ from statistics import fmean
 from typing import Any
 
 from realmops.config import BertOptions, Ict, Optimiser, ReaderOptions, RetrieverOptions, RunOptions
+from realmops.config_rules import ENCODER
 from realmops.devices import device_and_dtype
 from realmops.journal import JournalValues
 from realmops.model.checkpoint_files import build_models, save_models
 from realmops.model.reader import Reader
 from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, Retriever
 from realmops.search.corpus_statistics import init_lexical_features, init_towers
-from realmops.stages import Job
+from realmops.stages import READER_SHAPE, Job
 from realmops.stages.common import StageTrainings, open_snapshot, open_spans
 from realmops.train.held_out import held_out_rows
 from realmops.train.inverse_cloze import ict_steps, train_reader, train_retriever
@@ -35,7 +36,7 @@ def run(job: Job) -> dict[str, Any]:
 
     def initialise() -> tuple[Retriever, Reader]:
         retriever, reader = build_models(
-            job.section(BertOptions), towers, job.section(ReaderOptions), size, run_options.seed, job.report.warn
+            job.section(BertOptions), towers, _reader_options(job), size, run_options.seed, job.report.warn
         )
         if towers.hybrid:
             retriever.mixture = DEFAULT_FUSION_WEIGHTS
@@ -65,6 +66,12 @@ def run(job: Job) -> dict[str, Any]:
     names = ("accuracy_removed", "accuracy_kept", "reader_loss")
     logged = JournalValues(job.journal)
     return {name: logged.mean(name, last=20) for name in names}
+
+
+def _reader_options(job: Job) -> ReaderOptions:
+    """Return the options of the reader of masked words, which starts from the encoder."""
+    values = {key.partition(".")[2]: job.option(key) for key in READER_SHAPE}
+    return ReaderOptions(init=ENCODER, **values)
 
 
 def crops_helped(job: Job) -> bool:

@@ -20,8 +20,10 @@ from realmops.hub import READER, T5, encoder_files
 from realmops.journal import Journal
 from realmops.stages import (
     CORPUS,
+    INIT,
     JOURNAL,
     METRICS,
+    READER_INIT,
     STAGES,
     Job,
     Report,
@@ -29,6 +31,7 @@ from realmops.stages import (
     Stage,
     fingerprint,
     fingerprint_options,
+    get_option,
     option_files,
     parse_sections,
     reads_spans,
@@ -192,10 +195,10 @@ def stage_inputs(stage: Stage, values: Values, project: Path, root: Path) -> dic
         inputs[need] = folder
     inputs |= option_files(stage, values, project, root)
     _check_generated_questions(inputs)
-    if "bert" in stage.sections:  # the weights under one name may change
-        inputs |= {f"bert.init/{name}": path for name, path in encoder_files(values["bert"]["init"]).items()}
-    if stage.name == "finetune" and (init := values["reader"]["init"]) not in (ENCODER, NO_READER):
-        inputs |= {f"reader.init/{name}": path for name, path in encoder_files(init, READER).items()}
+    if stage.reads(INIT):  # the weights under one name may change
+        inputs |= {f"{INIT}/{name}": path for name, path in encoder_files(get_option(values, INIT)).items()}
+    if stage.reads(READER_INIT) and (init := get_option(values, READER_INIT)) not in (ENCODER, NO_READER):
+        inputs |= {f"{READER_INIT}/{name}": path for name, path in encoder_files(init, READER).items()}
     if "closed_book" in stage.sections and values["finetune"]["reader"] in CLOSED_BOOK:
         files = encoder_files(values["closed_book"]["init"], T5)
         inputs |= {f"closed_book.init/{name}": path for name, path in files.items()}

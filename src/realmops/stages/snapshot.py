@@ -17,7 +17,7 @@ from realmops.corpus.word_counts import train_vocabulary
 from realmops.hub import encoder_folder
 from realmops.search import bm25
 from realmops.search.bm25_writer import write_bm25
-from realmops.stages import STAGES, Job, Report
+from realmops.stages import INIT, STAGES, Job, Report
 from realmops.text.languages import AUTO, check_language, detect_language, load_languages
 from realmops.text.pretrained import read_encoder_tokenizer
 from realmops.text.vocabulary import UNCASED, Casing, read_vocabulary, vocabulary_bytes
@@ -150,14 +150,13 @@ def _vocabulary(job: Job, group: Sequence[Source]) -> tuple[list[str], Casing, s
 
     A vocabulary trained here is stored in the work folder, so that a killed stage does not train it again.
     """
-    bert = job.section(BertOptions)
-    if bert.init != "small":
-        return read_encoder_tokenizer(encoder_folder(bert.init))
+    if (init := job.option(INIT)) != "small":
+        return read_encoder_tokenizer(encoder_folder(init))
     path = job.work / VOCABULARY
     if not path.is_file():
         progress = job.report.progress("vocabulary", _total_bytes(group), "B")
         workers = job.section(SnapshotOptions).workers
-        pieces = train_vocabulary(group, size=bert.vocabulary, workers=workers, progress=progress)
+        pieces = train_vocabulary(group, size=job.section(BertOptions).vocabulary, workers=workers, progress=progress)
         write_bytes(path, vocabulary_bytes(pieces))
     return read_vocabulary(path), UNCASED, None
 

@@ -12,7 +12,7 @@ from realmops.config import BertOptions, Optimiser, RunOptions, Tag
 from realmops.corpus.snapshot_reader import GIVEN_SPANS, Snapshot
 from realmops.devices import device_and_dtype
 from realmops.model.checkpoint_files import build_encoder
-from realmops.stages import Job
+from realmops.stages import INIT, Job
 from realmops.stages.common import StageTrainings, open_snapshot
 from realmops.stages.sharded_work import tag_in_shards
 from realmops.text.conll import entity_scores, read_conll
@@ -49,9 +49,8 @@ def run(job: Job) -> dict[str, Any]:
 def _train(job: Job, options: Tag) -> tuple[Tagger, dict[str, Any]]:
     snapshot = open_snapshot(job)
     training, held_out = read_conll(job.inputs["tag.train"]), read_conll(job.inputs["tag.dev"])
-    bert_options = job.section(BertOptions)
-    run = job.section(RunOptions)
-    encoder, _ = build_encoder(bert_options, snapshot.tokenizer.get_vocab_size(), run.seed)
+    run, size = job.section(RunOptions), snapshot.tokenizer.get_vocab_size()
+    encoder, _ = build_encoder(job.option(INIT), job.section(BertOptions), size, run.seed)
     device, dtype = device_and_dtype(run)
     tagger = Tagger(encoder, tag_names(training))
     with torch.no_grad():
