@@ -16,6 +16,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from realmops import __version__, artifacts, config
+from realmops.answering.own_questions import WHAT_THEY_BRING
 from realmops.commands.params import as_yaml
 from realmops.commands.public_data import fetch_data_sets
 from realmops.config import PACKAGE, Values
@@ -105,6 +106,8 @@ def init(
         else:
             project.presets.append("documents")
             project.lines.append("questions: none; they will be generated from the documents (preset documents)")
+            project.lines.append("label your own after 'realmops run snapshot', with 'realmops questions --label':")
+            project.lines += [f"  {line}" for line in WHAT_THEY_BRING]
         if reader is not None:
             if project.values["bert"]["init"] == "small":
                 raise ValueError(
