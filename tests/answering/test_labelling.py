@@ -60,7 +60,7 @@ def test_questions_are_labelled_with_a_snapshot_alone(root: Path, tmp_path: Path
     for part in (
         f"{file}: 0 of 20 questions, 20 left",
         "1. The Star",
-        "1 to 5 to copy it from that passage, - if",
+        "Type the answer, a passage's number to copy it from there, - if the documents",
         f"added; {file}: 2 of 20 questions, 18 left",
         "not added: a question needs an answer that is in the documents",
         "not added: skipped",
@@ -130,7 +130,7 @@ def test_each_answer_is_durable_before_the_next_question(tmp_path: Path, error: 
 
 def test_what_cannot_be_searched_or_written_is_not_added(root: Path, tmp_path: Path) -> None:
     file = tmp_path / "own.jsonl"
-    lines = iter(["\udcff?", BORN, "\udcff", BORN, "Oslo", ""])
+    lines = iter(["\udcff?", BORN, "\udcff", "y", BORN, "Oslo", ""])
 
     def search(question: str, _: int) -> Any:
         return open_search(root, Quiet()).search(question, labelling.SHOWN)

@@ -46,7 +46,7 @@ def _label(question: str, found: Record, proposed: str, path: Path, ask: Ask) ->
     if proposed:
         yield f"The model's answer: {proposed}"
     choices = ["the answer"]
-    choices += [f"1 to {len(passages)} to copy it from that passage"] if passages else []
+    choices += ["a passage's number to copy it from there"] if passages else []
     choices += ["+ for the model's answer"] if proposed else []
     answer = ask(f"Type {', '.join(choices)}, - if the documents have none (empty: skip): ").strip()
     if answer.isascii() and answer.isdigit() and 1 <= int(answer) <= len(passages):
