@@ -20,10 +20,11 @@ from realmops.answering.feedback import (
     Feedback,
     FeedbackFileFull,
     append_feedback,
-    confirmed_questions,
+    confirmed_labels,
     feedback_file,
     read_feedback,
 )
+from realmops.answering.own_questions import Label, save_labels
 from realmops.corpus.question_sets import read_questions
 from realmops.serve.app import make_app
 from realmops.serve.guard import COOKIE, Limits, Token
@@ -33,6 +34,13 @@ from realmops.tracking import feedback_log as sending
 
 RIGHT = {"question": "Where was Anna Berg born?", "answer": "Oslo", "right": True, "passage_id": "p1"}
 WRONG = {"question": "Who built The Star?", "answer": "Karl Lund", "right": False, "correct_answer": "Jon Vik"}
+MISSING = {
+    "question": "When did Maria Holm die?",
+    "answer": "",
+    "right": False,
+    "correct_answer": "1972",
+    "correct_passage_id": "p7",
+}
 TOKEN = "s3cret"
 
 
@@ -110,75 +118,91 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
 
 
 def test_what_was_said_last_of_a_question_counts() -> None:
-    def one(question: str, answer: str, right: bool, correct: str = "") -> Feedback:
-        return Feedback(question, answer, right, correct, "p")
+    def one(question: str, answer: str, right: bool, correct: str = "", holding: str = "") -> Feedback:
+        return Feedback(question, answer, right, correct, "p", holding)
 
-    found = confirmed_questions(
+    found = confirmed_labels(
         [
             one("Where?", "Oslo", True),
-            one("Who?", "Karl", False, "Anna"),
+            one("Who?", "", False, "Anna", "p2"),
             one(" Where? ", "Oslo", False, "Bergen"),
             one("When?", "1950", True),
             one("When?", "1950", False),
             one("How?", "by ship", False),
         ]
     )
-    assert [(q.question, q.answers, q.passage_id) for q in found] == [
-        ("Where?", ("Bergen",), None),
-        ("Who?", ("Anna",), None),
+    assert [(label.question, label.answer, label.passage_id) for label in found] == [
+        ("Where?", "Bergen", ""),
+        ("Who?", "Anna", "p2"),
     ]
 
 
 def test_questions_are_the_same_by_their_text() -> None:
     """Not by the normal form of exact match, which has no marks, no articles and no case."""
     texts = ["Who created C?", "Who created C++?", "Who created C#?", "who created C?", "Who created the C?"]
-    found = confirmed_questions([Feedback(text, f"Answer {n}", True) for n, text in enumerate(texts)])
-    assert [(one.question, one.answers) for one in found] == [(text, (f"Answer {n}",)) for n, text in enumerate(texts)]
-    assert len({one.id for one in found}) == 5
+    found = confirmed_labels([Feedback(text, f"Answer {n}", True) for n, text in enumerate(texts)])
+    assert [(one.question, one.answer) for one in found] == [(text, f"Answer {n}") for n, text in enumerate(texts)]
+    assert len({one.record()["id"] for one in found}) == 5
     composed = [Feedback("Wo ist Köln?", "x", True), Feedback("Wo  ist Ko\u0308ln?\n", "am Rhein", True)]
-    [one] = confirmed_questions(composed)
-    assert (one.question, one.answers) == ("Wo ist Köln?", ("am Rhein",))
-    assert one.id == confirmed_questions(composed[:1])[0].id
+    [one] = confirmed_labels(composed)
+    assert (one.question, one.answer) == ("Wo ist Köln?", "am Rhein")
+    assert one.record()["id"] == confirmed_labels(composed[:1])[0].record()["id"]
 
 
 @pytest.mark.parametrize("answer", ["A", "The", "!", "C#", "的"])
 def test_an_answer_is_one_that_is_not_blank(answer: str, tmp_path: Path) -> None:
     for one in (Feedback("Which?", answer, True), Feedback("Which?", "B", False, answer)):
-        [question] = confirmed_questions([one])
-        assert question.answers == (answer,)
+        [label] = confirmed_labels([one])
+        assert label.answer == answer
     wrong = {**RIGHT, "right": False, "correct_answer": answer}
     assert client(tmp_path).post("/v1/feedback", json=wrong).status_code == 200
     assert said(tmp_path)[0][3] == answer
 
 
-def test_the_command_writes_dev_questions(tmp_path: Path) -> None:
-    out = tmp_path / "asked"
+def test_the_command_adds_dev_questions_to_the_file_of_labels(tmp_path: Path) -> None:
+    """Confirmed and corrected ones, whose answer there is not newer; a line without a time, or with more, stays."""
+    out = tmp_path / "questions/own.jsonl"
     command = ("questions", "--from-feedback", "--root", tmp_path, "--out", out)
     missing = cli(*command)
     assert (missing.exit_code, "no feedback was given yet" in missing.output) == (2, True)
-    for one in (RIGHT, WRONG, {**WRONG, "question": "Why?", "correct_answer": ""}):
+    for one in (RIGHT, WRONG, {**WRONG, "question": "Why?", "correct_answer": ""}, MISSING):
         append_feedback(tmp_path, Feedback(**one))
     done = cli(*command)
     assert done.exit_code == 0, done.output
-    found = read_questions([out / "questions.dev.jsonl"], format="jsonl")
-    assert [(q.question, q.answers) for q in found] == [
-        (RIGHT["question"], ("Oslo",)),
-        (WRONG["question"], ("Jon Vik",)),
+    assert done.stdout.splitlines()[:2] == [
+        "4 judgements read, 3 questions added or replaced",
+        f"{out}: 3 of 20 questions, 17 left",
     ]
-    assert cli(*command).exit_code == 0, "its own folder is replaced"
-    for wrong in (command[2:], (*command, feedback_file(tmp_path))):
-        refused = cli("questions", *(part for part in wrong if part != "questions"))
-        assert (refused.exit_code, "either FILES or --from-feedback" in refused.output) == (2, True)
+    assert f"next: realmops run all --set questions.dev={out} --root {tmp_path}" in done.stdout
+    first = [("Oslo", "p1"), ("Jon Vik", None), ("1972", "p7")]
+    found = read_questions([out], format="jsonl")
+    assert [(q.answers[0], q.passage_id) for q in found] == first
+    assert [q.question for q in found] == [RIGHT["question"], WRONG["question"], MISSING["question"]]
+    save_labels(out, [Label(WRONG["question"], "labelled later")])
+    with open(out, "a") as file:
+        file.write('{"question": "By hand?", "answer": "yes", "note": "mine"}\n')
+    append_feedback(tmp_path, Feedback("By hand?", "no", True))
+    append_feedback(tmp_path, Feedback(MISSING["question"], "1973", True))
+    assert "6 judgements read, 1 questions added or replaced; 3 are in the file already" in cli(*command).stdout
+    found = read_questions([out], format="jsonl")
+    assert [q.answers[0] for q in found] == ["Oslo", "labelled later", "1973", "yes"]
+    assert '"note": "mine"' in out.read_text()
+    for wrong in (("--from-feedback", out), ("--from-feedback", "--label"), ("--out", out)):
+        refused = cli("questions", "--root", tmp_path, *wrong)
+        assert (refused.exit_code, "either FILES, --label or --from-feedback" in refused.output) == (2, True)
+    assert "give --out with the folder" in cli("questions", out, "--root", tmp_path).output
+    refused = cli(*command[:-1], tmp_path)
+    assert (refused.exit_code, f"{tmp_path} is a folder; expected a file" in refused.output) == (2, True)
 
 
 # ---- over HTTP
 
 
 def test_programs_send_feedback(tmp_path: Path) -> None:
-    for one in (RIGHT, WRONG):
+    for one in (RIGHT, WRONG, MISSING):
         reply = client(tmp_path).post("/v1/feedback", json=one)
         assert (reply.status_code, reply.json()) == (200, {"kept": True})
-    assert [question for question, *_ in said(tmp_path)] == [RIGHT["question"], WRONG["question"]]
+    assert [question for question, *_ in said(tmp_path)] == [one["question"] for one in (RIGHT, WRONG, MISSING)]
 
 
 @pytest.mark.parametrize(
@@ -187,6 +211,10 @@ def test_programs_send_feedback(tmp_path: Path) -> None:
         ({"right": "yes"}, "right"),
         ({"question": " "}, "question is empty"),
         ({"answer": ""}, "answer is empty"),
+        ({"answer": "", "right": False}, "answer is empty"),
+        ({"answer": " ", "right": True, "correct_answer": "Oslo"}, "answer is empty"),
+        ({"right": False, "correct_passage_id": "p2"}, "correct_passage_id is set without correct_answer"),
+        ({"correct_passage_id": "x" * 81}, "correct_passage_id"),
         ({"question": "x" * 2001}, "question"),
         ({"passage_id": "x" * 81}, "passage_id"),
         ({"correct_answer": "Bergen"}, "correct_answer is set although right is true"),
@@ -209,14 +237,16 @@ def test_where_nothing_can_be_written_it_is_told(tmp_path: Path) -> None:
 def test_the_pages_buttons_lead_back_to_the_question(tmp_path: Path) -> None:
     record = {**RIGHT, "citations": [{"passage_id": "p1"}]}
     place = f"/{feedback_address(record)}"
-    reply = client(tmp_path).post(place, data={"right": "yes", "correct": "ignored"})
+    reply = client(tmp_path).post(place, data={"right": "yes", "correct": "ignored", "passage": "p2"})
     assert reply.status_code == 303
     assert parse_qs(urlsplit(reply.headers["location"]).query) == {"q": [RIGHT["question"]], "noted": ["1"]}
-    assert client(tmp_path).post(place, data={"right": "no", "correct": " Bergen "}).status_code == 303
+    correction = {"right": "no", "correct": " Bergen ", "passage": "p2"}
+    assert client(tmp_path).post(place, data=correction).status_code == 303
     assert said(tmp_path) == [
         (RIGHT["question"], "Oslo", True, "", "p1"),
         (RIGHT["question"], "Oslo", False, "Bergen", "p1"),
     ]
+    assert [one.correct_passage_id for one in read_feedback(feedback_file(tmp_path))] == ["", "p2"]
     for form in ({}, {"right": "maybe"}, {f"f{n}": "1" for n in range(20)}, {"right": "no", "correct": "x" * 3000}):
         assert client(tmp_path).post(place, data=form).status_code == 422
     assert len(said(tmp_path)) == 2
@@ -267,12 +297,12 @@ def test_it_becomes_assessments_of_traces_once(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     uri = local_tracking_uri(tmp_path / ".realmops/mlflow")
-    for one in (RIGHT, WRONG, {**WRONG, "correct_answer": ""}):
+    for one in (RIGHT, WRONG, {**WRONG, "correct_answer": ""}, MISSING):
         append_feedback(tmp_path, Feedback(**one))
     with open(feedback_file(tmp_path), "ab") as file:
         file.write(b'{"damaged": 1}\n{"question": "half a li')
     try:
-        assert [sending.send_feedback(tmp_path) for _ in range(2)] == [3, 0]
+        assert [sending.send_feedback(tmp_path) for _ in range(2)] == [4, 0]
         assert sending.is_tracked(tmp_path)
         append_feedback(tmp_path, Feedback("Why?", "so", True))
         assert sending.send_feedback(tmp_path) == 1
@@ -293,6 +323,7 @@ def test_it_becomes_assessments_of_traces_once(tmp_path: Path, monkeypatch: pyte
         (RIGHT["question"], "Oslo", {"right": True, "expected_response": "Oslo"}),
         (WRONG["question"], "Karl Lund", {"right": False, "expected_response": "Jon Vik"}),
         (WRONG["question"], "Karl Lund", {"right": False}),
+        (MISSING["question"], "", {"right": False, "expected_response": "1972"}),
         ("Why?", "so", {"right": True, "expected_response": "so"}),
     ]
     assert sorted(found, key=str) == sorted(wanted, key=str), "MLflow's times are too coarse for an order"

@@ -21,6 +21,7 @@ from manifests import find, instructions, read_all, render
 from small_project import cli
 
 from realmops import __version__, config
+from realmops.answering.own_questions import WHAT_THEY_BRING
 from realmops.commands import init
 from realmops.commands.init import BASES, dvc_text
 from realmops.config_yaml import read_params
@@ -73,6 +74,7 @@ def test_documents_alone_have_questions_made_and_no_sample(tmp_path: Path) -> No
     assert told.startswith("search, not answers: no reader can be loaded: give one with --reader\n")
     assert "encoder: from scratch (preset squad)" in told
     assert "questions: none" in told
+    assert all(line in told for line in ("'realmops questions --label'", *WHAT_THEY_BRING))
     presets, own = read_params(folder / "params.yaml")
     assert presets == ["squad", "documents"]
     assert own["snapshot"] == {"documents": "documents.jsonl"}

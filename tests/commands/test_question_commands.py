@@ -1,14 +1,17 @@
 """The commands about question sets: conversion, split, ceilings; and a whole evaluation with regular expressions."""
 
+import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from small_project import Quiet, cli, stage, toy_values, write_json_lines
 
 from realmops.artifacts import read_manifest
+from realmops.commands.report import ask_commands
 from realmops.corpus.question_sets import is_in_orqa_dev, read_questions
-from realmops.evaluate.predictions import FAILED_AT, read_results
+from realmops.evaluate.predictions import FAILED_AT, read_results, write_predictions
 
 TREC = "".join(f"{'lfb' if n % 4 == 0 else 't'}{n}\tfactoid\tquestion {n}?\tyear {n}\n" for n in range(100))
 
@@ -153,3 +156,19 @@ def test_expressions_and_words_are_evaluated_apart(project: Path) -> None:
     result = cli("ceilings", mixed, "--root", project / "root")
     assert result.exit_code == 2
     assert "evaluate them separately" in result.stderr
+
+
+def test_the_report_proposes_a_question_that_is_answered(copy: Path) -> None:
+    """None that is held back; without any, the user's own."""
+    root = copy / "root"
+    first, second = read_results(root)
+    for abstained, example in (
+        ((True, False), second.question),
+        ((True, True), "Your question?"),
+        ((False, None), first.question),
+    ):
+        rows = [replace(row, abstained=held) for row, held in zip((first, second), abstained, strict=True)]
+        write_predictions(root / "results/predictions.parquet", rows)
+        [line, _] = ask_commands(root)
+        assert f"ask {shlex.quote(example)} --root" in line
+    assert "questions --label" not in cli("report", "--root", root).stdout, "people wrote these test questions"

@@ -11,6 +11,7 @@ from small_open_qa import open_qa
 from small_project import Quiet, cli, stage, toy_values, write_json_lines, write_project
 from small_world import World, build_world
 
+from realmops.answering.own_questions import WHAT_THEY_BRING
 from realmops.artifacts import DIGEST_KEY, read_manifest, write_manifest
 from realmops.commands.questions import write_cloze_questions
 from realmops.commands.report import ask_commands
@@ -272,6 +273,9 @@ def test_documents_alone_end_in_answers(project: Path) -> None:
     assert all(own[p.question_id].isdisjoint(p.passage_ids) for p in read_results(root))
     assert not report.warned
     assert [line for line in ask_commands(root) if "ask 'Your question?' --root" in line]
+    for text in (cli("report", "--root", root).stdout, (root / "results/report.html").read_text()):
+        assert "not how well questions of people are answered. Label your own with 'realmops questions --label'" in text
+        assert all(line in text for line in WHAT_THEY_BRING)
     path = root / FILES["questions"]["test"]
     path.write_text(path.read_text().replace('"not_in": ["', '"not_in": ["of-another-snapshot-'))
     stage("evaluate", values, project, root, report)

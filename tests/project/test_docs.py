@@ -294,7 +294,7 @@ def exists(path: str, page: str) -> bool:
 
 # Names of files that runs write or people bring, which the pages say without their folder.
 WRITTEN = {
-    *("answers.jsonl", "manifest.json", "metrics.json", "metrics.jsonl", "my.jsonl"),
+    *("answers.jsonl", "manifest.json", "metrics.json", "metrics.jsonl", "my.jsonl", "questions/own.jsonl"),
     *("config.json", "config_sentence_transformers.json", "tokenizer.json"),  # of an encoder
     *ALWAYS,
     *PLACES.values(),

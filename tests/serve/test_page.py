@@ -23,8 +23,10 @@ from small_project import QUESTIONS, answered, cli, wait_for, write_json_lines
 from small_world import DOCUMENTS
 
 from realmops import artifacts
+from realmops.answering import opened_model
 from realmops.answering.confidence import ALWAYS_ABSTAIN, Confidence
 from realmops.answering.feedback import feedback_file, read_feedback
+from realmops.answering.record import answer_record
 from realmops.evaluate.predictions import read_results, write_predictions
 from realmops.serve.guard import COOKIE, Limits, Token
 from realmops.serve.page import percent, source_link
@@ -339,6 +341,44 @@ def test_the_policy_allows_the_pages_own_style_and_script_alone(server: Served, 
         assert all(place.startswith("https://a.test/") for place in elsewhere), "only to documents"
 
 
+def judged(root: Path) -> list[tuple[str, str, bool, str, str, str]]:
+    return [
+        (one.question, one.answer, one.right, one.correct_answer, one.passage_id, one.correct_passage_id)
+        for one in read_feedback(feedback_file(root))
+    ]
+
+
+@pytest.mark.parametrize("has_answer", [True, False])
+def test_the_right_answer_can_be_given_where_the_model_abstains_or_has_none(
+    project: Path, monkeypatch: pytest.MonkeyPatch, has_answer: bool
+) -> None:
+    """As a browser without a script sends the form, with a passage that is marked as the one that contains it."""
+    without = {} if has_answer else {"answer": "", "citations": [], "quote": None, "abstained": True}
+    monkeypatch.setattr(opened_model, "answer_record", lambda *all_: answer_record(*all_) | without)
+    feedback_file(project / "root").unlink(missing_ok=True)
+    with held_back(project, ALWAYS_ABSTAIN) as client:
+        page = lxml.html.fromstring(client.get(ASKED).text)
+        record = client.post("/v1/answer", json={"question": QUESTION}).json()
+        *thumbs, form = page.xpath("//form[@data-feedback]")
+        assert (len(thumbs), form.method, bool(record["answer"])) == (int(has_answer), "POST", has_answer)
+        ids = [passage["passage_id"] for passage in record["passages"]]
+        assert form.xpath(".//input[@type='radio']/@value") == [*ids, ""]
+        texts_of = [" ".join(label.text_content().split()) for label in form.xpath(".//fieldset/label")]
+        assert all(text.startswith(one["title"]) for text, one in zip(texts_of, record["passages"], strict=False))
+        [field], [button] = form.xpath(".//input[@required]"), form.xpath(".//button")
+        assert form.xpath(".//input[@checked]/@value") == [""], "no passage is proposed"
+        sent = {field.name: "Bergen", "passage": ids[2], button.get("name"): button.get("value")}
+        reply = client.post(urljoin("/", form.action), data=sent, follow_redirects=False)
+        assert reply.status_code == 303
+        noted = lxml.html.fromstring(client.get(urljoin("/", reply.headers["location"])).text)
+        assert "Thank you for your feedback." in noted.text_content()
+        blank = client.post(urljoin("/", form.action), data={**sent, field.name: " "}, follow_redirects=False)
+        assert blank.status_code == 422
+    quoted = record["citations"][0]["passage_id"] if has_answer else ""
+    assert judged(project / "root") == [(QUESTION, record["answer"], False, "Bergen", quoted, ids[2])]
+    feedback_file(project / "root").unlink()
+
+
 def test_a_documents_address_leads_to_the_quotation(server: Served) -> None:
     first = server.ask()["citations"][0]
     [link] = shown(page_of(server, ASKED), "answer").xpath(".//figcaption/a")
@@ -570,28 +610,32 @@ def test_what_is_held_back_is_small_and_comes_last(browser: webdriver.Chrome, un
     assert browser.title.startswith("No confident answer: ")
 
 
-def test_a_thumb_is_kept_without_leaving_the_page(at: webdriver.Chrome, server: Served, project: Path) -> None:
+def test_a_thumb_and_a_correction_are_kept_without_leaving_the_page(
+    at: webdriver.Chrome, server: Served, project: Path
+) -> None:
+    """The correction by keys alone: its field, one of the passages, and the key that sends it."""
     at.get(f"{server.url}{ASKED}")
     at.execute_script("window.stays = 1")
-    at.find_element(By.CSS_SELECTOR, ".feedback summary").click()
-    at.find_element(By.ID, "correct").send_keys("Bergen")
     at.find_element(By.CSS_SELECTOR, ".thumb[value='no']").click()
-    wait_for(lambda: said(at) == "Thank you for your feedback.", 60)
-    assert at.execute_script("return [window.stays, document.activeElement.textContent]") == [
-        1,
-        "Thank you for your feedback.",
-    ]
-    assert not at.find_elements(By.CSS_SELECTOR, ".feedback")
-    record, [kept] = server.ask(), read_feedback(feedback_file(project / "root"))
-    assert (kept.question, kept.answer, kept.right, kept.correct_answer) == (
-        QUESTION,
-        record["answer"],
-        False,
-        "Bergen",
-    )
-    assert kept.passage_id == record["citations"][0]["passage_id"]
+    thanks = "Thank you for your feedback."
+    wait_for(lambda: said(at) == thanks, 60)
+    focused = "return [window.stays, document.activeElement.textContent]"
+    assert at.execute_script(focused) == [1, thanks]
+    [form] = at.find_elements(By.CSS_SELECTOR, "form[data-feedback]")
+    at.execute_script("document.getElementById('status').textContent = ''")
+    at.find_element(By.CSS_SELECTOR, ".feedback summary").send_keys(Keys.ENTER)
+    form.find_element(By.ID, "correct").send_keys("Bergen", Keys.TAB)
+    at.switch_to.active_element.send_keys(Keys.ARROW_DOWN)  # from the last choice to the first passage
+    form.find_element(By.ID, "correct").send_keys(Keys.ENTER)
+    wait_for(lambda: said(at) == thanks, 60)
+    assert at.execute_script(focused) == [1, thanks]
+    assert not at.find_elements(By.CSS_SELECTOR, "form[data-feedback]")
+    record = server.ask()
+    shown = QUESTION, record["answer"], False
+    quoted, first = record["citations"][0]["passage_id"], record["passages"][0]["passage_id"]
+    assert judged(project / "root") == [(*shown, "", quoted, ""), (*shown, "Bergen", quoted, first)]
     at.get(f"{server.url}{ASKED}&noted=1")
-    assert "Thank you for your feedback." in at.find_element(By.ID, "result").text, "as without a script"
+    assert thanks in at.find_element(By.ID, "result").text, "as without a script"
 
 
 def pages(server: Served, guarded: Served, unsure: Served) -> Iterator[str]:
@@ -600,6 +644,9 @@ def pages(server: Served, guarded: Served, unsure: Served) -> Iterator[str]:
     yield from (f"{server.url}/{query}" for query in queries)
     yield f"{guarded.url}/sign-in?q=a"
     yield f"{unsure.url}{ASKED}"
+
+
+OPEN_ALL = "document.querySelectorAll('details').forEach((one) => one.open = true)"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -614,6 +661,7 @@ def test_everybody_can_read_it(
         grounds = set()
         for place in pages(server, guarded, unsure):
             browser.get(place)
+            browser.execute_script(OPEN_ALL)
             assert browser.execute_script(FAULTS) == [], place
             seen, low = browser.execute_script(LOW_CONTRAST)
             assert (seen > 3, low) == (True, []), place

@@ -1,4 +1,4 @@
-"""User feedback on answers: appended to a file in a run's work folder, and converted to questions."""
+"""User feedback on answers: appended to a file in a run's work folder, and converted to labelled questions."""
 
 import fcntl
 import json
@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from realmops.artifacts import WORK_FOLDER, digest_of, make_folder, sync_folder
+from realmops.answering.own_questions import Label, check_label_file, newer_labels, save_labels, usage_lines
+from realmops.artifacts import WORK_FOLDER, make_folder, sync_folder
 from realmops.corpus.documents import read_json_lines
-from realmops.corpus.question_sets import Question, text_key
+from realmops.corpus.question_sets import text_key
 
 FILE = "feedback.jsonl"
 LINE_LIMIT = 1 << 15  # bytes of one entry
@@ -24,24 +25,38 @@ class FeedbackFileFull(Exception):
 
 @dataclass(frozen=True)
 class Feedback:
-    """A user's judgement of an answer: whether it is right and, if not, optionally the correct one."""
+    """A user's judgement of an answer: whether it is right and, if not, optionally the correct one.
+
+    Attributes:
+        question: the question.
+        answer: the answer that was shown or held back; "" if there was none, which needs ``correct_answer``.
+        right: whether the answer is right.
+        correct_answer: the correct answer if the answer is wrong or there was none, else "".
+        passage_id: id of the passage that the answer was quoted from.
+        correct_passage_id: id of a passage that contains the correct answer, "" if unknown.
+        time: Unix time in seconds.
+    """
 
     question: str
     answer: str
     right: bool
     correct_answer: str = ""
     passage_id: str = ""
-    time: float = field(default_factory=time.time)  # Unix time in seconds
+    correct_passage_id: str = ""
+    time: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
         """Raise ValueError for blank or contradictory fields."""
-        for name in ("question", "answer"):
-            if not getattr(self, name).strip():
-                raise ValueError(f"{name} is empty; send the question and the answer that was shown")
+        if not self.question.strip():
+            raise ValueError("question is empty; send the question that was answered")
+        if not self.answer.strip() and (self.right or not self.correct_answer):
+            raise ValueError("answer is empty; send the answer that was shown or, if there was none, correct_answer")
         if self.right and self.correct_answer:
             raise ValueError("correct_answer is set although right is true; omit it, or set right to false")
         if self.correct_answer and not self.correct_answer.strip():
             raise ValueError(f"correct_answer is {self.correct_answer!r}, which is blank; omit it")
+        if self.correct_passage_id and not self.correct_answer:
+            raise ValueError("correct_passage_id is set without correct_answer; send both, or omit it")
 
     @property
     def known(self) -> str:
@@ -110,19 +125,32 @@ def _check_types(line: dict[str, Any]) -> dict[str, Any]:
     return line
 
 
-def confirmed_questions(feedback: Sequence[Feedback]) -> list[Question]:
+def confirmed_labels(feedback: Sequence[Feedback]) -> list[Label]:
     """Return a question with its answer for each confirmed or corrected answer.
 
     The last entry of each question text (``text_key``) counts; a question whose correct answer is unknown is omitted.
     """
     last = {text_key(entry.question): entry for entry in feedback}
     return [
-        Question(
-            f"feedback-{digest_of(question)[:12]}",
-            question,
-            (entry.known,),
-            passage_id=entry.passage_id or None if entry.right else None,
-        )
+        Label(question, entry.known, entry.passage_id if entry.right else entry.correct_passage_id, entry.time)
         for question, entry in last.items()
         if entry.known
     ]
+
+
+def save_confirmed_labels(root: Path, file: Path) -> list[str]:
+    """Add the questions whose answers users confirmed or corrected to a file of labels; return lines to print.
+
+    The newest answer to a question counts. Raises ValueError if no answer in ``root`` is confirmed or corrected.
+    """
+    check_label_file(file)
+    path = feedback_file(root)
+    feedback = list(read_feedback(path))
+    labels = confirmed_labels(feedback)
+    if not labels:
+        raise ValueError(f"{path}: none of {len(feedback)} answers is confirmed or corrected; collect feedback first")
+    newer = newer_labels(file, labels)
+    save_labels(file, newer)
+    kept = f"; {len(labels) - len(newer)} are in the file already, or have a newer answer there"
+    line = f"{len(feedback)} judgements read, {len(newer)} questions added or replaced"
+    return [line + (kept if len(newer) < len(labels) else ""), *usage_lines(root, file)]

@@ -9,7 +9,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from threading import Lock
 from typing import Any, Literal
@@ -48,6 +48,7 @@ NO_EMBEDDINGS = (
     "search by words"
 )
 _BATCH = 1 << 14  # passages per matrix product
+_CONTEXT = 90  # characters shown on either side of a match
 _CACHED_FILTERS = 64
 _CACHED_PASSAGES = 1 << 24  # of all cached filters together
 
@@ -390,3 +391,24 @@ def stem_query(query: str, languages: Sequence[str]) -> StemsByLanguage:
         code: {*stems([word for word in split_words(query, code) if word not in stop[code]], code)}
         for code in languages
     }
+
+
+def format_passages(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the passages of a search record as lines, with query words in brackets."""
+    if not record["passages"]:
+        yield "no passages found"
+    for number, passage in enumerate(record["passages"], 1):
+        highlights = passage["highlights"]
+        first = max(0, highlights[0][0] - _CONTEXT) if highlights else 0
+        end = min(len(passage["text"]), (highlights[0][1] if highlights else 0) + 2 * _CONTEXT)
+        text, at = "", first
+        for low, high in highlights:
+            if high <= end:
+                text += f"{passage['text'][at:low]}[{passage['text'][low:high]}]"
+                at = high
+        text = " ".join((text + passage["text"][at:end]).split())
+        before, after = "… " if first else "", " …" if end < len(passage["text"]) else ""
+        page = f", page {passage['page']}" if passage.get("page") else ""
+        yield f"{number}. {passage['title'] or passage['document_id']}  ({passage['score']:.3g})"
+        yield f"   {before}{text}{after}"
+        yield f"   {passage['uri']}, characters {passage['start']} to {passage['end']}{page}"

@@ -36,8 +36,9 @@ def search(
     You can search as soon as there is a snapshot: by BM25 at first, then by the newest retriever. Each passage is
     printed with its position in the document, and the words of QUERY in brackets.
     """
+    from realmops.answering.passage_search import format_passages
     from realmops.commands.open_model import open_model
-    from realmops.commands.search import parse_filter, result_lines
+    from realmops.commands.search import parse_filter
     from realmops.stages.open_run import open_search
 
     passages = open_model(root, model).passage_search() if model else open_search(root, Console())
@@ -45,7 +46,7 @@ def search(
     if as_json:
         yield json.dumps(record, ensure_ascii=False)
     else:
-        yield from result_lines(record)
+        yield from format_passages(record)
 
 
 @main.command()

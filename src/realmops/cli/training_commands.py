@@ -188,20 +188,38 @@ def import_(**options: Any) -> None:
 @main.command()
 @click.argument("files", nargs=-1, type=option.PATH)
 @option.format
-@option.file("--out", required=True, help="The folder to write.")
-@option.flag("--from-feedback", help="Create dev questions from users' feedback on answers; without FILES.")
+@option.file(
+    "--out",
+    help="The folder to write; with --label and --from-feedback the file, by default questions/own.jsonl.",
+)
+@option.flag("--label", "labels", help="Answer your own questions at the terminal; without FILES.")
+@option.flag("--from-feedback", help="Add the questions of users' feedback on answers; without FILES.")
 @option.existing_root
 @option.flag("--orqa-split", help="Split into train and dev by FarmHash, as ORQA.")
 @option.repeated("--drop-id-prefix", "drop", "TEXT", "Exclude questions whose id starts with TEXT.")
-def questions(from_feedback: bool, root: Path, **options: Any) -> Iterable[str]:
-    """Convert question FILES to JSON lines, for training and test."""
-    from realmops.commands.questions import convert_questions, questions_from_feedback
+def questions(
+    files: Sequence[Path], out: Path | None, labels: bool, from_feedback: bool, root: Path, **options: Any
+) -> Iterable[str]:
+    """Convert question FILES to JSON lines, or label questions of your own.
 
-    if from_feedback == bool(options["files"]):
-        raise click.UsageError("give either FILES or --from-feedback")
+    With --label you type a question, see the best five passages, and type the answer or copy it from one of them. Each
+    answer is saved at once; the same command continues the file. You need a snapshot. If there is a fine-tuned model,
+    its answer is proposed. --from-feedback adds the answers that users of "realmops serve" confirmed or corrected to
+    the same file; the newest answer to a question counts. Use the file as questions.dev.
+    """
+    from realmops.answering.feedback import save_confirmed_labels
+    from realmops.answering.own_questions import OWN_QUESTIONS
+    from realmops.commands.questions import convert_questions, label
+
+    if [bool(files), labels, from_feedback].count(True) != 1:
+        raise click.UsageError("give either FILES, --label or --from-feedback")
+    if labels:
+        return label(root, out or OWN_QUESTIONS, Console())
     if from_feedback:
-        return questions_from_feedback(root, options["out"])
-    return convert_questions(**options)
+        return save_confirmed_labels(root, out or OWN_QUESTIONS)
+    if out is None:
+        raise click.UsageError("give --out with the folder to write")
+    return convert_questions(files, out, **options)
 
 
 @main.command()

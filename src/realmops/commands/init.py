@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from realmops import __version__, artifacts, config
+from realmops.answering.own_questions import WHAT_THEY_BRING
 from realmops.commands.params import as_yaml
 from realmops.commands.public_data import fetch_data_sets
 from realmops.config import PACKAGE, Values
@@ -118,6 +119,8 @@ def init(
         else:
             project.presets.append("documents")
             project.lines.append("questions: none; they will be generated from the documents (preset documents)")
+            project.lines.append("label your own after 'realmops run snapshot', with 'realmops questions --label':")
+            project.lines += [f"  {line}" for line in WHAT_THEY_BRING]
         _choose_reader(project, reader, has_questions=bool(questions))
     elif questions or encoder or reader:
         raise ValueError("--questions, --encoder and --reader need --documents; the sample corpus has its own")

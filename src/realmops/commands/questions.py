@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
-from realmops.answering.feedback import confirmed_questions, feedback_file, read_feedback
+from realmops.answering.labelling import label_questions
+from realmops.answering.opened_model import Query
+from realmops.answering.own_questions import check_label_file, usage_lines
 from realmops.config import Finetune
 from realmops.corpus.cloze import KIND, cloze_questions, split_questions
 from realmops.corpus.question_sets import Question, is_in_orqa_dev, read_questions, to_json_line
@@ -13,7 +15,8 @@ from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.ceilings import answer_fits_reader, answered_in_corpus, reader_can_answer
 from realmops.evaluate.recall import RECALL_AT, hit_ranks_by_rule, hits_at
 from realmops.search.bm25 import Bm25, rank
-from realmops.stages import CLOZE, STAGES
+from realmops.stages import CLOZE, STAGES, Report
+from realmops.stages.open_run import open_if_tuned, open_search
 from realmops.text.answer_matching import REGEX_RULES, WORD_RULES, compile_expression
 from realmops.text.languages import ENGLISH
 from realmops.text.spans import Spans
@@ -49,19 +52,20 @@ def convert_questions(
     return lines + _write(out, parts, read=len(questions) + len(impossible))
 
 
-def questions_from_feedback(root: Path, out: Path) -> list[str]:
-    """Write questions whose answers users confirmed or corrected as dev questions; return lines with their numbers.
+def label(root: Path, out: Path, report: Report) -> Iterator[str]:
+    """Ask for questions and answers at the terminal, with the passages of the run's search; yield lines to print.
 
-    Raises ValueError if the feedback in ``root`` has no confirmed or corrected answer.
+    The answer of a fine-tuned model is proposed.
     """
-    artifacts.check_replaceable(out, KIND)
-    path = feedback_file(root)
-    feedback = list(read_feedback(path))
-    questions = confirmed_questions(feedback)
-    if not questions:
-        raise ValueError(f"{path}: none of {len(feedback)} answers is confirmed or corrected; collect feedback first")
-    line = f"{len(feedback)} judgements read"
-    return [line, *_write(out, {"questions.dev.jsonl": questions}, read=len(feedback))]
+    check_label_file(out)
+    opened = open_if_tuned(root)
+    search = opened.passage_search() if opened else open_search(root, report)
+
+    def propose(question: str) -> str:
+        return opened.answer([Query(question)])[0]["answer"] if opened else ""
+
+    yield from label_questions(search.search, propose, out, input)
+    yield from usage_lines(root, out)
 
 
 def write_cloze_questions(root: Path, out: Path | None, *, seed: int, limit: int | None = None) -> list[str]:

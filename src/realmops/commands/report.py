@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from realmops import artifacts
 from realmops.evaluate.predictions import read_results, results_file
-from realmops.evaluate.run_report import FigureTable, figure_tables
+from realmops.evaluate.run_report import FigureTable, figure_tables, generated_note
 from realmops.stages import METRICS, STAGES
 from realmops.tracking.client import local_tracking_uri
 from realmops.tracking.mlflow_views import view_url
@@ -27,6 +27,7 @@ def summary(root: Path) -> Iterator[Table | str]:
     if not metrics:
         raise ValueError(f"{root.resolve()} has no results; run 'make run' or 'realmops run all' there first")
     yield from (table.to_rich_table() for table in figure_tables(metrics))
+    yield from generated_note(metrics)
     if presets := presets_of(root):
         yield f"Presets:  {', '.join(presets)}"
     page = report_path(root)
@@ -73,13 +74,14 @@ def browser_command(root: Path) -> str:
 def ask_commands(root: Path) -> Iterator[str]:
     """Yield commands for answering questions; none if the model has no reader.
 
-    The example is a test question, unless these were generated from the corpus: cloze questions are not natural ones.
+    The example is a test question that is answered, unless some were generated from the corpus: those are not natural.
     """
     if not results_file(root).is_file():
         return
-    example = next((prediction.question for prediction in read_results(root) if prediction.passage_ids), None)
-    if example is None:
+    answers = [prediction for prediction in read_results(root) if prediction.passage_ids]
+    if not answers:
         return
+    example = next((answer.question for answer in answers if not answer.abstained), "Your question?")
     if read_metrics(root)["evaluate"].get("cloze_questions"):
         example = "Your question?"
     option = "" if root.resolve() == Path.cwd() else f" --root {shlex.quote(str(root))}"

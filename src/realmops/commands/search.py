@@ -1,15 +1,14 @@
-"""``realmops search``: parse filters, and format passages as text."""
+"""``realmops search``: parse filters."""
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from realmops.answering.passage_search import DOCUMENT_ID, Where
 
 _CONDITION = re.compile(r"([^<>=]+)(>=|<=|=|>|<)(.*)", re.DOTALL)
 _BOUND = {">=": "gte", ">": "gt", "<=": "lte", "<": "lt"}
-_CONTEXT = 90  # characters shown on either side of a match
 
 
 def parse_filter(conditions: Sequence[str]) -> Where:
@@ -40,24 +39,3 @@ def _parse_value(text: str, field: str) -> Any:
     except ValueError:
         return text
     return value if isinstance(value, str | int | float) and field != DOCUMENT_ID else text
-
-
-def result_lines(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the passages of a search record as lines, with query words in brackets."""
-    if not record["passages"]:
-        yield "no passages found"
-    for number, passage in enumerate(record["passages"], 1):
-        highlights = passage["highlights"]
-        first = max(0, highlights[0][0] - _CONTEXT) if highlights else 0
-        end = min(len(passage["text"]), (highlights[0][1] if highlights else 0) + 2 * _CONTEXT)
-        text, at = "", first
-        for low, high in highlights:
-            if high <= end:
-                text += f"{passage['text'][at:low]}[{passage['text'][low:high]}]"
-                at = high
-        text = " ".join((text + passage["text"][at:end]).split())
-        before, after = "… " if first else "", " …" if end < len(passage["text"]) else ""
-        page = f", page {passage['page']}" if passage.get("page") else ""
-        yield f"{number}. {passage['title'] or passage['document_id']}  ({passage['score']:.3g})"
-        yield f"   {before}{text}{after}"
-        yield f"   {passage['uri']}, characters {passage['start']} to {passage['end']}{page}"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from realmops.answering.own_questions import WHAT_THEY_BRING
 from realmops.artifacts import write_bytes
 from realmops.evaluate.calibration import coverage_curve, reliability_bins
 from realmops.evaluate.charts import format_number, line_chart
@@ -160,6 +161,17 @@ def figure_tables(metrics: Metrics) -> list[FigureTable]:
     return tables
 
 
+def generated_note(metrics: Metrics) -> tuple[str, ...]:
+    """Return sentences on what figures of generated test questions show; () if people wrote all of them."""
+    if not metrics.get("evaluate", {}).get("cloze_questions"):
+        return ()
+    return (
+        "Test questions were generated from the documents: their figures show whether the training worked, not how "
+        "well questions of people are answered. Label your own with 'realmops questions --label':",
+        *WHAT_THEY_BRING,
+    )
+
+
 def headline_rows(metrics: Metrics) -> list[tuple[str, str, str]]:
     """Return label, value and 95 % interval of the main metrics."""
     rows = []
@@ -291,6 +303,8 @@ def _page(
     sections = [f'<p class="soft">{escape("; ".join(f"{name} {value}" for name, value in about.items()))}</p>']
     sections += ["<h2>Results</h2>"]
     sections += [f'<div class="card scroll figures">{table.to_html()}</div>' for table in figure_tables(metrics)]
+    if note := generated_note(metrics):
+        sections.append(f'<p class="card">{escape(" ".join(note), quote=False)}</p>')
     calibration = confidence_charts(answers)
     for heading, figures in (("Training", charts), ("Confidence and precision", calibration)):
         if figures:

@@ -1,4 +1,4 @@
-"""Feedback on answers: ``/v1/feedback`` for programs, ``/feedback`` for the page's buttons.
+"""Feedback on answers: ``/v1/feedback`` for programs, ``/feedback`` for the page's forms.
 
 It is stored in a file of the run, and sent to MLflow if the run is tracked.
 """
@@ -19,6 +19,7 @@ from realmops.tracking.feedback_log import FeedbackSender
 
 _LOG = logging.getLogger(__name__)
 Text = Annotated[str, Field(max_length=QUESTION_LIMIT)]
+PassageId = Annotated[str, Field(max_length=80)]
 router = APIRouter()
 
 
@@ -27,10 +28,11 @@ class FeedbackRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     question: Text
-    answer: Text = Field(description="The answer that was returned or held back.")
+    answer: Text = Field(description="The answer that was returned or held back; empty if there was none.")
     right: bool
-    correct_answer: Text = Field("", description="The correct answer, if this one is wrong.")
-    passage_id: str = Field("", max_length=80, description="The passage that the answer was quoted from.")
+    correct_answer: Text = Field("", description="The correct answer, if this one is wrong or there was none.")
+    passage_id: PassageId = Field("", description="The passage that the answer was quoted from.")
+    correct_passage_id: PassageId = Field("", description="A passage that contains the correct answer.")
 
 
 class FeedbackStore:
@@ -71,7 +73,10 @@ def _refuse_other_sites(request: Request) -> None:
 
 @router.post("/v1/feedback", summary="Rate an answer as right or wrong")
 def feedback(request: Request, rating: FeedbackRequest) -> dict[str, bool]:
-    """Store feedback with the run. `realmops questions --from-feedback` makes dev questions of it."""
+    """Store feedback with the run. `realmops questions --from-feedback` makes dev questions of it.
+
+    Without an answer, send `answer` as "", `right` as false, and `correct_answer`.
+    """
     _refuse_other_sites(request)
     request.app.state.feedback.append_feedback(rating)
     return {"kept": True}
@@ -79,7 +84,7 @@ def feedback(request: Request, rating: FeedbackRequest) -> dict[str, bool]:
 
 @router.post("/feedback", include_in_schema=False)
 async def from_page(request: Request) -> RedirectResponse:
-    """Store feedback of the page's buttons, whose question, answer and passage are in the URL; redirect to the page."""
+    """Store feedback of the page's forms, whose question, answer and passage are in the URL; redirect to the page."""
     _refuse_other_sites(request)
     try:
         form = await form_of(request)
@@ -89,13 +94,15 @@ async def from_page(request: Request) -> RedirectResponse:
     if right not in ("yes", "no"):
         raise HTTPException(422, "right: expected yes or no")
     query = request.query_params
+    corrected = {} if right == "yes" else form
     try:
         rating = FeedbackRequest(
             question=query.get("q", ""),
             answer=query.get("answer", ""),
             right=right == "yes",
-            correct_answer="" if right == "yes" else form.get("correct", ""),
+            correct_answer=corrected.get("correct", ""),
             passage_id=query.get("passage", ""),
+            correct_passage_id=corrected.get("passage", ""),
         )
     except ValueError:
         raise HTTPException(422, f"text too long: at most {QUESTION_LIMIT} characters are allowed") from None

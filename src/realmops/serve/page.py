@@ -29,7 +29,7 @@ from realmops.text.languages import detect_language
 
 _LOG = logging.getLogger(__name__)
 TOP_PASSAGES = 3  # shown when an answer is held back
-PREVIEW = 60  # characters of an excluded passage
+PREVIEW = 60  # characters of a passage in a list
 FAILED = "The question could not be answered: internal error; see the server's log."
 router = APIRouter(include_in_schema=False)
 
@@ -44,6 +44,11 @@ class PassageView:
     after: str
     without_url: str  # the page without this passage
     stems: StemsByLanguage  # of the question
+
+    @property
+    def preview(self) -> str:
+        """Title and beginning of the passage."""
+        return _preview(self.record)
 
     def parts(self) -> Iterator[tuple[str, bool]]:
         """Yield the text in parts, each with whether it is a word of the question."""

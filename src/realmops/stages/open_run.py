@@ -78,6 +78,14 @@ def _open_once(root: Path, state: CorpusState | None) -> OpenedModel:
     return OpenedModel(model, version, tuned_steps(root), state.number, Confidence.load(tuned), content, tuned)
 
 
+def open_if_tuned(root: Path) -> OpenedModel | None:
+    """Open a run's fine-tuned model; None if there is none, or if it reads no passages."""
+    if _is_done(root, "finetune"):
+        with suppress(ClosedBookModel):  # retrievers of earlier stages remain
+            return open_run(root)
+    return None
+
+
 def open_search(root: Path, report: Report) -> PassageSearch:
     """Open the search of a run's corpus, by the newest trained retriever, or by BM25 only if there is none.
 
@@ -86,9 +94,8 @@ def open_search(root: Path, report: Report) -> PassageSearch:
     Raises:
         ValueError: if the run has no snapshot.
     """
-    if _is_done(root, "finetune"):
-        with suppress(ClosedBookModel):  # retrievers of earlier stages remain
-            return open_run(root).passage_search()
+    if opened := open_if_tuned(root):
+        return opened.passage_search()
     snapshot = Snapshot.open(root / STAGES["snapshot"].folder / "corpus")
     about = {"snapshot": snapshot.corpus_hash, "stage": "snapshot"}
     bm25 = Bm25.of(snapshot)

@@ -1,0 +1,222 @@
+"""Questions that a person labels at the terminal: the dialogue over a pipe, and the file that keeps the answers."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from power import Disk
+from small_project import Quiet, cli
+
+from realmops.answering import labelling
+from realmops.answering.labelling import label_questions
+from realmops.answering.own_questions import ENOUGH, WHAT_THEY_BRING, Label, read_labels, save_labels
+from realmops.cli import main
+from realmops.corpus.question_sets import read_questions
+from realmops.evaluate.exact_match import bootstrap_interval, paired_bootstrap
+from realmops.stages.open_run import open_search
+
+BORN = "Where was Anna Berg born?"
+BUILT = "Who built The Star?"
+
+
+@pytest.fixture(scope="module")
+def root(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has a snapshot and nothing else."""
+    folder = tmp_path_factory.mktemp("labels")
+    shutil.copytree(trained / "root/data/snapshot", folder / "data/snapshot")
+    return folder
+
+
+def typed(root: Path, file: Path, *lines: str) -> Result:
+    """The command's result for these lines on standard input."""
+    options = ["questions", "--label", "--root", str(root), "--out", str(file)]
+    return CliRunner().invoke(main, options, input="".join(f"{line}\n" for line in lines))
+
+
+def answers(file: Path) -> dict[str, tuple[str, str | None]]:
+    return {q.question: (q.answers[0], q.passage_id) for q in read_questions([file], format="jsonl")}
+
+
+def test_questions_are_labelled_with_a_snapshot_alone(root: Path, tmp_path: Path) -> None:
+    """Typed, and copied from a passage by its number; without an answer in the documents, or any, none is added."""
+    file = tmp_path / "questions/own.jsonl"
+    copied = [BUILT, "1", "Jon Vik"]
+    result = typed(root, file, BORN, "oslo", *copied, "Who is Karl?", "-", "Who is Fjell?", "", "")
+    assert result.exit_code == 0, result.output
+    assert list(answers(file)) == [BORN, BUILT]
+    assert (answers(file)[BORN][0], answers(file)[BUILT][0]) == ("oslo", "Jon Vik")
+    shown = cli("search", BUILT, "--root", root, "-k", "5", "--json")
+    first = json.loads(shown.stdout)["passages"][0]
+    assert answers(file)[BUILT][1] == first["passage_id"]
+    assert f": {first['text']}\n" in result.stdout, "whole, after the prompt"
+    for part in (
+        f"{file}: 0 of 20 questions, 20 left",
+        "1. The Star",
+        "Type the answer, a passage's number to copy it from there, - if the documents",
+        f"added; {file}: 2 of 20 questions, 18 left",
+        "not added: a question needs an answer that is in the documents",
+        "not added: skipped",
+        *WHAT_THEY_BRING,
+        f"next: realmops run all --set questions.dev={file} --root {root}",
+    ):
+        assert part in result.stdout, part
+    assert "model's answer" not in result.stdout
+
+
+def test_the_file_is_continued_and_a_question_replaced(root: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.jsonl"
+    file.write_text(
+        f'{{"question": "{BORN}", "answer": "Bergen", "note": "mine"}}\n{{"question": "b", "answers": ["c"]}}\n'
+    )
+    kept = typed(root, file, f" {BORN.replace(' ', '  ')}", "")
+    assert "This question has the answer 'Bergen'; a new one replaces it." in kept.stdout
+    assert f"{file}: 2 of 20 questions, 18 left" in kept.stdout
+    assert '"note": "mine"' in file.read_text()
+    result = typed(root, file, BORN, "Oslo")
+    assert f"replaced; {file}: 2 of 20 questions" in result.stdout
+    assert {question: answer for question, (answer, _) in answers(file).items()} == {BORN: "Oslo", "b": "c"}
+    save_labels(file, [Label(f"{n}?", "x") for n in range(ENOUGH)])
+    assert typed(root, file).stdout.startswith(f"{file}: 22 questions\n")
+
+
+@pytest.mark.parametrize(("reply", "count"), [("y", 1), ("", 0), ("no", 0)])
+def test_an_answer_that_no_passage_shown_contains_is_questioned_once(
+    root: Path, tmp_path: Path, reply: str, count: int
+) -> None:
+    """By token boundaries: "Osl" is in no passage."""
+    file = tmp_path / "own.jsonl"
+    result = typed(root, file, BORN, "Osl", reply, "")
+    assert result.stdout.count("No passage shown contains 'Osl'. Keep this answer? (y/N)") == 1
+    assert len(read_labels(file)) == count
+    assert [line["passage_id"] for line in read_labels(file).values() if "passage_id" in line] == []
+
+
+@pytest.mark.parametrize("lines", [(), (BORN,), (BORN, "3"), (BORN, "nowhere")])
+def test_the_end_of_the_input_ends_it_and_keeps_what_was_added(root: Path, tmp_path: Path, lines: tuple[str]) -> None:
+    file = tmp_path / "own.jsonl"
+    result = typed(root, file, BUILT, "Jon Vik", *lines)
+    assert (result.exit_code, "next: realmops run all" in result.stdout) == (0, True)
+    assert list(answers(file)) == [BUILT]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, EOFError])
+def test_each_answer_is_durable_before_the_next_question(tmp_path: Path, error: type[BaseException]) -> None:
+    """Ctrl-C ends like the end of the input."""
+    file = tmp_path / "own.jsonl"
+    lines = iter(["Where?", "Oslo", "Who?", "Anna"])
+    passage = {"text": "Oslo, Anna", "passage_id": "p", "title": "", "document_id": "d", "uri": "u", "score": 1.0}
+    passage |= {"start": 0, "end": 10, "highlights": []}
+    with Disk(tmp_path) as disk:
+
+        def ask(prompt: str) -> str:
+            if prompt.startswith("\n") and file.exists():
+                assert disk.lost(file) == []
+            if line := next(lines, None):
+                return line
+            raise error
+
+        printed = list(label_questions(lambda *_: {"passages": [passage]}, lambda _: "", file, ask))
+    assert printed[-2:] == [f"added; {file}: 2 of 20 questions, 18 left", ""]
+    assert list(answers(file).values()) == [("Oslo", "p"), ("Anna", "p")]
+
+
+def test_what_cannot_be_searched_or_written_is_not_added(root: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.jsonl"
+    lines = iter(["\udcff?", BORN, "\udcff", "y", BORN, "Oslo", ""])
+
+    def search(question: str, _: int) -> Any:
+        return open_search(root, Quiet()).search(question, labelling.SHOWN)
+
+    printed = list(label_questions(search, lambda _: "", file, lambda _: next(lines)))
+    assert len([line for line in printed if line.startswith("not added: ")]) == 2
+    assert list(answers(file)) == [BORN]
+
+
+@pytest.mark.parametrize(
+    "content", ['{"question": "a", "answers": ["b"]}\n{"question": ', '\n{"question": "a"}', "a,b\n"]
+)
+def test_a_damaged_file_is_named_with_its_line_and_unchanged(root: Path, tmp_path: Path, content: str) -> None:
+    file = tmp_path / "own.jsonl"
+    file.write_text(content)
+    result = typed(root, file, BORN, "Oslo")
+    number = content.rstrip().count("\n") + 1
+    assert (result.exit_code, f"{file}:{number}: " in result.stderr) == (2, True), result.output
+    assert file.read_text() == content
+    file.write_text('{"question": "a", "answer": "b"}\n{"question": " a", "answer": "c"}\n')
+    assert f"{file}:2: the question 'a' is already in the file" in typed(root, file, BORN, "Oslo").stderr
+
+
+def test_a_file_that_cannot_be_written_is_reported_before_the_first_question(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text").write_text("no folder")
+    access = os.access
+    monkeypatch.setattr(
+        "realmops.answering.own_questions.os.access",
+        lambda path, mode: not (mode == os.W_OK and "read-only" in str(path)) and access(path, mode),
+    )
+    (tmp_path / "read-only").mkdir()
+    for name, problem in (
+        ("text/own.jsonl", "text is no writable folder"),
+        ("read-only/new/own.jsonl", "read-only is no writable folder"),
+        ("read-only", "is a folder; expected a file"),
+        ("own.jsonl.gz", "is compressed; expected a file"),
+    ):
+        result = typed(root, tmp_path / name, BORN, "Oslo")
+        assert (result.exit_code, problem in result.stderr, result.stdout) == (2, True, ""), result.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["read-only", "text"]
+
+
+def test_a_disk_that_fills_up_leaves_the_earlier_answers(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "own.jsonl"
+    save_labels(file, [Label(BUILT, "Jon Vik")])
+    before = file.read_bytes()
+
+    def full(*_: object) -> Iterator[Path]:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+
+    monkeypatch.setattr("realmops.answering.own_questions.write_bytes", full)
+    result = typed(root, file, BORN, "Oslo")
+    assert (result.exit_code, "No space left" in result.stderr) == (2, True)
+    assert file.read_bytes() == before
+
+
+def test_the_answer_of_a_fine_tuned_model_is_proposed(answering: Path, tmp_path: Path) -> None:
+    """And a question that it cannot take is not added."""
+    file = tmp_path / "own.jsonl"
+    [proposed] = [json.loads(cli("ask", BUILT, "--root", answering / "root", "--json").stdout)["answer"]]
+    result = typed(answering / "root", file, "who " * 90, BUILT, "+", "y", "")
+    assert result.exit_code == 0, result.output
+    assert "not added: the question 'who who" in result.stdout
+    assert f"The model's answer: {proposed}\n" in result.stdout
+    assert {question: answer for question, (answer, _) in answers(file).items()} == {BUILT: proposed}
+
+
+def test_the_printed_intervals_are_those_of_the_bootstrap() -> None:
+    def spread(count: int, correct: int) -> str:
+        interval = bootstrap_interval([1] * correct + [0] * (count - correct), seed=0)
+        return f"{interval.low:.2f} to {interval.high:.2f}".replace("0.", ".")
+
+    few, many = ([spread(count, count * tenths // 10) for tenths in (5, 8)] for count in (20, 30))
+    assert (
+        f"{few[0]} around .50 and {few[1]} around .80 with 20 questions, {many[0]} and {many[1]} with 30"
+        in (WHAT_THEY_BRING[1])
+    )
+
+    def low(wins: int, losses: int) -> float:
+        """Lower bound of a difference between two models on 20 questions."""
+        return paired_bootstrap([1] * wins + [0] * (20 - wins), [0] * (20 - losses) + [1] * losses, seed=0).low
+
+    assert ".25" in WHAT_THEY_BRING[2]
+    assert max(low(6, 2), low(8, 3)) < 0, "differences of .2 and .25"
+    assert low(7, 1) > 0, "a difference of .3"
