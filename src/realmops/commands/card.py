@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from realmops import __version__
-from realmops.answering.confidence import Confidence
+from realmops.answering.confidence import OWN_QUESTIONS, Confidence
 from realmops.answering.opened_model import OpenedModel
 from realmops.commands.report import read_metrics
 from realmops.evaluate.run_report import headline_rows
@@ -115,7 +115,9 @@ def reader_card(opened: OpenedModel, confidence: Confidence, root: Path | None) 
         "initialised from": init or "unknown",
         "documents": trained.get("snapshot", {}).get("documents", "unknown"),
         "training questions": trained.get("questions", {}).get("train", "unknown"),
-        "calibrated on": f"{confidence.questions} questions of {trained.get('questions', {}).get('dev', 'a dev file')}",
+        "calibration": confidence.description.replace(
+            OWN_QUESTIONS, trained.get("questions", {}).get("dev", OWN_QUESTIONS)
+        ),
         "answers": f"up to {model.options.answer_wordpieces} wordpieces",
         "vocabulary": model.snapshot.vocabulary_hash,
         "model": f"{opened.version}, fine-tuned for {opened.weights_step} steps",

@@ -86,7 +86,7 @@ def _export_reader(folder: Path, opened: OpenedModel, root: Path | None) -> str:
     if model.reader.spans is None or opened.confidence is None:
         raise ValueError(
             f"no reader to export: {opened.folder} has no span reader with calibrated answers; export a run whose "
-            "stage finetune trained one"
+            "stage finetune trained one, with questions of people in questions.dev"
         )
     with artifacts.atomic_folder(folder) as out:
         copy_models(opened.folder, out, "reader")

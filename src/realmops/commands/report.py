@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from realmops import artifacts
 from realmops.evaluate.predictions import read_results, results_file
-from realmops.evaluate.run_report import FigureTable, figure_tables
+from realmops.evaluate.run_report import FigureTable, figure_tables, generated_note
 from realmops.stages import METRICS, STAGES
 from realmops.tracking.client import local_tracking_uri
 from realmops.tracking.mlflow_views import view_url
@@ -27,6 +27,8 @@ def summary(root: Path) -> Iterator[Table | str]:
     if not metrics:
         raise ValueError(f"{root.resolve()} has no results; run 'make run' or 'realmops run all' there first")
     yield from (table.to_rich_table() for table in figure_tables(metrics))
+    if note := generated_note(metrics.get("evaluate", {})):
+        yield f"Note:  {note}"
     if presets := presets_of(root):
         yield f"Presets:  {', '.join(presets)}"
     page = report_path(root)
@@ -77,11 +79,10 @@ def ask_commands(root: Path) -> Iterator[str]:
     """
     if not results_file(root).is_file():
         return
-    example = next((prediction.question for prediction in read_results(root) if prediction.passage_ids), None)
-    if example is None:
+    answered = [prediction for prediction in read_results(root) if prediction.passage_ids]
+    if not answered:
         return
-    if read_metrics(root)["evaluate"].get("cloze_questions"):
-        example = "Your question?"
+    example = next((row.question for row in answered if not row.is_generated), "Your question?")
     option = "" if root.resolve() == Path.cwd() else f" --root {shlex.quote(str(root))}"
     yield f"Ask questions, with sources:  {_command('realmops')} ask {shlex.quote(example)}{option}"
     yield f"The same over HTTP:  {_command('realmops')} serve{option}"

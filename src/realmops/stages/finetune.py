@@ -10,10 +10,10 @@ from realmops.answering.openqa import OpenQa
 from realmops.answering.retrieval import AnswerModel, RetrieveAndRead
 from realmops.baselines import t5
 from realmops.config import ClosedBookOptions, Finetune, Optimiser, ReaderOptions, RunOptions
-from realmops.corpus.question_sets import Question
+from realmops.corpus.question_sets import Question, rows_of_people
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import configure_malloc, device_and_dtype
-from realmops.evaluate.calibration import confidence_figures, fit_confidence
+from realmops.evaluate.calibration import MIN_CALIBRATION, confidence_figures, fit_confidence
 from realmops.evaluate.exact_match import is_exact_match, score_predictions
 from realmops.evaluate.recall import RECALL_AT
 from realmops.journal import JournalValues
@@ -83,7 +83,7 @@ def _open_qa(
         metrics["index_recall"] = _widen_index(job, model, structure, sample_queries(held_out, seed))
     if model.hybrid and options.reader_training == "passages":  # the query tower was trained together with the reader
         retriever.mixture = fit_weights_on_questions(model, held_out)
-    if model.hybrid and all(question.not_in for question in held_out):
+    if model.hybrid and all(question.is_generated for question in held_out):
         # all dev questions are generated: the value that fit_reading returns for them
         retriever.mixture = replace(retriever.mixture, reading=GENERATED_READING_WEIGHT)
     answers = model.answer(held_out, ranked=5, progress=job.report.progress("dev questions", len(held_out)))
@@ -155,14 +155,22 @@ TRAINERS: Mapping[str, Callable[[StageTrainings, Snapshot, list[Question], list[
 
 
 def _dev_metrics(job: Job, questions: list[Question], answers: list[Answer]) -> dict[str, float]:
-    """Fit and write the calibration; return exact match, F1 and calibration metrics on the dev questions."""
+    """Write the calibration, if there is one; return exact match, F1 and its metrics on the dev questions of people."""
     seed, precision = job.section(RunOptions).seed, job.section(Finetune).wanted_precision
-    score = score_predictions(questions, [answer.text for answer in answers], seed=seed)
-    inherited = _inherited_calibration(job, questions)
-    confidence = inherited or fit_confidence(answers, score.correct, precision)
-    confidence.save(job.out)
-    figures = confidence_figures(confidence, answers, score.correct, seed=seed)
+    rows = rows_of_people(questions)
+    questions, answers = [questions[row] for row in rows], [answers[row] for row in rows]
+    score = score_predictions(questions, [answer.text for answer in answers], seed=seed) if questions else None
+    inherited = None if len(questions) >= MIN_CALIBRATION else _inherited_calibration(job)
+    confidence = inherited
+    if score is not None and len(questions) >= MIN_CALIBRATION:
+        confidence = fit_confidence(answers, score.correct, precision)
+    figures = {}
+    if confidence is not None:
+        confidence.save(job.out)
+        figures = {} if score is None else confidence_figures(confidence, answers, score.correct, seed=seed)
     job.report.log(f"finetune: {_describe(confidence, figures, len(questions), is_inherited=inherited is not None)}")
+    if score is None:
+        return {}
     return {
         "dev_em": score.em.mean,
         "dev_f1": score.f1.mean,
@@ -170,20 +178,34 @@ def _dev_metrics(job: Job, questions: list[Question], answers: list[Answer]) -> 
     }
 
 
-def _describe(confidence: Confidence, figures: Mapping[str, float], questions: int, *, is_inherited: bool) -> str:
-    """Return a sentence on the threshold and the dev questions above it; inherited: read from ``reader.init``."""
+def _describe(
+    confidence: Confidence | None, figures: Mapping[str, float], questions: int, *, is_inherited: bool
+) -> str:
+    """Return a sentence on the threshold and the ``questions`` of people above it; inherited: from ``reader.init``."""
+    more = f"set questions.dev to at least {MIN_CALIBRATION} questions of people"
+    if confidence is None:
+        return (
+            f"no calibration: questions.dev has {questions} questions of people; answers have a score, but no "
+            f"probability of being right, and are shown below the passages; {more}"
+        )
     target = f"wanted_precision={confidence.wanted_precision:g}"
     if confidence.holds_all and is_inherited:
         return (
-            f"the model abstains on every question: in the calibration of reader.init nothing reached {target}; set "
-            "questions.dev to questions of people to fit it again"
+            "the model abstains on every question: in the calibration of reader.init nothing reached the precision "
+            f"{confidence.wanted_precision:g} for other documents; {more} to fit it again"
         )
     if confidence.holds_all:
         return (
             f"the model abstains on every question: no confidence reaches finetune.{target} on the {questions} dev "
             "questions; lower it, or train on more questions"
         )
-    source = f"of reader.init, for {target}" if is_inherited else f"for finetune.{target}"
+    source = (
+        f"of reader.init, for the precision {confidence.wanted_precision:g}"
+        if is_inherited
+        else f"for finetune.{target}"
+    )
+    if not figures:
+        return f"answers need a confidence of at least {confidence.threshold:.3f}; the threshold is {source}"
     precision = figures.get("answered_precision")  # missing if no question is answered
     return (
         f"{figures['answered'] * questions:.0f} of {questions} dev questions are answered, with a confidence of at "
@@ -192,13 +214,11 @@ def _describe(confidence: Confidence, figures: Mapping[str, float], questions: i
     )
 
 
-def _inherited_calibration(job: Job, questions: list[Question]) -> Confidence | None:
-    """Return the calibration of ``reader.init`` if the reader was not trained here and all dev questions are generated.
-
-    Generated questions do not predict the precision on questions of people.
-    """
+def _inherited_calibration(job: Job) -> Confidence | None:
+    """Return the calibration of ``reader.init`` for other documents; None if the reader was trained here."""
     is_trained = job.section(Finetune).epochs or job.section(ReaderOptions).init == ENCODER
-    return None if is_trained or not all(q.not_in for q in questions) else Confidence.load(job.inputs["reader.init"])
+    calibration = None if is_trained else Confidence.load(job.inputs["reader.init"])
+    return None if calibration is None else calibration.for_other_documents()
 
 
 def _widen_index(job: Job, model: RetrieveAndRead, passages: ApproximateIndex, questions: list[Question]) -> float:
