@@ -36,7 +36,8 @@ QUESTIONS = {
         ("When did Maria Holm die?", "1972"), ("Until when did Karl Lund live in Bergen?", "1950"),
         ("In which country is Fjell?", "Norway"), ("Who sang in The Red Door?", "Maria Holm"),
     ),
-    "dev": (("Who built The Star?", "Jon Vik"), ("What is the capital of Norway?", "Oslo")),
+    # as many as a calibration needs
+    "dev": (("Who built The Star?", "Jon Vik"), ("What is the capital of Norway?", "Oslo")) * 10,
     "test": (("Where did Jon Vik build ships?", "Bergen"), ("Who wrote a novel?", "Anna Berg")),
 }  # fmt: skip
 TAGGED = """Anna B-PER
