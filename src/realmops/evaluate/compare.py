@@ -14,8 +14,8 @@ from realmops.evaluate.exact_match import Difference, paired_bootstrap
 from realmops.evaluate.predictions import Prediction, read_results
 
 SAME_ORIGIN = (
-    "EM is measured on questions of people, and questions generated from the documents measure retrieval only; evaluate "
-    "both runs on the same questions"
+    "EM is measured on questions of people, and questions generated from the documents measure retrieval only; "
+    "evaluate both runs on the same questions"
 )
 
 

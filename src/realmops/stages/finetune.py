@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from realmops.answering.answer import Answer
-from realmops.answering.confidence import Confidence
+from realmops.answering.confidence import READER_QUESTIONS, Confidence
 from realmops.answering.openqa import OpenQa
 from realmops.answering.retrieval import AnswerModel, RetrieveAndRead
 from realmops.baselines import t5
@@ -160,15 +160,15 @@ def _dev_metrics(job: Job, questions: list[Question], answers: list[Answer]) -> 
     rows = rows_of_people(questions)
     questions, answers = [questions[row] for row in rows], [answers[row] for row in rows]
     score = score_predictions(questions, [answer.text for answer in answers], seed=seed) if questions else None
-    inherited = None if len(questions) >= MIN_CALIBRATION else _inherited_calibration(job)
-    confidence = inherited
     if score is not None and len(questions) >= MIN_CALIBRATION:
-        confidence = fit_confidence(answers, score.correct, precision)
+        confidence: Confidence | None = fit_confidence(answers, score.correct, precision)
+    else:
+        confidence = _inherited_calibration(job)
     figures = {}
     if confidence is not None:
         confidence.save(job.out)
         figures = {} if score is None else confidence_figures(confidence, answers, score.correct, seed=seed)
-    job.report.log(f"finetune: {_describe(confidence, figures, len(questions), is_inherited=inherited is not None)}")
+    job.report.log(f"finetune: {_describe(confidence, figures, len(questions))}")
     if score is None:
         return {}
     return {
@@ -178,32 +178,31 @@ def _dev_metrics(job: Job, questions: list[Question], answers: list[Answer]) -> 
     }
 
 
-def _describe(
-    confidence: Confidence | None, figures: Mapping[str, float], questions: int, *, is_inherited: bool
-) -> str:
-    """Return a sentence on the threshold and the ``questions`` of people above it; inherited: from ``reader.init``."""
+def _describe(confidence: Confidence | None, figures: Mapping[str, float], questions: int) -> str:
+    """Return a sentence on the threshold and the dev questions of people above it."""
     more = f"set questions.dev to at least {MIN_CALIBRATION} questions of people"
     if confidence is None:
         return (
             f"no calibration: questions.dev has {questions} questions of people; answers have a score, but no "
             f"probability of being right, and are shown below the passages; {more}"
         )
-    target = f"wanted_precision={confidence.wanted_precision:g}"
+    is_inherited = confidence.source == READER_QUESTIONS
+    target = (
+        f"the precision {confidence.wanted_precision:g}"
+        if is_inherited
+        else f"finetune.wanted_precision={confidence.wanted_precision:g}"
+    )
     if confidence.holds_all and is_inherited:
         return (
-            "the model abstains on every question: in the calibration of reader.init nothing reached the precision "
-            f"{confidence.wanted_precision:g} for other documents; {more} to fit it again"
+            f"the model abstains on every question: in the calibration of reader.init nothing reached {target} for "
+            f"other documents; {more} to fit it again"
         )
     if confidence.holds_all:
         return (
-            f"the model abstains on every question: no confidence reaches finetune.{target} on the {questions} dev "
+            f"the model abstains on every question: no confidence reaches {target} on the {questions} dev "
             "questions; lower it, or train on more questions"
         )
-    source = (
-        f"of reader.init, for the precision {confidence.wanted_precision:g}"
-        if is_inherited
-        else f"for finetune.{target}"
-    )
+    source = f"of reader.init, for {target}" if is_inherited else f"for {target}"
     if not figures:
         return f"answers need a confidence of at least {confidence.threshold:.3f}; the threshold is {source}"
     precision = figures.get("answered_precision")  # missing if no question is answered
@@ -215,9 +214,10 @@ def _describe(
 
 
 def _inherited_calibration(job: Job) -> Confidence | None:
-    """Return the calibration of ``reader.init`` for other documents; None if the reader was trained here."""
-    is_trained = job.section(Finetune).epochs or job.section(ReaderOptions).init == ENCODER
-    calibration = None if is_trained else Confidence.load(job.inputs["reader.init"])
+    """Return the calibration of ``reader.init`` for other documents; None if the reader is another or was trained."""
+    options = job.section(Finetune)
+    is_own = options.epochs or not options.reads_passages or job.section(ReaderOptions).init == ENCODER
+    calibration = None if is_own else Confidence.load(job.inputs["reader.init"])
     return None if calibration is None else calibration.for_other_documents()
 
 
