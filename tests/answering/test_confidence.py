@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from serving import calibration
 from sklearn.linear_model import LogisticRegression
-from small_project import QUESTIONS, Quiet, cli, stage, toy_values, write_json_lines
+from small_project import Quiet, cli, question_records, stage, toy_values, write_json_lines
 
 from realmops import artifacts
 from realmops.answering.answer import Answer
@@ -290,10 +290,7 @@ def test_a_model_without_a_calibration_answers_without_confidence(project: Path)
 def with_generated(project: Path, split: str, people: int) -> None:
     """Let all questions of a split after the first ones be as if they were generated from the first document."""
     made = Snapshot.open(project / "root/data/snapshot/corpus").passage_id(0)
-    records = [
-        {"id": f"{split}-{n}", "question": q, "answers": [a]} | ({"not_in": [made]} if n >= people else {})
-        for n, (q, a) in enumerate(QUESTIONS[split])
-    ]
+    records = [record | ({"not_in": [made]} if n >= people else {}) for n, record in enumerate(question_records(split))]
     write_json_lines(project / f"questions.{split}.jsonl", records)
 
 

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 import yaml
-from small_project import QUESTIONS, Quiet, Values, cli, run_all_here, stage, write_json_lines, write_params
+from small_project import (
+    QUESTIONS,
+    Quiet,
+    Values,
+    cli,
+    question_records,
+    run_all_here,
+    stage,
+    write_json_lines,
+    write_params,
+)
 from test_init import made, with_documents
 
 from realmops import artifacts, config
@@ -17,7 +27,7 @@ from realmops.answering.confidence import FILE as CONFIDENCE
 from realmops.config_yaml import read_params
 from realmops.model.checkpoint_files import MODEL, READER
 
-MADE = [{"id": str(n), "question": q, "answers": [a], "not_in": ["0"]} for n, (q, a) in enumerate(QUESTIONS["dev"])]
+MADE = [record | {"not_in": ["0"]} for record in question_records("dev")]
 
 
 @pytest.fixture(scope="module")
