@@ -17,6 +17,7 @@ import small_project
 import yaml
 from fastapi.testclient import TestClient
 
+from realmops.answering.confidence import OWN_QUESTIONS, Confidence
 from realmops.config import merge_options
 from realmops.serve.app import make_app
 from realmops.serve.batching import RequestBatcher
@@ -49,6 +50,11 @@ def tuned(project: Path, **changes: dict[str, Any]) -> Path:
     for name in ("finetune", "evaluate"):
         small_project.stage(name, values, project, project / "root")
     return project
+
+
+def calibration(threshold: float) -> Confidence:
+    """One that changes no p(y|x)."""
+    return Confidence(1.0, 0.0, threshold, 0.8, 20, OWN_QUESTIONS, threshold, 0.9)
 
 
 def update(project: Path, text: str) -> None:

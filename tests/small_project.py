@@ -89,12 +89,17 @@ def write_json_lines(path: Path, records: list[dict[str, Any]]) -> Path:
     return path
 
 
+def question_records(split: str) -> list[dict[str, Any]]:
+    """The questions of a split as in its file; those of dev ten times, as many as a calibration needs."""
+    pairs = QUESTIONS[split] * (10 if split == "dev" else 1)
+    return [{"id": f"{split}-{n}", "question": q, "answers": [a]} for n, (q, a) in enumerate(pairs)]
+
+
 def write_project(folder: Path, **changes: Mapping[str, Any]) -> Path:
     """Documents, questions, tagged sentences and params in a folder; returns the params file."""
     write_documents(folder / "documents.jsonl")
-    for split, pairs in QUESTIONS.items():
-        records = [{"id": f"{split}-{n}", "question": q, "answers": [a]} for n, (q, a) in enumerate(pairs)]
-        write_json_lines(folder / f"questions.{split}.jsonl", records)
+    for split in QUESTIONS:
+        write_json_lines(folder / f"questions.{split}.jsonl", question_records(split))
     (folder / "tagged.conll").write_text(TAGGED)
     return write_params(folder / "params.yaml", toy_values(**changes))
 

@@ -40,8 +40,9 @@ def test_a_program_searches_and_asks(root: Path) -> None:
     answerer = Answerer.open(root)
     found = answerer.answer(QUESTION)
     [record] = [json.loads(line) for line in cli("ask", QUESTION, "--root", root, "--json").stdout.splitlines()]
-    assert (found.text, found.probability, found.abstained) == (
+    assert (found.text, found.score, found.probability, found.abstained) == (
         record["answer"],
+        record["score"],
         record["probability"],
         record["abstained"],
     )

@@ -67,12 +67,15 @@ class Citation:
 class AnswerRecord:
     """An answer with its evidence.
 
-    ``text`` is empty if no span was found. ``abstained`` is True if the confidence is below ``threshold``.
+    ``text`` is empty if no span was found. ``score`` is p(y|x), by which answers are ranked. ``probability`` is the
+    calibrated probability that the answer is right; ``abstained`` is True if it is below ``threshold``. Without a
+    calibration on questions of people both numbers are None, and ``abstained`` is True.
     """
 
     question: str
     text: str
-    probability: float
+    score: float
+    probability: float | None
     threshold: float | None
     abstained: bool
     citations: Sequence[Citation]
@@ -168,6 +171,7 @@ class Answerer:
         return AnswerRecord(
             question=question,
             text=record["answer"],
+            score=record["score"],
             probability=record["probability"],
             threshold=record["threshold"],
             abstained=record["abstained"],

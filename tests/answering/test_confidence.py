@@ -8,14 +8,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from serving import calibration
 from sklearn.linear_model import LogisticRegression
-from small_project import Quiet, cli, stage, toy_values
+from small_project import Quiet, cli, question_records, stage, toy_values, write_json_lines
 
 from realmops import artifacts
 from realmops.answering.answer import Answer
-from realmops.answering.confidence import ALWAYS_ABSTAIN, FILE, Confidence, log_odds
+from realmops.answering.confidence import (
+    ALWAYS_ABSTAIN,
+    FILE,
+    INHERITED_PRECISION,
+    READER_QUESTIONS,
+    Confidence,
+    log_odds,
+)
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.calibration import (
     BINS,
+    MIN_CALIBRATION,
     calibration_error,
     chance_error,
     confidence_figures,
@@ -26,7 +36,7 @@ from realmops.evaluate.calibration import (
     reliability_bins,
     threshold_for,
 )
-from realmops.evaluate.predictions import read_predictions
+from realmops.evaluate.predictions import FAILED_AT, read_predictions, read_results
 
 
 def answer(p: float, text: str = "Oslo") -> Answer:
@@ -115,6 +125,20 @@ def test_the_answer_at_the_threshold_is_given() -> None:
     assert [found.abstains(one) for one in answers] == [False, False, True, True]
 
 
+def test_over_other_documents_the_threshold_is_the_strict_one() -> None:
+    """Fitted on the same questions, for a precision that is at least as high."""
+    answers, correct = [answer(p) for p in (0.9, 0.7, 0.4, 0.1)], np.array([True, False, True, False])
+    found = fit_confidence(answers, correct, 0.6)
+    other = found.for_other_documents()
+    assert found.threshold == found.probability(answers[2])
+    assert (other.threshold, other.wanted_precision) == (found.probability(answers[0]), INHERITED_PRECISION)
+    assert other.description == f"fitted on 4 questions: {READER_QUESTIONS}"
+    assert other.for_other_documents() == other
+    assert other.probability(answers[1]) == found.probability(answers[1])
+    strictest = fit_confidence(answers, correct, 0.95)
+    assert (strictest.strict_precision, strictest.strict_threshold) == (0.95, strictest.threshold)
+
+
 def test_the_threshold_is_the_slow_one() -> None:
     """Every probability tried as one: of those that reach the precision, that with the most answers."""
     rng = np.random.default_rng(1)
@@ -187,7 +211,7 @@ def test_a_calibration_learned_on_some_questions_holds_on_others() -> None:
 
 
 def test_what_answers_nothing_has_no_precision() -> None:
-    never = Confidence(1.0, 0.0, 0.99, 0.8, 2)
+    never = calibration(0.99)
     figures = confidence_figures(never, [answer(0.5), answer(0.6)], np.array([True, False]), seed=0, resamples=10)
     assert figures["answered"] == 0.0
     assert "answered_precision" not in figures
@@ -196,12 +220,13 @@ def test_what_answers_nothing_has_no_precision() -> None:
 def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
     assert Confidence.load(tmp_path) is None
     for threshold in (0.5, ALWAYS_ABSTAIN):
-        saved = Confidence(0.1 + 0.2, -1 / 3, threshold, 0.8, 308)
+        saved = Confidence(0.1 + 0.2, -1 / 3, threshold, 0.8, 308, "questions.dev", 0.7, 0.9)
         saved.save(tmp_path)
         assert Confidence.load(tmp_path) == saved
     stored = json.loads((tmp_path / FILE).read_text())
     assert stored["threshold"] > 1
-    for damage in ('{"slope": 1}', "[1]", "{"):
+    earlier = json.dumps({name: stored[name] for name in ("slope", "intercept", "threshold", "wanted_precision")})
+    for damage in (earlier, "[1]", "{"):
         (tmp_path / FILE).write_text(damage)
         with pytest.raises(ValueError, match=FILE):
             Confidence.load(tmp_path)
@@ -223,7 +248,7 @@ def test_finetune_fits_it_and_evaluate_applies_it(project: Path) -> None:
     assert {"dev_em", "dev_ece", "dev_precision_at_30", "dev_answered"} <= tuned.keys()
     [said] = [line for line in report.said if "wanted_precision" in line]
     stored = json.loads((root / f"models/finetune/{FILE}").read_text())
-    assert (stored["questions"], stored["wanted_precision"]) == (2, 0.8)
+    assert (stored["questions"], stored["wanted_precision"], stored["source"]) == (20, 0.8, "questions.dev")
     assert ("the model abstains on every question" in said) == (stored["threshold"] == ALWAYS_ABSTAIN)
     assert FILE in artifacts.read_json(root / "models/finetune/manifest.json")["files"]
     measured = stage("evaluate", values, project, root)
@@ -245,13 +270,14 @@ def test_finetune_fits_it_and_evaluate_applies_it(project: Path) -> None:
 
 
 def test_a_model_without_a_calibration_answers_without_confidence(project: Path) -> None:
-    """As one that was imported: nothing about confidence is said, drawn or counted."""
+    """One question too few were of people: nothing about confidence is said, drawn or counted."""
     values = toy_values(pretrain={"steps": 0, "builder": "external"})
     root, report = project / "root", Quiet()
-    stage("finetune", values, project, root)
-    (root / f"models/finetune/{FILE}").unlink()
-    made = artifacts.read_json(root / "models/finetune/manifest.json")
-    artifacts.write_manifest(root / "models/finetune", "finetune", **{k: made[k] for k in ("fingerprint", "sections")})
+    with_generated(project, "dev", MIN_CALIBRATION - 1)
+    tuned = stage("finetune", values, project, root, report)
+    assert [line for line in report.said if "no calibration: questions.dev has 19 questions of people" in line]
+    assert not (root / f"models/finetune/{FILE}").exists()
+    assert [name for name in tuned if name.startswith("dev_")] == ["dev_em", "dev_f1"]
     measured = stage("evaluate", values, project, root, report)
     assert any("not calibrated on dev questions" in line for line in report.said)
     assert not [name for name in measured if name.startswith("ece") or "answered" in name]
@@ -259,6 +285,46 @@ def test_a_model_without_a_calibration_answers_without_confidence(project: Path)
     assert [(row.confidence, row.abstained) for row in rows] == [(None, None)] * 2
     assert "Confidence and precision" not in (root / "results/report.html").read_text()
     assert "confidence" not in cli("explain", "--root", root).stdout
+
+
+def with_generated(project: Path, split: str, people: int) -> None:
+    """Let all questions of a split after the first ones be as if they were generated from the first document."""
+    made = Snapshot.open(project / "root/data/snapshot/corpus").passage_id(0)
+    records = [record | ({"not_in": [made]} if n >= people else {}) for n, record in enumerate(question_records(split))]
+    write_json_lines(project / f"questions.{split}.jsonl", records)
+
+
+def test_generated_questions_are_never_asked_whether_answers_are_right(project: Path) -> None:
+    """The metrics of answers are those of the only question of people; recall counts both."""
+    values, root, report = toy_values(pretrain={"steps": 0, "builder": "external"}), project / "root", Quiet()
+    with_generated(project, "dev", 0)
+    assert not [name for name in stage("finetune", values, project, root, report) if name.startswith("dev_")]
+    with_generated(project, "test", 1)
+    mixed = stage("evaluate", values, project, root, report)
+    rows = read_predictions(root / "results/predictions.parquet")
+    assert [row.is_generated for row in rows] == [False, True]
+    assert (rows[1].em, rows[1].f1, rows[1].failed_at) == (None, None, None)
+    assert (mixed["questions"], mixed["generated_questions"]) == (2, 1)
+    assert (mixed["em"], mixed["f1"]) == (rows[0].em, rows[0].f1)
+    assert mixed["recall_at_5"] == sum(0 <= row.first_hit < 5 for row in rows) / 2
+    assert sum(mixed[f"failed_at_{name}"] for name in FAILED_AT if name != "correct") + mixed["em"] == 1
+    assert {"rule_em", "bm25_em", "closed_book_em"} <= mixed.keys()
+    assert [line for line in report.said if "1 of 2 test questions were generated from the documents" in line]
+    shown = cli("explain", "--root", root).stdout
+    assert shown.startswith("2 questions, 1 generated from the documents, to measure retrieval only")
+    assert shown.count("failed at: ") == 1
+    with_generated(project, "test", 0)
+    generated = stage("evaluate", values, project, root, report)
+    assert not [name for name in generated if "em" in name.split("_") or "f1" in name or name.startswith("failed_at")]
+    assert {"bm25_recall_at_5_token_boundary", "recall_at_5", "ceiling_in_corpus"} <= generated.keys()
+    assert generated["recall_at_5"] == sum(0 <= row.first_hit < 5 for row in read_results(root)) / 2
+    page = (root / "results/report.html").read_text()
+    assert "correct</span>" not in page
+    assert "wrong</span>" not in page
+    assert "<th>EM</th>" not in page
+    for text in (page, cli("report", "--root", root).stdout.replace("\n", " ")):
+        assert "hey measure retrieval only; label twenty of your own" in text
+        assert "EM (test questions)" not in text
 
 
 def test_a_precision_that_is_no_share_is_refused() -> None:

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from small_world import DOCUMENTS
 
 from realmops import artifacts
 from realmops.commands.promote import DIGEST_TAG, read_run
-from realmops.evaluate.predictions import Prediction, read_predictions
+from realmops.evaluate.predictions import Prediction, read_predictions, write_predictions
 from realmops.tracking import sender
 from realmops.tracking.client import local_tracking_uri, mlflow_client
 from realmops.tracking.registry import CHAMPION, Registry
@@ -181,6 +182,43 @@ def test_an_evaluation_is_questions_and_what_does_not_count_in_any_form(another:
         write_json_lines(another / "questions.test.jsonl", [record | more for record in records])
         assert run(another, "run", "evaluate", *UNTRACKED).exit_code == 0
         assert (read_run(another, another / "root").evaluation == before) is same
+
+
+def generated(project: Path, hits: int) -> None:
+    """Evaluate on generated questions; make the results as if the first passages of so many had an answer."""
+    write_json_lines(project / "questions.test.jsonl", [{**record, "not_in": ["0" * 32]} for record in TEST])
+    assert run(project, "run", "evaluate", *UNTRACKED).exit_code == 0
+    results = project / "root/results"
+    manifest, metrics = (artifacts.read_json(results / file) for file in ("manifest.json", "metrics.json"))
+    rows = read_predictions(results / "predictions.parquet")
+    rows = [replace(row, first_hit=0 if n < hits else -1) for n, row in enumerate(rows)]
+    write_predictions(results / "predictions.parquet", rows)
+    artifacts.write_json(results / "metrics.json", {**metrics, "recall_at_5": hits / 10})
+    artifacts.write_manifest(results, "evaluate", **{key: manifest[key] for key in ("fingerprint", "sections")})
+
+
+def test_runs_on_generated_questions_compete_by_recall_among_themselves(project: Path, another: Path) -> None:
+    assert promote(another, "of_people").exit_code == 0
+    generated(another, 0)
+    first = promote(another, "retrieval")
+    assert first.exit_code == 0, first.output
+    assert "models:/retrieval/1 is the champion: recall@5 0.000 on 10 generated questions" in first.stdout
+    assert "EM" not in first.stdout
+    generated(another, 10)
+    better = promote(another, "retrieval", "--margin", "0.9")
+    assert better.exit_code == 0, better.output
+    assert "recall@5 (retrieval: all questions were generated from the documents): 1.000 against 0.000" in better.stdout
+    found = champion(project, "retrieval")
+    assert found is not None
+    assert (found[0], found[1]["realmops.recall_at_5"]) == (2, "1.0000")
+    assert "realmops.em" not in found[1]
+    refused = promote(another, "of_people")
+    assert refused.exit_code == 2
+    assert "models:/of_people/1 was evaluated on questions of people and" in refused.stderr
+    refused = promote(project, "retrieval")
+    assert refused.exit_code == 2
+    assert "models:/retrieval/2 was evaluated on generated questions and" in refused.stderr
+    assert champion(project, "retrieval") == found
 
 
 def test_a_model_that_was_trained_since_is_not_promoted_with_old_results(another: Path) -> None:

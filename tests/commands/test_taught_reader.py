@@ -8,14 +8,26 @@ from pathlib import Path
 
 import pytest
 import yaml
-from small_project import QUESTIONS, Quiet, Values, cli, run_all_here, stage, write_json_lines, write_params
+from small_project import (
+    QUESTIONS,
+    Quiet,
+    Values,
+    cli,
+    question_records,
+    run_all_here,
+    stage,
+    write_json_lines,
+    write_params,
+)
 from test_init import made, with_documents
 
 from realmops import artifacts, config
-from realmops.answering.confidence import ALWAYS_ABSTAIN
+from realmops.answering.confidence import ALWAYS_ABSTAIN, READER_QUESTIONS
 from realmops.answering.confidence import FILE as CONFIDENCE
 from realmops.config_yaml import read_params
 from realmops.model.checkpoint_files import MODEL, READER
+
+MADE = [record | {"not_in": ["0"]} for record in question_records("dev")]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +64,12 @@ def test_the_folder_has_the_reader_its_calibration_and_a_card(reader: Path, answ
     assert manifest["files"].keys() == files | {f"reader_encoder/{name}" for name in encoder}
     _, front, text = (reader / "README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(front)["license"] == "unknown"
-    for part in ("questions.train.jsonl", "documents.jsonl", "2 questions of questions.dev.jsonl", "| EM (test"):
+    for part in (
+        "questions.train.jsonl",
+        "documents.jsonl",
+        "20 questions: questions.dev.jsonl",
+        "| EM (test",
+    ):
         assert part in text
     assert "runs over other documents cannot use it" in text, "its wordpieces are of its own documents"
 
@@ -73,10 +90,14 @@ def test_its_calibration_holds_where_only_made_questions_could_fit_another(reade
     stage("finetune", values, project, root)
     own = json.loads((root / "models" / "finetune" / CONFIDENCE).read_text())
     assert own["wanted_precision"] == 0.5 != public["wanted_precision"], "fitted on people's questions"
-    made = [{"id": str(n), "question": q, "answers": [a], "not_in": ["0"]} for n, (q, a) in enumerate(QUESTIONS["dev"])]
-    write_json_lines(project / "questions.dev.jsonl", made)
+    write_json_lines(project / "questions.dev.jsonl", MADE)
     stage("finetune", values, project, root)
-    assert json.loads((root / "models" / "finetune" / CONFIDENCE).read_text()) == public
+    kept = json.loads((root / "models" / "finetune" / CONFIDENCE).read_text())
+    assert kept == public | {
+        "threshold": public["strict_threshold"],
+        "wanted_precision": public["strict_precision"],
+        "source": READER_QUESTIONS,
+    }
 
 
 @pytest.mark.parametrize(
@@ -85,30 +106,28 @@ def test_its_calibration_holds_where_only_made_questions_could_fit_another(reade
         (
             1.0,
             "finetune: 0 of 2 dev questions are answered, with a confidence of at least 1.000; the threshold is of "
-            "reader.init, for wanted_precision=0.6",
+            "reader.init, for the precision 0.6",
         ),
         (
             ALWAYS_ABSTAIN,
-            "finetune: the model abstains on every question: in the calibration of reader.init nothing reached "
-            "wanted_precision=0.6; set questions.dev to questions of people to fit it again",
+            "finetune: the model abstains on every question: in the calibration of reader.init nothing reached the "
+            "precision 0.6 for other documents; set questions.dev to at least 20 questions of people to fit it again",
         ),
     ],
 )
 def test_finetune_reports_a_kept_calibration_that_answers_no_dev_question(
     reader: Path, project: Path, tmp_path: Path, threshold: float, message: str
 ) -> None:
-    """A probability is below 1, so no answer reaches a threshold of 1."""
+    """A probability is below 1, so no answer reaches a threshold of 1. Two questions of people are too few."""
     other = Path(shutil.copytree(reader, tmp_path / "other"))
     public = json.loads((other / CONFIDENCE).read_text())
-    artifacts.write_json(other / CONFIDENCE, {**public, "threshold": threshold, "wanted_precision": 0.6})
+    artifacts.write_json(other / CONFIDENCE, {**public, "strict_threshold": threshold, "strict_precision": 0.6})
     artifacts.write_manifest(other, "export")
     values, report = begun(project, other, wanted_precision=0.9), Quiet()
-    asked = [
-        {"id": str(n), "question": q, "answers": [a], "not_in": ["0"]} for n, (q, a) in enumerate(QUESTIONS["dev"])
-    ]
-    write_json_lines(project / "questions.dev.jsonl", asked)
+    people = [{name: record[name] for name in record if name != "not_in"} for record in MADE[:2]]
+    write_json_lines(project / "questions.dev.jsonl", [*people, *MADE[2:]])
     metrics = stage("finetune", values, project, project / "root", report)
-    assert [line for line in report.said if "wanted_precision" in line] == [message]
+    assert [line for line in report.said if "reader.init" in line] == [message]
     assert metrics["dev_answered"] == 0.0
     assert "dev_answered_precision" not in metrics, "there is no answer to be right"
 

@@ -255,6 +255,22 @@ def points(project: Path) -> list[tuple[str, str, float, int, int]]:
         return sorted(connection.execute("SELECT run_uuid, key, value, timestamp, step FROM metrics").fetchall())
 
 
+def test_exact_match_of_generated_questions_is_in_no_table() -> None:
+    """Of two questions one was generated; with both generated there is no exact match at all."""
+    pair = [outcome("realm", 0, "10", "11"), outcome("baseline", 0, "00", "10")]
+    for generated, em, difference in ((1, 1.0, 1.0), (2, None, None)):
+        made = [replace(run, correct=np.where(np.arange(2) >= 2 - generated, math.nan, run.correct)) for run in pair]
+        realm, baseline = table_rows(made, VARIANTS)
+        assert made[0].em == em
+        assert (realm["recall_at_5"], baseline["recall_at_5"]) == (1.0, 0.5)
+        if em is None:
+            assert math.isnan(realm["em"])
+            assert math.isnan(baseline["em_difference"])
+            assert "EM" not in staleness_chart([realm, {**baseline, "variant": "stale_3x"}])
+        else:
+            assert (realm["em"], -baseline["em_difference"]) == (em, difference)
+
+
 def test_mlflow_has_the_datasets_and_the_tables_of_each_variant(project: Path) -> None:
     runs = mlflow_runs(project)
     parent, realm, baseline = (runs[name] for name in ("ablation", "realm seed 0", "baseline seed 0"))

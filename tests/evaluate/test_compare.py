@@ -109,6 +109,54 @@ def test_the_order_of_the_answers_makes_no_other_question(tmp_path: Path) -> Non
     assert compare_runs(ours, theirs, seed=0)[0].questions == 1
 
 
+GENERATED = replace(PREDICTION, em=None, f1=None, failed_at=None)
+
+
+def test_generated_questions_compare_retrieval_and_nothing_else(tmp_path: Path) -> None:
+    """Earlier versions scored them: their ids tell."""
+    for folder, hits, row in (("a", 6, GENERATED), ("b", 2, replace(PREDICTION, em=True))):
+        rows = [replace(row, question_id=f"cloze-{n}", first_hit=0 if n < hits else 5) for n in range(8)]
+        write_predictions(results(tmp_path / folder, []) / "predictions.parquet", rows)
+    [recall] = compare_runs(tmp_path / "a", tmp_path / "b", seed=0)
+    assert (recall.questions, recall.first, recall.second) == (8, 0.75, 0.25)
+    assert format_comparison(recall).startswith(
+        "recall@5 (retrieval: all questions were generated from the documents): 0.750 against 0.250"
+    )
+
+
+def test_in_a_mixture_em_is_that_of_people(tmp_path: Path) -> None:
+    for folder, right in (("a", True), ("b", False)):
+        rows = [replace(PREDICTION, em=right), *(replace(GENERATED, question_id=f"cloze-{n}") for n in range(3))]
+        write_predictions(results(tmp_path / folder, []) / "predictions.parquet", rows)
+    em, recall = compare_runs(tmp_path / "a", tmp_path / "b", seed=0)
+    assert (em.measure, em.questions, em.first, em.second) == ("EM", 1, 1.0, 0.0)
+    assert (recall.measure, recall.questions) == ("recall@5", 4)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        ([PREDICTION, PREDICTION], "was evaluated on generated questions and"),
+        ([PREDICTION, GENERATED], "was evaluated on generated questions and"),
+    ],
+)
+def test_questions_of_another_origin_are_refused(tmp_path: Path, theirs: list[Any], message: str) -> None:
+    for folder, rows in (("a", [GENERATED, GENERATED]), ("b", theirs)):
+        named = [replace(row, question_id=f"q{n}") for n, row in enumerate(rows)]
+        write_predictions(results(tmp_path / folder, []) / "predictions.parquet", named)
+    refused = cli("compare", tmp_path / "a", tmp_path / "b")
+    assert refused.exit_code == 2
+    assert message in refused.stderr
+    assert "questions generated from the documents measure retrieval only" in refused.stderr
+
+
+def test_a_question_of_another_origin_is_named(tmp_path: Path) -> None:
+    for folder, rows in (("a", [GENERATED, PREDICTION]), ("b", [PREDICTION, GENERATED])):
+        named = [replace(row, question_id=f"q{n}") for n, row in enumerate(rows)]
+        write_predictions(results(tmp_path / folder, []) / "predictions.parquet", named)
+    assert "'q0' was generated from the documents in one of" in cli("compare", tmp_path / "a", tmp_path / "b").stderr
+
+
 # ---- failures
 
 

@@ -142,7 +142,7 @@ def test_a_reader_of_another_kind_answers_is_saved_and_says_what_it_is(
     for answer in answers:
         assert sum(z.p_y_z for z in answer.read) == pytest.approx(answer.p_y) == answer.probability
     record = answer_record(world.snapshot, answers[0], {}, None)
-    assert (record["answer"], record["p_y"], record["abstained"]) == (answers[0].text, answers[0].probability, False)
+    assert (record["answer"], record["score"], record["abstained"]) == (answers[0].text, answers[0].probability, True)
     assert record["citations"] == []
     assert [passage["span"] for passage in record["passages"]] == [None] * 3
     over = model.with_ranker(lambda question, k: np.arange(k)[::-1].copy())

@@ -208,4 +208,4 @@ def test_a_warmed_up_model_has_copies_and_answers_the_same(copy: Path, monkeypat
     assert served.shared_search.passages is index, "one copy serves answers and searches"
     assert packed == [served.model.retriever.query, served.model.reader]
     [again] = served.answer(asked)
-    assert (again["answer"], again["p_y"]) == (told["answer"], told["p_y"])
+    assert (again["answer"], again["score"]) == (told["answer"], told["score"])

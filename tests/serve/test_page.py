@@ -18,7 +18,7 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from serving import QUESTION, Served, client_of, served, watching
+from serving import QUESTION, Served, calibration, client_of, served, watching
 from small_project import QUESTIONS, answered, cli, wait_for, write_json_lines
 from small_world import DOCUMENTS
 
@@ -68,8 +68,8 @@ def guarded(project: Path) -> Iterator[Served]:
 
 
 @contextmanager
-def held_back(project: Path, threshold: float) -> Iterator[Any]:
-    """A client of the page where answers below a threshold are held back."""
+def held_back(project: Path, confidence: Confidence | None) -> Iterator[Any]:
+    """A client of the page of a model with this calibration."""
     from fastapi.testclient import TestClient
 
     from realmops.serve.app import make_app
@@ -78,7 +78,7 @@ def held_back(project: Path, threshold: float) -> Iterator[Any]:
     from realmops.serve.model_watcher import ModelWatcher
 
     origin = RunFolder(project / "root")
-    batcher = RequestBatcher(ServedModel.of(replace(origin.open(), confidence=Confidence(1.0, 0.0, threshold, 0.8, 2))))
+    batcher = RequestBatcher(ServedModel.of(replace(origin.open(), confidence=confidence)))
     app = make_app(batcher, ModelWatcher(origin, batcher, None, print), Metrics(), None, Limits())
     yield TestClient(app)
     batcher.close()
@@ -150,9 +150,10 @@ def test_the_answer_is_that_of_the_api_with_its_quotation_in_its_passage(server:
     assert len(before) == first["start"] - passage["start"]
     assert f"characters {first['start']} to {first['end']}" in texts(answer, ".//figcaption")[0]
     assert f"It is right with probability {percent(record['probability'])}" in texts(answer, ".//p[@class='sure']")[0]
+    assert record["calibration"] in texts(answer, ".//p[@class='sure']")[0]
     assert not record["abstained"]
     assert page.findtext(".//title").startswith(f"{record['answer']}: ")
-    assert f"Answer: {record['answer']}. Probability " in page.get_element_by_id("status").text
+    assert f"Answer: {record['answer']}, right with probability " in page.get_element_by_id("status").text
 
 
 @pytest.mark.parametrize(
@@ -161,7 +162,7 @@ def test_the_answer_is_that_of_the_api_with_its_quotation_in_its_passage(server:
 )
 def test_where_an_answer_is_held_back_the_passages_lead(project: Path, threshold: float, reason: str) -> None:
     """The first three with the words of the question marked; what was held back stands small below them."""
-    with held_back(project, threshold) as client:
+    with held_back(project, calibration(threshold)) as client:
         page = lxml.html.fromstring(client.get("/?" + urlencode({"q": WORDS})).text)
         record = client.post("/v1/answer", json={"question": WORDS}).json()
     assert record["abstained"]
@@ -177,12 +178,28 @@ def test_where_an_answer_is_held_back_the_passages_lead(project: Path, threshold
     assert [one.xpath("./mark/text()") for one in found] == marked
     assert any(marked)
     [small] = texts(answer, ".//p[@class='sure']")
-    assert small.startswith(f"Held back: {record['answer']}, right with probability {percent(record['probability'])}.")
+    assert small.startswith(f"Held back: {record['answer']}, right with probability {percent(record['probability'])} (")
     assert reason in small
     assert page.findtext(".//title").startswith("No confident answer: ")
     assert page.get_element_by_id("status").text.startswith("No answer is confident enough.")
     assert EVIL in page.text_content()
     assert len(page.xpath("//script")) == 1
+
+
+def test_without_a_calibration_no_percentage_is_shown_and_the_passages_lead(project: Path) -> None:
+    with held_back(project, None) as client:
+        page = lxml.html.fromstring(client.get("/?" + urlencode({"q": WORDS})).text)
+        record = client.post("/v1/answer", json={"question": WORDS}).json()
+        other = client.get("/?" + urlencode({"q": WORDS, "without": record["citations"][0]["passage_id"]})).text
+    answer, certainty = shown(page, "answer"), f"{record['answer']}, not calibrated: score {record['score']:.2f}."
+    assert texts(answer, ".//h2") == ["Best matches"]
+    assert not answer.xpath(".//p[@class='given']")
+    assert texts(answer, ".//p[@class='sure']") == [f"Possible answer: {certainty}"]
+    assert page.get_element_by_id("status").text == f"The best passages follow. Possible answer: {certainty}"
+    assert page.findtext(".//title").startswith("Best matches: ")
+    assert "not calibrated: score" in shown(lxml.html.fromstring(other), "answer").text_content()
+    for html in (page, lxml.html.fromstring(other)):
+        assert "%" not in shown(html, "answer").text_content()
 
 
 def test_each_passage_has_its_bars(server: Served) -> None:
@@ -279,18 +296,13 @@ def test_only_questions_that_are_answered_rightly_are_examples(project: Path, tm
     file, (first, second) = root / "results/predictions.parquet", read_results(root)
     changed = {
         (first.question,): [first, replace(second, em=False)],
-        (second.question,): [replace(first, question_id="cloze-7"), second],
+        (second.question,): [replace(first, em=None, f1=None, failed_at=None), second],
         (): [replace(first, abstained=True), replace(second, em=False)],
     }
     for examples, rows in changed.items():
         write_predictions(file, rows)
         assert RunFolder(root).examples() == list(examples)
     write_predictions(file, [first, second])
-    manifest = artifacts.read_json(root / "results/manifest.json")
-    manifest["sections"]["questions"]["test"] = "data/cloze/questions.test.jsonl"
-    artifacts.write_json(root / "results/manifest.json", manifest)
-    assert RunFolder(root).examples() == []
-    shutil.copy(project / "root/results/manifest.json", root / "results")
     assert len(RunFolder(root).examples()) == 2
     replace(Confidence.load(root / TUNED), threshold=ALWAYS_ABSTAIN).save(root / TUNED)
     assert RunFolder(root).examples() == [], "the model was calibrated again since"
@@ -564,7 +576,7 @@ def test_asked_by_keyboard_it_answers_in_place(at: webdriver.Chrome, server: Ser
     field.send_keys(QUESTION, Keys.ENTER)
     wait_for_answer(at)
     record = server.ask()
-    assert said(at).startswith(f"Answer: {record['answer']}. ")
+    assert said(at).startswith(f"Answer: {record['answer']}, right with probability ")
     assert at.title.startswith(f"{record['answer']}: ")
     assert at.current_url == f"{server.url}{ASKED}"
     assert at.execute_script("return window.stays") == 1, "the page was not loaded anew"

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 import torch
-from serving import QUESTION, Served, client_of, every_call, served, update
+from serving import QUESTION, Served, calibration, client_of, every_call, served, update
 from small_project import QUESTIONS, cli, wait_for
 from small_world import DOCUMENTS
 
@@ -50,9 +50,10 @@ def test_an_answer_is_that_of_the_evaluation_with_its_sources(answering: Path, s
     assert [p["span"] for p in record["passages"]] == list(stored.passage_spans)
     assert sum(p["p_z_given_y"] for p in record["passages"]) == pytest.approx(1)
     assert record["probability"] == pytest.approx(stored.confidence, abs=1e-4)
-    assert 0 < record["p_y"] <= 1
-    calibration = read_json(answering / "root/models/finetune/confidence.json")
-    assert (record["abstained"], record["threshold"]) == (stored.abstained, calibration["threshold"])
+    assert 0 < record["score"] <= 1
+    assert record["calibration"] == "fitted on 20 questions: questions.dev"
+    fitted = read_json(answering / "root/models/finetune/confidence.json")
+    assert (record["abstained"], record["threshold"]) == (stored.abstained, fitted["threshold"])
     for citation in record["citations"]:
         assert citation["quote"] == source_of(citation)
         assert (citation["uri"], citation["p_z_given_y"] > 0) == ("documents.jsonl", True)
@@ -103,24 +104,22 @@ def test_without_any_passage_there_is_no_answer(answering: Path) -> None:
     both = generation.read([some, none])
     assert both[0]["answer"]
     assert (both[1]["answer"], both[1]["abstained"], both[1]["citations"], both[1]["passages"]) == ("", True, [], [])
-    assert (both[1]["probability"], both[1]["p_y"], both[1]["quote"]) == (0, 0, None)
+    assert (both[1]["probability"], both[1]["score"], both[1]["quote"]) == (0, 0, None)
     assert generation.read([none])[0] == both[1]
 
 
 def test_an_unsure_answer_is_marked(answering: Path) -> None:
     from dataclasses import replace
 
-    from realmops.answering.confidence import ALWAYS_ABSTAIN, Confidence
+    from realmops.answering.confidence import ALWAYS_ABSTAIN
     from realmops.answering.opened_model import Query
-    from realmops.answering.record import format_record
     from realmops.stages.open_run import open_run
 
     generation = open_run(answering / "root")
     [found] = generation.find([Query(QUESTION)])
     records = {}
     for threshold in (0.0, 1.0, ALWAYS_ABSTAIN):
-        curve = Confidence(1.0, 0.0, threshold, 0.8, 2)
-        [records[threshold]] = replace(generation, confidence=curve).read([found])
+        [records[threshold]] = replace(generation, confidence=calibration(threshold)).read([found])
     assert [record["abstained"] for record in records.values()] == [False, True, True]
     assert len({record["answer"] for record in records.values()}) == 1
     assert "held back" not in format_record(records[0.0])[0]
@@ -129,7 +128,9 @@ def test_an_unsure_answer_is_marked(answering: Path) -> None:
     assert "held back below 1)" in format_record(records[1.0])[0]
     assert "held back as every answer is" in format_record(records[ALWAYS_ABSTAIN])[0]
     [plain] = replace(generation, confidence=None).read([found])
-    assert (plain["probability"], plain["abstained"]) == (plain["p_y"], False)
+    assert [plain[name] for name in ("probability", "calibration", "threshold")] == [None] * 3
+    assert (plain["abstained"], plain["score"]) == (True, records[0.0]["score"])
+    assert format_record(plain)[:2] == [f"{plain['answer']}  (not calibrated: score {plain['score']:.3g})", sentence]
 
 
 def test_a_stream_gives_the_sources_first(server: Served) -> None:
@@ -383,6 +384,7 @@ def test_the_triton_client_asks(server: Served, binary: bool) -> None:
         assert reply.get_response()["id"] == "7"
         assert reply.get_response()["model_version"] == records[0]["model"]["version"]
         assert [str(one) for one in reply.as_numpy("answer")] == [one["answer"] for one in records]
+        assert reply.as_numpy("score") == pytest.approx([one["score"] for one in records], rel=1e-5)
         assert reply.as_numpy("probability") == pytest.approx([one["probability"] for one in records], rel=1e-5)
         assert reply.as_numpy("abstained").tolist() == [one["abstained"] for one in records]
         assert [json.loads(one)["citations"][0]["quote"] for one in reply.as_numpy("record")] == [
@@ -398,6 +400,24 @@ def test_the_triton_client_asks(server: Served, binary: bool) -> None:
 
 
 GOOD = {"name": "question", "datatype": "BYTES", "shape": [1], "data": [QUESTION]}
+
+
+def test_a_model_without_a_calibration_has_no_probability_in_any_protocol(copy: Path) -> None:
+    tuned = copy / "root/models/finetune"
+    made = read_json(tuned / "manifest.json")
+    (tuned / "confidence.json").unlink()
+    write_manifest(tuned, "finetune", **{key: made[key] for key in ("fingerprint", "sections")})
+    with client_of(copy / "root", Limits()) as client:
+        record = client.post("/v1/answer", json={"question": QUESTION}).json()
+        assert (record["probability"], record["abstained"]) == (None, True)
+        path = "/v2/models/realmops"
+        names = ["answer", "score", "abstained", "record"]
+        assert [output["name"] for output in client.get(path).json()["outputs"]] == names
+        outputs = client.post(f"{path}/infer", json={"inputs": [GOOD]}).json()["outputs"]
+        assert [output["name"] for output in outputs] == names
+        assert outputs[1]["data"] == [pytest.approx(record["score"], rel=1e-5)]
+        refused = client.post(f"{path}/infer", json={"inputs": [GOOD], "outputs": [{"name": "probability"}]})
+        assert (refused.status_code, "is not calibrated" in refused.text) == (422, True)
 
 
 @pytest.mark.parametrize(
@@ -497,7 +517,7 @@ def test_no_reply_names_a_folder_of_the_servers_disk(copy: Path, gone: str, capl
 
 
 def test_weights_that_are_not_numbers_do_not_serve(answering: Path) -> None:
-    """Calibrated, such an answer has the probability 0, which is a number."""
+    """Calibrated, such an answer has the probability 0, which is a number; its score is none."""
     from realmops.stages.open_run import open_run
 
     generation = open_run(answering / "root")
@@ -536,6 +556,7 @@ def test_ask_gives_the_same_record_and_verify_agrees(answering: Path, server: Se
     shown = cli("ask", QUESTION, "--root", answering / "root").stdout
     first = record["citations"][0]
     assert f"{record['answer']}  (p = " in shown
+    assert "ask: p is the probability that an answer is right, fitted on 20 questions: questions.dev" in result.stderr
     assert f"[{record['answer']}]" in shown
     assert f"documents.jsonl, characters {first['start']} to {first['end']}" in shown
     every = cli("ask", "--from", answering / "questions.test.jsonl", "--root", answering / "root", "--json")
@@ -561,6 +582,9 @@ def test_a_question_of_a_file_that_is_too_long_gets_an_error_and_the_rest_is_sco
     assert f"exact match 0.500: 2 of 4 questions of {file} are correct" in found.stderr
     assert (found.exit_code, f"1 of the questions in {file} have no answer" in found.stderr) == (1, True)
     assert "error: the question" in cli("ask", "--from", file, "--root", answering / "root").stdout
+    made = tmp_path / "made.jsonl"
+    made.write_text(json.dumps({"question": QUESTION, "answers": [said], "not_in": ["0"]}) + "\n")
+    assert "exact match" not in cli("ask", "--from", made, "--root", answering / "root").stderr
     (tmp_path / "answers.jsonl").write_text(found.stdout)
     checked = cli("verify", tmp_path / "answers.jsonl", answering / "documents.jsonl")
     assert (checked.exit_code, checked.stdout.startswith("3 answers, ")) == (0, True), checked.output

@@ -90,7 +90,7 @@ def test_made_questions_are_answered_once(project: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(stage, "load_questions", made)
     monkeypatch.setattr(OpenQa, "answer", counted)
     metrics = tune(project)
-    assert (answered, metrics["weight_reading"]) == ([2], GENERATED_READING_WEIGHT)
+    assert (answered, metrics["weight_reading"]) == ([20], GENERATED_READING_WEIGHT)
     shutil.rmtree(project / "root/models/finetune")
 
 
@@ -104,7 +104,7 @@ def test_killed_in_each_of_its_parts_it_ends_with_the_same_bytes(
     assert (metrics["passages_with_questions"], metrics["questions_with_evidence"]) == (6, 6)
     [said] = [line for line in report.said if line.startswith("finetune: f(x, z) = ")]
     counts = f"its weight next to the span score is {metrics['weight_reading']:g}"
-    assert said.endswith(f"fitted on 2 dev questions; {counts}")
+    assert said.endswith(f"fitted on 20 dev questions; {counts}")
     expected, lines = files(project), small_project.journal(project / "root/models/finetune")
     own = {"index.safetensors", "model.json", "reader.safetensors", "retriever.safetensors"}
     assert expected.keys() == own | {f"{name}_encoder/model.safetensors" for name in ("query", "reader")}

@@ -4,6 +4,8 @@ p(z|x) is the retriever's probability, before reading. p(y|x) sums the probabili
 of y; p(y, z|x) is the part of this sum from spans in z, and p(z|x, y) its share of the sum (paper, section 3).
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, field
 
@@ -76,6 +78,13 @@ class Answer:
     best_gold: Span | None = None  # best span that matches a reference answer
     ranked: list[int] = field(default_factory=list)  # top passages of the whole corpus, for recall
     generated: str = ""  # answer of a model that reads no passages
+
+    @staticmethod
+    def unread(retrieved: RetrievedPassages) -> Answer:
+        """Return the passages of a question without an answer."""
+        places = zip(retrieved.passages, retrieved.log_prior, strict=True)
+        read = tuple(ReadPassage(passage, prior, 0.0, None, None, None) for passage, prior in places)
+        return Answer(retrieved.question.question, None, read=read, ranked=list(retrieved.ranked))
 
     @property
     def text(self) -> str:

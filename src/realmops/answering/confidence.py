@@ -2,7 +2,7 @@
 
 p(y|x) of a fine-tuned reader ranks answers well, but is rarely the fraction of such answers that are right. Platt
 scaling (Platt 1999) corrects it: a logistic regression on its log odds with two parameters, fitted on the dev questions
-(``evaluate.calibration``). It is monotone and keeps the ranking of answers.
+of people (``evaluate.calibration``). It is monotone and keeps the ranking of answers.
 
 Shape suffix: Q questions.
 """
@@ -10,7 +10,7 @@ Shape suffix: Q questions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,10 @@ from realmops.artifacts import read_json, write_json
 FILE = "confidence.json"
 LARGEST_LOG_P = -1e-13  # upper bound, since the log odds of 1 are infinite
 ALWAYS_ABSTAIN = 2.0  # threshold above every probability, if no threshold reaches the required precision
+# Precision that the threshold for other documents is fitted for: on them a reader is less often right than its
+# calibration predicts (benchmarks/LOG.md).
+INHERITED_PRECISION = 0.9
+OWN_QUESTIONS, READER_QUESTIONS = "questions.dev", "the reader's public questions"  # ``Confidence.source``
 
 Floats = npt.NDArray[np.float64]
 
@@ -30,9 +34,10 @@ Floats = npt.NDArray[np.float64]
 class Confidence:
     """Calibration of a model: P(right) = sigmoid(slope * log odds of p(y|x) + intercept).
 
-    The model abstains below ``threshold``. Above it, answers to the dev questions have at least the precision
+    The model abstains below ``threshold``. Above it, answers to the questions of the fit have at least the precision
     ``wanted_precision``; if no threshold reaches it, ``threshold`` is ``ALWAYS_ABSTAIN`` and the model always abstains.
-    ``questions`` is the number of dev questions of the fit.
+    ``strict_threshold`` and ``strict_precision`` are the same for documents of another kind. ``questions`` is the
+    number of questions of the fit, all of people, and ``source`` where they are from.
     """
 
     slope: float
@@ -40,13 +45,16 @@ class Confidence:
     threshold: float
     wanted_precision: float
     questions: int
+    source: str
+    strict_threshold: float
+    strict_precision: float
 
     @classmethod
     def load(cls, folder: Path) -> Confidence | None:
-        """Load the calibration of a fine-tuned model; None without its file, as for an imported model.
+        """Load the calibration of a fine-tuned model; None without its file: no questions of people were its measure.
 
         Raises:
-            ValueError: the file is damaged.
+            ValueError: the file is damaged, or of an earlier version.
         """
         path = folder / FILE
         if not path.is_file():
@@ -59,6 +67,17 @@ class Confidence:
     def save(self, folder: Path) -> None:
         """Write the calibration into a model's folder."""
         write_json(folder / FILE, asdict(self))
+
+    def for_other_documents(self) -> Confidence:
+        """Return the calibration for documents that its questions are not about, with the strict threshold."""
+        return replace(
+            self, threshold=self.strict_threshold, wanted_precision=self.strict_precision, source=READER_QUESTIONS
+        )
+
+    @property
+    def description(self) -> str:
+        """The questions of the fit, in a few words."""
+        return f"fitted on {self.questions} questions: {self.source}"
 
     @property
     def holds_all(self) -> bool:

@@ -36,7 +36,7 @@ class OpenedModel:
     version: str
     weights_step: int | None
     number: int
-    confidence: Confidence | None  # None for an imported model, which is not calibrated
+    confidence: Confidence | None  # None if no questions of people were its measure
     content: str = ""  # digest of all files of the model, for models outside a registry
     folder: Path = Path()  # of the model's files
     resources: Any = None  # resources with the model's lifetime, such as a temporary folder of downloads
@@ -88,8 +88,8 @@ class OpenedModel:
         snapshot = self.model.snapshot
         _ = snapshot.places, snapshot.continues_word  # cached properties, loaded before the first request
         [record] = self.answer([Query(PROBE)])
-        if not 0 <= record["p_y"] <= 1 + 1e-6:  # also false for NaN, which a calibration maps to 0
-            raise ValueError(f"p(y|x) of a first answer is {record['p_y']}: the weights are damaged")
+        if not 0 <= record["score"] <= 1:  # also false for NaN
+            raise ValueError(f"p(y|x) of a first answer is {record['score']}: the weights are damaged")
 
     def passage_search(self) -> PassageSearch:
         """Build a search over the model's corpus."""

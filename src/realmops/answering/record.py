@@ -23,20 +23,22 @@ def answer_record(
         snapshot: corpus of the passages.
         answer: answer with its evidence.
         about: versions of model, corpus and index.
-        confidence: calibration; None for an imported model, whose probability is p(y|x).
-        y: answer to evaluate instead: p(y|x), citations and p(z|x, y) are then those of y, which the record contains.
+        confidence: calibration; None if no questions of people were its measure: then there is no probability of
+            being right, and the model abstains.
+        y: answer to evaluate instead: citations and p(z|x, y) are then those of y; the record contains y and p(y|x).
     """
-    best, p_y = answer.best, min(answer.probability, 1.0)
+    best = answer.best
     citing = [(read, read.best_of_y) for read in answer.read if read.best_of_y is not None] if best else []
     citing.sort(key=lambda pair: (pair[1] != best, -pair[0].p_y_z))  # the chosen span first
     return {
         "question": answer.question,
         "answer": answer.text,
-        "probability": confidence.probability(answer) if confidence else p_y,
-        **({} if y is None else {"y": y}),
-        "p_y": p_y if y is None else answer.p_y,
+        "score": min(answer.probability, 1.0),  # p(y|x): it ranks answers
+        "probability": confidence.probability(answer) if confidence else None,
+        "calibration": confidence.description if confidence else None,
         "threshold": confidence.threshold if confidence else None,
-        "abstained": confidence.abstains(answer) if confidence else not answer.text,
+        "abstained": confidence.abstains(answer) if confidence else True,
+        **({} if y is None else {"y": y, "p_y": answer.p_y}),
         "citations": [
             {
                 **citation_record(snapshot, read.passage, span.characters),
@@ -105,12 +107,14 @@ def citation_record(snapshot: Snapshot, passage: int, characters: tuple[int, int
 
 
 def always_abstains(record: Mapping[str, Any]) -> bool:
-    """Return whether the model always abstains, since no threshold reached the required precision on dev questions."""
+    """Return whether a calibrated model always abstains, since no threshold reached the required precision."""
     return record["threshold"] is not None and record["threshold"] > 1
 
 
 def format_probability(record: Mapping[str, Any]) -> str:
-    """Format the probability of an answer and, if the model abstains, the reason."""
+    """Format the probability of an answer and, if the model abstains, the reason; without a calibration the score."""
+    if record["probability"] is None:
+        return f"not calibrated: score {record['score']:.3g}"
     probability = f"p = {record['probability']:.3g}"
     if not record["answer"] or not record["abstained"]:
         return probability

@@ -70,6 +70,7 @@ class AnswerModel(ABC):
 
     kind: ClassVar[str]
     batch_size: ClassVar[int]  # default batch size, in questions
+    gives_answers: ClassVar[bool] = True  # False for search alone
 
     @abstractmethod
     def check(self, question: str) -> None:
@@ -100,12 +101,16 @@ class AnswerModel(ABC):
         batch_size: int | None = None,
         progress: Progress = no_progress,
     ) -> list[Answer]:
-        """Answer questions in batches; ``ranked`` passages of each are returned for recall."""
+        """Answer questions in batches; ``ranked`` passages of each are returned for recall.
+
+        Questions generated from the corpus measure retrieval alone: their passages are not read.
+        """
         answers: list[Answer] = []
         for start in range(0, len(questions), size := batch_size or self.batch_size):
-            batch = questions[start : start + size]
-            answers += self.read(self.find(batch, ranked))
-            progress(len(batch))
+            retrieved = self.find(questions[start : start + size], ranked)
+            read = iter(self.read([item for item in retrieved if not item.question.is_generated]))
+            answers += [Answer.unread(item) if item.question.is_generated else next(read) for item in retrieved]
+            progress(len(retrieved))
         return answers
 
 

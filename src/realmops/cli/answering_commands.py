@@ -62,8 +62,8 @@ def ask(question: Sequence[str], root: Path, model: str | None, file: Path | Non
 
     Put each QUESTION in quotation marks. "realmops verify" checks what --json prints.
 
-    After the answers to FILE, their exact match is printed. A question of FILE that is too long gets an error instead
-    of an answer, and the exit code is 1.
+    After the answers to FILE, the exact match over its questions of people is printed. A question of FILE that is too
+    long gets an error instead of an answer, and the exit code is 1.
     """
     from realmops.answering.record import format_record
     from realmops.artifacts import canonical_json
@@ -89,7 +89,8 @@ def serve(root: Path, model: str | None, token_file: Path | None, **options: Any
     """Answer questions over HTTP, each answer with its source.
 
     Open the server's address in a browser for a page. Programs send {"question": "..."} to POST /v1/answer; the
-    response has the answer, its probability, and citations with their positions in documents. /docs lists all routes.
+    response has the answer, its score and probability, and citations with their positions in documents. /docs lists all
+    routes.
 
     After "realmops update" or "realmops promote" the server reloads the newest model, unless its files are damaged.
     On SIGTERM the server completes all accepted requests, then ends.

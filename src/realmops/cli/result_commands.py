@@ -110,7 +110,8 @@ def compare(first: Path, second: Path) -> Iterable[str]:
     """Compare two runs, with confidence intervals.
 
     FIRST and SECOND are folders of runs (--root), or their results folders. Exact match and recall@5 are compared on
-    questions with the same id, text and answers, with confidence intervals by a paired bootstrap.
+    questions with the same id, text and answers, with confidence intervals by a paired bootstrap. Exact match is that
+    of the questions of people: questions generated from the documents compare retrieval only.
     """
     from realmops.evaluate.compare import compare_runs, format_comparison
 
@@ -121,14 +122,14 @@ def compare(first: Path, second: Path) -> Iterable[str]:
 @option.values
 @option.existing_root
 @click.option("--name", default="realmops", help="The registered model in MLflow.")
-@click.option("--margin", type=click.FloatRange(0, 1), default=0.0, help="The minimum difference to the champion's EM.")
+@click.option("--margin", type=click.FloatRange(0, 1), default=0.0, help="The minimum difference to the champion.")
 @option.flag("--copy", help="Copy corpus, model and index into MLflow's artifacts instead of registering paths.")
 def promote(**options: Any) -> Iterator[str]:
     """Register the run in MLflow as champion, if it is better.
 
     A run is better if its exact match (EM) on the same questions by the same rules is higher by at least the margin,
-    and the confidence interval of the difference is above 0. Otherwise the command prints the reason and ends with
-    exit code 1.
+    and the confidence interval of the difference is above 0. If all questions were generated from the documents, it is
+    recall@5 instead. Otherwise the command prints the reason and ends with exit code 1.
     """
     from realmops.commands.promote import promote
 

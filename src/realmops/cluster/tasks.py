@@ -195,7 +195,7 @@ def promote(options: str, root: str, model: str, margin: float, champion: Output
         model: name of the registered model; nothing is done if it is empty.
         margin: required improvement of exact match, 0 to 1.
         champion: output artifact for the decision and the run's metrics.
-        metrics: output artifact for the decision and the difference of exact match.
+        metrics: output artifact for the decision and the difference of exact match (or recall@5).
     """
     report, place = Console(), Path(root)
     if not model:
@@ -215,9 +215,10 @@ def promote(options: str, root: str, model: str, margin: float, champion: Output
     ):  # MLflow does not serialise promotions
         promotion = promote(unpack_options(options), project=place, root=place, name=model, margin=margin, copy=False)
     report.log(promotion.message)
-    difference = {} if promotion.difference is None else {"em_difference": promotion.difference}
-    figures = {"promoted": int(promotion.champion), **difference}
     results = artifacts.read_json(place / STAGES["evaluate"].folder / METRICS)
+    measure = "em" if "em" in results else "recall_at_5"
+    difference = {} if promotion.difference is None else {f"{measure}_difference": promotion.difference}
+    figures = {"promoted": int(promotion.champion), **difference}
     champion.metadata.update(
         {"name": model, "message": promotion.message, **headline_metrics("evaluate", results), **figures}
     )

@@ -128,7 +128,7 @@ def ablate(
     outcomes = list(completed.values())
     for name in {outcome.variant for outcome in outcomes}:
         results = [
-            {"seed": run.seed, "em": float(run.correct.mean()), "recall_at_5": run.recall_at_5, **run.figures}
+            {"seed": run.seed, "em": run.em, "recall_at_5": run.recall_at_5, **run.figures}
             for run in outcomes
             if run.variant == name
         ]
@@ -255,7 +255,7 @@ def read_outcome(task: Task) -> VariantOutcome:
         task.variant,
         task.seed,
         [(*prediction.asked, prediction.answer_rule or ENGLISH) for prediction in predictions],
-        np.array([prediction.em for prediction in predictions], float),
+        np.array([math.nan if row.is_generated else bool(row.em) for row in predictions], float),
         np.array([hits[prediction.question_id] if reads else math.nan for prediction in predictions], float),
         {name: trained[name] for name in names if name in trained},
         metric_series(read_journal(pretrained / JOURNAL), "pretrain", "retrieval_utility"),

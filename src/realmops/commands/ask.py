@@ -7,7 +7,7 @@ from realmops.answering.answer import InvalidRequest
 from realmops.answering.opened_model import Query
 from realmops.answering.record import Record
 from realmops.commands.open_model import open_model
-from realmops.corpus.question_sets import assign_languages, read_questions
+from realmops.corpus.question_sets import assign_languages, read_questions, rows_of_people
 from realmops.evaluate.exact_match import is_exact_match
 
 
@@ -17,7 +17,8 @@ def ask(
     """Yield answer records for questions, then for those of a question file, in batches of one.
 
     A question of the file that the model cannot take has a record with ``error`` instead. Passages that a question was
-    generated from are excluded from its retrieval. At the end ``log`` gets the exact match over the file.
+    generated from are excluded from its retrieval. ``log`` gets the calibration of the probabilities first, and at the
+    end the exact match over the questions of people in the file.
 
     Raises:
         InvalidRequest: one of ``questions`` cannot be answered; raised before any is.
@@ -30,9 +31,14 @@ def ask(
     opened.probe()
     for query in queries:
         opened.check(query)
+    log(
+        f"ask: p is the probability that an answer is right, {opened.confidence.description}"
+        if opened.confidence
+        else "ask: the model was not calibrated on questions of people: a score ranks answers, and is no probability"
+    )
     for query in queries:
         yield from opened.answer([query])
-    correct = 0
+    people, correct = rows_of_people(from_file), 0
     for question in assign_languages(from_file, opened.model.snapshot.common_languages):
         query = Query(question.question, question.not_in)
         try:
@@ -41,9 +47,7 @@ def ask(
             yield {"question": question.question, "error": str(error)}
             continue
         [record] = opened.answer([query])
-        correct += is_exact_match(record["answer"] or "", question)
+        correct += not question.is_generated and is_exact_match(record["answer"] or "", question)
         yield record
-    if from_file:
-        log(
-            f"exact match {correct / len(from_file):.3f}: {correct} of {len(from_file)} questions of {file} are correct"
-        )
+    if people:
+        log(f"exact match {correct / len(people):.3f}: {correct} of {len(people)} questions of {file} are correct")

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from realmops import __version__
+from realmops.answering.confidence import OWN_QUESTIONS
 from realmops.answering.opened_model import OpenedModel
 from realmops.commands.report import read_metrics
 from realmops.evaluate.run_report import headline_rows
@@ -106,11 +107,13 @@ def reader_card(opened: OpenedModel, root: Path | None) -> str:
     model = opened.model
     trained = {} if root is None else trained_sections(root, "finetune") | trained_sections(root, "snapshot")
     init = trained.get("reader", {}).get("init")
+    file = trained.get("questions", {}).get("dev", OWN_QUESTIONS)
+    calibration = opened.confidence.description.replace(OWN_QUESTIONS, file) if opened.confidence else "none"
     facts = {
         "initialised from": init or "unknown",
         "documents": trained.get("snapshot", {}).get("documents", "unknown"),
         "training questions": trained.get("questions", {}).get("train", "unknown"),
-        "calibrated on": f"{opened.confidence.questions} questions" if opened.confidence else "no questions",
+        "calibration": calibration,
         "answers": f"up to {model.options.answer_wordpieces} wordpieces",
         "model": f"{opened.version}, fine-tuned for {opened.weights_step} steps",
         "realmops": __version__,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 LIVE_OPTIONS = "--answer, --json, --html and --before-after"  # these query the current model, not stored results
 SIDES = ("before", "after")
+GENERATED = "generated from the documents, to measure retrieval only"
 _ID_CHARACTERS = 12  # of a hash, enough to distinguish passages
 
 
@@ -116,7 +117,7 @@ def _question_sheet(record: Mapping[str, Any]) -> Sheet:
     about = record["model"]
     summary = (
         f"answer: {record['answer'] or '(none)'}  ({format_probability(record)})",
-        f"y = {record.get('y', record['answer'])}: p(y|x) = {record['p_y']:.3g}",
+        f"y = {record.get('y', record['answer'])}: p(y|x) = {record.get('p_y', record['score']):.3g}",
         f"model: {about['version']}, corpus {about['snapshot'][:_ID_CHARACTERS]}, index {about['index_generation']}",
     )
     rows = [_row(z, z["span"], p_z=".3f", p_z_given_y=".3f", score=".2f") for z in record["passages"]]
@@ -148,12 +149,13 @@ def _sentence_sheet(record: Mapping[str, Any]) -> Sheet:
 
 def _prediction_sheet(pred: Prediction) -> Sheet:
     abstained = " (abstained)" if pred.abstained else ""
+    failure = "" if pred.is_generated or pred.failed_at is None else pred.failed_at
     hit = f"number {pred.first_hit + 1}" if pred.first_hit >= 0 else "none of the retrieved passages"
     summary = [
         f"expected: {'; '.join(pred.answers)}",
         f"answer: {pred.prediction or '(none)'}  (score {pred.span_score:.2f})",
         *([] if pred.confidence is None else [f"confidence: {pred.confidence:.2f}{abstained}"]),
-        f"failed at: {pred.failed_at} ({FAILED_AT[pred.failed_at]})",
+        f"failed at: {failure} ({FAILED_AT[failure]})" if failure else GENERATED,
         *([] if pred.gold_span is None else [f"best correct span: {pred.gold_span}  (score {pred.gold_score:.2f})"]),
         f"first passage with an answer: {hit}",
     ]
@@ -209,16 +211,21 @@ def format_stored_answers(
 ) -> str:
     """Return the counts of failures as text, then up to ``limit`` answers with these ids and failures (all if empty).
 
+    Questions that were generated from the corpus are not counted: their answers have no failures.
+
     Raises ValueError if a failure is not a key of ``FAILED_AT``.
     """
     for name in failures:
         if name not in FAILED_AT:
             raise ValueError(f"--failed-at {name!r}: expected one of {', '.join(FAILED_AT)}")
-    selected = [p for p in predictions if (not ids or p.question_id in ids) and p.failed_at in (failures or FAILED_AT)]
-    counts = Counter(prediction.failed_at for prediction in predictions)
-    lines = [f"{len(predictions)} questions"]
-    for name, meaning in FAILED_AT.items():
-        lines.append(f"{counts[name]:>7} {counts[name] / len(predictions):6.1%}  {name}: {meaning}")
+    people = [prediction for prediction in predictions if not prediction.is_generated]
+    among = [prediction for prediction in people if prediction.failed_at in failures] if failures else predictions
+    selected = [prediction for prediction in among if not ids or prediction.question_id in ids]
+    counts = Counter(prediction.failed_at for prediction in people)
+    generated = len(predictions) - len(people)
+    lines = [f"{len(predictions)} questions{f', {generated} {GENERATED}' if generated else ''}"]
+    for name, meaning in FAILED_AT.items() if people else ():
+        lines.append(f"{counts[name]:>7} {counts[name] / len(people):6.1%}  {name}: {meaning}")
     lines += ("\n" + "\n".join(_prediction_sheet(prediction).lines()) for prediction in selected[:limit])
     if len(selected) > limit:
         lines.append(f"\n{len(selected) - limit} more; select others with --limit, --question and --failed-at")

@@ -17,7 +17,7 @@ from realmops.commands.open_model import COPIED_TAG, CORPUS, DIGEST_TAG, FINETUN
 from realmops.config import CLOSED_BOOK, Tracking, Values, parse_section
 from realmops.corpus.question_sets import REGEX_RULE, assign_languages, read_questions
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.evaluate.compare import compare_runs, format_comparison
+from realmops.evaluate.compare import SAME_ORIGIN, compare_runs, format_comparison, question_origin
 from realmops.evaluate.exact_match import em_rules
 from realmops.evaluate.predictions import PREDICTIONS
 from realmops.search import bm25
@@ -28,46 +28,15 @@ from realmops.text.languages import ENGLISH
 from realmops.tracking.registry import ModelVersion, Registry
 from realmops.tracking.runs import tracking_folder
 from realmops.tracking.sender import find_sent_run
+from realmops.tracking.signature import SIGNATURE
 
 EVALUATION_TAG = "realmops.evaluation_digest"
 PREDICTIONS_TAG = "realmops.predictions_sha256"
 CORPUS_TAG = "realmops.corpus_hash"
 QUESTIONS_TAG = "realmops.questions"
+ORIGIN_TAG = "realmops.question_origin"
 RULE_TAG = "realmops.em_rule"
 SHOWN = ("ece", "precision_at_30", "answered", "answered_precision")  # calibration metrics shown as tags
-
-# The record of ``answering.record`` in MLflow's types; "?" marks an optional value, a list is an array of objects.
-_PLACE = dict.fromkeys(("uri", "document_id", "passage_id", "title"), "string")
-_PLACE |= {"start": "long?", "end": "long?", "page": "long?"}
-_WEIGHT = {"p_z": "double", "p_z_given_y": "double?"}
-_RECORD = {
-    "question": "string",
-    "answer": "string",
-    "probability": "double",
-    "p_y": "double",
-    "threshold": "double?",
-    "abstained": "boolean",
-    "citations": [_PLACE | _WEIGHT | {"quote": "string"}],
-    "quote": _PLACE | {"quote": "string"},
-    "passages": [_PLACE | _WEIGHT | {"text": "string", "span": "string?", "score": "double?"}],
-    "model": {"version": "string", "snapshot": "string", "weights_step": "long?", "index_generation": "long"},
-}
-
-
-def _signature_type(kind: Any) -> dict[str, Any]:
-    """Convert a type of ``_RECORD`` to the JSON form of MLflow's signatures."""
-    if isinstance(kind, str):
-        return {"type": kind.removesuffix("?"), "required": not kind.endswith("?")}
-    if isinstance(kind, list):
-        items = {name: value for name, value in _signature_type(kind[0]).items() if name != "required"}
-        return {"type": "array", "required": True, "items": items}
-    return {"type": "object", "required": True, "properties": {name: _signature_type(of) for name, of in kind.items()}}
-
-
-SIGNATURE = {
-    "inputs": [_signature_type("string")],
-    "outputs": [{"name": name, **_signature_type(kind)} for name, kind in _RECORD.items()],
-}
 
 
 @dataclass(frozen=True)
@@ -84,6 +53,7 @@ class FinishedRun:
     digest: str  # of the files' contents and the sections
     predictions: str  # sha256
     evaluation: str
+    origin: str  # of the test questions: EM if some are of people, recall@5 if all were generated
     rule: str
     corpus_hash: str
     sections: Mapping[str, Any]
@@ -92,30 +62,35 @@ class FinishedRun:
     steps: int | None  # of fine-tuning; None for an imported model
 
     def __str__(self) -> str:
-        return (
-            f"EM {self.metrics['em']:.3f} by {self.rule} on {self.metrics['questions']} questions "
-            f"(evaluation {self.evaluation[:12]}), corpus {self.corpus_hash[:12]}"
-        )
+        generated = self.metrics.get("generated_questions", 0)
+        if "em" in self.metrics:
+            measured = (
+                f"EM {self.metrics['em']:.3f} by {self.rule} on {self.metrics['questions'] - generated} questions"
+            )
+        else:
+            measured = f"recall@5 {self.metrics['recall_at_5']:.3f} on {generated} generated questions"
+        return f"{measured} (evaluation {self.evaluation[:12]}), corpus {self.corpus_hash[:12]}"
 
     def tags(self, copy: bool) -> dict[str, str]:
-        """Return the tags of the run's model version in the registry."""
+        """Return the tags of the run's model version in the registry; the measure is EM or recall@5."""
+        measure = "em" if "em" in self.metrics else "recall_at_5"
         return {
             **({COPIED_TAG: "true"} if copy else {}),
             DIGEST_TAG: self.digest,
             EVALUATION_TAG: self.evaluation,
             PREDICTIONS_TAG: self.predictions,
             CORPUS_TAG: self.corpus_hash,
-            "realmops.em": f"{self.metrics['em']:.4f}",
+            ORIGIN_TAG: self.origin,
             RULE_TAG: self.rule,
             QUESTIONS_TAG: str(self.metrics["questions"]),
             **({} if self.steps is None else {STEPS_TAG: str(self.steps)}),
-            **{f"realmops.{name}": f"{self.metrics[name]:.4f}" for name in SHOWN if name in self.metrics},
+            **{f"realmops.{name}": f"{self.metrics[name]:.4f}" for name in (measure, *SHOWN) if name in self.metrics},
         }
 
 
 @dataclass(frozen=True)
 class Promotion:
-    """The result of a promotion: whether the run is champion, the reason, and the EM difference if comparable."""
+    """The result of a promotion: whether the run is champion, the reason, and the difference if comparable."""
 
     champion: bool
     message: str
@@ -126,13 +101,14 @@ def promote(values: Values, *, project: Path, root: Path, name: str, margin: flo
     """Make a run the champion of the registered model ``name`` if it is better than the current champion.
 
     Better means: on the same questions by the same rules, EM is higher by at least ``margin``, and the confidence
-    interval of the difference (paired bootstrap) is above 0. The first run needs no comparison. A call that was killed
+    interval of the difference (paired bootstrap) is above 0. If all test questions were generated from the corpus, it
+    is recall@5 instead of EM. The first run needs no comparison. A call that was killed
     between registration and alias can be repeated. With ``copy`` all files are stored as artifacts of the model, not
     only their path.
 
     Raises:
         ValueError: the margin is out of range, the run is unfinished or was changed, tracking is disabled, or the
-            champion was not registered by this command.
+            champion was not registered by this command or was evaluated on questions of another origin.
         ConnectionError: MLflow fails.
     """
     if not 0 <= margin <= 1:
@@ -215,6 +191,7 @@ def read_run(project: Path, root: Path) -> FinishedRun:
         digest=artifacts.digest_of([{name: entry["sha256"] for name, (_, entry) in entries.items()}, model_sections]),
         predictions=manifest["files"][PREDICTIONS]["sha256"],
         evaluation=artifacts.digest_of({"questions": evaluated, "rules": [rule, questions[0].match_rule]}),
+        origin=question_origin([question.is_generated for question in questions]),
         rule=rule,
         corpus_hash=artifacts.read_json(inputs["snapshot"] / CORPUS / artifacts.MANIFEST)["corpus_hash"],
         sections=model_sections,
@@ -227,11 +204,16 @@ def read_run(project: Path, root: Path) -> FinishedRun:
 def _compare_to_champion(
     champion: ModelVersion, run: FinishedRun, registry: Registry, margin: float
 ) -> tuple[bool, str, float | None]:
-    """Return whether the run is better, the comparison in words, and the EM difference if the questions match."""
+    """Return whether the run is better, the comparison in words, and the difference if the questions match."""
     champion_tags, run_tags = champion.tags, run.tags(copy=False)
     if EVALUATION_TAG not in champion_tags:
         raise ValueError(
             f"{champion.uri} has the alias champion but was not registered by 'realmops promote'; choose another --name"
+        )
+    if (origin := champion_tags.get(ORIGIN_TAG, run.origin)) != run.origin:
+        raise ValueError(
+            f"{champion.uri} was evaluated on {origin} and {run.results} on {run.origin}; {SAME_ORIGIN}, or choose "
+            "another --name"
         )
     if champion_tags[EVALUATION_TAG] != run.evaluation:
         pair = (champion_tags, run_tags)
@@ -245,12 +227,13 @@ def _compare_to_champion(
                 f"{champion.uri}: {PREDICTIONS} has changed since registration (sha256 is not "
                 f"{champion_tags[PREDICTIONS_TAG]}); restore the file, or remove the alias"
             )
-        em, _ = compare_runs(run.results, Path(folder), seed=0)
+        deciding, *_ = compare_runs(run.results, Path(folder), seed=0)
     figures = (
-        f"{format_comparison(em)}. Required: a difference of at least {margin:+.3f} and an interval above 0. "
+        f"{format_comparison(deciding)}. Required: a difference of at least {margin:+.3f} and an interval above 0. "
         f"Corpus {run.corpus_hash[:12]} against {champion_tags[CORPUS_TAG][:12]}"
     )
-    return em.difference.mean >= margin and em.difference.low > 0, figures, em.difference.mean
+    difference = deciding.difference
+    return difference.mean >= margin and difference.low > 0, figures, difference.mean
 
 
 def _find_registered(registry: Registry, tags: Mapping[str, str], copy: bool) -> ModelVersion | None:

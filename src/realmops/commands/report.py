@@ -27,7 +27,7 @@ def summary(root: Path) -> Iterator[Table | str]:
     if not metrics:
         raise ValueError(f"{root.resolve()} has no results; run 'make run' or 'realmops run all' there first")
     yield from (table.to_rich_table() for table in figure_tables(metrics))
-    yield from generated_note(metrics)
+    yield from generated_note(metrics.get("evaluate", {}))
     if presets := presets_of(root):
         yield f"Presets:  {', '.join(presets)}"
     page = report_path(root)
@@ -78,12 +78,10 @@ def ask_commands(root: Path) -> Iterator[str]:
     """
     if not results_file(root).is_file():
         return
-    answers = [prediction for prediction in read_results(root) if prediction.passage_ids]
-    if not answers:
+    answered = [prediction for prediction in read_results(root) if prediction.passage_ids]
+    if not answered:
         return
-    example = next((answer.question for answer in answers if not answer.abstained), "Your question?")
-    if read_metrics(root)["evaluate"].get("cloze_questions"):
-        example = "Your question?"
+    example = next((row.question for row in answered if not (row.abstained or row.is_generated)), "Your question?")
     option = "" if root.resolve() == Path.cwd() else f" --root {shlex.quote(str(root))}"
     yield f"Ask questions, with sources:  {_command('realmops')} ask {shlex.quote(example)}{option}"
     yield f"The same over HTTP:  {_command('realmops')} serve{option}"

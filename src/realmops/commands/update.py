@@ -268,11 +268,13 @@ def _answer(task: _Task, final: Path) -> dict[str, Any]:
         earlier = artifacts.read_json(before / METRICS)
         compared = {
             "answers_changed": len(changes),
-            **{f"{name}_before": earlier[name] for name in ("em", "recall_at_5")},
+            **{
+                f"{name}_before": earlier[name] for name in ("em", "recall_at_5") if name in figures and name in earlier
+            },
         }
         artifacts.write_json(results / METRICS, {**figures, **compared})
         artifacts.write_manifest(results, ANSWERS)
-    return {name: figures[name] for name in ("questions", "em", "recall_at_5")} | compared
+    return {name: figures[name] for name in ("questions", "em", "recall_at_5") if name in figures} | compared
 
 
 def changed_answers(before: Sequence[Prediction], after: Sequence[Prediction]) -> list[dict[str, Any]]:

@@ -41,6 +41,11 @@ class Question:
     language: str = ""
 
     @property
+    def is_generated(self) -> bool:
+        """Whether the question was generated from the corpus: it measures retrieval, nothing else."""
+        return bool(self.not_in)
+
+    @property
     def answer_rule(self) -> str:
         """Rule by which a prediction is correct: a language code, or ``REGEX_RULE``."""
         return REGEX_RULE if self.is_regex else self.language or ENGLISH
@@ -106,6 +111,11 @@ def text_key(text: str) -> str:
 def assign_languages(questions: Iterable[Question], among: Sequence[str]) -> list[Question]:
     """Set the language of questions that have none, detected among the languages of a corpus."""
     return [replace(q, language=q.language or detect_language(q.question, among)[0]) for q in questions]
+
+
+def rows_of_people(questions: Sequence[Question]) -> list[int]:
+    """Return the positions of the questions of people: EM, F1 and the calibration are measured on them alone."""
+    return [row for row, question in enumerate(questions) if not question.is_generated]
 
 
 def answers_are_regex(questions: Iterable[Question]) -> bool:

@@ -34,7 +34,10 @@ Row = Mapping[str, Any]  # values by the columns of table.csv; NaN: the variant 
 
 @dataclass(frozen=True)
 class VariantOutcome:
-    """Results of one variant trained with one seed; ``correct`` and ``hit`` are [Q] of 0 and 1."""
+    """Results of one variant trained with one seed; ``correct`` and ``hit`` are [Q] of 0 and 1.
+
+    ``correct`` is NaN for questions that were generated from the corpus.
+    """
 
     variant: str
     seed: int
@@ -43,6 +46,12 @@ class VariantOutcome:
     hit: npt.NDArray[np.float64]  # in the top 5 of the zero-shot retriever; NaN without one
     figures: Mapping[str, float]  # metrics of pre-training; empty without one
     utility: Series  # retrieval utility over the steps of pre-training
+
+    @property
+    def em(self) -> float | None:
+        """Exact match on the questions of people; None without any."""
+        em = float(_measured(self.correct).mean())
+        return None if math.isnan(em) else em
 
     @property
     def recall_at_5(self) -> float | None:
@@ -77,10 +86,10 @@ def table_rows(outcomes: Sequence[VariantOutcome], variants: Mapping[str, Mappin
         shared = all(outcome.asked == variant_outcomes[0].asked for outcome in variant_outcomes)
         row: dict[str, Any] = {"variant": name, **variants[name], "seeds": len(by_seed), "paired_seeds": len(pairs)}
         for column, values_of in (("em", attrgetter("correct")), ("recall_at_5", attrgetter("hit"))):
-            values = [values_of(outcome) for outcome in variant_outcomes]
+            values = [_measured(values_of(outcome)) for outcome in variant_outcomes]
             row |= interval_over_seeds(values, shared=shared, seed=0, least=0).figures(column)
         em, recall = (
-            interval_over_seeds([of(outcome) - of(other) for outcome, other in pairs], shared=shared, seed=0)
+            interval_over_seeds([_measured(of(outcome) - of(other)) for outcome, other in pairs], shared=shared, seed=0)
             for of in (attrgetter("correct"), attrgetter("hit"))
         )
         row |= em.figures("em_difference") | recall.figures("recall_difference")
@@ -89,6 +98,12 @@ def table_rows(outcomes: Sequence[VariantOutcome], variants: Mapping[str, Mappin
         row["questions"] = len(pairs[0][0].asked) if shared else sum(len(outcome.asked) for outcome, _ in pairs)
         rows.append(row | {"p_better": em.p_better})
     return rows
+
+
+def _measured(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the values that were measured; all, which are NaN, if none was."""
+    measured: npt.NDArray[np.float64] = values[~np.isnan(values)]
+    return measured if len(measured) else values
 
 
 def _figure(value: float, form: str) -> str:
@@ -161,13 +176,14 @@ def utility_chart(rows: Sequence[Row], outcomes: Sequence[VariantOutcome]) -> st
 
 
 def staleness_chart(rows: Sequence[Row]) -> str:
-    """Draw zero-shot recall@5 and EM over the mean staleness of the index; "" with fewer than two variants."""
+    """Draw zero-shot recall@5 and, if measured, EM over the mean staleness of the index; "" without two variants."""
     stale = [row for row in rows if row["variant"] in STALE]
     if len(stale) < 2:
         return ""
     points = sorted((round(row["index_staleness_steps"]), row["recall_at_5"], row["em"]) for row in stale)
     ages, recalls, ems = zip(*points, strict=True)
-    lines = [Series("zero-shot recall@5", ages, recalls), Series("EM", ages, ems)]
+    lines = [Series("zero-shot recall@5", ages, recalls)]
+    lines += [] if any(map(math.isnan, ems)) else [Series("EM", ages, ems)]
     return line_chart("Effect of staleness", "share of questions", lines, across="mean staleness of the index, steps")
 
 

@@ -1,6 +1,4 @@
-"""Calibration: Platt scaling and the abstention threshold, fitted on dev questions, and metrics of both.
-
-Two parameters can be estimated from a few hundred questions.
+"""Calibration: Platt scaling and the abstention threshold, fitted on dev questions of people, and metrics of both.
 
 Shape suffixes: Q questions, R draws, N bins.
 """
@@ -16,10 +14,19 @@ import numpy as np
 import numpy.typing as npt
 
 from realmops.answering.answer import Answer
-from realmops.answering.confidence import ALWAYS_ABSTAIN, Confidence, Floats, log_odds, sigmoid
+from realmops.answering.confidence import (
+    ALWAYS_ABSTAIN,
+    INHERITED_PRECISION,
+    OWN_QUESTIONS,
+    Confidence,
+    Floats,
+    log_odds,
+    sigmoid,
+)
 from realmops.artifacts import seed_for
 from realmops.evaluate.exact_match import RESAMPLES, bootstrap_interval
 
+MIN_CALIBRATION = 20  # questions: fewer cannot determine two parameters and a threshold
 BINS = 10  # equal-width bins of the expected calibration error
 CERTAIN = 0.3  # fraction of the questions, the most confident ones
 DRAWS = 200  # simulations of correctness, for the calibration error expected by chance
@@ -28,11 +35,19 @@ Bools = npt.NDArray[np.bool_]
 
 
 def fit_confidence(answers: Sequence[Answer], correct_Q: Bools, target_precision: float) -> Confidence:
-    """Fit the calibration curve and the abstention threshold to answers of known correctness."""
+    """Fit the calibration curve and both abstention thresholds to answers of known correctness."""
     assert len(answers) == len(correct_Q) > 0
     slope, intercept = platt_scaling(log_odds([answer.log_p for answer in answers]), correct_Q)
-    curve = Confidence(slope, intercept, ALWAYS_ABSTAIN, target_precision, len(answers))
-    return replace(curve, threshold=threshold_for(curve.probabilities(answers), correct_Q, target_precision))
+    strict = max(target_precision, INHERITED_PRECISION)
+    curve = Confidence(
+        slope, intercept, ALWAYS_ABSTAIN, target_precision, len(answers), OWN_QUESTIONS, ALWAYS_ABSTAIN, strict
+    )
+    probability_Q = curve.probabilities(answers)
+    return replace(
+        curve,
+        threshold=threshold_for(probability_Q, correct_Q, target_precision),
+        strict_threshold=threshold_for(probability_Q, correct_Q, strict),
+    )
 
 
 def platt_scaling(odds_Q: Floats, correct_Q: Bools) -> tuple[float, float]:

@@ -1,6 +1,9 @@
-"""Comparison of two runs on the same questions, by a paired bootstrap."""
+"""Comparison of two runs on the same questions, by a paired bootstrap.
 
-from collections.abc import Sequence
+Questions of people compare answers, by EM; questions that were generated from the corpus compare retrieval, by recall.
+"""
+
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +12,11 @@ import numpy.typing as npt
 
 from realmops.evaluate.exact_match import Difference, paired_bootstrap
 from realmops.evaluate.predictions import Prediction, read_results
+
+SAME_ORIGIN = (
+    "EM is measured on questions of people, and questions generated from the documents measure retrieval only; "
+    "evaluate both runs on the same questions"
+)
 
 
 @dataclass(frozen=True)
@@ -30,9 +38,13 @@ def read_paired(first: Path, second: Path) -> tuple[list[Prediction], list[Predi
         second: likewise.
 
     Raises:
-        ValueError: the runs answer different questions, even under the same ids, or apply different match rules.
+        ValueError: the runs answer different questions, even under the same ids, questions of different origin
+            (people, or generated from the corpus), or apply different match rules.
     """
     first_run, second_run = ({p.question_id: p for p in read_results(folder)} for folder in (first, second))
+    origins = [question_origin([p.is_generated for p in run.values()]) for run in (first_run, second_run)]
+    if origins[0] != origins[1]:
+        raise ValueError(f"{first} was evaluated on {origins[0]} and {second} on {origins[1]}; {SAME_ORIGIN}")
     if first_run.keys() != second_run.keys():
         raise ValueError(
             f"{first} and {second} answer different questions ({len(first_run)} and {len(second_run)}): "
@@ -49,6 +61,11 @@ def read_paired(first: Path, second: Path) -> tuple[list[Prediction], list[Predi
                 f"id {name!r} is a different question in {first} ({sides[0]}) and in {second} ({sides[1]}); "
                 "evaluate both runs on the same questions"
             )
+        if prediction.is_generated != other.is_generated:
+            raise ValueError(
+                f"{name!r} was generated from the documents in one of {first} and {second}, and is a question of "
+                f"people in the other; {SAME_ORIGIN}"
+            )
         if None not in (rules := (prediction.answer_rule, other.answer_rule)) and rules[0] != rules[1]:
             raise ValueError(
                 f"answers to {name!r} are normalised by the rules of {rules[0]!r} in {first} and of {rules[1]!r} in "
@@ -57,13 +74,23 @@ def read_paired(first: Path, second: Path) -> tuple[list[Prediction], list[Predi
     return list(first_run.values()), [second_run[name] for name in first_run]
 
 
+def question_origin(are_generated: Collection[bool]) -> str:
+    """Return the origin of a set of questions: of people, generated from the corpus, or both."""
+    if all(are_generated):
+        return "generated questions"
+    return "questions of people and generated ones" if any(are_generated) else "questions of people"
+
+
 def compare_runs(first: Path, second: Path, *, seed: int) -> list[Comparison]:
-    """Compare EM and recall@5 of two runs, by a paired bootstrap over questions."""
+    """Compare EM and recall@5 of two runs, by a paired bootstrap over questions.
+
+    EM is that of the questions of people. It comes first, or is missing if all questions were generated.
+    """
     pair = read_paired(first, second)
-    values = {
-        "EM": [correct_mask(run) for run in pair],
-        "recall@5": [np.array([0 <= p.first_hit < 5 for p in run]) for run in pair],
-    }
+    people = [[p for p in run if not p.is_generated] for run in pair]
+    values = {"EM": [correct_mask(run) for run in people]} if people[0] else {}
+    recall = "recall@5" if people[0] else "recall@5 (retrieval: all questions were generated from the documents)"
+    values[recall] = [np.array([0 <= p.first_hit < 5 for p in run]) for run in pair]
     return [
         Comparison(measure, len(x_Q), float(x_Q.mean()), float(y_Q.mean()), paired_bootstrap(x_Q, y_Q, seed=seed))
         for measure, (x_Q, y_Q) in values.items()
@@ -71,7 +98,7 @@ def compare_runs(first: Path, second: Path, *, seed: int) -> list[Comparison]:
 
 
 def correct_mask(run: Sequence[Prediction]) -> npt.NDArray[np.bool_]:
-    """Return whether each prediction is an exact match, bool [Q]."""
+    """Return whether each prediction for a question of people is an exact match, bool [Q]."""
     return np.array([prediction.em for prediction in run], bool)
 
 

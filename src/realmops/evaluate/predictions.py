@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from realmops.answering.confidence import Confidence
 from realmops.artifacts import atomic_file
+from realmops.corpus.cloze import CLOZE_ID
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.exact_match import Score
@@ -43,17 +44,18 @@ class Prediction:
     passages read, best first; ``passage_spans`` and ``passage_scores`` are the best span of each and its score,
     ``gold_span`` and ``gold_score`` the best span that matches an answer (None without one). ``first_hit`` is the rank
     from 0 of the first retrieved passage with an answer, -1 without one, and ``failed_at`` a key of ``FAILED_AT``.
-    ``confidence`` is the calibrated probability that the answer is correct, and ``abstained`` whether it is below the
-    threshold; both are None without a calibration. ``page`` is the answer's page in a document with pages.
-    ``answer_rule`` is that of ``Question``; None in files of earlier versions.
+    ``em``, ``f1`` and ``failed_at`` are None for a question that was generated from the corpus. ``confidence`` is the
+    calibrated probability that the answer is correct, and ``abstained`` whether it is below the threshold; both are
+    None without a calibration. ``page`` is the answer's page in a document with pages. ``answer_rule`` is that of
+    ``Question``; None in files of earlier versions.
     """
 
     question_id: str
     question: str
     prediction: str
     answers: tuple[str, ...]
-    em: bool
-    f1: float
+    em: bool | None
+    f1: float | None
     passage_ids: tuple[str, ...]
     titles: tuple[str, ...]
     p_z: tuple[float, ...]
@@ -67,7 +69,7 @@ class Prediction:
     gold_span: str | None
     gold_score: float | None
     first_hit: int
-    failed_at: str
+    failed_at: str | None
     confidence: float | None
     abstained: bool | None
     page: int | None = None
@@ -78,6 +80,11 @@ class Prediction:
         """Identity of the question, as of ``Question.asked``."""
         return self.question_id, self.question, tuple(sorted(self.answers))
 
+    @property
+    def is_generated(self) -> bool:
+        """Whether the question was generated from the corpus; earlier versions scored such questions."""
+        return self.em is None or self.question_id.startswith(CLOZE_ID)
+
     def summary_row(self) -> dict[str, Any]:
         """Return a summary for display, as one row of a table."""
         return {
@@ -85,7 +92,7 @@ class Prediction:
             "prediction": self.prediction,
             "answers": "; ".join(self.answers),
             "em": self.em,
-            "f1": round(self.f1, 3),
+            "f1": None if self.f1 is None else round(self.f1, 3),
             "failed_at": self.failed_at,
             "confidence": None if self.confidence is None else round(self.confidence, 3),
             "evidence": self.titles[self.evidence_rank] if self.evidence_rank >= 0 else "",
@@ -97,24 +104,29 @@ def build_predictions(
     snapshot: Snapshot,
     questions: Sequence[Question],
     answers: Sequence[Answer],
-    score: Score,
+    score: Score | None,
     first_hit_Q: npt.NDArray[np.int64],
     in_corpus_Q: npt.NDArray[np.bool_],
     passages_read: int,
     confidence: Confidence | None,
 ) -> list[Prediction]:
-    """Build the predictions of a model, with scores, evidence and the step at which each question failed."""
+    """Build the predictions of a model, with scores, evidence and the step at which each question failed.
+
+    ``score`` is that of the questions of people alone; None if there are none.
+    """
     predictions = []
+    scored = iter([] if score is None else zip(score.correct.tolist(), score.f1_Q.tolist(), strict=True))
     for i, (question, answer) in enumerate(zip(questions, answers, strict=True)):
         best, gold = answer.best, answer.best_gold
-        correct, first_hit = bool(score.correct[i]), int(first_hit_Q[i])
+        correct, f1 = (None, None) if score is None or question.is_generated else next(scored)
+        first_hit = int(first_hit_Q[i])
         prediction = Prediction(
             question_id=question.id,
             question=question.question,
             prediction=answer.text,
             answers=question.answers,
             em=correct,
-            f1=float(score.f1_Q[i]),
+            f1=f1,
             passage_ids=tuple(snapshot.passage_id(p) for p in answer.passages),
             titles=tuple(snapshot.title(p) for p in answer.passages),
             p_z=tuple(float(np.exp(value)) for value in answer.log_prior),
@@ -128,7 +140,9 @@ def build_predictions(
             gold_span=gold.text if gold else None,
             gold_score=gold.score if gold else None,
             first_hit=first_hit if first_hit < len(answer.ranked) else -1,
-            failed_at=failed_at(
+            failed_at=None
+            if correct is None
+            else failed_at(
                 correct=correct,
                 in_corpus=bool(in_corpus_Q[i]),
                 retrieved=first_hit < passages_read,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SAMPLES = 12  # answers shown, at most
-ABSTAINS = "The model abstains from every question: no threshold reached <code>wanted_precision</code> in calibration."
+ABSTAINS = "The model abstains from every question: no threshold reached the required precision in calibration."
 Metrics = Mapping[str, Mapping[str, Any]]  # content of metrics.json by stage
 
 
@@ -155,19 +155,26 @@ def figure_tables(metrics: Metrics) -> list[FigureTable]:
     figures = (headline_rows(metrics), seconds_rows(metrics))
     tables = [FigureTable("realmops", ("measure", "value", "95 % interval over questions"), figures)]
     if compared := compared_rows(metrics):
-        head = ("test questions", *(f"recall@{k}" for k in SHOWN_AT), "EM", "F1")
+        measures = ("EM", "F1") if "em" in metrics["evaluate"] else ()
+        head = ("test questions", *(f"recall@{k}" for k in SHOWN_AT), *measures)
         title = "Retrievers and readers, with 95 % intervals over questions"
         tables.append(FigureTable(title, head, [[row] for row in compared]))
     return tables
 
 
-def generated_note(metrics: Metrics) -> tuple[str, ...]:
-    """Return sentences on what figures of generated test questions show; () if people wrote all of them."""
-    if not metrics.get("evaluate", {}).get("cloze_questions"):
+def generated_note(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return sentences on test questions generated from the corpus, from the metrics of ``evaluate``; () if none."""
+    generated, questions = values.get("generated_questions", 0), values.get("questions", 0)
+    if not generated:
         return ()
+    if generated < questions:
+        return (
+            f"{generated} of {questions} test questions were generated from the documents: they measure retrieval "
+            f"only; EM and confidence are measured on the other {questions - generated}.",
+        )
     return (
-        "Test questions were generated from the documents: their figures show whether the training worked, not how "
-        "well questions of people are answered. Label your own with 'realmops questions --label':",
+        "Test questions were generated from the documents: they measure retrieval only. Label twenty of your own "
+        "('realmops questions --label') for EM and confidence:",
         *WHAT_THEY_BRING,
     )
 
@@ -190,7 +197,8 @@ def compared_rows(metrics: Metrics) -> list[list[str]]:
     rows = []
     for label, recall, answer in _compared_systems(metrics):
         names = ["" if recall is None else f"{recall}recall_at_{k}_{rule}" for k in SHOWN_AT]
-        names += ["" if answer is None else f"{answer}{measure}" for measure in ("em", "f1")]
+        if "em" in values:
+            names += ["" if answer is None else f"{answer}{measure}" for measure in ("em", "f1")]
         cells = [_cell(values, name) if name in values else "" for name in names]
         rows += [[label, *cells]] if any(cells) else []
     return rows if rule else []
@@ -267,8 +275,8 @@ def write_report(
 
 
 def confidence_charts(answers: Sequence[Prediction]) -> list[str]:
-    """Draw the reliability diagram, and precision over coverage; empty if the answers have no confidence."""
-    rated = [(answer.confidence, answer.em) for answer in answers if answer.confidence is not None]
+    """Draw the reliability diagram, and precision over coverage; empty if no answer has a confidence and a verdict."""
+    rated = [(row.confidence, row.em) for row in answers if row.confidence is not None and not row.is_generated]
     if not rated:
         return []
     probability_Q, correct_Q = np.array([p for p, _ in rated]), np.array([em for _, em in rated])
@@ -303,7 +311,7 @@ def _page(
     sections = [f'<p class="soft">{escape("; ".join(f"{name} {value}" for name, value in about.items()))}</p>']
     sections += ["<h2>Results</h2>"]
     sections += [f'<div class="card scroll figures">{table.to_html()}</div>' for table in figure_tables(metrics)]
-    if note := generated_note(metrics):
+    if note := generated_note(metrics.get("evaluate", {})):
         sections.append(f'<p class="card">{escape(" ".join(note), quote=False)}</p>')
     calibration = confidence_charts(answers)
     for heading, figures in (("Training", charts), ("Confidence and precision", calibration)):
@@ -337,6 +345,8 @@ def _certainty(row: Prediction) -> str:
 
 def _answer(row: Prediction) -> str:
     verdict = '<span class="right">&#10003; correct</span>' if row.em else '<span class="wrong">&#10007; wrong</span>'
+    verdict = "answer" if row.is_generated else verdict
+    f1 = "" if row.f1 is None else f"F1 {row.f1:.2f}; "
     source = f"; the answer is from passage {row.evidence_rank + 1}" if row.evidence_rank >= 0 else ""
     source += f", page {row.page}" if row.page else ""
     before, after = row.evidence[: row.char_start], row.evidence[row.char_end :]
@@ -348,7 +358,7 @@ def _answer(row: Prediction) -> str:
     return (
         f'<div class="card"><p class="question">{escape(row.question)}</p>'
         f"<p>{verdict}: <b>{escape(row.prediction) or '(no answer)'}</b> "
-        f'<span class="soft">expected: {escape("; ".join(row.answers))}; F1 {row.f1:.2f}; '
+        f'<span class="soft">expected: {escape("; ".join(row.answers))}; {f1}'
         f"span score {row.span_score:.2f}{_certainty(row)}</span></p>"
         f"<p>{escape(before)}<mark>{escape(row.prediction)}</mark>{escape(after)}</p>"
         f'<details><summary class="soft">p(z|x) of the {len(row.p_z)} passages read{source}</summary>'

@@ -1,7 +1,8 @@
 """The Open Inference Protocol (KServe v2) over REST, for clients of KServe and Triton.
 
 The input is one string tensor ``question``, as JSON or by the binary tensor extension. The outputs ``answer``,
-``probability``, ``abstained`` and ``record`` (the whole record as JSON) have one element per question.
+``score``, ``probability``, ``abstained`` and ``record`` (the whole record as JSON) have one element per question.
+Tensors have no null, so a model that is not calibrated has no output ``probability``.
 """
 
 import json
@@ -17,7 +18,8 @@ from realmops.answering.opened_model import Query
 from realmops.serve.guard import QUESTIONS_LIMIT
 
 _HEADER = "inference-header-content-length"
-_OUTPUTS = {"answer": "BYTES", "probability": "FP64", "abstained": "BOOL", "record": "BYTES"}
+_PROBABILITY = "probability"
+_OUTPUTS = {"answer": "BYTES", "score": "FP64", _PROBABILITY: "FP64", "abstained": "BOOL", "record": "BYTES"}
 router = APIRouter(prefix="/v2")
 
 
@@ -45,12 +47,14 @@ async def ready(request: Request) -> Response:
 async def metadata(request: Request, name: str, version: str = "") -> dict[str, Any]:
     """Return the input and output tensors of the model."""
     request.app.state.service.check_name(name)
+    served = request.app.state.service.batcher.served
+    outputs = _outputs_of(is_calibrated=served.confidence is not None)
     return {
         "name": name,
-        "versions": [request.app.state.service.batcher.served.version],
+        "versions": [served.version],
         "platform": "realmops",
         "inputs": [{"name": "question", "datatype": "BYTES", "shape": [-1]}],
-        "outputs": [{"name": output, "datatype": kind, "shape": [-1]} for output, kind in _OUTPUTS.items()],
+        "outputs": [{"name": output, "datatype": kind, "shape": [-1]} for output, kind in outputs.items()],
     }
 
 
@@ -69,17 +73,21 @@ async def infer(request: Request, name: str, version: str = "") -> Response:
     request.app.state.service.check_name(name)
     try:
         call, questions = read_call(await request.body(), request.headers.get(_HEADER))
-        outputs = _requested_outputs(call)
+        requested = _requested_outputs(call)
     except ValueError as error:
         raise HTTPException(422, str(error)) from None
     request_id = call.get("id")
     if isinstance(request_id, str) and any("\ud800" <= char <= "\udfff" for char in request_id):  # part of the reply
         raise HTTPException(422, "id: lone surrogates cannot be encoded; use valid Unicode")
     records = await request.app.state.service.answer([Query(question) for question in questions])
+    is_calibrated = all(record[_PROBABILITY] is not None for record in records)
+    if _PROBABILITY in (requested or ()) and not is_calibrated:
+        raise HTTPException(422, "outputs: the model is not calibrated and has no 'probability'; request 'score'")
+    outputs = requested or list(_outputs_of(is_calibrated=is_calibrated))
     columns: dict[str, list[Any]] = {
-        **{name: [record[name] for record in records] for name in ("answer", "probability", "abstained")},
-        "record": [json.dumps(record, ensure_ascii=False) for record in records],
+        name: [record[name] for record in records] for name in _OUTPUTS if name != "record"
     }
+    columns["record"] = [json.dumps(record, ensure_ascii=False) for record in records]
     reply = {
         "model_name": name,
         "model_version": records[0]["model"]["version"],
@@ -155,11 +163,16 @@ def _texts(data: bytes, size: object) -> list[str]:
     return texts
 
 
-def _requested_outputs(call: dict[str, Any]) -> list[str]:
-    """Return the names of the requested outputs, by default all."""
+def _outputs_of(*, is_calibrated: bool) -> dict[str, str]:
+    """Return the data types of a model's outputs by name."""
+    return {name: kind for name, kind in _OUTPUTS.items() if is_calibrated or name != _PROBABILITY}
+
+
+def _requested_outputs(call: dict[str, Any]) -> list[str] | None:
+    """Return the names of the requested outputs; None for all that the model has."""
     requested = call.get("outputs")
     if requested is None:
-        return list(_OUTPUTS)
+        return None
     names = (
         [output.get("name") for output in requested if isinstance(output, dict)] if isinstance(requested, list) else []
     )

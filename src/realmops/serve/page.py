@@ -65,13 +65,12 @@ class AnswerView:
     """An answer for the template."""
 
     record: Record
-    calibrated: bool
     passages: tuple[PassageView, ...]
     best: PassageView | None  # with the chosen quotation
 
     @property
     def is_held_back(self) -> bool:
-        """Whether the answer is below the threshold: then the passages come first."""
+        """Whether the answer is below the threshold, or there is no calibration: then the passages come first."""
         return bool(self.record["answer"]) and self.record["abstained"]
 
     @property
@@ -83,17 +82,21 @@ class AnswerView:
     @property
     def title(self) -> str:
         """Title of the page."""
-        return "No confident answer" if self.is_held_back else self.record["answer"] or "No answer"
+        if self.is_held_back:
+            return "Best matches" if self.record["probability"] is None else "No confident answer"
+        return self.record["answer"] or "No answer"
 
     @property
     def announcement(self) -> str:
         """Answer in a sentence, for screen readers."""
         if not self.record["answer"]:
             return "No answer was found."
-        answer, probability = self.record["answer"], percent(self.record["probability"])
+        answer, certainty = self.record["answer"], describe_certainty(self.record)
+        if self.record["probability"] is None:
+            return f"The best passages follow. Possible answer: {answer}, {certainty}."
         if self.is_held_back:
-            return f"No answer is confident enough. The best passages follow. Held back: {answer}, {probability}."
-        return f"Answer: {answer}. Probability {probability}."
+            return f"No answer is confident enough. The best passages follow. Held back: {answer}, {certainty}."
+        return f"Answer: {answer}, {certainty}."
 
 
 @router.get("/")
@@ -222,7 +225,7 @@ def _answer_view(pending: PendingAnswer, record: Record, without: Sequence[str])
     passages = tuple(_passages(record, citations, without, stem_query(record["question"], language)))
     first = record["citations"][0]["passage_id"] if citations else None
     best = next((view for view in passages if view.record["passage_id"] == first), None)
-    return AnswerView(record, pending.served.confidence is not None, passages, best)
+    return AnswerView(record, passages, best)
 
 
 def _passages(
@@ -247,6 +250,13 @@ def feedback_address(record: Record) -> str:
     """Return the URL that the page posts feedback on an answer to."""
     passage = record["citations"][0]["passage_id"] if record["citations"] else ""
     return "feedback?" + urlencode({"q": record["question"], "answer": record["answer"], "passage": passage})
+
+
+def describe_certainty(record: Record) -> str:
+    """Format the probability of an answer, or its score if the model is not calibrated."""
+    if record["probability"] is None:
+        return f"not calibrated: score {record['score']:.2f}"
+    return f"right with probability {percent(record['probability'])}"
 
 
 def percent(share: float) -> str:
@@ -284,6 +294,7 @@ def _templates() -> tuple[Environment, dict[str, str]]:
         "script": Markup(script),
         "source_link": source_link,
         "holds_all": always_abstains,
+        "certainty": describe_certainty,
         "feedback_address": feedback_address,
     }
     policy = (

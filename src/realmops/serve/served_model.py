@@ -10,14 +10,11 @@ from realmops.answering.confidence import Confidence
 from realmops.answering.opened_model import OpenedModel
 from realmops.answering.passage_search import PassageSearch
 from realmops.commands.open_model import Champion
-from realmops.corpus.cloze import CLOZE_ID
 from realmops.devices import pack_linears
 from realmops.evaluate.predictions import read_results
 from realmops.search.exact import prepare_for_serving
-from realmops.stages import CLOZE
 from realmops.stages.corpus_states import pipeline_state
 from realmops.stages.open_run import manifest_stats, open_run
-from realmops.stages.trained import trained_sections
 
 SPANS_TOGETHER = 64 << 20  # bytes of span representations per batch; larger batches are slower
 EXAMPLES = 6  # questions to try
@@ -82,14 +79,13 @@ class RunFolder:
         Questions generated from the corpus are not included: they are not natural language.
         """
         try:
-            test_file = Path(trained_sections(self.root, "evaluate").get("questions", {}).get("test", ""))
-            rows = [] if Path(CLOZE) in test_file.parents else read_results(self.root)
+            rows = read_results(self.root)
             confidence = Confidence.load(pipeline_state(self.root).finetune)
         except (OSError, ValueError):  # the run has no results
             return ()
         threshold = confidence.threshold if confidence else 0.0  # the current one: results may be older
         correct = [row for row in rows if row.em and not row.abstained and (row.confidence or 0.0) >= threshold]
-        questions = list(dict.fromkeys(row.question for row in correct if not row.question_id.startswith(CLOZE_ID)))
+        questions = list(dict.fromkeys(row.question for row in correct if not row.is_generated))
         return questions[:: max(1, len(questions) // EXAMPLES)][:EXAMPLES]
 
 

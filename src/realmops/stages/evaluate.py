@@ -15,7 +15,7 @@ from realmops.baselines.rankers import build_ranker
 from realmops.baselines.rule import answer_by_rule
 from realmops.config import Evaluate, Finetune, QuestionFiles, RunOptions, default_options
 from realmops.corpus.cloze import SourcePassages
-from realmops.corpus.question_sets import Question
+from realmops.corpus.question_sets import Question, rows_of_people
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype
 from realmops.evaluate.calibration import confidence_figures
@@ -38,7 +38,7 @@ from realmops.evaluate.recall import (
     recall_intervals,
     recall_metrics,
 )
-from realmops.evaluate.run_report import write_report
+from realmops.evaluate.run_report import generated_note, write_report
 from realmops.model.checkpoint_files import cpu_state, load_retriever
 from realmops.model.retriever import Retriever
 from realmops.search.approximate import ApproximateIndex, unwrap_approximate
@@ -65,52 +65,61 @@ DEPTH = max(RECALL_AT)  # passages ranked per question
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Answer the test questions, write predictions and report, and return all metrics."""
+    """Answer the test questions, write predictions and report, and return all metrics.
+
+    Answers are scored on the questions of people alone; those generated from the corpus measure retrieval.
+    """
     options = job.section(Finetune)
     bootstrap = {"seed": job.section(RunOptions).seed, "resamples": job.section(Evaluate).bootstrap}
     snapshot = open_snapshot(job)
     questions = load_questions(job, snapshot, "test")
     match_rule, em_rule = questions[0].match_rule, em_rules(questions)[0]
     model = open_tuned(job.inputs["finetune"], options, snapshot, *device_and_dtype(job.section(RunOptions)))
+    people = rows_of_people(questions) if model.gives_answers else []
+    asked = [questions[row] for row in people]
     bar = job.report.progress("test questions", len(questions))
     answers = model.answer(questions, ranked=DEPTH, progress=bar)
 
     def score(texts: list[str], rule: str) -> Score:
-        return score_predictions(questions, texts, rule=rule, **bootstrap)
+        return score_predictions(asked, texts, rule=rule, **bootstrap)
 
-    scores = {rule: score([answer.text for answer in answers], rule) for rule in em_rules(questions)}
-    metrics: dict[str, Any] = {"questions": len(questions), **scores[em_rule].figures("")}
-    metrics |= {f"em_{rule}": result.em.mean for rule, result in scores.items() if len(scores) > 1}
+    by_people = [answers[row] for row in people]
+    scores = {rule: score([answer.text for answer in by_people], rule) for rule in em_rules(questions) if asked}
+    metrics: dict[str, Any] = {"questions": len(questions)}
     confidence = Confidence.load(job.inputs["finetune"])
-    if confidence is None:
-        job.report.log("evaluate: the model was not calibrated on dev questions, so its answers have no confidence")
-    else:
-        metrics |= confidence_figures(confidence, answers, scores[em_rule].correct, **bootstrap)
-        if confidence.holds_all:
-            job.report.log(
-                "evaluate: the model abstains on every question: nothing reached wanted_precision on the dev questions"
-            )
-    if cloze := sum(bool(question.not_in) for question in questions):
-        metrics["cloze_questions"] = cloze
+    if asked:
+        metrics |= scores[em_rule].figures("")
+        metrics |= {f"em_{rule}": result.em.mean for rule, result in scores.items() if len(scores) > 1}
+        if confidence is not None:
+            metrics |= confidence_figures(confidence, by_people, scores[em_rule].correct, **bootstrap)
+    if not model.gives_answers:
+        job.report.log("evaluate: search, not answers: the run has no reader (reader.init is none)")
+    elif confidence is None:
         job.report.log(
-            f"evaluate: {cloze} of {len(questions)} test questions were generated from the corpus: exact match shows "
-            "whether the training worked, not how well questions of people are answered"
+            "evaluate: the model was not calibrated on dev questions of people: its answers have a score, but no "
+            "probability of being right"
         )
+    elif confidence.holds_all:
+        job.report.log("evaluate: the model abstains on every question: nothing reached the precision of its threshold")
+    if generated := sum(question.is_generated for question in questions):
+        metrics["generated_questions"] = generated
+        for line in generated_note(metrics):
+            job.report.log(f"evaluate: {line}")
     training = load_questions(job, snapshot, "train")
     _warn_of_question_mismatch(job, training, questions)
-    if not all(question.is_regex for question in training):
-        metrics["closed_book_em"] = closed_book_floor(training, questions)[1]
+    if asked and not all(question.is_regex for question in training):
+        metrics["closed_book_em"] = closed_book_floor(training, asked)[1]
     if isinstance(model, RetrieveAndRead) and (structure := unwrap_approximate(model.passages)) is not None:
         metrics["index_recall"] = _index_recall(job, model, structure, questions)
     bm25 = build_ranker("bm25", snapshot) if job.section(Evaluate).bm25 else None
     rankings = {"": pad_rankings([answer.ranked for answer in answers], DEPTH)}
     rankings |= _rankings(job, snapshot, questions, model, bm25)
-    if bm25 is not None:
-        texts = answer_by_rule(snapshot, questions, rankings["bm25_"][:, 0].tolist())
+    if bm25 is not None and asked:
+        texts = answer_by_rule(snapshot, asked, rankings["bm25_"][people, 0].tolist())
         metrics |= score(texts, em_rule).figures("rule_")
         if isinstance(model, RetrieveAndRead):
-            bar = job.report.progress("test questions over BM25's passages", len(questions))
-            over_bm25 = model.with_ranker(bm25).answer(questions, ranked=DEPTH, progress=bar)
+            bar = job.report.progress("test questions over BM25's passages", len(asked))
+            over_bm25 = model.with_ranker(bm25).answer(asked, ranked=DEPTH, progress=bar)
             metrics |= score([answer.text for answer in over_bm25], em_rule).figures("bm25_")
     hits = {}
     for prefix, ranked in rankings.items():
@@ -131,13 +140,14 @@ def run(job: Job) -> dict[str, Any]:
         snapshot,
         questions,
         answers,
-        scores[em_rule],
+        scores.get(em_rule),
         hits[""],
         possible["in_corpus"],
         options.reader_candidates,
         confidence,
     )
-    metrics |= failure_shares([prediction.failed_at for prediction in predictions])
+    if asked:
+        metrics |= failure_shares([prediction.failed_at for prediction in predictions if prediction.failed_at])
     metrics |= warn_of_timeouts(job, questions)
     write_predictions(job.out / PREDICTIONS, predictions)
     write_first_hits(job.out / FIRST_HITS, questions, hits, DEPTH)

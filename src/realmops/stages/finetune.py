@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from realmops.answering.answer import Answer
-from realmops.answering.confidence import Confidence
+from realmops.answering.confidence import READER_QUESTIONS, Confidence
 from realmops.answering.extractive import ExtractiveQa
 from realmops.answering.openqa import OpenQa
 from realmops.answering.retrieval import AnswerModel, RetrieveAndRead
@@ -14,10 +14,10 @@ from realmops.answering.span_answers import SpanAnswers
 from realmops.baselines import t5
 from realmops.config import ClosedBookOptions, Finetune, Optimiser, RunOptions
 from realmops.config_rules import ENCODER, NO_READER
-from realmops.corpus.question_sets import Question
+from realmops.corpus.question_sets import Question, rows_of_people
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import configure_malloc, device_and_dtype
-from realmops.evaluate.calibration import confidence_figures, fit_confidence
+from realmops.evaluate.calibration import MIN_CALIBRATION, confidence_figures, fit_confidence
 from realmops.evaluate.exact_match import is_exact_match, score_predictions
 from realmops.evaluate.recall import RECALL_AT
 from realmops.hub import READER, encoder_folder
@@ -62,7 +62,8 @@ def run(job: Job) -> dict[str, Any]:
     if not process_group().is_main_process:
         return {}
     save_tuned(job.out, tuned.model)
-    return {**_dev_metrics(job, held_out, tuned.answers), **tuned.metrics}
+    metrics = _dev_metrics(job, held_out, tuned.answers) if tuned.model.gives_answers else {}
+    return {**metrics, **tuned.metrics}
 
 
 def _open_qa(
@@ -96,7 +97,7 @@ def _open_qa(
         metrics["index_recall"] = _widen_index(job, model, structure, sample_queries(held_out, seed))
     if model.hybrid and options.reader_training == "passages":  # the query tower was trained together with the reader
         retriever.mixture = fit_weights_on_questions(model, held_out)
-    if model.hybrid and all(question.not_in for question in held_out):
+    if model.hybrid and all(question.is_generated for question in held_out):
         # all dev questions are generated: the value that fit_reading returns for them
         retriever.mixture = replace(retriever.mixture, reading=GENERATED_READING_WEIGHT)
     answers = model.answer(held_out, ranked=5, progress=job.report.progress("dev questions", len(held_out)))
@@ -181,14 +182,22 @@ TRAINERS: Mapping[str, Callable[[StageTrainings, Snapshot, list[Question], list[
 
 
 def _dev_metrics(job: Job, questions: list[Question], answers: list[Answer]) -> dict[str, float]:
-    """Fit and write the calibration; return exact match, F1 and calibration metrics on the dev questions."""
+    """Write the calibration, if there is one; return exact match, F1 and its metrics on the dev questions of people."""
     seed, precision = job.section(RunOptions).seed, job.section(Finetune).wanted_precision
-    score = score_predictions(questions, [answer.text for answer in answers], seed=seed)
-    inherited = _inherited_calibration(job, questions)
-    confidence = inherited or fit_confidence(answers, score.correct, precision)
-    confidence.save(job.out)
-    figures = confidence_figures(confidence, answers, score.correct, seed=seed)
-    job.report.log(f"finetune: {_describe(confidence, figures, len(questions), is_inherited=inherited is not None)}")
+    rows = rows_of_people(questions)
+    questions, answers = [questions[row] for row in rows], [answers[row] for row in rows]
+    score = score_predictions(questions, [answer.text for answer in answers], seed=seed) if questions else None
+    if score is not None and len(questions) >= MIN_CALIBRATION:
+        confidence: Confidence | None = fit_confidence(answers, score.correct, precision)
+    else:
+        confidence = _inherited_calibration(job)
+    figures = {}
+    if confidence is not None:
+        confidence.save(job.out)
+        figures = {} if score is None else confidence_figures(confidence, answers, score.correct, seed=seed)
+    job.report.log(f"finetune: {_describe(confidence, figures, len(questions))}")
+    if score is None:
+        return {}
     return {
         "dev_em": score.em.mean,
         "dev_f1": score.f1.mean,
@@ -196,20 +205,33 @@ def _dev_metrics(job: Job, questions: list[Question], answers: list[Answer]) -> 
     }
 
 
-def _describe(confidence: Confidence, figures: Mapping[str, float], questions: int, *, is_inherited: bool) -> str:
-    """Return a sentence on the threshold and the dev questions above it; inherited: read from ``reader.init``."""
-    target = f"wanted_precision={confidence.wanted_precision:g}"
+def _describe(confidence: Confidence | None, figures: Mapping[str, float], questions: int) -> str:
+    """Return a sentence on the threshold and the dev questions of people above it."""
+    more = f"set questions.dev to at least {MIN_CALIBRATION} questions of people"
+    if confidence is None:
+        return (
+            f"no calibration: questions.dev has {questions} questions of people; answers have a score, but no "
+            f"probability of being right, and are shown below the passages; {more}"
+        )
+    is_inherited = confidence.source == READER_QUESTIONS
+    target = (
+        f"the precision {confidence.wanted_precision:g}"
+        if is_inherited
+        else f"finetune.wanted_precision={confidence.wanted_precision:g}"
+    )
     if confidence.holds_all and is_inherited:
         return (
-            f"the model abstains on every question: in the calibration of reader.init nothing reached {target}; set "
-            "questions.dev to questions of people to fit it again"
+            f"the model abstains on every question: in the calibration of reader.init nothing reached {target} for "
+            f"other documents; {more} to fit it again"
         )
     if confidence.holds_all:
         return (
-            f"the model abstains on every question: no confidence reaches finetune.{target} on the {questions} dev "
+            f"the model abstains on every question: no confidence reaches {target} on the {questions} dev "
             "questions; lower it, or train on more questions"
         )
-    source = f"of reader.init, for {target}" if is_inherited else f"for finetune.{target}"
+    source = f"of reader.init, for {target}" if is_inherited else f"for {target}"
+    if not figures:
+        return f"answers need a confidence of at least {confidence.threshold:.3f}; the threshold is {source}"
     precision = figures.get("answered_precision")  # missing if no question is answered
     return (
         f"{figures['answered'] * questions:.0f} of {questions} dev questions are answered, with a confidence of at "
@@ -218,16 +240,12 @@ def _describe(confidence: Confidence, figures: Mapping[str, float], questions: i
     )
 
 
-def _inherited_calibration(job: Job, questions: list[Question]) -> Confidence | None:
-    """Return the calibration of ``reader.init`` if the reader was not trained here and all dev questions are generated.
-
-    Generated questions do not predict the precision on questions of people.
-    """
-    init = job.option(READER_INIT)
-    is_trained = job.section(Finetune).epochs or init in (ENCODER, NO_READER)
-    if is_trained or not all(q.not_in for q in questions):
-        return None
-    return Confidence.load(encoder_folder(init, READER))
+def _inherited_calibration(job: Job) -> Confidence | None:
+    """Return the calibration of ``reader.init`` for other documents; None if the reader is another or was trained."""
+    options, init = job.section(Finetune), job.option(READER_INIT)
+    is_own = options.epochs or not options.reads_passages or init in (ENCODER, NO_READER)
+    calibration = None if is_own else Confidence.load(encoder_folder(init, READER))
+    return None if calibration is None else calibration.for_other_documents()
 
 
 def _widen_index(job: Job, model: RetrieveAndRead, passages: ApproximateIndex, questions: list[Question]) -> float:

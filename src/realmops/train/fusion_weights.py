@@ -51,7 +51,7 @@ def fit_reading_weight(
         is_right: whether a text is a correct answer to a question.
     """
     before = model.retriever.mixture.reading
-    human = [(q, answer) for q, answer in zip(questions, answers, strict=True) if not q.not_in]
+    human = [(q, answer) for q, answer in zip(questions, answers, strict=True) if not q.is_generated]
     if not human:
         return GENERATED_READING_WEIGHT
     questions, answers = zip(*human, strict=True)
