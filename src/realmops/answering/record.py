@@ -1,15 +1,19 @@
 """The record of an answer with its sources, as commands, servers and the registered model return it."""
 
 from collections.abc import Mapping
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
 
 from realmops.answering.answer import Answer, RetrievedPassages, Span
 from realmops.answering.confidence import Confidence
+from realmops.answering.search_only import SearchOnly
 from realmops.corpus.snapshot_reader import Snapshot
 
 Record = dict[str, Any]
+TOP_PASSAGES = 3  # shown before an answer that is held back
+_PREVIEW = 240  # characters shown of a passage
 _CONTEXT = 60  # characters shown on either side of a quotation
 _LONGEST_WORD = 30  # longer strings without a space are in a script without spaces
 
@@ -111,6 +115,11 @@ def always_abstains(record: Mapping[str, Any]) -> bool:
     return record["threshold"] is not None and record["threshold"] > 1
 
 
+def searches(record: Mapping[str, Any]) -> bool:
+    """Return whether the record is of a model that searches and answers no question."""
+    return bool(record["model"]["kind"] == SearchOnly.kind)
+
+
 def format_probability(record: Mapping[str, Any]) -> str:
     """Format the probability of an answer and, if the model abstains, the reason; without a calibration the score."""
     if record["probability"] is None:
@@ -128,10 +137,18 @@ def format_record(record: Record) -> list[str]:
     if "error" in record:
         return [f"error: {record['error']}"]
     if not record["answer"]:
-        return ["no answer"]
+        return (
+            ["search, not answers: the best passages", *_passage_lines(record)] if searches(record) else ["no answer"]
+        )
     lines = [f"{record['answer']}  ({format_probability(record)})"]
     if record["abstained"] and record["quote"]:
-        lines.append(f"  in: {' '.join(record['quote']['quote'].split())}")
+        certain = "no answer is certain enough" if record["probability"] is not None else "not calibrated"
+        lines = [
+            f"{certain}: the best passages",
+            *_passage_lines(record),
+            f"possible answer: {lines[0]}",
+            f"  in: {' '.join(record['quote']['quote'].split())}",
+        ]
     texts = {passage["passage_id"]: passage for passage in record["passages"]}
     for citation in record["citations"]:
         passage: Record = texts[citation["passage_id"]]
@@ -143,6 +160,19 @@ def format_record(record: Record) -> list[str]:
             f"  {citation['title'] or citation['document_id']}: {marked}",
             f"    document {citation['document_id']}, {citation['uri']}{page}, characters {citation['start']} to "
             f"{citation['end']}, p(z|x) {citation['p_z']:.2f}",
+        ]
+    return lines
+
+
+def _passage_lines(record: Record) -> list[str]:
+    """Format the first passages, each with its beginning and its place."""
+    lines = []
+    for passage in record["passages"][:TOP_PASSAGES]:
+        page = f", page {passage['page']}" if passage.get("page") else ""
+        lines += [
+            f"  {passage['title'] or passage['document_id']}: {shorten(passage['text'], _PREVIEW, placeholder=' …')}",
+            f"    document {passage['document_id']}, {passage['uri']}{page}, characters {passage['start']} to "
+            f"{passage['end']}, p(z|x) {passage['p_z']:.2f}",
         ]
     return lines
 

@@ -21,14 +21,13 @@ from markupsafe import Markup
 
 from realmops.answering.opened_model import Query
 from realmops.answering.passage_search import StemsByLanguage, highlights, stem_query
-from realmops.answering.record import Record, always_abstains
+from realmops.answering.record import TOP_PASSAGES, Record, always_abstains, searches
 from realmops.evaluate.report_page import STYLE
 from realmops.serve.batching import PendingAnswer
 from realmops.serve.guard import COOKIE, FIELDS, QUESTION_LIMIT, QUESTIONS_LIMIT, SIGNED_IN_SECONDS, Token, form_of
 from realmops.text.languages import detect_language
 
 _LOG = logging.getLogger(__name__)
-TOP_PASSAGES = 3  # shown when an answer is held back
 PREVIEW = 60  # characters of a passage in a list
 FAILED = "The question could not be answered: internal error; see the server's log."
 router = APIRouter(include_in_schema=False)
@@ -74,6 +73,11 @@ class AnswerView:
         return bool(self.record["answer"]) and self.record["abstained"]
 
     @property
+    def searches(self) -> bool:
+        """Whether the model only searches."""
+        return searches(self.record)
+
+    @property
     def top_passages(self) -> tuple[PassageView, ...]:
         """First passages without a quotation."""
         top = self.passages[:TOP_PASSAGES]
@@ -82,6 +86,8 @@ class AnswerView:
     @property
     def title(self) -> str:
         """Title of the page."""
+        if self.searches:
+            return "Passages"
         if self.is_held_back:
             return "Best matches" if self.record["probability"] is None else "No confident answer"
         return self.record["answer"] or "No answer"
@@ -89,6 +95,8 @@ class AnswerView:
     @property
     def announcement(self) -> str:
         """Answer in a sentence, for screen readers."""
+        if self.searches:
+            return "The best passages follow."
         if not self.record["answer"]:
             return "No answer was found."
         answer, certainty = self.record["answer"], describe_certainty(self.record)
@@ -106,6 +114,7 @@ async def ask(request: Request) -> HTMLResponse:
     if headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-dest") != "document":
         raise HTTPException(403, "cross-site requests are not allowed; other sites may only link to this page")
     question, without = params.get("q", "").strip(), tuple(params.getlist("without")[:QUESTIONS_LIMIT])
+    about = service.state()["model"]
     view: dict[str, Any] = {
         "question": question,
         "answer": None,
@@ -117,7 +126,8 @@ async def ask(request: Request) -> HTMLResponse:
         "error": "",
         "status": 200,
         "compares": "before" in params,
-        "about": service.state()["model"],
+        "about": about,
+        "searches": searches({"model": about}),
         "examples": [(text, address(text)) for text in service.watcher.examples],
         "limit": QUESTION_LIMIT,
         "signed_in": request.app.state.token is not None,

@@ -17,7 +17,11 @@ _RECORD = {
     "citations": [_PLACE | _WEIGHT | {"quote": "string"}],
     "quote": _PLACE | {"quote": "string"},
     "passages": [_PLACE | _WEIGHT | {"text": "string", "span": "string?", "score": "double?"}],
-    "model": {"version": "string", "snapshot": "string", "weights_step": "long?", "index_generation": "long"},
+    "model": {
+        **dict.fromkeys(("version", "kind", "snapshot"), "string"),
+        "weights_step": "long?",
+        "index_generation": "long",
+    },
 }
 
 
