@@ -136,10 +136,10 @@ def format_record(record: Record) -> list[str]:
     """Format a record in a few lines: the answer, its probability, and each source with the quotation marked."""
     if "error" in record:
         return [f"error: {record['error']}"]
+    if searches(record):
+        return ["search, not answers: the best passages", *_passage_lines(record)]
     if not record["answer"]:
-        return (
-            ["search, not answers: the best passages", *_passage_lines(record)] if searches(record) else ["no answer"]
-        )
+        return ["no answer"]
     lines = [f"{record['answer']}  ({format_probability(record)})"]
     if record["abstained"] and record["quote"]:
         certain = "no answer is certain enough" if record["probability"] is not None else "not calibrated"
