@@ -31,11 +31,12 @@ def ask(
     opened.probe()
     for query in queries:
         opened.check(query)
-    log(
-        f"ask: p is the probability that an answer is right, {opened.confidence.description}"
-        if opened.confidence
-        else "ask: the model was not calibrated on questions of people: a score ranks answers, and is no probability"
-    )
+    if not opened.model.gives_answers:
+        log("ask: search, not answers: the run has no reader; set reader.init, and run finetune again")
+    elif opened.confidence:
+        log(f"ask: p is the probability that an answer is right, {opened.confidence.description}")
+    else:
+        log("ask: the model was not calibrated on questions of people: a score ranks answers, and is no probability")
     for query in queries:
         yield from opened.answer([query])
     people, correct = rows_of_people(from_file), 0
@@ -49,5 +50,5 @@ def ask(
         [record] = opened.answer([query])
         correct += not question.is_generated and is_exact_match(record["answer"] or "", question)
         yield record
-    if people:
+    if people and opened.model.gives_answers:
         log(f"exact match {correct / len(people):.3f}: {correct} of {len(people)} questions of {file} are correct")
