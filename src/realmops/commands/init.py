@@ -17,11 +17,11 @@ from urllib.request import urlopen
 
 from realmops import __version__, artifacts, config
 from realmops.commands.params import as_yaml
-from realmops.commands.public_data import fetch_data_sets
 from realmops.config import PACKAGE, Values
 from realmops.config_rules import check_rules, option_rules
 from realmops.corpus.documents import Document, RawRecord, Rejected
 from realmops.corpus.formats import Source, list_sources
+from realmops.corpus.public_data import fetch_data_sets
 from realmops.corpus.question_sets import read_questions, split_by_hash, to_json_line
 from realmops.hub import CONFIG, is_sentence_encoder, read_optional_json
 from realmops.resources import resource_folder

@@ -21,7 +21,7 @@ from urllib.parse import unquote
 from realmops.artifacts import write_bytes
 from realmops.corpus.walk import walk_files
 from realmops.text.compressed import DECOMPRESSION_ERRORS, open_compressed
-from realmops.tracking.client import redact
+from realmops.text.redaction import redact
 
 MAX_BYTES = 100_000_000  # of an uncompressed file
 TIMEOUT = 60  # seconds without a response
