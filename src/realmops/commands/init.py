@@ -250,7 +250,7 @@ def _choose_model(project: Project, encoder: str | None, size: int) -> list[str]
     if chosen != ENCODER:
         path = Path(chosen)
         project.put("bert.init", _path_in_params(project, path) if path.is_dir() else chosen)
-    presets = ["squad", "minilm", *(["base"] if _is_wide(chosen) else [])]
+    presets = ["squad", "minilm", *(["base"] if is_wide(chosen) else [])]
     if gpu and _is_plain_bert(chosen):
         presets = ["squad", "bert-base"]
     note = "; bert-base is for a plain BERT on a GPU, and untested" if "bert-base" in presets else ""
@@ -274,7 +274,7 @@ def _is_plain_bert(encoder: str) -> bool:
     return not is_sentence_encoder(folder) if folder.is_dir() else encoder.startswith(("google-bert/", "bert-"))
 
 
-def _is_wide(encoder: str) -> bool:
+def is_wide(encoder: str) -> bool:
     """Return whether an encoder has base size or more, judged by its configuration or its name on the hub."""
     folder = Path(encoder)
     if not folder.is_dir():

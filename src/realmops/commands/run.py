@@ -9,9 +9,19 @@ from realmops.commands.questions import write_cloze_questions
 from realmops.config import CLOSED_BOOK, Values, parse_section
 from realmops.corpus.formats import list_sources
 from realmops.corpus.question_sets import read_questions
-from realmops.hub import T5, encoder_files, encoder_folder
+from realmops.hub import READER, T5, encoder_files, encoder_folder
 from realmops.refresh.child_processes import end_with
-from realmops.stages import CLOZE, STAGES, Report, check_files, files_in_use, has_file_below, option_files
+from realmops.stages import (
+    CLOZE,
+    ENCODER,
+    NO_READER,
+    STAGES,
+    Report,
+    check_files,
+    files_in_use,
+    has_file_below,
+    option_files,
+)
 from realmops.stages.runner import run_stage
 from realmops.text.conll import read_conll
 from realmops.text.pretrained import read_encoder_tokenizer
@@ -124,13 +134,13 @@ def read_external_input(key: str, path: Path, values: Values) -> None:
 
 
 def check_encoders(names: Collection[str], values: Values) -> list[str]:
-    """Open the pre-trained encoder that one of these stages requires, as ``ict`` does, and find T5's files.
+    """Open the pre-trained encoder and the reader that these stages require, and find T5's files.
 
     Returns:
         Warnings about the encoder.
 
     Raises:
-        ValueError: the encoder is not supported, or not with these options.
+        ValueError: encoder or reader are not supported, or not with these options.
     """
     init, warnings = values["bert"]["init"], []
     if init != "small" and any("bert" in STAGES[name].sections for name in names):
@@ -157,4 +167,8 @@ def check_encoders(names: Collection[str], values: Values) -> list[str]:
             )
     if "finetune" in names and values["finetune"]["reader"] in CLOSED_BOOK:
         encoder_files(values["closed_book"]["init"], T5)
+    elif "finetune" in names and (reader := values["reader"]["init"]) not in (ENCODER, NO_READER):
+        from realmops.model.extractive_reader import load_extractive_reader
+
+        load_extractive_reader(encoder_folder(reader, READER), seed=0 if values["finetune"]["epochs"] else None)
     return warnings
