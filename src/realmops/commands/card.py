@@ -172,7 +172,7 @@ def public_reader_card(opened: OpenedModel, init: str, counts: Mapping[str, int]
         "encoder": Path(init).name if Path(init).is_dir() else init,
         "training questions": f"{counts['questions']:,} of SQuAD 1.1 (Rajpurkar et al. 2016) about "
         f"{counts['paragraphs']:,} paragraphs of {counts['articles']:,} articles of Wikipedia",
-        "of these with an answer in the passages found, which alone are read": f"{metrics['questions_with_evidence']:,}",
+        "read": f"{metrics['questions_with_evidence']:,} of them, which have an answer in the passages found",
         "epochs; steps": f"{model.options.epochs:g}; {opened.weights_step}",
         "calibration": calibrated,
         "EM; F1 of these questions": f"{metrics['dev_em']:.3f}; {metrics['dev_f1']:.3f}, over {len(model.snapshot):,} "
