@@ -73,7 +73,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     tokenizer = write_encoder(folder / "encoder", "roberta", max_position_embeddings=514) / "tokenizer_config.json"
     tokenizer.write_text(tokenizer.read_text().replace('"model_max_length": 64', '"model_max_length": 512'))
-    held_out = [town for n in range(40) if is_held_out(town := f"Town {n}")][:2]
+    held_out = [town for n in range(100) if is_held_out(town := f"Town {n}")][:2]
     articles = [article(town) for town in (*held_out, *[t for t in TOWNS if not is_held_out(t)][:ARTICLES])]
     (folder / "squad").mkdir()
     (folder / "squad/train-v1.1.json").write_text(json.dumps({"data": articles, "version": "1.1"}))

@@ -164,9 +164,10 @@ def public_reader_card(opened: OpenedModel, init: str, counts: Mapping[str, int]
     }
     calibrated = "none"
     if calibration is not None:
+        threshold = "no threshold reaches" if calibration.holds_all else "confidence.json has the threshold for"
         calibrated = (
-            f"{calibration.questions:,} questions of SQuAD about other articles; confidence.json has the threshold for "
-            f"a precision of {calibration.wanted_precision:g}"
+            f"{calibration.questions:,} questions of SQuAD about other articles; {threshold} a precision of "
+            f"{calibration.wanted_precision:g}"
         )
     facts = {
         "encoder": Path(init).name if Path(init).is_dir() else init,
