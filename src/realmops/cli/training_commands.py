@@ -170,7 +170,7 @@ def reader(**options: Any) -> Iterator[str]:
     It is trained on SQuAD 1.1 and written into FOLDER in the format of transformers, with a model card: use it with
     "realmops init --reader FOLDER", or publish it. A killed command resumes when it is called again.
     """
-    from realmops.commands.reader import PRESET, TRAINED, prepare_reader
+    from realmops.commands.public_reader import PRESET, TRAINED, prepare_reader
 
     training = prepare_reader(**options, report=Console())
     where = {"project": training.work, "root": training.work}

@@ -90,7 +90,7 @@ _LICENCE = (
 )
 _SQUAD_LICENCE = (
     "The training questions and paragraphs are those of SQuAD 1.1, licensed under CC BY-SA 4.0; the paragraphs are "
-    "from Wikipedia. The encoder has a licence of its own. Which one these weights have is unknown to realmops: set it "
+    "from Wikipedia. The encoder has its own licence. Which one these weights have is unknown to realmops: set it "
     "in the first lines of this file before you publish them.\n"
 )
 
