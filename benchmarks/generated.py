@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from realmops.corpus.sample_corpus import build_world
+from realmops.corpus.sample.corpus import build_world
 from realmops.model.encoder import Encoder
 from realmops.model.masked_word_head import MaskedWordHead
 from realmops.model.transformers_models import remove_pooler, skip_weight_init

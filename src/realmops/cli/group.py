@@ -10,7 +10,7 @@ from realmops import __version__
 from realmops.console import exit_on_user_error, show
 
 HEADINGS = {
-    "Run": ("init", "run", "params", "public-data", "import", "questions", "cloze"),
+    "Run": ("init", "run", "params", "public-data", "reader", "import", "questions", "cloze"),
     "Inspect": ("report", "explain", "ceilings"),
     "Serve": ("search", "ask", "serve", "mcp", "verify", "update", "export"),
     "Compare": ("ablate", "compare", "promote"),

@@ -160,9 +160,30 @@ def public_data(**options: Any) -> Iterator[str]:
     "ner" has sentences with tagged names (wikigold, Universal NER, WNUT-17), for the tagger. "squad" has paragraphs of
     Wikipedia with questions, for the preset squad. "nq" has the questions of NQ-Open, for the presets nq and paper.
     """
-    from realmops.commands.public_data import fetch_data_sets
+    from realmops.corpus.public_data import fetch_data_sets
 
     yield from fetch_data_sets(**options)
+
+
+@main.command()
+@click.argument("folder", type=option.PATH)
+@click.option(
+    "--encoder", metavar="NAME", help="The encoder to train: a folder, or a name on the hub; default: all-MiniLM-L6-v2."
+)
+@option.count("--questions", default=3000, help="The number of training questions, of at most 77,000.")
+@option.file("--from", "source", metavar="FOLDER", help="Read the published file train-v1.1.json from this folder.")
+def reader(**options: Any) -> Iterator[str]:
+    """Make a reader from public questions, for documents without any.
+
+    It is trained on SQuAD 1.1 and written into FOLDER in the format of transformers, with a model card: use it with
+    "realmops init --reader FOLDER", or publish it. A killed command resumes when it is called again.
+    """
+    from realmops.commands.public_reader import PRESET, TRAINED, prepare_reader
+
+    training = prepare_reader(**options, report=Console())
+    where = {"project": training.work, "root": training.work}
+    _run_in_child_processes(TRAINED, values=training.values, presets=[PRESET], **where, force=False, watch_parent=None)
+    yield from training.write()
 
 
 @main.command("import")

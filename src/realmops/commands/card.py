@@ -64,12 +64,36 @@ Get question embeddings with a model from `realmops export FOLDER --format sente
 """,
 }
 _READER_USE = """\
+```python
+import torch
+from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+
+tokenizer, model = (kind.from_pretrained("FOLDER") for kind in (AutoTokenizer, AutoModelForQuestionAnswering))
+inputs = tokenizer("Where was Anna Berg born?", "Anna Berg was born in Oslo.", return_tensors="pt")
+with torch.no_grad():
+    scores = model(**inputs)
+start, end = scores.start_logits.argmax(), scores.end_logits.argmax()
+answer = tokenizer.decode(inputs["input_ids"][0, start : end + 1])
+```
+
+If both are the first token of the sequence, the text has no answer. To answer questions about your documents, with the
+text that supports each answer:
+
 ```
 realmops init --documents DOCUMENTS --reader FOLDER
 realmops run all
 realmops ask "Your question?"
 ```
 """
+_LICENCE = (
+    "Unknown to realmops. It depends on the encoder that training started from, on the documents and on the "
+    "questions: set it in the first lines of this file before you publish it.\n"
+)
+_SQUAD_LICENCE = (
+    "The training questions and paragraphs are those of SQuAD 1.1, licensed under CC BY-SA 4.0; the paragraphs are "
+    "from Wikipedia. The encoder has its own licence. Which one these weights have is unknown to realmops: set it "
+    "in the first lines of this file before you publish them.\n"
+)
 
 
 def card(format: str, opened: OpenedModel, retriever: Retriever, notes: Sequence[str], root: Path | None) -> str:
@@ -123,8 +147,56 @@ def reader_card(opened: OpenedModel, root: Path | None) -> str:
     return _card(front, head, _READER_USE, (), facts, root)
 
 
+def public_reader_card(opened: OpenedModel, init: str, counts: Mapping[str, int], metrics: Mapping[str, Any]) -> str:
+    """Return the model card of a reader from ``realmops reader``.
+
+    Args:
+        opened: the model that it is a part of.
+        init: folder or name of its encoder.
+        counts: training questions, and the paragraphs and articles that they are about.
+        metrics: metrics of the stage ``finetune``.
+    """
+    model, calibration = opened.model, opened.confidence
+    front = {
+        "license": "unknown",
+        "library_name": "transformers",
+        "pipeline_tag": "question-answering",
+        "language": "en",
+        "datasets": ["rajpurkar/squad"],
+        "tags": ["realm", "realmops"],
+    }
+    calibrated = "none"
+    if calibration is not None:
+        threshold = "no threshold reaches" if calibration.holds_all else "confidence.json has the threshold for"
+        calibrated = (
+            f"{calibration.questions:,} questions of SQuAD about other articles; {threshold} a precision of "
+            f"{calibration.wanted_precision:g}"
+        )
+    facts = {
+        "encoder": Path(init).name if Path(init).is_dir() else init,
+        "training questions": f"{counts['questions']:,} of SQuAD 1.1 (Rajpurkar et al. 2016) about "
+        f"{counts['paragraphs']:,} paragraphs of {counts['articles']:,} articles of Wikipedia",
+        "read": f"{metrics['questions_with_evidence']:,} of them, which have an answer in the passages found",
+        "epochs; steps": f"{model.options.epochs:g}; {opened.weights_step}",
+        "calibration": calibrated,
+        "EM; F1 of these questions": f"{metrics['dev_em']:.3f}; {metrics['dev_f1']:.3f}, over {len(model.snapshot):,} "
+        "paragraphs, retrieved by the untrained encoder and BM25",
+        "answers": f"up to {model.options.answer_wordpieces} wordpieces",
+        "realmops": __version__,
+    }
+    notes = ("Measure it on questions about your documents: it was evaluated on nothing else than the table shows.",)
+    head = "# A reader of answers, trained on public questions\n\nIt extracts the answer to a question from a text.\n"
+    return _card(front | _base_model(init), head, _READER_USE, notes, facts, None, _SQUAD_LICENCE)
+
+
 def _card(
-    front: Mapping[str, Any], head: str, use: str, notes: Sequence[str], facts: Mapping[str, Any], root: Path | None
+    front: Mapping[str, Any],
+    head: str,
+    use: str,
+    notes: Sequence[str],
+    facts: Mapping[str, Any],
+    root: Path | None,
+    licence: str = _LICENCE,
 ) -> str:
     parts = [
         f"---\n{yaml.safe_dump(front)}---\n",
@@ -135,8 +207,7 @@ def _card(
         _table(("property", "value"), facts.items()),
         "`manifest.json` has the sha256 of every file.\n",
         "## Licence\n",
-        "Unknown to realmops. It depends on the encoder that training started from, on the documents and on the "
-        "questions: set it in the first lines of this file before you publish it.\n",
+        licence,
     ]
     if root is not None and (figures := headline_rows(read_metrics(root))):
         parts += ["## Results of the run\n", _table(("metric", "value", "95 % interval over questions"), figures)]
@@ -147,9 +218,12 @@ def _front_matter(format: str, init: str | None) -> dict[str, Any]:
     about: dict[str, Any] = {"license": "unknown", "tags": ["feature-extraction", "realm", "realmops", format]}
     if format == "parquet":
         return about | {"configs": [{"config_name": "default", "data_files": "passages.parquet"}]}
-    if init and init.count("/") == 1 and not Path(init).exists():  # a name on the hub
-        about["base_model"] = init
-    return about | {"library_name": format, "pipeline_tag": "sentence-similarity"}
+    return about | _base_model(init) | {"library_name": format, "pipeline_tag": "sentence-similarity"}
+
+
+def _base_model(init: str | None) -> dict[str, str]:
+    """Return the hub's link to an encoder, if that is a name on the hub."""
+    return {"base_model": init} if init and init.count("/") == 1 and not Path(init).exists() else {}
 
 
 def _filled(text: str, opened: OpenedModel, retriever: Retriever) -> str:

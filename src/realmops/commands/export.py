@@ -91,13 +91,18 @@ def _export_reader(folder: Path, opened: OpenedModel, root: Path | None) -> str:
             f"no reader to export: {opened.folder} has none in transformers' format, which reader.init gives; "
             "'realmops reader' makes one from public questions"
         )
+    write_reader(folder, opened, reader_card(opened, root))
+    return f"{folder}: the reader of {opened.version}; use it in another run with reader.init"
+
+
+def write_reader(folder: Path, opened: OpenedModel, text: str) -> None:
+    """Write the reader of an ``ExtractiveQa`` in transformers' format, with its calibration and model card."""
     with artifacts.atomic_folder(folder) as out:
         load_extractive_reader(opened.folder / READER_FOLDER).save(out)  # the opened weights may be rounded to bf16
         if (opened.folder / CONFIDENCE).is_file():
             shutil.copyfile(opened.folder / CONFIDENCE, out / CONFIDENCE)
-        (out / CARD).write_text(reader_card(opened, root), encoding="utf-8")
+        (out / CARD).write_text(text, encoding="utf-8")
         artifacts.write_manifest(out, KIND, format="reader", realmops=__version__, **opened.about)
-    return f"{folder}: the reader of {opened.version}; use it in another run with reader.init"
 
 
 def _notes(format: str, opened: OpenedModel, passages: PassageIndex) -> Iterator[str]:

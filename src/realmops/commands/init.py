@@ -17,11 +17,11 @@ from typing import Any
 from realmops import __version__, artifacts, config
 from realmops.answering.own_questions import WHAT_THEY_BRING
 from realmops.commands.params import as_yaml
-from realmops.commands.public_data import fetch_data_sets
 from realmops.config import PACKAGE, Values
 from realmops.config_rules import NO_READER, check_rules, option_rules
 from realmops.corpus.documents import Document, RawRecord, Rejected
 from realmops.corpus.formats import Source, list_sources
+from realmops.corpus.public_data import fetch_data_sets
 from realmops.corpus.question_sets import read_questions, split_by_hash, to_json_line
 from realmops.hub import (
     CONFIG,
@@ -258,7 +258,7 @@ def _choose_model(project: Project, encoder: str | None, size: int) -> list[str]
     if chosen != ENCODER:
         path = Path(chosen)
         project.put("retriever.init", _path_in_params(project, path) if path.is_dir() else chosen)
-    presets = ["squad", "minilm", *(["base"] if _is_wide(chosen) else [])]
+    presets = ["squad", "minilm", *(["base"] if is_wide(chosen) else [])]
     if gpu and _is_plain_bert(chosen):
         presets = ["squad", "bert-base"]
     note = "; bert-base is for a plain BERT on a GPU, and untested" if "bert-base" in presets else ""
@@ -315,7 +315,7 @@ def _is_plain_bert(encoder: str) -> bool:
     return not is_sentence_encoder(folder) if folder.is_dir() else encoder.startswith(("google-bert/", "bert-"))
 
 
-def _is_wide(encoder: str) -> bool:
+def is_wide(encoder: str) -> bool:
     """Return whether an encoder has base size or more, judged by its configuration or its name on the hub."""
     folder = Path(encoder)
     if not folder.is_dir():

@@ -125,13 +125,13 @@ def read_external_input(key: str, path: Path, values: Values) -> None:
 
 
 def check_encoders(names: Collection[str], values: Values) -> list[str]:
-    """Open the pre-trained encoder that one of these stages requires, as ``ict`` does, and find T5's files.
+    """Open the pre-trained encoder and the reader that these stages require, and find T5's files.
 
     Returns:
         Warnings about the encoder.
 
     Raises:
-        ValueError: the encoder is not supported, or not with these options.
+        ValueError: encoder or reader are not supported, or not with these options.
     """
     init, warnings = values["retriever"]["init"], []
     if init != "small" and any(STAGES[name].reads(INIT) for name in names):
@@ -156,11 +156,10 @@ def check_encoders(names: Collection[str], values: Values) -> list[str]:
                 f"retriever.init is a {kind}, whose batches are padded: it is slower than a family that supports the "
                 "attention interface of transformers, for example BERT, RoBERTa, DistilBERT, ELECTRA or ModernBERT"
             )
-    init = values["reader"]["init"]
-    if "finetune" in names and init not in (ENCODER, NO_READER):
-        from realmops.model.extractive_reader import load_extractive_reader
-
-        load_extractive_reader(encoder_folder(init, READER), seed=0 if values["finetune"]["epochs"] else None)
     if "finetune" in names and values["finetune"]["reader"] in CLOSED_BOOK:
         encoder_files(values["closed_book"]["init"], T5)
+    elif "finetune" in names and (reader := values["reader"]["init"]) not in (ENCODER, NO_READER):
+        from realmops.model.extractive_reader import load_extractive_reader
+
+        load_extractive_reader(encoder_folder(reader, READER), seed=0 if values["finetune"]["epochs"] else None)
     return warnings

@@ -1,10 +1,9 @@
 """Generator of the sample corpus: an encyclopedia of an invented world, its questions and typed entity spans.
 
-A world is a list of entities and a list of facts (subject, relation, object); ``sample_language.yaml`` has the
-templates. Every fact is stated in three or four documents in different words: in the subject's article and in the
-object's, or in that of a neighbour if the object is a date or a number. Questions prefer words that the fact's
-sentences avoid, and filler sentences use the words of questions without the answer, so that lexical matching alone is
-not enough.
+A world is a list of entities and a list of facts (subject, relation, object); ``language.yaml`` has the templates.
+Every fact is stated in three or four documents in different words: in the subject's article and in the object's, or in
+that of a neighbour if the object is a date or a number. Questions prefer words that the fact's sentences avoid, and
+filler sentences use the words of questions without the answer, so that lexical matching alone is not enough.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from realmops.artifacts import canonical_json, seed_for
-from realmops.corpus.sample_world import Entity, Fact, Names, draw_entities, draw_facts, pick, shuffled
+from realmops.corpus.sample.world import Entity, Fact, Names, draw_entities, draw_facts, pick, shuffled
 
 NER_SENTENCES = {"train": 2000, "dev": 400}
 

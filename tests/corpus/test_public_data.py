@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from small_project import cli
 
-from realmops.commands import public_data
 from realmops.config_yaml import read_yaml
+from realmops.corpus import public_data
 
 ROOT = Path(__file__).parents[2]
 CONTENT = b"Paris B-LOC\n"

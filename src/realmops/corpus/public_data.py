@@ -21,7 +21,7 @@ from urllib.parse import unquote
 from realmops.artifacts import write_bytes
 from realmops.corpus.walk import walk_files
 from realmops.text.compressed import DECOMPRESSION_ERRORS, open_compressed
-from realmops.tracking.client import redact
+from realmops.text.redaction import redact
 
 MAX_BYTES = 100_000_000  # of an uncompressed file
 TIMEOUT = 60  # seconds without a response
@@ -187,16 +187,19 @@ def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     write_bytes(path, gzip.compress(text.encode(), mtime=0))
 
 
-def write_squad(to: Path, folder: Path | None, passages: int) -> Iterator[str]:
-    """Write the passages and questions of open-domain SQuAD; yield a line per file."""
+def read_squad(folder: Path | None, passages: int) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
+    """Return the records of open-domain SQuAD by file name, and warnings; arguments as ``fetch_data_sets``."""
     content, notes = read(SQUAD, folder)
-    yield from notes
     try:
-        records = build_open_squad(json.loads(content)["data"], passages)
+        return build_open_squad(json.loads(content)["data"], passages), notes
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(
             f"{SQUAD.name} is not the file of SQuAD 1.1 ({error!r}); download it from {SQUAD.url}"
         ) from None
+
+
+def write_squad(to: Path, records: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
+    """Write the passages and questions of open-domain SQuAD; yield a line per file."""
     for name, rows in records.items():
         path = to / "squad" / f"{name}.jsonl.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -221,4 +224,9 @@ def fetch_data_sets(names: Sequence[str], to: Path, folder: Path | None, passage
     Published files are read from ``folder``, or downloaded if None. ``passages`` is the approximate size of SQuAD.
     """
     for name in names:
-        yield from write_squad(to, folder, passages) if name == "squad" else write_copies(name, to, folder)
+        if name == "squad":
+            records, notes = read_squad(folder, passages)
+            yield from notes
+            yield from write_squad(to, records)
+        else:
+            yield from write_copies(name, to, folder)

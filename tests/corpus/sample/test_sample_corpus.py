@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from realmops.corpus import sample_corpus, sample_world
-from realmops.corpus.sample_corpus import build_world, write_sample
-from realmops.corpus.sample_world import relations
+from realmops.corpus.sample import corpus as sample_corpus
+from realmops.corpus.sample import world as sample_world
+from realmops.corpus.sample.corpus import build_world, write_sample
+from realmops.corpus.sample.world import relations
 
 FILES = (
     "corpus.jsonl.gz", "ner.dev.conll", "ner.train.conll", "questions.dev.jsonl.gz", "questions.test.jsonl.gz",
@@ -252,7 +253,7 @@ def test_more_worlds_than_there_are_names_for_are_rejected(tmp_path: Path) -> No
 
 
 def test_the_language_is_installed_with_the_package() -> None:
-    root = Path(sample_corpus.__file__).parents[3]
+    root = Path(sample_corpus.__file__).parents[4]
     listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["realmops"]
     assert Path(sample_world.__file__).with_name(sample_world.LANGUAGE) in {
         path for pattern in listed for path in (root / "src/realmops").glob(pattern)

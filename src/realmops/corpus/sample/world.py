@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import yaml
 
-LANGUAGE = "sample_language.yaml"
+LANGUAGE = "language.yaml"
 # Shares of the subjects by type, landmarks being the others; lakes and regions are added and are subjects of no fact.
 _TYPE_SHARES = {"person": 0.37, "city": 0.2, "organisation": 0.18, "work": 0.16, "prize": 0.025}
 _LABELS = {"person": "PER", "organisation": "ORG", "work": "MISC", "prize": "MISC"}
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Relation:
-    """A relation and its sentence templates; ``sample_language.yaml`` documents the fields."""
+    """A relation and its sentence templates; ``language.yaml`` documents the fields."""
 
     name: str
     subjects: tuple[str, ...]

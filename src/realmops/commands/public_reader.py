@@ -1,0 +1,138 @@
+"""``realmops reader``: train a reader on public questions, and write it in transformers' format."""
+
+import math
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from realmops import artifacts, config
+from realmops.commands.init import ENCODER, is_wide
+from realmops.config import PACKAGE, Values
+from realmops.corpus.public_data import SQUAD, download, read_squad, stable_hash, write_squad
+from realmops.hub import READER, encoder_folder, is_sentence_encoder
+from realmops.stages import METRICS, STAGES, Report
+
+PRESET = "public-reader"
+TRAINED = ("snapshot", "ict", "pretrain", "finetune")
+DATA = "data/public"  # of the preset, in the work folder
+DEV_QUESTIONS = 300  # for the calibration, which has two parameters and a threshold
+QUESTIONS_PER_PASSAGE = 2  # of the about four that SQuAD has: different passages teach more
+WIDE_LEARNING_RATE = 5.0e-5
+ALL_PASSAGES = 1 << 30
+EXPORT = "export"  # kind of ``commands.export``, whose import takes seconds
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ReaderTraining:
+    """A training that is about to run.
+
+    Attributes:
+        folder: folder of the reader, written at the end.
+        work: hidden folder next to it, the root of the training, from which a killed training resumes.
+        encoder: folder or name of the encoder.
+        values: options.
+        counts: training questions, and the paragraphs and articles that they are about.
+    """
+
+    folder: Path
+    work: Path
+    encoder: str
+    values: Values
+    counts: Mapping[str, int]
+
+    def write(self) -> Iterator[str]:
+        """Write the reader after the stages ``TRAINED`` have run, and remove the work folder; yield next commands."""
+        from realmops.commands.card import public_reader_card
+        from realmops.commands.export import write_reader
+        from realmops.stages.open_run import open_run
+
+        opened = open_run(self.work)
+        metrics = artifacts.read_json(self.work / STAGES["finetune"].folder / METRICS)
+        write_reader(self.folder, opened, public_reader_card(opened, self.encoder, self.counts, metrics))
+        shutil.rmtree(self.work)
+        yield f"{self.folder}: a reader for AutoModelForQuestionAnswering of transformers, with README.md as its card"
+        yield f"next: realmops init --documents DOCUMENTS --reader {self.folder}"
+
+
+def prepare_reader(
+    folder: Path, encoder: str | None, questions: int, source: Path | None, report: Report
+) -> ReaderTraining:
+    """Check the inputs and write the training data into a hidden folder next to ``folder``.
+
+    Args:
+        folder: folder of the reader to write.
+        encoder: folder, or name on the hub, of the encoder to start from; None for ``ENCODER``.
+        questions: number of training questions.
+        source: folder with SQuAD's file; None to download it.
+        report: where to log.
+
+    Raises:
+        ValueError: the folder has other files, or encoder or questions are unusable or cannot be downloaded.
+    """
+    final = folder.resolve()
+    if final in (Path.cwd(), *Path.cwd().parents):
+        raise ValueError(
+            f"{folder} is the working directory or above it, and would be replaced; name a folder below it"
+        )
+    artifacts.check_replaceable(final, EXPORT)
+    init = encoder or ENCODER
+    init = str(Path(init).resolve()) if Path(init).is_dir() else init
+    place = encoder_folder(init, replace(READER, option="--encoder", name="encoder", fallback=ENCODER))
+    work = final.with_name(f".{final.name}.training")
+    squad, notes = read_squad(source or _downloaded(work, report), ALL_PASSAGES)
+    for note in notes:
+        report.warn(note)
+    records = _sample(squad, {"questions.train": questions, "questions.dev": DEV_QUESTIONS})
+    asked = {question["passage_id"] for question in records["questions.train"]}
+    titles = [passage["title"] for passage in records["passages"] if passage["id"] in asked]
+    counts = {"questions": len(records["questions.train"]), "paragraphs": len(titles), "articles": len({*titles})}
+    report.log(
+        f"reader: {counts['questions']:,} questions about {counts['articles']:,} articles of SQuAD 1.1 train it, "
+        f"{len(records['questions.dev']):,} about other articles calibrate it; if the command is stopped, the same "
+        f"command resumes from {work}"
+    )
+    for _ in write_squad(work / DATA, records):
+        pass
+    return ReaderTraining(final, work, init, _options(init, place), counts)
+
+
+def _downloaded(work: Path, report: Report) -> Path:
+    """Download SQuAD's file unless an earlier call has; return its folder."""
+    path = work / "downloads" / SQUAD.name
+    if not path.is_file():
+        report.log(f"reader: downloading {SQUAD.url}")
+        content = download(SQUAD)
+        artifacts.make_folder(path.parent)
+        artifacts.write_bytes(path, content)
+    return path.parent
+
+
+def _sample(squad: Mapping[str, list[Row]], counts: Mapping[str, int]) -> dict[str, list[Row]]:
+    """Return pseudo-random samples of questions by file name, about many passages, and these passages, in order."""
+    records: dict[str, list[Row]] = {}
+    chosen: set[str] = set()
+    for name, count in counts.items():
+        passages = _choose({row["passage_id"] for row in squad[name]}, math.ceil(count / QUESTIONS_PER_PASSAGE))
+        ids = _choose({row["id"] for row in squad[name] if row["passage_id"] in passages}, count)
+        records[name] = [row for row in squad[name] if row["id"] in ids]
+        chosen |= passages
+    return records | {"passages": [row for row in squad["passages"] if row["id"] in chosen]}
+
+
+def _choose(ids: Iterable[str], count: int) -> set[str]:
+    return {*sorted(ids, key=lambda name: stable_hash(f"reader:{name}"))[:count]}
+
+
+def _options(init: str, encoder: Path) -> dict[str, dict[str, Any]]:
+    """Return the options of the training: the preset, the encoder, and what depends on it."""
+    own: dict[str, dict[str, Any]] = {"reader": {"init": init}, "retriever": {"init": init}}
+    if not is_sentence_encoder(encoder):
+        own["retriever"]["pooling"] = "mean"  # their [CLS] retrieves little
+    if is_wide(str(encoder)):
+        own["finetune"] = {"reader_learning_rate": WIDE_LEARNING_RATE}
+    preset = config.apply_presets(config.default_options(), [PACKAGE / "presets" / f"{PRESET}.yaml"])
+    return config.merge_options(own, "realmops reader", preset)

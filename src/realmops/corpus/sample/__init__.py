@@ -1,0 +1,1 @@
+"""The sample corpus: an encyclopedia of an invented world, with questions about it."""
