@@ -24,6 +24,7 @@ import hashlib
 import json
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def answers(family: str, folder: Path) -> dict[str, torch.Tensor]:
         windows = windows_of(pipeline, question, passage)
         spans, null = best_spans(pipeline, passage, windows)
         ranked = sorted([*(score for score, *_ in spans[:2]), null], reverse=True)
-        if not spans or any(a - b < CLOSE * a for a, b in zip(ranked, ranked[1:], strict=False)):
+        if not spans or any(a - b < CLOSE * a for a, b in pairwise(ranked)):
             continue
         own = pipeline.postprocess(
             windows, top_k=1, handle_impossible_answer=True, max_answer_len=small_readers.ANSWER, align_to_words=False

@@ -22,8 +22,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 NAMES = ("anna", "karl", "maria", "jon", "berg", "lund", "holm", "vik", "ingrid", "olav")
 TOWNS = ("oslo", "bergen", "fjell", "molde", "tromso", "hamar", "alta", "voss")
 WORDS = (
-    *NAMES, *TOWNS, "norway", "the", "a", "of", "in", "was", "is", "born", "wrote", "built", "sang", "lived", "until",
-    "town", "port", "poet", "ship", "play", "novel", "who", "where", "when", "what", "did", "and", "rain", "sea", "cold",
+    *NAMES, *TOWNS, "norway", "the", "a", "of", "in", "was", "is", "born", "wrote", "built", "sang", "lived",
+    "until", "town", "port", "poet", "ship", "play", "novel", "who", "where", "when", "what", "did", "and", "rain", "sea", "cold",
 )  # fmt: skip
 ODD = ("Ålesund", "naïve", "Æsop", "東京", "Zoë", "🙂", "don't", "x²", "1931", "47", "3.5", "U.S.", "(1950)", "-", "#%")
 MARKS = (". ", ", ", "; ", "\n\n", "  ", " \t ", "? ", " — ", "\u00a0", "!")
@@ -125,7 +125,7 @@ def build_model(family: str, seed: int = 0, **changes: Any) -> Any:
         for name, parameter in model.named_parameters():
             random = np.random.RandomState(zlib.crc32(f"{seed} {name}".encode()))
             value = torch.from_numpy(random.standard_normal(parameter.shape)).float()
-            scale = 1.0 if "embeddings" in name else 2.0 if "qa_outputs" in name else 1.5
+            scale = 1.0 if "embeddings" in name else 4.0 if "qa_outputs" in name else 1.5
             if parameter.ndim == 1:
                 value = 0.1 * value + ("norm" in name.lower() and name.endswith("weight"))
             else:

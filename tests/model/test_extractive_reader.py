@@ -122,9 +122,10 @@ def reference(
 ) -> tuple[Spans, float, int]:
     """All spans, best first, the null answer's score and the number of windows: the pipeline, one pair at a time.
 
-    Follows ``QuestionAnsweringPipeline.preprocess``, ``_forward`` and ``postprocess`` in pipelines/question_answering.py
-    of transformers 4.57.3, with ``align_to_words=False`` and ``handle_impossible_answer=True``. Each span counts once,
-    with its best window, before the pipeline adds the scores of equal texts; spans leave out blanks at their ends.
+    Follows ``preprocess``, ``_forward`` and ``postprocess`` of ``QuestionAnsweringPipeline`` in transformers 4.57.3
+    (pipelines/question_answering.py), with ``align_to_words=False`` and ``handle_impossible_answer=True``. Each span
+    counts once, with its best window, before the pipeline adds the scores of equal texts; spans leave out blanks at
+    their ends.
     """
     encoded = tokenizer(
         text=question, text_pair=passage, padding="do_not_pad", truncation="only_second", max_length=limit,
