@@ -23,7 +23,8 @@ NAMES = ("anna", "karl", "maria", "jon", "berg", "lund", "holm", "vik", "ingrid"
 TOWNS = ("oslo", "bergen", "fjell", "molde", "tromso", "hamar", "alta", "voss")
 WORDS = (
     *NAMES, *TOWNS, "norway", "the", "a", "of", "in", "was", "is", "born", "wrote", "built", "sang", "lived",
-    "until", "town", "port", "poet", "ship", "play", "novel", "who", "where", "when", "what", "did", "and", "rain", "sea", "cold",
+    "until", "town", "port", "poet", "ship", "play", "novel", "who", "where", "when", "what", "did", "and", "rain",
+    "sea", "cold",
 )  # fmt: skip
 ODD = ("Ålesund", "naïve", "Æsop", "東京", "Zoë", "🙂", "don't", "x²", "1931", "47", "3.5", "U.S.", "(1950)", "-", "#%")
 MARKS = (". ", ", ", "; ", "\n\n", "  ", " \t ", "? ", " — ", "\u00a0", "!")

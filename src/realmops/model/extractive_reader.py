@@ -120,9 +120,9 @@ class ExtractiveReader(nn.Module):
     @cached_property
     def longest(self) -> int:
         """Maximum length of a sequence in wordpieces."""
-        positions = getattr(self.model.config, "max_position_embeddings", None)
+        positions = getattr(self.model.config, "max_position_embeddings", -1)  # -1 for XLNet
         spare = 2 if model_type_of({"model_type": self.model.config.model_type}) != "bert" else 0  # RoBERTa's offset
-        return int(min(self.tokenizer.model_max_length, (positions or 1 << 20) - spare))
+        return int(min(self.tokenizer.model_max_length, (positions if positions > 0 else 1 << 20) - spare))
 
     def longest_question(self, limit: int) -> int:
         """Return the maximum length of a question, so that windows of ``limit`` wordpieces advance by an eighth."""
@@ -386,12 +386,12 @@ class _SpanTable:
         """Return all spans with text, normalised if windows overlap so that their sum exceeds 1."""
         chars_P2 = _trim(self.text, self.offsets_P2)
         start_S, length_S = np.nonzero(self.log_p_PA > -np.inf)
-        log_p_S, log_null = self.log_p_PA[start_S, length_S], min(self.log_nulls)
         spans_S2 = np.column_stack([chars_P2[start_S, 0], chars_P2[start_S + length_S, 1]])
+        is_text_S = spans_S2[:, 0] < spans_S2[:, 1]  # a wordpiece can be a blank
+        log_p_S, log_null = self.log_p_PA[start_S, length_S][is_text_S], min(self.log_nulls)
         if len(self.log_nulls) > 1 and (excess := np.logaddexp.reduce([*log_p_S, log_null])) > 0:
             log_p_S, log_null = log_p_S - excess, log_null - excess
-        is_text_S = spans_S2[:, 0] < spans_S2[:, 1]  # a wordpiece can be a blank
-        return PassageSpans(spans_S2[is_text_S], log_p_S[is_text_S], float(log_null))
+        return PassageSpans(spans_S2[is_text_S], log_p_S, float(log_null))
 
 
 def _trim(text: str, offsets_P2: np.ndarray) -> np.ndarray:
