@@ -45,7 +45,7 @@ CLOSE = {"rtol": 1e-3, "atol": 1e-9}
 STRIDE = min(LIMIT // 2, 128)
 FAMILY = pytest.mark.parametrize("family", FAMILIES)
 BEST = 10
-STEPS = 250  # of the trained reader
+STEPS = 150  # of the trained reader
 Spans = list[tuple[float, int, int]]  # score, start and end character
 
 
@@ -273,7 +273,7 @@ def test_a_trained_reader_answers_as_the_pipeline_would(trained: Path) -> None:
         same_answers(ours, spans[:BEST], null, windows) if spans[0][0] > 2 * spans[1][0] else None
         score, start, end = mine[0]
         right += (passage[start:end] if score > np.exp(ours.log_null) else "") == answer
-    assert right > 300, right
+    assert right > 200, right  # by chance: some 5
     assert sum(not answer for *_, answer in drawn) < 150, "most have an answer"
 
 
