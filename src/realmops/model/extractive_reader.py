@@ -4,11 +4,12 @@ A reader scores every wordpiece of a passage as start and as end of the answer. 
 ([CLS]) is the null answer of SQuAD 2 (Rajpurkar et al. 2018): the passage has no answer. Long passages are read in
 overlapping windows, as transformers' question answering pipeline (4.57) does.
 
-Shape suffixes: N windows, L wordpieces of the longest window, S spans of one passage.
+Shape suffixes: N windows, L wordpieces of the longest window, P wordpieces and S spans of one passage, A longest span.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.lib.stride_tricks import sliding_window_view
 from tokenizers import Encoding, Tokenizer
 from torch import Tensor, nn
 
@@ -26,7 +28,6 @@ from realmops.devices import async_to, autocast, disable_autocast
 from realmops.hub import CONFIG, read_config, read_weights
 from realmops.model.encoder import set_dropout
 from realmops.model.packed import BATCH_WORDPIECES
-from realmops.model.reader import enumerate_spans
 from realmops.model.transformers_models import (
     ANSWER_SPANS,
     has_auto_class,
@@ -47,12 +48,19 @@ class PassageWindow:
     encoding: Encoding
     first: int  # first wordpiece of the passage
     end: int
+    offset: int  # wordpieces of the passage before ``first``
     null_positions: tuple[int, ...]  # of the null answer; empty for a reader without one
 
+    @property
+    def part(self) -> slice:
+        """Wordpieces of the passage that are in this window."""
+        return slice(self.offset, self.offset + self.end - self.first)
+
     def chars(self, text: str) -> np.ndarray:
-        """Return start and end character of each wordpiece of the passage, [L, 2], without blanks at its ends."""
-        offsets = np.array(self.encoding.offsets[self.first : self.end], np.int64).reshape(-1, 2)
-        return np.array([_trimmed(text, start, end) for start, end in offsets.tolist()], np.int64).reshape(-1, 2)
+        """Return start and end character of each wordpiece of the passage, [L, 2], without blanks around text."""
+        offsets_L2 = np.array(self.encoding.offsets[self.first : self.end], np.int64).reshape(-1, 2)
+        chars_L2 = _trim(text, offsets_L2)
+        return np.where(chars_L2[:, :1] < chars_L2[:, 1:], chars_L2, offsets_L2)
 
 
 @dataclass(frozen=True)
@@ -112,9 +120,26 @@ class ExtractiveReader(nn.Module):
     @cached_property
     def longest(self) -> int:
         """Maximum length of a sequence in wordpieces."""
-        positions = getattr(self.model.config, "max_position_embeddings", None)
+        positions = getattr(self.model.config, "max_position_embeddings", -1)  # -1 for XLNet
         spare = 2 if model_type_of({"model_type": self.model.config.model_type}) != "bert" else 0  # RoBERTa's offset
-        return int(min(self.tokenizer.model_max_length, (positions or 1 << 20) - spare))
+        return int(min(self.tokenizer.model_max_length, (positions if positions > 0 else 1 << 20) - spare))
+
+    def longest_question(self, limit: int) -> int:
+        """Return the maximum length of a question, so that windows of ``limit`` wordpieces advance by an eighth."""
+        limit = min(limit, self.longest)
+        special = self.tokenizer.num_special_tokens_to_add(pair=True)
+        return max(1, min(limit // 2, limit - _overlap(limit) - special - limit // 8))
+
+    @cached_property
+    def _input_names(self) -> set[str]:
+        """Names of the model's inputs that tokenizers make.
+
+        Segments are an input of every model that has embeddings for them. transformers 5 omits them from
+        ``model_input_names`` of some tokenizers, such as ALBERT's, and adds them to others, such as DistilBERT's.
+        """
+        has_segments = getattr(self.model.config, "type_vocab_size", 2) > 1
+        names = {"input_ids", "attention_mask", *(["token_type_ids"] if has_segments else [])}
+        return names & inspect.signature(self.model.forward).parameters.keys()
 
     def set_dropout(self, p: float) -> None:
         """Set the dropout probability of every layer."""
@@ -141,7 +166,7 @@ class ExtractiveReader(nn.Module):
             tokenizer.no_truncation()
             if limit is not None:
                 strategy = "only_second" if self._question_first else "only_first"
-                tokenizer.enable_truncation(limit, stride=min(OVERLAP, limit // 2), strategy=strategy)
+                tokenizer.enable_truncation(limit, stride=_overlap(limit), strategy=strategy)
             self._truncating[limit] = tokenizer
         return self._truncating[limit]
 
@@ -151,22 +176,32 @@ class ExtractiveReader(nn.Module):
         return bool(self.tokenizer.padding_side == "right")
 
     def windows(self, pairs: Sequence[tuple[str, str]], limit: int) -> list[PassageWindow]:
-        """Tokenize questions with their passages.
+        """Tokenize questions, cut to ``longest_question``, with their passages.
 
         Args:
-            pairs: question and passage of each pair; the question needs fewer than ``limit`` wordpieces.
+            pairs: question and passage of each pair.
             limit: maximum length of a window in wordpieces.
         """
-        ordered = [pair if self._question_first else pair[::-1] for pair in pairs]
+        limit = min(limit, self.longest)
+        questions = {question: self._cut(question, self.longest_question(limit)) for question, _ in pairs}
+        cut = [(questions[question], passage) for question, passage in pairs]
+        ordered = [pair if self._question_first else pair[::-1] for pair in cut]
         windows = []
-        for index, whole in enumerate(self._backend(min(limit, self.longest)).encode_batch(ordered)):
+        for index, whole in enumerate(self._backend(limit).encode_batch(ordered)):
+            offset = 0
             for encoding in (whole, *whole.overflowing):
                 is_passage = np.array(encoding.sequence_ids) == int(self._question_first)  # None is False
                 [rows] = np.nonzero(is_passage)
                 nulls = np.flatnonzero((np.array(encoding.ids) == self.tokenizer.cls_token_id) & ~is_passage).tolist()
                 first, end = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
-                windows.append(PassageWindow(index, encoding, first, end, tuple(nulls)))
+                windows.append(PassageWindow(index, encoding, first, end, offset, tuple(nulls)))
+                offset += end - first - _overlap(limit)
         return windows
+
+    def _cut(self, question: str, longest: int) -> str:
+        """Return the first ``longest`` wordpieces of a question as text."""
+        offsets = self.tokenize(question).offsets
+        return question if len(offsets) <= longest else question[: offsets[longest - 1][1]]
 
     def log_probabilities(self, windows: Sequence[PassageWindow]) -> tuple[Tensor, Tensor]:
         """Compute log p of each wordpiece as start and as end of the answer, in one batch.
@@ -186,8 +221,7 @@ class ExtractiveReader(nn.Module):
             inputs["token_type_ids"][n, row] = encoding.type_ids
             is_candidate_NL[n, row.start + window.first : row.start + window.end] = True
             is_candidate_NL[n, [row.start + null for null in window.null_positions]] = True
-        accepted = {*self.tokenizer.model_input_names, "input_ids"}
-        tensors = {name: async_to(torch.from_numpy(a), self.device) for name, a in inputs.items() if name in accepted}
+        tensors = {name: async_to(torch.from_numpy(inputs[name]), self.device) for name in sorted(self._input_names)}
         out = self.model(**tensors)
         is_other_NL = async_to(torch.from_numpy(~is_candidate_NL), self.device)
         scores = (logits.float().masked_fill(is_other_NL, -torch.inf) for logits in (out.start_logits, out.end_logits))
@@ -215,17 +249,17 @@ class ExtractiveReader(nn.Module):
         """
         windows = self.windows(pairs, limit)
         order = sorted(range(len(windows)), key=lambda n: len(windows[n].encoding.ids))
-        spans: list[list[tuple[np.ndarray, np.ndarray, float]]] = [[] for _ in pairs]
+        passages = [_SpanTable.of(text, answer_wordpieces) for _, text in pairs]
+        for window in windows:
+            passages[window.pair].add_wordpieces(window)
         for batch in _batches([windows[n] for n in order], BATCH_WORDPIECES[self.device.type]):
             with autocast(self.device, dtype):
                 logs = self.log_probabilities(batch)
             start_NL, end_NL = (log_NL.double().cpu().numpy() for log_NL in logs)
             for window, log_start, log_end in zip(batch, start_NL, end_NL, strict=True):
                 row = self._row(len(window.encoding.ids), len(log_start))
-                spans[window.pair].append(
-                    _window_spans(window, pairs[window.pair][1], log_start[row], log_end[row], answer_wordpieces)
-                )
-        return [_join_windows(passage) for passage in spans]
+                passages[window.pair].add_scores(window, log_start[row], log_end[row])
+        return [passage.spans() for passage in passages]
 
     def save(self, folder: Path) -> None:
         """Write model and tokenizer in transformers' format."""
@@ -314,38 +348,56 @@ def _batches(windows: Sequence[PassageWindow], limit: int) -> list[list[PassageW
     return batches
 
 
-def _window_spans(
-    window: PassageWindow, text: str, log_start_L: np.ndarray, log_end_L: np.ndarray, longest: int
-) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return characters and log p of a window's spans, and log p of its null answer."""
-    start_S, end_S = enumerate_spans(0, window.end - window.first, longest)
-    chars = window.chars(text)
-    nulls = window.null_positions[:1]
-    log_null = float(log_start_L[nulls[0]] + log_end_L[nulls[0]]) if nulls else -np.inf
-    log_p_S = log_start_L[window.first + start_S] + log_end_L[window.first + end_S]
-    spans_S2 = np.column_stack([chars[start_S, 0], chars[end_S, 1]])
-    is_text_S = spans_S2[:, 0] < spans_S2[:, 1]  # a wordpiece can be a blank
-    return spans_S2[is_text_S], log_p_S[is_text_S], log_null
+def _overlap(limit: int) -> int:
+    """Return how many wordpieces consecutive windows of ``limit`` wordpieces share."""
+    return min(OVERLAP, limit // 2)
 
 
-def _join_windows(windows: Sequence[tuple[np.ndarray, np.ndarray, float]]) -> PassageSpans:
-    """Join the spans of a passage's windows, each with its largest probability."""
-    if len(windows) == 1:
-        return PassageSpans(*windows[0])
-    spans_S2, log_p_S = (np.concatenate(parts) for parts in list(zip(*windows, strict=True))[:2])
-    log_null = min(log_null for _, _, log_null in windows)
-    spans_S2, inverse = np.unique(spans_S2, axis=0, return_inverse=True)
-    best_S = np.full(len(spans_S2), -np.inf)
-    np.maximum.at(best_S, inverse, log_p_S)
-    excess = np.logaddexp.reduce([*best_S, log_null])
-    if excess > 0:
-        best_S, log_null = best_S - excess, log_null - excess
-    return PassageSpans(spans_S2, best_S, float(log_null))
+@dataclass
+class _SpanTable:
+    """Log p of the spans of a passage by first wordpiece and length, the largest of all its windows."""
+
+    text: str
+    offsets_P2: np.ndarray
+    log_p_PA: np.ndarray
+    log_nulls: list[float]  # of the windows
+
+    @classmethod
+    def of(cls, text: str, longest: int) -> _SpanTable:
+        return cls(text, np.empty((0, 2), np.int64), np.empty((0, longest)), [])
+
+    def add_wordpieces(self, window: PassageWindow) -> None:
+        """Append the wordpieces of a window that the windows before lack; windows are in order."""
+        added = window.encoding.offsets[window.first + len(self.offsets_P2) - window.offset : window.end]
+        self.offsets_P2 = np.concatenate([self.offsets_P2, np.array(added, np.int64).reshape(-1, 2)])
+        self.log_p_PA = np.full((len(self.offsets_P2), self.log_p_PA.shape[1]), -np.inf)
+
+    def add_scores(self, window: PassageWindow, log_start_L: np.ndarray, log_end_L: np.ndarray) -> None:
+        """Add log p of each wordpiece of a window as start and as end."""
+        nulls = window.null_positions[:1]
+        self.log_nulls.append(float(log_start_L[nulls[0]] + log_end_L[nulls[0]]) if nulls else -np.inf)
+        passage, longest = slice(window.first, window.end), self.log_p_PA.shape[1]
+        log_end_L = np.concatenate([log_end_L[passage], np.full(longest, -np.inf)])
+        score_LA = log_start_L[passage, None] + sliding_window_view(log_end_L, longest)[:-1]
+        part_LA = self.log_p_PA[window.part]
+        np.maximum(part_LA, score_LA, out=part_LA)
+
+    def spans(self) -> PassageSpans:
+        """Return all spans with text, normalised if windows overlap so that their sum exceeds 1."""
+        chars_P2 = _trim(self.text, self.offsets_P2)
+        start_S, length_S = np.nonzero(self.log_p_PA > -np.inf)
+        spans_S2 = np.column_stack([chars_P2[start_S, 0], chars_P2[start_S + length_S, 1]])
+        is_text_S = spans_S2[:, 0] < spans_S2[:, 1]  # a wordpiece can be a blank
+        log_p_S, log_null = self.log_p_PA[start_S, length_S][is_text_S], min(self.log_nulls)
+        if len(self.log_nulls) > 1 and (excess := np.logaddexp.reduce([*log_p_S, log_null])) > 0:
+            log_p_S, log_null = log_p_S - excess, log_null - excess
+        return PassageSpans(spans_S2[is_text_S], log_p_S, float(log_null))
 
 
-def _trimmed(text: str, start: int, end: int) -> tuple[int, int]:
-    """Return a span without the blanks at its ends; the start of an empty one is its end."""
-    part = text[start:end]
-    stripped = part.strip()
-    start += len(part) - len(part.lstrip()) if stripped else len(part)
-    return start, start + len(stripped)
+def _trim(text: str, offsets_P2: np.ndarray) -> np.ndarray:
+    """Return spans of a text without the blanks at their ends, P x 2; one without text ends before it starts."""
+    [visible] = np.nonzero([not character.isspace() for character in text])
+    start_P, end_P = offsets_P2.T
+    next_start_P = np.append(visible, len(text))[np.searchsorted(visible, start_P)]
+    last_end_P = np.insert(visible + 1, 0, 0)[np.searchsorted(visible, end_P)]
+    return np.column_stack([next_start_P, last_end_P])

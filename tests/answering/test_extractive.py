@@ -1,0 +1,184 @@
+"""Answers of a published reader: p(y|x) by hand, decoding, the prior, citation marks, and search without a reader."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_open_qa import FP32, options
+from small_readers import write_reader
+from small_world import DOCUMENTS, World, build_world, tiny_models
+
+from realmops.answering.answer import InvalidRequest
+from realmops.answering.extractive import ExtractiveQa
+from realmops.answering.search_only import SearchOnly
+from realmops.corpus.question_sets import Question
+from realmops.model.extractive_reader import ExtractiveReader, load_extractive_reader
+from realmops.model.retriever import FusionWeights
+from realmops.search.embed import document_sequences, embed
+from realmops.search.exact import ExactIndex
+from realmops.text.answer_matching import normalize_answer, token_f1
+
+BORN = Question("born", "Where was Anna Berg born?", ("Oslo",))
+BUILT = Question("built", "Who built the Star?", ("Jon Vik",))
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> ExtractiveReader:
+    return load_extractive_reader(write_reader(tmp_path_factory.mktemp("reader") / "bert", "bert")).eval()
+
+
+def extractive(world: World, reader: ExtractiveReader, order: list[int] | None = None, **changes: Any) -> ExtractiveQa:
+    """A model that retrieves by embeddings or, with ``order``, these passages for every question."""
+    retriever, _ = tiny_models(world)
+    embedding = embed(retriever.document, document_sequences(world.snapshot, range(len(world.snapshot))), FP32)
+    ranker = None if order is None else (lambda question, k: np.array([*order, *[-1] * k][:k]))
+    passages = ExactIndex(embedding) if order is None else None
+    return ExtractiveQa(retriever, reader, world.snapshot, passages, options(**changes), FP32, ranker)
+
+
+def by_hand(model: ExtractiveQa, question: str, passages: list[int], p_z: list[float]) -> list[dict[str, float]]:
+    """p(y, z|x) of every normal form y by passage: the sum over its spans, one passage read at a time."""
+    forms = []
+    for passage, p in zip(passages, p_z, strict=True):
+        text, sums = model.snapshot.text(passage), defaultdict[str, float](float)
+        limits: dict[str, Any] = {"limit": model.options.reader_wordpieces, "dtype": FP32}
+        limits["answer_wordpieces"] = model.options.answer_wordpieces
+        [spans] = model.reader.read([(question, text)], **limits)
+        for (start, end), log_p in zip(spans.chars.tolist(), spans.log_p.tolist(), strict=True):
+            sums[normalize_answer(text[start:end])] += p * math.exp(log_p)
+        forms.append(dict(sums))
+    return forms
+
+
+def test_the_probability_is_a_sum_over_passages_and_spans(world: World, reader: ExtractiveReader) -> None:
+    """p(y|x) = sum over z of p(z|x) p(y|x, z), over two passages; also for an answer y that is given."""
+    model = extractive(world, reader, reader_candidates=2)
+    retrieved = model.find([BORN, BUILT])
+    for item, answer in zip(retrieved, model.read(retrieved), strict=True):
+        f = np.exp(np.array(item.relevance) - max(item.relevance))
+        np.testing.assert_allclose(item.p_z, f / f.sum(), rtol=1e-5)
+        forms = by_hand(model, item.question.question, list(item.passages), list(f / f.sum()))
+        y = normalize_answer(answer.text)
+        assert answer.probability == pytest.approx(sum(sums.get(y, 0.0) for sums in forms), rel=1e-4)
+        assert answer.p_y == pytest.approx(answer.probability)
+        for read, sums in zip(answer.read, forms, strict=True):
+            assert read.p_y_z == pytest.approx(sums.get(y, 0.0), rel=1e-4, abs=1e-12)
+            assert read.p_z_given_y == pytest.approx(read.p_y_z / answer.p_y)
+        assert sum(read.p_z for read in answer.read) == pytest.approx(1, abs=1e-6)
+        assert sum(sum(sums.values()) for sums in forms) < 1 + 1e-6, "the null answers have the rest"
+    given = model.read(retrieved, ["the OSLO.", None])[0]
+    forms = by_hand(model, BORN.question, list(retrieved[0].passages), list(retrieved[0].p_z))
+    assert given.y == "the OSLO."
+    assert given.p_y == pytest.approx(sum(sums.get("oslo", 0.0) for sums in forms), rel=1e-4)
+    assert given.best_gold is None or given.best_gold.text == "Oslo"
+    assert [read.best_of_y.text for read in given.read if read.best_of_y] == ["Oslo"] * sum("oslo" in s for s in forms)
+    assert model.read(retrieved, ["no such words", None])[0].p_y == 0.0
+
+
+def test_the_best_span_has_the_highest_score(world: World, reader: ExtractiveReader) -> None:
+    model = extractive(world, reader)
+    [item] = retrieved = model.find([BUILT])
+    score_S, rows = model.candidates(retrieved)
+    _, rank, start, end = rows[score_S.argmax()].tolist()
+    [answer] = model.read(retrieved)
+    assert answer.best is not None
+    assert (answer.best.passage, answer.best.characters) == (item.passages[rank], (start, end))
+    assert answer.best.score == pytest.approx(float(score_S.max()))
+    assert answer.text == answer.text.strip() == model.snapshot.text(answer.best.passage)[start:end]
+
+
+def test_minimum_risk_has_the_highest_expected_score(world: World, reader: ExtractiveReader) -> None:
+    """Exact match and F1 against the 20 best spans, weighted by their probabilities."""
+    model = extractive(world, reader, decoding="minimum_risk")
+    retrieved = model.find([BORN, BUILT])
+    for item, answer in zip(retrieved, model.read(retrieved), strict=True):
+        score_S, rows = model.candidates([item])
+        top = np.argsort(-score_S, kind="stable")[:20]
+        texts = [model.snapshot.text(item.passages[k])[start:end] for _, k, start, end in rows[top].tolist()]
+        expected = [
+            sum(
+                math.exp(score) * ((normalize_answer(text) == normalize_answer(other)) + token_f1(text, [other]))
+                for score, other in zip(score_S[top], texts, strict=True)
+            )
+            for text in texts
+        ]
+        assert expected[texts.index(answer.text)] == pytest.approx(max(expected))
+
+
+def test_equal_priors_without_weight_and_none_for_missing_passages(world: World, reader: ExtractiveReader) -> None:
+    """A weight of 0 gives equal p(z|x); missing passages, whose relevance is -inf, are neither read nor counted."""
+    model = extractive(world, reader, reader_candidates=3)
+    assert model.prior_weight == 1.0
+    model.retriever.mixture = FusionWeights(1.0, 0.0, 0.0)
+    [equal] = model.find([BORN])
+    np.testing.assert_allclose(equal.p_z, [1 / 3] * 3, rtol=1e-6)
+    assert len(set(equal.relevance)) == 3
+    for weight in (0.0, 1.0):
+        model = extractive(world, reader, [4, 7], reader_candidates=3)
+        model.retriever.mixture = FusionWeights(1.0, 0.0, weight)
+        [few] = model.find([BORN])
+        assert few.passages == (4, 7)
+        np.testing.assert_allclose(few.p_z, [0.5, 0.5], rtol=1e-6)
+        assert 0 < model.read([few])[0].probability < 1
+    [none] = extractive(world, reader, []).answer([BORN])
+    assert (none.text, none.p_y, none.log_p, none.read) == ("", 0.0, -math.inf, ())
+
+
+def test_the_weight_of_relevance_is_in_the_prior(world: World, reader: ExtractiveReader) -> None:
+    model = extractive(world, reader, reader_candidates=3)
+    model.retriever.mixture = FusionWeights(1.0, 0.0, 2.0)
+    [item] = model.find([BORN])
+    f = np.exp(2 * np.array(item.relevance) - 2 * max(item.relevance))
+    np.testing.assert_allclose(item.p_z, f / f.sum(), rtol=1e-5)
+
+
+def test_a_citation_mark_is_no_answer(reader: ExtractiveReader, tmp_path: Path) -> None:
+    citing = ("Anna Berg", "Anna Berg was born in 1901 [26, 3]. She [7] wrote.", ("Anna Berg",))
+    model = extractive(build_world(tmp_path, (citing, *DOCUMENTS[1:])), reader, [0])
+    retrieved = model.find([BORN])
+    _, rows = model.candidates(retrieved)
+    marks = model.is_citation(rows, [[0]])
+    texts = {citing[1][start:end] for _, _, start, end in rows[marks].tolist()}
+    assert {"26", "[26", "3]", "7", "[7]", "[26, 3]"} <= texts
+    assert not texts & {"1901", "1901 [26", "She [7]"}
+    [answer] = model.read(retrieved, ["26"])
+    assert (answer.p_y, answer.read[0].best_of_y) == (0.0, None)
+    assert model.read(retrieved, ["1901"])[0].p_y > 0
+
+
+def test_a_question_longer_than_the_reader_allows_is_invalid(world: World, reader: ExtractiveReader) -> None:
+    model = extractive(world, reader, query_wordpieces=62)
+    most = reader.longest_question(60)
+    assert most == 60 - 30 - 3 - 7
+    model.check(" ".join(["in"] * most))
+    with pytest.raises(InvalidRequest, match=f"has {most + 1} wordpieces of the reader, at most {most} are allowed"):
+        model.check(" ".join(["in"] * (most + 1)))
+    [answer] = model.answer([Question("long", " ".join(["in"] * 50), ())])
+    assert answer.text, "a question of a file is cut instead"
+
+
+def test_the_model_is_saved_with_its_reader(world: World, reader: ExtractiveReader, tmp_path: Path) -> None:
+    model = extractive(world, reader)
+    (tmp_path / "model").mkdir()
+    model.save(tmp_path / "model")
+    again = ExtractiveQa.load_reader(tmp_path / "model", world.snapshot).eval()
+    for name, tensor in model.reader.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+
+
+def test_search_alone_gives_passages_and_no_answer(world: World) -> None:
+    retriever, _ = tiny_models(world)
+    embedding = embed(retriever.document, document_sequences(world.snapshot, range(12)), FP32)
+    model = SearchOnly(retriever, None, world.snapshot, ExactIndex(embedding), options(), FP32)
+    [answer] = model.answer([BORN], ranked=5)
+    assert (answer.text, answer.best, answer.p_y, answer.log_p) == ("", None, 0.0, -math.inf)
+    assert answer.passages == answer.ranked[:3]
+    assert sum(read.p_z for read in answer.read) == pytest.approx(1, abs=1e-6)
+    assert all((read.p_y_z, read.p_z_given_y, read.best) == (0.0, None, None) for read in answer.read)
+    assert model.read(model.find([BORN]), ["Oslo"])[0].y == "Oslo"
