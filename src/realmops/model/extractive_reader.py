@@ -120,7 +120,7 @@ class ExtractiveReader(nn.Module):
     @cached_property
     def longest(self) -> int:
         """Maximum length of a sequence in wordpieces."""
-        positions = getattr(self.model.config, "max_position_embeddings", -1)  # -1 for XLNet
+        positions: int = getattr(self.model.config, "max_position_embeddings", -1)  # -1 for XLNet
         spare = 2 if model_type_of({"model_type": self.model.config.model_type}) != "bert" else 0  # RoBERTa's offset
         return int(min(self.tokenizer.model_max_length, (positions if positions > 0 else 1 << 20) - spare))
 
