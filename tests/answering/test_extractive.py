@@ -155,7 +155,7 @@ def test_a_citation_mark_is_no_answer(reader: ExtractiveReader, tmp_path: Path) 
 def test_a_question_longer_than_the_reader_allows_is_invalid(world: World, reader: ExtractiveReader) -> None:
     model = extractive(world, reader, query_wordpieces=62)
     most = reader.longest_question(60)
-    assert most == 60 - 30 - 3 - 7
+    assert most == 60 - 30 - 3 - 1
     model.check(" ".join(["in"] * most))
     with pytest.raises(InvalidRequest, match=f"has {most + 1} wordpieces of the reader, at most {most} are allowed"):
         model.check(" ".join(["in"] * (most + 1)))
