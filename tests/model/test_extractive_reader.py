@@ -321,7 +321,7 @@ def test_windows_cover_the_passage(readers: Callable[[str], ExtractiveReader]) -
 
 @pytest.mark.parametrize("limit", [24, 60, LIMIT])
 def test_a_long_question_is_cut(readers: Callable[[str], ExtractiveReader], limit: int) -> None:
-    """Windows then still advance by an eighth of a window."""
+    """Windows then still advance, by at least a 32nd of a window."""
     reader = readers("bert")
     most = reader.longest_question(limit)
     assert 0 < most <= limit // 2
@@ -329,7 +329,7 @@ def test_a_long_question_is_cut(readers: Callable[[str], ExtractiveReader], limi
     asked = " ".join(["in"] * 300)
     windows = reader.windows([(asked, passage)], limit)
     assert windows[0].encoding.sequence_ids.count(0) == most
-    assert windows[1].offset >= limit // 8
+    assert windows[1].offset >= max(1, limit // 32)
     np.testing.assert_array_equal(
         flat(read(reader, [(asked, passage)], limit)), flat(read(reader, [(" ".join(["in"] * most), passage)], limit))
     )

@@ -42,7 +42,7 @@ class ExtractiveQa(SpanAnswers):
     def check(self, question: str) -> None:
         """Raise InvalidRequest if a question is empty, or too long for the retriever or the reader."""
         super().check(question)
-        limit = min(self.options.reader_wordpieces, self.reader.longest) // 2
+        limit = self.reader.longest_question(self.options.reader_wordpieces)
         if (wordpieces := len(self.reader.tokenize(question).ids)) > limit:
             raise InvalidRequest(
                 f"the question has {wordpieces} wordpieces of the reader, at most {limit} are allowed; rephrase it"

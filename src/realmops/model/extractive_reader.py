@@ -125,10 +125,10 @@ class ExtractiveReader(nn.Module):
         return int(min(self.tokenizer.model_max_length, (positions if positions > 0 else 1 << 20) - spare))
 
     def longest_question(self, limit: int) -> int:
-        """Return the maximum length of a question, so that windows of ``limit`` wordpieces advance by an eighth."""
+        """Return the maximum length of a question: windows of ``limit`` wordpieces advance by at least a 32nd."""
         limit = min(limit, self.longest)
         special = self.tokenizer.num_special_tokens_to_add(pair=True)
-        return max(1, min(limit // 2, limit - _overlap(limit) - special - limit // 8))
+        return max(1, min(limit // 2, limit - _overlap(limit) - special - max(1, limit // 32)))
 
     @cached_property
     def _input_names(self) -> set[str]:
