@@ -39,6 +39,7 @@ from realmops.answering.confidence import FILE as CONFIDENCE
 from realmops.config_yaml import read_params
 from realmops.corpus.public_data import stable_hash
 from realmops.model.checkpoint_files import READER_FOLDER
+from realmops.stages.runner import stage_lock
 
 QUESTIONS_ASKED, ARTICLES, PARAGRAPHS = 30, 12, 3
 TOWNS = [f"{begin}{end}" for begin in ("Bren", "Cald", "Dorn", "Falt", "Grun", "Hald") for end in ("ac", "berg", "ov")]
@@ -163,6 +164,8 @@ def test_a_killed_command_resumes_and_writes_the_same_reader(inputs: Path, reade
     os.killpg(process.pid, signal.SIGKILL)  # the stages and the process that they are forked from too
     process.communicate()
     assert not (inputs / "other").exists()
+    with stage_lock(work / artifacts.WORK_FOLDER, "reader"):
+        assert "another process runs the stage reader" in cli(*words).stderr
     again = run_command(*words)
     assert again.returncode == 0, again.stderr
     assert "snapshot: nothing to do" in again.stderr

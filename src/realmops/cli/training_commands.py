@@ -178,12 +178,13 @@ def reader(**options: Any) -> Iterator[str]:
     It is trained on SQuAD 1.1 and written into FOLDER in the format of transformers, with a model card: use it with
     "realmops init --reader FOLDER", or publish it. A killed command resumes when it is called again.
     """
-    from realmops.commands.public_reader import PRESET, TRAINED, prepare_reader
+    from realmops.commands.public_reader import PRESET, TRAINED, reader_training
 
-    training = prepare_reader(**options, report=Console())
-    where = {"project": training.work, "root": training.work}
-    _run_in_child_processes(TRAINED, values=training.values, presets=[PRESET], **where, force=False, watch_parent=None)
-    yield from training.write()
+    with reader_training(**options, report=Console()) as training:
+        folders = {"project": training.work, "root": training.work}
+        choice = {"values": training.values, "presets": [PRESET], "force": False, "watch_parent": None}
+        _run_in_child_processes(TRAINED, **choice, **folders)
+        yield from training.write()
 
 
 @main.command("import")

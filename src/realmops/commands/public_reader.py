@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from realmops.config import PACKAGE, Values
 from realmops.corpus.public_data import SQUAD, download, read_squad, stable_hash, write_squad
 from realmops.hub import READER, encoder_folder, is_sentence_encoder
 from realmops.stages import METRICS, STAGES, Report
+from realmops.stages.runner import stage_lock
 
 PRESET = "public-reader"
 TRAINED = ("snapshot", "ict", "pretrain", "finetune")
@@ -58,10 +60,13 @@ class ReaderTraining:
         yield f"next: realmops init --documents DOCUMENTS --reader {self.folder}"
 
 
-def prepare_reader(
+@contextmanager
+def reader_training(
     folder: Path, encoder: str | None, questions: int, source: Path | None, report: Report
-) -> ReaderTraining:
-    """Check the inputs and write the training data into a hidden folder next to ``folder``.
+) -> Iterator[ReaderTraining]:
+    """Context manager: check the inputs, and write the training data into a hidden folder next to ``folder``.
+
+    Until the end another call for the same folder is refused.
 
     Args:
         folder: folder of the reader to write.
@@ -71,7 +76,8 @@ def prepare_reader(
         report: where to log.
 
     Raises:
-        ValueError: the folder has other files, or encoder or questions are unusable or cannot be downloaded.
+        ValueError: the folder has other files, another process writes it, or encoder or questions are unusable or
+            cannot be downloaded.
     """
     final = folder.resolve()
     if final in (Path.cwd(), *Path.cwd().parents):
@@ -90,14 +96,15 @@ def prepare_reader(
     asked = {question["passage_id"] for question in records["questions.train"]}
     titles = [passage["title"] for passage in records["passages"] if passage["id"] in asked]
     counts = {"questions": len(records["questions.train"]), "paragraphs": len(titles), "articles": len({*titles})}
-    report.log(
-        f"reader: {counts['questions']:,} questions about {counts['articles']:,} articles of SQuAD 1.1 train it, "
-        f"{len(records['questions.dev']):,} about other articles calibrate it; if the command is stopped, the same "
-        f"command resumes from {work}"
-    )
-    for _ in write_squad(work / DATA, records):
-        pass
-    return ReaderTraining(final, work, init, _options(init, place), counts)
+    with stage_lock(work / artifacts.WORK_FOLDER, "reader"):
+        report.log(
+            f"reader: {counts['questions']:,} questions about {counts['articles']:,} articles of SQuAD 1.1 train it, "
+            f"{len(records['questions.dev']):,} about other articles calibrate it; if the command is stopped, the same "
+            f"command resumes from {work}"
+        )
+        for _ in write_squad(work / DATA, records):
+            pass
+        yield ReaderTraining(final, work, init, _options(init, place), counts)
 
 
 def _downloaded(work: Path, report: Report) -> Path:
