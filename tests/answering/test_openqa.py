@@ -27,12 +27,11 @@ def test_a_citation_mark_is_never_an_answer_and_takes_no_probability(tmp_path: P
     model = open_qa(world, answer_wordpieces=2, reader_candidates=12)
     [retrieved] = model.find([Question("born", "When was Anna Berg born?", ("1901",))])
     assert 0 in retrieved.passages
-    tokens = [model.wordpieces(retrieved.question.question)]
-    _, rows = model.spans(tokens, [retrieved.passages])
-    chars, text = world.snapshot.chars(0), world.snapshot.text(0)
+    _, rows = model.candidates([retrieved])
+    text = world.snapshot.text(0)
     rank = retrieved.passages.index(0)
     of_passage = rows[:, 1] == rank
-    texts = [text[chars[first, 0] : chars[last, 1]] for _, _, first, last in rows[of_passage].tolist()]
+    texts = [text[start:end] for _, _, start, end in rows[of_passage].tolist()]
     marked = model.is_citation(rows, [retrieved.passages])
     assert not marked[~of_passage].any()
     excluded = {t for t, is_marked in zip(texts, marked[of_passage], strict=True) if is_marked}

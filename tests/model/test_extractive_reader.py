@@ -90,6 +90,14 @@ def test_windows_cover_the_passage(readers: Callable[[str], ExtractiveReader]) -
     assert len(ours.log_p) == sum(min(ANSWER, 500 - n) for n in range(500))
 
 
+def test_a_question_is_cut_between_characters(readers: Callable[[str], ExtractiveReader]) -> None:
+    """Byte-level wordpieces can be a part of a character, which is left out whole."""
+    reader, passage = readers("roberta"), "the town of rain " * 40
+    for blanks in range(4):
+        for window in reader.windows([("a" * blanks + "東京🙂" * 30, passage)], 60):
+            assert 0 < window.encoding.sequence_ids.count(0) <= reader.longest_question(60)
+
+
 @pytest.mark.parametrize("limit", [24, 60, LIMIT])
 def test_a_long_question_is_cut(readers: Callable[[str], ExtractiveReader], limit: int) -> None:
     """Windows then still advance, by at least a 32nd of a window."""
