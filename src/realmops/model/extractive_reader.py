@@ -199,9 +199,10 @@ class ExtractiveReader(nn.Module):
         return windows
 
     def _cut(self, question: str, longest: int) -> str:
-        """Return the first ``longest`` wordpieces of a question as text."""
-        offsets = self.tokenize(question).offsets
-        return question if len(offsets) <= longest else question[: offsets[longest - 1][1]]
+        """Return a question without the wordpieces after the first ``longest``."""
+        while len(offsets := self.tokenize(question).offsets) > longest:  # the shorter text can have other wordpieces
+            question = question[: min(offsets[longest][0], len(question) - 1)]
+        return question
 
     def log_probabilities(self, windows: Sequence[PassageWindow]) -> tuple[Tensor, Tensor]:
         """Compute log p of each wordpiece as start and as end of the answer, in one batch.
