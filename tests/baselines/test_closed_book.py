@@ -447,7 +447,7 @@ BROKEN = {
     ),
     "pickle": (
         lambda f: os.rename(f / "model.safetensors", f / "pytorch_model.bin"),
-        r"lacks model\.safetensors; a T5's folder",
+        r"lacks model\.safetensors; the folder of a T5",
     ),
     "cut weights": (
         lambda f: os.truncate(f / "model.safetensors", 900),

@@ -107,7 +107,7 @@ def _cached(cache: Path) -> Any:
 
 def test_an_incomplete_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    missing = r"lacks model\.safetensors or pytorch_model\.bin, vocab\.txt or tokenizer\.json; a BERT encoder's folder"
+    missing = r"lacks model\.safetensors or pytorch_model\.bin, vocab\.txt or tokenizer\.json; the folder of a BERT"
     with pytest.raises(ValueError, match=missing):
         encoder_folder(str(tmp_path))
     for name in ("pytorch_model.bin", "tokenizer.json"):

@@ -302,7 +302,7 @@ def test_weights_of_torch_are_refused(tmp_path: Path) -> None:
     folder = write_reader(tmp_path / "reader", "bert")
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"reader lacks model\.safetensors; a reader of answer spans's folder has"):
+    with pytest.raises(ValueError, match=r"reader lacks model\.safetensors; the folder of a reader of answer spans"):
         encoder_folder(str(folder), READER)
 
 

@@ -368,7 +368,7 @@ def test_the_right_answer_can_be_given_where_the_model_abstains_or_has_none(
     without = {} if has_answer else {"answer": "", "citations": [], "quote": None, "abstained": True}
     monkeypatch.setattr(opened_model, "answer_record", lambda *all_: answer_record(*all_) | without)
     feedback_file(project / "root").unlink(missing_ok=True)
-    with held_back(project, ALWAYS_ABSTAIN) as client:
+    with held_back(project, calibration(ALWAYS_ABSTAIN)) as client:
         page = lxml.html.fromstring(client.get(ASKED).text)
         record = client.post("/v1/answer", json={"question": QUESTION}).json()
         *thumbs, form = page.xpath("//form[@data-feedback]")

@@ -124,13 +124,23 @@ def test_an_unsure_answer_is_marked(answering: Path) -> None:
     assert len({record["answer"] for record in records.values()}) == 1
     assert "held back" not in format_record(records[0.0])[0]
     sentence = f"  in: {records[1.0]['quote']['quote']}"
-    assert [format_record(record)[1] == sentence for record in records.values()] == [False, True, True]
-    assert "held back below 1)" in format_record(records[1.0])[0]
-    assert "held back as every answer is" in format_record(records[ALWAYS_ABSTAIN])[0]
+    assert [sentence in format_record(record) for record in records.values()] == [False, True, True]
+    unsure, never = (format_record(records[threshold]) for threshold in (1.0, ALWAYS_ABSTAIN))
+    assert unsure[0] == never[0] == "no answer is certain enough: the best passages"
+    first = records[1.0]["passages"][0]
+    assert unsure[1].startswith(f"  {first['title'] or first['document_id']}: ")
+    place = unsure.index(sentence) - 1
+    assert place > 2, "the answer is below the passages"
+    assert "held back below 1)" in unsure[place]
+    assert "held back as every answer is" in never[place]
     [plain] = replace(generation, confidence=None).read([found])
     assert [plain[name] for name in ("probability", "calibration", "threshold")] == [None] * 3
     assert (plain["abstained"], plain["score"]) == (True, records[0.0]["score"])
-    assert format_record(plain)[:2] == [f"{plain['answer']}  (not calibrated: score {plain['score']:.3g})", sentence]
+    lines = format_record(plain)
+    assert lines[0] == "not calibrated: the best passages"
+    assert lines[place : place + 2] == [
+        f"possible answer: {plain['answer']}  (not calibrated: score {plain['score']:.3g})", sentence
+    ]  # fmt: skip
 
 
 def test_a_stream_gives_the_sources_first(server: Served) -> None:
@@ -597,6 +607,7 @@ def test_words_around_a_quotation_are_whole() -> None:
     cited = {"passage_id": "d#0", "document_id": "d", "title": "T", "uri": "f.txt", "quote": "the answer", "p_z": 0.5}
     cited |= {"start": 100 + start, "end": 110 + start}
     record = {"answer": "the answer", "probability": 0.9, "abstained": False, "passages": [passage]}
+    record["model"] = {"kind": "spans"}
     _, quoted, where = format_record({**record, "citations": [cited]})
     assert quoted == "  T: … " + "zebra " * 10 + "[the answer]" + " quagga" * 8 + " …"
     assert where == f"    document d, f.txt, characters {100 + start} to {110 + start}, p(z|x) 0.50"

@@ -6,7 +6,9 @@ rounding.  Adam divides by its size and makes full steps of it, to another place
 
 import importlib
 import pkgutil
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -14,12 +16,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from small_readers import FAMILIES, write_reader
 from small_world import OneIndex, World, index_of, section, tiny_context, tiny_models, tiny_optimiser
 from torch import nn
 from transformers import BertConfig
 
 import realmops.baselines
 import realmops.train
+from realmops.answering.extractive import ExtractiveQa
 from realmops.answering.openqa import OpenQa
 from realmops.baselines import path
 from realmops.baselines import t5 as closed_book
@@ -28,11 +32,12 @@ from realmops.baselines.t5 import ClosedBook
 from realmops.config import ClosedBookOptions
 from realmops.corpus.question_sets import Question
 from realmops.model.checkpoint_files import add_span_head, build_encoder
+from realmops.model.extractive_reader import load_extractive_reader
 from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, HEADS, Retriever
 from realmops.search.bm25 import Bm25
 from realmops.search.exact import PassageIndex
 from realmops.text.conll import TaggedSentence
-from realmops.train import fine_tuning, passage_batches, pretraining, tagger, windows
+from realmops.train import fine_tuning, passage_batches, pretraining, reader_training, tagger, windows
 from realmops.train import inverse_cloze as ict
 from realmops.train.examples import Examples
 from realmops.train.loop import TrainingContext, fit
@@ -145,6 +150,21 @@ def in_windows(world: World, *, freeze_words: bool = False, share: float = 0.0, 
     assert all(parameter.grad is None for parameter in retriever.parameters()), "the retriever rests"
 
 
+def published(world: World, *, family: str = "bert", share: float = 0.0, freeze_words: bool = False) -> None:
+    """A reader with its own tokenizer; with negatives from the first step on, or never."""
+    retriever, _ = tiny_models(world)
+    with tempfile.TemporaryDirectory() as folder:
+        reader = load_extractive_reader(write_reader(Path(folder) / "reader", family))
+    anywhere(reader)
+    reader.word_vectors.requires_grad_(not freeze_words)
+    chosen = section("finetune", batch_size=3, answer_wordpieces=8, **LENGTHS)
+    asked = ExtractiveQa(retriever, reader, world.snapshot, embeddings(world, retriever), chosen, FP32)
+    examples = reader_training.build_passage_examples(asked, QUESTIONS, 12)
+    assert len(examples) == 3
+    with mock.patch.object(reader_training, "NEGATIVES_FROM", share):
+        reader_training.train_reader(tiny_context(), asked, examples, chosen, tiny_optimiser())
+
+
 def tags(world: World) -> None:
     options = section("bert", width=16, layers=2, heads=2, intermediate=32, positions=64)
     bert, _ = build_encoder("small", options, world.snapshot.tokenizer.get_vocab_size(), 0)
@@ -220,6 +240,9 @@ TRAININGS: dict[str, tuple[ModuleType, Callable[..., None], dict[str, Any]]] = {
     "windows: frozen words": (windows, in_windows, {"freeze_words": True}),
     **{f"finetune: {name}": (fine_tuning, answers, {"span_loss": name}) for name in ("hard_em", "per_passage")},
     "finetune: passages given": (fine_tuning, answers, {"given": True}),
+    **{f"reader: {family}": (reader_training, published, {"family": family}) for family in FAMILIES},
+    "reader: no negatives": (reader_training, published, {"share": 2.0}),
+    "reader: frozen words": (reader_training, published, {"freeze_words": True}),
     "tagger": (tagger, tags, {}),
     "path": (path, paths, {}),
     "closed_book: pretrain": (closed_book, t5, {"train": closed_book.pretrain}),

@@ -24,7 +24,7 @@ from realmops.model.packed import PackedBatch, group_by_length, pad_rows
 _FP16_TOLERANCE = 1e-2  # relative error of hidden states
 _NEAR_TOLERANCE = 1e-3  # relative to the largest hidden state; other kernels round differently
 _DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
-_KEY_BIASES = (".key.bias", ".k_lin.bias", ".k.bias")  # without rotary positions they cancel in the softmax
+KEY_BIASES = (".key.bias", ".k_lin.bias", ".k.bias")  # without rotary positions they cancel in the softmax
 _NOT_SHAPE = ("_name_or_path", "architectures", "dtype", "transformers_version")  # differ after a model is saved
 
 
@@ -52,7 +52,7 @@ class Encoder(nn.Module):
         self._checkpoints = False
         rotates = any("rotary" in name for name, _ in model.named_modules())
         for name, parameter in model.named_parameters():
-            if name.endswith(_KEY_BIASES) and not rotates:
+            if name.endswith(KEY_BIASES) and not rotates:
                 parameter.requires_grad_(False)
         is_packable = model._supports_attention_backend and "position_ids" in parameters
         self.packs = False

@@ -24,9 +24,9 @@ from tokenizers import Encoding, Tokenizer
 from torch import Tensor, nn
 
 from realmops.artifacts import seed_for
-from realmops.devices import async_to, autocast, disable_autocast
+from realmops.devices import async_to, autocast, disable_autocast, eval_mode
 from realmops.hub import CONFIG, read_config, read_weights
-from realmops.model.encoder import set_dropout
+from realmops.model.encoder import KEY_BIASES, is_near, set_dropout
 from realmops.model.packed import BATCH_WORDPIECES
 from realmops.model.transformers_models import (
     ANSWER_SPANS,
@@ -127,7 +127,7 @@ class ExtractiveReader(nn.Module):
     def longest_question(self, limit: int) -> int:
         """Return the maximum length of a question: windows of ``limit`` wordpieces advance by at least a 32nd."""
         limit = min(limit, self.longest)
-        special = self.tokenizer.num_special_tokens_to_add(pair=True)
+        special: int = self.tokenizer.num_special_tokens_to_add(pair=True)
         return max(1, min(limit // 2, limit - _overlap(limit) - special - max(1, limit // 32)))
 
     @cached_property
@@ -150,6 +150,30 @@ class ExtractiveReader(nn.Module):
         """The span head."""
         head: SpanScores = getattr(self.model, _HEAD)
         return head
+
+    @torch.no_grad()
+    def freeze_unseen_biases(self) -> None:
+        """Freeze biases that add the same to all scores of a softmax, whose gradients are rounding errors."""
+        self.head.bias.requires_grad_(False)
+        rotates = any("rotary" in name for name, _ in self.model.named_modules())
+        for name, parameter in self.model.named_parameters():
+            if name.endswith(KEY_BIASES) and not rotates:
+                parameter.requires_grad_(False)
+        norms = [part for part in self.model.modules() if isinstance(part, nn.LayerNorm) and part.bias is not None]
+        for norm in reversed(norms):  # the last one, after which there is only the head
+            if norm.normalized_shape == (self.head.weight.shape[1],) and self._is_unseen(norm.bias):
+                norm.bias.requires_grad_(False)
+                return
+
+    def _is_unseen(self, bias_D: nn.Parameter) -> bool:
+        """Return whether a bias changes no probability."""
+        windows, original_D = self.windows([("a", "b c d e")], self.longest), bias_D.clone()
+        with eval_mode(self):
+            before_NL, _ = self.log_probabilities(windows)
+            bias_D.add_(torch.linspace(1, 2, len(bias_D)).to(bias_D))
+            after_NL, _ = self.log_probabilities(windows)
+        bias_D.copy_(original_D)
+        return is_near(after_NL.nan_to_num(neginf=0.0), before_NL.nan_to_num(neginf=0.0))
 
     def tokenize(self, text: str) -> Encoding:
         """Return the wordpieces of a text without special tokens."""

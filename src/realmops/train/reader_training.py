@@ -133,6 +133,7 @@ def train_reader(
     rows_of = epoch_rows(context, len(examples), options.batch_size)
     steps = finetune_steps(len(examples), options)
     reader = model.reader
+    reader.freeze_unseen_biases()
 
     def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
         reader.train()
