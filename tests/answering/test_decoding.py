@@ -7,7 +7,8 @@ import pytest
 from small_open_qa import BORN, NEVER, PORT, cut, open_qa
 from small_world import World
 
-from realmops.answering.decoding import CANDIDATES, minimum_bayes_risk
+from realmops.answering.decoding import minimum_bayes_risk
+from realmops.answering.openqa import OpenQa
 from realmops.corpus.question_sets import Question
 from realmops.text.answer_matching import exact_match, token_f1
 
@@ -62,7 +63,7 @@ def test_the_answer_is_that_of_a_slow_search_and_explained_as_such(world: World)
         score_S, rows = model.spans([model.wordpieces(question.question)], [answer.passages])
         prior = np.array(answer.log_prior)[rows[:, 1]]
         logit_S = score_S.detach().double().numpy() + prior
-        order = np.argsort(-logit_S, kind="stable")[:CANDIDATES]
+        order = np.argsort(-logit_S, kind="stable")[: OpenQa.candidate_spans]
         texts = [cut(world, answer.passages[rank], first, last) for _, rank, first, last in rows[order].tolist()]
         p = np.exp(logit_S[order] - logit_S.max())
         scores = [expected_score(text, texts, p / p.sum()) for text in texts]

@@ -28,7 +28,6 @@ from realmops.search.embeddings import embed_corpus, load_index
 from realmops.stages import Job
 from realmops.stages import finetune as stage
 from realmops.stages.corpus_states import pipeline_state
-from realmops.train.fusion_weights import GENERATED_READING_WEIGHT
 
 QUERY, READER = (f"{name}_encoder/model.safetensors" for name in ("query", "reader"))
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -90,7 +89,7 @@ def test_made_questions_are_answered_once(project: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(stage, "load_questions", made)
     monkeypatch.setattr(OpenQa, "answer", counted)
     metrics = tune(project)
-    assert (answered, metrics["weight_reading"]) == ([20], GENERATED_READING_WEIGHT)
+    assert (answered, metrics["weight_reading"]) == ([20], OpenQa.generated_reading_weight)
     shutil.rmtree(project / "root/models/finetune")
 
 

@@ -20,7 +20,7 @@ from realmops.search.embed import document_sequences, embed, query_sequences
 from realmops.search.exact import ExactIndex
 from realmops.search.hybrid import fit_fusion_weights
 from realmops.train.fine_tuning import question_loss
-from realmops.train.fusion_weights import GENERATED_READING_WEIGHT, fit_reading_weight, fit_weights_on_questions
+from realmops.train.fusion_weights import fit_reading_weight, fit_weights_on_questions
 
 QUESTIONS = [
     Question("born", "Where was Anna Berg born?", ("Oslo",)),
@@ -102,7 +102,7 @@ def test_the_weight_of_reading_by_hand() -> None:
         "of equal weights the present one"
     )
     made = [replace(question, not_in=("its own passage",)) for question in questions]
-    assert fit_reading_weight(model, made, answers, is_exact_match) == GENERATED_READING_WEIGHT
+    assert fit_reading_weight(model, made, answers, is_exact_match) == model.generated_reading_weight
     mixed = [made[0], questions[1]]
     assert fit_reading_weight(model, mixed, answers, is_exact_match) == 1.0, (
         "made questions do not count beside people's"

@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 from realmops.text.answer_matching import normalize_answer, words_f1
 from realmops.text.languages import ENGLISH
 
-CANDIDATES = 20  # spans of a question with the highest scores, which are compared pairwise
-
 
 def minimum_bayes_risk(texts: Sequence[str], p: NDArray[np.float64], language: str = ENGLISH) -> int:
     """Return the index of the text with the highest expected score (minimum Bayes risk, Kumar and Byrne 2004).

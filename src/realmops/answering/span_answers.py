@@ -7,6 +7,7 @@ import math
 import re
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from realmops.answering.answer import Answer, ReadPassage, RetrievedPassages, Span
-from realmops.answering.decoding import CANDIDATES, minimum_bayes_risk
+from realmops.answering.decoding import minimum_bayes_risk
 from realmops.answering.retrieval import RetrieveAndRead
 from realmops.corpus.question_sets import Question
 from realmops.text.answer_matching import match_normal_form, matched_spans
@@ -27,6 +28,9 @@ class SpanAnswers(RetrieveAndRead):
 
     Rows of spans are int64 S x 4: question, rank of the passage, start and end character in the passage's text.
     """
+
+    candidate_spans: ClassVar[int] = 20  # spans with the highest scores, among which ``minimum_risk`` chooses
+    temperature: ClassVar[float] = 1.0  # of their probabilities in ``minimum_risk``
 
     @abstractmethod
     def candidates(self, retrieved: Sequence[RetrievedPassages]) -> tuple[NDArray[np.floating], np.ndarray]:
@@ -135,8 +139,8 @@ class SpanAnswers(RetrieveAndRead):
         """Choose the answer to one question among its spans by ``finetune.decoding``."""
         if self.options.decoding == "best_span" or not len(rows):
             return self.best(np.ones(len(rows), bool), rows, score_S, passages)
-        top = np.argsort(-score_S, kind="stable")[:CANDIDATES]
-        p = np.exp(score_S[top].astype(np.float64) - score_S[top[0]])
+        top = np.argsort(-score_S, kind="stable")[: self.candidate_spans]
+        p = np.exp((score_S[top].astype(np.float64) - score_S[top[0]]) / self.temperature)
         spans = [self._to_span(rows[s], score_S[s], passages) for s in top]
         return spans[minimum_bayes_risk([span.text for span in spans], p, self.snapshot.languages[0])]
 

@@ -38,7 +38,7 @@ from realmops.stages.common import (
 from realmops.stages.finetune_retriever import EVIDENCE_DEPTH, prepare_retrieval, start_models
 from realmops.stages.tuned_model import save_tuned
 from realmops.train.fine_tuning import finetune, finetune_steps
-from realmops.train.fusion_weights import GENERATED_READING_WEIGHT, fit_reading_weight, fit_weights_on_questions
+from realmops.train.fusion_weights import fit_reading_weight, fit_weights_on_questions
 from realmops.train.loop import TrainingContext
 from realmops.train.parallel import process_group
 from realmops.train.reader_training import build_passage_examples, train_reader
@@ -99,7 +99,7 @@ def _open_qa(
         retriever.mixture = fit_weights_on_questions(model, held_out)
     if model.hybrid and all(question.is_generated for question in held_out):
         # all dev questions are generated: the value that fit_reading returns for them
-        retriever.mixture = replace(retriever.mixture, reading=GENERATED_READING_WEIGHT)
+        retriever.mixture = replace(retriever.mixture, reading=model.generated_reading_weight)
     answers = model.answer(held_out, ranked=5, progress=job.report.progress("dev questions", len(held_out)))
     if model.hybrid:
         before = retriever.mixture.reading

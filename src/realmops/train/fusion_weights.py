@@ -14,7 +14,6 @@ from realmops.search.hybrid import fit_fusion_weights
 
 FIT_DEPTH = 50  # passages by embeddings and by BM25 that each query contributes to the fit of a hybrid's weights
 READING_WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
-GENERATED_READING_WEIGHT = 3.0  # where all questions are generated; tuned on human questions (benchmarks/LOG.md)
 
 
 def fit_weights_on_questions(model: RetrieveAndRead, questions: Sequence[Question]) -> FusionWeights:
@@ -42,7 +41,7 @@ def fit_reading_weight(
 
     Ties are broken by the smallest change. The best span of a passage is the same under any weight, so the reader does
     not run again. Questions generated from the corpus are ignored: their source passage is excluded, so f(x, z) is
-    less informative than for human questions. If there are no others, the weight is ``GENERATED_READING_WEIGHT``.
+    less informative than for human questions. If there are no others, the weight is ``generated_reading_weight``.
 
     Args:
         model: the retriever and reader that answered.
@@ -53,7 +52,7 @@ def fit_reading_weight(
     before = model.retriever.mixture.reading
     human = [(q, answer) for q, answer in zip(questions, answers, strict=True) if not q.is_generated]
     if not human:
-        return GENERATED_READING_WEIGHT
+        return model.generated_reading_weight
     questions, answers = zip(*human, strict=True)
     with torch.no_grad():
         relevance = [model.evidence([q], model.options.reader_candidates)[0][0].tolist() for q in questions]
