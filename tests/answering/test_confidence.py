@@ -17,8 +17,6 @@ from realmops.answering.answer import Answer
 from realmops.answering.confidence import (
     ALWAYS_ABSTAIN,
     FILE,
-    INHERITED_PRECISION,
-    READER_QUESTIONS,
     Confidence,
     log_odds,
 )
@@ -123,20 +121,6 @@ def test_the_answer_at_the_threshold_is_given() -> None:
     found = fit_confidence(answers, np.array([True, True, False, False]), 1.0)
     assert found.threshold == found.probability(answers[1])
     assert [found.abstains(one) for one in answers] == [False, False, True, True]
-
-
-def test_over_other_documents_the_threshold_is_the_strict_one() -> None:
-    """Fitted on the same questions, for a precision that is at least as high."""
-    answers, correct = [answer(p) for p in (0.9, 0.7, 0.4, 0.1)], np.array([True, False, True, False])
-    found = fit_confidence(answers, correct, 0.6)
-    other = found.for_other_documents()
-    assert found.threshold == found.probability(answers[2])
-    assert (other.threshold, other.wanted_precision) == (found.probability(answers[0]), INHERITED_PRECISION)
-    assert other.description == f"fitted on 4 questions: {READER_QUESTIONS}"
-    assert other.for_other_documents() == other
-    assert other.probability(answers[1]) == found.probability(answers[1])
-    strictest = fit_confidence(answers, correct, 0.95)
-    assert (strictest.strict_precision, strictest.strict_threshold) == (0.95, strictest.threshold)
 
 
 def test_the_threshold_is_the_slow_one() -> None:

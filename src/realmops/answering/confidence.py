@@ -10,7 +10,7 @@ Shape suffix: Q questions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +22,6 @@ from realmops.artifacts import read_json, write_json
 FILE = "confidence.json"
 LARGEST_LOG_P = -1e-13  # upper bound, since the log odds of 1 are infinite
 ALWAYS_ABSTAIN = 2.0  # threshold above every probability, if no threshold reaches the required precision
-# Precision that the threshold for other documents is fitted for: on them a reader is less often right than its
-# calibration predicts (benchmarks/LOG.md).
-INHERITED_PRECISION = 0.9
 OWN_QUESTIONS, READER_QUESTIONS = "questions.dev", "the reader's public questions"  # ``Confidence.source``
 
 Floats = npt.NDArray[np.float64]
@@ -36,8 +33,7 @@ class Confidence:
 
     The model abstains below ``threshold``. Above it, answers to the questions of the fit have at least the precision
     ``wanted_precision``; if no threshold reaches it, ``threshold`` is ``ALWAYS_ABSTAIN`` and the model always abstains.
-    ``strict_threshold`` and ``strict_precision`` are the same for documents of another kind. ``questions`` is the
-    number of questions of the fit, all of people, and ``source`` where they are from.
+    ``questions`` is the number of questions of the fit, all of people, and ``source`` where they are from.
     """
 
     slope: float
@@ -46,8 +42,6 @@ class Confidence:
     wanted_precision: float
     questions: int
     source: str
-    strict_threshold: float
-    strict_precision: float
 
     @classmethod
     def load(cls, folder: Path) -> Confidence | None:
@@ -67,12 +61,6 @@ class Confidence:
     def save(self, folder: Path) -> None:
         """Write the calibration into a model's folder."""
         write_json(folder / FILE, asdict(self))
-
-    def for_other_documents(self) -> Confidence:
-        """Return the calibration for documents that its questions are not about, with the strict threshold."""
-        return replace(
-            self, threshold=self.strict_threshold, wanted_precision=self.strict_precision, source=READER_QUESTIONS
-        )
 
     @property
     def description(self) -> str:

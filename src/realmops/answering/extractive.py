@@ -29,7 +29,7 @@ class ExtractiveQa(SpanAnswers):
     kind = "extractive"
     generated_reading_weight = 1.0
     candidate_spans = 50
-    temperature = 2.0  # products of two probabilities are overconfident; F1 on scientific articles .324, with 1 .292
+    temperature = 1.5  # products of two probabilities are overconfident (benchmarks/LOG.md)
     reader: ExtractiveReader
 
     @classmethod

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from realmops.answering.answer import Answer
 from realmops.answering.confidence import (
     ALWAYS_ABSTAIN,
-    INHERITED_PRECISION,
     OWN_QUESTIONS,
     Confidence,
     Floats,
@@ -35,19 +34,11 @@ Bools = npt.NDArray[np.bool_]
 
 
 def fit_confidence(answers: Sequence[Answer], correct_Q: Bools, target_precision: float) -> Confidence:
-    """Fit the calibration curve and both abstention thresholds to answers of known correctness."""
+    """Fit the calibration curve and the abstention threshold to answers of known correctness."""
     assert len(answers) == len(correct_Q) > 0
     slope, intercept = platt_scaling(log_odds([answer.log_p for answer in answers]), correct_Q)
-    strict = max(target_precision, INHERITED_PRECISION)
-    curve = Confidence(
-        slope, intercept, ALWAYS_ABSTAIN, target_precision, len(answers), OWN_QUESTIONS, ALWAYS_ABSTAIN, strict
-    )
-    probability_Q = curve.probabilities(answers)
-    return replace(
-        curve,
-        threshold=threshold_for(probability_Q, correct_Q, target_precision),
-        strict_threshold=threshold_for(probability_Q, correct_Q, strict),
-    )
+    curve = Confidence(slope, intercept, ALWAYS_ABSTAIN, target_precision, len(answers), OWN_QUESTIONS)
+    return replace(curve, threshold=threshold_for(curve.probabilities(answers), correct_Q, target_precision))
 
 
 def platt_scaling(odds_Q: Floats, correct_Q: Bools) -> tuple[float, float]:
