@@ -54,7 +54,7 @@ def tuned(project: Path, **changes: dict[str, Any]) -> Path:
 
 def calibration(threshold: float) -> Confidence:
     """One that changes no p(y|x)."""
-    return Confidence(1.0, 0.0, threshold, 0.8, 20, OWN_QUESTIONS, threshold, 0.9)
+    return Confidence(1.0, 0.0, threshold, 0.8, 20, OWN_QUESTIONS)
 
 
 def update(project: Path, text: str) -> None:

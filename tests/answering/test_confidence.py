@@ -204,7 +204,7 @@ def test_what_answers_nothing_has_no_precision() -> None:
 def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
     assert Confidence.load(tmp_path) is None
     for threshold in (0.5, ALWAYS_ABSTAIN):
-        saved = Confidence(0.1 + 0.2, -1 / 3, threshold, 0.8, 308, "questions.dev", 0.7, 0.9)
+        saved = Confidence(0.1 + 0.2, -1 / 3, threshold, 0.8, 308, "questions.dev")
         saved.save(tmp_path)
         assert Confidence.load(tmp_path) == saved
     stored = json.loads((tmp_path / FILE).read_text())
@@ -307,7 +307,7 @@ def test_generated_questions_are_never_asked_whether_answers_are_right(project: 
     assert "wrong</span>" not in page
     assert "<th>EM</th>" not in page
     for text in (page, cli("report", "--root", root).stdout.replace("\n", " ")):
-        assert "hey measure retrieval only; label twenty of your own" in text
+        assert "hey measure retrieval only. Label twenty of your own" in text
         assert "EM (test questions)" not in text
 
 
