@@ -72,7 +72,7 @@ def test_documents_alone_have_questions_made_and_no_sample(tmp_path: Path) -> No
     told = made(folder, "--documents", folder / "documents.jsonl")
     assert "documents: 1 of jsonl" in told
     assert told.startswith("search, not answers: no reader can be loaded: give one with --reader\n")
-    assert "encoder: from scratch (preset squad)" in told
+    assert "encoder: from scratch (presets: squad)" in told
     assert "questions: none" in told
     assert all(line in told for line in ("'realmops questions --label'", *WHAT_THEY_BRING))
     presets, own = read_params(folder / "params.yaml")
@@ -121,7 +121,7 @@ def test_encoder_gpu_and_size_choose_the_presets(
         file.write(b"Words.\n")
         file.truncate(max(7, size))
     told = made(tmp_path / "mine", "--documents", documents, "--encoder", encoder)
-    assert f"({'presets' if len(presets) > 1 else 'preset'} {', '.join(presets)})" in told
+    assert f"(presets: {', '.join(presets)})" in told
     assert "documents: 1 of jsonl, 1 of txt," in told
     assert (f"GPU: {gpu}" in told) == bool(gpu)
     values = yaml.safe_load((tmp_path / "mine" / "params.yaml").read_text())

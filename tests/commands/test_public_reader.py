@@ -109,6 +109,7 @@ def begun(project: Path, reader: Path, **finetune: float) -> Values:
     values: Values = yaml.safe_load((project / "params.yaml").read_text())
     values["reader"]["init"] = str(reader)
     values["finetune"] |= {"epochs": 0.0, **finetune}
+    values["ict"]["reader_steps"] = values["pretrain"]["steps"] = 0
     write_params(project / "params.yaml", values)
     return values
 

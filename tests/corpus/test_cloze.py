@@ -268,14 +268,14 @@ def test_documents_alone_end_in_answers(project: Path) -> None:
         stage(name, values, project, root, report)
     metrics = stage("evaluate", values, project, root, report)
     assert metrics["questions"] == metrics["generated_questions"] == len(parts["test"])
-    assert [line for line in report.said if "they measure retrieval only; label twenty of your own" in line]
+    assert [line for line in report.said if "they measure retrieval only. Label twenty of your own" in line]
     assert "em" not in metrics
     own = {q.id: set(q.not_in) for q in parts["test"]}
     assert all(own[p.question_id].isdisjoint(p.passage_ids) for p in read_results(root))
     assert not report.warned
     assert [line for line in ask_commands(root) if "ask 'Your question?' --root" in line]
     for text in (cli("report", "--root", root).stdout, (root / "results/report.html").read_text()):
-        assert "not how well questions of people are answered. Label your own with 'realmops questions --label'" in text
+        assert "'realmops questions --label'" in text
         assert all(line in text for line in WHAT_THEY_BRING)
     path = root / FILES["questions"]["test"]
     path.write_text(path.read_text().replace('"not_in": ["', '"not_in": ["of-another-snapshot-'))

@@ -21,8 +21,10 @@ from realmops.answering.answer import Answer, ReadPassage, RetrievedPassages, Sp
 from realmops.answering.record import answer_record, enclosing_sentence
 from realmops.answering.retrieval import RetrieveAndRead
 from realmops.corpus.question_sets import Question
-from realmops.model.checkpoint_files import load_models, save_models
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.model.checkpoint_files import load_models, load_reader, save_models
 from realmops.model.packed import PackedBatch
+from realmops.model.reader import Reader
 from realmops.model.sequences import join_reader
 from realmops.search import approximate
 from realmops.search.approximate import ApproximateIndex
@@ -85,6 +87,10 @@ class YesNo(RetrieveAndRead):
         super().__post_init__()
         self.head = nn.Linear(self.reader.encoder.width, 1)
 
+    @classmethod
+    def load_reader(cls, folder: Path, snapshot: Snapshot) -> Reader:
+        return load_reader(folder, snapshot.vocabulary_hash)
+
     def restore(self, folder: Path) -> None:
         self.head.load_state_dict(load_file(folder / "yes_no.safetensors"))
 
@@ -131,7 +137,7 @@ def test_what_is_quoted_are_the_sentences_that_a_span_touches(world: World) -> N
 def test_a_reader_of_another_kind_answers_is_saved_and_says_what_it_is(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(tuned_model.READERS, "yes_no", YesNo)
+    monkeypatch.setitem(tuned_model.KINDS, "yes_no", YesNo)
     retriever, reader = tiny_models(world)
     passages = exact_index(embed_corpus(retriever, world.snapshot, FP32), 1)
     chosen = options().model_copy(update={"reader": "yes_no"})
@@ -153,10 +159,11 @@ def test_a_reader_of_another_kind_answers_is_saved_and_says_what_it_is(
     again = tuned_model.open_tuned(tmp_path, chosen, world.snapshot, CPU, FP32)
     assert isinstance(again, YesNo)
     assert [answer.log_p for answer in again.answer(asked)] == [answer.log_p for answer in answers]
-    with pytest.raises(ValueError, match=r"has a model of the class 'yes_no', but finetune.reader=pretrain has"):
-        tuned_model.open_tuned(tmp_path, options(), world.snapshot, CPU, FP32)
+    closed_book = options().model_copy(update={"reader": "t5"})
+    with pytest.raises(ValueError, match=r"has a model of the class 'yes_no', which finetune.reader=t5 does not have"):
+        tuned_model.open_tuned(tmp_path, closed_book, world.snapshot, CPU, FP32)
     (tmp_path / tuned_model.KIND).write_text('{"class": "of tomorrow"}')
-    with pytest.raises(ValueError, match=r"'of tomorrow', but finetune.reader=yes_no has the class 'yes_no'"):
+    with pytest.raises(ValueError, match=r"'of tomorrow', which finetune.reader=yes_no does not have"):
         tuned_model.open_tuned(tmp_path, chosen, world.snapshot, CPU, FP32)
 
 

@@ -108,7 +108,7 @@ def test_a_stage_that_is_committed_in_the_middle_is_not_mixed(copy: Path, monkey
     """The reader of before, and all else of after: that was served for good."""
     from realmops.stages import tuned_model
 
-    root, real, swapped = copy / "root", tuned_model.load_models, []
+    root, real, swapped = copy / "root", tuned_model.load_retriever, []
 
     def load(*args: Any) -> Any:
         found = real(*args)
@@ -117,7 +117,7 @@ def test_a_stage_that_is_committed_in_the_middle_is_not_mixed(copy: Path, monkey
             commit(root, lambda folder, fields: (weigh(folder), recalibrate(folder)))
         return found
 
-    monkeypatch.setattr(tuned_model, "load_models", load)
+    monkeypatch.setattr(tuned_model, "load_retriever", load)
     opened = open_run(root)
     assert swapped
     alone = open_run(root)
@@ -132,7 +132,7 @@ def test_a_stage_that_is_committed_in_the_middle_is_not_mixed(copy: Path, monkey
 def test_a_run_that_never_rests_is_refused_and_looked_at_again(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from realmops.stages import tuned_model
 
-    root, real = copy / "root", tuned_model.load_models
+    root, real = copy / "root", tuned_model.load_retriever
     watcher = watcher_of(RunFolder(root))
 
     def load(*args: Any) -> Any:
@@ -141,7 +141,7 @@ def test_a_run_that_never_rests_is_refused_and_looked_at_again(copy: Path, monke
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(tuned_model, "load_models", load)
+        patched.setattr(tuned_model, "load_retriever", load)
         commit(root, recalibrate)
         assert not watcher.poll()
         assert watcher.refused is not None

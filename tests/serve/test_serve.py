@@ -607,7 +607,7 @@ def test_words_around_a_quotation_are_whole() -> None:
     cited = {"passage_id": "d#0", "document_id": "d", "title": "T", "uri": "f.txt", "quote": "the answer", "p_z": 0.5}
     cited |= {"start": 100 + start, "end": 110 + start}
     record = {"answer": "the answer", "probability": 0.9, "abstained": False, "passages": [passage]}
-    record["model"] = {"kind": "spans"}
+    record["model"] = {"reader": "spans"}
     _, quoted, where = format_record({**record, "citations": [cited]})
     assert quoted == "  T: … " + "zebra " * 10 + "[the answer]" + " quagga" * 8 + " …"
     assert where == f"    document d, f.txt, characters {100 + start} to {110 + start}, p(z|x) 0.50"

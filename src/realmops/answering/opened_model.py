@@ -43,10 +43,10 @@ class OpenedModel:
 
     @property
     def about(self) -> Record:
-        """Kind of the model, and versions of model, corpus and index, for records."""
+        """Kind of the reader, and versions of model, corpus and index, for records."""
         return {
             "version": self.version,
-            "kind": self.model.kind,
+            "reader": self.model.kind,
             "snapshot": self.model.snapshot.corpus_hash,
             "weights_step": self.weights_step,
             "index_generation": self.number,

@@ -117,7 +117,7 @@ def always_abstains(record: Mapping[str, Any]) -> bool:
 
 def searches(record: Mapping[str, Any]) -> bool:
     """Return whether the record is of a model that searches and answers no question."""
-    return bool(record["model"]["kind"] == SearchOnly.kind)
+    return bool(record["model"]["reader"] == SearchOnly.kind)
 
 
 def format_probability(record: Mapping[str, Any]) -> str:

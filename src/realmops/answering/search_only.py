@@ -1,6 +1,7 @@
 """Search without a reader: passages and no answers."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from realmops.answering.answer import Answer, RetrievedPassages
@@ -20,4 +21,5 @@ class SearchOnly(RetrieveAndRead):
 
     def read(self, retrieved: Sequence[RetrievedPassages], target_answers: Sequence[str | None] = ()) -> list[Answer]:
         """Return the retrieved passages of each question without an answer."""
-        return [Answer.unread(item) for item in retrieved]
+        ys = target_answers or [None] * len(retrieved)
+        return [replace(Answer.unread(item), y=y or "") for item, y in zip(retrieved, ys, strict=True)]

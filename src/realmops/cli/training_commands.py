@@ -222,7 +222,7 @@ def import_(**options: Any) -> None:
 def questions(
     files: Sequence[Path], out: Path | None, labels: bool, from_feedback: bool, root: Path, **options: Any
 ) -> Iterable[str]:
-    """Convert question FILES to JSON lines, or label questions of your own.
+    """Convert question FILES to JSON lines, or label your own.
 
     With --label you type a question, see the best five passages, and type the answer or copy it from one of them. Each
     answer is saved at once; the same command continues the file. You need a snapshot. If there is a fine-tuned model,

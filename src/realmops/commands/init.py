@@ -253,7 +253,7 @@ def _choose_model(project: Project, encoder: str | None, size: int) -> list[str]
     if chosen == "small":
         reason = "" if encoder else f"; {ENCODER} is not in the hub's cache, and the hub is unreachable"
         presets = ["squad", "large"] if size >= LARGE else ["squad"]
-        project.lines.append(f"encoder: from scratch ({_presets(presets)}){reason}")
+        project.lines.append(f"encoder: from scratch (presets: {', '.join(presets)}){reason}")
         return presets
     if chosen != ENCODER:
         path = Path(chosen)
@@ -265,7 +265,7 @@ def _choose_model(project: Project, encoder: str | None, size: int) -> list[str]
     if _is_plain_bert(chosen) and "bert-base" not in presets:  # [CLS] of a BERT without such training retrieves little
         project.put("retriever.pooling", "mean")
         note += "; retriever.pooling: mean, because it is not a sentence encoder"
-    project.lines.append(f"encoder: {chosen} ({_presets(presets)}){note}")
+    project.lines.append(f"encoder: {chosen} (presets: {', '.join(presets)}){note}")
     if not gpu and find_spec("openvino") is not None:
         project.put("run.precision", "int8")
         project.lines.append("precision: passages are embedded in int8, as OpenVINO is installed (run.precision)")
@@ -303,10 +303,6 @@ def _choose_reader(project: Project, reader: str | None, *, has_questions: bool)
         project.put("finetune.epochs", READER_EPOCHS)
         note += f", trained {READER_EPOCHS} epochs further on your questions"
     project.lines.append(f"reader: {chosen}: {note}")
-
-
-def _presets(names: Sequence[str]) -> str:
-    return f"{'presets' if len(names) > 1 else 'preset'} {', '.join(names)}"
 
 
 def _is_plain_bert(encoder: str) -> bool:

@@ -18,7 +18,7 @@ _RECORD = {
     "quote": _PLACE | {"quote": "string"},
     "passages": [_PLACE | _WEIGHT | {"text": "string", "span": "string?", "score": "double?"}],
     "model": {
-        **dict.fromkeys(("version", "kind", "snapshot"), "string"),
+        **dict.fromkeys(("version", "reader", "snapshot"), "string"),
         "weights_step": "long?",
         "index_generation": "long",
     },

@@ -120,6 +120,7 @@ def test_people_read_the_page(tmp_path: Path) -> None:
     citation = {**citation_record(snapshot, 0, (start, start + 6)), "p_z": 0.5}
     passage = {**citation_record(snapshot, 0, (0, len(snapshot.text(0)))), "text": snapshot.text(0)}
     record = {"question": "", "answer": "Bergen", "probability": 0.5, "abstained": False, "threshold": None}
+    record["model"] = {"reader": "spans"}
     lines = format_record({**record, "citations": [citation], "passages": [passage]})
     name = snapshot.document_id(0)
     assert lines[2] == f"    document {name}, a.pdf, page 2, characters {start} to {start + 6}, p(z|x) 0.50"
