@@ -221,8 +221,8 @@ def _describe(confidence: Confidence | None, figures: Mapping[str, float], quest
     )
     if confidence.holds_all and is_inherited:
         return (
-            f"the model abstains on every question: in the calibration of reader.init nothing reached {target} for "
-            f"other documents; {more} to fit it again"
+            f"the model abstains on every question: in the calibration of reader.init nothing reached {target}; {more} "
+            "to fit it again"
         )
     if confidence.holds_all:
         return (
