@@ -99,6 +99,18 @@ def test_a_small_reader_is_proposed_with_its_licence_and_size_and_a_better_one_i
     assert {*READERS} <= {*hub.requests}
 
 
+def test_a_named_reader_has_its_licence_and_size_too_and_the_hub_may_lack_the_first(
+    tmp_path: Path, hub: type[Hub]
+) -> None:
+    lines, values = created(tmp_path / "mine", "--reader", READERS[1])
+    assert line(lines, "reader: ") == f"reader: {READERS[1]} (cc-by-4.0, 496 MB), loaded by the first run"
+    assert values["reader"]["init"] == READERS[1]
+    del hub.known[READERS[0]]
+    lines, values = created(tmp_path / "other")
+    assert f"reader: {READERS[1]} (cc-by-4.0, 496 MB)" in line(lines, "reader: ")
+    assert values["reader"]["init"] == READERS[1]
+
+
 def test_other_languages_get_a_multilingual_reader_whose_licence_may_be_unknown(tmp_path: Path, hub: type[Hub]) -> None:
     lines, values = created(tmp_path / "mine", language="de")
     assert f"{MULTILINGUAL_READERS[0]} (unknown, 1,110 MB)" in line(lines, "reader: ")

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from realmops import __version__, artifacts, config
+from realmops import __version__, artifacts, config, hub
 from realmops.answering.own_questions import WHAT_THEY_BRING
 from realmops.commands.params import as_yaml
 from realmops.config import PACKAGE, Values
@@ -23,15 +23,6 @@ from realmops.corpus.documents import Document, RawRecord, Rejected
 from realmops.corpus.formats import Source, list_sources
 from realmops.corpus.public_data import fetch_data_sets
 from realmops.corpus.question_sets import read_questions, split_by_hash, to_json_line
-from realmops.hub import (
-    CONFIG,
-    READER,
-    describe_model,
-    encoder_folder,
-    is_cached,
-    is_sentence_encoder,
-    read_optional_json,
-)
 from realmops.resources import resource_folder
 from realmops.stages import CLOZE, HUB, STAGES, files_in_use, has_file_below, reads_spans, stages_to_run
 from realmops.text.languages import AUTO, ENGLISH, detect_language, load_languages
@@ -40,10 +31,8 @@ STARTER = PACKAGE / "starter"
 BASES = f"realmops-{__version__}"  # folder of the package's manifests in k8s/
 CLUSTERS = {"standalone": "kubeflow", "local": "realmops", "production": "realmops"}  # namespaces by overlay
 ENCODER = "sentence-transformers/all-MiniLM-L6-v2"  # retriever.init of the preset minilm
-READERS = (  # proposed by init, a small one and a better one
-    "distilbert/distilbert-base-cased-distilled-squad",
-    "deepset/roberta-base-squad2",
-)
+# Readers that init proposes: a small one and a better one.
+READERS = "distilbert/distilbert-base-cased-distilled-squad", "deepset/roberta-base-squad2"
 MULTILINGUAL_READERS = ("deepset/xlm-roberta-base-squad2",)
 READER_EPOCHS = 2  # over the questions of the user
 WIDE = 768  # hidden size from which an encoder needs the learning rates of the preset base
@@ -276,39 +265,38 @@ def _choose_reader(project: Project, reader: str | None, *, has_questions: bool)
     """Set reader.init to the given reader, or to one that the hub offers; without one, the project only searches."""
     language = project.values["snapshot"]["language"]
     proposed = READERS if language == ENGLISH else MULTILINGUAL_READERS
-    chosen, note = reader, "given with --reader"
+    is_folder = reader is not None and Path(reader).is_dir()
+    names = proposed if reader is None else () if is_folder or reader == NO_READER else (reader,)
+    models = [model for model in map(hub.describe_model, names) if model is not None]
+    chosen = reader or (models[0].name if models else proposed[0] if hub.is_cached(proposed[0]) else None)
+    note = f"{models[0]}, loaded by the first run" if models else str(chosen)
     if reader is None:
-        models = [model for model in map(describe_model, proposed) if model is not None]
-        chosen = proposed[0] if models or is_cached(proposed[0]) else None
-        note = f"{models[0] if models else 'in the cache of the hub'}, loaded by the first run"
         note += "".join(f"; better and larger: --reader {model}" for model in models[1:])
         note += "; --no-reader for search alone"
     if chosen is None and has_questions:
         project.lines.append("reader: trained on your questions from the encoder, as no published one can be loaded")
         return
-    if chosen in (None, NO_READER):
+    if chosen is None or chosen == NO_READER:
         if has_questions:
             project.presets.append("reader")
             project.put("reader.init", NO_READER)
         reason = "no reader, by --no-reader" if chosen else "no reader can be loaded: give one with --reader"
         project.lines.insert(0, f"search, not answers: {reason}")
         return
-    assert chosen is not None
-    is_folder = Path(chosen).is_dir()
     if is_folder:
-        encoder_folder(chosen, READER)
+        hub.encoder_folder(chosen, hub.READER)
     project.put("reader.init", _path_in_params(project, Path(chosen)) if is_folder else chosen)
     project.presets.append("reader")
     if has_questions:
         project.put("finetune.epochs", READER_EPOCHS)
         note += f", trained {READER_EPOCHS} epochs further on your questions"
-    project.lines.append(f"reader: {chosen}: {note}")
+    project.lines.append(f"reader: {note}")
 
 
 def _is_plain_bert(encoder: str) -> bool:
     """Return whether an encoder is not a sentence encoder, judged by its folder or its name on the hub."""
     folder = Path(encoder)
-    return not is_sentence_encoder(folder) if folder.is_dir() else encoder.startswith(("google-bert/", "bert-"))
+    return not hub.is_sentence_encoder(folder) if folder.is_dir() else encoder.startswith(("google-bert/", "bert-"))
 
 
 def is_wide(encoder: str) -> bool:
@@ -316,7 +304,7 @@ def is_wide(encoder: str) -> bool:
     folder = Path(encoder)
     if not folder.is_dir():
         return any(size in encoder.lower() for size in ("base", "large"))
-    shape = read_optional_json(folder / CONFIG, "model configuration")
+    shape = hub.read_optional_json(folder / hub.CONFIG, "model configuration")
     widths = (shape.get(name) for name in ("hidden_size", "dim"))
     return any(isinstance(width, int) and width >= WIDE for width in widths)
 
@@ -335,7 +323,7 @@ def _gpu_name() -> str:
 
 def _available_encoder() -> str:
     """Return ``ENCODER`` if it is in the hub's cache or the hub is reachable, else "small"."""
-    return ENCODER if is_cached(ENCODER) or describe_model(ENCODER) else "small"
+    return ENCODER if hub.is_cached(ENCODER) or hub.describe_model(ENCODER) else "small"
 
 
 def _add_questions(project: Project, files: Sequence[Path]) -> None:
