@@ -95,6 +95,7 @@ def test_the_weight_of_reading_by_hand() -> None:
     model: Any = SimpleNamespace(
         retriever=SimpleNamespace(mixture=FusionWeights(1.0, 1.0, 1.0)),
         options=SimpleNamespace(reader_candidates=2),
+        generated_reading_weight=3.0,
         evidence=lambda asked, k: (torch.tensor([relevance[asked[0].question][:k]]), None),
     )
     assert fit_reading_weight(model, questions, answers, is_exact_match) == 0.25
