@@ -5,6 +5,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +18,13 @@ from realmops.answering.answer import Answer
 from realmops.answering.confidence import (
     ALWAYS_ABSTAIN,
     FILE,
+    MIN_CALIBRATION,
     Confidence,
     log_odds,
 )
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.calibration import (
     BINS,
-    MIN_CALIBRATION,
     calibration_error,
     chance_error,
     confidence_figures,
@@ -121,6 +122,16 @@ def test_the_answer_at_the_threshold_is_given() -> None:
     found = fit_confidence(answers, np.array([True, True, False, False]), 1.0)
     assert found.threshold == found.probability(answers[1])
     assert [found.abstains(one) for one in answers] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("damage", [{"slope": math.nan}, {"threshold": None}, {"intercept": "a"}, {"more": 1}])
+def test_a_file_that_is_no_calibration_is_refused(tmp_path: Path, damage: dict[str, Any]) -> None:
+    """A published reader may bring a file of that name; under a slope of NaN no answer would be held back."""
+    calibration(0.5).save(tmp_path)
+    values = json.loads((tmp_path / FILE).read_text())
+    (tmp_path / FILE).write_text(json.dumps(values | damage))
+    with pytest.raises(ValueError, match=r"confidence\.json is not a calibration of this version .* delete the file"):
+        Confidence.load(tmp_path)
 
 
 def test_the_threshold_is_the_slow_one() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from power import Disk
 from small_project import Quiet, cli
 
 from realmops.answering import labelling
+from realmops.answering.confidence import MIN_CALIBRATION
 from realmops.answering.labelling import label_questions
-from realmops.answering.own_questions import ENOUGH, WHAT_THEY_BRING, Label, read_labels, save_labels
+from realmops.answering.own_questions import WHAT_THEY_BRING, Label, read_labels, save_labels
 from realmops.cli import main
 from realmops.corpus.question_sets import read_questions
 from realmops.evaluate.exact_match import bootstrap_interval, paired_bootstrap
@@ -83,7 +85,7 @@ def test_the_file_is_continued_and_a_question_replaced(root: Path, tmp_path: Pat
     result = typed(root, file, BORN, "Oslo")
     assert f"replaced; {file}: 2 of 20 questions" in result.stdout
     assert {question: answer for question, (answer, _) in answers(file).items()} == {BORN: "Oslo", "b": "c"}
-    save_labels(file, [Label(f"{n}?", "x") for n in range(ENOUGH)])
+    save_labels(file, [Label(f"{n}?", "x") for n in range(MIN_CALIBRATION)])
     assert typed(root, file).stdout.startswith(f"{file}: 22 questions\n")
 
 
@@ -220,3 +222,10 @@ def test_the_printed_intervals_are_those_of_the_bootstrap() -> None:
     assert ".25" in WHAT_THEY_BRING[2]
     assert max(low(6, 2), low(8, 3)) < 0, "differences of .2 and .25"
     assert low(7, 1) > 0, "a difference of .3"
+
+
+def test_labels_of_eight_writers_are_all_kept(tmp_path: Path) -> None:
+    file = tmp_path / "own.jsonl"
+    with ThreadPoolExecutor(8) as writers:
+        list(writers.map(lambda n: [save_labels(file, [Label(f"{n} {k}?", "x")]) for k in range(5)], range(8)))
+    assert len(read_labels(file)) == 40

@@ -9,7 +9,7 @@ import pytest
 from small_project import cli
 from test_predictions import PREDICTION
 
-from realmops.evaluate.compare import compare_runs, format_comparison, read_paired
+from realmops.evaluate.compare import compare_runs, format_comparison, question_origin, read_paired
 from realmops.evaluate.exact_match import paired_bootstrap
 from realmops.evaluate.predictions import write_predictions
 
@@ -109,7 +109,7 @@ def test_the_order_of_the_answers_makes_no_other_question(tmp_path: Path) -> Non
     assert compare_runs(ours, theirs, seed=0)[0].questions == 1
 
 
-GENERATED = replace(PREDICTION, em=None, f1=None, failed_at=None)
+GENERATED = replace(PREDICTION, em=None, f1=None, failed_at=None, generated=True)
 
 
 def test_generated_questions_compare_retrieval_and_nothing_else(tmp_path: Path) -> None:
@@ -163,3 +163,11 @@ def test_a_question_of_another_origin_is_named(tmp_path: Path) -> None:
 def test_the_bootstrap_of_runs_is_that_of_questions() -> None:
     ours, theirs = np.array([1, 1, 0, 1]), np.array([0, 1, 0, 0])
     assert paired_bootstrap(ours, theirs, seed=1) == paired_bootstrap(ours - theirs, [0, 0, 0, 0], seed=1)
+
+
+def test_search_alone_has_another_origin_than_answers() -> None:
+    """A run without a reader never replaces one that answers, however much it retrieves."""
+    assert question_origin([False, False]) == "questions of people"
+    assert question_origin([False, True]) == "questions of people and generated ones"
+    assert question_origin([False], has_em=False) == "questions of people, without a reader"
+    assert question_origin([True], has_em=False) == question_origin([True]) == "generated questions"

@@ -37,7 +37,7 @@ PREDICTION = Prediction(
 def test_predictions_come_back_from_their_file(tmp_path: Path) -> None:
     path = tmp_path / "predictions.parquet"
     nothing = replace(PREDICTION, prediction="", em=False, f1=0.25, char_start=0, char_end=0)
-    generated = replace(PREDICTION, em=None, f1=None, failed_at=None)
+    generated = replace(PREDICTION, em=None, f1=None, failed_at=None, generated=True)
     write_predictions(path, [PREDICTION, nothing, generated])
     assert read_predictions(path) == [PREDICTION, nothing, generated]
     assert [row.is_generated for row in read_predictions(path)] == [False, False, True]

@@ -25,7 +25,7 @@ from realmops.refresh.versions import VersionStore
 from realmops.search import embeddings
 from realmops.search.bm25 import Bm25
 from realmops.search.embeddings import embed_corpus, load_index
-from realmops.stages import Job
+from realmops.stages import Job, resolve_models
 from realmops.stages import finetune as stage
 from realmops.stages.corpus_states import pipeline_state
 
@@ -237,3 +237,16 @@ def test_masked_sentences_are_explained_with_words(project: Path) -> None:
         torch.tensor(f).double().softmax(0).tolist(), rel=1e-4
     )
     assert index.passages.embedding_PE.shape[0] == 12
+
+
+def test_folders_of_models_are_resolved_against_the_project(tmp_path: Path) -> None:
+    """Wherever the command runs; the words that name no folder stay, also beside a folder of that name."""
+    for name in ("reader", "none", "small"):
+        (tmp_path / name).mkdir()
+    values = small_project.toy_values(reader={"init": "reader"}, retriever={"init": "some/encoder"})
+    resolved = resolve_models(values, tmp_path)
+    assert resolved["reader"]["init"] == str(tmp_path / "reader")
+    assert resolved["retriever"]["init"] == "some/encoder"
+    assert resolve_models(small_project.toy_values(reader={"init": "none"}), tmp_path)["reader"]["init"] == "none"
+    assert resolve_models(small_project.toy_values(), tmp_path)["retriever"]["init"] == "small"
+    assert values["reader"]["init"] == "reader", "the options of manifests and keys"

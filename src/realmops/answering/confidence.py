@@ -9,6 +9,7 @@ Shape suffix: Q questions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from realmops.answering.answer import Answer
 from realmops.artifacts import read_json, write_json
 
 FILE = "confidence.json"
+MIN_CALIBRATION = 20  # questions of people: fewer cannot determine two parameters and a threshold
 LARGEST_LOG_P = -1e-13  # upper bound, since the log odds of 1 are infinite
 ALWAYS_ABSTAIN = 2.0  # threshold above every probability, if no threshold reaches the required precision
 OWN_QUESTIONS, READER_QUESTIONS = "questions.dev", "the reader's public questions"  # ``Confidence.source``
@@ -54,9 +56,15 @@ class Confidence:
         if not path.is_file():
             return None
         try:
-            return cls(**read_json(path))
+            calibration = cls(**read_json(path))
+            numbers = calibration.slope, calibration.intercept, calibration.threshold, calibration.wanted_precision
+            if not all(math.isfinite(number) for number in (*numbers, calibration.questions)):
+                raise TypeError("a number is not finite")
         except TypeError as error:
-            raise ValueError(f"{path} is not a calibration of this version ({error}); fine-tune again") from None
+            raise ValueError(
+                f"{path} is not a calibration of this version ({error}); fine-tune again, or delete the file"
+            ) from None
+        return calibration
 
     def save(self, folder: Path) -> None:
         """Write the calibration into a model's folder."""

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from realmops.answering.own_questions import Label, check_label_file, newer_labels, save_labels, usage_lines
+from realmops.answering.own_questions import Label, check_label_file, save_labels, usage_lines
 from realmops.artifacts import WORK_FOLDER, make_folder, sync_folder
 from realmops.corpus.documents import read_json_lines
 from realmops.corpus.question_sets import text_key
@@ -149,8 +149,7 @@ def save_confirmed_labels(root: Path, file: Path) -> list[str]:
     labels = confirmed_labels(feedback)
     if not labels:
         raise ValueError(f"{path}: none of {len(feedback)} answers is confirmed or corrected; collect feedback first")
-    newer = newer_labels(file, labels)
-    save_labels(file, newer)
-    kept = f"; {len(labels) - len(newer)} are in the file already, or have a newer answer there"
-    line = f"{len(feedback)} judgements read, {len(newer)} questions added or replaced"
-    return [line + (kept if len(newer) < len(labels) else ""), *usage_lines(root, file)]
+    added = save_labels(file, labels, only_newer=True)
+    kept = f"; {len(labels) - added} are in the file already, or have a newer answer there"
+    line = f"{len(feedback)} judgements read, {added} questions added or replaced"
+    return [line + (kept if added < len(labels) else ""), *usage_lines(root, file)]

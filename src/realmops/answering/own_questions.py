@@ -1,21 +1,23 @@
 """A file of questions that people answered, at the terminal or by feedback on answers, for ``questions.dev``."""
 
+import fcntl
 import json
 import math
 import os
 import shlex
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from realmops.answering.confidence import MIN_CALIBRATION
 from realmops.artifacts import digest_of, make_folder, write_bytes
 from realmops.corpus.documents import read_json_lines
 from realmops.corpus.question_sets import read_questions, text_key
 
 OWN_QUESTIONS = Path("questions/own.jsonl")  # default file, next to params.yaml
-ENOUGH = 20  # questions for a calibration
 WHAT_THEY_BRING = (  # figures of bootstrap_interval
     "20 questions of people are enough to calibrate the probability of an answer; models are not trained on them.",
     "A 95 % interval of EM or recall is .30 to .70 around .50 and .60 to .95 around .80 with 20 questions, .33 to .67 "
@@ -70,25 +72,37 @@ def read_labels(path: Path) -> dict[str, dict[str, Any]]:
     return labels
 
 
-def save_labels(path: Path, new: Sequence[Label]) -> None:
-    """Add labels to a file of questions, atomically and durably; a question of the same text is replaced."""
-    records = read_labels(path) | {text_key(label.question): label.record() for label in new}
-    lines = [f"{json.dumps(record, ensure_ascii=False)}\n" for record in records.values()]
+def save_labels(path: Path, new: Sequence[Label], *, only_newer: bool = False) -> int:
+    """Add labels to a file of questions, atomically and durably; a question of the same text is replaced.
+
+    Args:
+        path: file of questions.
+        new: labels to add.
+        only_newer: whether to keep a newer answer in the file; a line without a time is the newest.
+
+    Returns:
+        The number of labels that were written.
+    """
     make_folder(path.absolute().parent)
-    write_bytes(path, "".join(lines).encode())
-
-
-def newer_labels(path: Path, labels: Sequence[Label]) -> list[Label]:
-    """Return the labels whose question has no newer answer in the file; a line without a time is the newest."""
-    existing = read_labels(path)
-    times = {key: line.get("time", math.inf) for key, line in existing.items()}
-    return [label for label in labels if label.time > times.get(text_key(label.question), -math.inf)]
+    with open(path.with_name(f".{path.name}.lock"), "ab") as lock:  # several processes may label at a time
+        with suppress(OSError):  # a volume without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        existing = read_labels(path)
+        times = {key: line.get("time", math.inf) for key, line in existing.items()}
+        chosen = [n for n in new if not only_newer or n.time > times.get(text_key(n.question), -math.inf)]
+        records = existing | {text_key(label.question): label.record() for label in chosen}
+        write_bytes(
+            path, "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records.values()).encode()
+        )
+    return len(chosen)
 
 
 def progress_line(path: Path) -> str:
-    """Return a line with the number of questions in the file, and of those that are left to ``ENOUGH``."""
+    """Return a line with the number of questions in the file, and of those that are left to ``MIN_CALIBRATION``."""
     count = len(read_labels(path))
-    return f"{path}: {count} " + (f"of {ENOUGH} questions, {ENOUGH - count} left" if count < ENOUGH else "questions")
+    return f"{path}: {count} " + (
+        f"of {MIN_CALIBRATION} questions, {MIN_CALIBRATION - count} left" if count < MIN_CALIBRATION else "questions"
+    )
 
 
 def usage_lines(root: Path, file: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """The record of an answer with its sources, as commands, servers and the registered model return it."""
 
 from collections.abc import Mapping
+from itertools import islice
 from textwrap import shorten
 from typing import Any
 
@@ -155,26 +156,24 @@ def format_record(record: Record) -> list[str]:
         start, end = citation["start"] - passage["start"], citation["end"] - passage["start"]
         before, after = _context(passage["text"], start, end)
         marked = " ".join(f"{before}[{citation['quote']}]{after}".split())
-        page = f", page {citation['page']}" if citation.get("page") else ""
-        lines += [
-            f"  {citation['title'] or citation['document_id']}: {marked}",
-            f"    document {citation['document_id']}, {citation['uri']}{page}, characters {citation['start']} to "
-            f"{citation['end']}, p(z|x) {citation['p_z']:.2f}",
-        ]
+        lines += _source_lines(citation, marked)
     return lines
 
 
 def _passage_lines(record: Record) -> list[str]:
     """Format the first passages, each with its beginning and its place."""
-    lines = []
-    for passage in record["passages"][:TOP_PASSAGES]:
-        page = f", page {passage['page']}" if passage.get("page") else ""
-        lines += [
-            f"  {passage['title'] or passage['document_id']}: {shorten(passage['text'], _PREVIEW, placeholder=' …')}",
-            f"    document {passage['document_id']}, {passage['uri']}{page}, characters {passage['start']} to "
-            f"{passage['end']}, p(z|x) {passage['p_z']:.2f}",
-        ]
-    return lines
+    texts = ((passage, shorten(passage["text"], _PREVIEW, placeholder=" …")) for passage in record["passages"])
+    return [line for passage, text in islice(texts, TOP_PASSAGES) for line in _source_lines(passage, text)]
+
+
+def _source_lines(source: Record, text: str) -> list[str]:
+    """Format a passage or a citation: its title with a text, and its place."""
+    page = f", page {source['page']}" if source.get("page") else ""
+    return [
+        f"  {source['title'] or source['document_id']}: {text}",
+        f"    document {source['document_id']}, {source['uri']}{page}, characters {source['start']} to "
+        f"{source['end']}, p(z|x) {source['p_z']:.2f}",
+    ]
 
 
 def _context(text: str, start: int, end: int) -> tuple[str, str]:

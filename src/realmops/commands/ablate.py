@@ -255,7 +255,7 @@ def read_outcome(task: Task) -> VariantOutcome:
         task.variant,
         task.seed,
         [(*prediction.asked, prediction.answer_rule or ENGLISH) for prediction in predictions],
-        np.array([math.nan if row.is_generated else bool(row.em) for row in predictions], float),
+        np.array([math.nan if row.em is None else row.em for row in predictions], float),
         np.array([hits[prediction.question_id] if reads else math.nan for prediction in predictions], float),
         {name: trained[name] for name in names if name in trained},
         metric_series(read_journal(pretrained / JOURNAL), "pretrain", "retrieval_utility"),

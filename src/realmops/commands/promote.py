@@ -173,7 +173,7 @@ def read_run(project: Path, root: Path) -> FinishedRun:
         if name not in (JOURNAL, METRICS)
     }
     entries[PREDICTIONS] = (results / PREDICTIONS, manifest["files"][PREDICTIONS])
-    rule = em_rules(questions)[0]
+    rule, metrics = em_rules(questions)[0], artifacts.read_json(results / METRICS)
     model_sections = {name: sections[name] for name in ("run", "finetune")}
     evaluated = sorted(
         [
@@ -191,11 +191,11 @@ def read_run(project: Path, root: Path) -> FinishedRun:
         digest=artifacts.digest_of([{name: entry["sha256"] for name, (_, entry) in entries.items()}, model_sections]),
         predictions=manifest["files"][PREDICTIONS]["sha256"],
         evaluation=artifacts.digest_of({"questions": evaluated, "rules": [rule, questions[0].match_rule]}),
-        origin=question_origin([question.is_generated for question in questions]),
+        origin=question_origin([question.is_generated for question in questions], has_em="em" in metrics),
         rule=rule,
         corpus_hash=artifacts.read_json(inputs["snapshot"] / CORPUS / artifacts.MANIFEST)["corpus_hash"],
         sections=model_sections,
-        metrics=artifacts.read_json(results / METRICS),
+        metrics=metrics,
         question=questions[0].question,
         steps=tuned_steps(root),
     )

@@ -12,7 +12,17 @@ from realmops.corpus.formats import list_sources
 from realmops.corpus.question_sets import read_questions
 from realmops.hub import READER, T5, encoder_files, encoder_folder
 from realmops.refresh.child_processes import end_with
-from realmops.stages import CLOZE, INIT, STAGES, Report, check_files, files_in_use, has_file_below, option_files
+from realmops.stages import (
+    CLOZE,
+    INIT,
+    STAGES,
+    Report,
+    check_files,
+    files_in_use,
+    has_file_below,
+    option_files,
+    resolve_models,
+)
 from realmops.stages.runner import run_stage
 from realmops.text.conll import read_conll
 from realmops.text.pretrained import read_encoder_tokenizer
@@ -62,7 +72,7 @@ def _validate_inputs(names: Sequence[str], values: Values, project: Path, root: 
     }
     for key, path in files.items():
         read_external_input(key, path, values)
-    for warning in (*check_encoders(names, values), *option_warnings(names, values)):
+    for warning in (*check_encoders(names, resolve_models(values, project)), *option_warnings(names, values)):
         report.warn(warning)
 
 

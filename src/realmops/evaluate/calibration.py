@@ -25,7 +25,6 @@ from realmops.answering.confidence import (
 from realmops.artifacts import seed_for
 from realmops.evaluate.exact_match import RESAMPLES, bootstrap_interval
 
-MIN_CALIBRATION = 20  # questions: fewer cannot determine two parameters and a threshold
 BINS = 10  # equal-width bins of the expected calibration error
 CERTAIN = 0.3  # fraction of the questions, the most confident ones
 DRAWS = 200  # simulations of correctness, for the calibration error expected by chance

@@ -74,11 +74,15 @@ def read_paired(first: Path, second: Path) -> tuple[list[Prediction], list[Predi
     return list(first_run.values()), [second_run[name] for name in first_run]
 
 
-def question_origin(are_generated: Collection[bool]) -> str:
-    """Return the origin of a set of questions: of people, generated from the corpus, or both."""
+def question_origin(are_generated: Collection[bool], *, has_em: bool = True) -> str:
+    """Return the origin of test questions: people, the corpus that they were generated from, or both.
+
+    Without a reader (``has_em`` is False), questions of people measure retrieval alone, too.
+    """
     if all(are_generated):
         return "generated questions"
-    return "questions of people and generated ones" if any(are_generated) else "questions of people"
+    origin = "questions of people and generated ones" if any(are_generated) else "questions of people"
+    return origin if has_em else f"{origin}, without a reader"
 
 
 def compare_runs(first: Path, second: Path, *, seed: int) -> list[Comparison]:
@@ -88,7 +92,8 @@ def compare_runs(first: Path, second: Path, *, seed: int) -> list[Comparison]:
     """
     pair = read_paired(first, second)
     people = [[p for p in run if not p.is_generated] for run in pair]
-    values = {"EM": [correct_mask(run) for run in people]} if people[0] else {}
+    gives_answers = all(prediction.em is not None for run in people for prediction in run)  # not search alone
+    values = {"EM": [correct_mask(run) for run in people]} if people[0] and gives_answers else {}
     recall = "recall@5" if people[0] else "recall@5 (retrieval: all questions were generated from the documents)"
     values[recall] = [np.array([0 <= p.first_hit < 5 for p in run]) for run in pair]
     return [

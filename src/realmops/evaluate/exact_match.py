@@ -206,7 +206,7 @@ def closed_book_floor(training: Sequence[Question], test: Sequence[Question]) ->
         )
     )
     if not counts:
-        raise ValueError("the closed-book floor needs at least answer training question")
+        raise ValueError("the closed-book floor needs at least one training question with an answer")
     answer = min(counts, key=lambda text: (-counts[text], text))
     rule = em_rules(test)[0]
     return answer, sum(is_exact_match(answer, question, rule) for question in test) / len(test)

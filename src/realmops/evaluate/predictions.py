@@ -74,6 +74,7 @@ class Prediction:
     abstained: bool | None
     page: int | None = None
     answer_rule: str | None = None
+    generated: bool | None = None  # None in files of earlier versions
 
     @property
     def asked(self) -> tuple[str, str, tuple[str, ...]]:
@@ -83,7 +84,7 @@ class Prediction:
     @property
     def is_generated(self) -> bool:
         """Whether the question was generated from the corpus; earlier versions scored such questions."""
-        return self.em is None or self.question_id.startswith(CLOZE_ID)
+        return self.question_id.startswith(CLOZE_ID) if self.generated is None else self.generated
 
     def summary_row(self) -> dict[str, Any]:
         """Return a summary for display, as one row of a table."""
@@ -152,6 +153,7 @@ def build_predictions(
             abstained=confidence.abstains(answer) if confidence else None,
             page=snapshot.page(best.passage, best.characters[0]) if best else None,
             answer_rule=question.answer_rule,
+            generated=question.is_generated,
         )
         predictions.append(prediction)
     return predictions

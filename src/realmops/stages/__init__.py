@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from realmops import artifacts
+from realmops.config_rules import ENCODER, NO_READER
 from realmops.corpus.documents import printable_path
 from realmops.corpus.walk import walk_files
 from realmops.journal import Journal
@@ -180,6 +181,16 @@ STAGES: dict[str, Stage] = {
         ),
     )
 }
+
+
+def resolve_models(values: Values, project: Path) -> dict[str, dict[str, Any]]:
+    """Return the options with the folders of models resolved against the project, as those of files are."""
+    resolved = {section: dict(keys) for section, keys in values.items()}
+    for section, keys in resolved.items():
+        name = keys.get("init", "small")
+        if name not in ("small", ENCODER, NO_READER) and (project / name).is_dir():
+            resolved[section]["init"] = str(project / name)
+    return resolved
 
 
 def parse_sections(stage: Stage, values: Values) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from realmops.answering.answer import Answer
-from realmops.answering.confidence import READER_QUESTIONS, Confidence
+from realmops.answering.confidence import MIN_CALIBRATION, READER_QUESTIONS, Confidence
 from realmops.answering.extractive import ExtractiveQa
 from realmops.answering.openqa import OpenQa
 from realmops.answering.retrieval import AnswerModel, RetrieveAndRead
@@ -17,7 +17,7 @@ from realmops.config_rules import ENCODER, NO_READER
 from realmops.corpus.question_sets import Question, rows_of_people
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import configure_malloc, device_and_dtype
-from realmops.evaluate.calibration import MIN_CALIBRATION, confidence_figures, fit_confidence
+from realmops.evaluate.calibration import confidence_figures, fit_confidence
 from realmops.evaluate.exact_match import is_exact_match, score_predictions
 from realmops.evaluate.recall import RECALL_AT
 from realmops.hub import READER, encoder_folder

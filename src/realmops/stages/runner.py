@@ -35,6 +35,7 @@ from realmops.stages import (
     option_files,
     parse_sections,
     reads_spans,
+    resolve_models,
 )
 from realmops.tracking.runs import headline_metrics, mlflow_artifacts, start_tracking
 
@@ -113,7 +114,7 @@ def _run_locked(
     force: bool,
 ) -> dict[str, Any]:
     name = stage.name
-    sections = parse_sections(stage, values)
+    sections = parse_sections(stage, resolve_models(values, project))
     inputs = stage_inputs(stage, values, project, root)
     key = fingerprint(stage, values, inputs)
     final = root / stage.folder
@@ -162,7 +163,10 @@ def _run_worker(stage: Stage, values: Values, project: Path, root: Path, force: 
     """Take part in the training of a stage that rank 0 runs, without logs and output."""
     if stage.name in TRAINS_NOTHING:
         return {}
-    sections, inputs = parse_sections(stage, values), stage_inputs(stage, values, project, root)
+    sections, inputs = (
+        parse_sections(stage, resolve_models(values, project)),
+        stage_inputs(stage, values, project, root),
+    )
     if not force and up_to_date_metrics(root / stage.folder, stage, fingerprint(stage, values, inputs)) is not None:
         return {}
     with (
@@ -195,6 +199,7 @@ def stage_inputs(stage: Stage, values: Values, project: Path, root: Path) -> dic
         inputs[need] = folder
     inputs |= option_files(stage, values, project, root)
     _check_generated_questions(inputs)
+    values = resolve_models(values, project)
     if stage.reads(INIT):  # the weights under one name may change
         inputs |= {f"{INIT}/{name}": path for name, path in encoder_files(get_option(values, INIT)).items()}
     if stage.reads(READER_INIT) and (init := get_option(values, READER_INIT)) not in (ENCODER, NO_READER):
