@@ -27,6 +27,13 @@ def test_an_explanation_has_passages_scores_and_the_failure() -> None:
     ]  # fmt: skip
 
 
+def test_without_a_reader_no_answer_is_shown() -> None:
+    searched = replace(WRONG, em=None, f1=None, failed_at=None, generated=False, confidence=None, gold_span=None)
+    lines = _prediction_sheet(searched).lines()
+    assert lines[2] == "  not answered: the run has no reader"
+    assert not [line for line in lines if "answer: " in line]
+
+
 def test_questions_are_chosen_by_id_and_failure() -> None:
     rows = [PREDICTION, WRONG]
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 LIVE_OPTIONS = "--answer, --json, --html and --before-after"  # these query the current model, not stored results
 SIDES = ("before", "after")
 GENERATED = "generated from the documents, to measure retrieval only"
+UNANSWERED = "not answered: the run has no reader"
 _ID_CHARACTERS = 12  # of a hash, enough to distinguish passages
 
 
@@ -153,9 +154,9 @@ def _prediction_sheet(pred: Prediction) -> Sheet:
     hit = f"number {pred.first_hit + 1}" if pred.first_hit >= 0 else "none of the retrieved passages"
     summary = [
         f"expected: {'; '.join(pred.answers)}",
-        f"answer: {pred.prediction or '(none)'}  (score {pred.span_score:.2f})",
+        *([] if pred.em is None else [f"answer: {pred.prediction or '(none)'}  (score {pred.span_score:.2f})"]),
         *([] if pred.confidence is None else [f"confidence: {pred.confidence:.2f}{abstained}"]),
-        f"failed at: {failure} ({FAILED_AT[failure]})" if failure else GENERATED,
+        f"failed at: {failure} ({FAILED_AT[failure]})" if failure else GENERATED if pred.is_generated else UNANSWERED,
         *([] if pred.gold_span is None else [f"best correct span: {pred.gold_span}  (score {pred.gold_score:.2f})"]),
         f"first passage with an answer: {hit}",
     ]

@@ -83,7 +83,7 @@ class Prediction:
 
     @property
     def is_generated(self) -> bool:
-        """Whether the question was generated from the corpus; earlier versions scored such questions."""
+        """Whether the question was generated from the corpus; in files of earlier versions its id shows it."""
         return self.question_id.startswith(CLOZE_ID) if self.generated is None else self.generated
 
     def summary_row(self) -> dict[str, Any]:
