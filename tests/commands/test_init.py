@@ -23,9 +23,11 @@ from small_project import cli
 from realmops import __version__, config
 from realmops.answering.own_questions import WHAT_THEY_BRING
 from realmops.commands import init
-from realmops.commands.init import BASES, dvc_text
 from realmops.config_yaml import read_params
 from realmops.stages import STAGES, stages_to_run
+from realmops.starter import choose_models
+from realmops.starter.choose_questions import match_splits
+from realmops.starter.project_files import BASES, CLUSTERS, dvc_text
 
 ROOT = Path(__file__).parents[2]
 
@@ -109,7 +111,7 @@ def test_encoder_gpu_and_size_choose_the_presets(
     driver.chmod(0o755)
     monkeypatch.setenv("PATH", str(driver.parent), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(init, "version", lambda name: "2.9.1")
+    monkeypatch.setattr(choose_models, "version", lambda name: "2.9.1")
     for name in ("plain", "wide"):
         (tmp_path / name).mkdir()
     (tmp_path / "wide" / "config.json").write_text('{"hidden_size": 768}')
@@ -134,8 +136,9 @@ def test_encoder_gpu_and_size_choose_the_presets(
     by_openvino = not gpu and encoder != "small"
     assert (values["run"] or {}).get("precision") == ("int8" if by_openvino else None)
     assert ("int8, as OpenVINO is installed" in told) == by_openvino
-    monkeypatch.setattr(init, "find_spec", lambda name: None)
-    monkeypatch.setattr(init, "version", lambda name: "2.9.1+cpu")
+    for module in (init, choose_models):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(choose_models, "version", lambda name: "2.9.1+cpu")
     told = made(tmp_path / "other", "--documents", documents, "--encoder", encoder)
     assert "GPU" not in told, "torch uses none"
     assert "OpenVINO" not in told
@@ -174,9 +177,9 @@ def test_a_split_is_a_whole_word_of_a_file_name(tmp_path: Path) -> None:
     assert read_params(folder / "params.yaml")[1]["questions"] == {
         "train": "my-TRAIN.jsonl", "dev": "latest_dev.jsonl", "test": "final.test.jsonl",
     }  # fmt: skip
-    assert init._by_name([Path("latest_dev.jsonl"), Path("constraints.jsonl"), Path("test.jsonl")]) == {}
-    assert init._by_name([Path("train/a.jsonl"), Path("dev/a.jsonl"), Path("test/a.jsonl")]) == {}, "folders' names"
-    assert init._by_name([Path("train_dev_test.jsonl")]) == {}, "one file for all is split"
+    assert match_splits([Path("latest_dev.jsonl"), Path("constraints.jsonl"), Path("test.jsonl")]) == {}
+    assert match_splits([Path("train/a.jsonl"), Path("dev/a.jsonl"), Path("test/a.jsonl")]) == {}, "folders' names"
+    assert match_splits([Path("train_dev_test.jsonl")]) == {}, "one file for all is split"
 
 
 @pytest.mark.parametrize(
@@ -334,7 +337,7 @@ def test_other_languages_are_told_of(tmp_path: Path) -> None:
 # What a cluster gets
 
 
-@pytest.mark.parametrize(("cluster", "namespace"), init.CLUSTERS.items())
+@pytest.mark.parametrize(("cluster", "namespace"), CLUSTERS.items())
 def test_a_cluster_takes_the_folder(cluster: str, namespace: str, tmp_path: Path) -> None:
     """And the Job of Argo CD or Flux submits the project's own params."""
     made(tmp_path, "--cluster", cluster)

@@ -1,0 +1,98 @@
+"""Texts of the files of a new project."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from realmops import __version__, config
+from realmops.config import PACKAGE, Values
+from realmops.resources import resource_folder
+from realmops.stages import CLOZE, HUB, STAGES, files_in_use, has_file_below, stages_to_run
+from realmops.starter.new_project import Project
+from realmops.starter.yaml_text import as_yaml
+
+STARTER = PACKAGE / "starter"
+BASES = f"realmops-{__version__}"  # folder of the package's manifests in k8s/
+CLUSTERS = {"standalone": "kubeflow", "local": "realmops", "production": "realmops"}  # namespaces by overlay
+PARAMS_HEAD = """\
+# Options that differ from the defaults. docs/options.md of realmops lists every option; "realmops params --json" prints
+# the effective values. A preset is a file of differences: a built-in one, or presets/NAME.yaml in this folder.
+"""
+DVC_HEAD = """\
+# The whole chain. Each stage is one call of the command line; params lists presets, sections and options that it reads.
+# With persist, DVC keeps a stage's folder until the stage runs, which itself skips, resumes or replaces it.
+"""
+
+
+def gitignore_text(file: Path) -> str:
+    """Return a .gitignore with the outputs of runs added to its lines, if any."""
+    own = file.read_text(encoding="utf-8") if file.is_file() else ""
+    lines = (STARTER / "gitignore").read_text(encoding="utf-8").splitlines(keepends=True)
+    end = "" if own.endswith("\n") or not own else "\n"
+    return own + end + "".join(line for line in lines if line.rstrip() not in own.splitlines())
+
+
+def fill_template(name: str, project: Project, cluster: str) -> str:
+    """Return a template with the project's name, namespace and version filled in."""
+    text = (STARTER / name).read_text(encoding="utf-8")
+    for mark, value in {
+        "@NAME@": project.folder.resolve().name,
+        "@VERSION@": __version__,
+        "@BASES@": BASES,
+        "@NAMESPACE@": CLUSTERS[cluster],
+        "@INSTALL@": f"'realmops[cluster]=={__version__}'",
+    }.items():
+        text = text.replace(mark, value)
+    return text
+
+
+def params_text(presets: Sequence[str], own: Values) -> str:
+    """Return a params.yaml of differences; sections without any are written empty, as DVC needs all of them."""
+    lines = [PARAMS_HEAD, f"presets: [{', '.join(presets)}]", ""]
+    sections = {name: own.get(name, {}) for name in config.SECTIONS}
+    for name, keys in sorted(sections.items(), key=lambda section: not section[1]):
+        lines.append(as_yaml({name: dict(keys)}).rstrip("\n"))
+    return "\n".join(lines) + "\n"
+
+
+def dvc_text(values: Values, own: Values) -> str:
+    """Return the dvc.yaml of a project: the stages of its chain, with the files in their options as dependencies.
+
+    Args:
+        values: all sections, defaults and presets applied.
+        own: the options in params.yaml, which DVC interpolates into paths.
+    """
+    names = stages_to_run(values)
+    lines = [DVC_HEAD + "stages:"]
+    cloze = has_file_below(CLOZE, names, values)
+
+    def stage(name: str, command: str, deps: Sequence[str], params: Sequence[str], folder: str) -> None:
+        lines.extend((f"  {name}:", f"    cmd: {command}", *([f"    deps: [{', '.join(deps)}]"] if deps else [])))
+        lines.append(f"    params: [{', '.join(('presets', *params))}]")
+        lines.append(f"    outs: [{{{folder}: {{persist: true}}}}]")
+
+    for name in names:
+        definition = STAGES[name]
+        deps = [STAGES[need].folder for need in definition.needs if need in names]
+        for key in files_in_use(definition, values):
+            section, _, option = key.partition(".")
+            file = values[section][option]
+            if Path(CLOZE) in Path(file).parents:
+                deps += [CLOZE] if CLOZE not in deps else []
+            elif not file.startswith(HUB):
+                deps.append(f'"${{{key}}}"' if option in own.get(section, {}) else file)
+        stage(name, f"realmops run {name}", deps, definition.tracked_params(own), definition.folder)
+        if name == "tag" and cloze:
+            stage("cloze", "realmops cloze", [STAGES[need].folder for need in ("snapshot", "tag")], ["run"], CLOZE)
+    return "\n".join(lines) + "\n\n" + (STARTER / "plots.yaml").read_text(encoding="utf-8")
+
+
+def kustomization_text(cluster: str, image: str) -> str:
+    """Return an overlay of the package adapted to a project's folder, with its params.yaml as a ConfigMap."""
+    text = (resource_folder("k8s") / "overlays" / cluster / "kustomization.yaml").read_text(encoding="utf-8")
+    text = text.replace("../../", f"k8s/{BASES}/").replace(" ../", " --cluster ")
+    name, _, tag = image.rpartition(":")
+    text = text.replace("    newTag: local\n", f"    newName: {name}\n    newTag: {tag}\n")
+    return text + (
+        "# For the Job that submits the pipeline: a changed option needs a commit, but no new image.\n"
+        "configMapGenerator:\n  - name: realmops-params\n    files: [params.yaml]\n"
+    )
