@@ -68,23 +68,24 @@ def run(stage: str, params: Path, presets: Sequence[str], settings: Sequence[str
     from its checkpoints.
     """
     from realmops.config_yaml import read_params
-    from realmops.stages import stages_to_run
+    from realmops.stages import planned_steps
 
     values, names = option.load_values(params, presets, settings), [*read_params(params)[0], *presets]
     options |= {"values": values, "presets": names, "project": params.parent}
     if stage != "all":
         _run((stage,), **options)
         return
-    stages = tuple(stages_to_run(values))
-    _run_in_child_processes(stages, **options)
+    steps = planned_steps(values)
+    _run_in_child_processes(steps, **options)
     if os.environ.get("RANK", "0") == "0":  # torchrun starts several processes
         from realmops.commands.report import seconds_table
 
+        stages = [step for step in steps if step in STAGES]
         show(seconds_table(stages, options["root"]), columns=60)
 
 
 def _run_in_child_processes(names: Sequence[str], **options: Any) -> None:
-    """Run each stage in a child process; under torchrun in this one, whose process group is initialised already."""
+    """Run each step in a child process; under torchrun in this one, whose process group is initialised already."""
     from realmops.refresh.child_processes import end_with, run_in_process
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -94,8 +95,8 @@ def _run_in_child_processes(names: Sequence[str], **options: Any) -> None:
     if (parent := options.pop("watch_parent")) is not None:
         end_with(parent)
     for name in names:
-        work = partial(_explained_run, names, only_stage=name, **options)
-        if code := run_in_process(f"the stage {name}", "realmops.commands.run", work):
+        work = partial(_explained_run, names, only_step=name, **options)
+        if code := run_in_process(f"the {'stage' if name in STAGES else 'step'} {name}", "realmops.commands.run", work):
             sys.exit(code)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from realmops import __version__, config
 from realmops.config import PACKAGE, Values
 from realmops.resources import resource_folder
-from realmops.stages import CLOZE, HUB, STAGES, files_in_use, has_file_below, stages_to_run
+from realmops.stages import CLOZE, CLOZE_STEP, HUB, STAGES, files_in_use, planned_steps
 from realmops.starter.new_project import Project
 from realmops.starter.yaml_text import as_yaml
 
@@ -61,9 +61,8 @@ def dvc_text(values: Values, own: Values) -> str:
         values: all sections, defaults and presets applied.
         own: the options in params.yaml, which DVC interpolates into paths.
     """
-    names = stages_to_run(values)
+    names = planned_steps(values)
     lines = [DVC_HEAD + "stages:"]
-    cloze = has_file_below(CLOZE, names, values)
 
     def stage(name: str, command: str, deps: Sequence[str], params: Sequence[str], folder: str) -> None:
         lines.extend((f"  {name}:", f"    cmd: {command}", *([f"    deps: [{', '.join(deps)}]"] if deps else [])))
@@ -71,6 +70,9 @@ def dvc_text(values: Values, own: Values) -> str:
         lines.append(f"    outs: [{{{folder}: {{persist: true}}}}]")
 
     for name in names:
+        if name == CLOZE_STEP:
+            stage(name, "realmops cloze", [STAGES[need].folder for need in ("snapshot", "tag")], ["run"], CLOZE)
+            continue
         definition = STAGES[name]
         deps = [STAGES[need].folder for need in definition.needs if need in names]
         for key in files_in_use(definition, values):
@@ -81,8 +83,6 @@ def dvc_text(values: Values, own: Values) -> str:
             elif not file.startswith(HUB):
                 deps.append(f'"${{{key}}}"' if option in own.get(section, {}) else file)
         stage(name, f"realmops run {name}", deps, definition.tracked_params(own), definition.folder)
-        if name == "tag" and cloze:
-            stage("cloze", "realmops cloze", [STAGES[need].folder for need in ("snapshot", "tag")], ["run"], CLOZE)
     return "\n".join(lines) + "\n\n" + (STARTER / "plots.yaml").read_text(encoding="utf-8")
 
 
