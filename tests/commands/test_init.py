@@ -27,7 +27,8 @@ from realmops.config_yaml import read_params
 from realmops.stages import STAGES, stages_to_run
 from realmops.starter import choose_models
 from realmops.starter.choose_questions import match_splits
-from realmops.starter.project_files import BASES, CLUSTERS, dvc_text
+from realmops.starter.cluster_files import BASES, CLUSTERS, PLACEHOLDER
+from realmops.starter.project_files import dvc_text
 
 ROOT = Path(__file__).parents[2]
 
@@ -340,7 +341,9 @@ def test_other_languages_are_told_of(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("cluster", "namespace"), CLUSTERS.items())
 def test_a_cluster_takes_the_folder(cluster: str, namespace: str, tmp_path: Path) -> None:
     """And the Job of Argo CD or Flux submits the project's own params."""
-    made(tmp_path, "--cluster", cluster)
+    made(tmp_path, "--cluster", cluster, "--image", "realmops:local")
+    file = tmp_path / "kustomization.yaml"
+    file.write_text(file.read_text().replace(PLACEHOLDER, "set"))
     assert faults(render(tmp_path)) == []
     argo = read_all(tmp_path / "k8s" / "argo-cd.yaml")[0]["spec"]
     flux = read_all(tmp_path / "k8s" / "flux.yaml")[1]["spec"]
@@ -349,25 +352,18 @@ def test_a_cluster_takes_the_folder(cluster: str, namespace: str, tmp_path: Path
     )
     assert (argo["source"]["path"], flux["path"]) == (".", "./")
     assert argo["destination"]["namespace"] == namespace
-    file = tmp_path / "kustomization.yaml"
     own = yaml.safe_load(file.read_text())
     own["components"] = [*own.get("components", []), *flux["components"]]
     file.write_text(yaml.safe_dump(own))
 
-    def job_and_params() -> tuple[manifests.Object, manifests.Object]:
+    def find_job() -> manifests.Object:
         objects = render(tmp_path)
         assert faults(objects) == []
-        [params] = [
-            one for one in objects if one["kind"] == "ConfigMap" and "realmops-params" in one["metadata"]["name"]
-        ]
-        return find(objects, "Job/realmops-retrain"), params
+        return find(objects, "Job/realmops-retrain")
 
-    job, params = job_and_params()
-    [volume] = [one for one in job["spec"]["template"]["spec"]["volumes"] if one["name"] == "params"]
-    assert volume["configMap"]["name"] == params["metadata"]["name"]
-    assert params["data"]["params.yaml"] == (tmp_path / "params.yaml").read_text()
+    job = find_job()
     assert cli("params", "--params", tmp_path / "params.yaml", "--set", "pretrain.steps=7", "--write").exit_code == 0
-    other, _ = job_and_params()
+    other = find_job()
     assert other["spec"] != job["spec"], "an option's change is another Job, and no other image"
     [container], [same] = (one["spec"]["template"]["spec"]["containers"] for one in (other, job))
     assert container["image"] == same["image"]
@@ -439,7 +435,7 @@ def test_an_installed_package_makes_a_project_and_runs_it_in_an_empty_folder(ins
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    run("init")
+    run("init", "--image", "realmops:local")
     small = {name: keys for name, keys in small_project.SMALL.items() if name not in ("questions", "snapshot")}
     small |= {"tag": {"steps": 4, "batch_size": 4}, "evaluate": {"bootstrap": 20}}
     settings = [

@@ -40,19 +40,19 @@ from realmops.stages import METRICS, STAGES
     default="standalone",
     help="Kubeflow Pipelines only, or Kubeflow profiles on one machine or on many.",
 )
+@click.option("--image", metavar="NAME", help="The image of the pods, NAME:TAG or NAME@DIGEST; default: one to set.")
 def init(reader: str | None, no_reader: bool, **options: Any) -> Iterator[str]:
     """Create a project in FOLDER, or in the current folder.
 
     You get params.yaml, dvc.yaml, a README with your commands, and files for Kubernetes, Argo CD, Flux and GitHub. The
     presets are chosen by your documents and questions. No file is overwritten.
     """
-    from realmops.cluster import IMAGE
     from realmops.commands.init import init
     from realmops.config_rules import NO_READER
 
     if reader and no_reader:
         raise ValueError("--reader and --no-reader exclude each other; give one of them")
-    yield from init(**options, reader=NO_READER if no_reader else reader, image=IMAGE)
+    yield from init(**options, reader=NO_READER if no_reader else reader)
 
 
 @main.command(epilog="\b\n" + "\n".join(f"{stage.name:<10}{stage.what}" for stage in STAGES.values()))
@@ -133,7 +133,10 @@ def show_params(
     """
     from realmops.artifacts import canonical_json, write_bytes
     from realmops.commands.params import rewritten
+    from realmops.starter.cluster_files import unlisted_presets
 
+    for warning in unlisted_presets(params.parent):
+        Console().warn(warning)
     if for_kfp:
         from realmops.cluster.options import pack_options
 

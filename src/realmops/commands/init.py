@@ -12,18 +12,13 @@ from realmops.config_rules import check_rules, option_rules
 from realmops.resources import resource_folder
 from realmops.starter.choose_models import choose_model, choose_reader, fetch_tagged
 from realmops.starter.choose_questions import add_questions
+from realmops.starter.cluster_files import BASES, kustomization_text, own_presets, values_to_set
 from realmops.starter.describe_documents import add_documents
+from realmops.starter.git_origin import GitOrigin
 from realmops.starter.new_project import Project
-from realmops.starter.project_files import (
-    BASES,
-    dvc_text,
-    fill_template,
-    gitignore_text,
-    kustomization_text,
-    params_text,
-)
+from realmops.starter.project_files import INPUTS_TEXT, dvc_text, fill_template, gitignore_text, params_text
 
-ALWAYS = "params.yaml", "dvc.yaml", "kustomization.yaml", f"k8s/{BASES}"
+ALWAYS = "params.yaml", "dvc.yaml", "inputs.yaml", "kustomization.yaml", f"k8s/{BASES}"
 PLACES = {  # destinations by template
     "README.md": "README.md",
     "argo-cd.yaml": "k8s/argo-cd.yaml",
@@ -38,7 +33,7 @@ def init(
     questions: Sequence[Path],
     encoder: str | None,
     cluster: str,
-    image: str,
+    image: str | None,
     reader: str | None = None,
 ) -> Iterator[str]:
     """Write a project into a folder; yield a description of the input, and the next commands.
@@ -49,7 +44,7 @@ def init(
         questions: question files; split if there are at least ``MIN_QUESTIONS``.
         encoder: a folder, a name on the hub, or "small" for one from scratch; None to choose by availability.
         cluster: a key of ``CLUSTERS``.
-        image: the container image of the pods.
+        image: the container image of the pods, with a tag or a digest; None for a placeholder.
         reader: a reader of spans, a folder or a name on the hub; NO_READER for search alone; None to choose by
             availability.
 
@@ -82,13 +77,17 @@ def init(
     if existing:
         raise ValueError(f"{folder / existing[0]} exists and would be overwritten; choose another folder, or move it")
     fetch_tagged(project)
-    values = project.values
+    values, origin = project.values, GitOrigin.of(folder)
+    cluster_files = {
+        "kustomization.yaml": kustomization_text(cluster, image, own_presets(folder)),
+        **{place: fill_template(name, folder, origin, cluster) for name, place in places.items()},
+    }
     project.files |= {
         "params.yaml": params_text(project.presets, project.own),
         "dvc.yaml": dvc_text(values, project.own),
         ".gitignore": gitignore_text(folder / ".gitignore"),
-        "kustomization.yaml": kustomization_text(cluster, image),
-        **{place: fill_template(name, project, cluster) for name, place in places.items()},
+        "inputs.yaml": INPUTS_TEXT,
+        **cluster_files,
     }
     for name, text in project.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -96,6 +95,11 @@ def init(
     ignored = shutil.ignore_patterns("README.md", "overlays", "__pycache__")
     shutil.copytree(resource_folder("k8s"), folder / "k8s" / BASES, ignore=ignored)
     yield from project.lines
+    if origin.address:
+        yield f"git: {origin.address}, branch {origin.branch}, in {PLACES['argo-cd.yaml']} and {PLACES['flux.yaml']}"
+    if to_set := values_to_set(cluster_files):
+        yield "to set before you use a cluster:"
+        yield from (f"  {line}" for line in to_set)
     yield f"written: {', '.join(str(folder / name) for name in project.files)}, {folder / 'k8s' / BASES}"
     place = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
     dvc = "DVC" if find_spec("dvc") is not None else "DVC (pip install 'realmops[dvc]')"

@@ -5,14 +5,16 @@ from pathlib import Path
 
 from realmops import __version__, config
 from realmops.config import PACKAGE, Values
-from realmops.resources import resource_folder
 from realmops.stages import CLOZE, CLOZE_STEP, HUB, STAGES, files_in_use, planned_steps
-from realmops.starter.new_project import Project
+from realmops.starter.cluster_files import BASES, fill_cluster_template
+from realmops.starter.git_origin import GitOrigin
 from realmops.starter.yaml_text import as_yaml
 
 STARTER = PACKAGE / "starter"
-BASES = f"realmops-{__version__}"  # folder of the package's manifests in k8s/
-CLUSTERS = {"standalone": "kubeflow", "local": "realmops", "production": "realmops"}  # namespaces by overlay
+INPUTS_TEXT = """\
+# Files and folders that "realmops submit" has uploaded, with their addresses; it writes this file. Commit it.
+{}
+"""
 PARAMS_HEAD = """\
 # Options that differ from the defaults. docs/options.md of realmops lists every option; "realmops params --json" prints
 # the effective values. A preset is a file of differences: a built-in one, or presets/NAME.yaml in this folder.
@@ -31,14 +33,13 @@ def gitignore_text(file: Path) -> str:
     return own + end + "".join(line for line in lines if line.rstrip() not in own.splitlines())
 
 
-def fill_template(name: str, project: Project, cluster: str) -> str:
-    """Return a template with the project's name, namespace and version filled in."""
-    text = (STARTER / name).read_text(encoding="utf-8")
+def fill_template(name: str, folder: Path, origin: GitOrigin, cluster: str) -> str:
+    """Return a template with the project's name, repository, namespace and version filled in."""
+    text = fill_cluster_template((STARTER / name).read_text(encoding="utf-8"), origin, cluster)
     for mark, value in {
-        "@NAME@": project.folder.resolve().name,
+        "@NAME@": folder.resolve().name,
         "@VERSION@": __version__,
         "@BASES@": BASES,
-        "@NAMESPACE@": CLUSTERS[cluster],
         "@INSTALL@": f"'realmops[cluster]=={__version__}'",
     }.items():
         text = text.replace(mark, value)
@@ -84,15 +85,3 @@ def dvc_text(values: Values, own: Values) -> str:
                 deps.append(f'"${{{key}}}"' if option in own.get(section, {}) else file)
         stage(name, f"realmops run {name}", deps, definition.tracked_params(own), definition.folder)
     return "\n".join(lines) + "\n\n" + (STARTER / "plots.yaml").read_text(encoding="utf-8")
-
-
-def kustomization_text(cluster: str, image: str) -> str:
-    """Return an overlay of the package adapted to a project's folder, with its params.yaml as a ConfigMap."""
-    text = (resource_folder("k8s") / "overlays" / cluster / "kustomization.yaml").read_text(encoding="utf-8")
-    text = text.replace("../../", f"k8s/{BASES}/").replace(" ../", " --cluster ")
-    name, _, tag = image.rpartition(":")
-    text = text.replace("    newTag: local\n", f"    newName: {name}\n    newTag: {tag}\n")
-    return text + (
-        "# For the Job that submits the pipeline: a changed option needs a commit, but no new image.\n"
-        "configMapGenerator:\n  - name: realmops-params\n    files: [params.yaml]\n"
-    )
