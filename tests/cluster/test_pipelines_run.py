@@ -19,8 +19,7 @@ from cluster_lab import DEPLOYMENT, Lab, Output
 from compiled import RUN, compiled, file_of, options
 
 from realmops.cluster import tasks
-from realmops.console import HEADLINE_METRICS
-from realmops.stages import METRICS, STAGES, STEPS, planned_steps
+from realmops.stages import HEADLINE_METRICS, METRICS, STAGES, STEPS, planned_steps
 
 
 @pytest.fixture(scope="module")

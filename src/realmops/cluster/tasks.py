@@ -23,9 +23,9 @@ from realmops.cluster.kfp_client import KfpClient
 from realmops.cluster.options import unpack_options
 from realmops.cluster.submit import find_older_run
 from realmops.config import Values
-from realmops.console import HEADLINE_METRICS, Console, end_on_sigterm, exit_on_user_error
+from realmops.console import Console, end_on_sigterm, exit_on_user_error
 from realmops.refresh.lease import acquire_lease
-from realmops.stages import CLOZE, CLOZE_STEP, METRICS, STAGES, planned_steps
+from realmops.stages import CLOZE, CLOZE_STEP, HEADLINE_METRICS, METRICS, STAGES, planned_steps
 from realmops.tracking.sender import PARENT_RUN_VARIABLE
 
 if TYPE_CHECKING:

@@ -10,13 +10,14 @@ from realmops import artifacts
 from realmops.answering.own_questions import WHAT_THEY_BRING
 from realmops.config_rules import check_rules, option_rules
 from realmops.resources import resource_folder
+from realmops.stages import get_option
 from realmops.starter.choose_models import choose_model, choose_reader, fetch_tagged
 from realmops.starter.choose_questions import add_questions
 from realmops.starter.cluster_files import BASES, kustomization_text, own_presets, values_to_set
 from realmops.starter.describe_documents import add_documents
 from realmops.starter.git_origin import GitOrigin
 from realmops.starter.new_project import Project
-from realmops.starter.project_files import INPUTS_TEXT, dvc_text, fill_template, gitignore_text, params_text
+from realmops.starter.project_files import INPUTS_TEXT, VARIED, dvc_text, fill_template, gitignore_text, params_text
 
 ALWAYS = "params.yaml", "dvc.yaml", "inputs.yaml", "kustomization.yaml", f"k8s/{BASES}"
 PLACES = {  # destinations by template
@@ -78,6 +79,8 @@ def init(
         raise ValueError(f"{folder / existing[0]} exists and would be overwritten; choose another folder, or move it")
     fetch_tagged(project)
     values, origin = project.values, GitOrigin.of(folder)
+    for key in VARIED:
+        project.put(key, get_option(values, key))
     cluster_files = {
         "kustomization.yaml": kustomization_text(cluster, image, own_presets(folder)),
         **{place: fill_template(name, folder, origin, cluster) for name, place in places.items()},

@@ -17,12 +17,20 @@ from realmops.journal import Journal
 
 JOURNAL = "metrics.jsonl"
 METRICS = "metrics.json"
+HEADLINE = "headline.json"  # of evaluate: the metrics that DVC shows
 PUBLISHED = "data/published"  # passages imported with a checkpoint
 CLOZE = "data/cloze"  # questions generated from the corpus
 CORPUS = "corpus"  # folder of the searched snapshot, below that of its stage
 HUB = "hf:"  # prefix of datasets on the hub
 INIT = "retriever.init"  # option of the encoder of retriever, reader and tagger
 READER_INIT = "reader.init"  # option of the reader that answers
+HEADLINE_METRICS = {  # metrics printed for stages that have many
+    "finetune": ("questions", "span_loss", "dev_em", "dev_f1", "dev_answered", "dev_answered_precision", "seconds"),
+    "evaluate": (
+        *("questions", "em", "f1", "rule_em", "closed_book_em", "recall_at_5", "ceiling_in_corpus"),
+        *("answered", "answered_precision", "seconds"),
+    ),
+}
 READER_SHAPE = ("reader.copies", "reader.apart", "reader.matches")  # options of the reader of masked words
 
 if TYPE_CHECKING:  # the command line imports this module, and pydantic takes 0.2 s

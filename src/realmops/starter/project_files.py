@@ -16,9 +16,16 @@ INPUTS_TEXT = """\
 {}
 """
 PARAMS_HEAD = """\
-# Options that differ from the defaults. docs/options.md of realmops lists every option; "realmops params --json" prints
-# the effective values. A preset is a file of differences: a built-in one, or presets/NAME.yaml in this folder.
+# Options that differ from the defaults, and those that are varied most, with their values. docs/options.md of realmops
+# lists every option; "realmops params --json" prints the effective values. A preset is a file of differences: one of
+# realmops, or presets/NAME.yaml in this folder. The options below take precedence over presets; to change presets and
+# the values that came from them: realmops params --preset NAME --write
 """
+VARIED = (  # listed in params.yaml, because "dvc exp run -S section.key=value" requires it
+    *("run.seed", "snapshot.block_wordpieces", "retriever.init", "retriever.hybrid", "reader.init"),
+    *("ict.steps", "ict.learning_rate", "pretrain.steps", "pretrain.masking"),
+    *("finetune.epochs", "finetune.retriever_epochs", "finetune.reader_candidates"),
+)
 DVC_HEAD = """\
 # The whole chain. Each stage is one call of the command line; params lists presets, sections and options that it reads.
 # With persist, DVC keeps a stage's folder until the stage runs, which itself skips, resumes or replaces it.
