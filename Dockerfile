@@ -45,7 +45,7 @@ LABEL org.opencontainers.image.title="realmops" \
     org.opencontainers.image.licenses="Apache-2.0" \
     org.opencontainers.image.revision="${COMMIT}"
 COPY --from=build /opt/package /opt/realmops
-# A project's params.yaml is mounted here, from a ConfigMap: another option is another commit and no other image.
+# A project's params.yaml and presets are mounted here, from a ConfigMap: another option is another commit and no other image.
 WORKDIR /app
 COPY LICENSE ./
 # The user has no name of its own, and the root is read-only.

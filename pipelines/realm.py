@@ -7,6 +7,7 @@ Everything that differs between clusters is a parameter, so that one compiled fi
 
 from kfp import dsl
 
+from components.cloze import cloze
 from components.evaluate import evaluate
 from components.finetune import finetune
 from components.guard import guard
@@ -91,7 +92,8 @@ def train(
         task = place(sample(**common)).after(check)
         task = place(snapshot(**common, after=task.outputs["manifest"]))
         task = place(tag(**common, **shards, after=task.outputs["corpus"]), trains=True)
-        task = place(ict(**common, processes=nproc_per_node, after=task.outputs["manifest"]), trains=True)
+        task = place(cloze(**common, after=task.outputs["manifest"]))
+        task = place(ict(**common, processes=nproc_per_node, after=task.outputs["questions"]), trains=True)
         scaling = {"owner": run_id, "deployment": deployment, "builders": builders, "wait_seconds": wait_seconds}
         scaling |= {"processes": nproc_per_node, "limits": pods.limits}
         task = place(pretrain(**common, **scaling, after=task.outputs["model"]), trains=True)

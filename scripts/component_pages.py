@@ -49,6 +49,8 @@ CHIEF_ONES = "the numbers that `realmops run` prints"
 METADATA: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
     **{(name, output): (PLACE, OF_THE_STAGE) for name in STAGES for output in ("manifest", "corpus", "model")},
     **{(name, "metrics"): ((), CHIEF_ONES) for name in STAGES},
+    ("cloze", "questions"): (("folder", "digest"), ""),
+    ("cloze", "metrics"): ((), "the number of questions by split"),
     ("evaluate", "manifest"): ((*PLACE, *HEADLINE), OF_THE_STAGE),
     ("evaluate", "metrics"): (HEADLINE, CHIEF_ONES),
     ("promote", "champion"): (("name", "message", *HEADLINE, "promoted"), "`em_difference` to the previous champion"),
@@ -206,7 +208,8 @@ The image is `{IMAGE}`. `python -m pipelines FOLDER --image IMAGE` compiles with
 
 A component reads and writes files on a claim; its artifacts name them. Give all stages of a run the same `options`
 (from `realmops params --json`) and `root`, and put each after the one before it, by its input `after` or by
-`task.after(...)`. Each page below shows a pipeline with that component alone. The claim and the image must exist.
+`task.after(...)`. A step that the options do not need (`sample`, `tag`, `cloze`) does nothing, and its artifact has a
+`message` alone. Each page below shows a pipeline with that component alone. The claim and the image must exist.
 
 {row("component", "what it does")}
 |---|---|

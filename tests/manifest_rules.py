@@ -48,7 +48,9 @@ VALUES = {
     r".*\.(containers|volumes)\.\d+\.name": LABEL,
     r".*\.ports\.\d+\.name": r"(?=.{1,15}$)(?=.*[a-z])[a-z0-9]+(-[a-z0-9]+)*",
     r".*\.env\.\d+\.name": r"[A-Za-z_][A-Za-z0-9_]*",
-    r".*\.image": r"(.*/)?[^/:]+:(?!latest$)[^/:]+",  # a tag that stays what it is
+    # a tag that stays what it is; a kubelet refuses capital letters but in the host
+    r".*\.image": r"([^/]*[.:][^/]*/)?([^/:A-Z]+/)*[^/:A-Z]+:(?!latest$)[^/:]+",
+    r".*\.storageClassName": rf"{LABEL}(\.{LABEL})*",
     r".*\.fieldPath": r"(metadata\.(name|namespace|uid|(labels|annotations)\['.+'\])|status\.(host|pod)IPs?)",
     r".*\.(labels|matchLabels)\..+": r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?",
     r".*\.(requests|limits|hard)\.(?!\d).+|.*\.sizeLimit": QUANTITY.pattern,
@@ -106,7 +108,7 @@ def value_faults(one: Object) -> Iterator[str]:
     """Values that ``VALUES`` does not allow, and names that stand twice in a list."""
     for path, value in walk(one):
         if isinstance(value, list):
-            for field in ("name", "mountPath"):
+            for field in ("mountPath",) if path.endswith(".volumeMounts") else ("name",):
                 count = Counter(inner[field] for inner in value if isinstance(inner, dict) and field in inner)
                 yield from (f"{path}: {which} stands there {n} times" for which, n in count.items() if n > 1)
         elif not isinstance(value, dict):

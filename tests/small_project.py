@@ -26,7 +26,7 @@ from realmops.commands.run import run_stages
 from realmops.config import merge_options
 from realmops.evaluate.predictions import read_predictions, write_predictions
 from realmops.model.checkpoint_files import MODEL, identifying_files
-from realmops.stages import stages_to_run
+from realmops.stages import planned_steps
 from realmops.stages.runner import run_stage
 from realmops.train.index_source import ExchangeSource
 
@@ -123,7 +123,7 @@ def run_all_here(params: Path, root: Path, *settings: str, report: Quiet | None 
     """The names of the stages that ``realmops run all`` runs, all in this process."""
     values = config.load_params(params, presets=[], settings=settings)
     told = report or Quiet()
-    done = run_stages(stages_to_run(values), values, project=params.parent, root=root, report=told, force=False)
+    done = run_stages(planned_steps(values), values, project=params.parent, root=root, report=told, force=False)
     return [name for name, _ in done]
 
 

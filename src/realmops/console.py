@@ -11,17 +11,12 @@ from errno import ENOSPC
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from realmops.stages import HEADLINE_METRICS
+
 if TYPE_CHECKING:
     from rich.table import Table
 
 PLAIN_SECONDS = 10.0  # between progress lines without a terminal
-HEADLINE_METRICS = {  # metrics printed for stages that have many
-    "finetune": ("questions", "span_loss", "dev_em", "dev_f1", "dev_answered", "dev_answered_precision", "seconds"),
-    "evaluate": (
-        *("questions", "em", "f1", "rule_em", "closed_book_em", "recall_at_5", "ceiling_in_corpus"),
-        *("answered", "answered_precision", "seconds"),
-    ),
-}
 
 
 class Console:

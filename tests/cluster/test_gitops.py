@@ -1,5 +1,6 @@
 """A user's project as Argo CD and Flux apply it: the image, the Job that submits, and its tries."""
 
+import subprocess
 from pathlib import Path
 
 import manifests
@@ -10,6 +11,7 @@ from manifests import Object, find, read_all, render
 from small_project import cli
 
 from realmops.cluster import IMAGE
+from realmops.starter.cluster_files import PLACEHOLDER
 
 BUILDER = "Deployment/realmops-index-builder"
 
@@ -18,9 +20,11 @@ def as_applied(
     folder: Path, cluster: str, images: list[dict[str, str]] | None = None, by: str = "flux"
 ) -> list[Object]:
     """A user's project as Argo CD and Flux apply it; with other images, if there are some."""
-    assert cli("init", folder, "--cluster", cluster).exit_code == 0
+    subprocess.run(["git", "init", "--quiet", folder], check=True)
+    subprocess.run(["git", "remote", "add", "origin", "https://git.test/docs.git"], cwd=folder, check=True)
+    assert cli("init", folder, "--cluster", cluster, "--image", IMAGE).exit_code == 0
     file = folder / "kustomization.yaml"
-    own = yaml.safe_load(file.read_text(encoding="utf-8"))
+    own = yaml.safe_load(file.read_text(encoding="utf-8").replace(PLACEHOLDER, "set"))
     told = read_all(folder / "k8s" / "flux.yaml")[1]["spec"]
     if by == "argo-cd":
         told = read_all(folder / "k8s" / "argo-cd.yaml")[0]["spec"]["source"]["kustomize"]

@@ -35,6 +35,8 @@ from manifests import (
 from realmops.cli import main
 from realmops.cluster import IMAGE, kfp_client
 from realmops.serve.server import DRAIN_SECONDS
+from realmops.starter.git_origin import GitOrigin
+from realmops.starter.project_files import fill_template
 
 ROOT = K8S.parent
 COMPONENTS = sorted(folder.name for folder in (K8S / "components").iterdir())
@@ -487,8 +489,8 @@ MISTAKES = [
     (SCALER, "spec maxReplicas", 200, "requests.memory is 128Gi"),
     (TRAINING, "spec trainer numNodes", 4, "requests.nvidia.com/gpu"),
 ]  # fmt: skip
-STARTER = ROOT / "src/realmops/starter"
-TEXTS = [(STARTER / f"{name}.yaml").read_text(encoding="utf-8").replace("@", "") for name in ("argo-cd", "flux")]
+ORIGIN = GitOrigin("https://git.test/docs.git", "main", ".")
+TEXTS = [fill_template(f"{name}.yaml", ROOT, ORIGIN, "standalone") for name in ("argo-cd", "flux")]
 OF_OTHERS = [one for text in TEXTS for one in yaml.safe_load_all(text)]
 
 

@@ -20,7 +20,7 @@ from compiled import PACKAGE, ROOT, compiled, documents, file_of
 from realmops import cluster, config
 from realmops.cluster import builders, tasks
 from realmops.cluster.options import unpack_options
-from realmops.stages import STAGES
+from realmops.stages import STAGES, STEPS
 
 PIPELINES = ("train", "ablations", "refresh")
 # What a component calls that is no stage, or more than one.
@@ -28,7 +28,7 @@ OTHERS = {
     "pretrain": "pretrain",
     "evaluate": "evaluate",
     "scale_builder": "lower_builders",
-    **{name: name for name in ("guard", "promote", "variant", "table", "refresh")},
+    **{name: name for name in ("guard", "cloze", "promote", "variant", "table", "refresh")},
 }
 
 
@@ -153,7 +153,7 @@ def test_train_runs_the_stages_in_their_order_with_the_options_of_params_yaml() 
     pipeline = compiled("train")
     inner = pipeline["components"]["comp-exit-handler-1"]["dag"]["tasks"]
     after: dict[str, list[str]] = {name: task.get("dependentTasks", []) for name, task in inner.items()}
-    order = [*STAGES, "promote"]
+    order = [*STEPS, "promote"]
     assert after == {name: order[:n][-1:] for n, name in enumerate(order)}
     options = pipeline["root"]["inputDefinitions"]["parameters"]["options"]["defaultValue"]
     assert unpack_options(options) == config.load_params(ROOT / "params.yaml")

@@ -23,9 +23,12 @@ from small_project import cli
 from realmops import __version__, config
 from realmops.answering.own_questions import WHAT_THEY_BRING
 from realmops.commands import init
-from realmops.commands.init import BASES, dvc_text
 from realmops.config_yaml import read_params
 from realmops.stages import STAGES, stages_to_run
+from realmops.starter import choose_models
+from realmops.starter.choose_questions import match_splits
+from realmops.starter.cluster_files import BASES, CLUSTERS, PLACEHOLDER
+from realmops.starter.project_files import dvc_text
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,7 +80,7 @@ def test_documents_alone_have_questions_made_and_no_sample(tmp_path: Path) -> No
     assert all(line in told for line in ("'realmops questions --label'", *WHAT_THEY_BRING))
     presets, own = read_params(folder / "params.yaml")
     assert presets == ["squad", "documents"]
-    assert own["snapshot"] == {"documents": "documents.jsonl"}
+    assert own["snapshot"] == {"documents": "documents.jsonl", "block_wordpieces": 288}
     assert config.load_params(folder / "params.yaml")["reader"]["init"] == "none"
     stages = yaml.safe_load((folder / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
     assert [*stages] == ["snapshot", "tag", "cloze", "ict", "pretrain", "finetune", "evaluate"]
@@ -109,7 +112,7 @@ def test_encoder_gpu_and_size_choose_the_presets(
     driver.chmod(0o755)
     monkeypatch.setenv("PATH", str(driver.parent), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(init, "version", lambda name: "2.9.1")
+    monkeypatch.setattr(choose_models, "version", lambda name: "2.9.1")
     for name in ("plain", "wide"):
         (tmp_path / name).mkdir()
     (tmp_path / "wide" / "config.json").write_text('{"hidden_size": 768}')
@@ -129,13 +132,13 @@ def test_encoder_gpu_and_size_choose_the_presets(
     is_plain = encoder in ("plain", "wide", "google-bert/bert-base-uncased") and "bert-base" not in presets
     assert (values["retriever"] or {}).get("pooling") == ("mean" if is_plain else None)
     stages = yaml.safe_load((tmp_path / "mine" / "dvc.yaml").read_text())["stages"]
-    tracked = "retriever.init" if encoder != "small" else "retriever"  # DVC fails for a key that params.yaml lacks
-    assert stages["snapshot"]["params"] == ["presets", "snapshot", "bert", tracked]
+    assert stages["snapshot"]["params"] == ["presets", "snapshot", "bert", "retriever.init"]
     by_openvino = not gpu and encoder != "small"
     assert (values["run"] or {}).get("precision") == ("int8" if by_openvino else None)
     assert ("int8, as OpenVINO is installed" in told) == by_openvino
-    monkeypatch.setattr(init, "find_spec", lambda name: None)
-    monkeypatch.setattr(init, "version", lambda name: "2.9.1+cpu")
+    for module in (init, choose_models):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(choose_models, "version", lambda name: "2.9.1+cpu")
     told = made(tmp_path / "other", "--documents", documents, "--encoder", encoder)
     assert "GPU" not in told, "torch uses none"
     assert "OpenVINO" not in told
@@ -174,9 +177,9 @@ def test_a_split_is_a_whole_word_of_a_file_name(tmp_path: Path) -> None:
     assert read_params(folder / "params.yaml")[1]["questions"] == {
         "train": "my-TRAIN.jsonl", "dev": "latest_dev.jsonl", "test": "final.test.jsonl",
     }  # fmt: skip
-    assert init._by_name([Path("latest_dev.jsonl"), Path("constraints.jsonl"), Path("test.jsonl")]) == {}
-    assert init._by_name([Path("train/a.jsonl"), Path("dev/a.jsonl"), Path("test/a.jsonl")]) == {}, "folders' names"
-    assert init._by_name([Path("train_dev_test.jsonl")]) == {}, "one file for all is split"
+    assert match_splits([Path("latest_dev.jsonl"), Path("constraints.jsonl"), Path("test.jsonl")]) == {}
+    assert match_splits([Path("train/a.jsonl"), Path("dev/a.jsonl"), Path("test/a.jsonl")]) == {}, "folders' names"
+    assert match_splits([Path("train_dev_test.jsonl")]) == {}, "one file for all is split"
 
 
 @pytest.mark.parametrize(
@@ -334,10 +337,12 @@ def test_other_languages_are_told_of(tmp_path: Path) -> None:
 # What a cluster gets
 
 
-@pytest.mark.parametrize(("cluster", "namespace"), init.CLUSTERS.items())
+@pytest.mark.parametrize(("cluster", "namespace"), CLUSTERS.items())
 def test_a_cluster_takes_the_folder(cluster: str, namespace: str, tmp_path: Path) -> None:
     """And the Job of Argo CD or Flux submits the project's own params."""
-    made(tmp_path, "--cluster", cluster)
+    made(tmp_path, "--cluster", cluster, "--image", "realmops:local")
+    file = tmp_path / "kustomization.yaml"
+    file.write_text(file.read_text().replace(PLACEHOLDER, "set"))
     assert faults(render(tmp_path)) == []
     argo = read_all(tmp_path / "k8s" / "argo-cd.yaml")[0]["spec"]
     flux = read_all(tmp_path / "k8s" / "flux.yaml")[1]["spec"]
@@ -346,25 +351,18 @@ def test_a_cluster_takes_the_folder(cluster: str, namespace: str, tmp_path: Path
     )
     assert (argo["source"]["path"], flux["path"]) == (".", "./")
     assert argo["destination"]["namespace"] == namespace
-    file = tmp_path / "kustomization.yaml"
     own = yaml.safe_load(file.read_text())
     own["components"] = [*own.get("components", []), *flux["components"]]
     file.write_text(yaml.safe_dump(own))
 
-    def job_and_params() -> tuple[manifests.Object, manifests.Object]:
+    def find_job() -> manifests.Object:
         objects = render(tmp_path)
         assert faults(objects) == []
-        [params] = [
-            one for one in objects if one["kind"] == "ConfigMap" and "realmops-params" in one["metadata"]["name"]
-        ]
-        return find(objects, "Job/realmops-retrain"), params
+        return find(objects, "Job/realmops-retrain")
 
-    job, params = job_and_params()
-    [volume] = [one for one in job["spec"]["template"]["spec"]["volumes"] if one["name"] == "params"]
-    assert volume["configMap"]["name"] == params["metadata"]["name"]
-    assert params["data"]["params.yaml"] == (tmp_path / "params.yaml").read_text()
+    job = find_job()
     assert cli("params", "--params", tmp_path / "params.yaml", "--set", "pretrain.steps=7", "--write").exit_code == 0
-    other, _ = job_and_params()
+    other = find_job()
     assert other["spec"] != job["spec"], "an option's change is another Job, and no other image"
     [container], [same] = (one["spec"]["template"]["spec"]["containers"] for one in (other, job))
     assert container["image"] == same["image"]
@@ -436,7 +434,7 @@ def test_an_installed_package_makes_a_project_and_runs_it_in_an_empty_folder(ins
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    run("init")
+    run("init", "--image", "realmops:local")
     small = {name: keys for name, keys in small_project.SMALL.items() if name not in ("questions", "snapshot")}
     small |= {"tag": {"steps": 4, "batch_size": 4}, "evaluate": {"bootstrap": 20}}
     settings = [

@@ -15,8 +15,8 @@ import small_project
 import yaml
 from small_project import cli
 
-from realmops.commands.init import MULTILINGUAL_READERS, READERS
 from realmops.config import load_params
+from realmops.starter.choose_models import MULTILINGUAL_READERS, READERS
 
 SIZES = {READERS[0]: 260_783_000, READERS[1]: 496_254_442, MULTILINGUAL_READERS[0]: 1_109_800_000}
 LICENCES = {READERS[0]: "apache-2.0", READERS[1]: "cc-by-4.0"}

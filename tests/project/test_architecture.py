@@ -16,8 +16,8 @@ SOURCE = Path(__file__).parents[2] / "src"
 LAYERS = (
     ("__init__",), ("artifacts", "config_rules", "config_yaml", "resources"), ("config", "journal"), ("hub", "devices"),
     ("text",), ("corpus",), ("model",), ("search",), ("refresh",), ("answering",), ("train",),
-    ("baselines", "evaluate"), ("tracking",), ("stages",), ("commands",), ("serve",), ("api", "console"), ("cluster",),
-    ("cli",), ("__main__",),
+    ("baselines", "evaluate"), ("tracking",), ("stages",), ("starter",), ("commands",), ("serve",), ("api", "console"),
+    ("cluster",), ("cli",), ("__main__",),
 )  # fmt: skip
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
 CORE = {

@@ -52,7 +52,7 @@ from realmops.refresh.builder_process import assign_exchange, run_index_builder
 from realmops.search.bm25 import Bm25, rank, titled_texts
 from realmops.search.embed import embed, query_sequences
 from realmops.search.embeddings import embed_corpus, load_index
-from realmops.stages import STAGES, Job, ict
+from realmops.stages import HEADLINE_METRICS, STAGES, Job, ict
 from realmops.stages.common import question_queries
 from realmops.stages.runner import run_stage
 from realmops.text.vocabulary import vocabulary_bytes
@@ -469,6 +469,11 @@ def test_every_retriever_of_a_hybrid_is_measured_by_embeddings_and_with_words(pr
         f"{p}recall_at_{k}_token_boundary{end}" for p in prefixes for k in (1, 5, 20) for end in ("", "_low", "_high")
     ]
     assert set(wanted) <= set(measured)
+    headline = json.loads((root / "results/headline.json").read_text())
+    assert headline == {
+        key: measured[key] for key in HEADLINE_METRICS["evaluate"] if key in measured.keys() - {"seconds"}
+    }
+    assert {"em", "f1", "recall_at_5"} <= headline.keys()
     hits = pq.read_table(root / "results/first_hits.parquet").to_pydict()
     assert set(hits) == {"question_id", *(f"{prefix}first_hit" for prefix in prefixes)}
     predictions = read_predictions(root / "results/predictions.parquet")

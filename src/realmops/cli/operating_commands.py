@@ -51,10 +51,11 @@ def submit(
     """
     from realmops.cluster.kfp_client import KfpClient
     from realmops.cluster.submit import SUCCEEDED, Pipeline, prepare, submit, wait
+    from realmops.starter.cluster_files import unlisted_presets
 
     compiled = Pipeline.named(pipeline)
     submission, notes = prepare(values, project, compiled, **options)
-    for note in notes:
+    for note in (*unlisted_presets(project), *notes):
         click.echo(note, err=True)
     server = KfpClient(endpoint, namespace)
     run = submit(submission, server, once=once, keep_hours=keep_hours, log=click.echo)

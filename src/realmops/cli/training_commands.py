@@ -40,19 +40,19 @@ from realmops.stages import METRICS, STAGES
     default="standalone",
     help="Kubeflow Pipelines only, or Kubeflow profiles on one machine or on many.",
 )
+@click.option("--image", metavar="NAME", help="The image of the pods, NAME:TAG or NAME@DIGEST; default: one to set.")
 def init(reader: str | None, no_reader: bool, **options: Any) -> Iterator[str]:
     """Create a project in FOLDER, or in the current folder.
 
     You get params.yaml, dvc.yaml, a README with your commands, and files for Kubernetes, Argo CD, Flux and GitHub. The
     presets are chosen by your documents and questions. No file is overwritten.
     """
-    from realmops.cluster import IMAGE
     from realmops.commands.init import init
     from realmops.config_rules import NO_READER
 
     if reader and no_reader:
         raise ValueError("--reader and --no-reader exclude each other; give one of them")
-    yield from init(**options, reader=NO_READER if no_reader else reader, image=IMAGE)
+    yield from init(**options, reader=NO_READER if no_reader else reader)
 
 
 @main.command(epilog="\b\n" + "\n".join(f"{stage.name:<10}{stage.what}" for stage in STAGES.values()))
@@ -68,23 +68,24 @@ def run(stage: str, params: Path, presets: Sequence[str], settings: Sequence[str
     from its checkpoints.
     """
     from realmops.config_yaml import read_params
-    from realmops.stages import stages_to_run
+    from realmops.stages import planned_steps
 
     values, names = option.load_values(params, presets, settings), [*read_params(params)[0], *presets]
     options |= {"values": values, "presets": names, "project": params.parent}
     if stage != "all":
         _run((stage,), **options)
         return
-    stages = tuple(stages_to_run(values))
-    _run_in_child_processes(stages, **options)
+    steps = planned_steps(values)
+    _run_in_child_processes(steps, **options)
     if os.environ.get("RANK", "0") == "0":  # torchrun starts several processes
         from realmops.commands.report import seconds_table
 
+        stages = [step for step in steps if step in STAGES]
         show(seconds_table(stages, options["root"]), columns=60)
 
 
 def _run_in_child_processes(names: Sequence[str], **options: Any) -> None:
-    """Run each stage in a child process; under torchrun in this one, whose process group is initialised already."""
+    """Run each step in a child process; under torchrun in this one, whose process group is initialised already."""
     from realmops.refresh.child_processes import end_with, run_in_process
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -94,8 +95,8 @@ def _run_in_child_processes(names: Sequence[str], **options: Any) -> None:
     if (parent := options.pop("watch_parent")) is not None:
         end_with(parent)
     for name in names:
-        work = partial(_explained_run, names, only_stage=name, **options)
-        if code := run_in_process(f"the stage {name}", "realmops.commands.run", work):
+        work = partial(_explained_run, names, only_step=name, **options)
+        if code := run_in_process(f"the {'stage' if name in STAGES else 'step'} {name}", "realmops.commands.run", work):
             sys.exit(code)
 
 
@@ -132,7 +133,10 @@ def show_params(
     """
     from realmops.artifacts import canonical_json, write_bytes
     from realmops.commands.params import rewritten
+    from realmops.starter.cluster_files import unlisted_presets
 
+    for warning in unlisted_presets(params.parent):
+        Console().warn(warning)
     if for_kfp:
         from realmops.cluster.options import pack_options
 

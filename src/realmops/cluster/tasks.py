@@ -23,9 +23,9 @@ from realmops.cluster.kfp_client import KfpClient
 from realmops.cluster.options import unpack_options
 from realmops.cluster.submit import find_older_run
 from realmops.config import Values
-from realmops.console import HEADLINE_METRICS, Console, end_on_sigterm, exit_on_user_error
+from realmops.console import Console, end_on_sigterm, exit_on_user_error
 from realmops.refresh.lease import acquire_lease
-from realmops.stages import METRICS, STAGES
+from realmops.stages import CLOZE, CLOZE_STEP, HEADLINE_METRICS, METRICS, STAGES, planned_steps
 from realmops.tracking.sender import PARENT_RUN_VARIABLE
 
 if TYPE_CHECKING:
@@ -97,8 +97,35 @@ def run_stage(
         deployment: name of the index builders' Deployment; empty for none.
         shard_pods: number of pods that tag and embed the corpus; all but this one are replicas of ``deployment``.
     """
+    values = unpack_options(options)
+    if _skip(stage, values, manifest, metrics):
+        return
     with shard_helpers(Path(root), stage, deployment, shard_pods, owner, Console()):
-        _run(stage, unpack_options(options), Path(root), manifest, metrics, processes)
+        _run(stage, values, Path(root), manifest, metrics, processes)
+
+
+@_task()
+def cloze(options: str, root: str, questions: Output, metrics: Metrics) -> None:
+    """Generate questions from the corpus, as ``realmops run all`` does, if the options name generated questions.
+
+    Args:
+        options: params as JSON, the differences from the defaults.
+        root: folder of the run on the shared volume.
+        questions: output artifact for folder and digest of the question files.
+        metrics: output artifact for the number of questions by split.
+    """
+    from realmops.commands.questions import write_cloze_questions
+
+    values, folder = unpack_options(options), Path(root) / CLOZE
+    if _skip(CLOZE_STEP, values, questions, metrics):
+        return
+    for line in write_cloze_questions(Path(root), None, seed=values["run"]["seed"]):
+        Console().log(f"cloze: {line}")
+    manifest = artifacts.read_json(folder / artifacts.MANIFEST)
+    place = {"folder": folder.absolute().as_uri(), "digest": manifest[artifacts.DIGEST_KEY]}
+    artifacts.write_json(Path(questions.path), {"stage": CLOZE_STEP, **place, "files": manifest["files"]})
+    questions.metadata.update(place)
+    _write_metrics({name.removesuffix(".jsonl"): count for name, count in manifest["written"].items()}, metrics)
 
 
 @_task()
@@ -119,6 +146,7 @@ def pretrain(
     values, console, place = unpack_options(options), Console(), Path(root)
     console.log(f"limits of this pod: {limits}")
     _reuse_output("pretrain", values, place)  # before builders are scaled up
+    deployment = deployment if values["pretrain"]["steps"] else ""  # without a step there is nothing to build
     with (
         scaled_builders(values, place, deployment, builders, owner, wait_seconds, console.log) as run_options,
         shard_helpers(place, "pretrain", deployment, builders + 1, owner, console, held=True),
@@ -340,6 +368,18 @@ def _parse_names(key: str, text: str) -> list[str]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f'{key} is {text[:60]!r}; expected a JSON list of strings, for example ["ablation"]')
     return names
+
+
+def _skip(step: str, values: Values, output: Output, metrics: Metrics) -> bool:
+    """Return whether the options do not need a step of the pipeline; log it and write its outputs then."""
+    if step in planned_steps(values):
+        return False
+    message = f"{step}: not needed with these options, so nothing is done"
+    Console().log(message)
+    output.metadata["message"] = message
+    artifacts.write_json(Path(output.path), {"stage": step, "message": message})
+    _write_metrics({}, metrics)
+    return True
 
 
 def _run(stage: str, values: Values, root: Path, manifest: Output, metrics: Metrics, processes: int) -> None:

@@ -1,58 +1,16 @@
-"""``realmops params``: write params files that YAML 1.1 and YAML 1.2 parsers read alike."""
+"""``realmops params``: change presets and options of a params file."""
 
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import yaml
-from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
-from ruamel.yaml.representer import RoundTripRepresenter
 
-from realmops.config import Values, apply_presets, apply_settings, default_options, merge_options, preset_path
+from realmops.config import apply_presets, apply_settings, default_options, merge_options, preset_path
 from realmops.config_rules import check_rules, option_rules
-from realmops.config_yaml import parse_yaml, read_params
-
-
-class _Representer(RoundTripRepresenter):
-    """Represents numbers and strings so that YAML 1.1 and YAML 1.2 parsers agree on them."""
-
-    def represent_number(self, value: float) -> Any:
-        """Add a decimal point: YAML 1.1 parses 1e-05 as a string."""
-        mantissa, e, exponent = repr(value).partition("e")
-        point = ".0" if e and "." not in mantissa else ""
-        return self.represent_scalar("tag:yaml.org,2002:float", f"{mantissa}{point}{e}{exponent}")
-
-    def represent_text(self, text: str) -> Any:
-        """Quote a string that a parser would read as another type, for example no or 1e5."""
-        return self.represent_scalar("tag:yaml.org,2002:str", text, None if _is_text(text) else '"')
-
-
-_Representer.add_representer(float, _Representer.represent_number)
-_Representer.add_representer(str, _Representer.represent_text)
-
-
-def _is_text(plain: str) -> bool:
-    try:
-        return bool(parse_yaml(plain, "") == yaml.safe_load(plain) == plain)
-    except (ValueError, yaml.YAMLError):
-        return False
-
-
-def _editor() -> YAML:
-    editor = YAML()
-    editor.Representer = _Representer
-    editor.preserve_quotes = True
-    editor.width = 1 << 16  # do not fold lines
-    return editor
-
-
-def as_yaml(values: Values) -> str:
-    """Return sections as YAML text of a params file."""
-    text = StringIO()
-    _editor().dump(values, text)
-    return text.getvalue()
+from realmops.config_yaml import read_params
+from realmops.starter.yaml_text import yaml_editor
 
 
 def rewritten(path: Path, presets: Sequence[str], settings: Sequence[str]) -> tuple[str, list[str]]:
@@ -75,7 +33,7 @@ def rewritten(path: Path, presets: Sequence[str], settings: Sequence[str]) -> tu
     after = apply_settings(merge_options(customised, path, now), settings)
     check_rules(option_rules(after))
 
-    editor, text, changes = _editor(), StringIO(), []
+    editor, text, changes = yaml_editor(), StringIO(), []
     document: Any = editor.load(path.read_text(encoding="utf-8")) or CommentedMap()
     if names != named:
         changes.append(f"presets: {', '.join(named) or 'none'} -> {', '.join(names)}")

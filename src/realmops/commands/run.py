@@ -13,13 +13,12 @@ from realmops.corpus.question_sets import read_questions
 from realmops.hub import READER, T5, encoder_files, encoder_folder
 from realmops.refresh.child_processes import end_with
 from realmops.stages import (
-    CLOZE,
+    CLOZE_STEP,
     INIT,
     STAGES,
     Report,
     check_files,
     files_in_use,
-    has_file_below,
     option_files,
     resolve_models,
 )
@@ -38,32 +37,34 @@ def run_stages(
     report: Report,
     force: bool,
     watch_parent: int | None = None,
-    only_stage: str | None = None,
+    only_step: str | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Run stages in order; yield the name and metrics of each, except in a process that only computes shards.
+    """Run steps in order; yield the name and metrics of each stage, except in a process that only computes shards.
 
-    External files are read and the encoder is opened before the first stage starts, so that invalid input fails early.
-    After the stage tag, questions are generated from the corpus if a later stage reads them. ``only_stage`` limits this
-    process to one of the stages. The process ends with its ``watch_parent``, under torchrun with torchrun.
+    External files are read and the encoder is opened before the first step starts, so that invalid input fails early.
+    The step ``cloze`` generates questions from the corpus. ``only_step`` limits this process to one of the steps. The
+    process ends with its ``watch_parent``, under torchrun with torchrun.
     """
     if watch_parent is None and "TORCHELASTIC_RUN_ID" in os.environ:
         watch_parent = os.getppid()  # torchrun: its workers would outlive it if it is killed
     if watch_parent is not None:
         end_with(watch_parent)
     names = tuple(names)
-    if only_stage in (None, names[0]):
+    if only_step in (None, names[0]):
         _validate_inputs(names, values, project, root, report)
-    for name in names if only_stage is None else (only_stage,):
+    for name in names if only_step is None else (only_step,):
+        if name == CLOZE_STEP:
+            for line in write_cloze_questions(root, None, seed=values["run"]["seed"]):
+                report.log(f"cloze: {line}")
+            continue
         metrics = run_stage(name, values, presets=presets, project=project, root=root, report=report, force=force)
         if metrics:
             yield name, metrics
-        if name == "tag" and has_file_below(CLOZE, names, values):
-            for line in write_cloze_questions(root, None, seed=values["run"]["seed"]):
-                report.log(f"cloze: {line}")
 
 
 def _validate_inputs(names: Sequence[str], values: Values, project: Path, root: Path, report: Report) -> None:
     check_files(names, values, project, root)
+    names = [name for name in names if name in STAGES]
     files = {
         key: path
         for name in names

@@ -17,12 +17,20 @@ from realmops.journal import Journal
 
 JOURNAL = "metrics.jsonl"
 METRICS = "metrics.json"
+HEADLINE = "headline.json"  # of evaluate: the metrics that DVC shows
 PUBLISHED = "data/published"  # passages imported with a checkpoint
 CLOZE = "data/cloze"  # questions generated from the corpus
 CORPUS = "corpus"  # folder of the searched snapshot, below that of its stage
 HUB = "hf:"  # prefix of datasets on the hub
 INIT = "retriever.init"  # option of the encoder of retriever, reader and tagger
 READER_INIT = "reader.init"  # option of the reader that answers
+HEADLINE_METRICS = {  # metrics printed for stages that have many
+    "finetune": ("questions", "span_loss", "dev_em", "dev_f1", "dev_answered", "dev_answered_precision", "seconds"),
+    "evaluate": (
+        *("questions", "em", "f1", "rule_em", "closed_book_em", "recall_at_5", "ceiling_in_corpus"),
+        *("answered", "answered_precision", "seconds"),
+    ),
+}
 READER_SHAPE = ("reader.copies", "reader.apart", "reader.matches")  # options of the reader of masked words
 
 if TYPE_CHECKING:  # the command line imports this module, and pydantic takes 0.2 s
@@ -183,6 +191,10 @@ STAGES: dict[str, Stage] = {
 }
 
 
+CLOZE_STEP = "cloze"  # generates questions from the corpus; a step of the plan without a stage
+STEPS = tuple(step for name in STAGES for step in ((name, CLOZE_STEP) if name == "tag" else (name,)))
+
+
 def resolve_models(values: Values, project: Path) -> dict[str, dict[str, Any]]:
     """Return the options with the folders of models resolved against the project, as those of files are."""
     resolved = {section: dict(keys) for section, keys in values.items()}
@@ -257,6 +269,16 @@ def stages_to_run(values: Values) -> tuple[str, ...]:
     return tuple(name for name in STAGES if name not in skipped)
 
 
+def planned_steps(values: Values) -> tuple[str, ...]:
+    """Return the steps of a training, in order: ``stages_to_run``, and ``cloze`` if one of them reads its questions.
+
+    ``realmops run all``, the dvc.yaml of a new project and the tasks of the Kubeflow pipeline follow this plan.
+    """
+    stages = stages_to_run(values)
+    needed = {*stages} | ({CLOZE_STEP} if has_file_below(CLOZE, stages, values) else set())
+    return tuple(step for step in STEPS if step in needed)
+
+
 def external_inputs(values: Values, project: Path) -> dict[str, Path]:
     """Return the external inputs, which no stage produces, by section.key."""
     return {
@@ -268,17 +290,17 @@ def external_inputs(values: Values, project: Path) -> dict[str, Path]:
 
 
 def check_files(names: Collection[str], values: Values, project: Path, root: Path) -> None:
-    """Raise ValueError for the first missing input file of these stages.
+    """Raise ValueError for the first missing input file of these steps.
 
     Called before the first stage runs, so that a missing file of the last one does not waste the others.
     """
     unused = _unused_files(values)
     for name in names:
-        for key, path in option_files(STAGES[name], values, project, root).items():
+        for key, path in option_files(STAGES[name], values, project, root).items() if name in STAGES else ():
             value = get_option(values, key)
             producer = next((s.name for s in STAGES.values() if Path(s.folder) in Path(value).parents), "")
             cloze = Path(CLOZE) in Path(value).parents
-            if key in unused or value.startswith(HUB) or path.exists() or ("tag" if cloze else producer) in names:
+            if key in unused or value.startswith(HUB) or path.exists() or (CLOZE_STEP if cloze else producer) in names:
                 continue
             advice = f"run the stage {producer} first, or set another file" if producer else "check the path"
             if cloze:

@@ -1,6 +1,7 @@
 """Stage ``evaluate``: exact match, F1, recall of all retrievers, ceilings, predictions with evidence, plots, report."""
 
 import hashlib
+import math
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ from realmops.search.embed import embed, query_sequences
 from realmops.search.embeddings import INDEX, load_index
 from realmops.search.exact import PassageIndex, exact_index
 from realmops.search.hybrid import HybridSearch
-from realmops.stages import JOURNAL, METRICS, Job
+from realmops.stages import HEADLINE, HEADLINE_METRICS, JOURNAL, METRICS, Job
 from realmops.stages.common import (
     load_questions,
     open_snapshot,
@@ -151,6 +152,8 @@ def run(job: Job) -> dict[str, Any]:
     metrics |= warn_of_timeouts(job, questions)
     write_predictions(job.out / PREDICTIONS, predictions)
     write_first_hits(job.out / FIRST_HITS, questions, hits, DEPTH)
+    chief = {key: metrics[key] for key in HEADLINE_METRICS["evaluate"] if math.isfinite(metrics.get(key, math.nan))}
+    artifacts.write_json(job.out / HEADLINE, chief)
     _report(job, snapshot, metrics)
     return metrics
 

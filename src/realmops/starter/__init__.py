@@ -1,0 +1,1 @@
+"""What ``realmops init`` writes: the files of a new project, and the choices that its documents determine."""

@@ -1,0 +1,144 @@
+"""The models of a new project: encoder, reader and name tagger, by availability, documents and GPU."""
+
+import os
+import subprocess
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from realmops import hub
+from realmops.config_rules import NO_READER
+from realmops.corpus.public_data import fetch_data_sets
+from realmops.stages import reads_spans
+from realmops.starter.new_project import Project, path_in_params
+from realmops.text.languages import ENGLISH
+
+ENCODER = "sentence-transformers/all-MiniLM-L6-v2"  # retriever.init of the preset minilm
+# Readers that init proposes: a small one and a better one.
+READERS = "distilbert/distilbert-base-cased-distilled-squad", "deepset/roberta-base-squad2"
+MULTILINGUAL_READERS = ("deepset/xlm-roberta-base-squad2",)
+READER_EPOCHS = 2  # over the questions of the user
+WIDE = 768  # hidden size from which an encoder needs the learning rates of the preset base
+TAGGED = "data/public"  # the presets' folder of tagged sentences
+GPU_SECONDS = 10.0  # timeout of nvidia-smi
+LARGE = 20_000_000  # bytes, about 20,000 passages; from scratch, the preset large pays off from here
+
+
+def choose_model(project: Project, encoder: str | None, size: int) -> list[str]:
+    """Return the presets of the model, by encoder, size of the documents in bytes, and GPU."""
+    chosen, gpu = encoder or _available_encoder(), _gpu_name()
+    if gpu:
+        project.lines.append(f"GPU: {gpu}")
+    if chosen == "small":
+        reason = "" if encoder else f"; {ENCODER} is not in the hub's cache, and the hub is unreachable"
+        presets = ["squad", "large"] if size >= LARGE else ["squad"]
+        project.lines.append(f"encoder: from scratch (presets: {', '.join(presets)}){reason}")
+        return presets
+    if chosen != ENCODER:
+        path = Path(chosen)
+        project.put("retriever.init", path_in_params(project, path) if path.is_dir() else chosen)
+    presets = ["squad", "minilm", *(["base"] if is_wide(chosen) else [])]
+    if gpu and _is_plain_bert(chosen):
+        presets = ["squad", "bert-base"]
+    note = "; bert-base is for a plain BERT on a GPU, and untested" if "bert-base" in presets else ""
+    if _is_plain_bert(chosen) and "bert-base" not in presets:  # [CLS] of a BERT without such training retrieves little
+        project.put("retriever.pooling", "mean")
+        note += "; retriever.pooling: mean, because it is not a sentence encoder"
+    project.lines.append(f"encoder: {chosen} (presets: {', '.join(presets)}){note}")
+    if not gpu and find_spec("openvino") is not None:
+        project.put("run.precision", "int8")
+        project.lines.append("precision: passages are embedded in int8, as OpenVINO is installed (run.precision)")
+    return presets
+
+
+def choose_reader(project: Project, reader: str | None, *, has_questions: bool) -> None:
+    """Set reader.init to the given reader, or to one that the hub offers; without one, the project only searches."""
+    language = project.values["snapshot"]["language"]
+    proposed = READERS if language == ENGLISH else MULTILINGUAL_READERS
+    is_folder = reader is not None and Path(reader).is_dir()
+    names = proposed if reader is None else () if is_folder or reader == NO_READER else (reader,)
+    models = [model for model in map(hub.describe_model, names) if model is not None]
+    chosen = reader or (models[0].name if models else proposed[0] if hub.is_cached(proposed[0]) else None)
+    note = f"{models[0]}, loaded by the first run" if models else str(chosen)
+    if reader is None:
+        note += "".join(f"; better and larger: --reader {model}" for model in models[1:])
+        note += "; --no-reader for search alone"
+    if chosen is None and has_questions:
+        project.lines.append("reader: trained on your questions from the encoder, as no published one can be loaded")
+        return
+    if chosen is None or chosen == NO_READER:
+        if has_questions:
+            project.presets.append("reader")
+            project.put("reader.init", NO_READER)
+        reason = "no reader, by --no-reader" if chosen else "no reader can be loaded: give one with --reader"
+        project.lines.insert(0, f"search, not answers: {reason}")
+        return
+    if is_folder:
+        hub.encoder_folder(chosen, hub.READER)
+    project.put("reader.init", path_in_params(project, Path(chosen)) if is_folder else chosen)
+    project.presets.append("reader")
+    if has_questions:
+        project.put("finetune.epochs", READER_EPOCHS)
+        note += f", trained {READER_EPOCHS} epochs further on your questions"
+    project.lines.append(f"reader: {note}")
+
+
+def _is_plain_bert(encoder: str) -> bool:
+    """Return whether an encoder is not a sentence encoder, judged by its folder or its name on the hub."""
+    folder = Path(encoder)
+    return not hub.is_sentence_encoder(folder) if folder.is_dir() else encoder.startswith(("google-bert/", "bert-"))
+
+
+def is_wide(encoder: str) -> bool:
+    """Return whether an encoder has base size or more, judged by its configuration or its name on the hub."""
+    folder = Path(encoder)
+    if not folder.is_dir():
+        return any(size in encoder.lower() for size in ("base", "large"))
+    shape = hub.read_optional_json(folder / hub.CONFIG, "model configuration")
+    widths = (shape.get(name) for name in ("hidden_size", "dim"))
+    return any(isinstance(width, int) and width >= WIDE for width in widths)
+
+
+def _gpu_name() -> str:
+    """Return the name of an NVIDIA GPU that torch can use, or "", without the seconds of importing torch."""
+    if version("torch").endswith("+cpu") or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return ""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, timeout=GPU_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return next(iter(process.stdout.splitlines()), "").strip()
+
+
+def _available_encoder() -> str:
+    """Return ``ENCODER`` if it is in the hub's cache or the hub is reachable, else "small"."""
+    return ENCODER if hub.is_cached(ENCODER) or hub.describe_model(ENCODER) else "small"
+
+
+def fetch_tagged(project: Project) -> None:
+    """Download the tagged sentences of the presets; if that fails, find names without a tagger.
+
+    They are English: in other languages names are found without a tagger, too.
+    """
+    values = project.values
+    if not reads_spans(values) or values["tag"]["method"] != "tagger" or not values["tag"]["train"].startswith(TAGGED):
+        return
+    if values["snapshot"]["language"] != ENGLISH:
+        project.put("tag.method", "phrases")
+        project.lines.append(
+            "names: capitalised words or recurring phrases (tag.method: phrases), as the public tagged sentences are "
+            "English; to use your own CoNLL files as tag.train and tag.dev, delete that line"
+        )
+        return
+    to = project.folder / TAGGED
+    try:
+        for _ in fetch_data_sets(["ner"], to, None, 0):
+            pass
+        project.lines.append(f"tagged sentences for the name tagger: downloaded to {to / 'ner'}")
+    except ValueError as error:
+        project.put("tag.method", "phrases")
+        project.lines.append(
+            f"tagged sentences for the name tagger: {str(error).partition(';')[0]}. Names are found by capitals and "
+            "recurrence instead (tag.method: phrases); run 'realmops public-data ner', then delete that line"
+        )

@@ -1,0 +1,54 @@
+"""The questions of a new project: files of train, dev and test, or a random split."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from realmops.corpus.question_sets import read_questions, split_by_hash, to_json_line
+from realmops.starter.new_project import Project, path_in_params
+
+SPLITS = "train", "dev", "test"
+MIN_QUESTIONS = 60  # fewer are not split into train, dev and test
+
+
+def add_questions(project: Project, files: Sequence[Path]) -> None:
+    """Set questions.train, dev and test to files with these names, else to a random split in questions/."""
+    if file_of_split := match_splits(files):
+        for split, path in file_of_split.items():
+            count = len(read_questions([path], format="auto"))
+            project.lines.append(f"questions.{split}: {count} of {path}")
+            project.put(f"questions.{split}", path_in_params(project, path))
+        return
+    questions = read_questions(files, format="auto")
+    if len(questions) < MIN_QUESTIONS:
+        raise ValueError(
+            f"{', '.join(map(str, files))}: {len(questions)} questions; at least {MIN_QUESTIONS} are needed for train, "
+            "dev and test. Leave --questions out to train on questions generated from the documents, and measure the "
+            "model on yours with 'realmops ask --from FILE'"
+        )
+    for split, part in split_by_hash(questions).items():
+        name = f"questions/{split}.jsonl"
+        project.files[name] = b"".join(map(to_json_line, part)).decode()
+        project.put(f"questions.{split}", name)
+        project.lines.append(f"questions.{split}: {len(part)} of {len(questions)}, in {name}")
+
+
+def match_splits(files: Sequence[Path]) -> dict[str, Path]:
+    """Return the file of each split if every split has one, else an empty dictionary.
+
+    The split of a file is a whole word in its name: ``latest_dev.jsonl`` is dev, not test.
+    """
+    candidates: dict[str, list[Path]] = {split: [] for split in SPLITS}
+    unmatched: list[Path] = []
+    for path in files:
+        splits = [split for split in SPLITS if split in re.split(r"[\W_]+", path.name.lower())]
+        (candidates[splits[0]] if len(splits) == 1 else unmatched).append(path)
+    if not all(candidates.values()):
+        return {}
+    advice = f"give one file for each of {', '.join(SPLITS)}, with exactly one of these words in its name"
+    for split, paths in candidates.items():
+        if len(paths) > 1:
+            raise ValueError(f"--questions: {' and '.join(map(str, paths))} both match questions.{split}; {advice}")
+    if unmatched:
+        raise ValueError(f"--questions: {' and '.join(map(str, unmatched))}: no split in the name; {advice}")
+    return {split: path for split, (path,) in candidates.items()}

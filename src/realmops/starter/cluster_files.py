@@ -1,0 +1,117 @@
+"""Files of a new project for a cluster: kustomization.yaml, and what Argo CD, Flux and GitHub read.
+
+A value that only the user knows contains ``SET-ME``. The API server refuses it in a PersistentVolumeClaim and in a
+GitRepository, and every kubelet in the path of an image (InvalidImageName, without a pull); in the host of an image
+capital letters would be valid.
+"""
+
+import re
+from pathlib import Path
+
+import yaml
+
+from realmops import __version__
+from realmops.resources import resource_folder
+from realmops.starter.git_origin import GitOrigin
+from realmops.starter.yaml_text import as_yaml
+
+BASES = f"realmops-{__version__}"  # folder of the package's manifests in k8s/
+CLUSTERS = {"standalone": "kubeflow", "local": "realmops", "production": "realmops"}  # namespaces by overlay
+PLACEHOLDER = "SET-ME"
+IMAGE_TO_SET = f"registry.example.org/{PLACEHOLDER}/realmops"
+REPOSITORY_TO_SET = f"{PLACEHOLDER}/realmops.git"
+VALUES_TO_SET = {  # in the overlays
+    "value: user@example.com": f"value: {PLACEHOLDER}@example.com",  # user of the Kubeflow profile
+    "value: shared-files": f"value: {PLACEHOLDER}",  # storage class
+}
+PARAMS_MAP = "realmops-params"  # ConfigMap of the Job that submits
+PLAIN = re.compile(r"[A-Za-z./][\w./:@+~-]*")  # texts that YAML's flow style reads as such
+
+
+def kustomization_text(cluster: str, image: str | None, presets: list[str]) -> str:
+    """Return an overlay of the package adapted to a project's folder, with its options as a ConfigMap.
+
+    Args:
+        cluster: a key of ``CLUSTERS``.
+        image: the image of all pods, with a tag or a digest; None for a placeholder.
+        presets: the project's own presets, as paths in its folder.
+
+    Raises:
+        ValueError: the image has neither tag nor digest.
+    """
+    text = (resource_folder("k8s") / "overlays" / cluster / "kustomization.yaml").read_text(encoding="utf-8")
+    text = text.replace("../../", f"k8s/{BASES}/").replace(" ../", " --cluster ")
+    for value, placeholder in VALUES_TO_SET.items():
+        text = text.replace(value, placeholder)
+    tag = f"{__version__}-gpu" if cluster == "production" else __version__
+    lines = _image_lines(image) if image is not None else [f"newName: {IMAGE_TO_SET}", f"newTag: {tag}"]
+    block = re.search(r"^images:\n  - name: realmops\n(    new\w+: .*\n)+", text, re.MULTILINE)
+    assert block is not None
+    note = "  # the image of all pods, which the Dockerfile of realmops builds, in a registry that the nodes reach\n"
+    images = "".join(f"    {line}\n" for line in lines)
+    return text.replace(block[0], f"images:\n{note}  - name: realmops\n{images}") + (
+        "# For the Job that submits the pipeline: a changed option needs a commit, but no image. Add your presets.\n"
+        f"configMapGenerator:\n  - name: {PARAMS_MAP}\n    files:\n"
+        + "".join(f"      - {_scalar(file)}\n" for file in ("params.yaml", "inputs.yaml", *presets))
+    )
+
+
+def _image_lines(image: str) -> list[str]:
+    """Return an image as fields of kustomize."""
+    parts = re.fullmatch(r"(?P<name>[^@]+?)(?::(?P<tag>[^:/@]+))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?", image)
+    if parts is None or not (parts["tag"] or parts["digest"]):
+        raise ValueError(f"--image is {image!r}; expected NAME:TAG or NAME@sha256:DIGEST")
+    version = ("digest", parts["digest"]) if parts["digest"] else ("newTag", parts["tag"])
+    return [f"{key}: {_scalar(value)}" for key, value in (("newName", parts["name"]), version)]
+
+
+def own_presets(folder: Path) -> list[str]:
+    """Return the files in the folder ``presets`` of a project, as paths in the project."""
+    return sorted(path.relative_to(folder).as_posix() for path in (folder / "presets").glob("*.yaml"))
+
+
+def unlisted_presets(folder: Path) -> list[str]:
+    """Return a warning for each preset of a project that its kustomization.yaml does not pass to the cluster."""
+    file = folder / "kustomization.yaml"
+    try:
+        document = yaml.load(file.read_bytes(), yaml.CSafeLoader)
+        [generator] = [entry for entry in document["configMapGenerator"] if entry["name"] == PARAMS_MAP]
+        listed = {str(entry).rpartition("=")[2] for entry in generator.get("files", ())}
+    except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError):
+        return []  # no such file, or not one of realmops init
+    return [
+        f"{file}: {preset} is not in the files of {PARAMS_MAP}, and the Job of retrain-on-sync lacks it; add it there"
+        for preset in own_presets(folder)
+        if preset not in listed
+    ]
+
+
+def fill_cluster_template(text: str, origin: GitOrigin, cluster: str) -> str:
+    """Return a template with the project's repository, branch, folder and namespace filled in."""
+    if origin.address.startswith("ssh://"):
+        text = text.replace("  # secretRef:", "  secretRef:")
+    for mark, value in {
+        "@REPOSITORY@": origin.address or REPOSITORY_TO_SET,
+        "@BRANCH@": origin.branch,
+        "@PATH@": origin.path,
+        "@FLUX_PATH@": "./" if origin.path == "." else f"./{origin.path}",
+        "@NAMESPACE@": CLUSTERS[cluster],
+    }.items():
+        text = text.replace(mark, _scalar(value))
+    return text
+
+
+def values_to_set(files: dict[str, str]) -> list[str]:
+    """Return the lines of files that have a placeholder, with file and number."""
+    return [
+        f"{name}, line {number}: {line.strip()}"
+        for name, text in files.items()
+        for number, line in enumerate(text.splitlines(), 1)
+        if PLACEHOLDER in line and not line.lstrip().startswith("#")
+    ]
+
+
+def _scalar(text: str) -> str:
+    """Return a text as a scalar of YAML."""
+    written = as_yaml({"run": {"key": text}}).partition("key: ")[2].rstrip("\n")
+    return written if written != text or PLAIN.fullmatch(text) else f'"{text}"'

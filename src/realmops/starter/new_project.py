@@ -1,0 +1,38 @@
+"""A new project before it is written: its files, options and presets."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from realmops import config
+from realmops.stages import HUB
+
+
+@dataclass
+class Project:
+    """The files of a new project by name, and the lines to print."""
+
+    folder: Path
+    files: dict[str, str] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    presets: list[str] = field(default_factory=list)
+    own: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def put(self, key: str, value: Any) -> None:
+        """Set an option of params.yaml."""
+        section, _, name = key.partition(".")
+        self.own.setdefault(section, {})[name] = value
+
+    @property
+    def values(self) -> dict[str, dict[str, Any]]:
+        """All sections with the project's presets and options applied."""
+        files = [config.preset_path(name, self.folder / "params.yaml") for name in self.presets]
+        return config.merge_options(self.own, "params.yaml", config.apply_presets(config.default_options(), files))
+
+
+def path_in_params(project: Project, path: Path) -> str:
+    """Return a path for params.yaml: relative if it is inside the project's folder, otherwise absolute."""
+    if str(path).startswith(HUB):
+        return str(path)
+    place, home = path.resolve(), project.folder.resolve()
+    return place.relative_to(home).as_posix() if place.is_relative_to(home) else str(place)

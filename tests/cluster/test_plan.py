@@ -1,0 +1,147 @@
+"""One plan: what ``realmops run all`` does for a project, the tasks of the compiled pipeline do, in the same order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cluster_lab import Output
+from compiled import ROOT, compiled
+from small_encoders import write_encoder
+from small_project import Quiet, toy_values, write_project
+from small_readers import write_reader
+
+from realmops import config
+from realmops.commands.run import run_stages
+from realmops.config_yaml import read_yaml
+from realmops.stages import CLOZE_STEP, STEPS, Job, Stage, planned_steps
+from realmops.starter.project_files import dvc_text
+
+PIPELINE = compiled("train")
+TASKS: dict[str, Any] = PIPELINE["components"]["comp-exit-handler-1"]["dag"]["tasks"]
+SAMPLE = {split: f"data/sample/questions.{split}.jsonl.gz" for split in ("train", "dev", "test")}
+GENERATED = read_yaml(config.PACKAGE / "presets/documents.yaml")
+NO_SPANS = {"ict": {"reader_steps": 0}, "pretrain": {"steps": 0}}
+TRAIN = "ict pretrain finetune evaluate"
+ENCODER, READER = "ENCODER", "READER"  # folders that the test writes
+# Kinds of projects: their options on top of the small project's, which has documents and questions, and their steps.
+KINDS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
+    "documents and questions": ({}, f"snapshot tag {TRAIN}"),
+    "documents alone": (GENERATED, f"snapshot tag cloze {TRAIN}"),
+    "documents and a published reader": (GENERATED | {"reader": {"init": READER}}, f"snapshot tag cloze {TRAIN}"),
+    "documents, with REALM": (GENERATED | {"pretrain": {"steps": 8}, "reader": {}}, f"snapshot tag cloze {TRAIN}"),
+    "own test questions, the others generated": (
+        {"questions": {"train": "data/cloze/questions.train.jsonl"}, "tag": {"method": "dates"}},
+        f"snapshot tag cloze {TRAIN}",
+    ),
+    "questions and a published reader": (NO_SPANS | {"reader": {"init": READER}}, f"snapshot {TRAIN}"),
+    "questions, search alone": (NO_SPANS | {"reader": {"init": "none"}}, f"snapshot {TRAIN}"),
+    "an encoder's folder": ({"bert": {"positions": 64}, "retriever": {"init": ENCODER}}, f"snapshot tag {TRAIN}"),
+    "another language": (
+        {"snapshot": {"language": "de"}, "tag": {"method": "phrases"}},
+        f"snapshot tag {TRAIN}",
+    ),
+    "another language, documents alone": (
+        GENERATED | {"snapshot": {"language": "auto"}},
+        f"snapshot tag cloze {TRAIN}",
+    ),
+    "the sample corpus": (
+        {"snapshot": {"documents": "data/sample/corpus.jsonl.gz"}, "questions": SAMPLE},
+        f"sample snapshot tag {TRAIN}",
+    ),
+    "the sample's sentences for the tagger": (
+        {"tag": {"method": "tagger", "train": "data/sample/ner.train.conll", "dev": "data/sample/ner.dev.conll"}},
+        f"sample snapshot tag {TRAIN}",
+    ),
+    "the closed-book baseline": ({"finetune": {"reader": "t5"}}, f"snapshot tag {TRAIN}"),
+}
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The steps that were run, in order; stages and generated questions are stand-ins, all around them is real."""
+    steps: list[str] = []
+
+    def run(stage: Stage, job: Job) -> dict[str, Any]:
+        steps.append(stage.name)
+        (job.out / "report.html").write_text("")
+        (job.out / "corpus").mkdir()
+        (job.out / "corpus/manifest.json").write_text('{"corpus_hash": "0"}')
+        return {}
+
+    def generate(root: Path, out: Path | None, *, seed: int) -> list[str]:
+        steps.append(CLOZE_STEP)
+        manifest = {"manifest_digest": "0", "files": {}, "written": {}}
+        (root / "data/cloze").mkdir()
+        (root / "data/cloze/manifest.json").write_text(json.dumps(manifest))
+        return []
+
+    monkeypatch.setattr("realmops.stages.Stage.run", run)
+    monkeypatch.setattr("realmops.evaluate.run_report.figure_tables", lambda metrics: [])
+    for module in ("run", "questions"):
+        monkeypatch.setattr(f"realmops.commands.{module}.write_cloze_questions", generate)
+    return steps
+
+
+def in_order() -> list[str]:
+    """The tasks of the pipeline, each after those that it depends on."""
+    order: list[str] = []
+    while ready := [t for t in TASKS if t not in order and {*TASKS[t].get("dependentTasks", [])} <= {*order}]:
+        order += ready
+    assert {*order} == {*TASKS}
+    return order
+
+
+def run_task(task: str, options: str, root: Path, folder: Path) -> dict[str, Output]:
+    """Call the function of a task in the compiled file, without a Deployment and a registered model."""
+    definition = PIPELINE["components"][f"comp-{task}"]
+    executor = PIPELINE["deploymentSpec"]["executors"][definition["executorLabel"]]["container"]
+    outputs = {key: Output(folder / f"{task}.{key}") for key in definition["outputDefinitions"]["artifacts"]}
+    values = {"STRING": "", "NUMBER_INTEGER": 1, "NUMBER_DOUBLE": 0.0}
+    given = {key: values[entry["parameterType"]] for key, entry in definition["inputDefinitions"]["parameters"].items()}
+    module: dict[str, Any] = {}
+    exec(executor["command"][-1], module)
+    module[executor["args"][-1]](**given | {"options": options, "root": str(root)}, **outputs)
+    return outputs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_pipeline_runs_what_run_all_runs(
+    kind: str, done: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    changes, steps = KINDS[kind]
+    write_project(tmp_path)
+    for name, write in ((ENCODER, write_encoder), (READER, write_reader)):
+        if name in str(changes):
+            changes = json.loads(json.dumps(changes).replace(name, str(write(tmp_path, "bert"))))
+    values = toy_values(**changes)
+    for section, keys in values.items():  # a pod has no project folder
+        values[section] = {k: str(tmp_path / v) if (tmp_path / str(v)).is_file() else v for k, v in keys.items()}
+    assert planned_steps(values) == tuple(steps.split())
+    plan = planned_steps(values)
+    for _ in run_stages(plan, values, project=tmp_path, root=tmp_path / "here", report=Quiet(), force=False):
+        pass
+    here, done[:] = [*done], []
+    assert here == steps.split()
+    capfd.readouterr()
+    logged = {}
+    for task in in_order():
+        outputs = run_task(task, json.dumps(values), tmp_path / "pods", tmp_path)
+        assert all(Path(output.path).is_file() for output in outputs.values() if task != "promote"), task
+        logged[task] = capfd.readouterr().err.splitlines()
+    assert done == here, "the tasks of the pipeline, in the order of its file"
+    for step in {*STEPS} - {*here}:
+        assert logged[step] == [f"{step}: not needed with these options, so nothing is done"]
+    assert [*yaml.safe_load(dvc_text(values, {}))["stages"]] == here
+
+
+def test_the_kinds_of_projects_leave_out_every_step_that_can_be_left_out() -> None:
+    """And the chain of this project is that of the sample."""
+    planned = {step for _, steps in KINDS.values() for step in steps.split()}
+    assert planned == {*STEPS} == {*TASKS} - {"promote"}
+    without = {step for _, steps in KINDS.values() for step in {*STEPS} - {*steps.split()}}
+    assert without == {"sample", "tag", "cloze"}
+    assert planned_steps(config.load_params(ROOT / "params.yaml")) == tuple(s for s in STEPS if s != CLOZE_STEP)

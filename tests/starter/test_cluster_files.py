@@ -1,0 +1,187 @@
+"""What a new project has for a cluster: its own params and presets, its repository, and values to set."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from manifest_rules import faults
+from manifests import Object, find, read_all, render
+from small_project import cli
+
+from realmops import config
+from realmops.starter.cluster_files import CLUSTERS, PLACEHOLDER
+from realmops.starter.git_origin import GitOrigin, cluster_address
+
+DIGEST = f"sha256:{'0' * 64}"
+
+
+def created(folder: Path, *words: str) -> str:
+    result = cli("init", folder, *words)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def git(folder: Path, *words: str) -> None:
+    subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True)
+
+
+# The Job that submits
+
+
+def mounted(objects: list[Object], folder: Path) -> Path:
+    """The files at /app in the pod of the Job, written below ``folder``."""
+    [params] = [one for one in objects if one["metadata"]["name"].startswith("realmops-params")]
+    template = find(objects, "Job/realmops-retrain")["spec"]["template"]["spec"]
+    [volume] = [one["name"] for one in template["volumes"] if "configMap" in one]
+    mounts = [one for one in template["containers"][0]["volumeMounts"] if one["name"] == volume]
+    paths = [Path(one["mountPath"]) for one in mounts]
+    assert not [(a, b) for a in paths for b in paths if a in b.parents], "a mounted ConfigMap is read-only"
+    for mount in mounts:
+        target = folder / mount["mountPath"].lstrip("/")
+        files = {target: mount["subPath"]} if "subPath" in mount else {target / key: key for key in params["data"]}
+        for file, key in files.items():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(params["data"][key])
+    return folder / "app"
+
+
+def test_the_job_has_the_options_of_the_project_with_its_own_presets(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    (project / "presets").mkdir(parents=True)
+    (project / "presets/mine.yaml").write_text("pretrain: {steps: 7}\n")
+    created(project, "--image", "realmops:local")
+    assert cli("params", "--params", project / "params.yaml", "--preset", "mine", "--write").exit_code == 0
+    file = project / "kustomization.yaml"
+    own = yaml.safe_load(file.read_text())
+    own["components"] += read_all(project / "k8s/flux.yaml")[1]["spec"]["components"]
+    file.write_text(yaml.safe_dump(own))
+    objects = render(project)
+    assert faults(objects) == []
+    app = mounted(objects, tmp_path / "pod")
+    values = config.load_params(app / "params.yaml")
+    assert values == config.load_params(project / "params.yaml")
+    assert values["pretrain"]["steps"] == 7
+    assert yaml.safe_load((app / "inputs.yaml").read_text()) == {}
+
+
+def test_a_preset_that_the_cluster_lacks_is_named(tmp_path: Path) -> None:
+    (tmp_path / "presets").mkdir()
+    (tmp_path / "presets/mine.yaml").write_text("pretrain: {steps: 7}\n")
+    created(tmp_path)
+    params = tmp_path / "params.yaml"
+    assert not cli("params", "--params", params, "--json").stderr
+    (tmp_path / "presets/later.yaml").write_text("run: {seed: 1}\n")
+    for words in (("params", "--json"), ("submit", "--endpoint", "http://127.0.0.1:9")):
+        warning = " ".join(cli(*words, "--params", params).stderr.split())
+        assert f"{tmp_path}/kustomization.yaml: presets/later.yaml is not in the files of realmops-params" in warning
+        assert "mine.yaml" not in warning
+    text = (tmp_path / "kustomization.yaml").read_text()
+    (tmp_path / "kustomization.yaml").write_text(
+        text.replace("      - inputs", "      - presets/later.yaml\n      - inputs")
+    )
+    assert not cli("params", "--params", params, "--json").stderr
+    for broken in ("[", "configMapGenerator: 3", ""):  # is none of ours, or reported by kubectl
+        (tmp_path / "kustomization.yaml").write_text(broken)
+        assert not cli("params", "--params", params, "--json").stderr
+
+
+# Images and other values to set
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_what_is_to_set_is_listed_and_is_all_that_is_wrong(cluster: str, tmp_path: Path) -> None:
+    lines = created(tmp_path, "--cluster", cluster).splitlines()
+    to_set = [line.strip() for line in lines[lines.index("to set before you use a cluster:") + 1 : -2]]
+    files = {name: (tmp_path / name).read_text().splitlines() for name in {line.split(",")[0] for line in to_set}}
+    assert {*files} == {"kustomization.yaml", "k8s/argo-cd.yaml", "k8s/flux.yaml"}
+    for line in to_set:
+        name, number, text = line.replace(", line ", ": ").split(": ", 2)
+        assert files[name][int(number) - 1].strip() == text
+        assert PLACEHOLDER in text
+    objects = render(tmp_path)
+    refused = faults(objects)
+    assert refused
+    assert [fault for fault in refused if PLACEHOLDER not in fault] == []
+    assert any(".image is registry.example.org/SET-ME/realmops" in fault for fault in refused)
+    assert any("storageClassName is SET-ME" in fault for fault in refused) == (cluster == "production")
+    source = read_all(tmp_path / "k8s/flux.yaml")[0]
+    [refused_url] = faults([source])
+    assert "'SET-ME/realmops.git' does not match" in refused_url
+
+
+@pytest.mark.parametrize(
+    "image",
+    ["realmops:local", "host:5000/team/realmops:f2c1a07", f"host/realmops@{DIGEST}", f"host/realmops:1@{DIGEST}"],
+)
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_all_pods_have_the_named_image(image: str, cluster: str, tmp_path: Path) -> None:
+    told = created(tmp_path, "--cluster", cluster, "--image", image)
+    assert "newName" not in told
+    [builder] = find(render(tmp_path), "Deployment/realmops-index-builder")["spec"]["template"]["spec"]["containers"]
+    assert builder["image"] == image.replace(":1@", "@")
+
+
+@pytest.mark.parametrize(
+    "image", ["realmops", "host:5000/realmops", "", f"@{DIGEST}", "realmops@sha256:1", "realmops:"]
+)
+def test_an_image_without_a_version_is_refused_and_nothing_is_written(image: str, tmp_path: Path) -> None:
+    result = cli("init", tmp_path / "mine", "--image", image)
+    assert (result.exit_code, f"--image is {image!r}; expected NAME:TAG" in result.stderr) == (2, True)
+    assert not (tmp_path / "mine").exists()
+
+
+# The repository
+
+
+@pytest.mark.parametrize(
+    ("remote", "address"),
+    [
+        ("https://git.test/team/docs.git", "https://git.test/team/docs.git"),
+        ("https://me:secret@git.test:8443/team/docs", "https://git.test:8443/team/docs"),
+        ("https://token@git.test/team/docs.git?private_token=x#y", "https://git.test/team/docs.git"),
+        ("git@git.test:team/docs.git", "ssh://git@git.test/team/docs.git"),
+        ("git.test:/srv/docs.git", "ssh://git@git.test/srv/docs.git"),
+        ("ssh://me:secret@git.test:2222/team/docs.git", "ssh://me@git.test:2222/team/docs.git"),
+        ("ssh://git.test/~me/docs.git", "ssh://git@git.test/~me/docs.git"),
+        *((remote, "") for remote in ("", "/srv/docs.git", "../docs", "file:///srv/docs.git", "git://git.test/docs")),
+    ],
+)
+def test_a_remote_is_an_address_for_a_cluster_without_secrets(remote: str, address: str) -> None:
+    assert cluster_address(remote) == address
+
+
+def test_argo_cd_and_flux_get_repository_branch_and_folder(tmp_path: Path) -> None:
+    git(tmp_path, "init", "--initial-branch", "release/1")
+    git(tmp_path, "remote", "add", "origin", "git@git.test:team/docs.git")
+    told = created(tmp_path / "search" / "it's 1")
+    assert "git: ssh://git@git.test/team/docs.git, branch release/1, in k8s/argo-cd.yaml and k8s/flux.yaml" in told
+    assert "repoURL" not in told
+    folder = tmp_path / "search" / "it's 1"
+    [application], [source, sync] = (read_all(folder / f"k8s/{name}.yaml") for name in ("argo-cd", "flux"))
+    assert faults([application, source, sync]) == []
+    place = application["spec"]["source"]
+    assert (place["repoURL"], place["targetRevision"]) == ("ssh://git@git.test/team/docs.git", "release/1")
+    assert (place["path"], sync["spec"]["path"]) == ("search/it's 1", "./search/it's 1")
+    assert (source["spec"]["url"], source["spec"]["ref"]) == (place["repoURL"], {"branch": "release/1"})
+    assert source["spec"]["secretRef"] == {"name": "realmops-git"}, "ssh needs a key"
+    workflow = yaml.safe_load((folder / ".github/workflows/retrain.yml").read_text())
+    assert workflow[True]["push"]["branches"] == ["release/1"]
+    git(tmp_path, "remote", "set-url", "origin", "https://me:secret@git.test/team/docs.git")
+    created(tmp_path / "other")
+    written = {path: path.read_text() for path in (tmp_path / "other").rglob("*.yaml")}
+    assert not [path for path, text in written.items() if "secret@" in text]
+    assert "secretRef" not in read_all(tmp_path / "other/k8s/flux.yaml")[0]["spec"]
+
+
+def test_without_git_or_a_commit_the_branch_is_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert GitOrigin.of(tmp_path / "new") == GitOrigin("", "main", ".")
+    git(tmp_path, "init", "--initial-branch", "trunk")
+    assert GitOrigin.of(tmp_path / "new") == GitOrigin("", "trunk", "new")
+    git(tmp_path, "-c", "user.name=a", "-c", "user.email=a@b.test", "commit", "--allow-empty", "-m", "one")
+    git(tmp_path, "checkout", "--detach")
+    assert GitOrigin.of(tmp_path).branch == "main"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert GitOrigin.of(tmp_path) == GitOrigin("", "main", ".")
