@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 HEAVY = {
-    "datasets", "dvc", "faiss", "kfp", "kfp_server_api", "kubernetes", "mlflow", "pandas", "pyarrow", "sklearn", "torch",
-    "transformers",
+    "datasets", "dvc", "faiss", "kfp", "kfp_server_api", "kubernetes", "mlflow", "pandas", "pyarrow", "sklearn",
+    "torch", "transformers",
 }  # fmt: skip
 START = """
 import sys
