@@ -1,12 +1,13 @@
-# One image for every pod: training, index builder, MLflow and submission.
-#   docker build --build-arg COMMIT=$(git rev-parse HEAD) --tag realmops:$(git rev-parse --short HEAD) .
-#   docker build --build-arg TORCH_INDEX=URL ...               also looks there for torch: name an index of its CPU builds
-#   docker build --build-arg VARIANT=gpu ...                   with FAISS for GPUs, without OpenVINO
-#   docker build --build-arg BASE=IMAGE ...                    another base with Python 3.11 and its pip
-#   docker build --secret id=pip,src=pip.conf ...              packages from the indexes of your pip.conf
-#   docker build --secret id=ca,src=FILE ...                   your network's certificates: cert = /run/secrets/ca in pip.conf
-# Without TORCH_INDEX, torch brings its CUDA libraries into the cpu variant as well: two thirds of the image.
-# A TORCH_INDEX stays readable in the image's history: an address with a password belongs into pip.conf.
+# One image for every pod of realmops: training, index builder, server, submission. MLflow's server has its own image.
+#   docker build --build-arg TORCH_INDEX=URL --build-arg COMMIT=$(git rev-parse HEAD) --tag realmops:TAG .
+#                                                          for CPUs; URL is an index of torch's CPU builds
+#   docker build --build-arg VARIANT=gpu ...               with torch and FAISS for CUDA, without OpenVINO; needs no TORCH_INDEX
+#   docker build --build-arg BASE=IMAGE ...                another base with Python 3.11 and its pip
+#   docker build --secret id=pip,src=pip.conf ...          packages from the indexes of your pip.conf
+#   docker build --secret id=ca,src=FILE ...               your network's certificates: cert = /run/secrets/ca in pip.conf
+# On x86-64, torch of the default index is linked with CUDA's libraries and cannot be imported without them: 4 of 6 GB. The
+# cpu variant refuses it before it downloads it. TORCH_INDEX is not needed where pip.conf names such an index, and on ARM.
+# It stays readable in the image's history: an address with a password belongs into pip.conf.
 ARG BASE=python:3.11-slim
 
 # What realmops depends on. The layer of gigabytes is made by this file, the versions and the extras alone: builds of other
@@ -25,8 +26,17 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
     && mkdir -p src/realmops \
     && touch README.md LICENSE \
     && python -m venv --without-pip /opt/realmops \
-    && python -m pip --python /opt/realmops/bin/python install --no-cache-dir --constraint constraints.txt \
-        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} ".[baselines,cluster,documents,server,$search]" \
+    && set -- --constraint constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
+    && if [ "$VARIANT" = cpu ]; then \
+        python -m pip --python /opt/realmops/bin/python install --dry-run --quiet --report torch.json "$@" torch || exit 1; \
+        if grep -q '"name": "nvidia-' torch.json; then \
+            echo "VARIANT is cpu, but pip found torch for CUDA; name an index of torch's CPU builds with --build-arg" \
+                "TORCH_INDEX=URL or in pip.conf, or build for GPUs with --build-arg VARIANT=gpu" >&2; \
+            exit 2; \
+        fi; \
+    fi \
+    && python -m pip --python /opt/realmops/bin/python install --no-cache-dir "$@" \
+        ".[baselines,cluster,documents,$search]" \
     && python -m pip --python /opt/realmops/bin/python uninstall --yes realmops
 
 FROM packages AS build

@@ -1,9 +1,12 @@
 """The Dockerfile: what is copied, installed and cached, and which user runs."""
 
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
+import pytest
 from manifests import instructions
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +45,58 @@ def test_the_image_installs_extras_that_there_are() -> None:
     chosen = re.findall(r"(\w+)\) search=(\w+)", run)
     assert chosen == [("cpu", "faiss"), ("gpu", "gpu")]
     assert {*extras.replace("$search", "faiss").split(",")} <= {*project["optional-dependencies"]}
+
+
+# pip of the image's build, with the packages that it would install
+PIP = """#!/bin/sh
+echo "$@" >> calls
+while [ $# -gt 1 ]; do
+    if [ "$1" = --report ]; then
+        printf '{"install": [{"metadata": {"name": "torch"}}, %s]}' "$FOUND" > "$2"
+        exit "${CODE:-0}"
+    fi
+    shift
+done
+"""
+CUDA = '{"metadata": {"name": "nvidia-cublas"}}'
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "said", "installed"),
+    [
+        ({"VARIANT": "cpu", "FOUND": CUDA}, 2, "name an index of torch's CPU builds", None),
+        (
+            {"VARIANT": "cpu", "FOUND": "{}"},
+            0,
+            "",
+            "--constraint constraints.txt .[baselines,cluster,documents,faiss,openvino]",
+        ),
+        (
+            {"VARIANT": "cpu", "FOUND": "{}", "TORCH_INDEX": "cpus"},
+            0,
+            "",
+            "--constraint constraints.txt --extra-index-url cpus .[baselines,cluster,documents,faiss,openvino]",
+        ),
+        ({"VARIANT": "gpu", "FOUND": CUDA}, 0, "", "--constraint constraints.txt .[baselines,cluster,documents,gpu]"),
+        ({"VARIANT": "tpu"}, 2, "allowed are cpu and gpu", None),
+        ({"VARIANT": "cpu", "FOUND": "{}", "CODE": "7"}, 1, "", None),
+    ],
+)
+def test_the_cpu_image_is_never_built_with_cuda(
+    given: dict[str, str], code: int, said: str, installed: str | None, tmp_path: Path
+) -> None:
+    """The shell of the layer with the packages; it refuses before a package is downloaded."""
+    script = next(rest for word, rest in instructions() if word == "RUN")
+    script = re.sub(r"^(--mount=\S+ +)+", "", script)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").write_text(PIP, encoding="utf-8")
+    (tmp_path / "bin/python").chmod(0o755)
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", **given}
+    done = subprocess.run(["sh", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, said in done.stderr) == (code, True)
+    calls = (tmp_path / "calls").read_text().splitlines() if (tmp_path / "calls").exists() else []
+    pip = "-m pip --python /opt/realmops/bin/python install --no-cache-dir "
+    assert [call.removeprefix(pip) for call in calls if call.startswith(pip)] == ([installed] if installed else [])
 
 
 def test_the_image_carries_its_commit() -> None:

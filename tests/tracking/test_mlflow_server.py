@@ -1,5 +1,6 @@
-"""MLflow's server as its manifests start it: who may ask it, a training that loses it, PostgreSQL and S3."""
+"""MLflow's server as its manifests start it: who may ask it, a training that loses it, sign-in, PostgreSQL and S3."""
 
+import base64
 import http.client
 import json
 import os
@@ -11,14 +12,14 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import small_project
 from manifest_rules import ANSWERS
-from manifests import K8S, PROBES, as_started, find, render
+from manifests import K8S, PROBES, as_started, find, render_all
 from small_project import wait_for
 
 from realmops.config_yaml import read_yaml
@@ -33,10 +34,21 @@ def free_port() -> int:
 
 
 class Server:
-    """The container's process with the volumes it mounts in a folder, on a loopback port."""
+    """The container's process with the volumes it mounts in a folder, on a loopback port.
 
-    def __init__(self, folder: Path, overlay: str = "local", secrets: Mapping[str, Mapping[str, str]] = {}) -> None:
-        deployment = find(render(K8S / "overlays" / overlay), "Deployment/mlflow")
+    The overlay is extended by components; the keys of a mounted Secret become files.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        overlay: str = "local",
+        secrets: Mapping[str, Mapping[str, str]] = {},
+        components: Sequence[str] = (),
+    ) -> None:
+        fields = {"resources": [f"../overlays/{overlay}"], "components": [f"../components/{one}" for one in components]}
+        objects = render_all(folder / "k8s", {"realmops": fields})["realmops"]
+        deployment = find(objects, "Deployment/mlflow")
         [container] = deployment["spec"]["template"]["spec"]["containers"]
         pod = {"metadata.namespace": deployment["metadata"]["namespace"], "status.podIP": "10.0.0.7"}
         command, environment = as_started(container, pod, secrets)
@@ -46,8 +58,13 @@ class Server:
         def moved(text: str) -> str:
             return re.sub(rf"({mounts})(?=/|$)", lambda match: f"{folder}{match[1]}", text)
 
+        volumes = {volume["name"]: volume for volume in deployment["spec"]["template"]["spec"]["volumes"]}
         for mount in container["volumeMounts"]:
             (folder / mount["mountPath"].lstrip("/")).mkdir(parents=True)
+            source = volumes[mount["name"]].get("secret", {"items": []})
+            for item in source["items"]:
+                text = moved(secrets[source["secretName"]][item["key"]])
+                (folder / mount["mountPath"].lstrip("/") / item["path"]).write_text(text)
         self.port = free_port()
         assert command[:6] == ["mlflow", "server", "--host", "0.0.0.0", "--port", "5000"]
         self.address = f"http://127.0.0.1:{self.port}"
@@ -77,11 +94,14 @@ class Server:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def answer(self, method: str, path: str, host: str) -> int:
-        """The status of the answer to a request in which it is called ``host``."""
+    def answer(self, method: str, path: str, host: str = "mlflow:5000", user: str = "") -> int:
+        """The status of the answer to a request of ``name:password`` in which it is called ``host``."""
         with closing(http.client.HTTPConnection("127.0.0.1", self.port)) as connection:
             body = json.dumps({"max_results": 1}) if method == "POST" else None
-            connection.request(method, path, body, {"Host": host, "Content-Type": "application/json"})
+            headers = {"Host": host, "Content-Type": "application/json"}
+            if user:
+                headers["Authorization"] = f"Basic {base64.b64encode(user.encode()).decode()}"
+            connection.request(method, path, body, headers)
             return connection.getresponse().status
 
     def points(self) -> int:
@@ -158,6 +178,46 @@ def test_a_training_that_loses_the_server_loses_no_point(
     assert run.info.status == "FINISHED"
     assert {name for name in run.data.metrics if name.startswith("ict/")} == names
     assert small_project.cli("sync", "--root", tmp_path).output == "0 points and files sent\n"
+
+
+# Sign-in
+
+SIGN_IN = {"username": "admin", "password": "a long pass% word", "secret-key": "0" * 32}
+USER = f"{SIGN_IN['username']}:{SIGN_IN['password']}"
+
+
+def documented_settings() -> str:
+    """The file basic_auth.ini as the component has people write it into the secret."""
+    text = (K8S / "components/mlflow-auth/kustomization.yaml").read_text(encoding="utf-8")
+    return "".join(f"{line}\n" for line in re.findall(r"^#   (\[mlflow\]|\w+ = .+)$", text, re.MULTILINE))
+
+
+def test_with_sign_in_only_those_with_the_password_use_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kubelet, which has none, still finds out whether it is healthy."""
+    for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
+        monkeypatch.delenv(name)
+    secrets = {"mlflow-auth": {**SIGN_IN, "basic_auth.ini": documented_settings()}}
+    server = Server(tmp_path, "local", secrets, ["monitoring", "mlflow-auth"])
+    server.start(600)
+    try:
+        search = "/api/2.0/mlflow/experiments/search"
+        assert [server.answer("GET", path) for path in sorted(server.paths)] == [200] * len(server.paths)
+        for method, path in (("POST", search), ("GET", "/metrics"), ("GET", "/"), ("GET", "/version")):
+            statuses = [server.answer(method, path, user=user) for user in ("", "admin:wrong", "other:password", USER)]
+            assert statuses == [401, 401, 401, 200], path
+
+        with pytest.raises(Exception, match="401"):
+            mlflow_client(server.address).create_experiment("without")
+        monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", SIGN_IN["username"])
+        monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", SIGN_IN["password"])
+        client = mlflow_client(server.address)
+        run = client.create_run(client.create_experiment("with"))
+        client.log_metric(run.info.run_id, "loss", 0.5, step=3)
+        client.log_text(run.info.run_id, "a report", "report.txt")
+        assert server.points() == 1
+    finally:
+        server.kill()
+    assert (tmp_path / "mlflow/basic_auth.db").is_file(), "users outlive the pod"
 
 
 # Production: PostgreSQL and S3
@@ -238,7 +298,10 @@ def object_store(bucket: str, keys: Mapping[str, str]) -> Iterator[tuple[str, ob
 
 @pytest.mark.timeout(900)
 def test_the_server_of_production_runs_on_postgresql_and_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything that its manifest says but the addresses: a run's points lie in one, its files in the other."""
+    """Everything that its manifest says but the addresses, with sign-in.
+
+    A run's points and the users lie in one, the run's files in the other.
+    """
     import psycopg
 
     keys = {"aws_access_key_id": "id", "aws_secret_access_key": "key"}
@@ -253,13 +316,19 @@ def test_the_server_of_production_runs_on_postgresql_and_s3(tmp_path: Path, monk
                 "access-key-id": keys["aws_access_key_id"],
                 "secret-access-key": keys["aws_secret_access_key"],
             },
+            "mlflow-auth": {
+                **SIGN_IN,
+                "basic_auth.ini": re.sub(r"sqlite:\S+", address.replace("%", "%%"), documented_settings()),
+            },
         }
-        server = Server(tmp_path, "production", secrets)
+        monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", SIGN_IN["username"])
+        monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", SIGN_IN["password"])
+        server = Server(tmp_path, "production", secrets, ["mlflow-auth"])
         server.start(600)
         try:
             assert server.paths <= ANSWERS["mlflow"]
             for path in sorted(ANSWERS["mlflow"]):
-                assert server.answer("GET", path, "10.0.0.7:5000") == 200, path
+                assert server.answer("GET", path, "10.0.0.7:5000", USER) == 200, path
             client = mlflow_client(server.address)
             run = client.create_run(client.create_experiment("production"))
             client.log_metric(run.info.run_id, "loss", 0.5, step=3)
@@ -269,6 +338,7 @@ def test_the_server_of_production_runs_on_postgresql_and_s3(tmp_path: Path, monk
             assert client.get_run(run.info.run_id).info.status == "FINISHED"
             with psycopg.connect(address) as database:
                 assert database.execute("SELECT key, value, step FROM metrics").fetchall() == [("loss", 0.5, 3)]
+                assert database.execute("SELECT username, is_admin FROM users").fetchall() == [("admin", True)]
             [found] = store.list_objects_v2(Bucket="bucket")["Contents"]  # type: ignore[attr-defined]
             assert found["Key"].startswith("realm/")
             assert found["Key"].endswith(f"{run.info.run_id}/artifacts/report.txt")

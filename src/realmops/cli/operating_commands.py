@@ -106,6 +106,25 @@ def sync(root: Path) -> Iterator[str]:
 
 
 @main.command()
+@option.existing_folder("--runs", required=True, help="The folder of the runs, such as /realmops/runs.")
+@option.count("--keep", default=10, help="Number of the newest runs to keep.")
+@option.flag("--dry-run", help="Delete nothing, only print what would be deleted, with sizes and ages.")
+def clean(runs: Path, keep: int, dry_run: bool) -> Iterator[str]:
+    """Delete old runs and unused inputs from a volume.
+
+    A run is kept if a version in MLflow's registry reads its files, if one of its stages is running or it changed
+    within the last hour, if it is one of the newest, or if a kept run has a symbolic link to it. Inputs that a pipeline
+    has fetched, in the folder "inputs" next to the runs, are kept if a kept run uses them. If MLFLOW_TRACKING_URI is
+    set and its server cannot be read, nothing is deleted; if it is not set, promoted runs are kept.
+    """
+    from realmops.cluster.clean import clean
+
+    problems: list[str] = []
+    yield from clean(runs, keep, dry_run=dry_run, problems=problems)
+    exit_with(problems)
+
+
+@main.command()
 @option.existing_root
 @option.file("--exchange", help="The exchange folder of trainer and index builders, if outside the root.")
 def doctor(root: Path, exchange: Path | None) -> Iterable[str]:

@@ -22,6 +22,9 @@ def repeated(option: str, name: str, metavar: str, help: str, type: Any = None) 
     return click.option(option, name, multiple=True, metavar=metavar, help=f"{help} Repeatable.", type=type)
 
 
+existing_folder = partial(click.option, type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="FOLDER")
+
+
 def _root(must_exist: bool) -> Callable[[Command], Command]:
     folder = click.Path(path_type=Path, exists=must_exist, file_okay=False)
     help = "The folder of the run, with data/, models/ and results/."

@@ -13,14 +13,11 @@ from realmops.config import parse_section
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.stages.open_run import open_run
 from realmops.stages.tuned_model import open_reader_model
-from realmops.tracking.registry import CHAMPION, ModelVersion, Registry
+from realmops.tracking.registry import CHAMPION, COPIED_TAG, DIGEST_TAG, PROMOTED, ModelVersion, Registry
 from realmops.tracking.runs import tracking_folder
 
-PROMOTED = "promoted"  # kind of a promoted model's manifest, and the subfolder of a run with promoted models
 CORPUS, FINETUNE = "corpus", "finetune"  # subfolders of a promoted model
-DIGEST_TAG = "realmops.digest"
 STEPS_TAG = "realmops.weights_step"
-COPIED_TAG = "realmops.copied"  # set on versions whose files are MLflow artifacts
 _ALIAS = re.compile(rf"models:/([\w-]+)@{CHAMPION}")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from realmops import artifacts
 from realmops.artifacts import WORK_FOLDER
-from realmops.commands.open_model import COPIED_TAG, CORPUS, DIGEST_TAG, FINETUNE, PROMOTED, STEPS_TAG
+from realmops.commands.open_model import CORPUS, FINETUNE, STEPS_TAG
 from realmops.config import CLOSED_BOOK, Tracking, Values, parse_section
 from realmops.corpus.question_sets import REGEX_RULE, assign_languages, read_questions
 from realmops.corpus.snapshot_reader import Snapshot
@@ -25,7 +25,7 @@ from realmops.stages import JOURNAL, METRICS, STAGES, fingerprint
 from realmops.stages.runner import stage_inputs, stage_lock
 from realmops.stages.trained import tuned_steps
 from realmops.text.languages import ENGLISH
-from realmops.tracking.registry import ModelVersion, Registry
+from realmops.tracking.registry import COPIED_TAG, DIGEST_TAG, PROMOTED, ModelVersion, Registry
 from realmops.tracking.runs import tracking_folder
 from realmops.tracking.sender import find_sent_run
 from realmops.tracking.signature import SIGNATURE

@@ -13,6 +13,9 @@ from realmops.journal import NAME
 from realmops.tracking.client import error_summary, experiment_id, mlflow_client, resolve_tracking_uri
 
 CHAMPION = "champion"
+PROMOTED = "promoted"  # kind of a promoted model's manifest, and the subfolder of a run with promoted models
+DIGEST_TAG = "realmops.digest"
+COPIED_TAG = "realmops.copied"  # set on versions whose files are MLflow artifacts
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,19 @@ class Registry:
 
     def _version(self, entry: Any) -> ModelVersion:
         return ModelVersion(f"models:/{self.name}/{entry.version}", int(entry.version), dict(entry.tags))
+
+
+def registered_digests(uri: str) -> set[str]:
+    """Return the digests of all registered versions, of any model, that read their files from the folder of a run."""
+    with _one_line_errors():
+        client, token, versions = mlflow_client(uri), None, []
+        while token is None or token:
+            page = client.search_model_versions(page_token=token)
+            versions += page
+            token = page.token or ""
+    return {
+        version.tags[DIGEST_TAG] for version in versions if {DIGEST_TAG, COPIED_TAG} & {*version.tags} == {DIGEST_TAG}
+    }
 
 
 def _requirements() -> list[str]:
