@@ -1,6 +1,7 @@
 # One image for every pod of realmops: training, index builder, server, submission. MLflow's server has its own image.
 #   docker build --build-arg TORCH_INDEX=URL --build-arg COMMIT=$(git rev-parse HEAD) --tag realmops:TAG .
-#                                                          for CPUs; URL is an index of torch's CPU builds
+#                                                          for CPUs; URL is the index of torch's CPU builds, which
+#                                                          https://pytorch.org/get-started/locally shows
 #   docker build --build-arg VARIANT=gpu ...               with torch and FAISS for CUDA, without OpenVINO; needs no TORCH_INDEX
 #   docker build --build-arg BASE=IMAGE ...                another base with Python 3.11 and its pip
 #   docker build --secret id=pip,src=pip.conf ...          packages from the indexes of your pip.conf
@@ -30,8 +31,8 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
     && if [ "$VARIANT" = cpu ]; then \
         python -m pip --python /opt/realmops/bin/python install --dry-run --quiet --report torch.json "$@" torch || exit 1; \
         if grep -q '"name": "nvidia-' torch.json; then \
-            echo "VARIANT is cpu, but pip found torch for CUDA; name an index of torch's CPU builds with --build-arg" \
-                "TORCH_INDEX=URL or in pip.conf, or build for GPUs with --build-arg VARIANT=gpu" >&2; \
+            echo "VARIANT is cpu, but pip found torch for CUDA; name an index of torch's CPU builds, as PyTorch's installation" \
+                "page does, with --build-arg TORCH_INDEX=URL or in pip.conf, or build with --build-arg VARIANT=gpu" >&2; \
             exit 2; \
         fi; \
     fi \

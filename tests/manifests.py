@@ -87,6 +87,8 @@ def templates(objects: Iterable[Object]) -> Iterator[tuple[Object, Object]]:
     for one in objects:
         if one["kind"] in ("Deployment", "StatefulSet", "DaemonSet", "Job"):
             yield one, one["spec"]["template"]
+        elif one["kind"] == "CronJob":
+            yield one, one["spec"]["jobTemplate"]["spec"]["template"]
 
 
 def containers(spec: Object) -> list[Object]:

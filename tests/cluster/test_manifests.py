@@ -42,7 +42,7 @@ ROOT = K8S.parent
 COMPONENTS = sorted(folder.name for folder in (K8S / "components").iterdir())
 STARTS = ("base", "overlays/local", "overlays/standalone", "overlays/production")
 ANSWERING = ("serve", "kserve")  # components that only single-node changes: with few sets of the others
-FULL = "on-production-s-k-ros"  # has every kind of object
+FULL = "on-production-s-k-c-ma-ros"  # has every kind of object
 BUILDER = "Deployment/realmops-index-builder"
 GONE = object()
 
@@ -72,7 +72,7 @@ def cases() -> dict[str, dict[str, Any]]:
         }
         others = [component for component in COMPONENTS if component not in has and component not in ANSWERING]
         alone = [*subsets(others)]
-        few = (alone[0], ("retrain-on-sync",), alone[-1])
+        few = (alone[0], ("clean", "mlflow-auth", "retrain-on-sync"), alone[-1])
         for chosen in [*alone, *((*more, *some) for some in few for more in [*subsets(ANSWERING)][1:])]:
             namespace = "-".join(["on", Path(start).name, *("".join(re.findall(r"\b\w", one)) for one in chosen)])
             again = ["single-node"] if "single-node" in has and {*ANSWERING} & {*chosen} else []  # for what was added
@@ -119,6 +119,12 @@ def test_an_overlay_and_a_component_are_a_remote_base_at_a_tag(tmp_path: Path) -
     assert remote == local
 
 
+def mlflow_image() -> str:
+    """MLflow's own, of the version that the clients have, with drivers and sign-in."""
+    [version] = re.findall(r"^mlflow==(.+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    return f"ghcr.io/mlflow/mlflow:v{version}-full"
+
+
 @pytest.mark.parametrize("overlay", STARTS[1:])
 def test_an_overlay_sets_namespace_image_and_the_account_of_the_pipelines(overlay: str) -> None:
     """Everything in the namespace in which Kubeflow runs the pipelines, and those who run there may scale builders."""
@@ -134,7 +140,7 @@ def test_an_overlay_sets_namespace_image_and_the_account_of_the_pipelines(overla
     images = {container["image"] for _, _, container in manifests.each_container(objects)}
     claims = {one["metadata"]["name"] for one in objects if one["kind"] == "PersistentVolumeClaim"}
     if overlay == "overlays/production":  # whose MLflow keeps nothing in a claim
-        assert (images, claims) == ({f"{IMAGE}-gpu"}, {"realmops-data"})
+        assert (images, claims) == ({f"{IMAGE}-gpu", mlflow_image()}, {"realmops-data"})
     assert [(one["name"], one["namespace"]) for one in find(objects, "RoleBinding/realmops-scaler")["subjects"]] == [
         ("realmops-scaler", namespace),
         (account, namespace),
@@ -241,6 +247,7 @@ def test_the_command_line_takes_what_containers_are_given(rendered: dict[str, li
     containers = [found for _, template in templates(rendered[FULL]) for found in template["spec"]["containers"]]
     given = [container["args"] for container in containers if "command" not in container]
     assert {arguments[0] for arguments in given} == {
+        "clean",
         "index-builder",
         "serve",
         "submit",
@@ -377,6 +384,34 @@ def test_a_run_may_be_served_in_the_place_of_a_champion(rendered: dict[str, list
     assert faults(objects) == []
 
 
+def test_volumes_are_cleaned_by_one_job_at_a_time_as_the_builders_user(rendered: dict[str, list[Object]]) -> None:
+    for case in (FULL, "on-base-c", "on-local-c"):
+        spec = find(rendered[case], CLEAN)["spec"]
+        assert (spec["concurrencyPolicy"], spec["suspend"]) == ("Forbid", False)
+        pod = spec["jobTemplate"]["spec"]["template"]["spec"]
+        builder = find(rendered[case], BUILDER)["spec"]["template"]["spec"]
+        assert pod["securityContext"] == builder["securityContext"], "or it may not delete what they have written"
+        assert pod["affinity"] == find(rendered["on-local"], BUILDER)["spec"]["template"]["spec"]["affinity"]
+        assert {*pod["containers"][0]["args"]} >= {"--runs", "/realmops/runs"}
+        assert pod["containers"][0]["volumeMounts"] == builder["containers"][0]["volumeMounts"]
+
+
+def test_with_sign_in_every_client_of_ours_has_a_name_and_a_password(rendered: dict[str, list[Object]]) -> None:
+    """Those of pipelines as well; and Prometheus, which knows the administrator."""
+    wanted = {f"MLFLOW_TRACKING_{name}" for name in ("USERNAME", "PASSWORD", "TOKEN")}
+    clients = 0
+    for _, _, container in manifests.each_container(as_made(rendered[FULL])):
+        names = {one["name"] for one in container.get("env", [])}
+        clients += "MLFLOW_TRACKING_URI" in names
+        assert not ("MLFLOW_TRACKING_URI" in names and wanted - names), container["name"]
+    assert clients == 3, "serve, kserve and clean"
+    for pipeline in (ROOT / "pipelines").glob("*.yaml"):
+        assert all(f"secretKey: {name}" in pipeline.read_text(encoding="utf-8") for name in wanted), pipeline
+    [endpoint] = find(rendered[FULL], "PodMonitor/mlflow")["spec"]["podMetricsEndpoints"]
+    assert {one["name"] for one in endpoint["basicAuth"].values()} == {"mlflow-auth"}
+    assert "basicAuth" not in str(rendered["on-production"])
+
+
 @pytest.mark.parametrize("case", ["on-base-ros", "on-local-ros", "on-standalone-ros", FULL])
 def test_a_sync_mounts_the_claim_before_it_waits_for_it(case: str, rendered: dict[str, list[Object]]) -> None:
     """The builders' Deployment has no pod then. A pod of the same phase does, on the node where the claim is in use."""
@@ -409,6 +444,7 @@ def test_the_mount_ends_at_once_and_says_if_nobody_can_write(
 SERVE, SCALER = "Deployment/realmops-serve", "HorizontalPodAutoscaler/realmops-serve"
 BUDGET, PREDICTOR = "PodDisruptionBudget/realmops-serve", "InferenceService/realmops"
 RETRAIN, MOUNT, MLFLOW = "Job/realmops-retrain", "Job/realmops-mount", "Deployment/mlflow"
+CLEAN = "CronJob/realmops-clean"
 GIVES = "PodDefault/access-ml-pipeline"
 DATA, QUOTA = "PersistentVolumeClaim/realmops-data", "ResourceQuota/realmops"
 APPLICATION, GIT, SYNC = "Application/realmops", "GitRepository/realmops", "Kustomization/realmops"
@@ -431,7 +467,7 @@ MISTAKES = [
     # values and names that schemas leave open
     ("ConfigMap/realmops-tracking", "metadata name", "Tracking", "metadata.name is Tracking"),
     (MLFLOW, f"{FIRST} name", "ml.flow", "is ml.flow"),
-    (MLFLOW, f"{FIRST} env 8 valueFrom fieldRef fieldPath", "status.podIp", "is status.podIp"),
+    (MLFLOW, f"{FIRST} env 12 valueFrom fieldRef fieldPath", "status.podIp", "is status.podIp"),
     (BUILDER, f"{FIRST} env 1 name", "HOME", "HOME stands there 2 times"),
     (BUILDER, f"{FIRST} image", "realmops:latest", "image is realmops:latest"),
     (BUILDER, f"{FIRST} resources requests memory", "2GB", "is 2GB"),
@@ -443,7 +479,7 @@ MISTAKES = [
     (RETRAIN, "metadata annotations argocd.argoproj.io/hooks", "Sync", "nothing that Argo CD or Flux knows"),
     (MOUNT, f"{NEAR} topologyKey", "kubernetes.io/host", "is kubernetes.io/host"),
     # what belongs together
-    (MLFLOW, f"{POD} volumes 0", {"name": "tmp", "hostPath": {"path": "/tmp"}}, "a volume of the kind hostPath"),
+    (MLFLOW, f"{POD} volumes 1", {"name": "tmp", "hostPath": {"path": "/tmp"}}, "a volume of the kind hostPath"),
     (MLFLOW, "spec template metadata labels", {"app": "mlflow"}, "does not match"),
     ("Service/mlflow", "spec selector", {"app.kubernetes.io/name": "mlflwo"}, "no pod has"),
     ("NetworkPolicy/retrain", "spec podSelector matchLabels", {"app": "retrain"}, "no pod has"),
@@ -470,6 +506,7 @@ MISTAKES = [
     (BUILDER, f"{POD} volumes 1", {"name": "tmp", "secret": {"secretName": "s"}}, "no secret s"),
     (MLFLOW, "metadata annotations external.realmops/secret-mlflow-postgres", GONE, "no secret mlflow-postgres"),
     (MLFLOW, "metadata annotations external.realmops/secret-mlflow-postgres", "url", "has the keys url, not uri"),
+    (MLFLOW, "metadata annotations external.realmops/secret-mlflow-auth", "username", "has the keys username, not"),
     (SERVE, f"{FIRST} env 3 valueFrom secretKeyRef optional", GONE, "no secret"),
     (TRAINING, "spec runtimeRef name", "realm", "realm"),
     ("RoleBinding/realmops-scaler", "roleRef name", "scaler", "no role scaler"),
@@ -484,6 +521,8 @@ MISTAKES = [
     (BUILDER, f"{FIRST} env 0 valueFrom", {"fieldRef": {"fieldPath": "metadata.name"}}, "has both"),
     (RETRAIN, f"{FIRST} args 3", "$(NAMESPACE)", "$(NAMESPACE) is not set"),
     (BUILDER, f"{FIRST} args 2", "/data/builder/assignment.json", "lies in no volume"),
+    (CLEAN, "spec jobTemplate spec template spec containers 0 args 2", "/runs", "lies in no volume"),
+    ("NetworkPolicy/realmops-clean", "spec egress 0 ports 0 port", 80, "lets it call http://mlflow"),
     (RETRAIN, f"{FIRST} env 5 value", "/var/run/secrets/kubeflow/pipelines/tokens", "none of"),
     (QUOTA, "spec hard requests.memory", "8Gi", "requests.memory is 8Gi"),
     (SCALER, "spec maxReplicas", 200, "requests.memory is 128Gi"),

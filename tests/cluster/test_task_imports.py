@@ -40,6 +40,7 @@ TASKS = {
         {"pyarrow", "torch"},
     ),
     "variant and table": ("from realmops.commands import ablate", {"pyarrow"}),
+    "clean": ("from realmops.cluster import clean", {"pyarrow"}),
 }
 
 

@@ -1,7 +1,7 @@
 """``realmops clean``: delete old runs on a volume, and fetched inputs that no kept run uses.
 
-A folder is renamed before it is deleted, so that no half-deleted folder looks like a run; the next call deletes what a
-killed call has left. Outputs that runs share are hard links, so the files of the other runs stay. Symbolic links are
+A folder is renamed before it is deleted, so that no half-deleted folder is taken for a run; the next call deletes what
+a killed call has left. Outputs that runs share are hard links, so the files of the other runs stay. Symbolic links are
 not followed.
 """
 

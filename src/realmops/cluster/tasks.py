@@ -25,7 +25,8 @@ from realmops.cluster.submit import find_older_run
 from realmops.config import Values
 from realmops.console import Console, end_on_sigterm, exit_on_user_error
 from realmops.refresh.lease import acquire_lease
-from realmops.stages import CLOZE, CLOZE_STEP, HEADLINE_METRICS, METRICS, STAGES, planned_steps
+from realmops.stages import CLOZE, CLOZE_STEP, HEADLINE_METRICS, METRICS, STAGES, STEPS, planned_steps
+from realmops.stages.external_inputs import check_inputs
 from realmops.tracking.sender import PARENT_RUN_VARIABLE
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ def run_stage(
 ) -> None:
     """Run a stage under ``root`` and write its manifest and metrics.
 
+    The first stage also reads the external files of all steps, so that a missing one does not waste a training.
+
     Args:
         stage: name of the stage.
         options: params as JSON, the differences from the defaults.
@@ -98,6 +101,8 @@ def run_stage(
         shard_pods: number of pods that tag and embed the corpus; all but this one are replicas of ``deployment``.
     """
     values = unpack_options(options)
+    if stage == STEPS[0]:
+        check_inputs(planned_steps(values), values, Path(root), Path(root))
     if _skip(stage, values, manifest, metrics):
         return
     with shard_helpers(Path(root), stage, deployment, shard_pods, owner, Console()):

@@ -8,8 +8,6 @@ from typing import Any
 from realmops.commands.questions import write_cloze_questions
 from realmops.config import CLOSED_BOOK, Values, parse_section
 from realmops.config_rules import ENCODER, NO_READER
-from realmops.corpus.formats import list_sources
-from realmops.corpus.question_sets import read_questions
 from realmops.hub import READER, T5, encoder_files, encoder_folder
 from realmops.refresh.child_processes import end_with
 from realmops.stages import (
@@ -17,13 +15,10 @@ from realmops.stages import (
     INIT,
     STAGES,
     Report,
-    check_files,
-    files_in_use,
-    option_files,
     resolve_models,
 )
+from realmops.stages.external_inputs import check_inputs
 from realmops.stages.runner import run_stage
-from realmops.text.conll import read_conll
 from realmops.text.pretrained import read_encoder_tokenizer
 
 
@@ -63,16 +58,8 @@ def run_stages(
 
 
 def _validate_inputs(names: Sequence[str], values: Values, project: Path, root: Path, report: Report) -> None:
-    check_files(names, values, project, root)
+    check_inputs(names, values, project, root)
     names = [name for name in names if name in STAGES]
-    files = {
-        key: path
-        for name in names
-        for key, path in option_files(STAGES[name], values, project, root).items()
-        if key in files_in_use(STAGES[name], values) and path.exists()
-    }
-    for key, path in files.items():
-        read_external_input(key, path, values)
     for warning in (*check_encoders(names, resolve_models(values, project)), *option_warnings(names, values)):
         report.warn(warning)
 
@@ -121,18 +108,6 @@ def _learning_rate_warnings(stages: Collection[str], values: Values) -> Iterator
             f"retriever.init is {init}, a pre-trained encoder, but {', '.join(high)} is for one from scratch: it may "
             f"lose its pre-training; add a preset of one such as minilm, or set {PRE_TRAINED:g} or less"
         )
-
-
-def read_external_input(key: str, path: Path, values: Values) -> None:
-    """Read the file or folder of an option as its stage will. Raises ValueError now, before any stage runs."""
-    if key == "snapshot.documents":
-        list_sources(path, values["snapshot"]["format"])
-    elif key == "snapshot.warmup":
-        list_sources(path, "auto")
-    elif key.startswith("questions."):
-        read_questions([path], format=values["questions"]["format"])
-    elif key.startswith("tag."):
-        read_conll(path)
 
 
 def check_encoders(names: Collection[str], values: Values) -> list[str]:

@@ -1,0 +1,36 @@
+"""External inputs of a training: found and read before its first step, so that invalid input fails early."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from realmops.config import Values
+from realmops.corpus.formats import list_sources
+from realmops.corpus.question_sets import read_questions
+from realmops.stages import STAGES, check_files, files_in_use, option_files
+from realmops.text.conll import read_conll
+
+
+def check_inputs(steps: Collection[str], values: Values, project: Path, root: Path) -> None:
+    """Read the external files and folders of these steps; ValueError for the first that is missing or invalid."""
+    check_files(steps, values, project, root)
+    files = {
+        key: path
+        for name in steps
+        if name in STAGES
+        for key, path in option_files(STAGES[name], values, project, root).items()
+        if key in files_in_use(STAGES[name], values) and path.exists()
+    }
+    for key, path in files.items():
+        _read_external_input(key, path, values)
+
+
+def _read_external_input(key: str, path: Path, values: Values) -> None:
+    """Read the file or folder of an option as its stage will."""
+    if key == "snapshot.documents":
+        list_sources(path, values["snapshot"]["format"])
+    elif key == "snapshot.warmup":
+        list_sources(path, "auto")
+    elif key.startswith("questions."):
+        read_questions([path], format=values["questions"]["format"])
+    elif key.startswith("tag."):
+        read_conll(path)
