@@ -31,8 +31,8 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
     && if [ "$VARIANT" = cpu ]; then \
         python -m pip --python /opt/realmops/bin/python install --dry-run --quiet --report torch.json "$@" torch || exit 1; \
         if grep -q '"name": "nvidia-' torch.json; then \
-            echo "VARIANT is cpu, but pip found torch for CUDA; name an index of torch's CPU builds, as PyTorch's installation" \
-                "page does, with --build-arg TORCH_INDEX=URL or in pip.conf, or build with --build-arg VARIANT=gpu" >&2; \
+            echo "VARIANT is cpu, but pip found torch for CUDA; name an index of torch's CPU builds (PyTorch's installation" \
+                "page shows it) by --build-arg TORCH_INDEX=URL or in pip.conf, or set --build-arg VARIANT=gpu" >&2; \
             exit 2; \
         fi; \
     fi \
