@@ -102,10 +102,11 @@ def fill_cluster_template(text: str, origin: GitOrigin, cluster: str) -> str:
 
 
 def values_to_set(files: dict[str, str]) -> list[str]:
-    """Return the lines of files that have a placeholder, with file and number."""
+    """Return the lines of YAML files that have a placeholder, with file and number."""
     return [
         f"{name}, line {number}: {line.strip()}"
         for name, text in files.items()
+        if name.endswith((".yaml", ".yml"))
         for number, line in enumerate(text.splitlines(), 1)
         if PLACEHOLDER in line and not line.lstrip().startswith("#")
     ]
