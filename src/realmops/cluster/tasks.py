@@ -26,7 +26,7 @@ from realmops.config import Values
 from realmops.console import Console, end_on_sigterm, exit_on_user_error
 from realmops.refresh.lease import acquire_lease
 from realmops.stages import CLOZE, CLOZE_STEP, HEADLINE_METRICS, METRICS, STAGES, STEPS, planned_steps
-from realmops.stages.external_inputs import check_inputs
+from realmops.stages.check_inputs import check_inputs
 from realmops.tracking.sender import PARENT_RUN_VARIABLE
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from realmops.stages import (
     Report,
     resolve_models,
 )
-from realmops.stages.external_inputs import check_inputs
+from realmops.stages.check_inputs import check_inputs
 from realmops.stages.runner import run_stage
 from realmops.text.pretrained import read_encoder_tokenizer
 
