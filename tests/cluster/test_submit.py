@@ -557,7 +557,7 @@ def test_kubeflows_client_lists_and_runs_versions_that_submit_made(project: Path
     [first] = client.list_runs(pipeline="realmops-train").runs
     assert first.pipeline_version_reference.pipeline_version_id == version.pipeline_version_id
     arguments = arguments_of(lab.runs[0])
-    assert version.display_name == arguments["key"]
+    assert version == client.get_pipeline_version("realmops-train", arguments["key"])
     run = client.run(version, params=arguments, name="second", experiment="realmops")
     [again] = [one for one in lab.runs if one["run_id"] == run.run_id]
     assert arguments_of(again) == arguments
