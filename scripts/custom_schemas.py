@@ -28,6 +28,12 @@ SOURCES = {
     "Kustomization": (
         "fluxcd/kustomize-controller", "v1.9.4", "config/crd/bases/kustomize.toolkit.fluxcd.io_kustomizations.yaml",
     ),
+    "Pipeline": (
+        "kubeflow/pipelines", "2.17.0", "manifests/kustomize/base/crds/pipelines.kubeflow.org_pipelines.yaml",
+    ),
+    "PipelineVersion": (
+        "kubeflow/pipelines", "2.17.0", "manifests/kustomize/base/crds/pipelines.kubeflow.org_pipelineversions.yaml",
+    ),
     "PodDefault": ("kubeflow/manifests", "v1.11.0", "applications/admission-webhook/upstream/base/crd.yaml"),
     "PodMonitor": (
         "prometheus-operator/prometheus-operator", "v0.93.0",

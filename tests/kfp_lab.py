@@ -222,6 +222,10 @@ class KfpLab:
             case "GET", ["pipelines", pipeline, "versions"]:
                 found, token = self.page_of("versions", query, pipeline_id=pipeline)
                 return {"pipeline_versions": found, "next_page_token": token}
+            case "GET", ["pipelines", _, "versions", which]:
+                return self.get("versions", "pipeline_version_id", which)
+            case "GET", ["pipelines", which]:
+                return self.get("pipelines", "pipeline_id", which)
             case "GET", ["experiments", which]:
                 return self.get("experiments", "experiment_id", which)
             case "GET", ["runs", which]:

@@ -70,7 +70,7 @@ def test_the_compiled_pipelines_are_their_sources(fresh: Path) -> None:
     assert {path.stem for path in (fresh / "build/components").glob("*.yaml")} == {*STAGES, *OTHERS}
 
 
-def test_by_default_pipelines_are_compiled_next_to_their_sources_and_components_into_build(tmp_path: Path) -> None:
+def test_by_default_pipelines_are_compiled_next_to_their_sources_and_all_else_into_build(tmp_path: Path) -> None:
     """In a copy of the project, which git does not see."""
     for name in ("components", "pipelines"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.yaml", "__pycache__"))
@@ -78,6 +78,7 @@ def test_by_default_pipelines_are_compiled_next_to_their_sources_and_components_
     subprocess.run([sys.executable, "-m", "pipelines"], check=True, cwd=tmp_path)
     files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.yaml")} - {"params.yaml"}
     own = {f"build/components/{name}.yaml" for name in (*STAGES, *OTHERS)}
+    own |= {f"build/objects/{name}.yaml" for name in (*PIPELINES, "kustomization")}
     assert files == own | {f"pipelines/{name}.yaml" for name in PIPELINES}
 
 
@@ -101,7 +102,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_pods_have_the_released_image_unless_another_is_compiled_in(fresh: Path, other: Path) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     for folder, wanted in ((fresh / "build", f"ghcr.io/realmops/realmops:{version}"), (other, OTHER)):
-        files = [*folder.rglob("*.yaml")]
+        files = [*folder.glob("*.yaml"), *folder.glob("components/*.yaml")]
         assert len(files) == len(PIPELINES) + len({*STAGES, *OTHERS})
         assert {file.stem: images_of(file) for file in files} == {file.stem: {wanted} for file in files}
 

@@ -547,6 +547,22 @@ def test_kfp_run_create_hands_the_options_on(project: Path, lab: KfpLab) -> None
 # What a real server answered, and the stand-in
 
 
+def test_kubeflows_client_lists_and_runs_versions_that_submit_made(project: Path, lab: KfpLab) -> None:
+    """PipelinesClient of the PyPI package kubeflow 0.5.0 is that of kfp."""
+    from kfp import kubeflow_client
+
+    assert not submitted(project, "--name", "first").exit_code
+    client = kubeflow_client.PipelinesClient(kubeflow_client.KubernetesBackendConfig(base_url=lab.url))
+    [version] = client.list_pipeline_versions("realmops-train").pipeline_versions
+    [first] = client.list_runs(pipeline="realmops-train").runs
+    assert first.pipeline_version_reference.pipeline_version_id == version.pipeline_version_id
+    arguments = arguments_of(lab.runs[0])
+    assert version == client.get_pipeline_version("realmops-train", arguments["key"])
+    run = client.run(version, params=arguments, name="second", experiment="realmops")
+    [again] = [one for one in lab.runs if one["run_id"] == run.run_id]
+    assert arguments_of(again) == arguments
+
+
 def test_the_stand_in_refuses_what_a_real_server_refused(lab: KfpLab, project: Path) -> None:
     small_project.cli("submit", "--params", project / "params.yaml")
     [run], [version] = lab.runs, lab.kept["versions"]
