@@ -6,11 +6,11 @@ from pathlib import Path
 from kfp import dsl, kubernetes
 
 from realmops import config
+from realmops.cluster import VOLUME
 from realmops.cluster.options import pack_options
 
 PARAMS = Path(__file__).parents[1] / "params.yaml"
 OPTIONS = pack_options(config.load_params(PARAMS))
-VOLUME = "/realmops"
 RUNS = f"{VOLUME}/runs"
 USER = 10001  # user and group in the image
 SECRETS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN")

@@ -276,6 +276,12 @@ class Evaluate(Section, name="evaluate"):
     bm25: bool
 
 
+class Inputs(Section, name="inputs"):
+    """Store of uploaded inputs."""
+
+    store: str
+
+
 class Tracking(Section, name="tracking"):
     """MLflow tracking."""
 

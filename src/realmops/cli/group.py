@@ -14,7 +14,7 @@ HEADINGS = {
     "Inspect": ("report", "explain", "ceilings"),
     "Serve": ("search", "ask", "serve", "mcp", "verify", "update", "export"),
     "Compare": ("ablate", "compare", "promote"),
-    "Operate": ("submit", "index-builder", "sync", "doctor", "clean"),
+    "Operate": ("submit", "upload", "index-builder", "sync", "doctor", "clean"),
 }
 
 

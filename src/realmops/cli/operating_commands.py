@@ -1,7 +1,8 @@
 """Commands for the cluster, index builders and MLflow."""
 
+import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,18 @@ import click
 
 from realmops.cli import shared_options as option
 from realmops.cli.group import exit_with, main
+from realmops.console import Console
+
+_store = click.option(
+    "--store",
+    metavar="URL",
+    help="The address for local inputs, such as s3://bucket/prefix; it is saved as inputs.store in the params file.",
+)
 
 
 @main.command()
-@option.values
+@option.params
+@_store
 @click.option("--pipeline", default="train", help="train, ablations, refresh, or the file of a compiled pipeline.")
 @option.repeated("--argument", "arguments", "NAME=VALUE", "A parameter of the pipeline, for example image=realmops:1.")
 @click.option("--experiment", default="realmops", help="The experiment in Kubeflow Pipelines.")
@@ -32,35 +41,91 @@ from realmops.cli.group import exit_with, main
 )
 @option.flag("--once", help="Submit nothing if a run with the same key is active or has succeeded.")
 @option.flag("--wait", "waits", help="Wait for the end of the run; exit code 1 unless it succeeded.")
+@option.flag("--dry-run", help="Print inputs, key and arguments; send and write nothing.")
 def submit(
-    values: option.Values,
-    project: Path,
+    params: Path,
+    presets: Sequence[str],
+    settings: Sequence[str],
+    store: str | None,
     pipeline: str,
     endpoint: str | None,
     namespace: str | None,
     keep_hours: float,
     once: bool,
     waits: bool,
+    dry_run: bool,
     **options: Any,
 ) -> None:
     """Start the training on Kubeflow Pipelines.
 
-    Each training has a key: a hash of its params (without tracking), the files that these name, the compiled pipeline,
-    and the arguments that affect the result, such as the image. The exit code is 2 for invalid input, and 1 if the
-    server is unreachable.
+    Local files and folders in the options are uploaded to --store, or taken from the remote of DVC; the pods get their
+    addresses, which are recorded in inputs.yaml. Without --argument image the image is that of kustomization.yaml.
+
+    Each training has a key: a hash of its params (without tracking), the content of the files that these name, the
+    compiled pipeline, and the arguments that affect the result, such as the image. The exit code is 2 for invalid
+    input, and 1 if the server is unreachable.
     """
     from realmops.cluster.kfp_client import KfpClient
     from realmops.cluster.submit import SUCCEEDED, Pipeline, prepare, submit, wait
     from realmops.starter.cluster_files import unlisted_presets
 
-    compiled = Pipeline.named(pipeline)
-    submission, notes = prepare(values, project, compiled, **options)
-    for note in (*unlisted_presets(project), *notes):
+    compiled, console = Pipeline.named(pipeline), Console()
+    values = _values_with_store(params, presets, settings, store)
+    submission, notes = prepare(values, params.parent, compiled, **options, progress=console.progress)
+    for item in submission.inputs:
+        click.echo(item)
+    for note in (*unlisted_presets(params.parent), *notes):
         click.echo(note, err=True)
+    if dry_run:
+        for line in submission.describe():
+            click.echo(line)
+        return
     server = KfpClient(endpoint, namespace)
+    _send(submission.inputs, params, store, console)
     run = submit(submission, server, once=once, keep_hours=keep_hours, log=click.echo)
     if waits:
         sys.exit(0 if wait(run.run_id, compiled.tasks, server, log=click.echo) == SUCCEEDED else 1)
+
+
+@main.command()
+@option.params
+@_store
+def upload(params: Path, presets: Sequence[str], settings: Sequence[str], store: str | None) -> None:
+    """Upload the local files and folders that options name.
+
+    Their addresses are recorded in inputs.yaml; commit it, so that a submission from git or in the cluster finds their
+    content. Content that the store has is not sent again. Without --store and inputs.store, the addresses are those of
+    the remote of DVC, after "dvc push".
+    """
+    from realmops.cluster.input_plan import notes_of, plan_inputs
+
+    console = Console()
+    inputs = plan_inputs(_values_with_store(params, presets, settings, store), params.parent, console.progress)
+    for item in inputs:
+        click.echo(item)
+    for note in notes_of(inputs):
+        click.echo(note, err=True)
+    _send(inputs, params, store, console)
+
+
+def _values_with_store(
+    params: Path, presets: Sequence[str], settings: Sequence[str], store: str | None
+) -> option.Values:
+    values = option.load_values(params, presets, settings)
+    return values | ({"inputs": {"store": store}} if store else {})
+
+
+def _send(inputs: Any, params: Path, store: str | None, console: Console) -> None:
+    """Upload planned inputs, then save their addresses and the store."""
+    from realmops.artifacts import write_bytes
+    from realmops.cluster.input_plan import send_inputs
+    from realmops.commands.params import rewritten
+    from realmops.config_yaml import read_params
+
+    send_inputs(inputs, params.parent, console.progress, click.echo)
+    if store and read_params(params)[1].get("inputs", {}).get("store") != store:
+        write_bytes(params, rewritten(params, (), [f"inputs.store={json.dumps(store)}"])[0].encode())
+        click.echo(f"{params}: inputs.store is {store}")
 
 
 @main.command("index-builder")

@@ -18,13 +18,17 @@ from typing import Any, Self
 
 import yaml
 
-from realmops.cluster.key import file_digests, image_note, training_key
+from realmops.cluster.input_plan import PlannedInput, notes_of, plan_inputs
+from realmops.cluster.key import content_key, image_note, training_key
 from realmops.cluster.kfp_client import KfpClient
 from realmops.cluster.kube import describe_pods
 from realmops.cluster.options import pack_options
 from realmops.cluster.pod_namespace import KINDS, OPTIONAL, RUN_LABEL, check
 from realmops.cluster.polling import Log, poll_until
-from realmops.config import Values
+from realmops.cluster.project_image import check_placeholders, find_image
+from realmops.config import Values, default_options
+from realmops.inputs.addresses import replace_inputs
+from realmops.inputs.store import Progress
 from realmops.resources import resource_folder
 
 SUCCEEDED = "SUCCEEDED"
@@ -147,13 +151,14 @@ def _parse_value(name: str, text: str, kind: str) -> Any:
 
 @dataclass(frozen=True)
 class Submission:
-    """A pipeline with its key, run name, experiment and arguments by parameter."""
+    """A pipeline with its key, run name, experiment, arguments by parameter, and the inputs in its options."""
 
     pipeline: Pipeline
     key: str
     name: str
     experiment: str
     arguments: Mapping[str, Any]
+    inputs: Sequence[PlannedInput]
 
     @property
     def objects(self) -> dict[str, str]:
@@ -165,6 +170,11 @@ class Submission:
             if name in declared
         }
 
+    def describe(self) -> Iterator[str]:
+        """Yield lines on what a submission would send."""
+        yield f"not submitted: {self.name} with the key {self.key}, in the experiment {self.experiment}"
+        yield from (f"argument {name}: {value}" for name, value in self.arguments.items())
+
 
 def prepare(
     values: Values,
@@ -173,25 +183,34 @@ def prepare(
     arguments: Sequence[str],
     experiment: str,
     name: str | None,
+    progress: Progress = lambda label, total, unit: lambda units: None,
 ) -> tuple[Submission, list[str]]:
-    """Build the submission of a pipeline with these params.
+    """Build the submission of a pipeline with these params; nothing is sent.
 
-    The run's folder is named by the key, so that a second submission of a failed run resumes there.
+    The run's folder is named by the key, so that a second submission of a failed run resumes there. The options of the
+    submission have the addresses of the inputs instead of local paths.
 
-    File names in ``values`` are relative to ``project``, the folder of the params file.
+    File names in ``values`` are relative to ``project``, the folder of the params file. Without an argument ``image``
+    that of its kustomization.yaml is taken.
 
     Returns:
-        The submission, and notes for the user about its key.
+        The submission, and notes for the user about its key and inputs.
 
     Raises:
-        ValueError: if the arguments do not match the pipeline's parameters.
+        ValueError: if the arguments do not match the pipeline's parameters, a placeholder of ``realmops init`` is left,
+            or pods cannot read an input.
     """
     chosen = pipeline.parse_arguments(arguments)
-    files, notes = file_digests(values, project)
-    key = training_key(values, files, pipeline.documents, chosen)
+    check_placeholders(values, "params.yaml")
+    if "image" in pipeline.parameters and "image" not in chosen and (image := find_image(project)):
+        chosen["image"] = image
+    inputs = plan_inputs(values, project, progress)
+    notes = notes_of(inputs)
+    key = training_key(*content_key(values, inputs), pipeline.documents, chosen)
     if "image" in pipeline.parameters:
         notes += image_note(str(chosen.get("image", pipeline.parameters["image"].get("defaultValue", ""))))
-    generated = {"options": pack_options(values), "run": key[:16], "key": key}
+    sent = replace_inputs(values, {item.key: item.address for item in inputs}) | {"inputs": default_options()["inputs"]}
+    generated = {"options": pack_options(sent), "run": key[:16], "key": key}
     chosen = {parameter: value for parameter, value in generated.items() if parameter in pipeline.parameters} | chosen
     missing = [
         parameter
@@ -200,7 +219,7 @@ def prepare(
     ]
     if missing:
         raise ValueError(f"{pipeline.path} also needs {', '.join(missing)}: set --argument {missing[0]}=VALUE")
-    return Submission(pipeline, key, name or f"{pipeline.name}-{key[:16]}", experiment, chosen), notes
+    return Submission(pipeline, key, name or f"{pipeline.name}-{key[:16]}", experiment, chosen, inputs), notes
 
 
 def submit(submission: Submission, server: KfpClient, *, once: bool, keep_hours: float, log: Log) -> Any:

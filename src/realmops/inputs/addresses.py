@@ -196,8 +196,13 @@ class InputError(ValueError):
 
 
 @contextmanager
-def filesystem(address: Address) -> Iterator[Any]:
-    """Context manager: yield fsspec's filesystem of an address; its errors become a ValueError of one line."""
+def filesystem(address: Address, access: str = "read") -> Iterator[Any]:
+    """Context manager: yield fsspec's filesystem of an address; its errors become a ValueError of one line.
+
+    Args:
+        address: where to read or write.
+        access: the past participle for the error: "read" or "written".
+    """
     try:
         from fsspec import filesystem as open_filesystem
 
@@ -207,21 +212,21 @@ def filesystem(address: Address) -> Iterator[Any]:
     except InputError:
         raise
     except ImportError as error:
-        raise ValueError(f"{address} cannot be read: {_one_line(error)}; pip install 'realmops[remote]'") from None
+        raise ValueError(f"{address} cannot be {access}: {_one_line(error)}; pip install 'realmops[remote]'") from None
     except Exception as error:  # of any class; the remedy is always the same
         if isinstance(error, OSError) and error.errno == ENOSPC:
             raise  # of the local disk
-        raise ValueError(_explain(address, error)) from None
+        raise ValueError(_explain(address, error, access)) from None
 
 
-def _explain(address: Address, error: Exception) -> str:
+def _explain(address: Address, error: Exception, access: str) -> str:
     cause = error.__cause__ or error  # fsspec reports any failure of a web server as a missing file
     status = getattr(cause, "status", None)
     if isinstance(error, FileNotFoundError) and (cause is error or status == 404):
         return f"{address} does not exist; check the address"
     names = _ADVICE.get(_scheme(address.text).replace("s3a", "s3").replace("gcs", "gs"))
     advice = f", and the credentials in the environment ({names})" if names else ""
-    return f"{address} cannot be read: {type(cause).__name__}: {_one_line(cause)}; check the address{advice}"
+    return f"{address} cannot be {access}: {type(cause).__name__}: {_one_line(cause)}; check the address{advice}"
 
 
 def _one_line(error: BaseException) -> str:
