@@ -30,6 +30,6 @@ def table(
         page: the table with learning curves.
         metrics: exact match, recall and the difference from the reference, for each variant.
     """
-    from realmops.cluster import tasks
+    from realmops.cluster import ablation_tasks
 
-    tasks.table(variants, options, presets, settings, seeds, out, rows, page, metrics)
+    ablation_tasks.table(variants, options, presets, settings, seeds, out, rows, page, metrics)

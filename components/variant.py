@@ -28,6 +28,6 @@ def variant(
         limits: resource limits of this pod, for its log.
         metrics: its name, and the metrics of evaluate as means over seeds.
     """
-    from realmops.cluster import tasks
+    from realmops.cluster import ablation_tasks
 
-    tasks.variant(name, options, presets, settings, seeds, out, limits, metrics)
+    ablation_tasks.variant(name, options, presets, settings, seeds, out, limits, metrics)

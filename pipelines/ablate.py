@@ -7,6 +7,7 @@ The reference runs first and alone, so that the variants find the stages that th
 
 from kfp import dsl
 
+from components.inputs import inputs
 from components.table import table
 from components.variant import variant
 from pipelines.pods import OPTIONS, RUNS, Pods
@@ -71,6 +72,7 @@ def ablations(
     # An exit task also runs if a variant fails, which a task that collects their outputs would not.
     last = pods.configure(table(variants=variants, **shared))
     with dsl.ExitHandler(last, name="variants-compared"):
-        first = pods.configure(variant(name=REFERENCE, limits=pods.limits, **shared), trains=True)
+        fetched = pods.configure(inputs(options=options, root=shared["out"]), reads_store=True)
+        first = pods.configure(variant(name=REFERENCE, limits=pods.limits, **shared).after(fetched), trains=True)
         with dsl.ParallelFor(variants, name="variants", parallelism=PODS) as name:
             pods.configure(variant(name=name, limits=pods.limits, **shared).after(first), trains=True)

@@ -14,10 +14,12 @@ OPTIONS = pack_options(config.load_params(PARAMS))
 RUNS = f"{VOLUME}/runs"
 USER = 10001  # user and group in the image
 SECRETS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN")
+STORE_SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")  # of the task that fetches inputs
+STORE_SETTINGS = ("AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION")
 SETTINGS = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "HF_HUB_OFFLINE")
 HOURS = {  # timeout of a running pod, by component, without the time that it is pending
-    "guard": 0.5, "scale-builder": 0.5, "promote": 24, "table": 24, "sample": 24, "snapshot": 48, "tag": 48,
-    "cloze": 24, "evaluate": 48, "refresh": 168, "ict": 336, "pretrain": 336, "finetune": 336, "variant": 336,
+    "guard": 0.5, "inputs": 48, "scale-builder": 0.5, "promote": 24, "table": 24, "sample": 24, "snapshot": 48,
+    "tag": 48, "cloze": 24, "evaluate": 48, "refresh": 168, "ict": 336, "pretrain": 336, "finetune": 336, "variant": 336,
 }  # fmt: skip
 RETRIES = 2
 BACKOFF = "60s"
@@ -58,19 +60,22 @@ class Pods:
         cpu, memory = f"cpu {self.cpu_request} to {self.cpu}", f"memory {self.memory_request} to {self.memory}"
         return f"{cpu}, {memory}, {self.accelerators} {self.accelerator}"
 
-    def configure(self, task: dsl.PipelineTask, *, trains: bool = False, uses_api: bool = False) -> dsl.PipelineTask:
+    def configure(
+        self, task: dsl.PipelineTask, *, trains: bool = False, uses_api: bool = False, reads_store: bool = False
+    ) -> dsl.PipelineTask:
         """Set image, volume, settings, affinity, timeout and retries of a task.
 
         A task that trains also gets limits, accelerators and nodes. A task that uses the Kubeflow Pipelines API gets a
-        token and no retries.
+        token and no retries, one that reads a store of inputs its credentials.
         """
         task.set_container_image(self.image)
         task.set_caching_options(False)  # stages check themselves whether they are up to date
         kubernetes.mount_pvc(task, pvc_name=self.volume, mount_path=VOLUME)
         kubernetes.empty_dir_mount(task, volume_name="tmp", mount_path="/tmp")
         kubernetes.set_security_context(task, run_as_user=USER, run_as_group=USER, run_as_non_root=True)
-        kubernetes.use_config_map_as_env(task, self.settings, environment_names(SETTINGS), optional=True)
-        kubernetes.use_secret_as_env(task, self.secret, environment_names(SECRETS), optional=True)
+        settings, secrets = (SETTINGS + STORE_SETTINGS, SECRETS + STORE_SECRETS) if reads_store else (SETTINGS, SECRETS)
+        kubernetes.use_config_map_as_env(task, self.settings, environment_names(settings), optional=True)
+        kubernetes.use_secret_as_env(task, self.secret, environment_names(secrets), optional=True)
         kubernetes.add_pod_label(task, *CLAIM_LABEL)
         kubernetes.add_node_affinity_json(task, node_affinity_json=self.affinity)
         kubernetes.set_timeout(task, int(3600 * HOURS[task.component_spec.name]))

@@ -12,6 +12,7 @@ from components.evaluate import evaluate
 from components.finetune import finetune
 from components.guard import guard
 from components.ict import ict
+from components.inputs import inputs
 from components.pretrain import pretrain
 from components.promote import promote
 from components.sample import sample
@@ -89,7 +90,8 @@ def train(
     last = place(scale_builder(deployment=deployment, root=root, owner=run_id))
     shards = {"owner": run_id, "deployment": deployment, "shard_pods": shard_pods}
     with dsl.ExitHandler(last, name="stages"):
-        task = place(sample(**common)).after(check)
+        first = place(inputs(**common), reads_store=True).after(check)
+        task = place(sample(**common)).after(first)
         task = place(snapshot(**common, after=task.outputs["manifest"]))
         task = place(tag(**common, **shards, after=task.outputs["corpus"]), trains=True)
         task = place(cloze(**common, after=task.outputs["manifest"]))

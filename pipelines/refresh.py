@@ -6,6 +6,7 @@ python -m pipelines        compiles it into pipelines/refresh.yaml
 from kfp import dsl
 
 from components import refresh as component
+from components.inputs import inputs
 from pipelines.pods import RUNS, Pods
 from pipelines.realm import OPTIONS
 from realmops.cluster import IMAGE
@@ -53,4 +54,6 @@ def refresh(
     """
     limits = cpu, cpu_request, memory, memory_request, accelerator, accelerators
     pods = Pods(image, volume, settings, secret, *limits, node_selector, tolerations, affinity)
-    pods.configure(component.refresh(options=options, root=f"{runs}/{run}"), trains=True)
+    common = {"options": options, "root": f"{runs}/{run}"}
+    first = pods.configure(inputs(**common), reads_store=True)
+    pods.configure(component.refresh(**common).after(first), trains=True)

@@ -21,7 +21,7 @@ from realmops.cluster import IMAGE
 ROOT = Path(__file__).parents[1]
 IMPORT = "from realmops.cluster import IMAGE\n"  # the catalog allows only the standard library and kfp in modules
 CATEGORIES = {
-    "data_processing": ("snapshot", "sample", "tag"),
+    "data_processing": ("inputs", "snapshot", "sample", "tag", "cloze"),
     "training": ("ict", "pretrain", "finetune", "scale_builder"),
     "evaluation": ("evaluate", "variant", "table"),
     "deployment": ("guard", "promote", "refresh"),

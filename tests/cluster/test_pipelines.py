@@ -18,7 +18,7 @@ from cluster_lab import Output
 from compiled import PACKAGE, ROOT, compiled, documents, file_of
 
 from realmops import cluster, config
-from realmops.cluster import builders, tasks
+from realmops.cluster import builders, task_context
 from realmops.cluster.options import unpack_options
 from realmops.stages import STAGES, STEPS
 
@@ -28,7 +28,7 @@ OTHERS = {
     "pretrain": "pretrain",
     "evaluate": "evaluate",
     "scale_builder": "lower_builders",
-    **{name: name for name in ("guard", "cloze", "promote", "variant", "table", "refresh")},
+    **{name: name for name in ("guard", "inputs", "cloze", "promote", "variant", "table", "refresh")},
 }
 
 
@@ -273,12 +273,14 @@ def test_our_settings_of_mlflow_step_back_behind_those_of_its_plugin(
 ) -> None:
     ours = {"REALMOPS_MLFLOW_TRACKING_URI": "ours", "REALMOPS_MLFLOW_TRACKING_TOKEN": "secret"}
     environment = ours | plugin
-    tasks.take_settings(environment)
+    task_context.take_settings(environment)
     assert environment == ours | taken
 
 
 def test_figures_without_a_value_and_texts_are_not_shown(tmp_path: Path) -> None:
     """JSON has no NaN, and KFP takes numbers."""
     shown = Output(tmp_path / "metrics.json")
-    tasks._write_metrics({"em": 0.5, "questions": 3, "loss": math.nan, "ratio": math.inf, "reader": "pretrain"}, shown)
+    task_context.write_metrics(
+        {"em": 0.5, "questions": 3, "loss": math.nan, "ratio": math.inf, "reader": "pretrain"}, shown
+    )
     assert shown.shown == json.loads((tmp_path / "metrics.json").read_text()) == {"em": 0.5, "questions": 3.0}

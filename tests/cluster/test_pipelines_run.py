@@ -18,7 +18,7 @@ import small_project
 from cluster_lab import DEPLOYMENT, Lab, Output
 from compiled import RUN, compiled, file_of, options
 
-from realmops.cluster import tasks
+from realmops.cluster import ablation_tasks, tasks
 from realmops.stages import HEADLINE_METRICS, METRICS, STAGES, STEPS, planned_steps
 
 
@@ -302,7 +302,7 @@ def test_a_variant_that_cannot_be_is_one_line(
     given = {"name": "realm", "options": options(project), "presets": "[]", "settings": "[]", "seeds": 1}
     given |= {"out": str(tmp_path / "out"), "limits": "", "metrics": Output(tmp_path), **change}
     with pytest.raises(SystemExit) as caught:
-        tasks.variant(**given)
+        ablation_tasks.variant(**given)
     assert caught.value.code == 2
     limits, line = capfd.readouterr().err.splitlines()
     assert limits == "limits of this pod: "

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from realmops import artifacts
 from realmops.artifacts import MANIFEST, WORK_FOLDER
+from realmops.cluster import INPUTS
 from realmops.stages import STAGES
 from realmops.stages.runner import is_running, stage_lock
 from realmops.tracking.registry import PROMOTED, registered_digests
 
-INPUTS = "inputs"  # folder of fetched inputs next to that of the runs, with a subfolder for each version
 DELETED = ".deleted-"  # prefix of a folder that is being deleted
 PARTIAL = ".partial-"  # prefix of an input that is being fetched, whose folder is locked meanwhile
 IDLE_SECONDS = 3600.0  # a run that changed later may be between two stages, or on a volume without locks

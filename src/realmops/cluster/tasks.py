@@ -6,73 +6,60 @@ volume; the KFP artifact is a small manifest of them.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, suppress
-from html import escape
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
 
 from realmops import artifacts
+from realmops.cluster import INPUTS
 from realmops.cluster.builders import release_builders, scaled_builders, shard_helpers
 from realmops.cluster.kfp_client import KfpClient
 from realmops.cluster.options import unpack_options
 from realmops.cluster.submit import find_older_run
+from realmops.cluster.task_context import (
+    Metrics,
+    Output,
+    finite_numbers,
+    load_options,
+    make_run_folder,
+    task,
+    write_metrics,
+)
 from realmops.config import Values
-from realmops.console import Console, end_on_sigterm, exit_on_user_error
+from realmops.console import Console
+from realmops.inputs.record import take_inputs
 from realmops.refresh.lease import acquire_lease
 from realmops.stages import CLOZE, CLOZE_STEP, HEADLINE_METRICS, METRICS, STAGES, STEPS, planned_steps
 from realmops.stages.check_inputs import check_inputs
-from realmops.tracking.sender import PARENT_RUN_VARIABLE
 
-if TYPE_CHECKING:
-    from realmops.commands.ablate import Ablation
-
-SETTINGS_PREFIXES = "REALMOPS_MLFLOW_TRACKING_", "REALMOPS_MLFLOW_EXPERIMENT_"
 CHANGES_SHOWN = 200  # changed answers in the Markdown artifact
 
 
-class Output(Protocol):
-    """An output artifact of KFP: the file to write, and ``metadata`` shown in the UI."""
+@task()
+def inputs(options: str, root: str, fetched: Output, metrics: Metrics) -> None:
+    """Fetch the inputs in the options that have an address onto the volume, for all later tasks of the run.
 
-    path: str
-    metadata: dict[str, Any]
-
-
-class Metrics(Output, Protocol):
-    """An output artifact for metrics: a file, which KFP's cache needs, and values shown in the UI."""
-
-    def log_metric(self, metric: str, value: float) -> None:
-        """Show a metric in the UI."""
-
-
-def take_settings(environment: MutableMapping[str, str]) -> None:
-    """Copy the settings ``REALMOPS_MLFLOW_*`` to the variables that MLflow reads.
-
-    If the MLflow plugin of Kubeflow Pipelines has set a server, that server and its credentials are kept. The plugin's
-    run of this task becomes the parent of ours, because our run spans all tasks.
+    Args:
+        options: params as JSON, the differences from the defaults.
+        root: folder of the run on the shared volume; the inputs are next to the folder of the runs.
+        fetched: output artifact for address, version and size of each input, in Markdown.
+        metrics: output artifact for the numbers of inputs, files and bytes.
     """
-    if "MLFLOW_TRACKING_URI" not in environment:
-        settings = {name: value for name, value in environment.items() if name.startswith(SETTINGS_PREFIXES)}
-        environment.update({name.removeprefix("REALMOPS_"): value for name, value in settings.items()})
-    if run := environment.pop("MLFLOW_RUN_ID", ""):
-        environment[PARENT_RUN_VARIABLE] = run
+    values, console = unpack_options(options), Console()
+    make_run_folder(Path(root))
+    _, copies = take_inputs(values, Path(root), Path(root).parent.parent / INPUTS, console)
+    if not copies:
+        console.log("inputs: no option has an address, so nothing is done")
+    rows = [f"| {key} | {c.address} | {c.version} | {c.files:,} | {c.bytes:,} |" for key, c in copies.items()]
+    table = ["| option | address | version | files | bytes |", "|---|---|---|---|---|", *rows]
+    artifacts.write_bytes(Path(fetched.path), ("\n".join(table) + "\n").encode())
+    figures = {"inputs": len(copies), "files": sum(c.files for c in copies.values())}
+    write_metrics(figures | {"bytes": sum(c.bytes for c in copies.values())}, metrics)
 
 
-@contextmanager
-def _task() -> Iterator[None]:
-    """Context manager of every task: settings, one-line errors, and SIGTERM as an exception."""
-    take_settings(os.environ)
-    end_on_sigterm()
-    with exit_on_user_error():
-        yield
-
-
-@_task()
+@task()
 def run_stage(
     stage: str,
     options: str,
@@ -100,7 +87,7 @@ def run_stage(
         deployment: name of the index builders' Deployment; empty for none.
         shard_pods: number of pods that tag and embed the corpus; all but this one are replicas of ``deployment``.
     """
-    values = unpack_options(options)
+    values = load_options(options, root)
     if stage == STEPS[0]:
         check_inputs(planned_steps(values), values, Path(root), Path(root))
     if _skip(stage, values, manifest, metrics):
@@ -109,7 +96,7 @@ def run_stage(
         _run(stage, values, Path(root), manifest, metrics, processes)
 
 
-@_task()
+@task()
 def cloze(options: str, root: str, questions: Output, metrics: Metrics) -> None:
     """Generate questions from the corpus, as ``realmops run all`` does, if the options name generated questions.
 
@@ -121,7 +108,7 @@ def cloze(options: str, root: str, questions: Output, metrics: Metrics) -> None:
     """
     from realmops.commands.questions import write_cloze_questions
 
-    values, folder = unpack_options(options), Path(root) / CLOZE
+    values, folder = load_options(options, root), Path(root) / CLOZE
     if _skip(CLOZE_STEP, values, questions, metrics):
         return
     for line in write_cloze_questions(Path(root), None, seed=values["run"]["seed"]):
@@ -130,10 +117,10 @@ def cloze(options: str, root: str, questions: Output, metrics: Metrics) -> None:
     place = {"folder": folder.absolute().as_uri(), "digest": manifest[artifacts.DIGEST_KEY]}
     artifacts.write_json(Path(questions.path), {"stage": CLOZE_STEP, **place, "files": manifest["files"]})
     questions.metadata.update(place)
-    _write_metrics({name.removesuffix(".jsonl"): count for name, count in manifest["written"].items()}, metrics)
+    write_metrics({name.removesuffix(".jsonl"): count for name, count in manifest["written"].items()}, metrics)
 
 
-@_task()
+@task()
 def pretrain(
     options: str,
     root: str,
@@ -148,7 +135,7 @@ def pretrain(
     limits: str,
 ) -> None:
     """Run pre-training as :func:`run_stage` does, with the index builders scaled up unless it is up to date."""
-    values, console, place = unpack_options(options), Console(), Path(root)
+    values, console, place = load_options(options, root), Console(), Path(root)
     console.log(f"limits of this pod: {limits}")
     _reuse_output("pretrain", values, place)  # before builders are scaled up
     deployment = deployment if values["pretrain"]["steps"] else ""  # without a step there is nothing to build
@@ -159,7 +146,7 @@ def pretrain(
         _run("pretrain", run_options, place, manifest, metrics, processes)
 
 
-@_task()
+@task()
 def evaluate(
     options: str,
     root: str,
@@ -189,19 +176,19 @@ def evaluate(
     from realmops.evaluate.run_report import figure_tables
 
     with shard_helpers(Path(root), "evaluate", deployment, shard_pods, owner, Console()):
-        _run("evaluate", unpack_options(options), Path(root), manifest, metrics, processes=1)
+        _run("evaluate", load_options(options, root), Path(root), manifest, metrics, processes=1)
     tables = [f"## {table.title}\n\n{table.to_markdown()}" for table in figure_tables(read_metrics(Path(root)))]
     artifacts.write_bytes(Path(summary.path), "\n".join(tables).encode())
     artifacts.write_bytes(Path(report.path), report_path(Path(root)).read_bytes())
 
 
-@_task()
+@task()
 def lower_builders(deployment: str, root: str, owner: str) -> None:
     """Scale down the index builders, however the run ended."""
     release_builders(deployment, Path(root), owner, Console().log)
 
 
-@_task()
+@task()
 def guard(key: str, run: str, endpoint: str) -> None:
     """Fail if an older run with the same key is active; without a key or an endpoint do nothing.
 
@@ -218,7 +205,7 @@ def guard(key: str, run: str, endpoint: str) -> None:
         raise ValueError(f"guard: {older} has the same key {key[:16]} and is older, so this run stops")
 
 
-@_task()
+@task()
 def promote(options: str, root: str, model: str, margin: float, champion: Output, metrics: Metrics) -> None:
     """Make the run the champion of a registered model if it is better; otherwise succeed without a change.
 
@@ -246,7 +233,9 @@ def promote(options: str, root: str, model: str, margin: float, champion: Output
     with acquire_lease(
         place.parent / artifacts.WORK_FOLDER / "promote", report.log
     ):  # MLflow does not serialise promotions
-        promotion = promote(unpack_options(options), project=place, root=place, name=model, margin=margin, copy=False)
+        promotion = promote(
+            load_options(options, root), project=place, root=place, name=model, margin=margin, copy=False
+        )
     report.log(promotion.message)
     results = artifacts.read_json(place / STAGES["evaluate"].folder / METRICS)
     measure = "em" if "em" in results else "recall_at_5"
@@ -256,10 +245,10 @@ def promote(options: str, root: str, model: str, margin: float, champion: Output
         {"name": model, "message": promotion.message, **headline_metrics("evaluate", results), **figures}
     )
     artifacts.write_json(Path(champion.path), champion.metadata)
-    _write_metrics(figures, metrics)
+    write_metrics(figures, metrics)
 
 
-@_task()
+@task()
 def refresh(options: str, root: str, changes: Output, metrics: Metrics) -> None:
     """Update the corpus of the trained run in ``root``, as ``realmops update`` does.
 
@@ -271,108 +260,12 @@ def refresh(options: str, root: str, changes: Output, metrics: Metrics) -> None:
     """
     from realmops.commands.update import changes_markdown, update
 
-    result = update(unpack_options(options), project=Path(root), root=Path(root), report=Console())
+    result = update(load_options(options, root), project=Path(root), root=Path(root), report=Console())
     if result is None:
         artifacts.write_bytes(Path(changes.path), b"The passages are unchanged.\n")
         return
     artifacts.write_bytes(Path(changes.path), changes_markdown(result[0], CHANGES_SHOWN).encode())
-    _write_metrics(result[1], metrics)
-
-
-@_task()
-def variant(
-    name: str, options: str, presets: str, settings: str, seeds: int, out: str, limits: str, metrics: Metrics
-) -> None:
-    """Train and evaluate one variant of an ablation with every seed; :func:`table` writes table and MLflow runs."""
-    from realmops.commands.ablate import mean_metrics, train
-
-    report = Console()
-    report.log(f"limits of this pod: {limits}")
-    ablation = _ablation([name], options, presets, settings, seeds, out)
-    if failures := train(ablation, jobs=1, report=report):
-        raise ValueError("\n".join(failures.values()))
-    metrics.metadata["variant"] = name  # the UI shows the same task name for all variants
-    _write_metrics(mean_metrics(ablation), metrics)
-
-
-@_task()
-def table(
-    variants: list[str],
-    options: str,
-    presets: str,
-    settings: str,
-    seeds: int,
-    out: str,
-    rows: Output,
-    page: Output,
-    metrics: Metrics,
-) -> None:
-    """Write the table of the reference and the variants trained so far, and their MLflow runs.
-
-    Args:
-        variants: names of the variants, without the reference.
-        options: params as JSON, the differences from the defaults.
-        presets: names of presets for every variant, as a JSON list.
-        settings: ``section.key=value`` for every variant, as a JSON list.
-        seeds: number of seeds.
-        out: folder of the ablation on the shared volume.
-        rows: output artifact for the table, in Markdown.
-        page: output artifact for the table with its curves, in HTML.
-        metrics: output artifact for the metrics of each variant.
-    """
-    from realmops.commands.ablate import ablate
-    from realmops.evaluate.ablation import REFERENCE, figure_table
-
-    ablation = _ablation([REFERENCE, *variants], options, presets, settings, seeds, out)
-    results, missing = ablate(ablation, jobs=1, report=Console(), existing_only=True)
-    text = figure_table(results).to_markdown() if results else f"no table: the reference {REFERENCE} did not complete\n"
-    text += "".join(f"\n{line}\n" for line in missing)
-    artifacts.write_bytes(Path(rows.path), text.encode())
-    html = (ablation.out / "report.html").read_bytes() if results else escape(text).encode()
-    artifacts.write_bytes(Path(page.path), html)
-    columns = {"em": "em", "zero_shot_recall_at_5": "recall_at_5", "em_difference": "em_difference"}
-    figures = {f"{row['variant']}_{name}": row[column] for row in results for name, column in columns.items()}
-    _write_metrics(figures, metrics)
-
-
-def _ablation(variants: list[str], options: str, presets: str, settings: str, seeds: int, out: str) -> Ablation:
-    from realmops.commands.ablate import Ablation
-
-    if seeds < 1:
-        raise ValueError(f"seeds is {seeds}; it must be at least 1")
-    values = unpack_options(options)
-    preset_names, overrides = _parse_names("presets", presets), _parse_names("overrides", settings)
-    artifacts.make_folder(Path(out))
-    params = Path(out) / "params.yaml"
-    is_new = not params.exists()
-    artifacts.write_json(params, values)  # JSON is YAML; all pods of an ablation write the same file
-    ablation = Ablation(
-        params,
-        presets=preset_names,
-        settings=overrides,
-        variants=list(dict.fromkeys(variants)),
-        seeds=range(seeds),
-        out=Path(out),
-    )
-    try:
-        _ = ablation.tasks  # validates every variant with its presets
-    except ValueError:
-        if is_new:
-            params.unlink()
-            with suppress(OSError):  # other pods have written there
-                Path(out).rmdir()
-        raise
-    return ablation
-
-
-def _parse_names(key: str, text: str) -> list[str]:
-    try:
-        names = json.loads(text)
-    except ValueError:
-        names = None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f'{key} is {text[:60]!r}; expected a JSON list of strings, for example ["ablation"]')
-    return names
+    write_metrics(result[1], metrics)
 
 
 def _skip(step: str, values: Values, output: Output, metrics: Metrics) -> bool:
@@ -383,14 +276,14 @@ def _skip(step: str, values: Values, output: Output, metrics: Metrics) -> bool:
     Console().log(message)
     output.metadata["message"] = message
     artifacts.write_json(Path(output.path), {"stage": step, "message": message})
-    _write_metrics({}, metrics)
+    write_metrics({}, metrics)
     return True
 
 
 def _run(stage: str, values: Values, root: Path, manifest: Output, metrics: Metrics, processes: int) -> None:
     from realmops.stages import runner
 
-    _make_folder(root)
+    make_run_folder(root)
     folder = root / STAGES[stage].folder
     _reuse_output(stage, values, root)
     if processes > 1:
@@ -406,9 +299,9 @@ def _run(stage: str, values: Values, root: Path, manifest: Output, metrics: Metr
         "digest": full["manifest_digest"],
         "fingerprint": full["fingerprint"],
     }
-    manifest.metadata.update(place | _numbers(results))
+    manifest.metadata.update(place | finite_numbers(results))
     # the UI shows ten metrics at once, in alphabetical order; the manifest has all
-    _write_metrics({name: results[name] for name in HEADLINE_METRICS.get(stage, results) if name in results}, metrics)
+    write_metrics({name: results[name] for name in HEADLINE_METRICS.get(stage, results) if name in results}, metrics)
 
 
 def _reuse_output(stage: str, values: Values, root: Path) -> None:
@@ -439,20 +332,6 @@ def _reuse_output(stage: str, values: Values, root: Path) -> None:
             return
 
 
-def _make_folder(root: Path) -> None:
-    """Create the run's folder; ValueError if this pod's user may not write to the volume."""
-    folder = next(path for path in (root, *root.parents) if path.exists())
-    if not os.access(folder, os.W_OK):
-        status = folder.stat()
-        raise ValueError(
-            f"{folder} belongs to user {status.st_uid} and group {status.st_gid} (mode {status.st_mode & 0o7777:o}), "
-            f"and user {os.getuid()} of this pod may not write there: start one index builder, which sets the group of "
-            "the volume ('kubectl scale deployment/realmops-index-builder --replicas=1', then 0 once it is ready), or "
-            "change the folder's owner"
-        )
-    artifacts.make_folder(root)
-
-
 def _run_together(stage: str, values: Values, root: Path, processes: int) -> None:
     """Run a stage with several processes under torchrun, and exit with its status if one of them fails."""
     params = root / f"{stage}.params.json"
@@ -462,15 +341,3 @@ def _run_together(stage: str, values: Values, root: Path, processes: int) -> Non
     code = subprocess.call(command, env={**os.environ, "PYTHONSAFEPATH": "1"})  # no imports from the current folder
     if code:
         sys.exit(code)
-
-
-def _numbers(results: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(v) for name, v in results.items() if isinstance(v, int | float) and math.isfinite(v)}
-
-
-def _write_metrics(results: Mapping[str, Any], metrics: Metrics) -> None:
-    """Write the finite numbers of ``results``, and show them in KFP."""
-    numbers = _numbers(results)
-    artifacts.write_json(Path(metrics.path), numbers)
-    for name, value in numbers.items():
-        metrics.log_metric(name, value)

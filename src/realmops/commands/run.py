@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ from realmops.commands.questions import write_cloze_questions
 from realmops.config import CLOSED_BOOK, Values, parse_section
 from realmops.config_rules import ENCODER, NO_READER
 from realmops.hub import READER, T5, encoder_files, encoder_folder
+from realmops.inputs.addresses import FILES
+from realmops.inputs.fetch import local_cache
+from realmops.inputs.record import recorded_inputs, take_inputs
 from realmops.refresh.child_processes import end_with
 from realmops.stages import (
     CLOZE_STEP,
@@ -45,8 +49,12 @@ def run_stages(
     if watch_parent is not None:
         end_with(watch_parent)
     names = tuple(names)
+    reads = partial(_is_read, names)
     if only_step in (None, names[0]):
+        values, _ = take_inputs(values, root, local_cache(), report, reads)
         _validate_inputs(names, values, project, root, report)
+    else:
+        values = recorded_inputs(values, root, reads)
     for name in names if only_step is None else (only_step,):
         if name == CLOZE_STEP:
             for line in write_cloze_questions(root, None, seed=values["run"]["seed"]):
@@ -55,6 +63,12 @@ def run_stages(
         metrics = run_stage(name, values, presets=presets, project=project, root=root, report=report, force=force)
         if metrics:
             yield name, metrics
+
+
+def _is_read(names: Sequence[str], key: str) -> bool:
+    """Return whether one of these steps reads an input, given by section.key."""
+    stages = [STAGES[name] for name in names if name in STAGES]
+    return any(key in stage.files if key in FILES else stage.reads(key) for stage in stages)
 
 
 def _validate_inputs(names: Sequence[str], values: Values, project: Path, root: Path, report: Report) -> None:

@@ -26,6 +26,8 @@ from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.devices import configure_process, device_and_dtype
 from realmops.evaluate.predictions import PREDICTIONS, Prediction, read_predictions
 from realmops.evaluate.run_report import FigureTable, escape_markdown
+from realmops.inputs.fetch import local_cache
+from realmops.inputs.record import take_inputs
 from realmops.journal import Journal
 from realmops.model.checkpoint_files import load_retriever
 from realmops.search import bm25
@@ -82,7 +84,9 @@ def update(
         ValueError: a stage has not run, the corpus is invalid, or, without ``may_shrink``, less than half of the
             passages are left.
     """
+    files = {*STAGES["snapshot"].files, *STAGES["evaluate"].files}
     with stage_lock(root / WORK_FOLDER, UPDATE):
+        values, _ = take_inputs(values, root, local_cache(), report, files.__contains__)
         before, answered = _checked_states(values, project, root)
         old = Snapshot.open(before.snapshot / "corpus")
         if (before.finetune / INDEX).is_file():
