@@ -19,7 +19,8 @@ STORE_SETTINGS = ("AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION")
 SETTINGS = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "HF_HUB_OFFLINE")
 HOURS = {  # timeout of a running pod, by component, without the time that it is pending
     "guard": 0.5, "inputs": 48, "scale-builder": 0.5, "promote": 24, "table": 24, "sample": 24, "snapshot": 48,
-    "tag": 48, "cloze": 24, "evaluate": 48, "refresh": 168, "ict": 336, "pretrain": 336, "finetune": 336, "variant": 336,
+    "tag": 48, "cloze": 24, "evaluate": 48, "refresh": 168,
+    "ict": 336, "pretrain": 336, "finetune": 336, "variant": 336,
 }  # fmt: skip
 RETRIES = 2
 BACKOFF = "60s"

@@ -31,7 +31,11 @@ FILES = (
     *("questions.train", "questions.dev", "questions.test"),
 )
 MODELS = ("retriever.init", "reader.init", "closed_book.init")
-NO_INPUT = ("small", ENCODER, NO_READER)  # values of MODELS that name no model
+NO_MODEL = {  # values that name no model
+    "retriever.init": ("small",),
+    "reader.init": (ENCODER, NO_READER),
+    "closed_book.init": ("small",),
+}
 OUTPUTS = (  # folders of the stages, and of imported and generated data
     *("data/published", "data/cloze", "data/sample", "data/snapshot", "data/spans"),
     *("models/ict", "models/pretrain", "models/finetune", "results"),
@@ -79,7 +83,7 @@ def listed_inputs(values: Values) -> dict[str, str]:
     return {
         key: value
         for key, value in listed.items()
-        if value and key not in unused and value not in NO_INPUT and not is_stage_output(value)
+        if value and key not in unused and value not in NO_MODEL.get(key, ()) and not is_stage_output(value)
     }
 
 

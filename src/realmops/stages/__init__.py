@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from realmops import artifacts
-from realmops.config_rules import ENCODER, NO_READER
 from realmops.corpus.documents import printable_path
 from realmops.corpus.walk import walk_files
+from realmops.inputs.addresses import NO_MODEL, is_stage_output, unused_inputs
 from realmops.journal import Journal
 
 JOURNAL = "metrics.jsonl"
@@ -199,8 +199,8 @@ def resolve_models(values: Values, project: Path) -> dict[str, dict[str, Any]]:
     """Return the options with the folders of models resolved against the project, as those of files are."""
     resolved = {section: dict(keys) for section, keys in values.items()}
     for section, keys in resolved.items():
-        name = keys.get("init", "small")
-        if name not in ("small", ENCODER, NO_READER) and (project / name).is_dir():
+        name = keys.get("init", "")
+        if name and name not in NO_MODEL.get(f"{section}.init", ()) and (project / name).is_dir():
             resolved[section]["init"] = str(project / name)
     return resolved
 
@@ -224,7 +224,7 @@ def option_files(stage: Stage, values: Values, project: Path, root: Path) -> dic
         name = get_option(values, key)
         if not name:
             raise ValueError(f"{key} is empty; set it to a file or folder")
-        base = root if _is_stage_output(Path(name)) else project
+        base = root if is_stage_output(name) else project
         paths[key] = Path(name) if name.startswith(HUB) else base / name
     return paths
 
@@ -235,20 +235,9 @@ def get_option(values: Values, key: str) -> Any:
     return values[section][option]
 
 
-def _is_stage_output(name: Path) -> bool:
-    """Return whether a file is in the folder of a stage, or in that of imported or generated data."""
-    return any(Path(folder) in name.parents for folder in (PUBLISHED, CLOZE, *(s.folder for s in STAGES.values())))
-
-
-def _unused_files(values: Values) -> set[str]:
-    """Return the keys of files that are not read with these options."""
-    unused = set() if values["snapshot"]["use_warmup"] else {"snapshot.warmup"}
-    return unused | (set() if values["tag"]["method"] == "tagger" else {"tag.train", "tag.dev"})
-
-
 def files_in_use(stage: Stage, values: Values) -> list[str]:
     """Return the keys of the files that a stage reads with these options."""
-    return [key for key in stage.files if key not in _unused_files(values)]
+    return [key for key in stage.files if key not in unused_inputs(values)]
 
 
 def has_file_below(folder: str, names: Collection[str], values: Values) -> bool:
@@ -279,22 +268,12 @@ def planned_steps(values: Values) -> tuple[str, ...]:
     return tuple(step for step in STEPS if step in needed)
 
 
-def external_inputs(values: Values, project: Path) -> dict[str, Path]:
-    """Return the external inputs, which no stage produces, by section.key."""
-    return {
-        key: path
-        for stage in STAGES.values()
-        for key, path in option_files(stage, values, project, project).items()
-        if key not in _unused_files(values) and not _is_stage_output(Path(get_option(values, key)))
-    }
-
-
 def check_files(names: Collection[str], values: Values, project: Path, root: Path) -> None:
     """Raise ValueError for the first missing input file of these steps.
 
     Called before the first stage runs, so that a missing file of the last one does not waste the others.
     """
-    unused = _unused_files(values)
+    unused = unused_inputs(values)
     for name in names:
         for key, path in option_files(STAGES[name], values, project, root).items() if name in STAGES else ():
             value = get_option(values, key)
