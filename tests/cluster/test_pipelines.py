@@ -154,7 +154,7 @@ def test_train_runs_the_stages_in_their_order_with_the_options_of_params_yaml() 
     pipeline = compiled("train")
     inner = pipeline["components"]["comp-exit-handler-1"]["dag"]["tasks"]
     after: dict[str, list[str]] = {name: task.get("dependentTasks", []) for name, task in inner.items()}
-    order = [*STEPS, "promote"]
+    order = ["inputs", *STEPS, "promote"]
     assert after == {name: order[:n][-1:] for n, name in enumerate(order)}
     options = pipeline["root"]["inputDefinitions"]["parameters"]["options"]["defaultValue"]
     assert unpack_options(options) == config.load_params(ROOT / "params.yaml")

@@ -32,7 +32,6 @@ from realmops.console import Console
 from realmops.inputs.record import take_inputs
 from realmops.refresh.lease import acquire_lease
 from realmops.stages import CLOZE, CLOZE_STEP, HEADLINE_METRICS, METRICS, STAGES, STEPS, planned_steps
-from realmops.stages.check_inputs import check_inputs
 
 CHANGES_SHOWN = 200  # changed answers in the Markdown artifact
 
@@ -89,6 +88,8 @@ def run_stage(
     """
     values = load_options(options, root)
     if stage == STEPS[0]:
+        from realmops.stages.check_inputs import check_inputs
+
         check_inputs(planned_steps(values), values, Path(root), Path(root))
     if _skip(stage, values, manifest, metrics):
         return
