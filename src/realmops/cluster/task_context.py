@@ -11,7 +11,7 @@ from realmops import artifacts
 from realmops.cluster.options import unpack_options
 from realmops.config import Values
 from realmops.console import end_on_sigterm, exit_on_user_error
-from realmops.inputs.record import recorded_inputs
+from realmops.inputs.run_inputs import recorded_inputs
 from realmops.tracking.sender import PARENT_RUN_VARIABLE
 
 SETTINGS_PREFIXES = "REALMOPS_MLFLOW_TRACKING_", "REALMOPS_MLFLOW_EXPERIMENT_"

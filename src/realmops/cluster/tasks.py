@@ -29,7 +29,7 @@ from realmops.cluster.task_context import (
 )
 from realmops.config import Values
 from realmops.console import Console
-from realmops.inputs.record import take_inputs
+from realmops.inputs.run_inputs import take_inputs
 from realmops.refresh.lease import acquire_lease
 from realmops.stages import CLOZE, CLOZE_STEP, HEADLINE_METRICS, METRICS, STAGES, STEPS, planned_steps
 

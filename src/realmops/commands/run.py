@@ -12,7 +12,7 @@ from realmops.config_rules import ENCODER, NO_READER
 from realmops.hub import READER, T5, encoder_files, encoder_folder
 from realmops.inputs.addresses import FILES
 from realmops.inputs.fetch import local_cache
-from realmops.inputs.record import recorded_inputs, take_inputs
+from realmops.inputs.run_inputs import recorded_inputs, take_inputs
 from realmops.refresh.child_processes import end_with
 from realmops.stages import (
     CLOZE_STEP,

@@ -27,7 +27,7 @@ from realmops.devices import configure_process, device_and_dtype
 from realmops.evaluate.predictions import PREDICTIONS, Prediction, read_predictions
 from realmops.evaluate.run_report import FigureTable, escape_markdown
 from realmops.inputs.fetch import local_cache
-from realmops.inputs.record import take_inputs
+from realmops.inputs.run_inputs import take_inputs
 from realmops.journal import Journal
 from realmops.model.checkpoint_files import load_retriever
 from realmops.search import bm25
