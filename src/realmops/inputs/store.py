@@ -155,7 +155,7 @@ def upload(item: LocalInput, store: str, progress: Progress) -> tuple[int, int]:
         ValueError: the store cannot be written, or a file was changed since its digest was computed; objects of
             other files stay, and the same call continues.
     """
-    with filesystem(parse(store), "written") as fs:
+    with filesystem(parse(store)) as fs:
         directory = _directory(item.files) if item.digest.endswith(DIRECTORY) else b""
         if directory and _is_there(fs, store, item.digest, len(directory)):
             return 0, 0
