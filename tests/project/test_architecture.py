@@ -15,14 +15,14 @@ SOURCE = Path(__file__).parents[2] / "src"
 # Lowest first. A unit (a module or a package directly under realmops) imports itself and units of lower rows.
 LAYERS = (
     ("__init__",), ("artifacts", "config_rules", "config_yaml", "resources"), ("config", "journal"), ("hub", "devices"),
-    ("text",), ("corpus",), ("model",), ("search",), ("refresh",), ("answering",), ("train",),
+    ("text",), ("corpus",), ("model", "inputs"), ("search",), ("refresh",), ("answering",), ("train",),
     ("baselines", "evaluate"), ("tracking",), ("stages",), ("commands",), ("serve",), ("api", "console"), ("cluster",),
     ("cli",), ("__main__",),
 )  # fmt: skip
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
 CORE = {
     "artifacts", "config", "config_rules", "config_yaml", "hub", "devices", "journal", "text", "corpus", "model",
-    "search", "refresh", "answering", "train", "evaluate",
+    "search", "refresh", "answering", "train", "evaluate", "inputs",
 }  # fmt: skip
 # What these may import on top, directly or through others: `realmops --help` pays for cli, a stage's start for config.
 LIGHT_UNITS = {
@@ -175,7 +175,7 @@ def test_the_code_of_the_registered_model_is_imported_by_nothing() -> None:
 def test_the_core_runs_without_the_operations_tools() -> None:
     """A bare GPU box has no mlflow, dvc or kfp; faiss there is a choice, so never imported on top."""
     never = {"mlflow", "dvc", "kfp", "kubernetes"}
-    not_on_top = {*never, "faiss"}
+    not_on_top = {*never, "faiss", "fsspec"}
     wrong = [
         where(found)
         for found in IMPORTS
@@ -186,7 +186,7 @@ def test_the_core_runs_without_the_operations_tools() -> None:
 
 def test_text_and_corpus_need_no_torch() -> None:
     """Text is read, cut and tokenised without loading torch."""
-    rooms = {"text", "corpus"}
+    rooms = {"text", "corpus", "inputs"}
     wrong = [where(found) for found in IMPORTS if unit(found.importer) in rooms and library(found) == "torch"]
     assert not wrong, "\n".join(wrong)
 

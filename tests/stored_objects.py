@@ -1,0 +1,74 @@
+"""Stored objects, written independently of the package, and a small web server."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import fsspec
+
+
+def store_file(content: bytes, store: str, name: str, suffix: str = "") -> str:
+    """Write an object as DVC does; return its address."""
+    digest = hashlib.md5(content).hexdigest()
+    address = f"{store}/files/md5/{digest[:2]}/{digest[2:]}{suffix}"
+    fs, path = fsspec.core.url_to_fs(address)
+    fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+    fs.pipe_file(path, content)
+    return f"{address}#{name}"
+
+
+def store_folder(files: Mapping[str, bytes], store: str, name: str) -> str:
+    entries = [{"md5": hashlib.md5(content).hexdigest(), "relpath": path} for path, content in sorted(files.items())]
+    for content in files.values():
+        store_file(content, store, "")
+    return store_file(json.dumps(entries, sort_keys=True).encode(), store, name, ".dir")
+
+
+class WebServer(ThreadingHTTPServer):
+    """Serves ``files``: content and headers by path, or a status; ``gets`` are the paths that were read."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.files: dict[str, tuple[bytes, dict[str, str]] | int] = {}
+        self.gets: list[str] = []
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: WebServer
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if not isinstance(self.server.files.get(path, 404), int):
+            self.server.gets.append(path)
+        self.wfile.write(self._answer())
+
+    def _answer(self) -> bytes:
+        entry = self.server.files.get(self.path.partition("?")[0], 404)
+        content, headers = (b"", {}) if isinstance(entry, int) else entry
+        self.send_response(entry if isinstance(entry, int) else 200)
+        for name, value in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        return content
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def web_server() -> Iterator[WebServer]:
+    with WebServer() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
