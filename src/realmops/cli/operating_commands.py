@@ -12,7 +12,6 @@ from realmops.cli import shared_options as option
 from realmops.cli.group import exit_with, main
 from realmops.console import Console
 
-
 _store = click.option(
     "--store",
     metavar="URL",

@@ -116,7 +116,9 @@ class DvcRemote:
         for entry in json.loads(content):
             if entry["relpath"] == relpath:
                 return str(entry["md5"])
-        raise ValueError(f"{path} is not in {record.path.name} as {record.file} records it; check the path, or 'dvc add'")
+        raise ValueError(
+            f"{path} is not in {record.path.name} as {record.file} records it; check the path, or 'dvc add'"
+        )
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

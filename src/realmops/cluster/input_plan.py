@@ -6,8 +6,7 @@ A local input gets the address of its content in the store of ``inputs.store``, 
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,7 +143,7 @@ class _Planner:
         """
         known, record = self._lock.get(value), find_record(path, self._project)
         digest = record.digest if record and record.path == path else ""
-        if record is None or known is not None and known.md5 == digest:
+        if record is None or (known is not None and known.md5 == digest):
             return known, NAME
         remote = self._remote_of(record)
         if remote is None:

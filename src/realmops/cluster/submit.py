@@ -170,7 +170,6 @@ class Submission:
             if name in declared
         }
 
-
     def describe(self) -> Iterator[str]:
         """Yield lines on what a submission would send."""
         yield f"not submitted: {self.name} with the key {self.key}, in the experiment {self.experiment}"
