@@ -31,5 +31,5 @@ def test_uploaded_inputs_are_found_without_the_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["[]", "a: 1", "a: {md5: x, address: y}"])
 def test_a_malformed_lock_is_refused_with_its_file(text: str, tmp_path: Path) -> None:
     (tmp_path / "inputs.yaml").write_text(text)
-    with pytest.raises(ValueError, match="inputs.yaml.*realmops upload"):
+    with pytest.raises(ValueError, match=r"inputs\.yaml.*realmops upload"):
         read_lock(tmp_path)

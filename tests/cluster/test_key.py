@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import small_project
@@ -12,9 +13,15 @@ import yaml
 from compiled import file_of, project_with_pipeline
 
 from realmops.cluster import IMAGE, submit
-from realmops.cluster.key import PLACEMENT, SUBMISSION_PARAMETERS, file_digests, training_key
+from realmops.cluster.input_plan import notes_of, plan_inputs
+from realmops.cluster.key import PLACEMENT, SUBMISSION_PARAMETERS, content_key, training_key
 from realmops.cluster.submit import Pipeline
 from realmops.config import load_params
+
+
+def file_digests(values: Any, project: Path) -> tuple[dict[str, str], list[str]]:
+    inputs = plan_inputs(values, project, lambda label, total, unit: lambda units: None)
+    return content_key(values, inputs)[1], notes_of(inputs)
 
 
 @pytest.fixture

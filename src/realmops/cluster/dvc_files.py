@@ -127,8 +127,8 @@ class DvcRemote:
         except Exception as error:  # every store has errors of its own, and the remedy is the same
             reason = redact(" ".join(str(error).split()))[:200]
             raise ValueError(
-                f"the DVC remote {self.name} ({self.store}) cannot be read: {type(error).__name__}: {reason}; check its "
-                "address and credentials with 'dvc status --cloud', or give --store URL"
+                f"the DVC remote {self.name} ({self.store}) cannot be read: {type(error).__name__}: {reason}; check "
+                "its address and credentials with 'dvc status --cloud', or give --store URL"
             ) from None
 
 

@@ -149,8 +149,8 @@ class _Planner:
         if remote is None:
             if known is not None and digest:
                 raise ValueError(
-                    f"{key} is {value!r}: {record.file} records the md5 {digest}, and {self._project / NAME} {known.md5}"
-                    f"; run 'realmops upload' where the files are, and commit {NAME}"
+                    f"{key} is {value!r}: {record.file} records the md5 {digest}, and {self._project / NAME} "
+                    f"{known.md5}; run 'realmops upload' where the files are, and commit {NAME}"
                 )
             return known, NAME
         digest = digest or remote.digest_below(record, path)
@@ -185,9 +185,9 @@ class _Planner:
 def _refuse_missing(key: str, value: str, record: DvcRecord, remote: DvcRemote, *, is_changed: bool) -> None:
     problem = f"{key} is {value!r}, and the DVC remote {remote.name} ({remote.store}) lacks its content"
     if is_changed:
+        tracked = os.path.relpath(record.path, record.file.parent)
         raise ValueError(
-            f"{problem}: it differs from {record.file}; run 'dvc add {os.path.relpath(record.path, record.file.parent)}'"
-            " and 'dvc push', or give --store URL"
+            f"{problem}: it differs from {record.file}; run 'dvc add {tracked}' and 'dvc push', or give --store URL"
         )
     raise ValueError(f"{problem}; run 'dvc push' where the files are, or give --store URL")
 

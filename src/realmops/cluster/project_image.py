@@ -33,8 +33,8 @@ def find_image(project: Path) -> str | None:
     for name, value in fields.items():
         if PLACEHOLDER in value:
             raise ValueError(
-                f"{file}: {name} of the image {IMAGE_NAME} is {value}, a placeholder; set it to that of your image, for "
-                "example ghcr.io/OWNER/realmops, or give --argument image=IMAGE"
+                f"{file}: {name} of the image {IMAGE_NAME} is {value}, a placeholder; set it to that of your image, "
+                "for example ghcr.io/OWNER/realmops, or give --argument image=IMAGE"
             )
     image = fields.get("newName", IMAGE_NAME)
     image += f":{fields['newTag']}" if "newTag" in fields else ""
