@@ -191,18 +191,18 @@ def test_a_pipe_among_the_documents_is_not_in_the_key_and_one_as_a_file_is_refus
 def test_the_content_of_an_encoder_changes_the_key(project: Path) -> None:
     def of(reader: str) -> tuple[str, list[str]]:
         values = load_params(project / "params.yaml")
-        values["retriever"]["init"], values["closed_book"]["init"] = "encoder", "google/t5"
+        values["retriever"]["init"], values["closed_book"]["init"] = "weights", "google/t5"
         values["finetune"]["reader"] = reader
         files, notes = file_digests(values, project)
         return files["retriever.init"], notes
 
     name, [note] = of("pretrain")
-    assert name == "encoder"
-    assert note.startswith("retriever.init is 'encoder', which is on the hub: the key contains its")
-    (project / "encoder").mkdir()
-    (project / "encoder" / "model.safetensors").write_bytes(b"weights")
+    assert name == "weights"
+    assert note.startswith("retriever.init is 'weights', which is on the hub: the key contains its")
+    (project / "weights").mkdir()
+    (project / "weights" / "model.safetensors").write_bytes(b"weights")
     before, notes = of("pretrain")
     assert notes == []
     assert [note.split()[0] for note in of("t5")[1]] == ["closed_book.init"]
-    (project / "encoder" / "model.safetensors").write_bytes(b"others")
+    (project / "weights" / "model.safetensors").write_bytes(b"others")
     assert of("pretrain")[0] != before
