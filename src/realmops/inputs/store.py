@@ -24,6 +24,7 @@ Progress = Callable[[str, int, str], Callable[[int], None]]  # as ``progress`` o
 Walk = Callable[[Path], Iterable[tuple[str, list[str], list[str]]]]  # as ``os.walk``
 DIRECTORY = ".dir"  # end of a folder's digest
 NOT_CONTENT = {".git", ".hg", ".dvc"}  # folders that DVC leaves out, too
+LARGE = 50_000_000  # bytes, from which reading takes long enough for progress lines
 STORE_EXAMPLE = "s3://BUCKET/PREFIX"
 
 
@@ -88,7 +89,7 @@ def read_input(value: str, project: Path, progress: Progress, walk: Walk) -> Loc
         names = [("", path)]
     total = sum(file.stat().st_size for _, file in names)
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-        advance = _locked(progress(f"reading {value}", total, "B"))
+        advance = _locked(progress(f"reading {value}", total, "B") if total >= LARGE else lambda units: None)
         files = list(pool.map(lambda entry: _read_file(*entry, advance), names))
     digest = hashlib.md5(_directory(files)).hexdigest() + DIRECTORY if path.is_dir() else files[0].md5
     return LocalInput(value, path, files, digest)
