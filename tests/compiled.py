@@ -28,7 +28,7 @@ def file_of(pipeline: str) -> Path:
 
 def project_with_pipeline(folder: Path) -> Path:
     """The toy project in a folder, with a copy of the compiled pipeline."""
-    small_project.write_project(folder)
+    small_project.write_project(folder, inputs={"store": "memory://store"})
     (folder / "pipelines").mkdir()
     shutil.copy(file_of("train"), folder / "pipelines" / "train.yaml")
     return folder

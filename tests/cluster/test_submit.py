@@ -26,7 +26,7 @@ from test_key import key
 from realmops.cluster import IMAGE, submit
 from realmops.cluster import kfp_client as server
 from realmops.cluster.kfp_client import KfpClient
-from realmops.cluster.options import pack_options, unpack_options
+from realmops.cluster.options import unpack_options
 from realmops.cluster.pod_namespace import place_of
 from realmops.cluster.submit import Pipeline
 from realmops.config import load_params
@@ -91,8 +91,13 @@ def test_a_submission_carries_options_run_and_key(project: Path, lab: KfpLab) ->
     )  # fmt: skip
     wanted = key(project, "realmops:1", "pretrain.steps=13")
     [run] = lab.runs
-    assert arguments_of(run) == {
-        "options": pack_options(load_params(project / "params.yaml", settings=["pretrain.steps=13"])),
+    arguments = arguments_of(run)
+    sent = unpack_options(arguments.pop("options"))
+    expected = load_params(project / "params.yaml", settings=["pretrain.steps=13"])
+    assert sent["pretrain"] == expected["pretrain"]
+    assert sent["snapshot"]["documents"].startswith("memory://store/files/md5/")
+    assert sent["inputs"] == {"store": ""}
+    assert arguments == {
         "run": wanted[:16],
         "key": wanted,
         "image": "realmops:1",
@@ -192,7 +197,7 @@ def test_a_repeat_finds_the_run(state: str, project: Path, lab: KfpLab) -> None:
     first, second = (submitted(project, "--once") for _ in range(2))
     assert (first.exit_code, second.exit_code) == (0, 0)
     [run] = lab.runs
-    said, link = second.stdout.splitlines()
+    said, link = second.stdout.splitlines()[-2:]
     assert said.startswith(f"nothing to submit: the run {run['display_name']} ({run['run_id']}")
     assert link == f"run page: {lab.url}/#/runs/details/{run['run_id']}"
 

@@ -124,7 +124,7 @@ class DvcRemote:
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # every store has errors of its own, and the remedy is the same
+        except Exception as error:  # errors of any class; the remedy is always the same
             reason = redact(" ".join(str(error).split()))[:200]
             raise ValueError(
                 f"the DVC remote {self.name} ({self.store}) cannot be read: {type(error).__name__}: {reason}; check "

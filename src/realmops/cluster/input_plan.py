@@ -30,7 +30,7 @@ from realmops.stages import HUB
 from realmops.text.redaction import redact
 
 _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
-_ON_THIS_MACHINE = ("file://", "local://", "memory://")
+_ON_THIS_MACHINE = ("file://", "local://")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from realmops.text.redaction import redact
 
 NAME = "inputs.yaml"
 _HEAD = (
-    "# Written by realmops submit and realmops upload: the uploaded content of each file and folder in the options.\n"
+    "# Written by realmops submit and realmops upload: the content of files and folders that options name.\n"
     "# Commit it with params.yaml.\n"
 )
 _MD5 = re.compile(r"[0-9a-f]{32}(?:\.dir)?")

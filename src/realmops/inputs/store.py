@@ -1,6 +1,6 @@
 """Local inputs, and their upload to a store in the layout of a DVC remote.
 
-A store has each content once, under its md5; a folder is an object of its own, DVC's list of its files. Uploads can be
+A store has each content once, under its md5; a folder is an object, too: DVC's list of its files. Uploads can be
 killed, repeated and run at the same time: an object is complete when it has its size, and that of a folder comes last.
 """
 
@@ -24,12 +24,13 @@ Progress = Callable[[str, int, str], Callable[[int], None]]  # as ``progress`` o
 Walk = Callable[[Path], Iterable[tuple[str, list[str], list[str]]]]  # as ``os.walk``
 DIRECTORY = ".dir"  # end of a folder's digest
 NOT_CONTENT = {".git", ".hg", ".dvc"}  # folders that DVC leaves out, too
+LARGE = 50_000_000  # bytes, from which reading takes long enough for progress lines
 STORE_EXAMPLE = "s3://BUCKET/PREFIX"
 
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A file of a local input; ``relpath`` is empty if the input is the file."""
+    """A file of a local input; ``relpath`` is empty if it is the input."""
 
     relpath: str
     path: Path
@@ -88,7 +89,7 @@ def read_input(value: str, project: Path, progress: Progress, walk: Walk) -> Loc
         names = [("", path)]
     total = sum(file.stat().st_size for _, file in names)
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-        advance = _in_turns(progress(f"reading {value}", total, "B"))
+        advance = _locked(progress(f"reading {value}", total, "B") if total >= LARGE else lambda units: None)
         files = list(pool.map(lambda entry: _read_file(entry[0], entry[1], advance), names))
     digest = hashlib.md5(_directory(files)).hexdigest() + DIRECTORY if path.is_dir() else files[0].md5
     return LocalInput(value, path, files, digest)
@@ -155,23 +156,23 @@ def upload(item: LocalInput, store: str, progress: Progress) -> tuple[int, int]:
         ValueError: the store cannot be written, or a file was changed since its digest was computed; objects of
             other files stay, and the same call continues.
     """
-    with filesystem(parse(store), "written") as fs:
+    with filesystem(parse(store)) as fs:
         directory = _directory(item.files) if item.digest.endswith(DIRECTORY) else b""
-        if directory and _is_there(fs, store, item.digest, len(directory)):
+        if directory and _exists(fs, store, item.digest, len(directory)):
             return 0, 0
         by_digest = {file.md5: file for file in item.files}
         with ThreadPoolExecutor(THREADS) as pool:
-            present = pool.map(lambda file: _is_there(fs, store, file.md5, file.size), by_digest.values())
-            missing = [file for file, is_there in zip(by_digest.values(), present, strict=True) if not is_there]
+            present = pool.map(lambda file: _exists(fs, store, file.md5, file.size), by_digest.values())
+            missing = [file for file, exists in zip(by_digest.values(), present, strict=True) if not exists]
             size = sum(file.size for file in missing)
-            advance = _in_turns(progress(f"uploading {item.value}", size, "B")) if size else lambda units: None
+            advance = _locked(progress(f"uploading {item.value}", size, "B")) if size else lambda units: None
             list(pool.map(lambda file: _upload_file(fs, store, file, advance), missing))
         if directory:
             _write(fs, store, item.digest, lambda path: fs.pipe_file(path, directory))
     return len(missing) + bool(directory), size
 
 
-def _is_there(fs: Any, store: str, digest: str, size: int) -> bool:
+def _exists(fs: Any, store: str, digest: str, size: int) -> bool:
     try:
         return bool(fs.info(fs._strip_protocol(object_address(store, digest)))["size"] == size)
     except FileNotFoundError:
@@ -212,7 +213,7 @@ def _write(fs: Any, store: str, digest: str, write: Callable[[str], None]) -> st
     return path
 
 
-def _in_turns(advance: Callable[[int], None]) -> Callable[[int], None]:
+def _locked(advance: Callable[[int], None]) -> Callable[[int], None]:
     """Return a callback for several threads."""
     lock = threading.Lock()
 
