@@ -68,7 +68,7 @@ def _parse_entry(file: Path, path: object, entry: object) -> StoredInput:
 def write_lock(project: Path, stored: Mapping[str, StoredInput]) -> bool:
     """Add stored inputs to the file of a project, sorted by path; return whether it changed."""
     before = read_lock(project)
-    merged = before | stored
+    merged = {**before, **stored}
     if merged == before:
         return False
     content = {path: {"md5": entry.md5, "address": entry.address} for path, entry in merged.items()}

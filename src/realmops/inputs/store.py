@@ -90,7 +90,7 @@ def read_input(value: str, project: Path, progress: Progress, walk: Walk) -> Loc
     total = sum(file.stat().st_size for _, file in names)
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
         advance = _locked(progress(f"reading {value}", total, "B") if total >= LARGE else lambda units: None)
-        files = list(pool.map(lambda entry: _read_file(*entry, advance), names))
+        files = list(pool.map(lambda entry: _read_file(entry[0], entry[1], advance), names))
     digest = hashlib.md5(_directory(files)).hexdigest() + DIRECTORY if path.is_dir() else files[0].md5
     return LocalInput(value, path, files, digest)
 
@@ -184,7 +184,7 @@ def _upload_file(fs: Any, store: str, file: LocalFile, advance: Callable[[int], 
 
     left = file.size
 
-    class Advance(Callback):
+    class Advance(Callback):  # type: ignore[misc]
         def relative_update(self, inc: int = 1) -> None:
             nonlocal left
             left -= inc
