@@ -70,7 +70,7 @@ def test_the_job_has_the_options_of_the_project_with_its_own_presets(tmp_path: P
 def test_a_preset_that_the_cluster_lacks_is_named(tmp_path: Path) -> None:
     (tmp_path / "presets").mkdir()
     (tmp_path / "presets/mine.yaml").write_text("pretrain: {steps: 7}\n")
-    created(tmp_path)
+    created(tmp_path, "--image", "realmops:1")
     params = tmp_path / "params.yaml"
     assert not cli("params", "--params", params, "--json").stderr
     (tmp_path / "presets/later.yaml").write_text("run: {seed: 1}\n")

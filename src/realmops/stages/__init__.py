@@ -6,13 +6,13 @@ import importlib
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from realmops import artifacts
 from realmops.corpus.documents import printable_path
 from realmops.corpus.walk import walk_files
-from realmops.inputs.addresses import NO_MODEL, is_stage_output, unused_inputs
+from realmops.inputs.addresses import NO_MODEL, is_stage_output, listed_inputs, replace_inputs, unused_inputs
 from realmops.journal import Journal
 
 JOURNAL = "metrics.jsonl"
@@ -294,7 +294,8 @@ def check_files(names: Collection[str], values: Values, project: Path, root: Pat
 def fingerprint(stage: Stage, values: Values, inputs: Mapping[str, Path]) -> str:
     """Return a digest of everything that a stage's output depends on: its options and the content of its inputs.
 
-    Metrics of earlier stages are excluded, because they contain wall-clock times, and so is where indexes are built.
+    Metrics of earlier stages are excluded, because they contain wall-clock times, and so are the places of inputs and of
+    indexes.
     """
     from realmops.config import cache_key_options
 
@@ -305,7 +306,8 @@ def fingerprint(stage: Stage, values: Values, inputs: Mapping[str, Path]) -> str
             content[name] = {file: entry for file, entry in files.items() if file not in (JOURNAL, METRICS)}
         else:
             content[name] = content_digests(path)
-    sections = cache_key_options(fingerprint_options(stage, values))
+    names = {key: PurePath(value).name for key, value in listed_inputs(values).items() if not value.startswith(HUB)}
+    sections = cache_key_options(fingerprint_options(stage, replace_inputs(values, names)))
     return artifacts.digest_of({"stage": stage.name, "sections": sections, "inputs": content})
 
 
