@@ -227,11 +227,11 @@ def test_what_variants_share_is_trained_once(project: Path) -> None:
     assert printed.splitlines()[2].startswith("| REALM | ")
     out = project / "out"
     made = sorted(path.name.rpartition("-")[0] for path in (out / "store").iterdir())
-    once, twice, each = ["ict", "sample", "snapshot", "tag"], ["pretrain"], ["evaluate", "finetune"]
+    once, twice, each = ["ict", "snapshot", "tag"], ["pretrain"], ["evaluate", "finetune"]
     assert made == sorted(once + 2 * twice + 3 * each)
     for variant in ("realm", "baseline", "random_token"):
         root = out / variant / "seed-0"
-        assert all((root / stage.folder / "metrics.json").is_file() for stage in STAGES.values())
+        assert all((root / STAGES[name].folder / "metrics.json").is_file() for name in made)
     same = [(out / name / "seed-0/models/pretrain").resolve() for name in ("realm", "baseline", "random_token")]
     assert same[0] == same[1] != same[2]
     baseline = json.loads((out / "baseline/seed-0/models/finetune/manifest.json").read_text())
@@ -242,6 +242,18 @@ def test_what_variants_share_is_trained_once(project: Path) -> None:
     (outcome,) = json.loads((out / "outcomes" / "baseline.json").read_text())
     assert outcome["em"] == json.loads((out / "baseline/seed-0/results/metrics.json").read_text())["em"]
     assert (out / "table.csv").read_text().count("\n") == 4
+
+
+def test_variants_of_documents_alone_share_their_generated_questions(tmp_path: Path) -> None:
+    files = {split: f"data/cloze/questions.{split}.jsonl" for split in ("train", "dev", "test")}
+    small_project.write_project(tmp_path, questions=files, pretrain={"steps": 0})
+    (tmp_path / "nothing.yaml").write_text("{}\n")
+    status, _, told = ablate(tmp_path, "--variant", "realm", "--variant", "baseline")
+    assert status == 0, told
+    made = [path.name.rpartition("-")[0] for path in (tmp_path / "out/store").iterdir()]
+    assert (made.count("pretrain"), made.count("finetune")) == (1, 2), "the same questions for both"
+    first, second = ((tmp_path / "out" / name / "seed-0/data/cloze").glob("*.jsonl") for name in ("realm", "baseline"))
+    assert [path.read_bytes() for path in sorted(first)] == [path.read_bytes() for path in sorted(second)] != []
 
 
 def mlflow_runs(project: Path) -> dict[str, Run]:

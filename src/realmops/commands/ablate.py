@@ -22,6 +22,7 @@ import numpy as np
 
 from realmops import artifacts, config
 from realmops.artifacts import WORK_FOLDER
+from realmops.commands.questions import write_cloze_questions
 from realmops.commands.report import browser_command
 from realmops.config import CLOSED_BOOK, Values, preset_path
 from realmops.config_yaml import read_yaml
@@ -33,7 +34,19 @@ from realmops.journal import metric_series, read_journal
 from realmops.refresh.child_processes import WorkerProcess, describe_exit, run_realmops
 from realmops.refresh.lease import acquire_lease
 from realmops.refresh.shared_files import Files
-from realmops.stages import JOURNAL, METRICS, STAGES, Report, Stage, fingerprint, option_files
+from realmops.stages import (
+    CLOZE,
+    CLOZE_STEP,
+    JOURNAL,
+    METRICS,
+    STAGES,
+    Report,
+    Stage,
+    fingerprint,
+    option_files,
+    planned_steps,
+    stages_to_run,
+)
 from realmops.stages.runner import stage_inputs
 from realmops.text.languages import ENGLISH
 from realmops.tracking import runs
@@ -149,12 +162,17 @@ def train(ablation: Ablation, *, jobs: int, report: Report, existing_only: bool 
     """Train like :func:`ablate` without summary files: other processes may train other variants in the same folder."""
     locks: dict[Path, threading.Lock] = {}
     progress_lock, stopped = threading.Lock(), threading.Event()
-    advance = report.progress("stages", len(ablation.tasks) * len(STAGES))
+    stages = sum(len(stages_to_run(task.values)) for task in ablation.tasks)
+    advance = report.progress("stages", stages)
     artifacts.make_folder(ablation.out / OUTCOMES)
 
     def run(task: Task) -> str:
-        """Complete all stages of a task, each fingerprint once, and link them into its view; return a failure or ""."""
-        for stage in STAGES.values():
+        """Complete all steps of a task, each fingerprint once, and link them into its view; return a failure or ""."""
+        for step in planned_steps(task.values):
+            if step == CLOZE_STEP:
+                write_cloze_questions(task.view, None, seed=task.values["run"]["seed"])
+                continue
+            stage = STAGES[step]
             key = fingerprint(stage, task.values, stage_inputs(stage, task.values, task.params.parent, task.view))
             home = ablation.out / "store" / f"{stage.name}-{key[:16]}"
             failure = ""
@@ -182,9 +200,9 @@ def _run_stage(stage: Stage, task: Task, home: Path, report: Report, stopped: th
     with acquire_lease(home / WORK_FOLDER / "claim", report.log, stopped) as lease:
         if is_complete(home, stage):
             return ""
-        for need in stage.needs:
-            if task.folder(need).exists():
-                replace_symlink(task.folder(need), home / STAGES[need].folder)
+        for folder in (CLOZE, *(STAGES[need].folder for need in stage.needs)):
+            if (task.view / folder).exists():
+                replace_symlink(task.view / folder, home / folder)
         arguments = ["run", stage.name, f"--params={task.params}", f"--root={home}"]
         arguments += [f"--preset={preset}" for preset in task.presets]
         arguments += [f"--set={setting}" for setting in (*task.settings, "tracking.enabled=false")]
@@ -250,6 +268,7 @@ def read_outcome(task: Task) -> VariantOutcome:
     hits = read_hits(results / FIRST_HITS, ZERO_SHOT.get(retriever, ""), 5) if reads else {}
     predictions = sorted(read_predictions(results / PREDICTIONS), key=lambda p: p.asked)
     trained = artifacts.read_json(pretrained / METRICS)
+    records = read_journal(pretrained / JOURNAL) if (pretrained / JOURNAL).is_file() else []  # absent without a step
     names = [*(FIGURES if retriever == "pretrain" and reads else ()), *(MASKED if reader == "pretrain" else ())]
     return VariantOutcome(
         task.variant,
@@ -258,7 +277,7 @@ def read_outcome(task: Task) -> VariantOutcome:
         np.array([math.nan if row.em is None else row.em for row in predictions], float),
         np.array([hits[prediction.question_id] if reads else math.nan for prediction in predictions], float),
         {name: trained[name] for name in names if name in trained},
-        metric_series(read_journal(pretrained / JOURNAL), "pretrain", "retrieval_utility"),
+        metric_series(records, "pretrain", "retrieval_utility"),
     )
 
 
