@@ -6,13 +6,14 @@ only in fine-tuning share one pre-training, and a call after a kill resumes from
 example pods on one volume, share stages too: a lease lets one of them run a stage while the others wait.
 """
 
+import json
 import math
 import os
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
@@ -30,6 +31,8 @@ from realmops.evaluate import ablation as tables
 from realmops.evaluate.ablation import REFERENCE, STALENESS, TITLES, Row, VariantOutcome
 from realmops.evaluate.predictions import FIRST_HITS, PREDICTIONS, read_hits, read_predictions
 from realmops.evaluate.recall import ZERO_SHOT
+from realmops.inputs.fetch import local_cache
+from realmops.inputs.run_inputs import take_inputs
 from realmops.journal import metric_series, read_journal
 from realmops.refresh.child_processes import WorkerProcess, describe_exit, run_realmops
 from realmops.refresh.lease import acquire_lease
@@ -162,6 +165,7 @@ def train(ablation: Ablation, *, jobs: int, report: Report, existing_only: bool 
     """Train like :func:`ablate` without summary files: other processes may train other variants in the same folder."""
     locks: dict[Path, threading.Lock] = {}
     progress_lock, stopped = threading.Lock(), threading.Event()
+    tasks = {task: _with_copies(task, ablation.out, report) for task in ablation.tasks}
     stages = sum(len(stages_to_run(task.values)) for task in ablation.tasks)
     advance = report.progress("stages", stages)
     artifacts.make_folder(ablation.out / OUTCOMES)
@@ -189,10 +193,17 @@ def train(ablation: Ablation, *, jobs: int, report: Report, existing_only: bool 
 
     with ThreadPoolExecutor(jobs) as pool:
         try:
-            failures = list(pool.map(run, ablation.tasks))
+            failures = list(pool.map(run, tasks.values()))
         finally:
             stopped.set()
-    return {task: failure for task, failure in zip(ablation.tasks, failures, strict=True) if failure}
+    return {task: failure for task, failure in zip(tasks, failures, strict=True) if failure}
+
+
+def _with_copies(task: Task, root: Path, report: Report) -> Task:
+    """Return a task with local copies of the inputs that have an address."""
+    values, copies = take_inputs(task.values, root, local_cache(), report)
+    settings = [f"{key}={json.dumps(str(copy.path))}" for key, copy in copies.items()]
+    return replace(task, values=values, settings=[*task.settings, *settings])
 
 
 def _run_stage(stage: Stage, task: Task, home: Path, report: Report, stopped: threading.Event) -> str:

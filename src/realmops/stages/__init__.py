@@ -294,8 +294,8 @@ def check_files(names: Collection[str], values: Values, project: Path, root: Pat
 def fingerprint(stage: Stage, values: Values, inputs: Mapping[str, Path]) -> str:
     """Return a digest of everything that a stage's output depends on: its options and the content of its inputs.
 
-    Metrics of earlier stages are excluded, because they contain wall-clock times, and so are the places of inputs and of
-    indexes.
+    Metrics of earlier stages are excluded, because they contain wall-clock times, and so are the places of inputs and
+    of indexes.
     """
     from realmops.config import cache_key_options
 
