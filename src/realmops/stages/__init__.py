@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from realmops import artifacts
 from realmops.corpus.documents import printable_path
 from realmops.corpus.walk import walk_files
-from realmops.inputs.addresses import NO_MODEL, is_stage_output, listed_inputs, replace_inputs, unused_inputs
+from realmops.inputs.addresses import FILES, MODELS, NO_MODEL, is_stage_output, unused_inputs
 from realmops.journal import Journal
 
 JOURNAL = "metrics.jsonl"
@@ -306,8 +306,13 @@ def fingerprint(stage: Stage, values: Values, inputs: Mapping[str, Path]) -> str
             content[name] = {file: entry for file, entry in files.items() if file not in (JOURNAL, METRICS)}
         else:
             content[name] = content_digests(path)
-    names = {key: PurePath(value).name for key, value in listed_inputs(values).items() if not value.startswith(HUB)}
-    sections = cache_key_options(fingerprint_options(stage, replace_inputs(values, names)))
+    chosen = fingerprint_options(stage, values)
+    for key in (*FILES, *MODELS):
+        section, _, name = key.partition(".")
+        value = chosen.get(section, {}).get(name, "")
+        if value and not value.startswith(HUB) and not is_stage_output(value):
+            chosen[section][name] = PurePath(value).name
+    sections = cache_key_options(chosen)
     return artifacts.digest_of({"stage": stage.name, "sections": sections, "inputs": content})
 
 
