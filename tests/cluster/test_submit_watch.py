@@ -38,7 +38,8 @@ def kube_lab(tmp_path: Path, lab: KfpLab) -> Iterator[Lab]:
 
 
 def submitted(project: Path, *words: str) -> None:
-    words = ("--params", str(project / "params.yaml"), "--pipeline", str(file_of("train")), *words)
+    where = ("--params", str(project / "params.yaml"), "--pipeline", str(file_of("train")))
+    words = (*where, "--store", "memory://store", *words)
     assert small_project.cli("submit", *words).exit_code == 0
 
 

@@ -17,7 +17,6 @@ from small_project import Quiet, run_all_here, stage, toy_values, write_project
 from small_world import section
 from transformers import BertTokenizerFast
 
-from realmops.commands import run
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.hub import (
     BERT,
@@ -32,6 +31,7 @@ from realmops.hub import (
 from realmops.model.checkpoint_files import build_models
 from realmops.model.encoder_files import build_small_encoder, load_encoder, save_encoder
 from realmops.model.retriever import Embedder
+from realmops.stages import check_inputs
 from realmops.text.pretrained import read_encoder_vocabulary
 from realmops.text.vocabulary import SPECIAL_TOKENS, Casing, build_tokenizer, vocabulary_bytes
 
@@ -451,13 +451,13 @@ def test_an_encoder_is_opened_before_the_first_stage(
             for name in ("vocab.txt", "tokenizer.json"):
                 (folder / name).unlink(missing_ok=True)
     read: list[Path] = []
-    usual = run.read_questions
+    usual = check_inputs.read_questions
 
     def reading(paths: list[Path], **named: Any) -> Any:
         read.extend(paths)
         return usual(paths, **named)
 
-    monkeypatch.setattr(run, "read_questions", reading)
+    monkeypatch.setattr(check_inputs, "read_questions", reading)
     with pytest.raises(ValueError, match=re.escape(says)):
         run_all_here(tmp_path / "params.yaml", tmp_path / "root")
     assert not (tmp_path / "root" / "data").exists(), "no stage began"

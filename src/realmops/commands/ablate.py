@@ -23,7 +23,6 @@ import numpy as np
 
 from realmops import artifacts, config
 from realmops.artifacts import WORK_FOLDER
-from realmops.commands.questions import write_cloze_questions
 from realmops.commands.report import browser_command
 from realmops.config import CLOSED_BOOK, Values, preset_path
 from realmops.config_yaml import read_yaml
@@ -174,6 +173,8 @@ def train(ablation: Ablation, *, jobs: int, report: Report, existing_only: bool 
         """Complete all steps of a task, each fingerprint once, and link them into its view; return a failure or ""."""
         for step in planned_steps(task.values):
             if step == CLOZE_STEP:
+                from realmops.commands.questions import write_cloze_questions
+
                 write_cloze_questions(task.view, None, seed=task.values["run"]["seed"])
                 continue
             stage = STAGES[step]
