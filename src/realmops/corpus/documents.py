@@ -7,21 +7,25 @@ independently, in any process. Every error names its place, which for JSON lines
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from realmops.artifacts import canonical_json
-from realmops.text.compressed import DECOMPRESSION_ERRORS, describe_damage, open_compressed
+from realmops.text.compressed import DECOMPRESSION_ERRORS, describe_damage, open_compressed, utf_16_encoding
 
 LINE_LIMIT = 16 << 20  # bytes of a line, characters of a text
 _BOM = b"\xef\xbb\xbf"
+_RECORD_SEPARATOR = b"\x1e"
+_MAX_DIGITS = 4000  # of an integer; Python refuses a few more
 PAGE_WITHOUT_TEXT = "page without text"  # kind of ``Document.omitted``: a scan
 PAGES = "realmops_pages"  # column of a passage: [page, its first character in the passage]
 _MAX_PROBLEM = 300  # characters of a library's message, which may quote the whole text
-_RESERVED_KEYS = {"title", "text", "id", "spans", PAGES}
+RESERVED_KEYS = {"title", "text", "id", "spans", PAGES}
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -161,11 +165,18 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def iter_lines(path: Path) -> Iterator[RawRecord | Rejected]:
-    """Yield the non-blank lines of a file as bytes; lines over ``LINE_LIMIT`` bytes are rejected without parsing."""
+    """Yield the non-blank lines of a file as UTF-8; lines over ``LINE_LIMIT`` bytes are rejected without parsing.
+
+    A record separator before a JSON object (RFC 7464) is left out.
+    """
     number = 0
-    with open_compressed(path) as (file, position):
+    with open_compressed(path) as (file, position), ExitStack() as stack:
+        readline: Callable[[int], bytes] = file.readline
         try:
-            while line := file.readline(LINE_LIMIT + 1):
+            if encoding := utf_16_encoding(file.peek(1)):
+                text = stack.enter_context(TextIOWrapper(file, encoding, errors="replace", newline="\n"))
+                readline = lambda limit: text.readline(limit).encode()  # noqa: E731
+            while line := readline(LINE_LIMIT + 1):
                 number += 1
                 place = f"{path}:{number}"
                 if len(line) > LINE_LIMIT:
@@ -175,10 +186,11 @@ def iter_lines(path: Path) -> Iterator[RawRecord | Rejected]:
                         "put one document on each line and split the longest ones",
                     )
                     while line and not line.endswith(b"\n"):
-                        line = file.readline(LINE_LIMIT)
+                        line = readline(LINE_LIMIT)
                     continue
                 if number == 1:
                     line = line.removeprefix(_BOM)
+                line = line.removeprefix(_RECORD_SEPARATOR)
                 if line.strip():
                     yield RawRecord(place, line, position())
         except DECOMPRESSION_ERRORS as error:
@@ -187,7 +199,8 @@ def iter_lines(path: Path) -> Iterator[RawRecord | Rejected]:
 
 def parse_document(record: dict[str, Any], place: str) -> Document:
     """Parse a JSON object to a document; raise ValueError, with ``place`` first, if it is invalid."""
-    title, text = (check_text(require_key(record, key, place), key, place) for key in ("title", "text"))
+    title = check_text("" if record.get("title") is None else record["title"], "title", place)
+    text = check_text(require_key(record, "text", place), "text", place)
     if len(text) > LINE_LIMIT:
         raise ValueError(f"{place}: 'text' is longer than {LINE_LIMIT >> 20} Mi characters; split it")
     identifier, spans = record.get("id"), record.get("spans", [])
@@ -195,13 +208,17 @@ def parse_document(record: dict[str, Any], place: str) -> Document:
     if not isinstance(spans, list):
         raise ValueError(f"{place}: 'spans' is {type(spans).__name__}, expected a list of [start, end, label]")
     checked_spans = tuple(_check_span(span, len(text), place) for span in spans)
-    columns = {key: value for key, value in record.items() if key not in _RESERVED_KEYS}
+    if not checked_spans:  # their places would change
+        title, text = title.replace("\0", ""), text.replace("\0", "")
+    columns = {key: value for key, value in record.items() if key not in RESERVED_KEYS}
     return Document(title, text, checked_id, checked_spans, place, _extra_json(columns, place))
 
 
-def parse_document_or_drop(record: dict[str, Any], place: str) -> Outcome:
-    """Parse a JSON object to a document; return Dropped if its text is empty."""
+def parse_document_or_drop(record: dict[str, Any], place: str, omitted: Mapping[str, int] | None = None) -> Outcome:
+    """Parse a JSON object to a document, with what its reader left out by kind; return Dropped if its text is empty."""
     document = parse_document(record, place)
+    if omitted:
+        document = replace(document, omitted=tuple((kind, count) for kind, count in omitted.items() if count))
     return document if document.text.strip() else Dropped(place, "empty_text")
 
 
@@ -237,9 +254,9 @@ def require_key(record: dict[str, Any], key: str, place: str) -> Any:
 
 
 def check_id(value: object, place: str) -> str:
-    """Return an id as a string; integers are accepted, too."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
+    """Return an id as a string; integers are accepted, too, also as pandas writes them (7.0)."""
+    if (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and value.is_integer()):
+        return str(int(value))
     text = check_text(value, "id", place)
     if not text:
         raise ValueError(f"{place}: 'id' is empty; give every line a unique id")
@@ -249,7 +266,7 @@ def check_id(value: object, place: str) -> str:
 def parse_json_object(line: bytes, place: str) -> dict[str, Any]:
     """Parse a line to a JSON object; raise ValueError, with ``place`` first, if it is invalid."""
     try:
-        value = json.loads(line.decode(), object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
+        value = JSON.decode(line.decode())
     except UnicodeDecodeError as error:
         raise ValueError(f"{place}: invalid UTF-8 at byte {error.start} of the line; save the file as UTF-8") from None
     except RecursionError:
@@ -270,8 +287,12 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON value")
+def _parse_integer(digits: str) -> int | str:
+    return int(digits) if len(digits) <= _MAX_DIGITS else digits
+
+
+# NaN and infinity, which Python's writers put where a number is missing, are null.
+JSON = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=lambda _: None, parse_int=_parse_integer)
 
 
 def _check_span(span: Any, length: int, place: str) -> tuple[int, int, str]:

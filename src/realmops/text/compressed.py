@@ -6,19 +6,22 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from realmops.artifacts import open_regular
 
 _OPENERS: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".bz2": bz2.open}
+_HEAD = 64  # bytes by which UTF-16 is recognised
+_FIRST_BYTES = {b"\x1f\x8b\x08": ".gz", b"BZh": ".bz2"}  # of compressed files under any name
 # Errors of the standard library for damaged data; bz2 raises OSError.
 DECOMPRESSION_ERRORS = (EOFError, zlib.error, OSError)
 
 
 @contextmanager
-def open_compressed(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """Open a plain, .gz or .bz2 file for reading.
+def open_compressed(path: Path) -> Iterator[tuple[BufferedReader, Callable[[], int]]]:
+    """Open a plain, .gz or .bz2 file for reading; a file under another name is recognised by its first bytes.
 
     Yields:
         The decompressed file, and a function that returns how many bytes on disk were read.
@@ -27,11 +30,42 @@ def open_compressed(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
         ValueError: the file cannot be opened. Reading damaged data raises one of ``DECOMPRESSION_ERRORS``.
     """
     with open_raw(path) as raw:
-        decompressed = _OPENERS[path.suffix.lower()](raw) if path.suffix.lower() in _OPENERS else raw
-        yield cast(BinaryIO, decompressed), raw.tell
+        suffix = path.suffix.lower()
+        if suffix not in _OPENERS:
+            head = raw.peek(3)
+            suffix = next((kind for first, kind in _FIRST_BYTES.items() if head.startswith(first)), "")
+        decompressed = _OPENERS[suffix](raw) if suffix else raw
+        yield cast(BufferedReader, decompressed), raw.tell
 
 
-def open_raw(path: Path) -> BinaryIO:
+@contextmanager
+def open_text(path: Path, errors: str) -> Iterator[tuple[TextIOWrapper, Callable[[], int]]]:
+    """Open a file as :func:`open_compressed` does, for text in UTF-8 or UTF-16, without its byte order mark."""
+    with open_compressed(path) as (file, position):
+        encoding = utf_16_encoding(file.peek(1)) or "utf-8-sig"
+        with TextIOWrapper(file, encoding, errors=errors, newline="") as text:
+            yield text, position
+
+
+def utf_16_encoding(head: bytes) -> str:
+    """Return the encoding of text in UTF-16, by its byte order mark or its NUL bytes; "" for other text.
+
+    Without the mark, text is UTF-16 if every other of its first bytes is mostly NUL, and none between them.
+    """
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return "utf-16"
+    even, odd = head[:_HEAD:2].count(0), head[1:_HEAD:2].count(0)
+    if max(even, odd) < len(head[:_HEAD]) // 4 or min(even, odd):
+        return ""
+    return "utf-16-le" if odd > even else "utf-16-be" if even > odd else ""
+
+
+def bare_name(path: Path) -> str:
+    """Return the name of a file without .gz or .bz2."""
+    return path.stem if path.suffix.lower() in _OPENERS else path.name
+
+
+def open_raw(path: Path) -> BufferedReader:
     """Open a file without decompressing it.
 
     Raises:
@@ -53,10 +87,8 @@ def describe_damage(error: BaseException, path: Path) -> str:
     if isinstance(error, OSError) and error.errno is not None:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); check the disk") from None
     kind = path.suffix[1:]
-    name = {"gz": "gzip", "bz2": "bzip2"}.get(kind.lower(), kind)
+    name = {"gz": "gzip", "bz2": "bzip2"}.get(kind.lower(), "compressed")
     if isinstance(error, EOFError):
         return f"the {name} file ends in the middle; it was truncated: copy or download it again"
-    return (
-        f"no valid {name} data ({error}), so that the rest of the file cannot be read; copy the file again, "
-        f"or take .{kind} off its name if it is plain text"
-    )
+    remedy = f", or take .{kind} off its name if it is plain text" if path.suffix.lower() in _OPENERS else ""
+    return f"no valid {name} data ({error}), so that the rest of the file cannot be read; copy the file again{remedy}"

@@ -7,10 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from realmops.artifacts import special_file_kind
-from realmops.corpus.documents import Format, RawRecord, Rejected, iter_lines, parse_json_object
+from realmops.corpus.documents import Format, RawRecord, Rejected, parse_json_object
 from realmops.corpus.formats import tables, text
 from realmops.corpus.formats.delimited import CSV
-from realmops.corpus.formats.jsonl import JSONL
+from realmops.corpus.formats.jsonl import JSONL, iter_objects
 from realmops.corpus.formats.mediawiki import MEDIAWIKI
 from realmops.corpus.formats.paged import PAGED
 from realmops.corpus.formats.rst import RST
@@ -44,7 +44,7 @@ _EXTRACT_PROBLEM = (
     "it begins with <doc, like text extracted from a Wikipedia dump; name the dump itself (.xml.bz2), which the format "
     "mediawiki reads"
 )
-_COLUMNS = {"title", "text"}
+_LOCKS = ("~$", ".~lock.")  # first characters of the names of lock files
 _KIND = re.compile(r"[a-z0-9]{1,10}")  # suffixes under which files without a known format are counted
 
 
@@ -180,6 +180,8 @@ def _folder_source(path: Path, name: str | None, special: str, is_strict: bool) 
         is_folder = special == "folder"
         problem = "cannot be listed; check its permissions" if is_folder else "only regular files are read"
         return _unreadable_source(path, f"it is a {special}; {problem}", special)
+    if path.name.startswith(_LOCKS):
+        return _unreadable_source(path, "an office program keeps it while a document is open", "lock_file")
     size = _kind_and_size(path)[1]
     if name is not None and is_strict:
         return Source(path, FORMATS[name], size)
@@ -189,7 +191,7 @@ def _folder_source(path: Path, name: str | None, special: str, is_strict: bool) 
     try:
         open_raw(path).close()
         if name == "jsonl" and not _begins_with_document(path):
-            problem = "its first line is not a JSON object with title and text"
+            problem = "its first record is not a JSON object with a text"
         elif name is None and _first_bytes(path).startswith(_EXTRACT):
             problem = _EXTRACT_PROBLEM
         elif name is not None:
@@ -207,11 +209,11 @@ def _unreadable_source(path: Path, problem: str, kind: str) -> Source:
 
 
 def _begins_with_document(path: Path) -> bool:
-    """Return whether the first line is a document; a broken first line counts unless the suffix is .json."""
-    for line in iter_lines(path):
+    """Return whether the first record has a text; a broken first record counts unless the suffix is .json."""
+    for record in iter_objects(path):
         with suppress(ValueError):
-            if isinstance(line, RawRecord):
-                return parse_json_object(line.data, line.place).keys() >= _COLUMNS
+            if isinstance(record, RawRecord):
+                return "text" in parse_json_object(record.data, record.place)
         break
     return ".json" not in path.suffixes
 
@@ -237,4 +239,4 @@ def _detect_format(path: Path) -> str | None:
             return name
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in (".gz", ".bz2")]
     by_suffix = _BY_SUFFIX.get(suffixes[-1]) if suffixes else None
-    return by_suffix or ("jsonl" if bare.startswith(b"{") else None)
+    return by_suffix or ("jsonl" if bare.startswith((b"{", b"[{")) else None)

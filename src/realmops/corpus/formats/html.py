@@ -1,11 +1,13 @@
-"""HTML pages: decode them and extract title and main text with trafilatura."""
+"""HTML pages: decode them as browsers do, and extract title and main text with trafilatura."""
 
+import codecs
 import logging
 import re
-from encodings import normalize_encoding
-from encodings.aliases import aliases
+from collections import Counter
 from functools import cache, partial
 from typing import Any
+
+import webencodings
 
 from realmops.corpus.documents import Dropped, Outcome, Rejected, call_guarded, parse_document_or_drop
 
@@ -16,28 +18,42 @@ _LONG_TAG = re.compile(rf"<[A-Za-z][^<>]{{{2 * ATTRIBUTE_LIMIT},}}")
 _VALUE, _ATTRIBUTE = re.compile(r"""=\s*(?:"[^"]*"|'[^']*')"""), re.compile(r"[^\s/]+")
 # UTF-16 by the first two bytes of a page.
 _WIDE = {b"\xff\xfe": "utf_16", b"\xfe\xff": "utf_16", b"<\0": "utf_16_le", b"\0<": "utf_16_be"}
-_UNRELIABLE = ("cp1252", "latin_1", "ascii")  # defaults of servers and editors, often wrong
+_UNRELIABLE = "windows-1252"  # default of servers and editors, often wrong; "latin-1" and "ascii" are names of it
 _META_CHARSET = re.compile(rb"<meta[^>]{0,200}?charset\s*=\s*[\"']?\s*([\w.:-]{1,40})", re.IGNORECASE)
+# Empty lines, or line breaks, around the text of an element; the text of others flows on.
+_PARAGRAPHS = (
+    "address article aside blockquote body caption center details dialog div dl fieldset figcaption figure footer form "
+    "h1 h2 h3 h4 h5 h6 header hr html main nav ol p pre section table ul"
+)
+_GAPS = dict.fromkeys(_PARAGRAPHS.split(), 2) | dict.fromkeys(
+    ["dd", "dt", "legend", "li", "summary", "tbody", "tfoot", "thead", "tr"], 1
+)
+_CELLS = frozenset(("td", "th"))
+_SKIPPED = dict.fromkeys(["head", "noscript", "rp", "script", "style", "template", "title"], "") | {"rt": "annotation"}
+_SKIPPED |= dict.fromkeys(["audio", "canvas", "embed", "iframe", "math", "object", "svg", "video"], "embedded object")
+_HIDDEN = re.compile(r"display\s*:\s*none", re.IGNORECASE)
+_BLANKS = re.compile(r"[ \t\r\n\f]+")
+# Rows of a table in trafilatura's text, and the line below its header.
+_ROW, _RULE = re.compile(r"^\| (.*?) ?\| ?$", re.MULTILINE), re.compile(r"^\|(?:---\|)+\n?", re.MULTILINE)
+_OUTSIDE = "ancestor::nav or ancestor::header or ancestor::footer or ancestor::aside"
+_IMAGES = f"count(//img[normalize-space(@alt)][not({_OUTSIDE})])"
 
 
 def decode_page(data: bytes, declared: str | None) -> str:
     """Decode a page: as UTF-8 if valid, else by the declared encoding, else by its meta tag, else as Windows-1252.
 
-    Invalid bytes become U+FFFD in a page that is UTF-16, is declared as UTF-8 or is almost valid UTF-8.
+    Names of encodings mean what they mean to browsers (WHATWG): gb2312 is GBK, Shift_JIS has the characters of Windows,
+    latin-1 is Windows-1252. Invalid bytes become U+FFFD. A page that is almost valid UTF-8 is read as UTF-8.
 
     Args:
         data: the bytes of the page.
         declared: charset of the Content-Type header, None if there is none.
-
-    Raises:
-        ValueError: no encoding fits the bytes.
     """
     meta = _META_CHARSET.search(data[:4096])
-    name = declared or (meta[1].decode("ascii") if meta else "windows-1252")
-    key = normalize_encoding(name.lower())
-    # Only names in this table: Python's other codecs (punycode, idna) are not page encodings.
-    codec = aliases.get(key, key if key in aliases.values() else "cp1252")
-    if wide := _WIDE.get(data[:2]) or (codec if codec.startswith("utf_16") and b"\0" in data else None):
+    names = (declared or "", meta[1].decode("ascii") if meta else "", _UNRELIABLE)
+    encoding = next(found for name in names if (found := webencodings.lookup(name)))
+    is_utf_16 = encoding.name.startswith("utf-16")
+    if wide := _WIDE.get(data[:2]) or (encoding.name if is_utf_16 and b"\0" in data else None):
         return data.decode(wide, errors="replace").removeprefix("\ufeff")
     try:
         return data.decode("utf-8-sig")
@@ -45,16 +61,15 @@ def decode_page(data: bytes, declared: str | None) -> str:
         text = data.decode("utf-8-sig", errors="replace")
     # Text in another encoding contains almost no byte sequences that are valid UTF-8 by chance.
     non_ascii, invalid = len(text) - len(text.encode("ascii", "ignore")), text.count("\ufffd")
-    if codec.startswith("utf_16"):  # declared, but the page has no NUL byte
-        codec = "utf_8"
-    if (codec == "utf_8" and 10 * invalid <= len(text)) or (codec in _UNRELIABLE and non_ascii > 2 * invalid):
+    is_utf_8 = encoding.name == "utf-8" or is_utf_16  # UTF-16 was declared, but the page has no NUL byte
+    if (is_utf_8 and 10 * invalid <= len(text)) or (encoding.name == _UNRELIABLE and non_ascii > 2 * invalid):
         return text
-    try:
-        return data.decode(codec)  # codecs.decode would also decompress zlib
-    except (UnicodeError, LookupError):
-        raise ValueError(
-            f"the bytes are neither UTF-8 nor the encoding {name!r}; save the page as UTF-8 or declare its encoding"
-        ) from None
+    if is_utf_8:
+        encoding = webencodings.lookup(_UNRELIABLE)
+    # Browsers read GBK by its superset.
+    codec = codecs.lookup("gb18030") if encoding.name == "gbk" else encoding.codec_info
+    decoded: str = codec.decode(data, "replace")[0]
+    return decoded
 
 
 def page_to_document(
@@ -74,41 +89,134 @@ def page_to_document(
     extracted = call_guarded(partial(_extract_main_text, page, url), partial(Rejected, place))
     if isinstance(extracted, Rejected):
         return extracted
-    page_title, text, page_date = extracted
+    page_title, text, page_date, images = extracted
     if not text:
         return Dropped(place, "no_main_text")
     metadata = {"url": url, "date": page_date or date}
     extra = {key: value for key, value in metadata.items() if value}
     record = {"title": page_title or title, "text": text, **extra}
-    return parse_document_or_drop(record, place)
+    return parse_document_or_drop(record, place, {"image": images})
 
 
 def _has_many_attributes(tag: str) -> bool:
     return len(_ATTRIBUTE.findall(_VALUE.sub("", tag))) > ATTRIBUTE_LIMIT
 
 
-def _extract_main_text(page: str, url: str | None) -> tuple[str, str, str | None]:
-    """Return (title, main text, date); title and text are "" if missing."""
+def _extract_main_text(page: str, url: str | None) -> tuple[str, str, str | None, int]:
+    """Return (title, main text, date, number of images with alternative text); title and text are "" if missing."""
     trafilatura = _trafilatura()
     if "html" not in page[:50].lower():
         page = f"<!DOCTYPE html>\n{page}"  # trafilatura ignores fragments
     tree = trafilatura.load_html(page)
     if tree is None:
-        return "", "", None
+        return "", "", None, 0
+    images = int(tree.xpath(_IMAGES))
     extraction = trafilatura.bare_extraction(
         tree,
         url=url,
         with_metadata=True,
         include_comments=False,
-        include_tables=False,
+        include_tables=True,
         date_extraction_params={"extensive_search": False, "original_date": True},
     )
     text, title, date = (extraction.text, extraction.title, extraction.date) if extraction else (None, None, None)
-    if not text:  # the page is too short for the extractor
+    if text:
+        text = _ROW.sub(lambda row: row[1].replace(" | ", "\t"), _RULE.sub("", text))
+    else:  # the page is too short for the extractor
         tree = trafilatura.load_html(page)
         title = tree.findtext(".//title")
-        _, text, _ = trafilatura.baseline(tree)
-    return " ".join((title or "").split()), (text or "").strip(), date
+        text = flow_text(tree)[0]
+    return " ".join((title or "").split()), (text or "").strip(), date, images
+
+
+def flow_text(tree: Any) -> tuple[str, Counter[str]]:
+    """Return the visible text of an element of lxml, and the number of its parts that are left out, by kind.
+
+    Paragraphs are separated by empty lines, cells of a row by tabs; ``<br>`` is a line break.
+    """
+    from lxml.etree import iterwalk
+
+    flow = _Flow()
+    walker = iterwalk(tree, events=("start", "end", "comment", "pi"))
+    for event, node in walker:
+        if event == "end":
+            flow.end(node)
+        elif event != "start":
+            flow.add(node.tail)
+        elif flow.start(node):
+            flow.add(node.text)
+        else:
+            walker.skip_subtree()
+    flow.close(2)
+    return "".join(flow.parts).strip(), flow.omitted
+
+
+class _Flow:
+    """The text of a walk over elements, and what it leaves out."""
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []  # paragraphs, and the line breaks between them
+        self.omitted: Counter[str] = Counter()
+        self._line: list[str] = []
+        self._gap = self._cells = self._preformatted = 0
+
+    def start(self, node: Any) -> bool:
+        """Begin an element; return False for one whose content is not text."""
+        kind = _SKIPPED.get(node.tag)
+        if "hidden" in node.attrib or _HIDDEN.search(node.get("style", "")):
+            kind = "hidden text"
+        if kind is not None:
+            self.omitted += Counter([kind] if kind else [])
+            return False
+        if node.tag == "br":
+            self._line.append("\n")
+        elif node.tag == "img":
+            self.omitted += Counter(["image"] if node.get("alt", "").strip() else [])
+        elif _is_cell(node):
+            self._line.append("\t" if self._line and node.getprevious() is not None else "")
+            self._cells += 1
+        elif gap := _gap(node):
+            self.close(gap)
+        self._preformatted += node.tag == "pre"
+        return True
+
+    def end(self, node: Any) -> None:
+        """End an element, and add the text behind it."""
+        if node.tag not in _SKIPPED:
+            self._cells -= _is_cell(node)
+            if gap := _gap(node):
+                self.close(gap)
+            self._preformatted -= node.tag == "pre"
+        self.add(node.tail)
+
+    def add(self, text: str | None) -> None:
+        """Add text with its blanks as a browser shows them."""
+        if text and not self._preformatted:
+            text = _BLANKS.sub(" ", text)
+            if not self._line or self._line[-1][-1:] in ("", " ", "\t", "\n"):
+                text = text.lstrip(" ")
+        if text:
+            self._line.append(text)
+
+    def close(self, gap: int) -> None:
+        """End a paragraph; in a cell of a table, that is a space."""
+        if self._cells:
+            self.add(" ")
+            return
+        text = re.sub(r" +(?=[\t\n])", "", "".join(self._line)).rstrip().strip("\n")
+        if text.strip():
+            self.parts += ["\n" * self._gap if self.parts else "", text]
+            self._gap = 0
+        self._gap, self._line = max(self._gap, gap), []
+
+
+def _is_cell(node: Any) -> bool:
+    """Return whether an element is a cell of a table, and not of a layout."""
+    return node.tag in _CELLS and node.find(".//table") is None
+
+
+def _gap(node: Any) -> int:
+    return 2 if node.tag in _CELLS and not _is_cell(node) else _GAPS.get(node.tag, 0)
 
 
 @cache

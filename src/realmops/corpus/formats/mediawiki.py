@@ -17,7 +17,7 @@ from realmops.corpus.documents import (
     parse_document_or_drop,
     reject_remainder,
 )
-from realmops.corpus.formats.wikitext import wikitext_to_text
+from realmops.corpus.formats.wikitext import count_omitted, wikitext_to_text
 from realmops.text.compressed import DECOMPRESSION_ERRORS, describe_damage, open_compressed
 
 PAGE_LIMIT = 2 << 20  # characters; MediaWiki's own limit is as many bytes
@@ -120,8 +120,8 @@ def _parse_record(raw: RawRecord) -> Outcome:
         return Dropped(raw.place, "other_model")
     if len(text) > PAGE_LIMIT:
         raise ValueError(f"the page is longer than {PAGE_LIMIT >> 20} Mi characters; leave it out")
-    text = wikitext_to_text(text, page["hidden"])
-    return parse_document_or_drop({"id": page["id"], "title": page["title"], "text": text}, raw.place)
+    record = {"id": page["id"], "title": page["title"], "text": wikitext_to_text(text, page["hidden"])}
+    return parse_document_or_drop(record, raw.place, count_omitted(text))
 
 
 MEDIAWIKI = Format("mediawiki", _records, _parse_record)

@@ -38,17 +38,17 @@ def _parse_record(raw: RawRecord) -> Outcome:
             f"has more than {_MARK_LIMIT:,} marks; split it"
         )
     try:
-        title, text = _read(source)
+        title, text, omitted = _read(source)
     except _TooLongError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"docutils cannot read it ({type(error).__name__}); correct the file") from None
     title = title or PurePath(raw.data["name"]).stem.replace("_", " ")
-    return parse_document_or_drop({"title": title, "text": text}, raw.place)
+    return parse_document_or_drop({"title": title, "text": text}, raw.place, omitted)
 
 
-def _read(source: str) -> tuple[str, str]:
-    """Return (title, text): the first heading, and the text without markup, comments and field lists."""
+def _read(source: str) -> tuple[str, str, dict[str, int]]:
+    """Return the first heading, the text without markup, comments and field lists, and the counts of what it lacks."""
     from docutils import nodes
     from docutils.core import publish_doctree
     from docutils.parsers.rst.languages import en
@@ -60,13 +60,15 @@ def _read(source: str) -> tuple[str, str]:
 
     source = _DIRECTIVE.sub(keep_argument, _ROLE.sub(r"\1", source))
     tree = publish_doctree(source, reader=_bounded_reader()(), settings_overrides=_SETTINGS)
+    kinds = {"image": nodes.image, "comment": nodes.comment, "embedded object": nodes.raw}
+    omitted = {kind: sum(1 for _ in tree.findall(node)) for kind, node in kinds.items()}
     excluded = nodes.Invisible, nodes.docinfo, nodes.field_list, nodes.raw, nodes.system_message
     for node in [node for node in tree.findall() if isinstance(node, excluded) and not isinstance(node, nodes.target)]:
         node.parent.remove(node)
     blocks = [node for node in tree.findall(nodes.TextElement) if not isinstance(node, nodes.Inline)]
     title = next((node for node in blocks if isinstance(node, nodes.title)), None)
     text = "\n\n".join(filter(None, (node.astext().strip() for node in blocks if node is not title)))
-    return " ".join(title.astext().split()) if title else "", text
+    return " ".join(title.astext().split()) if title else "", text, omitted
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Tables with the columns title, text and id: Parquet files and Hugging Face datasets."""
+"""Tables with the columns text and, if present, title and id: Parquet files and Hugging Face datasets."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -24,8 +24,7 @@ _ROWS = 256  # per batch
 _SLICE = 1 << 20  # characters and values that are converted to Python objects at a time
 _LIST_VALUES = 1 << 25  # of a column in a row group; reading takes 34 bytes per value
 _DECODED = 512 << 20  # bytes of text that are decoded at a time
-_REQUIRED = ("title", "text")
-_TEXTS = (*_REQUIRED, "id")  # bytes in these columns are text without the logical type for strings
+_TEXTS = ("title", "text", "id")  # bytes in these columns are text without the logical type for strings
 HUB = "hf:"
 _OFFSETS = {pa.string(): np.int32, pa.binary(): np.int32, pa.large_string(): np.int64, pa.large_binary(): np.int64}
 Sizes = NDArray[np.int64]
@@ -172,10 +171,9 @@ def _rows(
     path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], total: int, size: int
 ) -> Iterator[RawRecord | Rejected]:
     """Yield a record for each of the ``total`` rows; positions are estimated as a share of ``size`` bytes."""
-    missing = [name for name in _REQUIRED if name not in schema.names]
-    if missing:
-        problem = f"the column {missing[0]!r} is missing (columns found: {', '.join(schema.names) or 'none'})"
-        yield Rejected(str(path), f"{problem}; rename the columns to title and text", ends_file=True)
+    if "text" not in schema.names:
+        problem = f"the column 'text' is missing (columns found: {', '.join(schema.names) or 'none'})"
+        yield Rejected(str(path), f"{problem}; rename the columns to text and title", ends_file=True)
         return
     number = rows_read = 0
     for batch in batches:

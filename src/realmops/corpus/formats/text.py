@@ -1,14 +1,18 @@
-"""Text, Markdown and HTML files, one document each."""
-
-from __future__ import annotations
+"""Text, Markdown and HTML files, one document each; they may be compressed."""
 
 import re
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Mapping
+from datetime import date
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
+from typing import Any
+
+import yaml
 
 from realmops.corpus.documents import (
     LINE_LIMIT,
+    RESERVED_KEYS,
+    Dropped,
     Format,
     Outcome,
     RawRecord,
@@ -16,30 +20,36 @@ from realmops.corpus.documents import (
     parse_document_or_drop,
     printable_path,
 )
-from realmops.corpus.formats.html import decode_page, page_to_document
-from realmops.text.compressed import open_raw
+from realmops.corpus.formats.html import decode_page, flow_text, page_to_document
+from realmops.text.compressed import DECOMPRESSION_ERRORS, bare_name, describe_damage, open_compressed, utf_16_encoding
 
-if TYPE_CHECKING:
-    from markdown_it.tree import SyntaxTreeNode
-
+_MDX = ".mdx"  # Markdown with elements of React
 PLAIN_SUFFIXES = (".txt", ".text")
-MARKDOWN_SUFFIXES = (".md", ".markdown")
+MARKDOWN_SUFFIXES = (".md", ".markdown", _MDX)
 HTML_SUFFIXES = (".html", ".htm", ".xhtml")
 _MARKDOWN_LIMIT = 2 << 20  # characters
 _MARKS = re.compile(r"[\[*_`#|]")
 _MARK_LIMIT = 50_000  # markdown-it takes quadratic time for marks that never close
-_FRONT_MATTER = re.compile(r"\A---[ \t]*\n(.*?)^---[ \t]*\n", re.DOTALL | re.MULTILINE)
-_FRONT_TITLE = re.compile(r"^title:(.*)$", re.MULTILINE)
+# Metadata before the text: YAML between lines of hyphens, or TOML between lines of plus signs.
+_FRONT_MATTER = re.compile(r"\A(---|\+\+\+)[ \t]*\n(.*?)^(?:\1|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL | re.MULTILINE)
+_FRONT_LINE = re.compile(r"^(\w[\w -]*?)[ \t]*:[ \t]*(.*?)[ \t]*$", re.MULTILINE)
+_FRONT_LIMIT = 64 << 10  # characters
+_MODULE_LINE = re.compile(r"^(?:import|export)\b.*\n", re.MULTILINE)
+_DUMP_INDEX = re.compile(r"\A\d+:\d+:.+\n")  # of a multistream dump of Wikipedia
 
 
 def read_whole_file(path: Path) -> Iterator[RawRecord | Rejected]:
     """Yield the file as one record with its name and bytes; ``Rejected`` if it exceeds ``LINE_LIMIT`` bytes."""
-    with open_raw(path) as file:
-        data = file.read(LINE_LIMIT + 1)
+    try:
+        with open_compressed(path) as (file, position):
+            data, end = file.read(LINE_LIMIT + 1), position()
+    except DECOMPRESSION_ERRORS as error:
+        yield Rejected(str(path), describe_damage(error, path))
+        return
     if len(data) > LINE_LIMIT:
         yield Rejected(str(path), f"the file is larger than {LINE_LIMIT >> 20} MiB; split it into documents")
     else:
-        yield RawRecord(str(path), {"name": printable_path(path.name), "bytes": data}, len(data))
+        yield RawRecord(str(path), {"name": printable_path(bare_name(path)), "bytes": data}, end)
 
 
 def _parse_record(raw: RawRecord) -> Outcome:
@@ -49,60 +59,72 @@ def _parse_record(raw: RawRecord) -> Outcome:
     text = decode_text(data, is_html=suffix in HTML_SUFFIXES)
     if suffix in HTML_SUFFIXES:
         return page_to_document(text, raw.place, title=stem)
-    title = ""
     if suffix in MARKDOWN_SUFFIXES:
-        if len(text) > _MARKDOWN_LIMIT or sum(1 for _ in _MARKS.finditer(text)) > _MARK_LIMIT:
-            raise ValueError(
-                f"the Markdown is longer than {_MARKDOWN_LIMIT >> 20} Mi characters or has more than "
-                f"{_MARK_LIMIT:,} marks; split it into documents"
-            )
-        title, text = _read_markdown(text)
-    return parse_document_or_drop({"title": title or stem, "text": text.strip()}, raw.place)
+        return _parse_markdown(_MODULE_LINE.sub("", text) if suffix == _MDX else text, stem, raw.place)
+    if "multistream-index" in stem and _DUMP_INDEX.match(text):
+        return Dropped(raw.place, "dump_index")
+    return parse_document_or_drop({"title": stem, "text": text.strip()}, raw.place)
 
 
 def decode_text(data: bytes, *, is_html: bool) -> str:
-    """Decode a UTF-8 file, or an HTML page in the encoding it declares; raise ValueError for invalid bytes."""
+    """Decode a text file, UTF-8 or UTF-16, or an HTML page as browsers do.
+
+    Raises:
+        ValueError: a text file has invalid bytes.
+    """
     if is_html:
         return decode_page(data, None)
+    encoding = utf_16_encoding(data) or "utf-8-sig"
     try:
-        return data.decode("utf-8-sig").replace("\r\n", "\n")
+        return data.decode(encoding).replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"invalid UTF-8 at byte {error.start}; save the file as UTF-8") from None
+        name = encoding.removesuffix("-sig").upper()
+        raise ValueError(f"invalid {name} at byte {error.start}; save the file as UTF-8") from None
 
 
-def _read_markdown(source: str) -> tuple[str, str]:
-    """Return (title, text): the front matter's title or the first heading, and the text without markup."""
+def _parse_markdown(source: str, name: str, place: str) -> Outcome:
+    """Parse Markdown with HTML in it; the title is the front matter's, or the first heading, or the file's name."""
+    import lxml.html
     from markdown_it import MarkdownIt
-    from markdown_it.tree import SyntaxTreeNode
 
-    title = ""
-    if front := _FRONT_MATTER.match(source):
-        source = source[front.end() :]
-        title_line = _FRONT_TITLE.search(front[1])
-        title = title_line[1].strip().strip("\"'") if title_line else ""
-    blocks = []
-    for node in SyntaxTreeNode(MarkdownIt().enable("table").parse(source)).walk():
-        if node.type in ("fence", "code_block"):
-            blocks.append(node.content.strip())
-        elif node.type == "inline":
-            words = _inline_text(node).strip()
-            if not title and node.parent is not None and node.parent.type == "heading":
-                title = words
-            elif words != title or blocks:
-                blocks.append(words)
-    return title, "\n\n".join(filter(None, blocks))
+    if len(source) > _MARKDOWN_LIMIT or sum(1 for _ in _MARKS.finditer(source)) > _MARK_LIMIT:
+        raise ValueError(
+            f"the Markdown is longer than {_MARKDOWN_LIMIT >> 20} Mi characters or has more than "
+            f"{_MARK_LIMIT:,} marks; split it into documents"
+        )
+    columns, source = _split_front_matter(source)
+    body = lxml.html.fromstring(f"<div>{MarkdownIt().enable('table').render(source)}</div>")
+    title = str(columns.pop("title", None) or "").strip()
+    heading = next((node for node in body.iter("h1", "h2", "h3", "h4", "h5", "h6")), None)
+    if heading is not None and (words := " ".join(flow_text(heading)[0].split())) and title in ("", words):
+        title = words
+        heading.drop_tree()
+    text, omitted = flow_text(body)
+    return parse_document_or_drop({**columns, "title": title or name, "text": text}, place, omitted)
 
 
-_BREAKS = {"softbreak": " ", "hardbreak": "\n"}
+def _split_front_matter(source: str) -> tuple[dict[str, Any], str]:
+    """Return the metadata before the text, without keys that mean something else in a document, and the text.
+
+    A rule (``---``) at the beginning is not metadata, nor is what YAML or TOML does not read as keys with values.
+    """
+    front = _FRONT_MATTER.match(source)
+    if front is None or len(front[2]) > _FRONT_LIMIT:
+        return {}, source
+    try:
+        values = yaml.safe_load(front[2]) if front[1] == "---" else tomllib.loads(front[2])
+    except (yaml.YAMLError, ValueError, RecursionError):
+        values = dict(_FRONT_LINE.findall(front[2]))  # "title: Harbour: rules" is no YAML, yet people write it
+    if not values or not isinstance(values, Mapping):
+        return {}, source
+    kept = {str(key): value for key, value in values.items() if str(key) not in RESERVED_KEYS - {"title"}}
+    return {key: value for key, value in kept.items() if _is_plain(value)}, source[front.end() :]
 
 
-def _inline_text(node: SyntaxTreeNode) -> str:
-    """Return the visible text of inline markup: links as their text, no images, no HTML tags."""
-    if node.type == "image":
-        return ""
-    if node.children:
-        return "".join(map(_inline_text, node.children))
-    return node.content if node.type in ("text", "code_inline") else _BREAKS.get(node.type, "")
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a string, a number, a date, or a list of them; deeper YAML may unfold without end."""
+    items = value if isinstance(value, list) else [value]
+    return all(isinstance(item, str | int | float | date) for item in items)
 
 
 TEXT = Format("text", read_whole_file, _parse_record, is_document=True)

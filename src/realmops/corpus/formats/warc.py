@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import urlsplit
 
 from realmops.corpus.documents import (
     Dropped,
@@ -30,7 +31,9 @@ _HEAD_LIMIT = 64 << 10  # bytes of a record's headers
 _READ = 64 << 10  # bytes per read
 _GZIP = b"\x1f\x8b\x08"
 _VERSION = b"WARC/"
-_PAGE_RECORDS = ("response", "resource")
+_PAGE_RECORDS = ("response", "resource", "conversion")  # the last has the text of a page, as in WET files
+# Schemes of pages. Crawlers store their log and command line, with passwords, under others ("metadata:", "urn:").
+_PAGE_SCHEMES = ("http", "https", "ftp", "file", "")
 _HTML_TYPES = ("text/html", "application/xhtml+xml")
 _CHARSET = re.compile(r"charset\s*=\s*[\"']?([\w.:-]{1,40})", re.IGNORECASE)
 
@@ -209,6 +212,9 @@ def _convert_page(data: bytes, place: str) -> Outcome:
     headers = record.http_headers
     if headers is None and record.rec_type == "response":
         return Dropped(place, "record_type")  # not HTTP, for example DNS
+    url = record.rec_headers.get_header("WARC-Target-URI") or ""
+    if urlsplit(url.strip("<>")).scheme not in _PAGE_SCHEMES:
+        return Dropped(place, "tool_record")
     if headers is not None and headers.get_statuscode() != "200":
         return Dropped(place, "status")
     media = (headers or record.rec_headers).get_header("Content-Type") or ""
@@ -220,7 +226,6 @@ def _convert_page(data: bytes, place: str) -> Outcome:
         return Dropped(place, "too_long")
     charset = _CHARSET.search(media)
     text = decode_page(payload, charset[1] if charset else None)
-    url = record.rec_headers.get_header("WARC-Target-URI") or ""
     date = (record.rec_headers.get_header("WARC-Date") or "")[:10]
     if kind == "text/plain":
         return parse_document_or_drop({"title": url, "text": text.strip(), "url": url, "date": date}, place)

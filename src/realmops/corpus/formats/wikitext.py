@@ -53,6 +53,11 @@ _ADDRESS = re.compile(r"\b(?:https?|ftp)://[^\s|\[\]{}<>\")]*[^\s|\[\]{}<>\").,;
 _LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[a-z]+)*:\S")
 
 _QUOTES = re.compile(r"'{2,}")
+_OMITTED = {
+    "table": re.compile(r"^[ \t:*#;]*\{\|", re.MULTILINE),
+    "image": re.compile(r"\[\[[ \t]*(?:file|image)[ \t]*:", re.IGNORECASE),
+    "equation": re.compile(r"<(?:math|chem|ce)\b", re.IGNORECASE),
+}
 _STRAY = re.compile(
     rf"'{{2,}}|\[\[|\]\]|\{{\{{|\}}\}}|\{{\||\|\}}|__(?-i:[A-Z])+__|{_TAG.pattern}|^-{{4,}}", re.M | re.I
 )
@@ -97,6 +102,12 @@ def wikitext_to_text(wikitext: str, hidden: Collection[str] = ()) -> str:
             blocks.append(plain)
             pending = []
     return "\n\n".join(blocks)
+
+
+def count_omitted(wikitext: str) -> dict[str, int]:
+    """Return the number of tables, files and formulas in wikitext, which its text does not have."""
+    text = _COMMENT.sub("", wikitext)
+    return {kind: sum(1 for _ in pattern.finditer(text)) for kind, pattern in _OMITTED.items()}
 
 
 def strip_tags(text: str) -> str:
