@@ -181,7 +181,7 @@ class _Flow:
         return True
 
     def end(self, node: Any) -> None:
-        """End an element, and add the text behind it."""
+        """End an element, and add the text that follows it."""
         if node.tag not in _SKIPPED:
             self._cells -= _is_cell(node)
             if gap := _gap(node):
