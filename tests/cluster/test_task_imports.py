@@ -40,6 +40,7 @@ TASKS = {
         {"pyarrow", "torch"},
     ),
     "variant and table": ("from realmops.commands import ablate", {"pyarrow"}),
+    "cloze, and a stage on a laptop": ("from realmops.commands import questions, run", {"pyarrow"}),
     "clean": ("from realmops.cluster import clean", {"pyarrow"}),
 }
 

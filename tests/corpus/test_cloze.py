@@ -24,14 +24,13 @@ from realmops.corpus.cloze import (
     question_word,
     split_questions,
 )
-from realmops.corpus.masking import count_passages
+from realmops.corpus.masking import SentencesWithSpans, count_passages
 from realmops.corpus.question_sets import Question, read_questions
 from realmops.evaluate.predictions import read_results
 from realmops.model.retriever import FusionWeights
 from realmops.stages.evaluate import _rankings
 from realmops.train.fine_tuning import question_loss
 from realmops.train.fusion_weights import fit_weights_on_questions
-from realmops.train.inverse_cloze import SentencesWithSpans
 from realmops.train.windows import build_window_examples
 
 # All that can be asked of the twelve documents: words of the sentence without the span, the span, and the passages with

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from realmops.artifacts import seed_for
 from realmops.config import Ict, apply_presets, default_options, preset_path
+from realmops.corpus.masking import SentencesWithSpans
 from realmops.model.encoder import Encoder
 from realmops.model.packed import PackedBatch
 from realmops.model.reader import Reader
 from realmops.train import inverse_cloze
 from realmops.train.inverse_cloze import (
-    SentencesWithSpans,
     cloze_batch,
     crop_run,
     draw_cloze,

@@ -5,22 +5,19 @@ from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
-from realmops.answering.labelling import label_questions
-from realmops.answering.opened_model import Query
 from realmops.answering.own_questions import check_label_file, usage_lines
 from realmops.config import Finetune
 from realmops.corpus.cloze import KIND, cloze_questions, split_questions
+from realmops.corpus.masking import SentencesWithSpans
 from realmops.corpus.question_sets import Question, is_in_orqa_dev, read_questions, to_json_line
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.ceilings import answer_fits_reader, answered_in_corpus, reader_can_answer
 from realmops.evaluate.recall import RECALL_AT, hit_ranks_by_rule, hits_at
 from realmops.search.bm25 import Bm25, rank
 from realmops.stages import CLOZE, STAGES, Report
-from realmops.stages.open_run import open_if_tuned, open_search
 from realmops.text.answer_matching import REGEX_RULES, WORD_RULES, compile_expression
 from realmops.text.languages import ENGLISH
 from realmops.text.spans import Spans
-from realmops.train.inverse_cloze import SentencesWithSpans
 
 CLOZE_LIMIT = 20_000
 
@@ -57,6 +54,10 @@ def label(root: Path, out: Path, report: Report) -> Iterator[str]:
 
     The answer of a fine-tuned model is proposed.
     """
+    from realmops.answering.labelling import label_questions
+    from realmops.answering.opened_model import Query
+    from realmops.stages.open_run import open_if_tuned, open_search
+
     check_label_file(out)
     opened = open_if_tuned(root)
     search = opened.passage_search() if opened else open_search(root, report)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.text.spans import Spans
 
 MASKED_SHARE = 0.15
 SPAN_CONTINUATION = 0.8  # a random span ends after each word with probability 0.2
@@ -123,3 +124,30 @@ def _windows(snapshot: Snapshot, size: int) -> Iterator[tuple[np.ndarray, np.nda
         position = position[has_one_passage & begins[position] & begins[position + size]]
         yield passage[position], _hashes_at(tokens, position, size)
         first = end
+
+
+class SentencesWithSpans:
+    """Spans as rows (passage, sentence start, sentence end, span start, span end), in wordpieces of the body.
+
+    Rows are computed on access, as ``rows[3]`` or ``rows[[3, 5]]``; ``rows[:]`` allocates 40 bytes per span.
+
+    Raises:
+        ValueError: the spans' folder holds none.
+    """
+
+    def __init__(self, snapshot: Snapshot, spans: Spans) -> None:
+        if not len(spans.rows):
+            raise ValueError(
+                f"{spans.folder} holds no salient span; masking needs at least one: see the tag section of params.yaml"
+            )
+        self._spans, self._sentences = spans.rows, snapshot.sentence_rows
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def __getitem__(self, index: int | slice | np.ndarray) -> np.ndarray:
+        span = self._spans[index]
+        rows = np.empty((*span.shape[:-1], 5), np.int64)
+        rows[..., 0], rows[..., 1:3] = span[..., 0], self._sentences[span[..., 1], 1:]
+        rows[..., 3:] = span[..., 2:4]
+        return rows

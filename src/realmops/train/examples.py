@@ -5,11 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from realmops.config import Pretrain
-from realmops.corpus.masking import choose_mask_positions, is_recurring
+from realmops.corpus.masking import SentencesWithSpans, choose_mask_positions, is_recurring
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.sequences import SpecialTokens
 from realmops.text.spans import Spans
-from realmops.train.inverse_cloze import SentencesWithSpans
 
 NULL = -1  # a passage id: the null document, or no passage of the corpus
 

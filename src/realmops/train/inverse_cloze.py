@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from realmops.config import Ict, Optimiser
+from realmops.corpus.masking import SentencesWithSpans
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import autocast, to_device
 from realmops.model.encoder import Encoder
@@ -158,33 +159,6 @@ def train_retriever(
 
     groups, every = [Group("retriever", retriever, options.learning_rate)], options.checkpoint_every
     return fit(context, groups, optimiser, step_loss, steps=options.steps, checkpoint_every=every)
-
-
-class SentencesWithSpans:
-    """Spans as rows (passage, sentence start, sentence end, span start, span end), in wordpieces of the body.
-
-    Rows are computed on access, as ``rows[3]`` or ``rows[[3, 5]]``; ``rows[:]`` allocates 40 bytes per span.
-
-    Raises:
-        ValueError: the spans' folder holds none.
-    """
-
-    def __init__(self, snapshot: Snapshot, spans: Spans) -> None:
-        if not len(spans.rows):
-            raise ValueError(
-                f"{spans.folder} holds no salient span; masking needs at least one: see the tag section of params.yaml"
-            )
-        self._spans, self._sentences = spans.rows, snapshot.sentence_rows
-
-    def __len__(self) -> int:
-        return len(self._spans)
-
-    def __getitem__(self, index: int | slice | np.ndarray) -> np.ndarray:
-        span = self._spans[index]
-        rows = np.empty((*span.shape[:-1], 5), np.int64)
-        rows[..., 0], rows[..., 1:3] = span[..., 0], self._sentences[span[..., 1], 1:]
-        rows[..., 3:] = span[..., 2:4]
-        return rows
 
 
 Z_SHARES = {"own": 0.3, "neighbour": 0.35, "random": 0.2, "null": 0.15}  # probability of each kind of passage
