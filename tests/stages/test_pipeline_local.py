@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,9 @@ from realmops.refresh.builder_process import assign_exchange, run_index_builder
 from realmops.search.bm25 import Bm25, rank, titled_texts
 from realmops.search.embed import embed, query_sequences
 from realmops.search.embeddings import embed_corpus, load_index
-from realmops.stages import HEADLINE_METRICS, STAGES, Job, ict
+from realmops.stages import HEADLINE_METRICS, STAGES, Job, fingerprint, ict
 from realmops.stages.common import question_queries
-from realmops.stages.runner import run_stage
+from realmops.stages.runner import run_stage, stage_inputs
 from realmops.text.vocabulary import vocabulary_bytes
 
 HERE = Path(__file__).parents[1]
@@ -190,6 +191,14 @@ def test_a_second_run_does_nothing(finished: Path) -> None:
     assert process.returncode == 0, process.stderr
     assert process.stderr.count("nothing to do") == len(STAGES)
     assert times(finished) == before
+
+
+def test_a_stage_of_a_new_version_runs_again(tmp_path: Path) -> None:
+    values, root = load_params(write_project(tmp_path)), tmp_path / "root"
+    snapshot = STAGES["snapshot"]
+    inputs = stage_inputs(snapshot, values, tmp_path, root)
+    keys = {fingerprint(replace(snapshot, version=version), values, inputs) for version in (1, 2, 3)}
+    assert len(keys) == 3
 
 
 def test_what_a_killed_run_left_is_used_again_but_with_force(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from realmops.artifacts import WORK_FOLDER
 from realmops.config import CLOSED_BOOK, SnapshotOptions, Values, parse_section
 from realmops.corpus.formats import list_sources
 from realmops.corpus.question_sets import assign_languages, read_questions, text_key
-from realmops.corpus.snapshot_reader import PLACES, REJECTS, TEXTS, Snapshot
+from realmops.corpus.snapshot_reader import PLACES, REJECTS, SOURCES, TEXTS, Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.devices import configure_process, device_and_dtype
 from realmops.evaluate.predictions import PREDICTIONS, Prediction, read_predictions
@@ -46,7 +46,7 @@ from realmops.stages import (
 )
 from realmops.stages.corpus_states import RESULTS, UPDATE, UPDATES, CorpusState, model_digest, pipeline_state, states
 from realmops.stages.runner import stage_lock
-from realmops.stages.snapshot import snapshot_counts, warn_of_rejects
+from realmops.stages.snapshot import snapshot_counts, warn_of_omitted, warn_of_rejects
 
 ANSWERS = "answers"  # manifest kind of an update's answers
 CHANGES = f"{RESULTS}/changed_answers.jsonl"
@@ -199,6 +199,7 @@ def _read_corpus(task: _Task, documents: Path) -> Snapshot:
         shutil.rmtree(work)
         raise
     warn_of_rejects(task.report, "corpus", manifest, final, f"snapshot/corpus/{REJECTS} of the update")
+    warn_of_omitted(task.report, "corpus", manifest, f"snapshot/corpus/{SOURCES} of the update")
     artifacts.write_json(figures, {"vocabulary": len(old.vocabulary), **snapshot_counts(manifest)})
     shutil.rmtree(work / "growing")
     return Snapshot.open(final)

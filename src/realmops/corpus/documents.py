@@ -18,6 +18,7 @@ from realmops.text.compressed import DECOMPRESSION_ERRORS, describe_damage, open
 
 LINE_LIMIT = 16 << 20  # bytes of a line, characters of a text
 _BOM = b"\xef\xbb\xbf"
+PAGE_WITHOUT_TEXT = "page without text"  # kind of ``Document.omitted``: a scan
 PAGES = "realmops_pages"  # column of a passage: [page, its first character in the passage]
 _MAX_PROBLEM = 300  # characters of a library's message, which may quote the whole text
 RESERVED_KEYS = {"title", "text", "id", "spans", PAGES}
@@ -37,6 +38,7 @@ class Document:
         place: file and line or record, for messages.
         extra: the record's other columns as a canonical JSON object, "" if there are none.
         pages: character offsets in ``text`` at which pages begin.
+        omitted: what the reader left out of the record, as (kind, count), for example ("image", 2).
     """
 
     title: str
@@ -46,6 +48,7 @@ class Document:
     place: str
     extra: str = ""
     pages: tuple[int, ...] = ()
+    omitted: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

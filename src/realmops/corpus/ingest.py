@@ -43,6 +43,8 @@ class OutcomeCounts:
         rejected: broken records.
         dropped: dropped records by reason.
         unread: unreadable files by kind.
+        incomplete: documents of which the reader left something out.
+        omitted: what was left out of documents by kind, for example images.
     """
 
     records: int = 0
@@ -51,6 +53,8 @@ class OutcomeCounts:
     rejected: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     unread: dict[str, int] = field(default_factory=dict)
+    incomplete: int = 0
+    omitted: dict[str, int] = field(default_factory=dict)
 
     def add(self, outcome: Outcome) -> None:
         """Count one outcome."""
@@ -60,6 +64,9 @@ class OutcomeCounts:
         if isinstance(outcome, Document):
             self.documents += 1
             self.replaced += "\ufffd" in outcome.title or "\ufffd" in outcome.text
+            self.incomplete += bool(outcome.omitted)
+            for kind, count in outcome.omitted:
+                self.omitted[kind] = self.omitted.get(kind, 0) + count
         if isinstance(outcome, Rejected) and outcome.kind:
             self.unread[outcome.kind] = self.unread.get(outcome.kind, 0) + 1
         else:

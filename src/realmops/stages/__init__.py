@@ -100,6 +100,8 @@ class Stage:
         files: options (section.key) that name files it reads.
         optional: stages among ``needs`` whose output may be absent, because a model or the corpus was imported.
         options: single options (section.key) that it reads from other sections.
+        version: raised when the same options and inputs give another output, for example by a reader of documents
+            that reads more.
     """
 
     name: str
@@ -110,6 +112,7 @@ class Stage:
     files: tuple[str, ...] = ()
     optional: tuple[str, ...] = ("sample",)
     options: tuple[str, ...] = ()
+    version: int = 1
 
     def reads(self, key: str) -> bool:
         """Return whether the stage reads the option ``section.key``."""
@@ -142,6 +145,7 @@ STAGES: dict[str, Stage] = {
             "data/snapshot",
             ("snapshot.documents", "snapshot.warmup"),
             options=(INIT,),
+            version=2,
         ),
         Stage(
             "tag",
@@ -292,7 +296,7 @@ def check_files(names: Collection[str], values: Values, project: Path, root: Pat
 
 
 def fingerprint(stage: Stage, values: Values, inputs: Mapping[str, Path]) -> str:
-    """Return a digest of everything that a stage's output depends on: its options and the content of its inputs.
+    """Return a digest of everything that a stage's output depends on: version, options and the content of its inputs.
 
     Metrics of earlier stages are excluded, because they contain wall-clock times, and so are the places of inputs and
     of indexes.
@@ -313,7 +317,8 @@ def fingerprint(stage: Stage, values: Values, inputs: Mapping[str, Path]) -> str
         if value and not value.startswith(HUB) and not is_stage_output(value):
             chosen[section][name] = PurePath(value).name
     sections = cache_key_options(chosen)
-    return artifacts.digest_of({"stage": stage.name, "sections": sections, "inputs": content})
+    version = {"version": stage.version} if stage.version > 1 else {}
+    return artifacts.digest_of({"stage": stage.name, "sections": sections, "inputs": content, **version})
 
 
 def fingerprint_options(stage: Stage, values: Values) -> dict[str, dict[str, Any]]:

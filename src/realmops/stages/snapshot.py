@@ -10,8 +10,9 @@ import numpy as np
 
 from realmops.artifacts import write_bytes
 from realmops.config import BertOptions, SnapshotOptions
+from realmops.corpus.documents import PAGE_WITHOUT_TEXT
 from realmops.corpus.formats import Source, list_sources
-from realmops.corpus.snapshot_reader import REJECTS, Snapshot, read_rejects
+from realmops.corpus.snapshot_reader import REJECTS, SOURCES, Snapshot, read_rejects
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.word_counts import train_vocabulary
 from realmops.hub import encoder_folder
@@ -24,6 +25,7 @@ from realmops.text.vocabulary import UNCASED, Casing, read_vocabulary, vocabular
 
 VOCABULARY = "vocab.txt"
 _SAMPLES, _MIN_CHARACTERS, _MIN_AGREEING = 50, 100, 30  # passages checked for their language
+_INCOMPLETE_SHARE = 0.05  # of the documents, from which on a warning names what was left out
 _SHOWN = 3  # broken records, and unreadable files of each kind, in a warning
 
 
@@ -78,6 +80,7 @@ def _write(
                 f"{manifest['replaced']} of {manifest['documents']} documents of {name} contain U+FFFD, which replaces "
                 "bytes that are invalid in the file's encoding; save those files as UTF-8"
             )
+        warn_of_omitted(job.report, name, manifest, f"{STAGES['snapshot'].folder}/{name}/{SOURCES} under the root")
         metrics |= {prefix + key: value for key, value in snapshot_counts(manifest).items()}
     corpus = Snapshot.open(job.out / "corpus", verify=False)
     _check_corpus_language(job.report, corpus)
@@ -137,12 +140,33 @@ def warn_of_rejects(report: Report, name: str, manifest: dict[str, Any], folder:
         )
 
 
+def warn_of_omitted(report: Report, name: str, manifest: dict[str, Any], where: str) -> None:
+    """Warn in one line if much was left out of the documents: anything of every twentieth, or a page without text.
+
+    Args:
+        report: where to log.
+        name: name of the corpus, for the message.
+        manifest: manifest of the snapshot.
+        where: path of the counts by file, for the message.
+    """
+    incomplete, omitted = manifest["incomplete"], manifest["omitted"]
+    if incomplete >= _INCOMPLETE_SHARE * manifest["documents"] or PAGE_WITHOUT_TEXT in omitted:
+        kinds = sorted(omitted, key=lambda kind: (-omitted[kind], kind))
+        summary = ", ".join(f"{kind} {omitted[kind]:,}" for kind in kinds)
+        if summary:
+            report.warn(
+                f"left out of {incomplete:,} of {manifest['documents']:,} documents of {name}: {summary}; "
+                f"{where} has the counts by file"
+            )
+
+
 def snapshot_counts(manifest: dict[str, Any]) -> dict[str, int]:
     """Return the counts of records, rejected and dropped ones, documents, passages, sentences and tokens."""
     dropped = {f"dropped_{reason}": count for reason, count in manifest["dropped"].items()}
     unread = {f"unread_{kind}": count for kind, count in manifest["unread"].items()}
     names = ("records", "documents", "replaced", "rejected", "passages", "sentences", "tokens")
-    return {**{name: manifest[name] for name in names}, **dropped, **unread}
+    omitted = {f"omitted_{kind.replace(' ', '_')}": count for kind, count in manifest["omitted"].items()}
+    return {**{name: manifest[name] for name in names}, **dropped, **unread, **omitted}
 
 
 def _vocabulary(job: Job, group: Sequence[Source]) -> tuple[list[str], Casing, str | None]:

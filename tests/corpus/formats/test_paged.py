@@ -391,6 +391,23 @@ def test_the_stage_counts_and_names_what_it_left_out(tmp_path: Path) -> None:
         stage("snapshot", only, tmp_path, tmp_path / "other")
 
 
+def test_pages_without_text_are_counted_and_told(tmp_path: Path) -> None:
+    values = safe_load(write_project(tmp_path, snapshot={"documents": "in", "format": "auto"}).read_text())
+    (tmp_path / "in").mkdir()
+    written(tmp_path / "in" / "a.pdf", pdf(*WORDS[:2], "", ""))
+    written(tmp_path / "in" / "b.pdf", pdf(*WORDS))
+    report = Quiet()
+    metrics = stage("snapshot", values, tmp_path, tmp_path / "root", report)
+    assert (metrics["documents"], metrics["omitted_page_without_text"]) == (2, 2)
+    assert [told for told in report.warned if "page without text" in told] == [
+        f"left out of 1 of 2 documents of corpus: page without text 2; data/snapshot/corpus/{SOURCES} under the root "
+        "has the counts by file"
+    ]
+    lines = (tmp_path / "root/data/snapshot/corpus" / SOURCES).read_text().splitlines()
+    counted = [json.loads(line) for line in lines]
+    assert [(one["incomplete"], one["omitted"]) for one in counted] == [(1, {"page without text": 2}), (0, {})]
+
+
 def test_where_nothing_can_be_read_the_stage_ends(tmp_path: Path) -> None:
     written(tmp_path / "1.png", b"x")
     written(tmp_path / "2.pdf", pdf("x", trailer=PASSWORD))

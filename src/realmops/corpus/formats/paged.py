@@ -20,6 +20,7 @@ from zipfile import BadZipFile, ZipFile
 
 from realmops.corpus.documents import (
     LINE_LIMIT,
+    PAGE_WITHOUT_TEXT,
     Document,
     Format,
     Outcome,
@@ -78,6 +79,8 @@ def convert(name: str, raw: RawRecord) -> Outcome:
         if title.lower() in _PLACEHOLDER_TITLES:
             title = printable_path(raw.data.stem).replace("_", " ")
         outcome = _join_pages(title, pages, raw.place)
+        if name == PDF and isinstance(outcome, Document) and (empty := _empty_pages(outcome)):
+            outcome = replace(outcome, omitted=((PAGE_WITHOUT_TEXT, empty),))
         # Word files do not record page breaks.
         return replace(outcome, pages=()) if name == "docx" and isinstance(outcome, Document) else outcome
     except _UnreadableError as error:
@@ -102,6 +105,11 @@ def _join_pages(title: str, pages: Iterable[str], place: str) -> Outcome:
     outcome = parse_document_or_drop({"title": title, "text": "".join(parts).strip()}, place)
     starts = accumulate(map(len, parts[:-1]), initial=0)
     return replace(outcome, pages=tuple(starts)) if isinstance(outcome, Document) else outcome
+
+
+def _empty_pages(document: Document) -> int:
+    ends = (*document.pages[1:], len(document.text))
+    return sum(start >= end for start, end in zip(document.pages, ends, strict=True))
 
 
 def _check_remaining(remaining: int) -> None:

@@ -54,9 +54,9 @@ def _convert(module: str, name: str, raw: RawRecord) -> Outcome:
         raise
     if reply:
         kind, fields = json.loads(reply)
-        for key in ("pages", "spans"):
-            if key in fields:
-                fields[key] = tuple(fields[key])
+        if kind == Document.__name__:
+            fields["pages"] = tuple(fields["pages"])
+            fields |= {key: tuple(map(tuple, fields[key])) for key in ("spans", "omitted")}
         outcome: Outcome = _OUTCOMES[kind](**fields)
         return outcome
     _start_child.cache_clear()
