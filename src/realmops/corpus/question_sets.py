@@ -11,7 +11,7 @@ from typing import Any
 
 from realmops.artifacts import digest_of
 from realmops.corpus.documents import check_id, check_text
-from realmops.corpus.formats.beir import qrels_files, read_judged_queries
+from realmops.corpus.formats.beir import corpus_file, qrels_files, read_judged_queries
 from realmops.corpus.formats.question_files import QuestionRecord, find_question_reader
 from realmops.text.answer_matching import check_expression
 from realmops.text.languages import ENGLISH, detect_language, load_languages
@@ -117,11 +117,12 @@ def read_questions(paths: Sequence[Path], *, format: str, unanswerable: list[str
 
 
 def read_judged_questions(folder: Path) -> dict[str, list[Question]]:
-    """Return the questions of each split of a BEIR folder, with their judgements."""
+    """Return the questions of each split of a BEIR folder, with their judgements; {} for any other path."""
     copies: Counter[str] = Counter()
+    splits = {} if corpus_file(folder) is None else qrels_files(folder)
     return {
         split: [_question(record, copies) for record in read_judged_queries(folder, path)]
-        for split, path in qrels_files(folder).items()
+        for split, path in splits.items()
     }
 
 

@@ -12,7 +12,8 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
-from realmops.artifacts import write_bytes
+from realmops.artifacts import make_folder, write_bytes
+from realmops.evaluate.exact_match import bootstrap_interval
 from realmops.evaluate.recall import RECALL_AT
 
 Qrels = Mapping[str, Mapping[str, int]]  # grade by document, by query
@@ -24,6 +25,7 @@ MEASURES = {  # names of ir-measures by metric
     **{f"recall_at_{k}_judged": f"R@{k}" for k in RECALL_AT},
 }
 DEPTH = 100  # documents in a ranking
+DEEPEST = 1000  # passages that are ranked to find them
 
 
 def measure_run(qrels: Qrels, run: Run) -> dict[str, NDArray[np.float64]]:
@@ -38,9 +40,36 @@ def measure_run(qrels: Qrels, run: Run) -> dict[str, NDArray[np.float64]]:
     return values
 
 
+def ranking_metrics(
+    values: Mapping[str, NDArray[np.float64]], *, prefix: str, seed: int, resamples: int
+) -> dict[str, float]:
+    """Return the means of ``measure_run`` as metrics, with their 95 % intervals over queries."""
+    metrics: dict[str, float] = {}
+    for name, values_Q in values.items():
+        metrics |= bootstrap_interval(values_Q, seed=seed, resamples=resamples).figures(f"{prefix}{name}")
+    return metrics
+
+
+def passage_depth(passages_of_documents: NDArray[np.int64]) -> int:
+    """Return how many passages to rank for ``DEPTH`` documents, at most ``DEEPEST``.
+
+    Args:
+        passages_of_documents: number of passages of each document, largest first.
+    """
+    return int(min(passages_of_documents[: DEPTH - 1].sum() + 1, DEEPEST))
+
+
 def rank_documents(passages: Iterable[int], document_of: Sequence[str]) -> list[str]:
     """Return the first ``DEPTH`` documents of a passage ranking, each at its best passage; -1 is no passage."""
     return list(dict.fromkeys(document_of[passage] for passage in passages if passage >= 0))[:DEPTH]
+
+
+def write_trec(folder: Path, qrels: Qrels, runs: Mapping[str, Run]) -> None:
+    """Write qrels.txt and, for each prefix of metrics, ``{prefix}run.txt``."""
+    make_folder(folder)
+    write_qrels(folder / "qrels.txt", qrels)
+    for prefix, run in runs.items():
+        write_run(folder / f"{prefix}run.txt", run)
 
 
 def write_run(path: Path, run: Run) -> None:
