@@ -98,3 +98,70 @@ def test_tables_and_comparisons_show_ndcg(project: Path) -> None:
     assert "nDCG@10 of documents, by relevance judgements" in page
     compared = compare_runs(project / "root", project / "root", seed=0)
     assert [(row.measure, row.difference.mean) for row in compared] == [("nDCG@10", 0), ("recall@5", 0)]
+
+
+def test_search_ranks_documents_for_a_file_and_measures_them(project: Path, tmp_path: Path) -> None:
+    def search(*words: str | Path) -> str:
+        result = small_project.cli("search", "--root", project / "root", *words)
+        assert result.exit_code == 0, result.stderr
+        return result.stdout
+
+    out = search("--from", project / "questions.test.jsonl", "--run", tmp_path / "run")
+    metrics = json.loads((project / "root/results/metrics.json").read_text())
+    assert f"  nDCG@10: {metrics['ndcg_at_10']:.3f} (" in out
+    trec = project / "root/results/trec"
+    for name in ("queries.tsv", "qrels.txt", "run.txt"):
+        assert (tmp_path / "run" / name).read_text() == (trec / name).read_text()
+    assert (trec / "queries.tsv").read_text().startswith("test%200\tWho wrote a novel?\n")
+    search("--from", project / "questions.test.jsonl", "--run", tmp_path / "words", "--by", "words")
+    by_words, bm25 = ((f / name).read_text() for f, name in ((tmp_path / "words", "run.txt"), (trec, "bm25_run.txt")))
+    assert by_words != (trec / "run.txt").read_text()
+    assert {*by_words.splitlines()} < {*bm25.splitlines()}, "evaluate also ranks documents without a word in common"
+    out = search("--from", project / "beir" / "queries.jsonl", "--run", tmp_path / "run")
+    assert out == f"1 questions: up to 100 documents of each in {tmp_path / 'run' / 'run.txt'}\n"
+    assert not (tmp_path / "run/qrels.txt").exists()
+
+
+def test_answers_of_people_judge_the_document_of_their_passage(project: Path, tmp_path: Path) -> None:
+    snapshot = Snapshot.open(project / "root/data/snapshot/corpus")
+    passage = snapshot.passage_id(len(snapshot) - 1)
+    labels = [
+        {"id": "own", "question": "Where does it rain?", "answers": ["Bergen"], "passage_id": passage},
+        {"id": "lost", "question": "Where was she born?", "answers": ["Oslo"], "passage_id": "of another corpus"},
+        {"id": "open", "question": "Who?", "answers": ["Anna Berg"]},
+    ]
+    file = small_project.write_json_lines(tmp_path / "own.jsonl", labels)
+    result = small_project.cli("search", "--root", project / "root", "--from", file, "--run", tmp_path / "run")
+    assert "1 of them have relevance judgements" in result.stdout
+    assert (tmp_path / "run/qrels.txt").read_text() == f"own 0 d{len(DOCUMENTS) - 1} 1\n"
+    assert {line.split()[0] for line in (tmp_path / "run/run.txt").read_text().splitlines()} == {"own", "lost", "open"}
+
+
+def test_search_needs_a_query_or_a_file_with_a_folder(project: Path, tmp_path: Path) -> None:
+    def stderr(*words: str | Path) -> str:
+        result = small_project.cli("search", "--root", project / "root", *words)
+        assert result.exit_code == 2
+        return result.stderr
+
+    file = project / "questions.test.jsonl"
+    for words in (
+        (),
+        ("Who?", "--from", file, "--run", tmp_path / "run"),
+        ("--from", file),
+        ("Who?", "--run", tmp_path),
+    ):
+        assert "give QUERY, or --from FILE with --run FOLDER" in stderr(*words)
+    (tmp_path / "mine").write_text("kept")
+    assert "was not written by this command" in stderr("--from", file, "--run", tmp_path)
+    assert (tmp_path / "mine").read_text() == "kept"
+
+
+def test_export_copies_the_files_of_the_evaluation(project: Path, tmp_path: Path) -> None:
+    for _ in range(2):  # the second replaces the first
+        result = small_project.cli("export", tmp_path / "out", "--format", "trec", "--root", project / "root")
+        assert result.exit_code == 0, result.stderr
+    source = project / "root/results/trec"
+    names = sorted(path.name for path in source.iterdir())
+    assert {"qrels.txt", "run.txt", "bm25_run.txt", "queries.tsv"} <= {*names}
+    assert result.stdout == f"{', '.join(names)}: written to {tmp_path / 'out'}\n"
+    assert all((tmp_path / "out" / name).read_bytes() == (source / name).read_bytes() for name in names)

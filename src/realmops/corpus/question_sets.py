@@ -11,7 +11,7 @@ from typing import Any
 
 from realmops.artifacts import digest_of
 from realmops.corpus.documents import check_id, check_text
-from realmops.corpus.formats.beir import corpus_file, qrels_files, read_judged_queries
+from realmops.corpus.formats.beir import corpus_file, has_queries, qrels_files, read_judged_queries, read_queries
 from realmops.corpus.formats.question_files import QuestionRecord, find_question_reader
 from realmops.text.answer_matching import check_expression
 from realmops.text.languages import ENGLISH, detect_language, load_languages
@@ -124,6 +124,13 @@ def read_judged_questions(folder: Path) -> dict[str, list[Question]]:
         split: [_question(record, copies) for record in read_judged_queries(folder, path)]
         for split, path in splits.items()
     }
+
+
+def read_search_questions(path: Path) -> list[Question]:
+    """Return the questions of a file to search for, which need no answers in the form of BEIR's queries.jsonl."""
+    if not has_queries(path):
+        return read_questions([path], format="auto")
+    return [Question(record.id, record.question, ()) for record in read_queries(path) if record.question.strip()]
 
 
 def text_key(text: str) -> str:

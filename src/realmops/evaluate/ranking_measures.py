@@ -1,4 +1,4 @@
-"""Measures of rankings over relevance judgements (qrels), by ir-measures, and TREC's files of both.
+"""Measures of rankings over relevance judgements (qrels), by ir-measures, and files of both in TREC's formats.
 
 Documents are ranked, not passages: a document has the rank of its best passage. A measure is 0 for a query without a
 ranking, and for one without a relevant document.
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realmops.artifacts import make_folder, write_bytes
+from realmops.corpus.question_sets import Question
 from realmops.evaluate.exact_match import bootstrap_interval
 from realmops.evaluate.recall import RECALL_AT
 
@@ -24,6 +25,7 @@ MEASURES = {  # names of ir-measures by metric
     "map_at_100": "AP@100",
     **{f"recall_at_{k}_judged": f"R@{k}" for k in RECALL_AT},
 }
+TREC = "trec"  # folder of these files in results
 DEPTH = 100  # documents in a ranking
 DEEPEST = 1000  # passages that are ranked to find them
 
@@ -64,10 +66,13 @@ def rank_documents(passages: Iterable[int], document_of: Sequence[str]) -> list[
     return list(dict.fromkeys(document_of[passage] for passage in passages if passage >= 0))[:DEPTH]
 
 
-def write_trec(folder: Path, qrels: Qrels, runs: Mapping[str, Run]) -> None:
-    """Write qrels.txt and, for each prefix of metrics, ``{prefix}run.txt``."""
+def write_trec(folder: Path, questions: Iterable[Question], qrels: Qrels, runs: Mapping[str, Run]) -> None:
+    """Write queries.tsv, qrels.txt if there are judgements, and ``{prefix}run.txt`` for each prefix of metrics."""
     make_folder(folder)
-    write_qrels(folder / "qrels.txt", qrels)
+    lines = (f"{_field(question.id)}\t{' '.join(question.question.split())}\n" for question in questions)
+    write_bytes(folder / "queries.tsv", "".join(lines).encode())
+    if qrels:
+        write_qrels(folder / "qrels.txt", qrels)
     for prefix, run in runs.items():
         write_run(folder / f"{prefix}run.txt", run)
 

@@ -32,6 +32,7 @@ from realmops.evaluate.predictions import (
     write_predictions,
 )
 from realmops.evaluate.ranking_measures import (
+    TREC,
     measure_run,
     passage_depth,
     rank_documents,
@@ -72,7 +73,6 @@ from realmops.stages.tuned_model import open_tuned
 TRAINED = ("ict", "pretrain", "finetune")
 HYBRID = "hybrid_"  # infix of metrics of BM25 plus embeddings
 DEPTH = max(RECALL_AT)  # passages ranked per question; more if its documents are judged
-TREC = "trec"  # folder of runs and judgements
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -199,6 +199,7 @@ def _measure_judged(
         )
     bootstrap = {"seed": job.section(RunOptions).seed, "resamples": job.section(Evaluate).bootstrap}
     metrics: dict[str, Any] = {"judged_questions": len(qrels)}
+    judged = [question for question in questions if question.id in qrels]
     rows = [(row, question.id) for row, question in enumerate(questions) if question.id in qrels]
     runs = {
         prefix: {name: rank_documents(ranked[row].tolist(), relevant.document_of) for row, name in rows}
@@ -207,7 +208,7 @@ def _measure_judged(
     values = {prefix: measure_run(qrels, run) for prefix, run in runs.items()}
     for prefix, measured in values.items():
         metrics |= ranking_metrics(measured, prefix=prefix, **bootstrap)
-    write_trec(job.out / TREC, qrels, runs)
+    write_trec(job.out / TREC, judged, qrels, runs)
     return dict(zip(qrels, values[""]["ndcg_at_10"].tolist(), strict=True)), metrics
 
 

@@ -10,7 +10,7 @@ from realmops.starter.new_project import Project, path_in_params
 
 SPLITS = "train", "dev", "test"
 MIN_QUESTIONS = 60  # fewer are not split into train, dev and test
-HELD_OUT = 10  # one of so many judged training questions is for dev, if no split is
+HELD_OUT = 10  # a tenth of the judged training questions is for dev, if no split is
 JUDGED_EPOCHS = 1  # of the retriever over judged training questions
 
 

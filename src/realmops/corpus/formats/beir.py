@@ -3,6 +3,7 @@
 Files may be compressed (.gz, .bz2). A folder without ``qrels`` is a corpus alone.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ ID = "_id"
 QRELS = "qrels"
 _ENDINGS = ("", ".gz", ".bz2")
 _COLUMNS = 3  # query-id, corpus-id, score
+_QUERY = re.compile(rb'\s*\{\s*"_id"')
 
 
 def corpus_file(folder: Path) -> Path | None:
@@ -58,15 +60,26 @@ def read_judged_queries(folder: Path, qrels: Path) -> Iterator[QuestionRecord]:
             raise ValueError(f"{place}: query {query!r} and document {document!r} have two grades; keep one of them")
     queries = _file(folder, "queries.jsonl")
     assert queries is not None, folder
-    texts = {check_id(require_key(record, ID, place), place): record for place, record in read_json_lines(queries)}
+    texts = {query.id: query.question for query in read_queries(queries)}
     for query, relevant in grades.items():
         if query not in texts:
             raise ValueError(
                 f"{place_of[query]}: the query {query!r} is not in {queries}; add it there, or remove it here"
             )
-        yield QuestionRecord(
-            place_of[query], query, require_key(texts[query], "text", str(queries)), [], relevant=relevant
-        )
+        yield QuestionRecord(place_of[query], query, texts[query], [], relevant=relevant)
+
+
+def has_queries(path: Path) -> bool:
+    """Return whether a file has the queries of a BEIR folder."""
+    first = next(iter_lines(path), None)
+    return isinstance(first, RawRecord) and _QUERY.match(first.data) is not None
+
+
+def read_queries(path: Path) -> Iterator[QuestionRecord]:
+    """Yield the queries of a BEIR folder, without their judgements."""
+    for place, record in read_json_lines(path):
+        query = check_id(require_key(record, ID, place), place)
+        yield QuestionRecord(place, query, check_text(require_key(record, "text", place), "text", place), [])
 
 
 def _judgements(path: Path) -> Iterator[tuple[str, str, str, int]]:
