@@ -11,11 +11,12 @@ import small_project
 from ir_measures import AP, RR, R, nDCG
 from small_world import DOCUMENTS
 
+from realmops.commands.promote import read_run
 from realmops.commands.report import summary
 from realmops.corpus.question_sets import read_questions
 from realmops.corpus.relevance import RelevantPassages
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.evaluate.compare import compare_runs
+from realmops.evaluate.compare import compare_runs, deciding_metric
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "snapshot": {"documents": "beir", "block_wordpieces": 48},
@@ -182,3 +183,11 @@ def test_a_beir_folder_is_converted_by_split(project: Path, tmp_path: Path) -> N
     assert json.loads(converted) == {"id": "1", "question": "Which?", "relevant": {"d3": 2}}
     refused = small_project.cli("ceilings", tmp_path / "out/questions.test.jsonl", "--root", project / "root")
     assert "questions with relevance judgements alone have no ceilings" in refused.stderr
+
+
+def test_ndcg_decides_on_judgements_alone(project: Path) -> None:
+    metrics = json.loads((project / "root/results/metrics.json").read_text())
+    assert deciding_metric(metrics) == "ndcg_at_10"
+    assert deciding_metric({**metrics, "recall_at_5_token_boundary": 0.5}) == "recall_at_5"
+    assert deciding_metric({**metrics, "em": 0.5}) == "em"
+    assert str(read_run(project, project / "root")).startswith(f"nDCG@10 {metrics['ndcg_at_10']:.3f} on 2 questions (")

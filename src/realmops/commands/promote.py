@@ -17,7 +17,7 @@ from realmops.commands.open_model import CORPUS, FINETUNE, STEPS_TAG
 from realmops.config import CLOSED_BOOK, Tracking, Values, parse_section
 from realmops.corpus.question_sets import REGEX_RULE, assign_languages, read_questions
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.evaluate.compare import SAME_ORIGIN, compare_runs, format_comparison, question_origin
+from realmops.evaluate.compare import SAME_ORIGIN, compare_runs, deciding_metric, format_comparison, question_origin
 from realmops.evaluate.exact_match import em_rules
 from realmops.evaluate.predictions import PREDICTIONS
 from realmops.search import bm25
@@ -36,7 +36,7 @@ CORPUS_TAG = "realmops.corpus_hash"
 QUESTIONS_TAG = "realmops.questions"
 ORIGIN_TAG = "realmops.question_origin"
 RULE_TAG = "realmops.em_rule"
-SHOWN = ("ndcg_at_10", "ece", "precision_at_30", "answered", "answered_precision")  # further metrics shown as tags
+SHOWN = ("ece", "precision_at_30", "answered", "answered_precision")  # calibration metrics shown as tags
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,18 @@ class FinishedRun:
 
     def __str__(self) -> str:
         generated, questions = self.metrics.get("generated_questions", 0), self.metrics["questions"]
-        if "em" in self.metrics:
+        metric = deciding_metric(self.metrics)
+        if metric == "em":
             measured = f"EM {self.metrics['em']:.3f} by {self.rule} on {questions - generated} questions"
         else:
+            name = "nDCG@10" if metric == "ndcg_at_10" else "recall@5"
             kind = "generated questions" if generated == questions else "questions"
-            measured = f"recall@5 {self.metrics['recall_at_5']:.3f} on {questions} {kind}"
+            measured = f"{name} {self.metrics[metric]:.3f} on {questions} {kind}"
         return f"{measured} (evaluation {self.evaluation[:12]}), corpus {self.corpus_hash[:12]}"
 
     def tags(self, copy: bool) -> dict[str, str]:
-        """Return the tags of the run's model version in the registry; the measure is EM or recall@5."""
-        measure = "em" if "em" in self.metrics else "recall_at_5"
+        """Return the tags of the run's model version in the registry."""
+        measure = deciding_metric(self.metrics)
         return {
             **({COPIED_TAG: "true"} if copy else {}),
             DIGEST_TAG: self.digest,

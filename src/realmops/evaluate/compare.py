@@ -3,7 +3,7 @@
 Questions of people compare answers, by EM; questions that were generated from the corpus compare retrieval, by recall.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from realmops.evaluate.exact_match import Difference, paired_bootstrap
 from realmops.evaluate.predictions import Prediction, read_results
+from realmops.text.answer_matching import REGEX_RULES, WORD_RULES
 
 SAME_ORIGIN = (
     "EM is measured on questions of people, and questions generated from the documents measure retrieval only; "
@@ -108,6 +109,14 @@ def compare_runs(first: Path, second: Path, *, seed: int) -> list[Comparison]:
         Comparison(measure, len(x_Q), float(x_Q.mean()), float(y_Q.mean()), paired_bootstrap(x_Q, y_Q, seed=seed))
         for measure, (x_Q, y_Q) in values.items()
     ]
+
+
+def deciding_metric(metrics: Mapping[str, Any]) -> str:
+    """Return the metric that decides between runs: em, ndcg_at_10 for judgements alone, or recall_at_5."""
+    if "em" in metrics:
+        return "em"
+    has_answers = any(f"recall_at_5_{rule}" in metrics for rule in (*WORD_RULES, *REGEX_RULES))
+    return "ndcg_at_10" if "ndcg_at_10" in metrics and not has_answers else "recall_at_5"
 
 
 def correct_mask(run: Sequence[Prediction]) -> npt.NDArray[np.bool_]:
