@@ -229,6 +229,7 @@ def promote(options: str, root: str, model: str, margin: float, champion: Output
             "it in the ConfigMap of the pipeline's parameter settings, or leave model empty"
         )
     from realmops.commands.promote import promote
+    from realmops.evaluate.compare import deciding_metric
     from realmops.tracking.runs import headline_metrics
 
     with acquire_lease(
@@ -239,8 +240,9 @@ def promote(options: str, root: str, model: str, margin: float, champion: Output
         )
     report.log(promotion.message)
     results = artifacts.read_json(place / STAGES["evaluate"].folder / METRICS)
-    measure = "em" if "em" in results else "recall_at_5"
-    difference = {} if promotion.difference is None else {f"{measure}_difference": promotion.difference}
+    difference = (
+        {} if promotion.difference is None else {f"{deciding_metric(results)}_difference": promotion.difference}
+    )
     figures = {"promoted": int(promotion.champion), **difference}
     champion.metadata.update(
         {"name": model, "message": promotion.message, **headline_metrics("evaluate", results), **figures}

@@ -1,4 +1,4 @@
-"""``realmops export``: retriever and embeddings in formats of other programs, or the reader for other runs.
+"""``realmops export``: retriever, embeddings and rankings in formats of other programs, or the reader for other runs.
 
 Shape suffixes: R passages of a row group, M vectors of a passage, E embedding width.
 """
@@ -24,6 +24,7 @@ from realmops.answering.opened_model import OpenedModel
 from realmops.answering.openqa import OpenQa
 from realmops.commands.card import CARD, card, reader_card
 from realmops.corpus.snapshot_reader import ROWS_PER_BATCH, TEXT_COLUMNS
+from realmops.evaluate.search_run import export_trec
 from realmops.hub import TOKENIZER
 from realmops.model.checkpoint_files import READER_FOLDER, load_retriever
 from realmops.model.extractive_reader import load_extractive_reader
@@ -55,6 +56,11 @@ def export(folder: Path, format: str, open_model: Callable[[], OpenedModel], roo
         raise ValueError(
             "--format onnx: sentence-transformers or onnxscript is not installed; pip install 'realmops[export]'"
         )
+    if format == "trec":
+        if root is None:
+            raise ValueError("--format trec: a registered model has no results; name its run with --root")
+        yield export_trec(folder, root, KIND)
+        return
     opened = open_model()
     if format == "reader":
         yield _export_reader(folder, opened, root)

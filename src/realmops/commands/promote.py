@@ -17,7 +17,7 @@ from realmops.commands.open_model import CORPUS, FINETUNE, STEPS_TAG
 from realmops.config import CLOSED_BOOK, Tracking, Values, parse_section
 from realmops.corpus.question_sets import REGEX_RULE, assign_languages, read_questions
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.evaluate.compare import SAME_ORIGIN, compare_runs, format_comparison, question_origin
+from realmops.evaluate.compare import SAME_ORIGIN, compare_runs, deciding_metric, format_comparison, question_origin
 from realmops.evaluate.exact_match import em_rules
 from realmops.evaluate.predictions import PREDICTIONS
 from realmops.search import bm25
@@ -62,18 +62,19 @@ class FinishedRun:
     steps: int | None  # of fine-tuning; None for an imported model
 
     def __str__(self) -> str:
-        generated = self.metrics.get("generated_questions", 0)
-        if "em" in self.metrics:
-            measured = (
-                f"EM {self.metrics['em']:.3f} by {self.rule} on {self.metrics['questions'] - generated} questions"
-            )
+        generated, questions = self.metrics.get("generated_questions", 0), self.metrics["questions"]
+        metric = deciding_metric(self.metrics)
+        if metric == "em":
+            measured = f"EM {self.metrics['em']:.3f} by {self.rule} on {questions - generated} questions"
         else:
-            measured = f"recall@5 {self.metrics['recall_at_5']:.3f} on {generated} generated questions"
+            name = "nDCG@10" if metric == "ndcg_at_10" else "recall@5"
+            kind = "generated questions" if generated == questions else "questions"
+            measured = f"{name} {self.metrics[metric]:.3f} on {questions} {kind}"
         return f"{measured} (evaluation {self.evaluation[:12]}), corpus {self.corpus_hash[:12]}"
 
     def tags(self, copy: bool) -> dict[str, str]:
-        """Return the tags of the run's model version in the registry; the measure is EM or recall@5."""
-        measure = "em" if "em" in self.metrics else "recall_at_5"
+        """Return the tags of the run's model version in the registry."""
+        measure = deciding_metric(self.metrics)
         return {
             **({COPIED_TAG: "true"} if copy else {}),
             DIGEST_TAG: self.digest,
@@ -102,9 +103,9 @@ def promote(values: Values, *, project: Path, root: Path, name: str, margin: flo
 
     Better means: on the same questions by the same rules, EM is higher by at least ``margin``, and the confidence
     interval of the difference (paired bootstrap) is above 0. If all test questions were generated from the corpus, it
-    is recall@5 instead of EM. The first run needs no comparison. A call that was killed
-    between registration and alias can be repeated. With ``copy`` all files are stored as artifacts of the model, not
-    only their path.
+    is recall@5 instead of EM, and nDCG@10 if they have relevance judgements alone. The first run needs no comparison.
+    A call that was killed between registration and alias can be repeated. With ``copy`` all files are stored as
+    artifacts of the model, not only their path.
 
     Raises:
         ValueError: the margin is out of range, the run is unfinished or was changed, tracking is disabled, or the
@@ -180,6 +181,7 @@ def read_run(project: Path, root: Path) -> FinishedRun:
             *(q.id, q.question, sorted(q.answers)),
             # Excluded passages and language change the measurement; most questions have neither.
             *([sorted(q.not_in)] if q.not_in else []),
+            *([dict(q.relevant)] if q.relevant else []),
             *([] if q.answer_rule in (ENGLISH, REGEX_RULE) else [q.answer_rule]),
         ]
         for q in assign_languages(questions, Snapshot.open(inputs["snapshot"] / CORPUS, verify=False).common_languages)

@@ -50,6 +50,7 @@ from realmops.stages.snapshot import snapshot_counts, warn_of_omitted, warn_of_r
 
 ANSWERS = "answers"  # manifest kind of an update's answers
 CHANGES = f"{RESULTS}/changed_answers.jsonl"
+COMPARED = ("em", "recall_at_5", "ndcg_at_10")  # metrics before and after
 _SHOWN = 10  # changed answers on the terminal
 _EVIDENCE_CHARACTERS = 60
 
@@ -273,13 +274,11 @@ def _answer(task: _Task, final: Path) -> dict[str, Any]:
         earlier = artifacts.read_json(before / METRICS)
         compared = {
             "answers_changed": len(changes),
-            **{
-                f"{name}_before": earlier[name] for name in ("em", "recall_at_5") if name in figures and name in earlier
-            },
+            **{f"{name}_before": earlier[name] for name in COMPARED if name in figures and name in earlier},
         }
         artifacts.write_json(results / METRICS, {**figures, **compared})
         artifacts.write_manifest(results, ANSWERS)
-    return {name: figures[name] for name in ("questions", "em", "recall_at_5") if name in figures} | compared
+    return {name: figures[name] for name in ("questions", *COMPARED) if name in figures} | compared
 
 
 def changed_answers(before: Sequence[Prediction], after: Sequence[Prediction]) -> list[dict[str, Any]]:

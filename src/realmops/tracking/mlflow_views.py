@@ -10,7 +10,7 @@ from realmops.artifacts import canonical_json
 TABLE_ENDING = ".table.json"  # of an artifact that the UI displays as a table
 _CHARTS = "realmops"
 # Metrics that runs are compared by, with column widths in pixels; and curves, with their smoothing in per cent.
-_FIGURES = {"em": 100, "recall_at_5": 110, "zero_shot_recall_at_5": 160, "f1": 100}
+_FIGURES = {"em": 100, "recall_at_5": 110, "ndcg_at_10": 110, "zero_shot_recall_at_5": 160, "f1": 100}
 _FIGURES |= {"index_staleness_steps": 165, "retrieval_utility": 120, "p_null": 100}
 _CURVES = {"pretrain/retrieval_utility": 80, "pretrain/p_null": 0, "pretrain/staleness_steps": 0}
 
