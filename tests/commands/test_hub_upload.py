@@ -135,9 +135,10 @@ def test_a_root_without_a_model_and_a_table_of_documents_send_nothing(
 ) -> None:
     (tmp_path / "empty/root").mkdir(parents=True)
     assert push(tmp_path / "out", tmp_path / "empty").exit_code == 2
-    result = push(tmp_path / "out", answering, "--format", "parquet")
-    assert result.exit_code == 2
-    assert "has the text of your documents" in result.stderr
+    for format in ("parquet", "trec"):
+        result = push(tmp_path / "out", answering, "--format", format)
+        assert result.exit_code == 2
+        assert f"--format {format} has texts of your own" in result.stderr
     assert not hub.requests
     assert not (tmp_path / "out").exists()
 
@@ -204,6 +205,11 @@ def test_an_index_has_the_figures_of_this_retriever_and_of_people() -> None:
     assert result["dataset"]["args"] == {"questions": 30}, "generated questions measure retrieval only"
     assert [metric["value"] for metric in result["metrics"]] == [0.5, 0.625]
     assert retriever_index("towns", "test.jsonl", metrics, "zero_shot_") == {}
+    judged = {"questions": 7, "judged_questions": 6, "ndcg_at_10": 0.625, "ndcg_at_10_low": 0.5, "ndcg_at_10_high": 1.0}
+    judged |= {"recall_at_5_judged": 0.75, "recall_at_5_judged_low": 0.5, "recall_at_5_judged_high": 1.0}
+    [result] = retriever_index("towns", "test.tsv", judged, "")["model-index"][0]["results"]
+    assert result["dataset"]["args"] == {"questions": 6}
+    assert [(m["type"], m["value"]) for m in result["metrics"]] == [("ndcg_at_10", 0.625), ("recall_at_5", 0.75)]
     assert reader_index("towns", "test.jsonl", {"questions": 40}) == {}
 
 

@@ -19,11 +19,13 @@ import yaml
 from manifest_rules import faults
 from manifests import find, instructions, read_all, render
 from small_project import cli
+from small_world import DOCUMENTS
 
 from realmops import __version__, config
 from realmops.answering.own_questions import WHAT_THEY_BRING
 from realmops.commands import init
 from realmops.config_yaml import read_params
+from realmops.corpus.question_sets import read_questions
 from realmops.stages import STAGES, stages_to_run
 from realmops.starter import choose_models
 from realmops.starter.choose_questions import match_splits
@@ -447,3 +449,55 @@ def test_an_installed_package_makes_a_project_and_runs_it_in_an_empty_folder(ins
     assert faults(render(tmp_path)) == []
     told = run("submit", "--pipeline", "ablations", "--argument", "none=1", code=2)
     assert f"not a parameter of {installed}/realmops/pipelines/ablations.yaml; allowed are " in told
+
+
+def beir_folder(folder: Path, splits: dict[str, int]) -> Path:
+    """The documents of ``small_world`` with judged questions, of the splits with their numbers."""
+    documents = [{"_id": f"d{n}", "title": t, "text": x} for n, (t, x, _) in enumerate(DOCUMENTS)]
+    (folder / "qrels").mkdir(parents=True)
+    small_project.write_json_lines(folder / "corpus.jsonl", documents)
+    small_project.write_json_lines(folder / "queries.jsonl", [{"_id": f"{n}", "text": f"Who? {n}"} for n in range(40)])
+    for split, count in splits.items():
+        lines = [f"{n}\td{n % 12}\t1\n" for n in range(count)]
+        (folder / "qrels" / f"{split}.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(lines))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("splits", "counts"),
+    [
+        ({"train": 40, "test": 5}, {"train": 36, "dev": 4, "test": 5}),
+        ({"train": 40, "validation": 3, "test": 5}, {"train": 40, "dev": 3, "test": 5}),
+        ({"train": 3, "dev": 5}, {"train": 2, "dev": 1, "test": 5}),
+        ({"train": 1, "test": 5}, {"test": 5}),
+        ({"test": 5}, {"test": 5}),
+    ],
+)
+def test_a_beir_folder_has_documents_and_judged_questions(
+    tmp_path: Path, splits: dict[str, int], counts: dict[str, int]
+) -> None:
+    told = made(tmp_path / "mine", "--documents", beir_folder(tmp_path / "beir", splits), "--encoder", "small")
+    assert told.startswith("search, not answers: the questions have relevance judgements; --reader adds a reader\n")
+    assert "documents: 1 of beir" in told
+    values = config.load_params(tmp_path / "mine" / "params.yaml")
+    files = {split: tmp_path / "mine" / "questions" / f"{split}.jsonl" for split in counts}
+    parts = {split: read_questions([file], format="auto") for split, file in files.items()}
+    assert {split: len(part) for split, part in parts.items()} == counts
+    assert parts["test"][1].relevant == (("d1", 1),)
+    if "train" in counts:
+        assert {values["questions"][split] for split in counts} == {f"questions/{split}.jsonl" for split in counts}
+        assert len({question.id for split in ("train", "dev") for question in parts[split]}) in (3, 40, 43)
+        assert stages_to_run(values) == ("snapshot", "ict", "pretrain", "finetune", "evaluate")
+        assert values["finetune"]["retriever_epochs"] == 1
+    else:
+        assert values["questions"]["test"] == "questions/test.jsonl"
+        assert {values["questions"][split] for split in ("train", "dev")} == {
+            f"data/cloze/questions.{split}.jsonl" for split in ("train", "dev")
+        }
+    assert (values["reader"]["init"], values["finetune"]["epochs"]) == ("none", 0)
+
+
+def test_a_beir_folder_without_a_split_to_measure_is_an_error(tmp_path: Path) -> None:
+    result = cli("init", tmp_path / "mine", "--documents", beir_folder(tmp_path / "beir", {"train": 3}))
+    assert "qrels has the splits train; one of test, dev and validation is needed" in result.stderr
+    assert not (tmp_path / "mine").exists()

@@ -130,7 +130,7 @@ def by_passages(world: World, **model: Any) -> None:
     retriever, _ = tiny_models(world, **model)
     anywhere(retriever)
     chosen = section("finetune", retriever_batch_size=3, **LENGTHS)
-    positives = Positives.of([0, 3, 8])
+    positives = Positives.of([[0], [3], [8]])
     arguments = retriever, world.snapshot, QUESTIONS, positives, chosen, tiny_optimiser()
     passage_batches.train_by_passages(tiny_context(), *arguments)
 

@@ -52,7 +52,7 @@ QUESTIONS = [
     Question("capital", "Which city is the capital?", ("Oslo",)),
     Question("poet", "Where is the poet from?", ("Oslo",)),
 ]
-POSITIVES = Positives.of([0, 2, 6, -1, 8, 5, 0])
+POSITIVES = Positives.of([[0], [2], [6], [], [8], [5], [0]])
 
 
 def options(**changes: Any) -> Finetune:
@@ -63,7 +63,7 @@ def options(**changes: Any) -> Finetune:
 def test_positives_by_hand() -> None:
     assert POSITIVES.passages == [0, 2, 5, 6, 8]
     assert POSITIVES.questions == [[0, 6], [1], [5], [2], [4]]
-    assert Positives.of([-1, -1]) == Positives([], [])
+    assert Positives.of([[], []]) == Positives([], [])
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(2, 6), (1, 3), (0.5, 2), (0, 0)])

@@ -289,6 +289,19 @@ class PassageSearch:
         Raises:
             InvalidRequest: query, k or a filter is invalid, or embeddings are requested and there are none.
         """
+        ids, score, dense = self.rank(query, k, filters, by)
+        bm25, query_stems = (
+            self.bm25.score_passages(query, ids).tolist(),
+            stem_query(query, self.bm25.query_languages(query)),
+        )
+        columns = zip(ids.tolist(), score, dense, bm25, strict=True)
+        records = [self._record(*row, query_stems=query_stems) for row in columns]
+        return {"query": query, "passages": records, "model": self.about}
+
+    def rank(
+        self, query: str, k: int, filters: Sequence[Where] = (), by: RankBy = "run"
+    ) -> tuple[Ids, list[float], list[float | None]]:
+        """Return numbers, scores and scaled inner products of the passages of ``search``, with its arguments."""
         if not query.strip():
             raise InvalidRequest("the query is empty; send at least one word")
         try:
@@ -299,15 +312,7 @@ class PassageSearch:
             raise InvalidRequest(f"k is {k}; allowed: 1 to {MAX_RESULTS}")
         if by == "embeddings" and self.retriever is None:
             raise InvalidRequest(NO_EMBEDDINGS)
-        allowed = self.filters.passages(filters) if any(filters) else None
-        ids, score, dense = self._best(query, k, allowed, by)
-        bm25, query_stems = (
-            self.bm25.score_passages(query, ids).tolist(),
-            stem_query(query, self.bm25.query_languages(query)),
-        )
-        columns = zip(ids.tolist(), score, dense, bm25, strict=True)
-        records = [self._record(*row, query_stems=query_stems) for row in columns]
-        return {"query": query, "passages": records, "model": self.about}
+        return self._best(query, k, self.filters.passages(filters) if any(filters) else None, by)
 
     def embed(self, texts: Sequence[str], *, documents: bool = False) -> Tensor:
         """Compute embeddings of texts [N, E] (fp32): as queries, or as passages without a title, of one vector each."""

@@ -22,6 +22,7 @@ from realmops.answering.answer import Answer, InvalidRequest, RetrievedPassages
 from realmops.config import Finetune
 from realmops.corpus.cloze import SourcePassages
 from realmops.corpus.question_sets import Question
+from realmops.corpus.relevance import RelevantPassages
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import autocast, to_device
 from realmops.model.checkpoint_files import save_models
@@ -35,7 +36,6 @@ from realmops.search.embed import Progress, embed, no_progress, query_sequences
 from realmops.search.embeddings import save_passages
 from realmops.search.exact import PassageIndex
 from realmops.search.hybrid import Hits, HybridSearch
-from realmops.text.answer_matching import contains_answer
 from realmops.text.special_tokens import prompt_separator
 
 HYBRID_DEPTH = 100  # candidates from embeddings and from BM25 each, before fusion
@@ -103,13 +103,14 @@ class AnswerModel(ABC):
     ) -> list[Answer]:
         """Answer questions in batches; ``ranked`` passages of each are returned for recall.
 
-        Questions generated from the corpus measure retrieval alone: their passages are not read.
+        Passages are not read for questions that measure retrieval alone: those generated from the corpus, and those
+        with relevance judgements instead of answers.
         """
         answers: list[Answer] = []
         for start in range(0, len(questions), size := batch_size or self.batch_size):
             retrieved = self.find(questions[start : start + size], ranked)
-            read = iter(self.read([item for item in retrieved if not item.question.is_generated]))
-            answers += [Answer.unread(item) if item.question.is_generated else next(read) for item in retrieved]
+            read = iter(self.read([item for item in retrieved if item.question.measures_answers]))
+            answers += [next(read) if item.question.measures_answers else Answer.unread(item) for item in retrieved]
             progress(len(retrieved))
         return answers
 
@@ -137,7 +138,8 @@ class RetrieveAndRead(AnswerModel):
         self.device = self.retriever.query.device
         self.special = SpecialTokens.of(self.snapshot.tokenizer)
         self.sources = SourcePassages(self.snapshot)
-        self._correct: dict[tuple[tuple[str, ...], str], dict[int, bool]] = {}  # question ids are unique only per file
+        self._relevant = RelevantPassages(self.snapshot)
+        self._correct: dict[Question, dict[int, bool]] = {}
         encode, blank = self.snapshot.tokenizer.encode, prompt_separator(self.snapshot.tokenizer, self.special.query)
         # Each question is tokenized for the length check, the embedding and the reader; the arrays are read-only.
         self.wordpieces: Callable[[str], np.ndarray] = lru_cache(_QUESTIONS_IN_MEMORY)(
@@ -242,11 +244,11 @@ class RetrieveAndRead(AnswerModel):
         return search.search(query_BE.detach(), questions, k, depth)
 
     def is_correct(self, question: Question, passages: Sequence[int]) -> np.ndarray:
-        """Return whether each passage contains an answer, by the question's match rule."""
-        cache = self._correct.setdefault((question.answers, question.match_rule), {})
+        """Return whether each passage is relevant, by the question's match rule."""
+        cache = self._correct.setdefault(question, {})
         for p in passages:
             if p not in cache:
-                cache[p] = p >= 0 and contains_answer(self.snapshot.text(p), question.answers, question.match_rule)
+                cache[p] = self._relevant.is_relevant(question, p)
         return np.array([cache[p] for p in passages], dtype=bool)
 
     def check(self, question: str) -> None:

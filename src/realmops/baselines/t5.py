@@ -262,12 +262,12 @@ def pretrain(
 
 
 def drop_regex_questions(questions: Sequence[Question]) -> list[Question]:
-    """Return the questions whose answers are not regular expressions; raise ValueError if there are none."""
-    usable = [question for question in questions if not question.is_regex]
+    """Return the questions with answers in words; raise ValueError if there are none."""
+    usable = [question for question in questions if question.answers and not question.is_regex]
     if not usable:
         raise ValueError(
-            f"the answers of all {len(questions)} training questions are regular expressions, but training needs "
-            "texts; set questions.train to a file with literal answers"
+            f"the answers of all {len(questions)} training questions are regular expressions or missing, but training "
+            "needs texts; set questions.train to a file with literal answers"
         )
     return usable
 

@@ -13,9 +13,11 @@ from realmops.console import Console, show
 
 
 @main.command()
-@click.argument("query")
+@click.argument("query", required=False)
 @option.existing_root
 @option.model
+@option.file("--from", "file", metavar="FILE", help="Rank documents for the questions in FILE instead of QUERY.")
+@option.file("--run", "run", metavar="FOLDER", help="The output folder of --from.")
 @click.option("-k", type=click.IntRange(1, 1000), default=10, help="The number of passages.")
 @option.repeated(
     "--where",
@@ -29,19 +31,39 @@ from realmops.console import Console, show
 )
 @option.flag("--json", "as_json", help="Print one line of JSON, with BM25 and embedding scores.")
 def search(
-    query: str, root: Path, model: str | None, k: int, where: Sequence[str], by: Any, as_json: bool
+    query: str | None,
+    root: Path,
+    model: str | None,
+    file: Path | None,
+    run: Path | None,
+    k: int,
+    where: Sequence[str],
+    by: Any,
+    as_json: bool,
 ) -> Iterator[str]:
     """Find passages.
 
     You can search as soon as there is a snapshot: by BM25 at first, then by the newest retriever. Each passage is
     printed with its position in the document, and the words of QUERY in brackets.
+
+    With --from and --run, the best 100 documents of each question are written to FOLDER/run.txt, in the format of TREC
+    that trec_eval and ir_measures read, and the questions to queries.tsv. FILE has any format of "realmops questions",
+    or is the queries.jsonl of a BEIR folder. If its questions have judged documents or passages ("relevant",
+    "passage_id"), these are in qrels.txt, and nDCG@10, recall, MRR and MAP are printed.
     """
     from realmops.answering.passage_search import format_passages
     from realmops.commands.open_model import open_model
     from realmops.commands.search import parse_filter
+    from realmops.evaluate.search_run import rank_file
     from realmops.stages.open_run import open_search
 
+    if (query is None) == (file is None) or (file is None) != (run is None):
+        raise ValueError("give QUERY, or --from FILE with --run FOLDER")
     passages = open_model(root, model).passage_search() if model else open_search(root, Console())
+    if file is not None and run is not None:
+        yield from rank_file(passages, file, run, [parse_filter(where)], by, Console().progress)
+        return
+    assert query is not None
     record = passages.search(query, k, [parse_filter(where)], by)
     if as_json:
         yield json.dumps(record, ensure_ascii=False)
@@ -163,7 +185,7 @@ def update(**options: Any) -> None:
 @click.argument("folder", type=option.PATH)
 @click.option(
     "--format",
-    type=click.Choice(["sentence-transformers", "onnx", "parquet", "reader"]),
+    type=click.Choice(["sentence-transformers", "onnx", "parquet", "reader", "trec"]),
     default="sentence-transformers",
     help="The format to write.",
 )
@@ -175,11 +197,12 @@ def update(**options: Any) -> None:
 @option.existing_root
 @option.model
 def export(folder: Path, format: str, push: str | None, root: Path, model: str | None) -> Iterable[str]:
-    """Export retriever, reader or embeddings for other programs.
+    """Export retriever, reader, embeddings or rankings for other programs.
 
     sentence-transformers: a folder for SentenceTransformer(FOLDER), which computes the run's embeddings. onnx: the same
     for ONNX Runtime; needs the extra "export". parquet: every passage with its embedding, its position in its document
-    and the document's other fields, for any vector store. reader: a reader for "realmops init --reader FOLDER".
+    and the document's other fields, for any vector store. reader: a reader for "realmops init --reader FOLDER". trec:
+    the rankings of the last evaluation with its judgements and queries, for trec_eval and ir_measures.
 
     README.md in FOLDER is a model card with the figures that the run measured. A repository that --push creates is
     private; one that has files of others is refused.

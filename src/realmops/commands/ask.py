@@ -48,7 +48,7 @@ def ask(
             yield {"question": question.question, "error": str(error)}
             continue
         [record] = opened.answer([query])
-        correct += not question.is_generated and is_exact_match(record["answer"] or "", question)
+        correct += question.measures_answers and is_exact_match(record["answer"] or "", question)
         yield record
     if people and opened.model.gives_answers:
         log(f"exact match {correct / len(people):.3f}: {correct} of {len(people)} questions of {file} are correct")

@@ -1,4 +1,4 @@
-"""``realmops export``: retriever and embeddings in formats of other programs, or the reader for other runs.
+"""``realmops export``: retriever, embeddings and rankings in formats of other programs, or the reader for other runs.
 
 Shape suffixes: R passages of a row group, M vectors of a passage, E embedding width.
 """
@@ -25,6 +25,7 @@ from realmops.answering.openqa import OpenQa
 from realmops.commands.card import CARD, Publication, card, measured_metrics, reader_card
 from realmops.commands.hub_upload import HubRepository
 from realmops.corpus.snapshot_reader import ROWS_PER_BATCH, TEXT_COLUMNS
+from realmops.evaluate.search_run import export_trec
 from realmops.hub import TOKENIZER
 from realmops.model.checkpoint_files import READER_FOLDER, load_retriever
 from realmops.model.extractive_reader import load_extractive_reader
@@ -60,9 +61,9 @@ def export(
             repository cannot receive the export.
     """
     artifacts.check_replaceable(folder, KIND)
-    if push and format == "parquet":
+    if push and format in ("parquet", "trec"):
         raise ValueError(
-            "--push uploads models, and --format parquet has the text of your documents; for a private dataset run "
+            f"--push uploads models, and --format {format} has texts of your own; for a private dataset run "
             f"'hf upload OWNER/NAME {folder} --repo-type dataset --private' after the export"
         )
     repository = HubRepository(push, KIND) if push else None
@@ -70,6 +71,11 @@ def export(
         raise ValueError(
             "--format onnx: sentence-transformers or onnxscript is not installed; pip install 'realmops[export]'"
         )
+    if format == "trec":
+        if root is None:
+            raise ValueError("--format trec: a registered model has no results; name its run with --root")
+        yield export_trec(folder, root, KIND)
+        return
     opened = open_model()
     metrics = {} if root is None else measured_metrics(root)
     publication = Publication(root, metrics, push, repository.inspect() if repository else None)

@@ -9,10 +9,11 @@ from pathlib import Path
 from realmops import artifacts
 from realmops.answering.own_questions import WHAT_THEY_BRING
 from realmops.config_rules import check_rules, option_rules
+from realmops.corpus.question_sets import read_judged_questions
 from realmops.resources import resource_folder
 from realmops.stages import get_option
 from realmops.starter.choose_models import choose_model, choose_reader, fetch_tagged
-from realmops.starter.choose_questions import add_questions
+from realmops.starter.choose_questions import add_judged_questions, add_questions
 from realmops.starter.cluster_files import BASES, kustomization_text, own_presets, values_to_set
 from realmops.starter.describe_documents import add_documents
 from realmops.starter.git_origin import GitOrigin
@@ -41,7 +42,7 @@ def init(
 
     Args:
         folder: the project's folder.
-        documents: a file or a folder; None for the synthetic encyclopedia.
+        documents: a file or a folder; None for the synthetic encyclopedia. A BEIR folder has questions, too.
         questions: question files; split if there are at least ``MIN_QUESTIONS``.
         encoder: a folder, a name on the hub, or "small" for one from scratch; None to choose by availability.
         cluster: a key of ``CLUSTERS``.
@@ -58,14 +59,23 @@ def init(
         project.presets += choose_model(project, encoder, size)
         if encoder is None and "language" in project.own["snapshot"]:
             project.lines[-1] += "; name an encoder of the documents' language, or a multilingual one, with --encoder"
+        judged = {} if questions else read_judged_questions(documents)
         if questions:
             add_questions(project, questions)
+        elif judged:
+            project.presets.append("documents")
+            add_judged_questions(project, judged)
         else:
             project.presets.append("documents")
             project.lines.append("questions: none; they will be generated from the documents (preset documents)")
             project.lines.append("label your own after 'realmops run snapshot', with 'realmops questions --label':")
             project.lines += [f"  {line}" for line in WHAT_THEY_BRING]
-        choose_reader(project, reader, has_questions=bool(questions))
+        if judged and reader is None:
+            project.lines.insert(
+                0, "search, not answers: the questions have relevance judgements; --reader adds a reader"
+            )
+        else:
+            choose_reader(project, reader, has_questions=bool(questions))
     elif questions or encoder or reader:
         raise ValueError("--questions, --encoder and --reader need --documents; the sample corpus has its own")
     project.put("tracking.experiment", folder.resolve().name or "realmops")

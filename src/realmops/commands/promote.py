@@ -36,7 +36,7 @@ CORPUS_TAG = "realmops.corpus_hash"
 QUESTIONS_TAG = "realmops.questions"
 ORIGIN_TAG = "realmops.question_origin"
 RULE_TAG = "realmops.em_rule"
-SHOWN = ("ece", "precision_at_30", "answered", "answered_precision")  # calibration metrics shown as tags
+SHOWN = ("ndcg_at_10", "ece", "precision_at_30", "answered", "answered_precision")  # further metrics shown as tags
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,12 @@ class FinishedRun:
     steps: int | None  # of fine-tuning; None for an imported model
 
     def __str__(self) -> str:
-        generated = self.metrics.get("generated_questions", 0)
+        generated, questions = self.metrics.get("generated_questions", 0), self.metrics["questions"]
         if "em" in self.metrics:
-            measured = (
-                f"EM {self.metrics['em']:.3f} by {self.rule} on {self.metrics['questions'] - generated} questions"
-            )
+            measured = f"EM {self.metrics['em']:.3f} by {self.rule} on {questions - generated} questions"
         else:
-            measured = f"recall@5 {self.metrics['recall_at_5']:.3f} on {generated} generated questions"
+            kind = "generated questions" if generated == questions else "questions"
+            measured = f"recall@5 {self.metrics['recall_at_5']:.3f} on {questions} {kind}"
         return f"{measured} (evaluation {self.evaluation[:12]}), corpus {self.corpus_hash[:12]}"
 
     def tags(self, copy: bool) -> dict[str, str]:
@@ -102,9 +101,9 @@ def promote(values: Values, *, project: Path, root: Path, name: str, margin: flo
 
     Better means: on the same questions by the same rules, EM is higher by at least ``margin``, and the confidence
     interval of the difference (paired bootstrap) is above 0. If all test questions were generated from the corpus, it
-    is recall@5 instead of EM. The first run needs no comparison. A call that was killed
-    between registration and alias can be repeated. With ``copy`` all files are stored as artifacts of the model, not
-    only their path.
+    is recall@5 instead of EM, and nDCG@10 if they have relevance judgements alone. The first run needs no comparison.
+    A call that was killed between registration and alias can be repeated. With ``copy`` all files are stored as
+    artifacts of the model, not only their path.
 
     Raises:
         ValueError: the margin is out of range, the run is unfinished or was changed, tracking is disabled, or the
@@ -180,6 +179,7 @@ def read_run(project: Path, root: Path) -> FinishedRun:
             *(q.id, q.question, sorted(q.answers)),
             # Excluded passages and language change the measurement; most questions have neither.
             *([sorted(q.not_in)] if q.not_in else []),
+            *([dict(q.relevant)] if q.relevant else []),
             *([] if q.answer_rule in (ENGLISH, REGEX_RULE) else [q.answer_rule]),
         ]
         for q in assign_languages(questions, Snapshot.open(inputs["snapshot"] / CORPUS, verify=False).common_languages)

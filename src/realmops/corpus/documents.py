@@ -21,7 +21,7 @@ _BOM = b"\xef\xbb\xbf"
 PAGE_WITHOUT_TEXT = "page without text"  # kind of ``Document.omitted``: a scan
 PAGES = "realmops_pages"  # column of a passage: [page, its first character in the passage]
 _MAX_PROBLEM = 300  # characters of a library's message, which may quote the whole text
-_RESERVED_KEYS = {"title", "text", "id", "spans", PAGES}
+RESERVED_KEYS = {"title", "text", "id", "spans", PAGES}
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -195,7 +195,7 @@ def parse_document(record: dict[str, Any], place: str) -> Document:
     if not isinstance(spans, list):
         raise ValueError(f"{place}: 'spans' is {type(spans).__name__}, expected a list of [start, end, label]")
     checked_spans = tuple(_check_span(span, len(text), place) for span in spans)
-    columns = {key: value for key, value in record.items() if key not in _RESERVED_KEYS}
+    columns = {key: value for key, value in record.items() if key not in RESERVED_KEYS}
     return Document(title, text, checked_id, checked_spans, place, _extra_json(columns, place))
 
 

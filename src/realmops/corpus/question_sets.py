@@ -11,25 +11,28 @@ from typing import Any
 
 from realmops.artifacts import digest_of
 from realmops.corpus.documents import check_id, check_text
+from realmops.corpus.formats.beir import corpus_file, has_queries, qrels_files, read_judged_queries, read_queries
 from realmops.corpus.formats.question_files import QuestionRecord, find_question_reader
 from realmops.text.answer_matching import check_expression
 from realmops.text.languages import ENGLISH, detect_language, load_languages
 
 REGEX_RULE = "regex"  # ``answer_rule`` of answers that are regular expressions
+JUDGED_RULE = "judged"  # ``match_rule`` of questions with relevance judgements and without answers
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question with its acceptable answers.
+    """A question with its acceptable answers, or with relevance judgements of documents.
 
     Attributes:
         id: id, unique within a file.
         question: text.
-        answers: acceptable answers, at least one.
+        answers: acceptable answers; at least one, unless there are judgements.
         passage_id: id of the document that answers it, if known.
         is_regex: whether the answers are regular expressions (CuratedTREC).
         not_in: ids of the passages that it was generated from, which are no evidence for its answer (``corpus.cloze``).
         language: code of the language whose rules decide whether an answer is correct; "" means English.
+        relevant: (id, grade) of judged documents; a grade of 1 or more is relevant.
     """
 
     id: str
@@ -39,11 +42,22 @@ class Question:
     is_regex: bool = False
     not_in: tuple[str, ...] = ()
     language: str = ""
+    relevant: tuple[tuple[str, int], ...] = ()
 
     @property
     def is_generated(self) -> bool:
         """Whether the question was generated from the corpus: it measures retrieval, nothing else."""
         return bool(self.not_in)
+
+    @property
+    def measures_answers(self) -> bool:
+        """Whether answers are measured: the question is of people, and has more than relevance judgements."""
+        return not self.is_generated and self.match_rule != JUDGED_RULE
+
+    @property
+    def judgements(self) -> dict[str, int]:
+        """Grades of documents by id; the document or passage that answers the question has 1; {} if none is known."""
+        return dict(self.relevant) or ({self.passage_id: 1} if self.passage_id else {})
 
     @property
     def answer_rule(self) -> str:
@@ -57,7 +71,9 @@ class Question:
 
     @property
     def match_rule(self) -> str:
-        """Rule by which a passage contains an answer: DPR's token match, or a match of the expression."""
+        """Rule by which a passage is relevant: DPR's token match, a match of the expression, or judgements alone."""
+        if self.relevant and not self.answers:
+            return JUDGED_RULE
         return "regex_search" if self.is_regex else "token_boundary"
 
 
@@ -100,6 +116,23 @@ def read_questions(paths: Sequence[Path], *, format: str, unanswerable: list[str
     return questions
 
 
+def read_judged_questions(folder: Path) -> dict[str, list[Question]]:
+    """Return the questions of each split of a BEIR folder, with their judgements; {} for any other path."""
+    copies: Counter[str] = Counter()
+    splits = {} if corpus_file(folder) is None else qrels_files(folder)
+    return {
+        split: [_question(record, copies) for record in read_judged_queries(folder, path)]
+        for split, path in splits.items()
+    }
+
+
+def read_search_questions(path: Path) -> list[Question]:
+    """Return the questions of a file to search for, which need no answers in the form of BEIR's queries.jsonl."""
+    if not has_queries(path):
+        return read_questions([path], format="auto")
+    return [Question(record.id, record.question, ()) for record in read_queries(path) if record.question.strip()]
+
+
 def text_key(text: str) -> str:
     """Return the key under which two questions or answers are the same text: NFC with single spaces.
 
@@ -114,12 +147,18 @@ def assign_languages(questions: Iterable[Question], among: Sequence[str]) -> lis
 
 
 def rows_of_people(questions: Sequence[Question]) -> list[int]:
-    """Return the positions of the questions of people: EM, F1 and the calibration are measured on them alone."""
-    return [row for row, question in enumerate(questions) if not question.is_generated]
+    """Return the positions of the questions of people with answers: EM, F1 and the calibration are theirs alone."""
+    return [row for row, question in enumerate(questions) if question.measures_answers]
 
 
 def answers_are_regex(questions: Iterable[Question]) -> bool:
-    """Return whether all answers are regular expressions; raise ValueError for a mixture."""
+    """Return whether all answers are regular expressions; raise ValueError for a mixture of rules."""
+    if len(rules := {question.match_rule: question.id for question in questions}) > 1 and JUDGED_RULE in rules:
+        judged = rules.pop(JUDGED_RULE)
+        raise ValueError(
+            f"mixed rules: {judged!r} has relevance judgements alone, {rules.popitem()[1]!r} has answers; evaluate "
+            "them separately"
+        )
     kinds = {question.is_regex: question.id for question in questions}
     if len(kinds) > 1:
         raise ValueError(
@@ -149,6 +188,8 @@ def split_by_hash(questions: Iterable[Question]) -> dict[str, list[Question]]:
 def to_json_line(question: Question) -> bytes:
     """Serialise a question in the format ``jsonl``."""
     fields = {name: value for name, value in asdict(question).items() if value not in (None, False, (), "")}
+    if question.relevant:
+        fields["relevant"] = dict(question.relevant)
     return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
 
 
@@ -160,7 +201,8 @@ def _question(record: QuestionRecord, copies: Counter[str]) -> Question:
         raise ValueError(f"{place}: the question {identifier or ''!r} has no text; add text or remove it")
     if not isinstance(record.is_regex, bool):
         raise ValueError(f"{place}: 'is_regex' is {record.is_regex!r}, expected true or false")
-    answers = _check_answers(record.answers, identifier or text, place)
+    relevant = _check_judgements(record.relevant, place)
+    answers = _check_answers(record.answers, identifier or text, place) if record.answers or not relevant else ()
     if record.is_regex:
         for answer in answers:
             check_expression(answer, f"{place}: question {identifier or text!r}")
@@ -177,7 +219,21 @@ def _question(record: QuestionRecord, copies: Counter[str]) -> Question:
         is_regex=record.is_regex,
         not_in=tuple(check_text(name, "not_in", place) for name in record.not_in),
         language=language,
+        relevant=relevant,
     )
+
+
+def _check_judgements(value: Any, place: str) -> tuple[tuple[str, int], ...]:
+    """Return (document id, grade) of each judgement; a list is of relevant documents."""
+    grades = dict.fromkeys(value, 1) if isinstance(value, list) and all(isinstance(x, str) for x in value) else value
+    if grades is None:
+        return ()
+    if not isinstance(grades, dict) or not all(type(grade) is int for grade in grades.values()):
+        raise ValueError(
+            f"{place}: 'relevant' is {str(value)[:100]}; expected a whole number for each document id, such as "
+            '{"doc-7": 2}, or a list of ids'
+        )
+    return tuple((check_id(document, place), grade) for document, grade in grades.items())
 
 
 def _content_id(text: str, answers: tuple[str, ...], copies: Counter[str]) -> str:

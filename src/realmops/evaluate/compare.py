@@ -6,6 +6,7 @@ Questions of people compare answers, by EM; questions that were generated from t
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -86,16 +87,23 @@ def question_origin(are_generated: Collection[bool], *, has_em: bool = True) -> 
 
 
 def compare_runs(first: Path, second: Path, *, seed: int) -> list[Comparison]:
-    """Compare EM and recall@5 of two runs, by a paired bootstrap over questions.
+    """Compare EM, recall@5 and nDCG@10 of two runs, by a paired bootstrap over questions.
 
-    EM is that of the questions of people. It comes first, or is missing if all questions were generated.
+    EM is that of the questions of people. It comes first, or is missing if all questions were generated. nDCG@10 is
+    missing unless all questions have judged documents; it comes first if they have no answers.
     """
     pair = read_paired(first, second)
     people = [[p for p in run if not p.is_generated] for run in pair]
     gives_answers = all(prediction.em is not None for run in people for prediction in run)  # not search alone
-    values = {"EM": [correct_mask(run) for run in people]} if people[0] and gives_answers else {}
+    values: dict[str, list[npt.NDArray[Any]]] = {}
+    if people[0] and gives_answers:
+        values["EM"] = [correct_mask(run) for run in people]
     recall = "recall@5" if people[0] else "recall@5 (retrieval: all questions were generated from the documents)"
     values[recall] = [np.array([0 <= p.first_hit < 5 for p in run]) for run in pair]
+    ndcg = [[p.ndcg_at_10 for p in run] for run in pair]
+    if all(value is not None for run in ndcg for value in run):
+        by_ndcg = {"nDCG@10": [np.array(run, np.float64) for run in ndcg]}
+        values = values | by_ndcg if any(p.answers for p in pair[0]) else by_ndcg | values
     return [
         Comparison(measure, len(x_Q), float(x_Q.mean()), float(y_Q.mean()), paired_bootstrap(x_Q, y_Q, seed=seed))
         for measure, (x_Q, y_Q) in values.items()

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from realmops.evaluate.ranking_measures import MEASURES
 from realmops.evaluate.recall import SHOWN_AT
 from realmops.text.answer_matching import REGEX_RULES, WORD_RULES
 
@@ -29,7 +30,9 @@ def retriever_index(name: str, dataset: str, metrics: Metrics, prefix: str) -> d
     if generated:
         dataset += f" ({generated} of {metrics['questions']} questions generated from the documents)"
     task = ("information-retrieval", "Information retrieval")
-    return _index(name, task, dataset, metrics.get("questions", 0), _recall(metrics, prefix))
+    judged = list(_judged(metrics, prefix))
+    count = metrics["judged_questions"] if judged else metrics.get("questions", 0)
+    return _index(name, task, dataset, count, judged or _recall(metrics, prefix))
 
 
 def reader_index(
@@ -56,6 +59,12 @@ def _recall(metrics: Metrics, prefix: str) -> Iterator[dict[str, Any]]:
         for k in SHOWN_AT:
             key = f"{prefix}recall_at_{k}_{rule}"
             yield _row(metrics, key, f"recall_at_{k}", f"Recall@{k}: {_RULES[rule].format(k=k)}")
+
+
+def _judged(metrics: Metrics, prefix: str) -> Iterator[dict[str, Any]]:
+    for measure, name in MEASURES.items():
+        if prefix + measure in metrics:
+            yield _row(metrics, prefix + measure, measure.removesuffix("_judged"), f"{name} of documents")
 
 
 def _row(metrics: Metrics, key: str, kind: str, name: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -75,6 +76,7 @@ class Prediction:
     page: int | None = None
     answer_rule: str | None = None
     generated: bool | None = None  # None in files of earlier versions
+    ndcg_at_10: float | None = None  # of documents; None without judgements and in files of earlier versions
 
     @property
     def asked(self) -> tuple[str, str, tuple[str, ...]]:
@@ -110,16 +112,17 @@ def build_predictions(
     in_corpus_Q: npt.NDArray[np.bool_],
     passages_read: int,
     confidence: Confidence | None,
+    ndcg_of: Mapping[str, float] = MappingProxyType({}),
 ) -> list[Prediction]:
     """Build the predictions of a model, with scores, evidence and the step at which each question failed.
 
-    ``score`` is that of the questions of people alone; None if there are none.
+    ``score`` is that of the questions of people alone; None if there are none. ``ndcg_of`` is nDCG@10 by question id.
     """
     predictions = []
     scored = iter([] if score is None else zip(score.correct.tolist(), score.f1_Q.tolist(), strict=True))
     for i, (question, answer) in enumerate(zip(questions, answers, strict=True)):
         best, gold = answer.best, answer.best_gold
-        correct, f1 = (None, None) if score is None or question.is_generated else next(scored)
+        correct, f1 = next(scored) if score is not None and question.measures_answers else (None, None)
         first_hit = int(first_hit_Q[i])
         prediction = Prediction(
             question_id=question.id,
@@ -154,6 +157,7 @@ def build_predictions(
             page=snapshot.page(best.passage, best.characters[0]) if best else None,
             answer_rule=question.answer_rule,
             generated=question.is_generated,
+            ndcg_at_10=ndcg_of.get(question.id),
         )
         predictions.append(prediction)
     return predictions
@@ -188,7 +192,7 @@ def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
     column |= {f"{name} | None": kind for name, kind in column.items()}
     column |= {f"tuple[{name}, ...]": pa.list_(kind) for name, kind in column.items()}
     schema = pa.schema([(field.name, column[str(field.type)]) for field in fields(Prediction)])
-    for name in ("f1", "confidence"):
+    for name in ("f1", "confidence", "ndcg_at_10"):
         schema = schema.set(schema.get_field_index(name), pa.field(name, pa.float64()))
     _write_table(path, pa.Table.from_pylist([asdict(prediction) for prediction in predictions], schema))
 

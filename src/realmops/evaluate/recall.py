@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from realmops.corpus.question_sets import Question, answers_are_regex
+from realmops.corpus.question_sets import JUDGED_RULE, Question, answers_are_regex
 from realmops.evaluate.exact_match import bootstrap_interval
 from realmops.text.answer_matching import REGEX_RULES, WORD_RULES, contains_answer
 
@@ -39,11 +39,22 @@ def first_hit_ranks(
     Returns:
         int64 [Q].
     """
+
+    def has_answer(question: Question, passage: int) -> bool:
+        return passage >= 0 and contains_answer(text(passage), question.answers, rule)
+
+    return first_relevant_ranks(questions, ranked_QK, has_answer)
+
+
+def first_relevant_ranks(
+    questions: Sequence[Question], ranked_QK: Rows, is_relevant: Callable[[Question, int], bool]
+) -> NDArray[np.int64]:
+    """Return the rank (from 0) of the first relevant passage, K if none is, int64 [Q]."""
     assert len(ranked_QK) == len(questions), (ranked_QK.shape, len(questions))
     ranks = np.full(len(questions), ranked_QK.shape[1], np.int64)
     for index, (question, ranked_K) in enumerate(zip(questions, ranked_QK, strict=True)):
         for rank, passage in enumerate(ranked_K.tolist()):
-            if passage >= 0 and contains_answer(text(passage), question.answers, rule):
+            if is_relevant(question, passage):
                 ranks[index] = rank
                 break
     return ranks
@@ -86,8 +97,9 @@ def zero_shot_recall(metrics: Mapping[str, Any], retriever: str) -> float | None
 
     A retriever without parameters, such as BM25, is its own zero-shot retriever. None without retrieval.
     """
-    rule = next((name for name in metrics if name.startswith("recall_at_5_") and name.endswith("_low")), "")
-    value = metrics.get(ZERO_SHOT.get(retriever, "") + rule.removesuffix("_low"))
+    names = (f"recall_at_5_{rule}" for rule in (*WORD_RULES, *REGEX_RULES, JUDGED_RULE))
+    name = next((name for name in names if f"{name}_low" in metrics), "")
+    value = metrics.get(ZERO_SHOT.get(retriever, "") + name)
     return None if value is None else float(value)
 
 

@@ -79,12 +79,15 @@ HEADLINES = (
     ("EM, expression found anywhere in the answer", "evaluate", "em_regex_search"),
     ("EM of the closed-book floor", "evaluate", "closed_book_em"),
     ("precision of the most certain 30 %", "evaluate", "precision_at_30"),
+    ("nDCG@10 of documents, by relevance judgements", "evaluate", "ndcg_at_10"),
+    ("MRR@10 of documents", "evaluate", "mrr_at_10"),
+    ("MAP@100 of documents", "evaluate", "map_at_100"),
     ("share of the questions answered (not abstained)", "evaluate", "answered"),
     ("precision of the answered questions", "evaluate", "answered_precision"),
     ("expected calibration error", "evaluate", "ece"),
     ("calibration error of p(y|x), uncalibrated", "evaluate", "ece_uncalibrated"),
     ("calibration error of a perfect calibration, by chance", "evaluate", "ece_if_perfect"),
-    ("ceiling: an answer is in the corpus", "evaluate", "ceiling_in_corpus"),
+    ("ceiling: an answer, or a relevant document, is in the corpus", "evaluate", "ceiling_in_corpus"),
     (
         "ceiling: as a span of at most {ceiling_wordpieces} wordpieces in the {ceiling_passages} passages read",
         "evaluate",
@@ -109,6 +112,14 @@ COMPARED: tuple[tuple[str, str | None, str | None], ...] = (
     ("embeddings after fine-tuning", "dense_", None),
     ("the model", "", ""),
 )
+
+# Columns of that table next to nDCG@10, for questions with relevance judgements alone.
+JUDGED_COLUMNS = {
+    "recall@5": "recall_at_5_judged",
+    "recall@100": "recall_at_100_judged",
+    "MRR@10": "mrr_at_10",
+    "MAP@100": "map_at_100",
+}
 
 
 @dataclass(frozen=True)
@@ -155,8 +166,8 @@ def figure_tables(metrics: Metrics) -> list[FigureTable]:
     figures = (headline_rows(metrics), seconds_rows(metrics))
     tables = [FigureTable("realmops", ("measure", "value", "95 % interval over questions"), figures)]
     if compared := compared_rows(metrics):
-        measures = ("EM", "F1") if "em" in metrics["evaluate"] else ()
-        head = ("test questions", *(f"recall@{k}" for k in SHOWN_AT), *measures)
+        values = metrics["evaluate"]
+        head = ("test questions", *_retrieval_columns(values), *(("EM", "F1") if "em" in values else ()))
         title = "Retrievers and readers, with 95 % intervals over questions"
         tables.append(FigureTable(title, head, [[row] for row in compared]))
     return tables
@@ -193,15 +204,25 @@ def headline_rows(metrics: Metrics) -> list[tuple[str, str, str]]:
 def compared_rows(metrics: Metrics) -> list[list[str]]:
     """Return the metrics of each retriever and reader, each with its 95 % interval on a second line."""
     values = metrics.get("evaluate", {})
-    rule = next((rule for rule in (*WORD_RULES, *REGEX_RULES) if f"recall_at_5_{rule}_low" in values), "")
+    columns = _retrieval_columns(values)
     rows = []
     for label, recall, answer in _compared_systems(metrics):
-        names = ["" if recall is None else f"{recall}recall_at_{k}_{rule}" for k in SHOWN_AT]
+        names = ["" if recall is None else f"{recall}{name}" for name in columns.values()]
         if "em" in values:
             names += ["" if answer is None else f"{answer}{measure}" for measure in ("em", "f1")]
         cells = [_cell(values, name) if name in values else "" for name in names]
         rows += [[label, *cells]] if any(cells) else []
-    return rows if rule else []
+    return rows if columns else []
+
+
+def _retrieval_columns(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the metrics of retrieval to compare by column: of answers in passages, and of judged documents."""
+    rule = next((rule for rule in (*WORD_RULES, *REGEX_RULES) if f"recall_at_5_{rule}_low" in values), "")
+    columns = {f"recall@{k}": f"recall_at_{k}_{rule}" for k in SHOWN_AT} if rule else {}
+    if "ndcg_at_10" in values:
+        columns["nDCG@10"] = "ndcg_at_10"
+        columns |= {} if rule else JUDGED_COLUMNS
+    return columns
 
 
 def _compared_systems(metrics: Metrics) -> Sequence[tuple[str, str | None, str | None]]:

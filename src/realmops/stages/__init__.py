@@ -27,7 +27,8 @@ READER_INIT = "reader.init"  # option of the reader that answers
 HEADLINE_METRICS = {  # metrics printed for stages that have many
     "finetune": ("questions", "span_loss", "dev_em", "dev_f1", "dev_answered", "dev_answered_precision", "seconds"),
     "evaluate": (
-        *("questions", "em", "f1", "rule_em", "closed_book_em", "recall_at_5", "ceiling_in_corpus"),
+        *("questions", "em", "f1", "rule_em", "closed_book_em", "recall_at_5", "ndcg_at_10", "mrr_at_10", "map_at_100"),
+        *("recall_at_100_judged", "ceiling_in_corpus"),
         *("answered", "answered_precision", "seconds"),
     ),
 }

@@ -1,4 +1,4 @@
-"""Stage ``evaluate``: exact match, F1, recall of all retrievers, ceilings, predictions with evidence, plots, report."""
+"""Stage ``evaluate``: exact match, F1, recall and nDCG of all retrievers, ceilings, predictions, plots, report."""
 
 import hashlib
 import math
@@ -16,7 +16,8 @@ from realmops.baselines.rankers import build_ranker
 from realmops.baselines.rule import answer_by_rule
 from realmops.config import Evaluate, Finetune, QuestionFiles, RunOptions, default_options
 from realmops.corpus.cloze import SourcePassages
-from realmops.corpus.question_sets import Question, rows_of_people
+from realmops.corpus.question_sets import JUDGED_RULE, Question, rows_of_people
+from realmops.corpus.relevance import RelevantPassages
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype
 from realmops.evaluate.calibration import confidence_figures
@@ -30,10 +31,19 @@ from realmops.evaluate.predictions import (
     write_first_hits,
     write_predictions,
 )
+from realmops.evaluate.ranking_measures import (
+    TREC,
+    measure_run,
+    passage_depth,
+    rank_documents,
+    ranking_metrics,
+    write_trec,
+)
 from realmops.evaluate.recall import (
     RECALL_AT,
     ZERO_SHOT,
     Rows,
+    first_relevant_ranks,
     hit_ranks_by_rule,
     pad_rankings,
     recall_intervals,
@@ -62,13 +72,14 @@ from realmops.stages.tuned_model import open_tuned
 
 TRAINED = ("ict", "pretrain", "finetune")
 HYBRID = "hybrid_"  # infix of metrics of BM25 plus embeddings
-DEPTH = max(RECALL_AT)  # passages ranked per question
+DEPTH = max(RECALL_AT)  # passages ranked per question; more if its documents are judged
 
 
 def run(job: Job) -> dict[str, Any]:
     """Answer the test questions, write predictions and report, and return all metrics.
 
-    Answers are scored on the questions of people alone; those generated from the corpus measure retrieval.
+    Answers are scored on the questions of people alone; those generated from the corpus measure retrieval, as do those
+    with relevance judgements instead of answers.
     """
     options = job.section(Finetune)
     bootstrap = {"seed": job.section(RunOptions).seed, "resamples": job.section(Evaluate).bootstrap}
@@ -78,8 +89,11 @@ def run(job: Job) -> dict[str, Any]:
     model = open_tuned(job.inputs["finetune"], options, snapshot, *device_and_dtype(job.section(RunOptions)))
     people = rows_of_people(questions) if model.gives_answers else []
     asked = [questions[row] for row in people]
+    relevant = RelevantPassages(snapshot)
+    is_judged = match_rule == JUDGED_RULE
+    depth = max(DEPTH, passage_depth(relevant.largest_documents)) if is_judged else DEPTH
     bar = job.report.progress("test questions", len(questions))
-    answers = model.answer(questions, ranked=DEPTH, progress=bar)
+    answers = model.answer(questions, ranked=depth, progress=bar)
 
     def score(texts: list[str], rule: str) -> Score:
         return score_predictions(asked, texts, rule=rule, **bootstrap)
@@ -113,8 +127,8 @@ def run(job: Job) -> dict[str, Any]:
     if isinstance(model, RetrieveAndRead) and (structure := unwrap_approximate(model.passages)) is not None:
         metrics["index_recall"] = _index_recall(job, model, structure, questions)
     bm25 = build_ranker("bm25", snapshot) if job.section(Evaluate).bm25 else None
-    rankings = {"": pad_rankings([answer.ranked for answer in answers], DEPTH)}
-    rankings |= _rankings(job, snapshot, questions, model, bm25)
+    rankings = {"": pad_rankings([answer.ranked for answer in answers], depth)}
+    rankings |= _rankings(job, snapshot, questions, model, bm25, depth)
     if bm25 is not None and asked:
         texts = answer_by_rule(snapshot, asked, rankings["bm25_"][people, 0].tolist())
         metrics |= score(texts, em_rule).figures("rule_")
@@ -124,15 +138,23 @@ def run(job: Job) -> dict[str, Any]:
             metrics |= score([answer.text for answer in over_bm25], em_rule).figures("bm25_")
     hits = {}
     for prefix, ranked in rankings.items():
+        if is_judged:
+            hits[prefix] = first_relevant_ranks(questions, ranked, relevant.is_relevant)
+            continue
         texts_in_order = snapshot.texts(ranked.ravel().tolist())  # read in file order
         ranks = hit_ranks_by_rule(questions, ranked, texts_in_order.__getitem__)
         metrics |= recall_metrics(ranks, prefix=prefix)
         metrics |= recall_intervals(ranks[match_rule], match_rule, prefix=prefix, **bootstrap)
         hits[prefix] = ranks[match_rule]
+    ndcg_of, judged_metrics = _measure_judged(job, questions, relevant, rankings)
+    metrics |= judged_metrics
     metrics["recall_at_5"] = metrics[f"recall_at_5_{match_rule}"]
     limits = {"passages": options.reader_candidates, "wordpieces": options.answer_wordpieces}
-    possible = compute_ceilings(snapshot, questions, rankings[""], hits[""], match_rule, **limits)
-    if options.reads_passages:
+    if is_judged:
+        possible = {"in_corpus": np.array([bool(relevant.passages_of_documents(q)) for q in questions])}
+    else:
+        possible = compute_ceilings(snapshot, questions, rankings[""], hits[""], match_rule, **limits)
+    if options.reads_passages and not is_judged:
         metrics |= {f"ceiling_{name}": limit for name, limit in limits.items()}
         metrics |= {f"ceiling_{name}": float(values.mean()) for name, values in possible.items()}
     else:
@@ -146,6 +168,7 @@ def run(job: Job) -> dict[str, Any]:
         possible["in_corpus"],
         options.reader_candidates,
         confidence,
+        ndcg_of,
     )
     if asked:
         metrics |= failure_shares([prediction.failed_at for prediction in predictions if prediction.failed_at])
@@ -158,22 +181,53 @@ def run(job: Job) -> dict[str, Any]:
     return metrics
 
 
+def _measure_judged(
+    job: Job, questions: list[Question], relevant: RelevantPassages, rankings: dict[str, Rows]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Measure the rankings of documents for questions with judgements, and write TREC's files.
+
+    Returns:
+        nDCG@10 of the model by question id, and the metrics; both are empty if no document is judged.
+    """
+    qrels = relevant.qrels(questions)
+    if not qrels:
+        return {}, {}
+    if missing := relevant.missing(qrels):
+        job.report.warn(
+            f"{missing} relevant documents of questions.test are not in the corpus and count as not found; check that "
+            "the questions belong to these documents"
+        )
+    bootstrap = {"seed": job.section(RunOptions).seed, "resamples": job.section(Evaluate).bootstrap}
+    metrics: dict[str, Any] = {"judged_questions": len(qrels)}
+    judged = [question for question in questions if question.id in qrels]
+    rows = [(row, question.id) for row, question in enumerate(questions) if question.id in qrels]
+    runs = {
+        prefix: {name: rank_documents(ranked[row].tolist(), relevant.document_of) for row, name in rows}
+        for prefix, ranked in rankings.items()
+    }
+    values = {prefix: measure_run(qrels, run) for prefix, run in runs.items()}
+    for prefix, measured in values.items():
+        metrics |= ranking_metrics(measured, prefix=prefix, **bootstrap)
+    write_trec(job.out / TREC, judged, qrels, runs)
+    return dict(zip(qrels, values[""]["ndcg_at_10"].tolist(), strict=True)), metrics
+
+
 def _rankings(
-    job: Job, snapshot: Snapshot, questions: list[Question], model: AnswerModel, bm25: Ranker | None
+    job: Job, snapshot: Snapshot, questions: list[Question], model: AnswerModel, bm25: Ranker | None, depth: int
 ) -> dict[str, Rows]:
-    """Rank passages by every retriever other than the model.
+    """Rank ``depth`` passages by every retriever other than the model.
 
     Source passages of a generated question are removed from its ranking.
 
     Returns:
         Passage ids [Q, K] by prefix of the metrics.
     """
-    depth = DEPTH + max(len(question.not_in) for question in questions)
+    deepest = depth + max(len(question.not_in) for question in questions)
     queries = question_queries(snapshot, questions, job.section(Finetune).query_wordpieces)
     rankings: dict[str, Rows] = {}
     if isinstance(model, RetrieveAndRead) and model.hybrid:
         assert model.passages is not None
-        rankings["dense_"] = rank_passages(model.retriever, model.passages, queries, depth, model.dtype)
+        rankings["dense_"] = rank_passages(model.retriever, model.passages, queries, deepest, model.dtype)
     indexes: dict[str, PassageIndex] = {}
     if isinstance(model, RetrieveAndRead) and (index := model.passages) is not None:
         tuned = load_retriever(job.inputs["finetune"], snapshot.vocabulary_hash)  # weights in `model` are rounded
@@ -182,13 +236,13 @@ def _rankings(
         )
     for name, prefix in ZERO_SHOT.items():
         if name in job.inputs:  # absent if a fine-tuned model was imported
-            by_kind = _zero_shot(job, name, snapshot, questions, queries, depth, indexes)
+            by_kind = _zero_shot(job, name, snapshot, questions, queries, deepest, indexes)
             rankings |= {prefix + kind: ids for kind, ids in by_kind.items()}
     if bm25 is not None:
-        rankings["bm25_"] = np.stack([bm25(question.question, depth) for question in questions])
+        rankings["bm25_"] = np.stack([bm25(question.question, deepest) for question in questions])
     sources = SourcePassages(snapshot)
     return {
-        prefix: pad_rankings(sources.left_out(questions, ids)[:, :DEPTH].tolist(), DEPTH)
+        prefix: pad_rankings(sources.left_out(questions, ids)[:, :depth].tolist(), depth)
         for prefix, ids in rankings.items()
     }
 

@@ -97,8 +97,8 @@ def _open_qa(
         metrics["index_recall"] = _widen_index(job, model, structure, sample_queries(held_out, seed))
     if model.hybrid and options.reader_training == "passages":  # the query tower was trained together with the reader
         retriever.mixture = fit_weights_on_questions(model, held_out)
-    if model.hybrid and all(question.is_generated for question in held_out):
-        # all dev questions are generated: the value that fit_reading returns for them
+    if model.hybrid and not any(question.measures_answers for question in held_out):
+        # no dev question has answers of people: the value that fit_reading_weight returns for them
         retriever.mixture = replace(retriever.mixture, reading=model.generated_reading_weight)
     answers = model.answer(held_out, ranked=5, progress=job.report.progress("dev questions", len(held_out)))
     if model.hybrid:

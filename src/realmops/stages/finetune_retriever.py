@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from realmops.baselines.rankers import DENSE_RETRIEVERS, build_ranker
 from realmops.config import Finetune, IndexOptions, Optimiser, RunOptions
 from realmops.config_rules import ENCODER, NO_READER
 from realmops.corpus.cloze import SourcePassages
-from realmops.corpus.question_sets import Question
+from realmops.corpus.question_sets import JUDGED_RULE, Question
+from realmops.corpus.relevance import RelevantPassages
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype
 from realmops.hub import READER, encoder_folder
@@ -30,7 +32,6 @@ from realmops.search.exact import PassageIndex, exact_index
 from realmops.stages import READER_INIT, Job
 from realmops.stages.common import StageTrainings, build_index, question_queries, sample_queries
 from realmops.stages.sharded_work import embed_in_shards
-from realmops.text.answer_matching import contains_answer
 from realmops.train.fine_tuning import finetune_steps
 from realmops.train.index_source import IndexSource, RefreshSchedule
 from realmops.train.loop import TrainingContext
@@ -185,22 +186,29 @@ def _with_refresh(
 
 
 def _positives(job: Job, snapshot: Snapshot, questions: list[Question]) -> Positives:
-    """Return for each question the best passage among BM25's top ``EVIDENCE_DEPTH`` that contains an answer."""
-    bm25, sources = Bm25.of(snapshot), SourcePassages(snapshot)
+    """Return the relevant passages of each question.
+
+    For a judged question it is the best passage by BM25 of each relevant document, for another one the best among
+    BM25's top ``EVIDENCE_DEPTH`` that contains an answer.
+    """
+    bm25, sources, relevant = Bm25.of(snapshot), SourcePassages(snapshot), RelevantPassages(snapshot)
     bar = job.report.progress("passages of questions", len(questions))
-    positives = []
+    positives: list[list[int]] = []
     for question in questions:
-        _, [ids] = bm25.search([question.question], EVIDENCE_DEPTH)
-        excluded = sources.of(question)
-        matches = (p for p in ids.tolist() if p >= 0 and p not in excluded)
-        matches = (p for p in matches if contains_answer(snapshot.text(p), question.answers, question.match_rule))
-        positives.append(next(matches, -1))
+        if question.match_rule == JUDGED_RULE:
+            documents = relevant.passages_of_documents(question)
+            positives.append([int(ids[bm25.score_passages(question.question, ids).argmax()]) for ids in documents])
+        else:
+            _, [ids] = bm25.search([question.question], EVIDENCE_DEPTH)
+            excluded = sources.of(question)
+            matches = (p for p in ids.tolist() if p not in excluded and relevant.is_relevant(question, p))
+            positives.append([*islice(matches, 1)])
         bar(1)
-    if max(positives, default=-1) < 0:
+    if not any(positives):
         raise ValueError(
-            f"no training question has an answer in BM25's top {EVIDENCE_DEPTH} passages, so the retriever cannot be "
-            "trained on passages; check that questions.train belongs to these documents, or set "
-            "finetune.retriever_training=queries"
+            f"no training question has a relevant document, or an answer in BM25's top {EVIDENCE_DEPTH} passages, so "
+            "the retriever cannot be trained on passages; check that questions.train belongs to these documents, or "
+            "set finetune.retriever_training=queries"
         )
     return Positives.of(positives)
 

@@ -11,8 +11,9 @@ from realmops.artifacts import seed_for
 from realmops.config import IndexOptions, Optimiser, Pretrain, RunOptions
 from realmops.corpus.cloze import SourcePassages
 from realmops.corpus.question_sets import answers_are_regex
+from realmops.corpus.relevance import RelevantPassages
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.evaluate.recall import first_hit_ranks, hits_at
+from realmops.evaluate.recall import first_relevant_ranks, hits_at
 from realmops.journal import JournalValues
 from realmops.model.checkpoint_files import copy_models, load_models, save_models
 from realmops.model.retriever import Retriever
@@ -171,13 +172,14 @@ def _build_measure(
     questions = load_questions(job, snapshot, "dev")
     answers_are_regex(questions)  # raises if match rules are mixed
     queries = question_queries(snapshot, questions, realm.options.query_wordpieces)
-    sources, excluded = SourcePassages(snapshot), max(len(question.not_in) for question in questions)
+    sources, relevant = SourcePassages(snapshot), RelevantPassages(snapshot)
+    excluded = max(len(question.not_in) for question in questions)
 
     def measure(index: Index) -> dict[str, float]:
         ids = sources.left_out(
             questions, rank_passages(index.retriever, index.passages, queries, 5 + excluded, realm.dtype)
         )
-        hits = hits_at(first_hit_ranks(questions, ids, snapshot.text, rule=questions[0].match_rule), 5)
+        hits = hits_at(first_relevant_ranks(questions, ids, relevant.is_relevant), 5)
         figures = {"recall_at_5": float(hits.mean())}
         if (structure := unwrap_approximate(index.passages)) is not None:
             figures["index_recall"] = structure.recipe.recall

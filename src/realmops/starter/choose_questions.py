@@ -1,14 +1,17 @@
-"""The questions of a new project: files of train, dev and test, or a random split."""
+"""The questions of a new project: files of train, dev and test, a random split, or the judgements of a BEIR folder."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from realmops.corpus.question_sets import read_questions, split_by_hash, to_json_line
+from realmops.artifacts import digest_of
+from realmops.corpus.question_sets import Question, read_questions, split_by_hash, to_json_line
 from realmops.starter.new_project import Project, path_in_params
 
 SPLITS = "train", "dev", "test"
 MIN_QUESTIONS = 60  # fewer are not split into train, dev and test
+HELD_OUT = 10  # a tenth of the judged training questions is for dev, if no split is
+JUDGED_EPOCHS = 1  # of the retriever over judged training questions
 
 
 def add_questions(project: Project, files: Sequence[Path]) -> None:
@@ -27,10 +30,44 @@ def add_questions(project: Project, files: Sequence[Path]) -> None:
             "model on yours with 'realmops ask --from FILE'"
         )
     for split, part in split_by_hash(questions).items():
-        name = f"questions/{split}.jsonl"
-        project.files[name] = b"".join(map(to_json_line, part)).decode()
-        project.put(f"questions.{split}", name)
+        name = _add_split(project, split, part)
         project.lines.append(f"questions.{split}: {len(part)} of {len(questions)}, in {name}")
+
+
+def add_judged_questions(project: Project, judged: Mapping[str, Sequence[Question]]) -> None:
+    """Set questions.train, dev and test to the judged questions of a BEIR folder, by the names of its splits.
+
+    The retriever is trained on train. Without dev, a part of train is held out for it, and without test, dev is test.
+    Without train, questions generated from the documents remain train and dev.
+    """
+    parts = {"dev" if name in ("validation", "valid") else name: part for name, part in judged.items()}
+    if "test" not in parts and "dev" in parts:
+        parts["test"] = parts.pop("dev")
+    if "test" not in parts:
+        raise ValueError(
+            f"qrels has the splits {', '.join(judged) or '(none)'}; one of test, dev and validation is needed"
+        )
+    train = parts.get("train", ())
+    if "dev" not in parts and len(train) > 1:
+        by_hash = sorted(train, key=lambda question: digest_of(question.question))
+        parts["dev"] = by_hash[: -(-len(train) // HELD_OUT)]
+        parts["train"] = [question for question in train if question not in parts["dev"]]
+    chosen = SPLITS if "train" in parts and "dev" in parts else SPLITS[-1:]
+    for split in chosen:
+        name = _add_split(project, split, parts[split])
+        project.lines.append(f"questions.{split}: {len(parts[split])} with relevance judgements, in {name}")
+    if chosen == SPLITS:
+        project.put("finetune.retriever_epochs", JUDGED_EPOCHS)
+    else:
+        project.lines.append("questions.train, questions.dev: generated from the documents (preset documents)")
+
+
+def _add_split(project: Project, split: str, questions: Sequence[Question]) -> str:
+    """Add the file of a split to the project, and return its name."""
+    name = f"questions/{split}.jsonl"
+    project.files[name] = b"".join(map(to_json_line, questions)).decode()
+    project.put(f"questions.{split}", name)
+    return name
 
 
 def match_splits(files: Sequence[Path]) -> dict[str, Path]:

@@ -28,7 +28,7 @@ ROWS_SHOWN = 1000  # of the predictions table; MLflow's UI loads the whole table
 UNTRACKED = ("sample", "snapshot", "tag")  # stages too short to wait for MLflow
 _PARAM_LIMIT = 6000  # characters, MLflow's own limit
 HEADLINES = {
-    "evaluate": ("em", "f1", "recall_at_5", "ece", "precision_at_30"),
+    "evaluate": ("em", "f1", "recall_at_5", "ndcg_at_10", "ece", "precision_at_30"),
     "pretrain": ("index_staleness_steps", "retrieval_utility", "p_null"),
 }
 

@@ -17,7 +17,7 @@ READING_WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 
 
 def fit_weights_on_questions(model: RetrieveAndRead, questions: Sequence[Question]) -> FusionWeights:
-    """Return the weights of BM25 and embeddings that rank passages with an answer highest.
+    """Return the weights of BM25 and embeddings that rank relevant passages highest.
 
     The weights stay unchanged if no question distinguishes them.
     """
@@ -41,7 +41,8 @@ def fit_reading_weight(
 
     Ties are broken by the smallest change. The best span of a passage is the same under any weight, so the reader does
     not run again. Questions generated from the corpus are ignored: their source passage is excluded, so f(x, z) is
-    less informative than for human questions. If there are no others, the weight is ``generated_reading_weight``.
+    less informative than for human questions. So are those without answers. If there are no others, the weight is
+    ``generated_reading_weight``.
 
     Args:
         model: the retriever and reader that answered.
@@ -50,7 +51,7 @@ def fit_reading_weight(
         is_right: whether a text is a correct answer to a question.
     """
     before = model.retriever.mixture.reading
-    human = [(q, answer) for q, answer in zip(questions, answers, strict=True) if not q.is_generated]
+    human = [(q, answer) for q, answer in zip(questions, answers, strict=True) if q.measures_answers]
     if not human:
         return model.generated_reading_weight
     questions, answers = zip(*human, strict=True)

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from realmops.config import Finetune, Optimiser
 from realmops.corpus.question_sets import Question
+from realmops.corpus.relevance import RelevantPassages
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import autocast, to_device
 from realmops.model.likelihood import in_batch_loss
 from realmops.model.packed import PackedBatch
 from realmops.model.retriever import Retriever
 from realmops.search.embed import document_sequences, embed, query_sequences, text_queries
-from realmops.text.answer_matching import contains_answer
 from realmops.train.index_source import Index, IndexSource
 from realmops.train.loop import DeferredMetrics, TrainingContext, fit
 from realmops.train.optimiser import Group
@@ -46,11 +46,11 @@ class Positives:
     questions: list[list[int]]
 
     @staticmethod
-    def of(passage_of_question: Sequence[int]) -> Positives:
-        """Group questions by their passage; -1 marks a question without one."""
+    def of(passages_of_question: Sequence[Sequence[int]]) -> Positives:
+        """Group questions by their relevant passages, of which a question may have several or none."""
         rows = defaultdict(list)
-        for row, passage in enumerate(passage_of_question):
-            if passage >= 0:
+        for row, passages in enumerate(passages_of_question):
+            for passage in passages:
                 rows[passage].append(row)
         return Positives(sorted(rows), [rows[passage] for passage in sorted(rows)])
 
@@ -87,13 +87,14 @@ def train_by_passages(
 ) -> int:
     """Train the retriever by softmax of each question's passage among all passages of the batch.
 
-    Passages of all processes are negatives, except those that contain an answer too. The result does not depend on the
+    Passages of all processes are negatives, except those that are relevant too. The result does not depend on the
     number of processes: all draw the questions of the whole batch, and each question has the same weight. Hard
     negatives are retrieved from the indexes of ``source``; None trains without them.
 
     Returns:
         The journal's length at the end.
     """
+    relevant = RelevantPassages(snapshot)
     current: list[Index] = []
     processes = context.processes
     batch_of = passage_batches(context, len(positives.passages), options.retriever_batch_size)
@@ -120,12 +121,7 @@ def train_by_passages(
         relevance_QN = retriever.scores(query_QE, document_NE)
         own = np.repeat(np.arange(len(local)), [len(rows) for _, rows in local]) + processes.rank * part_size
         columns = [*processes.gathered_order([passage for passage, _ in drawn], part_size), *hard]
-        ignored_QN = torch.tensor(
-            [
-                [p is None or contains_answer(snapshot.text(p), q.answers, q.match_rule) for p in columns]
-                for q in local_questions
-            ]
-        )
+        ignored_QN = torch.tensor([[p is None or relevant.is_relevant(q, p) for p in columns] for q in local_questions])
         ignored_QN[torch.arange(len(own)), torch.from_numpy(own)] = False
         own_Q, ignored_QN = to_device(relevance_QN.device, torch.from_numpy(own), ignored_QN)
         relevance_QN = relevance_QN.masked_fill(ignored_QN, -torch.inf)
@@ -161,16 +157,17 @@ def hard_negatives(
     query_wordpieces: int,
     dtype: torch.dtype,
 ) -> list[int]:
-    """Return, for each question, the best passage without an answer that is not in ``passages`` or returned already.
+    """Return, for each question, the best irrelevant passage that is not in ``passages`` or returned already.
 
     Questions with no such passage among the top ``HARD_DEPTH`` are skipped.
     """
     queries = text_queries(snapshot, [q.question for q in questions], query_wordpieces)
     query_QE = embed(index.retriever.query, query_sequences(queries), dtype)
     ids = index.passages.search(query_QE, HARD_DEPTH)[1].cpu().tolist()
+    relevant = RelevantPassages(snapshot)
     negatives: list[int] = []
     for question, row in zip(questions, ids, strict=True):
         new = (p for p in row if p not in passages and p not in negatives)
-        wrong = (p for p in new if not contains_answer(snapshot.text(p), question.answers, question.match_rule))
+        wrong = (p for p in new if not relevant.is_relevant(question, p))
         negatives += [passage] if (passage := next(wrong, None)) is not None else []
     return negatives

@@ -9,6 +9,7 @@ from pathlib import Path
 from realmops.artifacts import special_file_kind
 from realmops.corpus.documents import Format, RawRecord, Rejected, iter_lines, parse_json_object
 from realmops.corpus.formats import tables, text
+from realmops.corpus.formats.beir import BEIR, corpus_file
 from realmops.corpus.formats.delimited import CSV
 from realmops.corpus.formats.jsonl import JSONL
 from realmops.corpus.formats.mediawiki import MEDIAWIKI
@@ -20,7 +21,7 @@ from realmops.corpus.formats.warc import WARC
 from realmops.corpus.walk import walk_files
 from realmops.text.compressed import DECOMPRESSION_ERRORS, open_compressed, open_raw
 
-_FORMATS = (JSONL, PARQUET, CSV, TEXT, RST, *PAGED, MEDIAWIKI, WARC, DATASET)
+_FORMATS = (JSONL, PARQUET, CSV, TEXT, RST, *PAGED, MEDIAWIKI, WARC, DATASET, BEIR)
 FORMATS: dict[str, Format] = {entry.name: entry for entry in _FORMATS}
 _BY_SUFFIX = {
     **dict.fromkeys((".jsonl", ".json", ".ndjson"), "jsonl"),
@@ -69,7 +70,8 @@ def list_sources(documents: Path, format: str) -> list[Source]:
     """List the files of a corpus in sorted order.
 
     Args:
-        documents: a file, a folder (searched recursively), a dataset saved on disk, or ``hf:owner/name[:split]``.
+        documents: a file, a folder (searched recursively, unless it is one of BEIR), a dataset saved on disk, or
+            ``hf:owner/name[:split]``.
         format: a name of ``FORMATS``, or "auto" to detect the format of each file from its content and name. For a
             folder, a name selects the files of that format; for a file, it overrides detection.
 
@@ -101,6 +103,8 @@ def _list_sources(documents: Path, format: str) -> list[Source]:
     if splits:
         _check_dataset(documents, format)
         return [Source(split, DATASET, _dataset_size(split)) for split in splits]
+    if format in ("auto", BEIR.name) and (corpus := corpus_file(documents)) is not None:
+        return [Source(corpus, BEIR, _kind_and_size(corpus)[1])]
     if not documents.is_dir():
         open_raw(documents).close()
         name = _detect_format(documents) if format == "auto" else format

@@ -31,7 +31,10 @@ _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class QuestionRecord:
-    """The fields that all formats share, unchecked; ``id`` is None if the format has no ids."""
+    """The fields that all formats share, unchecked; ``id`` is None if the format has no ids.
+
+    ``relevant`` has the grades of documents by id, or a list of relevant ones.
+    """
 
     place: str
     id: Any
@@ -42,13 +45,17 @@ class QuestionRecord:
     unanswerable: bool = False
     not_in: Any = ()
     language: Any = None
+    relevant: Any = None
 
 
 def _json_lines(path: Path) -> Iterator[QuestionRecord]:
-    """Read {"id"?, "question", "answers", ...} per line, and other fields of ``Question``; "answer" may be a string."""
+    """Read {"id"?, "question", "answers", ...} per line, and other fields of ``Question``; "answer" may be a string.
+
+    A question with relevance judgements ("relevant") may have no answers.
+    """
     for place, record in read_json_lines(path):
         key = "answer" if "answer" in record and "answers" not in record else "answers"
-        answers = require_key(record, key, place)
+        answers = record.get(key, []) if "relevant" in record else require_key(record, key, place)
         yield QuestionRecord(
             place,
             record.get("id"),
@@ -58,6 +65,7 @@ def _json_lines(path: Path) -> Iterator[QuestionRecord]:
             record.get("is_regex", False),
             not_in=record.get("not_in", ()),
             language=record.get("language"),
+            relevant=record.get("relevant"),
         )
 
 
