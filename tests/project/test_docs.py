@@ -296,6 +296,7 @@ def exists(path: str, page: str) -> bool:
 WRITTEN = {
     *("answers.jsonl", "manifest.json", "metrics.json", "metrics.jsonl", "my.jsonl", "questions/own.jsonl"),
     *("config.json", "config_sentence_transformers.json", "tokenizer.json"),  # of an encoder
+    *("corpus.jsonl", "queries.jsonl", "run.txt", "bm25_run.txt", "qrels.txt"),  # of BEIR and TREC
     *ALWAYS,
     *PLACES.values(),
 }

@@ -165,3 +165,20 @@ def test_export_copies_the_files_of_the_evaluation(project: Path, tmp_path: Path
     assert {"qrels.txt", "run.txt", "bm25_run.txt", "queries.tsv"} <= {*names}
     assert result.stdout == f"{', '.join(names)}: written to {tmp_path / 'out'}\n"
     assert all((tmp_path / "out" / name).read_bytes() == (source / name).read_bytes() for name in names)
+
+
+def test_a_beir_folder_is_converted_by_split(project: Path, tmp_path: Path) -> None:
+    beir = tmp_path / "beir"
+    (beir / "qrels").mkdir(parents=True)
+    for name in ("corpus.jsonl", "queries.jsonl"):
+        (beir / name).write_bytes((project / "beir" / name).read_bytes())
+    for split in ("dev", "test"):
+        (beir / "qrels" / f"{split}.tsv").write_text("query-id\tcorpus-id\tscore\n1\td3\t2\n")
+    result = small_project.cli("questions", beir, "--out", tmp_path / "out")
+    assert result.stdout == "".join(
+        f"1 written to {tmp_path}/out/questions.{split}.jsonl\n" for split in ("dev", "test")
+    )
+    converted = (tmp_path / "out/questions.test.jsonl").read_text()
+    assert json.loads(converted) == {"id": "1", "question": "Which?", "relevant": {"d3": 2}}
+    refused = small_project.cli("ceilings", tmp_path / "out/questions.test.jsonl", "--root", project / "root")
+    assert "questions with relevance judgements alone have no ceilings" in refused.stderr

@@ -111,7 +111,8 @@ def compare(first: Path, second: Path) -> Iterable[str]:
 
     FIRST and SECOND are folders of runs (--root), or their results folders. Exact match and recall@5 are compared on
     questions with the same id, text and answers, with confidence intervals by a paired bootstrap. Exact match is that
-    of the questions of people: questions generated from the documents compare retrieval only.
+    of the questions of people: questions generated from the documents compare retrieval only. If all questions have
+    judged documents, nDCG@10 is compared, too.
     """
     from realmops.evaluate.compare import compare_runs, format_comparison
 
@@ -129,7 +130,8 @@ def promote(**options: Any) -> Iterator[str]:
 
     A run is better if its exact match (EM) on the same questions by the same rules is higher by at least the margin,
     and the confidence interval of the difference is above 0. If all questions were generated from the documents, it is
-    recall@5 instead. Otherwise the command prints the reason and ends with exit code 1.
+    recall@5 instead, and nDCG@10 if they have relevance judgements alone. Otherwise the command prints the reason and
+    ends with exit code 1.
     """
     from realmops.commands.promote import promote
 

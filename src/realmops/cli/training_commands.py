@@ -18,7 +18,9 @@ from realmops.stages import METRICS, STAGES
 @main.command()
 @click.argument("folder", type=option.PATH, default=Path())
 @option.file(
-    "--documents", metavar="PATH", help="Your documents, a file or a folder; default: a synthetic encyclopedia."
+    "--documents",
+    metavar="PATH",
+    help="Your documents, a file or a folder (of BEIR: with questions); default: a synthetic encyclopedia.",
 )
 @option.repeated(
     "--questions",
@@ -227,6 +229,8 @@ def questions(
     files: Sequence[Path], out: Path | None, labels: bool, from_feedback: bool, root: Path, **options: Any
 ) -> Iterable[str]:
     """Convert question FILES to JSON lines, or label your own.
+
+    A folder of the benchmark BEIR gives questions with relevance judgements, one file for each split of its qrels.
 
     With --label you type a question, see the best five passages, and type the answer or copy it from one of them. Each
     answer is saved at once; the same command continues the file. You need a snapshot. If there is a fine-tuned model,

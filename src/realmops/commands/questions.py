@@ -10,7 +10,14 @@ from realmops.answering.opened_model import Query
 from realmops.answering.own_questions import check_label_file, usage_lines
 from realmops.config import Finetune
 from realmops.corpus.cloze import KIND, cloze_questions, split_questions
-from realmops.corpus.question_sets import Question, is_in_orqa_dev, read_questions, to_json_line
+from realmops.corpus.question_sets import (
+    JUDGED_RULE,
+    Question,
+    is_in_orqa_dev,
+    read_judged_questions,
+    read_questions,
+    to_json_line,
+)
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.ceilings import answer_fits_reader, answered_in_corpus, reader_can_answer
 from realmops.evaluate.recall import RECALL_AT, hit_ranks_by_rule, hits_at
@@ -31,9 +38,13 @@ def convert_questions(
     """Convert question files to JSON lines; return lines with the numbers read, dropped and written.
 
     The folder gets questions.jsonl, or with ``orqa_split`` questions.train.jsonl and questions.dev.jsonl. Questions
-    whose ids have a prefix in ``drop`` are dropped. Raises ValueError if no question is left for a file.
+    whose ids have a prefix in ``drop`` are dropped. A BEIR folder gives one file for each split of its judgements.
+    Raises ValueError if no question is left for a file.
     """
     artifacts.check_replaceable(out, KIND)
+    if len(files) == 1 and (judged := read_judged_questions(files[0])):
+        parts = {f"questions.{split}.jsonl": part for split, part in judged.items()}
+        return _write(out, parts, read=sum(map(len, parts.values())))
     impossible: list[str] = []
     questions = read_questions(files, format=format, unanswerable=impossible)
     kept_questions = [question for question in questions if not question.id.startswith(tuple(drop))]
@@ -129,6 +140,10 @@ def measure_ceilings(
     """
     snapshot = Snapshot.open(root / STAGES["snapshot"].folder / "corpus")
     questions = read_questions(files, format=format)
+    if any(question.match_rule == JUDGED_RULE for question in questions):
+        raise ValueError(
+            "questions with relevance judgements alone have no ceilings: they have no answers; run evaluate"
+        )
     texts = snapshot.column("text")
     ranked = rank(
         Bm25.of(snapshot, verify=True), [q.question for q in questions], max(*RECALL_AT, limits.reader_candidates)

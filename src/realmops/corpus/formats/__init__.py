@@ -21,7 +21,7 @@ from realmops.corpus.formats.warc import WARC
 from realmops.corpus.walk import walk_files
 from realmops.text.compressed import DECOMPRESSION_ERRORS, open_compressed, open_raw
 
-_FORMATS = (JSONL, PARQUET, CSV, TEXT, RST, *PAGED, MEDIAWIKI, WARC, DATASET, BEIR)
+_FORMATS = (JSONL, PARQUET, CSV, TEXT, RST, *PAGED, MEDIAWIKI, WARC, BEIR, DATASET)
 FORMATS: dict[str, Format] = {entry.name: entry for entry in _FORMATS}
 _BY_SUFFIX = {
     **dict.fromkeys((".jsonl", ".json", ".ndjson"), "jsonl"),
