@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ NAME = "ann/towns"
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    with running_hub(tmp_path / "cache") as running:
+    with running_hub(tmp_path / "hub") as running:
         yield running
 
 
@@ -71,6 +72,22 @@ def test_a_push_makes_a_private_repository_of_the_folder_with_measured_figures(
     assert f"hf download {NAME} --local-dir FOLDER" in text if format == "onnx" else f'("{NAME}")' in text
     assert TOKEN not in text
     assert TOKEN not in result.output
+
+
+def test_large_files_go_to_xet_where_it_is_installed(
+    answering: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with running_hub(tmp_path / "hub", has_xet=True) as hub:
+        result = push(tmp_path / "out", answering)
+        assert result.exit_code == 0, result.output
+        files = hub.repositories[NAME].files
+        expected = {".gitattributes": b""} | contents(tmp_path / "out")
+        large = [name for name in expected if name.endswith(".safetensors")]
+        assert large
+        expected |= {name: hashlib.sha256(expected[name]).hexdigest().encode() for name in large}
+        assert files == expected
+        assert not [path for _, path in hub.writes if "lfs" in path]
 
 
 def test_a_reader_is_pushed_with_exact_match_and_f1(hub: Hub, trained: Path, tmp_path: Path) -> None:
