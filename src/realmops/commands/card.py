@@ -36,6 +36,25 @@ model.similarity(queries, passages)
 ```
 
 A passage is the pair of its title and its text; without a title it is `("", text)`.
+
+MTEB joins title and text by a blank, and truncates a document at DOCUMENT_LIMIT wordpieces. To score this model as it
+was trained, pass it the pairs:
+
+```python
+import mteb
+from mteb.models.sentence_transformer_wrapper import SentenceTransformerEncoderWrapper
+
+class Pairs(SentenceTransformerEncoderWrapper):
+    def encode(self, inputs, *, prompt_type=None, **options):
+        if prompt_type is None or prompt_type.value != "document":
+            return super().encode(inputs, prompt_type=prompt_type, **options)
+        batches = [(batch.get("title") or [""] * len(batch["body"]), batch["body"]) for batch in inputs]
+        return self.model.encode_document([pair for titles, texts in batches for pair in zip(titles, texts)])
+
+result = mteb.evaluate(Pairs("FOLDER"), mteb.get_tasks(tasks=["SciFact"]))
+```
+
+A longer document has the score of its best passage in the run, unless `snapshot.whole_documents` is true.
 """,
     "onnx": """\
 ```python
