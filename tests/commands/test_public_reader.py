@@ -135,6 +135,8 @@ def test_the_card_has_the_numbers_of_the_training(reader: Path, done: subprocess
     about = yaml.safe_load(front)
     assert (about["license"], about["datasets"]) == ("unknown", ["rajpurkar/squad"])
     assert "base_model" not in about, "the encoder is a folder"
+    [index] = about["model-index"][0]["results"]
+    assert (index["dataset"]["type"], index["dataset"]["args"]) == ("rajpurkar/squad", {"questions": 24})
     assert str(reader.parent) not in text
     facts = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE))
     questions, paragraphs, articles = map(
@@ -147,6 +149,8 @@ def test_the_card_has_the_numbers_of_the_training(reader: Path, done: subprocess
     assert facts["encoder"] == "encoder"
     assert facts["calibration"].startswith("24 questions of SQuAD about other articles; ")
     assert json.loads((reader / CONFIDENCE).read_text())["questions"] == 24
+    shown = [f"{metric['value']:.3f}" for metric in index["metrics"]]
+    assert facts["EM; F1 of these questions"].split(",")[0].split("; ") == shown
     read = int(facts["read"].split()[0])
     assert 0 < read <= questions
     assert facts["epochs; steps"] == f"2; {2 * math.ceil(read / 12)}"

@@ -189,17 +189,25 @@ def update(**options: Any) -> None:
     default="sentence-transformers",
     help="The format to write.",
 )
+@click.option(
+    "--push",
+    metavar="OWNER/NAME",
+    help="Upload FOLDER to this model repository of the Hugging Face hub too; needs HF_TOKEN in the environment.",
+)
 @option.existing_root
 @option.model
-def export(folder: Path, format: str, root: Path, model: str | None) -> Iterable[str]:
+def export(folder: Path, format: str, push: str | None, root: Path, model: str | None) -> Iterable[str]:
     """Export retriever, reader, embeddings or rankings for other programs.
 
     sentence-transformers: a folder for SentenceTransformer(FOLDER), which computes the run's embeddings. onnx: the same
     for ONNX Runtime; needs the extra "export". parquet: every passage with its embedding, its position in its document
     and the document's other fields, for any vector store. reader: a reader for "realmops init --reader FOLDER". trec:
     the rankings of the last evaluation with its judgements and queries, for trec_eval and ir_measures.
+
+    README.md in FOLDER is a model card with the figures that the run measured. A repository that --push creates is
+    private; one that has files of others is refused.
     """
     from realmops.commands.export import export
     from realmops.commands.open_model import open_model
 
-    return export(folder, format, lambda: open_model(root, model), root if model is None else None)
+    return export(folder, format, lambda: open_model(root, model), root if model is None else None, push)

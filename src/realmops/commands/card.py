@@ -2,18 +2,23 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from realmops import __version__
+from realmops import __version__, artifacts
 from realmops.answering.confidence import OWN_QUESTIONS
 from realmops.answering.opened_model import OpenedModel
 from realmops.commands.report import read_metrics
+from realmops.evaluate.model_index import reader_index, retriever_index
 from realmops.evaluate.run_report import headline_rows
 from realmops.model.portable import model_input_names, similarity
 from realmops.model.retriever import Embedder, Retriever
+from realmops.stages import STAGES, fingerprint
+from realmops.stages.runner import stage_inputs
 from realmops.stages.trained import trained_sections
 from realmops.text.special_tokens import prompt_separator
 
@@ -31,6 +36,25 @@ model.similarity(queries, passages)
 ```
 
 A passage is the pair of its title and its text; without a title it is `("", text)`.
+
+MTEB joins title and text by a blank, and truncates a document at DOCUMENT_LIMIT wordpieces. To score this model as it
+was trained, pass it the pairs:
+
+```python
+import mteb
+from mteb.models.sentence_transformer_wrapper import SentenceTransformerEncoderWrapper
+
+class Pairs(SentenceTransformerEncoderWrapper):
+    def encode(self, inputs, *, prompt_type=None, **options):
+        if prompt_type is None or prompt_type.value != "document":
+            return super().encode(inputs, prompt_type=prompt_type, **options)
+        batches = [(batch.get("title") or [""] * len(batch["body"]), batch["body"]) for batch in inputs]
+        return self.model.encode_document([pair for titles, texts in batches for pair in zip(titles, texts)])
+
+result = mteb.evaluate(Pairs("FOLDER"), mteb.get_tasks(tasks=["SciFact"]))
+```
+
+A longer document has the score of its best passage in the run, unless `snapshot.whole_documents` is true.
 """,
     "onnx": """\
 ```python
@@ -96,13 +120,80 @@ _SQUAD_LICENCE = (
 )
 
 
-def card(format: str, opened: OpenedModel, retriever: Retriever, notes: Sequence[str], root: Path | None) -> str:
+@dataclass(frozen=True)
+class Publication:
+    """What a model card states besides the model itself.
+
+    Attributes:
+        root: folder of the run, None for a model from the registry.
+        metrics: figures that the run measured of this model, by stage.
+        repository: OWNER/NAME of its repository on the hub, None for a folder.
+        licence: the licence that the card in that repository has, None if unknown.
+    """
+
+    root: Path | None = None
+    metrics: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    repository: str | None = None
+    licence: str | None = None
+
+    @property
+    def evaluated(self) -> Mapping[str, Any]:
+        """The metrics of ``evaluate``; empty if it did not measure this model."""
+        return self.metrics.get("evaluate", {})
+
+    @property
+    def name(self) -> str:
+        """Name of the model in its model-index."""
+        return (self.repository or "realmops").rpartition("/")[2]
+
+    @property
+    def questions(self) -> str:
+        """Name of the file of test questions."""
+        return Path(str(self.trained("evaluate").get("questions", {}).get("test", ""))).name
+
+    def trained(self, stage: str) -> dict[str, dict[str, Any]]:
+        """Return the options of a stage, by section; empty if they are unknown."""
+        return {} if self.root is None else trained_sections(self.root, stage)
+
+
+def measured_metrics(root: Path) -> dict[str, dict[str, Any]]:
+    """Return the metrics of a run by stage, without those of ``evaluate`` if the model or its data changed since."""
+    metrics, stage = read_metrics(root), STAGES["evaluate"]
+    if stage.name not in metrics:
+        return metrics
+    manifest = artifacts.read_json(root / stage.folder / artifacts.MANIFEST)
+    # Files are relative to the folder of the params file, which is often the root or the folder above it.
+    for project in (Path(), root, root.parent):
+        with suppress(OSError, ValueError):
+            inputs = stage_inputs(stage, manifest["sections"], project, root)
+            if fingerprint(stage, manifest["sections"], inputs) == manifest["fingerprint"]:
+                return metrics
+    return {name: values for name, values in metrics.items() if name != stage.name}
+
+
+def card(
+    format: str,
+    opened: OpenedModel,
+    retriever: Retriever,
+    notes: Sequence[str],
+    publication: Publication,
+    measured: str | None = None,
+) -> str:
     """Return the model card of an exported retriever or of its embeddings.
 
-    ``notes`` are limitations of the export; ``root`` is the run's folder, None for a model from the registry.
+    Args:
+        format: format of the export.
+        opened: the model.
+        retriever: its retriever.
+        notes: limitations of the export.
+        publication: figures, and place of the export.
+        measured: prefix of the metrics of ``evaluate`` that measured these embeddings; None if none did.
     """
     model = opened.model
-    init = None if root is None else trained_sections(root, "ict").get("retriever", {}).get("init")
+    init = publication.trained("ict").get("retriever", {}).get("init")
+    figures: dict[str, Any] = {}
+    if measured is not None and format != "parquet":
+        figures = retriever_index(publication.name, publication.questions, publication.evaluated, measured)
     facts = {
         "towers": f"{'one' if retriever.shared else 'two, for queries and passages'}: {retriever.query.description}",
         "embeddings": f"{retriever.query.width} dimensions, compared by {similarity(retriever)}",
@@ -112,31 +203,31 @@ def card(format: str, opened: OpenedModel, retriever: Retriever, notes: Sequence
         "corpus": f"{len(model.snapshot)} passages, {model.snapshot.corpus_hash}, update {opened.number}",
         "vocabulary": model.snapshot.vocabulary_hash,
         "model": f"{opened.version}, fine-tuned for {opened.weights_step} steps",
-        "initialised from": {None: "unknown", "small": "an encoder from scratch"}.get(init, init),
+        "initialised from": {None: "unknown", "small": "an encoder from scratch"}.get(init, _without_folders(init)),
         "realmops": __version__,
     }
     return _card(
-        _front_matter(format, init),
+        _front_matter(format, init) | figures,
         f"# {'Passages with embeddings' if format == 'parquet' else 'A retriever'} of REALM\n\n"
         "The retriever was trained on masked words (REALM, Guu et al. 2020) and exported by realmops.\n",
         _filled(_USE[format], opened, retriever),
         notes,
         facts,
-        root,
+        publication,
     )
 
 
-def reader_card(opened: OpenedModel, root: Path | None) -> str:
+def reader_card(opened: OpenedModel, publication: Publication) -> str:
     """Return the model card of an exported reader."""
     model = opened.model
-    trained = {} if root is None else trained_sections(root, "finetune") | trained_sections(root, "snapshot")
+    trained = publication.trained("finetune") | publication.trained("snapshot")
     init = trained.get("reader", {}).get("init")
-    file = trained.get("questions", {}).get("dev", OWN_QUESTIONS)
+    file = _without_folders(trained.get("questions", {}).get("dev", OWN_QUESTIONS))
     calibration = opened.confidence.description.replace(OWN_QUESTIONS, file) if opened.confidence else "none"
     facts = {
-        "initialised from": init or "unknown",
-        "documents": trained.get("snapshot", {}).get("documents", "unknown"),
-        "training questions": trained.get("questions", {}).get("train", "unknown"),
+        "initialised from": _without_folders(init or "unknown"),
+        "documents": _without_folders(trained.get("snapshot", {}).get("documents", "unknown")),
+        "training questions": _without_folders(trained.get("questions", {}).get("train", "unknown")),
         "calibration": calibration,
         "answers": f"up to {model.options.answer_wordpieces} wordpieces",
         "model": f"{opened.version}, fine-tuned for {opened.weights_step} steps",
@@ -144,7 +235,8 @@ def reader_card(opened: OpenedModel, root: Path | None) -> str:
     }
     front = {"license": "unknown", "tags": ["question-answering", "realm", "realmops"]}
     head = "# A reader of REALM\n\nIt extracts the answer to a question from a passage; trained by realmops.\n"
-    return _card(front, head, _READER_USE, (), facts, root)
+    figures = reader_index(publication.name, publication.questions, publication.evaluated)
+    return _card(front | figures, head, _READER_USE, (), facts, publication)
 
 
 def public_reader_card(opened: OpenedModel, init: str, counts: Mapping[str, int], metrics: Mapping[str, Any]) -> str:
@@ -157,7 +249,7 @@ def public_reader_card(opened: OpenedModel, init: str, counts: Mapping[str, int]
         metrics: metrics of the stage ``finetune``.
     """
     model, calibration = opened.model, opened.confidence
-    front = {
+    front: dict[str, Any] = {
         "license": "unknown",
         "library_name": "transformers",
         "pipeline_tag": "question-answering",
@@ -173,7 +265,7 @@ def public_reader_card(opened: OpenedModel, init: str, counts: Mapping[str, int]
             f"{calibration.wanted_precision:g}"
         )
     facts = {
-        "encoder": Path(init).name if Path(init).is_dir() else init,
+        "encoder": _without_folders(init),
         "training questions": f"{counts['questions']:,} of SQuAD 1.1 (Rajpurkar et al. 2016) about "
         f"{counts['paragraphs']:,} paragraphs of {counts['articles']:,} articles of Wikipedia",
         "read": f"{metrics['questions_with_evidence']:,} of them, which have an answer in the passages found",
@@ -184,9 +276,13 @@ def public_reader_card(opened: OpenedModel, init: str, counts: Mapping[str, int]
         "answers": f"up to {model.options.answer_wordpieces} wordpieces",
         "realmops": __version__,
     }
+    if calibration is not None:
+        measured = {"em": metrics["dev_em"], "f1": metrics["dev_f1"], "questions": calibration.questions}
+        articles = "SQuAD 1.1, questions about articles outside the training"
+        front |= reader_index("realmops", articles, measured, "rajpurkar/squad", "train")
     notes = ("Measure it on questions about your documents: it was evaluated on nothing else than the table shows.",)
     head = "# A reader of answers, trained on public questions\n\nIt extracts the answer to a question from a text.\n"
-    return _card(front | _base_model(init), head, _READER_USE, notes, facts, None, _SQUAD_LICENCE)
+    return _card(front | _base_model(init), head, _READER_USE, notes, facts, Publication(), _SQUAD_LICENCE)
 
 
 def _card(
@@ -195,9 +291,16 @@ def _card(
     use: str,
     notes: Sequence[str],
     facts: Mapping[str, Any],
-    root: Path | None,
+    publication: Publication,
     licence: str = _LICENCE,
 ) -> str:
+    if publication.repository and "FOLDER/" in use:
+        use = f"```\nhf download {publication.repository} --local-dir FOLDER\n```\n\n{use}"
+    elif publication.repository:
+        use = use.replace("FOLDER", publication.repository)
+    if publication.licence not in (None, "unknown"):
+        front = {**front, "license": publication.licence}
+        licence = f"{publication.licence}, as the card in the repository stated before this export.\n"
     parts = [
         f"---\n{yaml.safe_dump(front)}---\n",
         head,
@@ -209,9 +312,14 @@ def _card(
         "## Licence\n",
         licence,
     ]
-    if root is not None and (figures := headline_rows(read_metrics(root))):
+    if figures := headline_rows(publication.metrics):
         parts += ["## Results of the run\n", _table(("metric", "value", "95 % interval over questions"), figures)]
     return "\n".join(parts)
+
+
+def _without_folders(name: str | None) -> str:
+    """Return a file or a name on the hub, without the folders of this machine."""
+    return Path(name or "").name if Path(name or "").is_absolute() else str(name)
 
 
 def _front_matter(format: str, init: str | None) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from realmops.answering.confidence import FILE as CONFIDENCE
 from realmops.answering.extractive import ExtractiveQa
 from realmops.answering.opened_model import OpenedModel
 from realmops.answering.openqa import OpenQa
-from realmops.commands.card import CARD, card, reader_card
+from realmops.commands.card import CARD, Publication, card, measured_metrics, reader_card
+from realmops.commands.hub_upload import HubRepository
 from realmops.corpus.snapshot_reader import ROWS_PER_BATCH, TEXT_COLUMNS
 from realmops.evaluate.search_run import export_trec
 from realmops.hub import TOKENIZER
@@ -43,15 +44,29 @@ _CHECKED = 8  # passages that are embedded again, to compare with the index
 _TOLERANCE = 0.05  # relative L2 distance; bf16 rounding stays below
 
 
-def export(folder: Path, format: str, open_model: Callable[[], OpenedModel], root: Path | None) -> Iterator[str]:
+def export(
+    folder: Path, format: str, open_model: Callable[[], OpenedModel], root: Path | None, push: str | None = None
+) -> Iterator[str]:
     """Write a model's retriever, embeddings or reader into a folder with a model card; yield a description and notes.
 
-    ``root`` is the folder of the model's run, None for a model from the registry.
+    Args:
+        folder: folder to write.
+        format: one of the command's formats.
+        open_model: opens the model.
+        root: folder of the model's run, None for a model from the registry.
+        push: OWNER/NAME of a model repository on the hub to upload the folder to.
 
     Raises:
-        ValueError: the folder has other files, the format does not support the model, or a package is missing.
+        ValueError: the folder has other files, the format does not support the model, a package is missing, or the
+            repository cannot receive the export.
     """
     artifacts.check_replaceable(folder, KIND)
+    if push and format in ("parquet", "trec"):
+        raise ValueError(
+            f"--push uploads models, and --format {format} has texts of your own; for a private dataset run "
+            f"'hf upload OWNER/NAME {folder} --repo-type dataset --private' after the export"
+        )
+    repository = HubRepository(push, KIND) if push else None
     if format == "onnx" and not all(map(find_spec, _ONNX_PACKAGES)):
         raise ValueError(
             "--format onnx: sentence-transformers or onnxscript is not installed; pip install 'realmops[export]'"
@@ -62,8 +77,22 @@ def export(folder: Path, format: str, open_model: Callable[[], OpenedModel], roo
         yield export_trec(folder, root, KIND)
         return
     opened = open_model()
+    metrics = {} if root is None else measured_metrics(root)
+    publication = Publication(root, metrics, push, repository.inspect() if repository else None)
+    yield from _write(folder, format, opened, publication)
+    if root is not None and not publication.evaluated:
+        yield (
+            "The card has no figures of 'evaluate': it has not run, or model, corpus or question files have changed or "
+            "moved since"
+        )
+    if repository:
+        yield f"{repository.upload(folder)}: uploaded to {push}, which is private if it is new"
+
+
+def _write(folder: Path, format: str, opened: OpenedModel, publication: Publication) -> Iterator[str]:
+    """Write the folder; yield a description and notes."""
     if format == "reader":
-        yield _export_reader(folder, opened, root)
+        yield _export_reader(folder, opened, publication)
         return
     model = opened.model
     if model.passages is None:
@@ -73,9 +102,13 @@ def export(folder: Path, format: str, open_model: Callable[[], OpenedModel], roo
         )
     # Loaded from disk: the weights of the opened model may be rounded to bf16.
     retriever = load_retriever(opened.folder, model.snapshot.vocabulary_hash)
-    notes = list(_notes(format, opened, model.passages))
+    is_indexed = format == "parquet" or _computed_index(opened, model.passages)
+    notes = list(_notes(format, opened, is_indexed))
+    # Several vectors are approximated by one, and another tower has another recall.
+    measured = None if retriever.vectors > 1 or not is_indexed else "dense_" if model.hybrid else ""
     limits = model.options.query_wordpieces, model.snapshot.block_wordpieces
     retriever.eval()
+    text = card(format, opened, retriever, notes, publication, measured)
     with artifacts.atomic_folder(folder) as out:
         if format == "parquet":
             _write_passages(out / PASSAGES, opened, model.passages)
@@ -83,13 +116,13 @@ def export(folder: Path, format: str, open_model: Callable[[], OpenedModel], roo
             _write_onnx(out, retriever, model.snapshot.tokenizer, limits)
         else:
             write_retriever(out, retriever, model.snapshot.tokenizer, limits)
-        (out / CARD).write_text(card(format, opened, retriever, notes, root), encoding="utf-8")
+        (out / CARD).write_text(text, encoding="utf-8")
         artifacts.write_manifest(out, KIND, format=format, realmops=__version__, **opened.about)
     yield f"{folder}: {format} of {len(model.snapshot)} passages, {retriever.query.description}"
     yield from notes
 
 
-def _export_reader(folder: Path, opened: OpenedModel, root: Path | None) -> str:
+def _export_reader(folder: Path, opened: OpenedModel, publication: Publication) -> str:
     """Write a reader in transformers' format, with its calibration if there is one."""
     model = opened.model
     if not isinstance(model, ExtractiveQa):
@@ -97,7 +130,7 @@ def _export_reader(folder: Path, opened: OpenedModel, root: Path | None) -> str:
             f"no reader to export: {opened.folder} has none in transformers' format, which reader.init gives; "
             "'realmops reader' makes one from public questions"
         )
-    write_reader(folder, opened, reader_card(opened, root))
+    write_reader(folder, opened, reader_card(opened, publication))
     return f"{folder}: the reader of {opened.version}; use it in another run with reader.init"
 
 
@@ -111,7 +144,16 @@ def write_reader(folder: Path, opened: OpenedModel, text: str) -> None:
         artifacts.write_manifest(out, KIND, format="reader", realmops=__version__, **opened.about)
 
 
-def _notes(format: str, opened: OpenedModel, passages: PassageIndex) -> Iterator[str]:
+def _computed_index(opened: OpenedModel, passages: PassageIndex) -> bool:
+    """Return whether the passage tower is the one that computed the index, by a sample of passages."""
+    model = opened.model
+    rows = np.unique(np.linspace(0, len(model.snapshot) - 1, _CHECKED).astype(int)).tolist()
+    embedded_RX = embed_documents(model.retriever, model.snapshot, rows, model.dtype)
+    indexed_RX = passages.vectors(torch.tensor(rows)).float().cpu()
+    return bool((embedded_RX - indexed_RX).norm() <= _TOLERANCE * indexed_RX.norm())
+
+
+def _notes(format: str, opened: OpenedModel, is_indexed: bool) -> Iterator[str]:
     """Yield the limitations of an export, for its model card and the terminal."""
     model, retriever = opened.model, opened.model.retriever
     if retriever.vectors > 1 and format == "parquet":
@@ -130,17 +172,12 @@ def _notes(format: str, opened: OpenedModel, passages: PassageIndex) -> Iterator
             f"Partial: in this run f(x, z) is {mixture.dense:.4g} times the scaled inner product plus "
             f"{mixture.lexical:.4g} times BM25, relative to the best passage's. The export has no BM25."
         )
-    if format == "parquet":
-        return
-    rows = np.unique(np.linspace(0, len(model.snapshot) - 1, _CHECKED).astype(int)).tolist()
-    embedded_RX = embed_documents(retriever, model.snapshot, rows, model.dtype)
-    indexed_RX = passages.vectors(torch.tensor(rows)).float().cpu()
-    if (embedded_RX - indexed_RX).norm() > _TOLERANCE * indexed_RX.norm():
+    if not is_indexed:
         yield (
             "The passage tower is not the one that computed this run's index, for example after 'realmops import' "
             "without --pretrained: search the embeddings of --format parquet with query embeddings of this export."
         )
-    if isinstance(model, OpenQa):
+    if isinstance(model, OpenQa) and format != "parquet":
         yield (
             "Without the reader: it scores a span by an MLP over its start and end jointly, "
             "w . LayerNorm(ReLU(W_s h_start + W_e h_end)), while AutoModelForQuestionAnswering adds a score of the "

@@ -1,0 +1,91 @@
+"""Figures of a run as the model-index in the front matter of a model card on the Hugging Face hub."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from realmops.evaluate.ranking_measures import MEASURES
+from realmops.evaluate.recall import SHOWN_AT
+from realmops.text.answer_matching import REGEX_RULES, WORD_RULES
+
+OWN_DATA = "unknown"  # dataset type of questions that are on no hub, as sentence-transformers writes it
+_RULES = {  # when a passage counts as relevant, by rule
+    "token_boundary": "the words of an answer are in one of the first {k} passages",
+    "regex_search": "an answer's expression matches one of the first {k} passages",
+}
+_ANSWERS = {"em": ("exact_match", "Exact match of the answers"), "f1": ("f1", "F1 of the answers")}
+
+Metrics = Mapping[str, Any]
+
+
+def retriever_index(name: str, dataset: str, metrics: Metrics, prefix: str) -> dict[str, Any]:
+    """Return the model-index of a retriever; empty if it was not measured.
+
+    Args:
+        name: of the model.
+        dataset: of the questions.
+        metrics: of the stage ``evaluate``.
+        prefix: of the metrics of this retriever, for example ``dense_``.
+    """
+    generated = metrics.get("generated_questions", 0)
+    if generated:
+        dataset += f" ({generated} of {metrics['questions']} questions generated from the documents)"
+    task = ("information-retrieval", "Information retrieval")
+    judged = list(_judged(metrics, prefix))
+    count = metrics["judged_questions"] if judged else metrics.get("questions", 0)
+    return _index(name, task, dataset, count, judged or _recall(metrics, prefix))
+
+
+def reader_index(
+    name: str, dataset: str, metrics: Metrics, kind: str = OWN_DATA, split: str = "test"
+) -> dict[str, Any]:
+    """Return the model-index of a reader, whose passages the run retrieved; empty if no answers were measured.
+
+    Args:
+        name: of the model.
+        dataset: of the questions.
+        metrics: of the stage ``evaluate``.
+        kind: name of the dataset on the hub.
+        split: of the dataset.
+    """
+    task = ("question-answering", "Open-domain question answering")
+    rows = [_row(metrics, key, *names) for key, names in _ANSWERS.items() if key in metrics]
+    people = metrics.get("questions", 0) - metrics.get("generated_questions", 0)
+    return _index(name, task, dataset, people, rows, kind, split)
+
+
+def _recall(metrics: Metrics, prefix: str) -> Iterator[dict[str, Any]]:
+    rule = next((rule for rule in (*WORD_RULES, *REGEX_RULES) if f"{prefix}recall_at_5_{rule}_low" in metrics), None)
+    if rule is not None:
+        for k in SHOWN_AT:
+            key = f"{prefix}recall_at_{k}_{rule}"
+            yield _row(metrics, key, f"recall_at_{k}", f"Recall@{k}: {_RULES[rule].format(k=k)}")
+
+
+def _judged(metrics: Metrics, prefix: str) -> Iterator[dict[str, Any]]:
+    for measure, name in MEASURES.items():
+        if prefix + measure in metrics:
+            yield _row(metrics, prefix + measure, measure.removesuffix("_judged"), f"{name} of documents")
+
+
+def _row(metrics: Metrics, key: str, kind: str, name: str) -> dict[str, Any]:
+    """Return one figure, with its interval over questions if there is one."""
+    row: dict[str, Any] = {"metric_type": kind, "metric_name": name, "metric_value": round(metrics[key], 4)}
+    interval = [round(metrics[f"{key}_{end}"], 4) for end in ("low", "high") if f"{key}_{end}" in metrics]
+    return row | ({"metric_args": {"interval_95": interval}} if interval else {})
+
+
+def _index(
+    name: str,
+    task: Sequence[str],
+    dataset: str,
+    questions: int,
+    rows: Any,
+    kind: str = OWN_DATA,
+    split: str = "test",
+) -> dict[str, Any]:
+    from huggingface_hub import EvalResult
+    from huggingface_hub.repocard_data import eval_results_to_model_index
+
+    about: dict[str, Any] = {"task_type": task[0], "task_name": task[1], "dataset_type": kind, "dataset_name": dataset}
+    results = [EvalResult(**about, dataset_split=split, dataset_args={"questions": questions}, **row) for row in rows]
+    return {"model-index": eval_results_to_model_index(name, results)} if results else {}
