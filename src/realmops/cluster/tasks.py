@@ -29,9 +29,10 @@ from realmops.cluster.task_context import (
 )
 from realmops.config import Values
 from realmops.console import Console
+from realmops.inputs.addresses import CLOZE
 from realmops.inputs.run_inputs import take_inputs
 from realmops.refresh.lease import acquire_lease
-from realmops.stages import CLOZE, CLOZE_STEP, HEADLINE_METRICS, METRICS, STAGES, STEPS, planned_steps
+from realmops.stages import CLOZE_STEP, HEADLINE_METRICS, METRICS, STAGES, STEPS, planned_steps
 
 CHANGES_SHOWN = 200  # changed answers in the Markdown artifact
 
