@@ -57,11 +57,9 @@ CHUNK = 1 << 20  # bytes
 SECONDS = 60  # without a byte from a web server
 GOOGLE = "storage.googleapis.com"
 OBJECTS = "files/md5"  # folder of a store
-# What filesystems report of a file that changes with its content, the most exact first
-_MARKS = (
-    *("md5Hash", "xet_hash", "blob_id", "ETag", "etag", "Content-MD5", "Digest", "content_md5", "checksum"),
-    *("LastModified", "last_modified", "Last-Modified", "mtime", "updated", "created"),
-)
+# What filesystems report of a file that changes with its content, the most exact first, and at its changes
+CONTENT_MARKS = "md5Hash", "xet_hash", "blob_id", "ETag", "etag", "Content-MD5", "Digest", "content_md5", "checksum"
+_MARKS = *CONTENT_MARKS, "LastModified", "last_modified", "Last-Modified", "mtime", "updated", "created"
 _STORED = re.compile(
     rf"(?P<store>.+)/{OBJECTS}/(?P<two>[0-9a-f]{{2}})/(?P<rest>[0-9a-f]{{30}}(?:\.dir)?)(?:#(?P<name>.*))?"
 )

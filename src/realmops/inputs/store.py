@@ -25,6 +25,7 @@ from realmops import artifacts
 from realmops.corpus.walk import walk_files
 from realmops.inputs.addresses import (
     CHUNK,
+    CONTENT_MARKS,
     OBJECTS,
     THREADS,
     InputError,
@@ -276,7 +277,9 @@ def _reported_md5(entry: Mapping[str, Any]) -> str | None:
     if digest := entry.get("md5Hash"):
         return base64.b64decode(digest).hex()
     etag = str(entry.get("ETag") or entry.get("etag") or "").strip('"')
-    return (etag if re.fullmatch("[0-9a-f]{32}", etag) else "") if etag else None
+    if re.fullmatch("[0-9a-f]{32}", etag):
+        return etag
+    return "" if any(entry.get(mark) for mark in CONTENT_MARKS) else None
 
 
 def _write(
