@@ -48,7 +48,7 @@ def test_one_more_document_names_the_steps_and_the_pipeline_that_embeds_only_it(
     for _ in range(2):
         [line] = changes(project)
     assert line.startswith(f"changed since the run {first['display_name']} (")
-    assert f"SUCCEEDED): snapshot.documents; steps that run again: {ALL}; " in line
+    assert f"SUCCEEDED): snapshot.documents; these steps read it or each other's output and run again: {ALL}; " in line
     assert line.endswith(f"'realmops submit --pipeline refresh --argument run={arguments_of(first)['run']}'")
     assert changes(project, "--argument", "run=first", pipeline="refresh") == []
 
@@ -67,7 +67,10 @@ def test_only_the_steps_after_a_change_run_again(
     lab.state = "SUCCEEDED"
     changes(project)
     [line] = changes(project, *words)
-    assert line.partition("SUCCEEDED): ")[2] == f"{changed}; steps that run again: {steps}"
+    assert (
+        line.partition("SUCCEEDED): ")[2]
+        == f"{changed}; these steps read it or each other's output and run again: {steps}"
+    )
 
 
 def test_a_run_of_another_version_is_not_compared(project: Path, lab: KfpLab) -> None:

@@ -163,6 +163,8 @@ def test_a_large_object_on_s3_is_sent_in_parts_and_named_at_the_end(
     assert [*objects(store).values()] == [file.read_bytes()]
     assert "-3" in s3.head_object(Bucket="bucket", Key=f"large{object_address('', item.digest)}")["ETag"]
     assert upload(item, store, bar) == (0, 0)
+    s3.delete_object(Bucket="bucket", Key=f"large{object_address('', item.digest)}")
+    assert upload(item, store, bar)[0] == 1
     S3FileSystem.clear_instance_cache()
 
 

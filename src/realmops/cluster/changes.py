@@ -34,7 +34,10 @@ def describe_changes(submission: Submission, server: KfpClient) -> str:
         changed, steps = [*changed, "the image"], [*planned_steps(now)]
     if not steps:
         return ""
-    line = f"changed since {describe_run(run)}: {', '.join(changed)}; steps that run again: {', '.join(steps)}"
+    line = (
+        f"changed since {describe_run(run)}: {', '.join(changed)}; these steps read it or each other's output and run "
+        f"again: {', '.join(steps)}"
+    )
     if changed == [DOCUMENTS]:
         line += (
             "; to keep its model and embed only the changed passages instead, use the pipeline refresh (in a folder: "
