@@ -1,4 +1,4 @@
-"""Stored objects, written independently of the package, and a small web server."""
+"""Stored objects, written independently of the package, a small web server, and a stand-in for S3."""
 
 import hashlib
 import json
@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import fsspec
 
@@ -72,3 +73,21 @@ def web_server() -> Iterator[WebServer]:
         finally:
             server.shutdown()
             thread.join()
+
+
+@contextmanager
+def object_store(bucket: str, keys: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """The address of a stand-in for S3 with one bucket, and a client of it."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        address = f"http://{host}:{port}"
+        client = boto3.client("s3", endpoint_url=address, region_name="us-east-1", **keys)
+        client.create_bucket(Bucket=bucket)
+        yield address, client
+    finally:
+        server.stop()

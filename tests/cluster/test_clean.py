@@ -231,7 +231,7 @@ def test_a_call_that_was_killed_is_completed_by_the_next(runs: Path, monkeypatch
 def test_inputs_go_with_the_last_run_that_uses_them(runs: Path, name: Callable[[Path, str], str]) -> None:
     inputs = runs.parent / "inputs"
     used, unused, recent = "1a" * 16, "2b" * 16, "3c" * 16
-    for version, days in ((used, 20), (unused, 20), (recent, 0.01), (f"{clean.PARTIAL}{unused}", 20)):
+    for version, days in ((used, 20), (unused, 20), (recent, 0.01), (f"{clean.PARTIAL}{'0' * 16}-{unused}", 20)):
         write_input(inputs, version, days)
     write_run(runs / "newest", days=1, documents=name(inputs, used))
     write_run(runs / "old", days=9, documents=name(inputs, unused))

@@ -116,6 +116,53 @@ def test_dvcs_remote_serves_as_a_store(project: Path, tmp_path: Path) -> None:
     assert prepared(project).key == pushed.key, "of what DVC has recorded"
 
 
+def test_a_changed_dvc_file_is_another_key_without_the_files(project: Path, tmp_path: Path) -> None:
+    dvc(project, "init", "--no-scm")
+    dvc(project, "remote", "add", "--default", "ours", str(tmp_path / "ours"))
+    dvc(project, "add", "documents", *(f"questions.{split}.jsonl" for split in small_project.QUESTIONS))
+    dvc(project, "push")
+    pointer, keys = project / "documents.dvc", []
+    earlier = pointer.read_bytes()
+    (project / "documents" / "b.txt").write_text("Changed")
+    dvc(project, "add", "documents")
+    dvc(project, "push")
+    shutil.rmtree(project / "documents")
+    for content in (pointer.read_bytes(), earlier):
+        pointer.write_bytes(content)
+        keys.append(prepared(project).key)
+    assert keys[0] != keys[1]
+
+
+def test_a_dry_run_sends_and_writes_nothing(project: Path, tmp_path: Path) -> None:
+    before = files_below(tmp_path)
+    words = ("submit", "--params", project / "params.yaml", "--set", *DOCUMENTS, "--argument", "image=realmops:1")
+    result = small_project.cli(*words, "--dry-run", "--store", f"file://{tmp_path / 'store'}")
+    assert result.exit_code == 0
+    assert f"file://{tmp_path / 'store'}" in result.stdout
+    assert files_below(tmp_path) == before
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_change_while_it_is_uploaded_ends_a_submission_and_an_unreachable_store_does_not(
+    project: Path, tmp_path: Path
+) -> None:
+    """If the same content was uploaded before."""
+    store = f"file://{tmp_path / 'store'}"
+    sent(project, store)
+    shutil.rmtree(tmp_path / "store")
+    planned = prepared(project, store).inputs
+    (tmp_path / "store").touch()
+    lines: list[str] = []
+    send_inputs(planned, project, quiet, lines.append)  # type: ignore[arg-type]
+    assert any(line.startswith("documents: uploaded before according to inputs.yaml, not checked: ") for line in lines)
+    (tmp_path / "store").unlink()
+    recorded = (project / "inputs.yaml").read_bytes()
+    (project / "documents" / "b.txt").write_text("The changed document")
+    with pytest.raises(ValueError, match=r"b.txt was changed while it was uploaded; run the same command again"):
+        send_inputs(planned, project, quiet, lines.append)  # type: ignore[arg-type]
+    assert (project / "inputs.yaml").read_bytes() == recorded
+
+
 def test_what_pods_cannot_read_is_refused_with_both_ways(project: Path) -> None:
     with pytest.raises(ValueError, match=r"upload it with --store s3://.*'dvc push'"):
         prepared(project)

@@ -29,7 +29,7 @@ print("imported", *(name for name in heavy if name in sys.modules))
 # pyarrow imports pandas, where it is installed, as it makes an array of a list
 TASKS = {
     "guard": ("tasks.guard('key', 'run', 'http://127.0.0.1:1')", {"kfp_server_api"}),
-    "scale_builder": ("tasks.lower_builders('builders', 'root', 'owner')", set()),
+    "scale_builder": ("tasks.lower_builders('builders', 'root', 'owner')", {"pyarrow"}),
     "promote": ("tasks.promote(options, 'root', '', 0.0, one, two)", set()),
     "sample and snapshot": (
         "for stage in ('sample', 'snapshot'): tasks.run_stage(stage, options, 'root', one, two)",

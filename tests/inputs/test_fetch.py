@@ -1,5 +1,6 @@
 """Inputs with an address: fetched once, verified, resumed, and never half."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -189,7 +190,7 @@ def test_a_damaged_stored_object_is_refused_and_the_others_are_kept(
     address = store_folder(FILES, "memory://store", "docs")
     path = parse(store_file(FILES[damaged], "memory://store", "")[:-1] + "#x").location.removeprefix("memory:/")
     memory.pipe_file(path, b"bad\n")
-    with pytest.raises(ValueError, match=f"#docs/{damaged} is damaged: its md5 is .*; upload it again"):
+    with pytest.raises(ValueError, match=f"#docs/{damaged} is damaged: its md5 is .*; delete the object "):
         fetch(address, tmp_path, report)
     assert not (tmp_path / parse(address).digest).exists()
     memory.pipe_file(path, FILES[damaged])
@@ -230,6 +231,32 @@ fetch.fetch(sys.argv[1], Path(sys.argv[2]), SilentReport())
     assert content(fetch(address, cache, report).path) == {f"{n}.txt": f"{n}\n".encode() for n in range(4)}
     assert report.total == 6, "bytes of the damaged file and of the two that were missing"
     assert [path.name for path in cache.iterdir()] == [version_of(address)]
+
+
+def test_partial_copies_of_other_versions_are_removed_unless_a_process_writes_them(
+    tmp_path: Path, memory: MemoryFileSystem, report: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get_file(*args: Any, **keys: Any) -> None:
+        raise RuntimeError("away")
+
+    for name in ("a.txt", "b.txt"):
+        memory.pipe_file(f"/{name}", b"first")
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "get_file", get_file)
+        for name in ("a.txt", "b.txt"):
+            with pytest.raises(ValueError, match="away"):
+                fetch(f"memory://{name}", tmp_path, report)
+    partial, other = sorted(
+        tmp_path.glob(".partial-*"), key=lambda path: path.name.endswith(version_of("memory://b.txt"))
+    )
+    memory.pipe_file("/a.txt", b"second")
+    handle = os.open(partial, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    first = fetch("memory://a.txt", tmp_path, report)
+    assert {path.name for path in tmp_path.iterdir()} == {partial.name, other.name, first.version}
+    os.close(handle)
+    fetch("memory://a.txt", tmp_path, report)
+    assert {path.name for path in tmp_path.iterdir()} == {other.name, first.version}, "another address"
 
 
 def test_two_processes_fetch_once(

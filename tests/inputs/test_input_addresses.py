@@ -2,6 +2,9 @@
 
 import hashlib
 import json
+import logging
+import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +15,7 @@ from stored_objects import store_file, store_folder, web_server
 from realmops import config
 from realmops.inputs import addresses
 from realmops.inputs.addresses import is_address, listed_inputs, parse, replace_inputs, version_of
-from realmops.stages import CLOZE, PUBLISHED, STAGES
+from realmops.stages import STAGES
 
 
 @pytest.fixture
@@ -30,8 +33,8 @@ def options(**settings: str) -> dict[str, dict[str, object]]:
     )
 
 
-def test_outputs_are_the_folders_of_the_stages() -> None:
-    assert {*addresses.OUTPUTS} == {PUBLISHED, CLOZE, *(stage.folder for stage in STAGES.values())}
+def test_outputs_and_files_are_those_of_the_stages() -> None:
+    assert [*addresses.STAGE_FOLDERS] == [*STAGES]
     assert {*addresses.FILES} == {key for stage in STAGES.values() for key in stage.files}
 
 
@@ -158,6 +161,23 @@ def test_a_missing_library_names_what_to_install(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
     with pytest.raises(ValueError, match=r"s3://bucket/a.jsonl cannot be read: .*pip install 'realmops\[remote\]'"):
         version_of("s3://bucket/a.jsonl")
+
+
+def test_google_without_a_network_is_one_line_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def getaddrinfo(*args: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setitem(sys.modules, "gcsfs", None)  # is not reached
+    with pytest.raises(ValueError, match=r"gs://bucket/a cannot be read: .*googleapis.com: Name or service not known"):
+        version_of("gs://bucket/a")
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
+    with pytest.raises(ValueError, match="pip install"):
+        version_of("gs://bucket/a")
+    logging.getLogger("gcsfs").error("raised anyway")
+    assert capfd.readouterr().err == ""
 
 
 def test_wrong_credentials_name_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ import small_project
 from manifest_rules import ANSWERS
 from manifests import K8S, PROBES, as_started, find, render_all
 from small_project import wait_for
+from stored_objects import object_store
 
 from realmops.config_yaml import read_yaml
 from realmops.tracking.client import mlflow_client
@@ -276,24 +277,6 @@ def postgres() -> Iterator[str]:
             server.wait()
     finally:
         shutil.rmtree(folder)
-
-
-@contextmanager
-def object_store(bucket: str, keys: Mapping[str, str]) -> Iterator[tuple[str, object]]:
-    """The address of a stand-in for S3 with one bucket, and a client of it."""
-    import boto3
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        address = f"http://{host}:{port}"
-        client = boto3.client("s3", endpoint_url=address, region_name="us-east-1", **keys)
-        client.create_bucket(Bucket=bucket)
-        yield address, client
-    finally:
-        server.stop()
 
 
 @pytest.mark.timeout(900)

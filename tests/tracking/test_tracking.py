@@ -4,10 +4,12 @@ import json
 import logging
 import os
 import shutil
+import signal
 import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -18,6 +20,7 @@ from small_project import wait_for
 
 from realmops import config
 from realmops.artifacts import write_json
+from realmops.cluster import tasks
 from realmops.journal import Journal
 from realmops.tracking import runs, sender
 from realmops.tracking.client import local_tracking_uri, mlflow_client
@@ -30,8 +33,17 @@ from realmops.tracking.runs import (
     git_commit,
     provenance_tags,
     spool_finished_run,
+    tracking_folder,
 )
-from realmops.tracking.sender import OutboxEntry, SyncReport, finite_metrics, outbox_entries, sync, unsent_journals
+from realmops.tracking.sender import (
+    OutboxEntry,
+    SyncReport,
+    end_killed,
+    finite_metrics,
+    outbox_entries,
+    sync,
+    unsent_journals,
+)
 
 RUN = TrackedRun("5eed", {"seed": 7, "ict": {"batch": 32, "lr": 5e-4}}, {"realmops.corpus_hash": "c0"}, name="first")
 
@@ -171,6 +183,48 @@ def test_a_stage_that_begins_anew_doubles_no_point(
     assert points == [("em", 0, 0.25), ("ict/loss", 1, 3.0), ("ict/loss", 2, 2.0), ("ict/loss", 3, 1.0)]
     assert capfd.readouterr().err.count("was restarted; up to step 2 MLflow keeps the earlier points") == 1
     assert outbox_entries(folder) == [], "the sender itself removes what it has sent whole"
+
+
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+from realmops.journal import Journal
+from realmops.tracking.runs import TrackedRun, Tracker, tracking_folder
+root = Path(sys.argv[1])
+with Journal(root / "metrics.jsonl", "ict") as journal:
+    with Tracker(root / "metrics.jsonl", "ict", TrackedRun("5eed"), tracking_folder(root), interval=0.1) as tracker:
+        journal.log(1, loss=3.0)
+        print(tracker._sender.pid, flush=True)
+        time.sleep(600)
+"""
+
+
+def test_the_last_task_of_a_terminated_run_ends_its_run_in_mlflow(
+    tmp_path: Path, mlflow_database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as its killed processes are gone; a resumed stage continues the run."""
+    folder = tracking_folder(tmp_path)
+    folder.mkdir(parents=True)
+    shutil.copy(mlflow_database, folder / "mlflow.db")
+    with subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True) as pod:
+        assert pod.stdout is not None
+        child = int(pod.stdout.readline())
+        wait_for(lambda: query(folder, "SELECT step FROM metrics") == [(1,)], 60)
+        os.kill(pod.pid, signal.SIGKILL)
+        os.kill(child, signal.SIGSTOP)
+        assert not end_killed(folder), "a process of the pod is not gone yet"
+        sync(folder)
+        assert query(folder, "SELECT status FROM runs") == [("RUNNING",)]
+        threading.Timer(0.5, os.kill, (child, signal.SIGKILL)).start()
+        monkeypatch.setattr(tasks, "POLL_SECONDS", 0.1)
+        tasks.lower_builders("", str(tmp_path), "owner")
+    assert query(folder, "SELECT status FROM runs") == [("KILLED",)]
+    assert outbox_entries(folder) == []
+    path = tmp_path / "metrics.jsonl"
+    with Journal(path, "ict") as journal, Tracker(path, "ict", TrackedRun("5eed"), folder):
+        journal.log(2, loss=2.0)
+    assert query(folder, "SELECT status FROM runs") == [("FINISHED",)]
+    assert query(folder, "SELECT step, value FROM metrics") == [(1, 3.0), (2, 2.0)]
 
 
 def test_a_late_ticket_leaves_the_run_to_the_stage_that_runs(

@@ -65,6 +65,7 @@ def submit(
     compiled pipeline, and the arguments that affect the result, such as the image. The exit code is 2 for invalid
     input, and 1 if the server is unreachable.
     """
+    from realmops.cluster.changes import describe_changes
     from realmops.cluster.kfp_client import KfpClient
     from realmops.cluster.submit import SUCCEEDED, Pipeline, prepare, submit, wait
     from realmops.starter.cluster_files import unlisted_presets
@@ -81,6 +82,8 @@ def submit(
             click.echo(line)
         return
     server = KfpClient(endpoint, namespace)
+    if changes := describe_changes(submission, server):
+        click.echo(changes)
     _send(submission.inputs, params, store, console)
     run = submit(submission, server, once=once, keep_hours=keep_hours, log=click.echo)
     if waits:

@@ -18,12 +18,12 @@ from pathlib import Path
 from realmops import artifacts
 from realmops.artifacts import MANIFEST, WORK_FOLDER
 from realmops.cluster import INPUTS
+from realmops.inputs.fetch import PARTIAL
 from realmops.stages import STAGES
 from realmops.stages.runner import is_running, stage_lock
 from realmops.tracking.registry import PROMOTED, registered_digests
 
 DELETED = ".deleted-"  # prefix of a folder that is being deleted
-PARTIAL = ".partial-"  # prefix of an input that is being fetched, whose folder is locked meanwhile
 IDLE_SECONDS = 3600.0  # a run that changed later may be between two stages, or on a volume without locks
 RECORD_LIMIT = 1 << 20  # bytes of a JSON or YAML file in which the versions of inputs are searched
 LOCKS = (*STAGES, "promote")
@@ -166,7 +166,7 @@ def _choose_inputs(folder: Path, runs: Sequence[Folder]) -> list[Folder]:
     for entry in inputs:
         if entry.path.name.startswith(DELETED):
             continue
-        version = entry.path.name.removeprefix(PARTIAL)
+        version = entry.path.name.rpartition("-")[2]
         if any(version in text for text in texts) or any(
             target.is_relative_to(entry.path) for run in kept for target in run.links
         ):

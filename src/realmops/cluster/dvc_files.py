@@ -100,7 +100,6 @@ class DvcRemote:
 
     name: str
     store: str
-    endpoint: str  # endpointurl in DVC's configuration
     remote: Any  # dvc.data_cloud.Remote
 
     def has(self, digest: str) -> bool:
@@ -162,4 +161,4 @@ def open_remote(project: Path, name: str = "") -> DvcRemote | None:
     store = store if "://" in store else f"file://{store}"
     if redact(options["url"]) != options["url"]:
         raise ValueError(f"the DVC remote {name} has credentials in its url; remove them: 'dvc remote modify --local'")
-    return DvcRemote(name, store.rstrip("/"), options.get("endpointurl", ""), remote)
+    return DvcRemote(name, store.rstrip("/"), remote)

@@ -15,7 +15,7 @@ from realmops.cluster import VOLUME
 from realmops.cluster.dvc_files import DvcRecord, DvcRemote, dvc_walk, find_record, open_remote
 from realmops.cluster.polling import Log
 from realmops.config import Values
-from realmops.inputs.addresses import MODELS, is_address, listed_inputs, parse, version_of
+from realmops.inputs.addresses import MODELS, InputError, is_address, listed_inputs, parse, version_of
 from realmops.inputs.lock_file import NAME, StoredInput, read_lock, write_lock
 from realmops.inputs.store import (
     STORE_EXAMPLE,
@@ -210,6 +210,8 @@ def send_inputs(inputs: Sequence[PlannedInput], project: Path, progress: Progres
         assert item.local is not None
         try:
             count, size = upload(item.local, parse(item.address).store, progress)
+        except InputError:
+            raise
         except ValueError as error:
             if known.get(value) != stored[value]:
                 raise

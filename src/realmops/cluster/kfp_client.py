@@ -210,6 +210,24 @@ class KfpClient:
             if run.pipeline_version_reference and run.pipeline_version_reference.pipeline_version_id == version_id
         ]
 
+    def newest_success(self, pipeline: str) -> Any:
+        """Return the newest successful run of a pipeline, given by its name; None if there is none.
+
+        Only the newest successful runs of all pipelines are searched, as many as a page has.
+        """
+        by_name = _filter(operation="EQUALS", key="display_name", stringValue=pipeline)
+        pipelines = self.call(self._pipelines.pipeline_service_list_pipelines, filter=by_name, **self._namespace)
+        ids = {entry.pipeline_id for entry in pipelines.pipelines or ()}
+        if not ids:
+            return None
+        succeeded = _filter(operation="EQUALS", key="state", stringValue="SUCCEEDED")
+        order = {"sort_by": "created_at desc", "page_size": PAGE}
+        page = self.call(self._runs.run_service_list_runs, filter=succeeded, **order, **self._namespace)
+        for run in page.runs or ():
+            if run.pipeline_version_reference and run.pipeline_version_reference.pipeline_id in ids:
+                return run
+        return None
+
     def run(self, run_id: str) -> Any:
         """Return a run with its details."""
         return self.call(self._runs.run_service_get_run, run_id=run_id)

@@ -239,14 +239,14 @@ def submit(submission: Submission, server: KfpClient, *, once: bool, keep_hours:
         runs = _await_runs(version, server, log)
         for run in runs:
             if run.state not in FAILURES | {CANCELING}:
-                log(f"nothing to submit: {_describe(run)} has the same key {submission.key[:16]}")
+                log(f"nothing to submit: {describe_run(run)} has the same key {submission.key[:16]}")
                 log(f"run page: {server.link(run)}")
                 return run
         for run in runs:
-            log(f"{_describe(run)} has the same key {submission.key[:16]}: submitting it again")
+            log(f"{describe_run(run)} has the same key {submission.key[:16]}: submitting it again")
     log(server.place.describe(submission.objects))
     run = server.start(experiment, version, submission.name, submission.arguments)
-    log(f"submitted: {_describe(run)} with the key {submission.key[:16]}")
+    log(f"submitted: {describe_run(run)} with the key {submission.key[:16]}")
     log(f"run page: {server.link(run)}")
     return run
 
@@ -296,7 +296,7 @@ def wait(run_id: str, tasks: set[str], server: KfpClient, log: Log) -> str:
 
     run: Any = poll_until(poll_run, WATCH_SECONDS)
     reason = f", {run.error.message}" if run.error and run.error.message else ""
-    log(f"{_describe(run)}{reason}")
+    log(f"{describe_run(run)}{reason}")
     if run.state in FAILURES:
         place = server.place
         log(f"failed pods: {place.commands(run_id, 'Failed')}")
@@ -328,9 +328,10 @@ def find_older_run(server: KfpClient, key: str, run_id: str) -> str | None:
     for run in server.runs(operation="IN", key="state", stringValues={"values": LIVE}):
         arguments = (run.runtime_config.parameters if run.runtime_config else None) or {}
         if arguments.get("key") == key and (run.created_at, run.run_id) < (this.created_at, this.run_id):
-            return _describe(run)
+            return describe_run(run)
     return None
 
 
-def _describe(run: Any) -> str:
+def describe_run(run: Any) -> str:
+    """Return name, id and state of a run, for people."""
     return f"the run {run.display_name} ({run.run_id}, {run.state or 'PENDING'})"

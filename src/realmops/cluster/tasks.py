@@ -17,6 +17,7 @@ from realmops.cluster import INPUTS
 from realmops.cluster.builders import release_builders, scaled_builders, shard_helpers
 from realmops.cluster.kfp_client import KfpClient
 from realmops.cluster.options import unpack_options
+from realmops.cluster.polling import poll_until
 from realmops.cluster.submit import find_older_run
 from realmops.cluster.task_context import (
     Metrics,
@@ -29,11 +30,14 @@ from realmops.cluster.task_context import (
 )
 from realmops.config import Values
 from realmops.console import Console
+from realmops.inputs.addresses import CLOZE
 from realmops.inputs.run_inputs import take_inputs
 from realmops.refresh.lease import acquire_lease
-from realmops.stages import CLOZE, CLOZE_STEP, HEADLINE_METRICS, METRICS, STAGES, STEPS, planned_steps
+from realmops.stages import CLOZE_STEP, HEADLINE_METRICS, METRICS, STAGES, STEPS, planned_steps
 
 CHANGES_SHOWN = 200  # changed answers in the Markdown artifact
+POLL_SECONDS = 1.0  # polling interval
+KILLED_SECONDS = 120.0  # until the pods of a terminated run have ended: they have 30 s
 
 
 @task()
@@ -185,8 +189,15 @@ def evaluate(
 
 @task()
 def lower_builders(deployment: str, root: str, owner: str) -> None:
-    """Scale down the index builders, however the run ended."""
+    """Scale down the index builders, and end the MLflow run of killed stages, however the run ended."""
+    from realmops.tracking.runs import tracking_folder
+    from realmops.tracking.sender import end_killed, sync
+
     release_builders(deployment, Path(root), owner, Console().log)
+    folder = tracking_folder(Path(root))
+    poll_until(lambda: end_killed(folder) or None, POLL_SECONDS, KILLED_SECONDS)
+    for problem in sync(folder).problems:
+        Console().warn(f"MLflow tracking: {problem}")
 
 
 @task()

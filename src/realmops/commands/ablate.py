@@ -30,6 +30,7 @@ from realmops.evaluate import ablation as tables
 from realmops.evaluate.ablation import REFERENCE, STALENESS, TITLES, Row, VariantOutcome
 from realmops.evaluate.predictions import FIRST_HITS, PREDICTIONS, read_hits, read_predictions
 from realmops.evaluate.recall import ZERO_SHOT
+from realmops.inputs.addresses import CLOZE
 from realmops.inputs.fetch import local_cache
 from realmops.inputs.run_inputs import take_inputs
 from realmops.journal import metric_series, read_journal
@@ -37,7 +38,6 @@ from realmops.refresh.child_processes import WorkerProcess, describe_exit, run_r
 from realmops.refresh.lease import acquire_lease
 from realmops.refresh.shared_files import Files
 from realmops.stages import (
-    CLOZE,
     CLOZE_STEP,
     JOURNAL,
     METRICS,

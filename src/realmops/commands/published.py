@@ -6,12 +6,13 @@ from pathlib import Path
 
 from realmops import artifacts
 from realmops.corpus.tfrecord import convert_blocks
+from realmops.inputs.addresses import PUBLISHED
 from realmops.model.checkpoint_files import save_models
 from realmops.model.reader import Reader
 from realmops.model.realm_checkpoints import PublishedCheckpoint, finetuned_models, pretrained_models, read_checkpoint
 from realmops.model.retriever import Retriever
 from realmops.search.embeddings import INDEX, save_index
-from realmops.stages import METRICS, PUBLISHED, STAGES, Report
+from realmops.stages import METRICS, STAGES, Report
 
 KIND = "published"  # of the manifest of imported passages
 

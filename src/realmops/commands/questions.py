@@ -20,8 +20,9 @@ from realmops.corpus.question_sets import (
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.ceilings import answer_fits_reader, answered_in_corpus, reader_can_answer
 from realmops.evaluate.recall import RECALL_AT, hit_ranks_by_rule, hits_at
+from realmops.inputs.addresses import CLOZE
 from realmops.search.bm25 import Bm25, rank
-from realmops.stages import CLOZE, STAGES, Report
+from realmops.stages import STAGES, Report
 from realmops.text.answer_matching import REGEX_RULES, WORD_RULES, compile_expression
 from realmops.text.languages import ENGLISH
 from realmops.text.spans import Spans

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import socket
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from errno import ENOSPC
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
+from threading import Event, Lock
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
@@ -36,20 +40,29 @@ NO_MODEL = {  # values that name no model
     "reader.init": (ENCODER, NO_READER),
     "closed_book.init": ("small",),
 }
-OUTPUTS = (  # folders of the stages, and of imported and generated data
-    *("data/published", "data/cloze", "data/sample", "data/snapshot", "data/spans"),
-    *("models/ict", "models/pretrain", "models/finetune", "results"),
-)
+PUBLISHED = "data/published"  # passages imported with a checkpoint
+CLOZE = "data/cloze"  # questions generated from the corpus
+STAGE_FOLDERS = {  # outputs, relative to the root of the run
+    "sample": "data/sample",
+    "snapshot": "data/snapshot",
+    "tag": "data/spans",
+    "ict": "models/ict",
+    "pretrain": "models/pretrain",
+    "finetune": "models/finetune",
+    "evaluate": "results",
+}
 WEB = ("http", "https")  # single files, without folders
 THREADS = 16  # concurrent requests: small files take a round trip each
 CHUNK = 1 << 20  # bytes
 SECONDS = 60  # without a byte from a web server
-# What filesystems report of a file that changes with its content, the most exact first
-_MARKS = (
-    *("md5Hash", "xet_hash", "blob_id", "ETag", "etag", "Content-MD5", "Digest", "content_md5", "checksum"),
-    *("LastModified", "last_modified", "Last-Modified", "mtime", "updated", "created"),
+GOOGLE = "storage.googleapis.com"
+OBJECTS = "files/md5"  # folder of a store
+# What filesystems report of a file that changes with its content, the most exact first, and at its changes
+CONTENT_MARKS = "md5Hash", "xet_hash", "blob_id", "ETag", "etag", "Content-MD5", "Digest", "content_md5", "checksum"
+_MARKS = *CONTENT_MARKS, "LastModified", "last_modified", "Last-Modified", "mtime", "updated", "created"
+_STORED = re.compile(
+    rf"(?P<store>.+)/{OBJECTS}/(?P<two>[0-9a-f]{{2}})/(?P<rest>[0-9a-f]{{30}}(?:\.dir)?)(?:#(?P<name>.*))?"
 )
-_STORED = re.compile(r"(?P<store>.+)/files/md5/(?P<two>[0-9a-f]{2})/(?P<rest>[0-9a-f]{30}(?:\.dir)?)(?:#(?P<name>.*))?")
 _ADVICE = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, for another server than Amazon's, AWS_ENDPOINT_URL",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
@@ -64,7 +77,7 @@ def is_address(value: str) -> bool:
 
 def is_stage_output(value: str) -> bool:
     """Return whether a file is in the folder of a stage, or in that of imported or generated data."""
-    return any(Path(folder) in Path(value).parents for folder in OUTPUTS)
+    return any(Path(folder) in Path(value).parents for folder in (PUBLISHED, CLOZE, *STAGE_FOLDERS.values()))
 
 
 def unused_inputs(values: Values) -> set[str]:
@@ -199,6 +212,19 @@ class InputError(ValueError):
     """What is wrong with an input, rather than with reaching it; the message is complete."""
 
 
+def shared_progress(advance: Callable[[int], None], stopped: Event) -> Callable[[int], None]:
+    """Return the callback of a progress bar for several threads; once ``stopped`` is set it ends them by an error."""
+    lock = Lock()
+
+    def update(units: int) -> None:
+        if stopped.is_set():
+            raise InputError("stopped")
+        with lock:
+            advance(units)
+
+    return update
+
+
 @contextmanager
 def filesystem(address: Address, access: str = "read") -> Iterator[Any]:
     """Context manager: yield fsspec's filesystem of an address; its errors become a ValueError of one line.
@@ -212,6 +238,8 @@ def filesystem(address: Address, access: str = "read") -> Iterator[Any]:
 
         scheme = _scheme(address.text)
         options = _web_options() if scheme in WEB else {}
+        if scheme in ("gs", "gcs"):
+            _check_google()
         yield open_filesystem(scheme, **options)
     except InputError:
         raise
@@ -226,7 +254,7 @@ def filesystem(address: Address, access: str = "read") -> Iterator[Any]:
 def _explain(address: Address, error: Exception, access: str) -> str:
     cause = error.__cause__ or error  # fsspec reports any failure of a web server as a missing file
     status = getattr(cause, "status", None)
-    if isinstance(error, FileNotFoundError) and (cause is error or status == 404):
+    if access == "read" and isinstance(error, FileNotFoundError) and (cause is error or status == 404):
         return f"{address} does not exist; check the address"
     names = _ADVICE.get(_scheme(address.text).replace("s3a", "s3").replace("gcs", "gs"))
     advice = f", and the credentials in the environment ({names})" if names else ""
@@ -235,6 +263,17 @@ def _explain(address: Address, error: Exception, access: str) -> str:
 
 def _one_line(error: BaseException) -> str:
     return redact(" ".join(str(error).split()))[:200].removesuffix(".")
+
+
+def _check_google() -> None:
+    """Raise ConnectionError without a network, in which gcsfs would try for a minute; silence its tracebacks."""
+    for logger in ("gcsfs", "google.auth"):
+        logging.getLogger(logger).setLevel(logging.CRITICAL)  # they also raise what they log
+    if "STORAGE_EMULATOR_HOST" not in os.environ:
+        try:
+            socket.getaddrinfo(GOOGLE, 443)
+        except OSError as error:
+            raise ConnectionError(f"{GOOGLE}: {error.strerror}") from None
 
 
 def _web_options() -> dict[str, Any]:
@@ -268,13 +307,16 @@ def _listed_files(address: Address, fs: Any) -> list[RemoteFile]:
 
 def _remote_file(name: str, path: str, info: Mapping[str, Any], fs: Any) -> RemoteFile:
     mark = next((f"{key}:{info[key]}" for key in _MARKS if info.get(key) is not None), "")
-    if not mark:
-        with fs.open(path, "rb") as file:
-            digest = hashlib.sha256()
-            while chunk := file.read(CHUNK):
-                digest.update(chunk)
-        mark = f"sha256:{digest.hexdigest()}"
-    return RemoteFile(name, path, info.get("size"), mark)
+    return RemoteFile(name, path, info.get("size"), mark or f"sha256:{content_digest(fs, path, 'sha256')}")
+
+
+def content_digest(fs: Any, path: str, algorithm: str) -> str:
+    """Read a file and return its digest."""
+    digest = hashlib.new(algorithm)
+    with fs.open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _stored_files(address: Address, fs: Any) -> list[RemoteFile]:
@@ -291,7 +333,10 @@ def _stored_files(address: Address, fs: Any) -> list[RemoteFile]:
     except (ValueError, KeyError, TypeError):
         digest = ""
     if f"{digest}.dir" != address.digest:
-        raise InputError(f"{address} is damaged: its list of files has another md5 than its address; upload it again")
+        raise InputError(
+            f"{address} is damaged: its list of files has another md5 than its address; delete this object, and upload "
+            "it again"
+        )
     _check_names(address, [entry["relpath"] for entry in entries])
     paths = [fs._strip_protocol(object_address(address.store, entry["md5"])) for entry in entries]
     with ThreadPoolExecutor(THREADS) as pool:
@@ -304,7 +349,7 @@ def _stored_files(address: Address, fs: Any) -> list[RemoteFile]:
 
 def object_address(store: str, digest: str) -> str:
     """Return the address of an object in a store, without a name."""
-    return f"{store}/files/md5/{digest[:2]}/{digest[2:]}"
+    return f"{store}/{OBJECTS}/{digest[:2]}/{digest[2:]}"
 
 
 def _is_inside(name: str) -> bool:

@@ -1,7 +1,8 @@
 """Fetch inputs with an address into a local cache, by version: ``CACHE/VERSION/NAME``.
 
 A file is complete when it has its name: it is written next to it, verified, synced and renamed. A process that was
-killed leaves ``CACHE/.partial-VERSION``, from which the next one continues.
+killed leaves ``CACHE/.partial-ADDRESS-VERSION``, from which the next one continues; after a fetch, those of other
+versions of the address are deleted.
 """
 
 import fcntl
@@ -12,7 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from errno import ENOSPC
 from functools import partial
@@ -33,10 +34,13 @@ from realmops.inputs.addresses import (
     listing_version,
     parse,
     replace_inputs,
+    shared_progress,
     version_of,
 )
+from realmops.text.redaction import redact
 
 CACHE_VARIABLE = "REALMOPS_CACHE"
+PARTIAL = ".partial-"  # prefix of a folder with a partial copy, which is locked while it is written
 
 
 class Report(Protocol):
@@ -105,13 +109,14 @@ def fetch(text: str, cache: Path, report: Report) -> FetchedInput:
     """Fetch one address; as :func:`fetch_inputs`."""
     address = parse(text)
     final = cache / address.digest / address.name
+    partial_prefix = f"{PARTIAL}{artifacts.digest_of(redact(address.location))[:16]}-"
     if not (address.digest and final.exists()):
         files = list_files(address)
         version = listing_version(address, files)
         final = cache / version / address.name
         if not final.exists():
             artifacts.make_folder(cache)
-            with _lock(cache / f".partial-{version}", f"{address}", report) as partial_folder:
+            with _lock(cache / f"{partial_prefix}{version}", f"{address}", report) as partial_folder:
                 try:
                     if not final.exists():
                         _fetch_files(address, files, partial_folder, report)
@@ -122,6 +127,8 @@ def fetch(text: str, cache: Path, report: Report) -> FetchedInput:
                         shutil.rmtree(partial_folder, ignore_errors=True)
                     raise
                 shutil.rmtree(partial_folder, ignore_errors=True)
+    for folder in cache.glob(f"{partial_prefix}*"):
+        _remove_unlocked(folder)
     copies = [path for path in final.rglob("*") if path.is_file()] if final.is_dir() else [final]
     size = sum(path.stat().st_size for path in copies)
     return FetchedInput(str(address), final.parent.name, final, len(copies), size)
@@ -132,7 +139,10 @@ def _lock(folder: Path, what: str, report: Report) -> Iterator[Path]:
     """Context manager: create and lock the folder of a partial copy; wait for another process that has it."""
     while True:
         artifacts.make_folder(folder)
-        handle = os.open(folder, os.O_RDONLY)
+        try:
+            handle = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # another process has removed it
+            continue
         try:
             if artifacts.try_lock(handle) is False:
                 report.log(f"inputs: another process is fetching {what}; waiting for it")
@@ -140,6 +150,17 @@ def _lock(folder: Path, what: str, report: Report) -> Iterator[Path]:
             if _is_folder_of(handle, folder):  # else the other process has removed it
                 yield folder
                 return
+        finally:
+            os.close(handle)
+
+
+def _remove_unlocked(folder: Path) -> None:
+    """Remove the folder of a partial copy, unless a process is writing it."""
+    with suppress(FileNotFoundError):  # another process has removed it
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            if artifacts.try_lock(handle):
+                shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(handle)
 
@@ -161,17 +182,11 @@ def _fetch_files(address: Address, files: Sequence[RemoteFile], folder: Path, re
         raise ValueError(f"{address} has {total / 1e9:.2f} GB left to fetch, but {_no_space(folder, free)}")
     for target in targets.values():
         target.parent.mkdir(parents=True, exist_ok=True)
-    advance, lock, stopped = report.progress("inputs", total, "B"), threading.Lock(), threading.Event()
-
-    def advance_together(count: int) -> None:
-        if stopped.is_set():
-            raise InputError(f"{address}: stopped")
-        with lock:
-            advance(count)
-
+    stopped = threading.Event()
+    advance = shared_progress(report.progress("inputs", total, "B"), stopped)
     try:
         with filesystem(address) as fs, ThreadPoolExecutor(THREADS) as pool:
-            work = partial(_fetch_file, fs, address, folder, advance_together)
+            work = partial(_fetch_file, fs, address, folder, advance)
             try:
                 for _ in pool.map(work, missing, [targets[file] for file in missing]):
                     pass
@@ -236,7 +251,10 @@ def _find_difference(file: RemoteFile, copy: Path) -> str:
         return ""
     if algorithm == "sha256":
         return "was changed while it was read: its content has another digest; run again"
-    return f"is damaged: its md5 is {digest}, its address has {expected}; upload it again"
+    return (
+        f"is damaged: its md5 is {digest}, its address has {expected}; delete the object {file.path}, and upload it "
+        "again"
+    )
 
 
 def _check_unchanged(address: Address, files: Sequence[RemoteFile], version: str) -> None:

@@ -1,30 +1,48 @@
 """Local inputs, and their upload to a store in the layout of a DVC remote.
 
 A store has each content once, under its md5; a folder is an object, too: DVC's list of its files. Uploads can be
-killed, repeated and run at the same time: an object is complete when it has its size, and that of a folder comes last.
+killed, repeated and run at the same time: an object gets its name when its content has been sent and has the md5 of the
+name. That of a folder comes last.
 """
 
+import base64
+import fcntl
 import hashlib
 import json
 import os
+import re
 import threading
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from realmops import artifacts
 from realmops.corpus.walk import walk_files
-from realmops.inputs.addresses import THREADS, InputError, filesystem, is_address, object_address, parse
+from realmops.inputs.addresses import (
+    CHUNK,
+    CONTENT_MARKS,
+    OBJECTS,
+    THREADS,
+    InputError,
+    content_digest,
+    filesystem,
+    is_address,
+    object_address,
+    parse,
+    shared_progress,
+)
 from realmops.text.redaction import redact
 
 Progress = Callable[[str, int, str], Callable[[int], None]]  # as ``progress`` of a report
 Walk = Callable[[Path], Iterable[tuple[str, list[str], list[str]]]]  # as ``os.walk``
 DIRECTORY = ".dir"  # end of a folder's digest
 NOT_CONTENT = {".git", ".hg", ".dvc"}  # folders that DVC leaves out, too
-LARGE = 50_000_000  # bytes, from which reading takes long enough for progress lines
+LARGE = 50_000_000  # bytes, from which reading takes long enough for progress lines, and objects are sent in parts
 STORE_EXAMPLE = "s3://BUCKET/PREFIX"
 
 
@@ -35,13 +53,7 @@ class LocalFile:
     relpath: str
     path: Path
     size: int  # bytes
-    modified: int  # nanoseconds
     md5: str
-
-    def is_unchanged(self) -> bool:
-        """Return whether size and time of the file are those of its digest."""
-        status = self.path.stat()
-        return (status.st_size, status.st_mtime_ns) == (self.size, self.modified)
 
 
 @dataclass(frozen=True)
@@ -89,7 +101,8 @@ def read_input(value: str, project: Path, progress: Progress, walk: Walk) -> Loc
         names = [("", path)]
     total = sum(file.stat().st_size for _, file in names)
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-        advance = _locked(progress(f"reading {value}", total, "B") if total >= LARGE else lambda units: None)
+        bar = progress(f"reading {value}", total, "B") if total >= LARGE else lambda units: None
+        advance = shared_progress(bar, threading.Event())
         files = list(pool.map(lambda entry: _read_file(entry[0], entry[1], advance), names))
     digest = hashlib.md5(_directory(files)).hexdigest() + DIRECTORY if path.is_dir() else files[0].md5
     return LocalInput(value, path, files, digest)
@@ -97,10 +110,10 @@ def read_input(value: str, project: Path, progress: Progress, walk: Walk) -> Loc
 
 def _read_file(relpath: str, path: Path, advance: Callable[[int], None]) -> LocalFile:
     with open(path, "rb") as file:
-        status = os.fstat(file.fileno())
+        size = os.fstat(file.fileno()).st_size
         digest = hashlib.file_digest(file, "md5").hexdigest()
-    advance(status.st_size)
-    return LocalFile(relpath, path, status.st_size, status.st_mtime_ns, digest)
+    advance(size)
+    return LocalFile(relpath, path, size, digest)
 
 
 def _directory(files: Iterable[LocalFile]) -> bytes:
@@ -147,78 +160,163 @@ def stored_address(store: str, digest: str, name: str) -> str:
 
 
 def upload(item: LocalInput, store: str, progress: Progress) -> tuple[int, int]:
-    """Upload an input to a store, except the objects that are there.
+    """Upload an input to a store, except the objects that are there and undamaged.
 
     Returns:
         The number of uploaded objects, and their bytes.
 
     Raises:
-        ValueError: the store cannot be written, or a file was changed since its digest was computed; objects of
-            other files stay, and the same call continues.
+        InputError: a file was changed since its digest was computed.
+        ValueError: the store cannot be written. In both cases the objects that were sent stay, and the same call
+            continues.
     """
-    with filesystem(parse(store)) as fs:
-        directory = _directory(item.files) if item.digest.endswith(DIRECTORY) else b""
-        if directory and _exists(fs, store, item.digest, len(directory)):
-            return 0, 0
-        by_digest = {file.md5: file for file in item.files}
-        with ThreadPoolExecutor(THREADS) as pool:
-            present = pool.map(lambda file: _exists(fs, store, file.md5, file.size), by_digest.values())
-            missing = [file for file, exists in zip(by_digest.values(), present, strict=True) if not exists]
-            size = sum(file.size for file in missing)
-            advance = _locked(progress(f"uploading {item.value}", size, "B")) if size else lambda units: None
-            list(pool.map(lambda file: _upload_file(fs, store, file, advance), missing))
-        if directory:
-            _write(fs, store, item.digest, lambda path: fs.pipe_file(path, directory))
-    return len(missing) + bool(directory), size
+    files = {file.md5: file for file in item.files}
+    directory = _directory(item.files) if item.digest.endswith(DIRECTORY) else b""
+    sizes = {digest: file.size for digest, file in files.items()} | ({item.digest: len(directory)} if directory else {})
+    stopped = threading.Event()
+    with filesystem(parse(store), "written") as fs, _clean_disk(fs, store), ThreadPoolExecutor(THREADS) as pool:
+        missing = _missing_objects(fs, store, sizes, pool, partial(progress, f"checking {item.value}"))
+        size = sum(sizes[digest] for digest in missing)
+        bar = progress(f"uploading {item.value}", size, "B") if size else lambda units: None
+        advance = shared_progress(bar, stopped)
+
+        def send(file: LocalFile) -> None:
+            try:
+                source = artifacts.open_regular(file.path)
+            except (OSError, ValueError):
+                raise _changed(file.path) from None
+            with source:
+                _write(fs, store, file.md5, source, file.size, file.path, advance)
+
+        try:
+            list(pool.map(send, [file for digest, file in files.items() if digest in missing]))
+        except BaseException:
+            stopped.set()  # the pool would wait for whole files
+            raise
+        if item.digest in missing and directory:
+            _write(fs, store, item.digest, BytesIO(directory), len(directory), item.path, advance)
+    return len(missing), size
 
 
-def _exists(fs: Any, store: str, digest: str, size: int) -> bool:
+def _changed(path: Path) -> InputError:
+    return InputError(f"{path} was changed while it was uploaded; run the same command again")
+
+
+@contextmanager
+def _clean_disk(fs: Any, store: str) -> Iterator[None]:
+    """Context manager: delete the drafts of killed uploads to a store on a disk, unless another upload is running."""
+    if not _is_disk(fs):
+        yield
+        return
+    folder = Path(fs._strip_protocol(f"{store}/{OBJECTS}"))
+    fs.makedirs(folder, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        return bool(fs.info(fs._strip_protocol(object_address(store, digest)))["size"] == size)
-    except FileNotFoundError:
-        return False
-
-
-def _upload_file(fs: Any, store: str, file: LocalFile, advance: Callable[[int], None]) -> None:
-    from fsspec.callbacks import Callback
-
-    left = file.size
-
-    class Advance(Callback):  # type: ignore[misc]
-        def relative_update(self, inc: int = 1) -> None:
-            nonlocal left
-            left -= inc
-            advance(inc)
-
-    path = _write(fs, store, file.md5, lambda target: fs.put_file(str(file.path), target, callback=Advance()))
-    advance(left)  # of a filesystem that reports none
-    if not file.is_unchanged():
-        fs.rm_file(path)
-        raise InputError(f"{file.path} was changed while it was uploaded; run the same command again")
-
-
-def _write(fs: Any, store: str, digest: str, write: Callable[[str], None]) -> str:
-    """Write an object and return its path; on a disk under another name first, as stores do it themselves."""
-    path = str(fs._strip_protocol(object_address(store, digest)))
-    if "file" not in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol):
-        write(path)
-        return path
-    fs.makedirs(fs._parent(path), exist_ok=True)
-    draft = f"{path}.{uuid.uuid4().hex}"
-    try:
-        write(draft)
-        os.replace(draft, path)
+        if artifacts.try_lock(handle):
+            for draft in folder.glob(f"*/.*.{'[0-9a-f]' * 32}"):
+                draft.unlink()
+        with suppress(OSError):  # of a volume without locks
+            fcntl.flock(handle, fcntl.LOCK_SH)
+        yield
     finally:
-        Path(draft).unlink(missing_ok=True)
-    return path
+        os.close(handle)
 
 
-def _locked(advance: Callable[[int], None]) -> Callable[[int], None]:
-    """Return a callback for several threads."""
-    lock = threading.Lock()
+def _is_disk(fs: Any) -> bool:
+    return "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
 
-    def update(units: int) -> None:
-        with lock:
-            advance(units)
 
-    return update
+def _missing_objects(
+    fs: Any, store: str, sizes: Mapping[str, int], pool: ThreadPoolExecutor, progress: Callable[[int, str], Any]
+) -> set[str]:
+    """Return the digests of the objects that a store lacks or has damaged.
+
+    The md5 of an object is what the store reports, or is computed where the store reports nothing, as a disk does. An
+    ETag that is no md5, as of an object sent in parts, proves nothing: the object is compared by its size.
+    """
+    fs.invalidate_cache()
+    paths = {digest: str(fs._strip_protocol(object_address(store, digest))) for digest in sizes}
+    listed = {
+        entry["name"]: entry
+        for entries in pool.map(partial(_list_folder, fs), sorted({fs._parent(path) for path in paths.values()}))
+        for entry in entries
+    }
+    entries = {digest: listed[path] for digest, path in paths.items() if path in listed}
+    present = [digest for digest, entry in entries.items() if entry["size"] == sizes[digest]]
+    reported = {digest: _reported_md5(entries[digest]) for digest in present}
+
+    def is_damaged(digest: str) -> bool:
+        return content_digest(fs, paths[digest], "md5") != _md5_of(digest)
+
+    damaged = {digest for digest in present if reported[digest] not in (None, "", _md5_of(digest))}
+    # with encryption keys of a bucket, every ETag has the form of an md5 and is none; reading one object shows it
+    if damaged and not is_damaged(min(damaged, key=lambda digest: (sizes[digest], digest))):
+        damaged = set()
+    unread = [digest for digest in present if reported[digest] is None]
+    total = sum(sizes[digest] for digest in unread)
+    advance = progress(total, "B") if total >= LARGE else lambda units: None
+    for digest, is_bad in zip(unread, pool.map(is_damaged, unread), strict=True):
+        advance(sizes[digest])
+        damaged |= {digest} if is_bad else set()
+    return {*sizes} - {*present} | damaged
+
+
+def _md5_of(digest: str) -> str:
+    return digest.removesuffix(DIRECTORY)
+
+
+def _list_folder(fs: Any, folder: str) -> list[dict[str, Any]]:
+    try:
+        return list(fs.ls(folder, detail=True))
+    except FileNotFoundError:
+        return []
+
+
+def _reported_md5(entry: Mapping[str, Any]) -> str | None:
+    """Return the md5 that a store reports of an object; empty if it reports something else, None if nothing."""
+    if digest := entry.get("md5Hash"):
+        return base64.b64decode(digest).hex()
+    etag = str(entry.get("ETag") or entry.get("etag") or "").strip('"')
+    if re.fullmatch("[0-9a-f]{32}", etag):
+        return etag
+    return "" if any(entry.get(mark) for mark in CONTENT_MARKS) else None
+
+
+def _write(
+    fs: Any,
+    store: str,
+    digest: str,
+    source: IO[bytes],
+    size: int,
+    origin: Path,
+    advance: Callable[[int], None],
+) -> None:
+    """Write an object; raise InputError and write nothing if the content of ``source`` has another digest."""
+    path = str(fs._strip_protocol(object_address(store, digest)))
+
+    def copy(out: IO[bytes]) -> None:
+        md5 = hashlib.md5()
+        while chunk := source.read(CHUNK):
+            out.write(chunk)
+            md5.update(chunk)
+            advance(len(chunk))
+        if md5.hexdigest() != _md5_of(digest):
+            raise _changed(origin)
+
+    if _is_disk(fs):
+        fs.makedirs(fs._parent(path), exist_ok=True)
+        with artifacts.atomic_file(Path(path)) as draft, open(draft, "wb") as target:
+            copy(target)
+    elif size < LARGE:
+        copy(buffer := BytesIO())
+        fs.pipe_file(path, buffer.getvalue())
+    else:
+        target = fs.open(path, "wb")
+        try:
+            copy(target)
+            target.close()
+        except BaseException:
+            with suppress(Exception):  # the first error is reported
+                target.discard()
+            target.closed = True  # else its destructor would name the object
+            raise

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from realmops import artifacts
 from realmops.corpus.documents import printable_path
 from realmops.corpus.walk import walk_files
-from realmops.inputs.addresses import FILES, MODELS, NO_MODEL, is_stage_output, unused_inputs
+from realmops.inputs.addresses import CLOZE, FILES, MODELS, NO_MODEL, STAGE_FOLDERS, is_stage_output, unused_inputs
 from realmops.journal import Journal
 
 JOURNAL = "metrics.jsonl"
 METRICS = "metrics.json"
 HEADLINE = "headline.json"  # of evaluate: the metrics that DVC shows
-PUBLISHED = "data/published"  # passages imported with a checkpoint
-CLOZE = "data/cloze"  # questions generated from the corpus
 CORPUS = "corpus"  # folder of the searched snapshot, below that of its stage
 HUB = "hf:"  # prefix of datasets on the hub
 INIT = "retriever.init"  # option of the encoder of retriever, reader and tagger
@@ -97,7 +95,6 @@ class Stage:
         what: one sentence on what it does.
         sections: sections of params that it reads.
         needs: earlier stages whose output it reads.
-        folder: output folder, relative to the root of the run.
         files: options (section.key) that name files it reads.
         optional: stages among ``needs`` whose output may be absent, because a model or the corpus was imported.
         options: single options (section.key) that it reads from other sections.
@@ -109,11 +106,15 @@ class Stage:
     what: str
     sections: tuple[str, ...]
     needs: tuple[str, ...]
-    folder: str
     files: tuple[str, ...] = ()
     optional: tuple[str, ...] = ("sample",)
     options: tuple[str, ...] = ()
     version: int = 1
+
+    @property
+    def folder(self) -> str:
+        """Output folder, relative to the root of the run."""
+        return STAGE_FOLDERS[self.name]
 
     def reads(self, key: str) -> bool:
         """Return whether the stage reads the option ``section.key``."""
@@ -137,13 +138,12 @@ class Stage:
 STAGES: dict[str, Stage] = {
     stage.name: stage
     for stage in (
-        Stage("sample", "Generate an invented encyclopedia with questions about it.", ("sample",), (), "data/sample"),
+        Stage("sample", "Generate an invented encyclopedia with questions about it.", ("sample",), ()),
         Stage(
             "snapshot",
             "Split documents into passages, train the vocabulary, build the BM25 index.",
             ("snapshot", "bert"),
             ("sample",),
-            "data/snapshot",
             ("snapshot.documents", "snapshot.warmup"),
             options=(INIT,),
             version=2,
@@ -153,7 +153,6 @@ STAGES: dict[str, Stage] = {
             "Find the salient spans (names and dates); train a tagger for names.",
             ("run", "bert", "tag", "optimiser"),
             ("sample", "snapshot"),
-            "data/spans",
             ("tag.train", "tag.dev"),
             options=(INIT,),
         ),
@@ -162,7 +161,6 @@ STAGES: dict[str, Stage] = {
             "Warm-start the retriever (inverse cloze task) and the reader (masked words).",
             ("run", "bert", "retriever", "ict", "optimiser"),
             ("snapshot", "tag"),
-            "models/ict",
             options=READER_SHAPE,
         ),
         Stage(
@@ -170,7 +168,6 @@ STAGES: dict[str, Stage] = {
             "REALM: train retriever and reader together while the index is rebuilt in the background.",
             ("run", "index", "pretrain", "optimiser", "questions"),
             ("sample", "snapshot", "tag", "ict"),
-            "models/pretrain",
             ("questions.dev",),
         ),
         Stage(
@@ -178,7 +175,6 @@ STAGES: dict[str, Stage] = {
             "Fine-tune retriever and reader to answer questions.",
             ("run", "index", "finetune", "closed_book", "optimiser", "questions"),
             ("sample", "snapshot", "ict", "pretrain"),
-            "models/finetune",
             ("questions.train", "questions.dev"),
             ("sample", "ict"),
             (READER_INIT,),
@@ -188,7 +184,6 @@ STAGES: dict[str, Stage] = {
             "Measure exact match, recall and their upper bounds; write predictions and the report.",
             ("run", "finetune", "evaluate", "questions"),
             ("sample", "snapshot", "ict", "pretrain", "finetune"),
-            "results",
             ("questions.train", "questions.test"),
             ("sample", "ict", "pretrain"),
         ),

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from realmops import __version__, config
 from realmops.config import PACKAGE, Values
-from realmops.stages import CLOZE, CLOZE_STEP, HUB, STAGES, files_in_use, planned_steps
+from realmops.inputs.addresses import CLOZE
+from realmops.stages import CLOZE_STEP, HUB, STAGES, files_in_use, planned_steps
 from realmops.starter.cluster_files import BASES, fill_cluster_template
 from realmops.starter.git_origin import GitOrigin
 from realmops.starter.yaml_text import as_yaml

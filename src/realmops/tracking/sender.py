@@ -12,6 +12,7 @@ import re
 import select
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
@@ -165,6 +166,26 @@ def sync(folder: Path) -> SyncReport:
         if problem:
             problems.append(f"{entry.path.name}: {problem}")
     return SyncReport(sent, tuple(problems))
+
+
+def end_killed(folder: Path) -> bool:
+    """Record the end of each stage that was killed before it could, for ``sync`` to send.
+
+    Returns:
+        Whether no process holds the lock of an unfinished entry any more: a stage may still be recording its own end.
+        On a volume without locks nothing is recorded, because a stage may be running.
+    """
+    is_done = True
+    for entry in outbox_entries(folder):
+        content = entry.read()
+        if "final" not in content:
+            with open(entry.lock, "ab") as file:
+                is_locked = try_lock(file)
+                is_done = is_done and is_locked is not False
+                if is_locked:
+                    journal = Path(content["journal"])
+                    entry.end(content, "KILLED", time.time(), [journal] if journal.is_file() else [], {}, {})
+    return is_done
 
 
 def send_until_parent_ends(entry: OutboxEntry, interval: float) -> None:
