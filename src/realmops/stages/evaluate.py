@@ -274,7 +274,9 @@ def _warn_of_question_mismatch(job: Job, training: list[Question], questions: li
         )
     trained = {question.question for question in training}
     if overlap := sum(question.question in trained for question in questions):
-        job.report.warn(f"{overlap} of {len(questions)} test questions are also training questions: EM is too high")
+        job.report.warn(
+            f"{overlap} of {len(questions)} test questions are also training questions: their figures are too high"
+        )
 
 
 def _tower_digest(retriever: Retriever) -> str:
