@@ -172,19 +172,17 @@ def end_killed(folder: Path) -> bool:
     """Record the end of each stage that was killed before it could, for ``sync`` to send.
 
     Returns:
-        Whether no process holds the lock of an unfinished entry any more: a stage may still be recording its own end.
+        Whether no process holds the lock of an entry any more: a stage may still be recording its own end.
         On a volume without locks nothing is recorded, because a stage may be running.
     """
     is_done = True
     for entry in outbox_entries(folder):
-        content = entry.read()
-        if "final" not in content:
-            with open(entry.lock, "ab") as file:
-                is_locked = try_lock(file)
-                is_done = is_done and is_locked is not False
-                if is_locked:
-                    journal = Path(content["journal"])
-                    entry.end(content, "KILLED", time.time(), [journal] if journal.is_file() else [], {}, {})
+        with suppress(FileNotFoundError), open(entry.lock, "ab") as file:  # a process has just sent it
+            is_locked = try_lock(file)
+            is_done = is_done and is_locked is not False
+            if is_locked and "final" not in (content := entry.read()):
+                journal = Path(content["journal"])
+                entry.end(content, "KILLED", time.time(), [journal] if journal.is_file() else [], {}, {})
     return is_done
 
 
