@@ -20,6 +20,7 @@ from small_project import cli
 from small_readers import write_reader
 
 from realmops import artifacts
+from realmops.commands.hub_upload import HubRepository
 from realmops.evaluate.model_index import reader_index, retriever_index
 
 NAME = "ann/towns"
@@ -147,10 +148,10 @@ def test_a_missing_token_is_refused_before_anything_is_sent(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_root_without_a_model_and_a_table_of_documents_send_nothing(
-    hub: Hub, answering: Path, tmp_path: Path
-) -> None:
+def test_empty_folders_and_tables_of_documents_send_nothing(hub: Hub, answering: Path, tmp_path: Path) -> None:
     (tmp_path / "empty/root").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"holds no manifest\.json"):
+        HubRepository(NAME, "export").upload(tmp_path / "empty")
     assert push(tmp_path / "out", tmp_path / "empty").exit_code == 2
     for format in ("parquet", "trec"):
         result = push(tmp_path / "out", answering, "--format", format)
