@@ -232,6 +232,32 @@ fetch.fetch(sys.argv[1], Path(sys.argv[2]), SilentReport())
     assert [path.name for path in cache.iterdir()] == [version_of(address)]
 
 
+def test_the_part_of_a_file_that_a_killed_fetch_left_takes_no_space(
+    tmp_path: Path, memory: MemoryFileSystem, report: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft that a SIGKILL leaves is deleted before the free space is compared with what is missing."""
+    memory.pipe_file("/a.txt", b"123")
+    source = fetch("memory://a.txt", tmp_path / "first", report)
+    usage, original = module.shutil.disk_usage(tmp_path), MemoryFileSystem.get_file
+
+    def die(self: MemoryFileSystem, path: str, local: str, **options: Any) -> None:
+        original(self, path, local, **options)
+        os.link(local, f"{local}-kept")  # what a killed process cannot delete
+        raise KeyboardInterrupt
+
+    def free(path: Path) -> Any:
+        return usage._replace(free=3 - sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", die)
+    with pytest.raises(KeyboardInterrupt):
+        fetch("memory://a.txt", tmp_path / "cache", report)
+    [partial] = (tmp_path / "cache").iterdir()
+    assert list(content(partial).values()) == [b"123"]
+    monkeypatch.setattr(MemoryFileSystem, "get_file", original)
+    monkeypatch.setattr(module.shutil, "disk_usage", free)
+    assert fetch("memory://a.txt", tmp_path / "cache", report).version == source.version
+
+
 def test_two_processes_fetch_once(
     tmp_path: Path, memory: MemoryFileSystem, report: Lines, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
