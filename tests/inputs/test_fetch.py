@@ -259,6 +259,32 @@ def test_partial_copies_of_other_versions_are_removed_unless_a_process_writes_th
     assert {path.name for path in tmp_path.iterdir()} == {other.name, first.version}, "another address"
 
 
+def test_the_part_of_a_file_that_a_killed_fetch_left_takes_no_space(
+    tmp_path: Path, memory: MemoryFileSystem, report: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft that a SIGKILL leaves is deleted before the free space is compared with what is missing."""
+    memory.pipe_file("/a.txt", b"123")
+    source = fetch("memory://a.txt", tmp_path / "first", report)
+    usage, original = module.shutil.disk_usage(tmp_path), MemoryFileSystem.get_file
+
+    def die(self: MemoryFileSystem, path: str, local: str, **options: Any) -> None:
+        original(self, path, local, **options)
+        os.link(local, f"{local}-kept")  # what a killed process cannot delete
+        raise KeyboardInterrupt
+
+    def free(path: Path) -> Any:
+        return usage._replace(free=3 - sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", die)
+    with pytest.raises(KeyboardInterrupt):
+        fetch("memory://a.txt", tmp_path / "cache", report)
+    [partial] = (tmp_path / "cache").iterdir()
+    assert list(content(partial).values()) == [b"123"]
+    monkeypatch.setattr(MemoryFileSystem, "get_file", original)
+    monkeypatch.setattr(module.shutil, "disk_usage", free)
+    assert fetch("memory://a.txt", tmp_path / "cache", report).version == source.version
+
+
 def test_two_processes_fetch_once(
     tmp_path: Path, memory: MemoryFileSystem, report: Lines, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

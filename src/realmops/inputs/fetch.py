@@ -41,6 +41,7 @@ from realmops.text.redaction import redact
 
 CACHE_VARIABLE = "REALMOPS_CACHE"
 PARTIAL = ".partial-"  # prefix of a folder with a partial copy, which is locked while it is written
+_DRAFT = ".draft-"
 
 
 class Report(Protocol):
@@ -174,6 +175,8 @@ def _is_folder_of(handle: int, folder: Path) -> bool:
 
 def _fetch_files(address: Address, files: Sequence[RemoteFile], folder: Path, report: Report) -> None:
     """Fetch the files that a partial copy does not have yet."""
+    for draft in folder.glob(f"{_DRAFT}*"):  # of a process that was killed; it would count as used space
+        draft.unlink()
     targets = {file: folder / address.name / file.name for file in files}
     missing = [file for file, target in targets.items() if not _is_complete(file, target)]
     total = sum(file.size or 0 for file in missing)
@@ -219,7 +222,7 @@ def _fetch_file(
         advance(value - done)
         done = value
 
-    draft = folder / f".{uuid.uuid4().hex}"
+    draft = folder / f"{_DRAFT}{uuid.uuid4().hex}"
     try:
         fs.get_file(file.path, str(draft), callback=Callback(hooks={"bytes": on_bytes}))
         on_bytes(None, draft.stat().st_size)  # of a filesystem without progress
