@@ -88,11 +88,12 @@ def test_every_word_of_tables_and_paragraphs_of_a_page_is_read_in_order(
     blocks: list[list[str] | list[list[str]]],
 ) -> None:
     page, words = "", []
-    for number, block in enumerate(blocks):  # a paragraph like the one before it is left out
+    for number, block in enumerate(blocks):  # a long block like the one before it is left out
         if isinstance(block[0], str):
             page += f"<p>{number} {' '.join(block)} {PROSE}</p>"
             words += [str(number), *block, *PROSE.split()]
         else:
+            block = [[str(number)], *block]
             rows = ["".join(f"<td>{cell}</td>" for cell in row) for row in block]
             page += f"<table><tr>{'</tr><tr>'.join(rows)}</tr></table>"
             words += [cell for row in block for cell in row]

@@ -213,7 +213,7 @@ class _Flow:
         return True
 
     def end(self, node: Any) -> None:
-        """End an element, and add the text after it."""
+        """End an element, and add the text that follows it."""
         if node.tag not in _SKIPPED:
             self._cells -= _is_cell(node)
             if gap := _gap(node):

@@ -19,7 +19,7 @@ from realmops.corpus.documents import (
 from realmops.text.compressed import DECOMPRESSION_ERRORS, describe_damage, open_text
 
 _READ = 1 << 20  # characters
-_HEAD = 64 << 10  # characters of a first line that is parsed to distinguish lines from a list
+_HEAD = 64 << 10  # characters of a first line parsed to distinguish lines from a list
 _BETWEEN = re.compile(r"[ \t\r\n,]*")  # between the objects of a list
 _SCANNER = JSONDecoder(parse_int=len, parse_float=len)  # finds the end of an object
 

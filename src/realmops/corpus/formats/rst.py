@@ -48,7 +48,7 @@ def _parse_record(raw: RawRecord) -> Outcome:
 
 
 def _read(source: str) -> tuple[str, str, dict[str, int]]:
-    """Return the first heading, the text without markup, comments and field lists, and the counts of what it lacks."""
+    """Return the first heading, the text without markup, comments and metadata, and the counts of what it lacks."""
     from docutils import nodes
     from docutils.core import publish_doctree
     from docutils.parsers.rst.languages import en
