@@ -307,8 +307,9 @@ A   B
         "print(1)",
         "Part",
         "one",
+        "A\tB",
     ]
-    assert kept(read(path)) == [("The Title", "\n\n".join([*blocks, "A", "B"]))]
+    assert kept(read(path)) == [("The Title", "\n\n".join(blocks))]
     assert kept(read(write(tmp_path / "no_title.rst", "words"))) == [("no title", "words")]
 
 

@@ -64,6 +64,8 @@ def _items(path: Path) -> Iterator[RawRecord | Rejected]:
                         yield reject_remainder(place, "the list does not end", "copy or write the file again")
                     return
                 if text[at : at + 1] == "]" and is_list:
+                    if f"{text[at + 1 :]}{file.read(_READ)}".strip():
+                        yield reject_remainder(place, "text follows the list", "put all objects into one list")
                     return
                 try:
                     end = _SCANNER.raw_decode(text, at)[1] if text[at : at + 1] == "{" else 0
