@@ -60,7 +60,7 @@ def _parse_record(raw: RawRecord) -> Outcome:
     if suffix in HTML_SUFFIXES:
         return page_to_document(text, raw.place, title=stem)
     if suffix in MARKDOWN_SUFFIXES:
-        return _parse_markdown(_MODULE_LINE.sub("", text) if suffix == _MDX else text, stem, raw.place)
+        return parse_markdown(_MODULE_LINE.sub("", text) if suffix == _MDX else text, stem, raw.place)
     if "multistream-index" in stem and _DUMP_INDEX.match(text):
         return Dropped(raw.place, "dump_index")
     return parse_document_or_drop({"title": stem, "text": text.strip()}, raw.place)
@@ -82,7 +82,7 @@ def decode_text(data: bytes, *, is_html: bool) -> str:
         raise ValueError(f"invalid {name} at byte {error.start}; save the file as UTF-8") from None
 
 
-def _parse_markdown(source: str, name: str, place: str) -> Outcome:
+def parse_markdown(source: str, name: str, place: str) -> Outcome:
     """Parse Markdown with HTML in it; the title is the front matter's, or the first heading, or the file's name."""
     import lxml.html
     from markdown_it import MarkdownIt
