@@ -25,7 +25,8 @@ from realmops.answering.record import citation_record, format_record
 from realmops.artifacts import sha256_file
 from realmops.corpus.documents import Document, RawRecord, Rejected
 from realmops.corpus.formats import list_sources, sandbox
-from realmops.corpus.formats.paged import bounding_boxes, convert
+from realmops.corpus.formats.paged import convert
+from realmops.corpus.formats.pdf import bounding_boxes
 from realmops.corpus.snapshot_reader import REJECTS, SOURCES, read_rejects
 from realmops.serve.page import _passages
 
@@ -269,7 +270,7 @@ def kind_here(path: Path) -> str:
 
 
 def test_cells_are_counted_over_all_rows_and_sheets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realmops.corpus.formats.paged._CELL_LIMIT", 20)  # a row is as much as a cell
+    monkeypatch.setattr("realmops.corpus.formats.office._CELL_LIMIT", 20)  # a row is as much as a cell
     for rows, kind in ((5, "Document"), (6, "too_large")):
         one = written(tmp_path / "one.xlsx", xlsx({"A": [["x", None, "y"]] * rows}))
         two = written(tmp_path / "two.xlsx", xlsx({"A": [["x", None, "y"]] * 3, "B": [["x", None, "y"]] * (rows - 3)}))
@@ -281,7 +282,8 @@ def test_cells_are_counted_over_all_rows_and_sheets(tmp_path: Path, monkeypatch:
 
 
 def test_characters_are_counted_over_all_pages_and_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realmops.corpus.formats.paged.LINE_LIMIT", 10)
+    for module in ("contents", "office", "paged", "pdf"):
+        monkeypatch.setattr(f"realmops.corpus.formats.{module}.LINE_LIMIT", 10)
     for last, kind in (("fghij", "Document"), ("fghijk", "too_large")):
         assert kind_here(written(tmp_path / "a.pdf", pdf("abcde", "", last))) == kind
     rows = [["ab", "cd"], ["ef"]]  # "A", 6 characters and 5 between them are more than 10, half of them are not

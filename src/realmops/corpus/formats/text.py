@@ -61,7 +61,7 @@ def _parse_record(raw: RawRecord) -> Outcome:
     if suffix in HTML_SUFFIXES:
         return page_to_document(text, raw.place, title=stem)
     if suffix in MARKDOWN_SUFFIXES:
-        return _parse_markdown(text, stem, raw.place, has_modules=suffix == _MDX)
+        return parse_markdown(text, stem, raw.place, has_modules=suffix == _MDX)
     if "multistream-index" in stem and _DUMP_INDEX.match(text):
         return Dropped(raw.place, "dump_index")
     return parse_document_or_drop({"title": stem, "text": text.strip()}, raw.place)
@@ -89,7 +89,7 @@ def decode_text(data: bytes, *, is_html: bool) -> str:
     return text
 
 
-def _parse_markdown(source: str, name: str, place: str, *, has_modules: bool) -> Outcome:
+def parse_markdown(source: str, name: str, place: str, *, has_modules: bool = False) -> Outcome:
     """Parse Markdown with HTML in it; the title is the front matter's, or the first heading, or the file's name."""
     import lxml.html
     from markdown_it import MarkdownIt
