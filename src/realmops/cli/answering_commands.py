@@ -197,7 +197,7 @@ def update(**options: Any) -> None:
 @option.existing_root
 @option.model
 def export(folder: Path, format: str, push: str | None, root: Path, model: str | None) -> Iterable[str]:
-    """Export retriever, reader, embeddings or rankings for other programs.
+    """Export models, embeddings or rankings for other programs.
 
     sentence-transformers: a folder for SentenceTransformer(FOLDER), which computes the run's embeddings. onnx: the same
     for ONNX Runtime; needs the extra "export". parquet: every passage with its embedding, its position in its document
