@@ -126,7 +126,8 @@ class Stage:
         DVC fails for a key that params.yaml lacks, so the section of such an option is tracked instead.
         """
         pairs = [key.split(".") for key in self.options]
-        return [*self.sections, *(f"{name}.{key}" if key in own.get(name, {}) else name for name, key in pairs)]
+        single = (f"{name}.{key}" if key in own.get(name, {}) else name for name, key in pairs)
+        return list(dict.fromkeys([*self.sections, *single]))
 
     def run(self, job: Job) -> dict[str, Any]:
         """Run ``stages/<name>.py`` and return its metrics."""
