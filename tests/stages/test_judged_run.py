@@ -1,6 +1,7 @@
 """A run over judged questions without answers: the retriever learns from them, and documents are what is measured."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import ir_measures
 import pytest
 import small_project
+import torch
 from ir_measures import AP, RR, R, nDCG
 from small_world import DOCUMENTS
 
@@ -17,6 +19,8 @@ from realmops.corpus.question_sets import read_questions
 from realmops.corpus.relevance import RelevantPassages
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.compare import compare_runs, deciding_metric
+from realmops.model.checkpoint_files import load_retriever
+from realmops.search.embeddings import embed_corpus, load_index
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "snapshot": {"documents": "beir", "block_wordpieces": 48},
@@ -88,6 +92,19 @@ def test_the_retriever_learns_from_a_passage_of_each_relevant_document(project: 
     first, second = relevant.passages_of_documents(question)
     assert {snapshot.document_id(p) for p in first} == {"d0"}
     assert [p for p in range(len(snapshot)) if relevant.is_relevant(question, p)] == sorted([*first, *second])
+
+
+def test_without_a_reader_the_query_tower_is_trained_over_the_frozen_index(project: Path, tmp_path: Path) -> None:
+    shutil.copytree(project, tmp_path / "mine")
+    options = {**OPTIONS, "finetune": {**OPTIONS["finetune"], "retriever_training": "queries"}}
+    small_project.stage("finetune", small_project.toy_values(**options), tmp_path / "mine", tmp_path / "mine/root")
+    folder = tmp_path / "mine/root/models/finetune"
+    assert len([line for line in small_project.journal(folder) if "query_early_loss" in line]) == 2, "steps of 2 epochs"
+    snapshot = Snapshot.open(tmp_path / "mine/root/data/snapshot/corpus")
+    retriever = load_retriever(folder, snapshot.vocabulary_hash)
+    pairs = zip(retriever.query.parameters(), retriever.document.parameters(), strict=True)
+    assert any(not torch.equal(query, document) for query, document in pairs)
+    assert torch.equal(embed_corpus(retriever, snapshot, torch.float32), load_index(folder, snapshot))
 
 
 def test_tables_and_comparisons_show_ndcg(project: Path) -> None:

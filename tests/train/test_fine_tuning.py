@@ -20,7 +20,7 @@ from realmops.model.retriever import FusionWeights
 from realmops.model.sequences import join_query, join_reader
 from realmops.text.answer_matching import normalize_answer
 from realmops.train import fine_tuning as module
-from realmops.train.fine_tuning import finetune, finetune_steps, question_loss
+from realmops.train.fine_tuning import finetune, finetune_steps, query_steps, question_loss, train_query_tower
 
 
 def span_logits(model: OpenQa, question: Question, passages: list[int]) -> list[list[tuple[float, bool]]]:
@@ -102,6 +102,30 @@ def test_what_is_given_is_read_and_nothing_else(world: World) -> None:
     before = [p.clone() for p in model.retriever.parameters()]
     finetune(tiny_context(), model, [BORN, PORT], options(), tiny_optimiser())
     assert all(torch.equal(p, old) for p, old in zip(model.retriever.parameters(), before, strict=True))
+
+
+def test_a_query_tower_learns_alone_from_judged_questions(world: World) -> None:
+    """By hand: the softmax of the relevant passages among the best of the whole index, as the optimiser sees it."""
+    model, [first, second, *_] = open_qa(world), dict.fromkeys(world.snapshot.column("document_id"))
+    questions = [Question("a", "Where was the poet born?", (), relevant=((second, 1), (first, 0)))]
+    questions.append(Question("b", "Who?", (), relevant=(("of another corpus", 1),)))
+    chosen = options(retriever_epochs=15, retriever_batch_size=2, retriever_candidates=11)
+    reader = [p.clone() for p in model.reader.parameters()]
+    vectors, journal = model.passages.embedding_PE.clone(), MemoryJournal()
+    with torch.no_grad():
+        query_E = model.retriever.query(PackedBatch(model.queries([questions[0].question])))[0]
+        f = sorted(float(model.retriever.scale * query_E @ e) for e in vectors)[1:]
+        own = [n for n, name in enumerate(world.snapshot.column("document_id")) if name == second]
+        relevant = [float(model.retriever.scale * query_E @ vectors[n]) for n in own]
+    assert min(relevant) >= f[0], "the twelfth passage is another one"
+    expected = math.log(sum(map(math.exp, f))) - math.log(sum(map(math.exp, relevant)))
+    train_query_tower(tiny_context(journal=journal), model, questions, chosen, tiny_optimiser())
+    losses = journal.values("early_loss")
+    assert len(losses) == query_steps(2, chosen) == 15
+    assert losses[0] == pytest.approx(expected / 2, rel=1e-3), "a question without a relevant passage counts 0"
+    assert losses[-1] < 0.8 * losses[0]
+    assert torch.equal(model.passages.embedding_PE, vectors)
+    assert all(torch.equal(p, old) for p, old in zip(model.reader.parameters(), reader, strict=True))
 
 
 # ---- what is correct

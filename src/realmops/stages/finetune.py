@@ -37,7 +37,7 @@ from realmops.stages.common import (
 )
 from realmops.stages.finetune_retriever import EVIDENCE_DEPTH, prepare_retrieval, start_models
 from realmops.stages.tuned_model import save_tuned
-from realmops.train.fine_tuning import finetune, finetune_steps
+from realmops.train.fine_tuning import finetune, finetune_steps, query_steps, train_query_tower
 from realmops.train.fusion_weights import fit_reading_weight, fit_weights_on_questions
 from realmops.train.loop import TrainingContext
 from realmops.train.parallel import process_group
@@ -86,6 +86,9 @@ def _open_qa(
             add_span_head(reader, options.span_width, seed)
         kind = OpenQa
     model = kind(retriever, reader, snapshot, finder.passages, options, dtype, finder.ranker, finder.bm25)
+    if kind is not OpenQa and finder.passages is not None and options.retriever_training == "queries":
+        context = trainings.context("query", query_steps(len(questions), options), "query tower", "query_")
+        trainings.end = train_query_tower(context, model, questions, options, job.section(Optimiser))
     if model.hybrid:
         retriever.mixture = fit_weights_on_questions(model, held_out)
         configure_malloc()

@@ -11,7 +11,7 @@ from realmops.starter.new_project import Project, path_in_params
 SPLITS = "train", "dev", "test"
 MIN_QUESTIONS = 60  # fewer are not split into train, dev and test
 HELD_OUT = 10  # a tenth of the judged training questions is for dev, if no split is
-JUDGED_EPOCHS = 1  # of the retriever over judged training questions
+JUDGED_EPOCHS = 4  # of the query tower over judged training questions
 
 
 def add_questions(project: Project, files: Sequence[Path]) -> None:
@@ -37,7 +37,7 @@ def add_questions(project: Project, files: Sequence[Path]) -> None:
 def add_judged_questions(project: Project, judged: Mapping[str, Sequence[Question]]) -> None:
     """Set questions.train, dev and test to the judged questions of a BEIR folder, by the names of its splits.
 
-    The retriever is trained on train. Without dev, a part of train is held out for it, and without test, dev is test.
+    The query tower is trained on train. Without dev, a part of train is held out for it, and without test, dev is test.
     Without train, questions generated from the documents remain train and dev.
     """
     parts = {"dev" if name in ("validation", "valid") else name: part for name, part in judged.items()}
@@ -57,6 +57,7 @@ def add_judged_questions(project: Project, judged: Mapping[str, Sequence[Questio
         name = _add_split(project, split, parts[split])
         project.lines.append(f"questions.{split}: {len(parts[split])} with relevance judgements, in {name}")
     if chosen == SPLITS:
+        project.put("finetune.retriever_training", "queries")
         project.put("finetune.retriever_epochs", JUDGED_EPOCHS)
     else:
         project.lines.append("questions.train, questions.dev: generated from the documents (preset documents)")

@@ -1,4 +1,4 @@
-"""Open-QA fine-tuning of query tower and reader over frozen passage embeddings (paper, section 3.2; ORQA).
+"""Fine-tuning over frozen passage embeddings: query tower and reader (paper, section 3.2; ORQA), or the tower alone.
 
 Shape suffixes: B questions, P passages, K passages that are read, S answer spans of all sequences,
 W maximum of spans per question.
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from realmops.answering.openqa import OpenQa
+from realmops.answering.retrieval import RetrieveAndRead
 from realmops.config import ClosedBookOptions, Finetune, Optimiser
 from realmops.corpus.question_sets import Question
 from realmops.devices import to_device
@@ -19,16 +20,14 @@ from realmops.model.likelihood import hard_em_span_loss, marginal_span_loss
 from realmops.train.loop import DeferredMetrics, TrainingContext, epoch_rows, fit
 from realmops.train.optimiser import Group
 
+SEARCHED = 256  # passages in the early loss of the query tower alone: at most 75 MB for 32 questions and six vectors
+
 
 def question_loss(model: OpenQa, questions: Sequence[Question]) -> tuple[Tensor, DeferredMetrics]:
     """Return the mean of early retriever loss (over the top passages) plus span loss (over those read), and metrics."""
     options = model.options
     depth = options.retriever_candidates if model.ranker is None else max(5, options.reader_candidates)
-    relevance_BP, id_BP = model.evidence(questions, depth)
-    correct_BP = torch.from_numpy(
-        np.stack([model.is_correct(q, row) for q, row in zip(questions, id_BP.tolist(), strict=True)])
-    )
-    early_B = marginal_span_loss(relevance_BP, to_device(model.device, correct_BP)[0])
+    early_B, relevance_BP, id_BP, correct_BP = early_loss(model, questions, depth)
     passages = [[p for p in row if p >= 0] for row in id_BP[:, : options.reader_candidates].tolist()]
     score_S, rows = model.spans([model.wordpieces(q.question) for q in questions], passages)
     question_S, rank_S = to_device(model.device, torch.from_numpy(rows[:, :2].T))[0]
@@ -46,6 +45,22 @@ def question_loss(model: OpenQa, questions: Sequence[Question]) -> tuple[Tensor,
         }
 
     return (early_B + span_B).mean(), DeferredMetrics((early_B, span_B, has_gold_B), metrics)
+
+
+def early_loss(
+    model: RetrieveAndRead, questions: Sequence[Question], depth: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute -log p of the relevant passages among the top ``depth`` of each question, B; 0 if none is relevant.
+
+    Returns:
+        The loss, and of the top passages f(x, z), ids and whether they are relevant (both on the CPU), all B x P.
+    """
+    relevance_BP, id_BP = model.evidence(questions, depth)
+    correct_BP = torch.from_numpy(
+        np.stack([model.is_correct(q, row) for q, row in zip(questions, id_BP.tolist(), strict=True)])
+    )
+    loss_B = marginal_span_loss(relevance_BP, to_device(model.device, correct_BP)[0])
+    return loss_B, relevance_BP, id_BP, correct_BP
 
 
 def _span_loss(kind: str, logit_S: Tensor, gold_S: Tensor, rows: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
@@ -107,3 +122,43 @@ def finetune(
         groups.insert(0, Group("query", model.retriever.query, options.retriever_learning_rate))
     steps = finetune_steps(len(questions), options)
     fit(context, groups, optimiser, step_loss, steps=steps, checkpoint_every=options.checkpoint_every)
+
+
+def query_steps(questions: int, options: Finetune) -> int:
+    """Return the number of steps of ``options.retriever_epochs`` epochs of the query tower over the questions."""
+    return math.ceil(options.retriever_epochs * math.ceil(questions / options.retriever_batch_size))
+
+
+def train_query_tower(
+    context: TrainingContext,
+    model: RetrieveAndRead,
+    questions: Sequence[Question],
+    options: Finetune,
+    optimiser: Optimiser,
+) -> int:
+    """Train the query tower alone by the early loss, with the top passages of the whole index as negatives.
+
+    f(x, z) is that of the search: if it includes BM25, the embeddings learn what the words lack.
+
+    Returns:
+        The journal's length at the end.
+    """
+    rows_of = epoch_rows(context, len(questions), options.retriever_batch_size)
+
+    def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
+        model.retriever.train()
+        local, weight = context.processes.split_batch([questions[row] for row in rows_of(step)])
+        loss_B, _, _, correct_BP = early_loss(model, local, min(SEARCHED, options.retriever_candidates))
+
+        def metrics(loss_B: Tensor) -> dict[str, float]:
+            return {
+                "early_loss": loss_B.mean().item(),
+                "no_correct_passage": float((~correct_BP.any(-1)).float().mean()),
+                "recall_at_5": float(correct_BP[:, :5].any(-1).float().mean()),
+            }
+
+        return weight * loss_B.mean(), DeferredMetrics([loss_B], metrics)
+
+    groups = [Group("query", model.retriever.query, options.retriever_learning_rate)]
+    steps, every = query_steps(len(questions), options), options.checkpoint_every
+    return fit(context, groups, optimiser, step_loss, steps=steps, checkpoint_every=every)
