@@ -34,8 +34,8 @@ def convert_questions(
     whose ids have a prefix in ``drop`` are dropped. Raises ValueError if no question is left for a file.
     """
     artifacts.check_replaceable(out, KIND)
-    impossible: list[str] = []
-    questions = read_questions(files, format=format, unanswerable=impossible)
+    unanswerable: list[Question] = []
+    questions = read_questions(files, format=format, unanswerable=unanswerable) + unanswerable
     kept_questions = [question for question in questions if not question.id.startswith(tuple(drop))]
     parts = {"questions.jsonl": kept_questions}
     if orqa_split:
@@ -46,10 +46,10 @@ def convert_questions(
     empty = [name for name, part in parts.items() if not part]
     if empty:
         raise ValueError(f"{empty[0]} would be empty: {len(questions)} questions read; give more files, or drop fewer")
-    lines = [f"{len(questions) + len(impossible)} questions read"]
-    lines += [f"{len(impossible)} dropped: marked as impossible"] if impossible else []
+    lines = [f"{len(questions)} questions read"]
+    lines += [f"{len(unanswerable)} have no answers: they measure abstention"] if unanswerable else []
     lines += [f"{len(questions) - len(kept_questions)} dropped: the id starts with {' or '.join(drop)}"] if drop else []
-    return lines + _write(out, parts, read=len(questions) + len(impossible))
+    return lines + _write(out, parts, read=len(questions))
 
 
 def label(root: Path, out: Path, report: Report) -> Iterator[str]:
