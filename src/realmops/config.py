@@ -102,7 +102,7 @@ class QuestionFiles(Section, name="questions"):
     train: str
     dev: str
     test: str
-    format: Literal["auto", "jsonl", "webquestions", "curatedtrec", "squad", "dpr", "csv"]
+    format: Literal["auto", "jsonl", "json", "curatedtrec", "dpr", "csv"]
 
 
 class Tag(Section, name="tag"):

@@ -289,6 +289,37 @@ def with_generated(project: Path, split: str, people: int) -> None:
     write_json_lines(project / f"questions.{split}.jsonl", records)
 
 
+def test_questions_without_answers_measure_abstention_alone(project: Path) -> None:
+    """They count as wrongly answered in the calibration, and not in EM; models are not trained on them."""
+    root, values = project / "root", toy_values(pretrain={"steps": 0, "builder": "external"})
+    results = {}
+    for extra in (0, 5):
+        report = Quiet()
+        for split in ("train", "dev", "test"):
+            without = [{"id": f"none-{n}", "question": f"Who sank ship {n}?", "answers": []} for n in range(extra)]
+            write_json_lines(project / f"questions.{split}.jsonl", [*question_records(split), *without])
+        tuned, measured = (stage(name, values, project, root, report) for name in ("finetune", "evaluate"))
+        stored = json.loads((root / f"models/finetune/{FILE}").read_text())
+        results[extra] = tuned, measured, stored
+        assert stored["questions"] == 20 + extra
+        assert any("5 training questions have no answer" in line for line in report.said) == (extra == 5)
+        assert len(read_predictions(root / "results/predictions.parquet")) == measured["questions"] == 2
+    (plain, plain_test, curve), (tuned, measured, lower) = results.values()
+    assert "right_abstentions" not in plain_test
+    assert "unanswerable_questions" not in plain_test
+    assert measured["unanswerable_questions"] == 5
+    assert measured["right_abstentions"] in {n / 5 for n in range(6)}
+    for name in ("em", "f1", "questions"):
+        assert measured[name] == plain_test[name]
+    assert (tuned["dev_em"], tuned["questions"]) == (plain["dev_em"], plain["questions"])
+    assert (lower["slope"], lower["intercept"]) != (curve["slope"], curve["intercept"])
+    assert "abstentions on 5 questions without answers" in (root / "results/report.html").read_text()
+    asked = cli("ask", "--root", root, "--from", project / "questions.test.jsonl")
+    assert f"{measured['right_abstentions'] * 5:.0f} of 5 questions without answers" in asked.stderr, asked.stderr
+    for split in ("train", "dev", "test"):
+        write_json_lines(project / f"questions.{split}.jsonl", question_records(split))
+
+
 def test_generated_questions_are_never_asked_whether_answers_are_right(project: Path) -> None:
     """The metrics of answers are those of the only question of people; recall counts both."""
     values, root, report = toy_values(pretrain={"steps": 0, "builder": "external"}), project / "root", Quiet()

@@ -93,9 +93,9 @@ def texts(questions: list[Question]) -> list[tuple[str, tuple[str, ...]]]:
 
 
 PUBLISHED: dict[str, tuple[str, str, list[tuple[str, tuple[str, ...]]]]] = {
-    "brmson": ("webquestions", json.dumps(BRMSON), [("who?", ("Ann", "Bo")), ("how?", ("5",))]),
-    "original": ("webquestions", json.dumps(ORIGINAL), [("who?", ("Ann B.", "Bo")), ("how?", ('5 "big" ones',))]),
-    "squad": ("squad", json.dumps(SQUAD, indent=1), [("who?", ("Ann",)), ("whom?", ("Bo",))]),
+    "brmson": ("json", json.dumps(BRMSON), [("who?", ("Ann", "Bo")), ("how?", ("5",))]),
+    "original": ("json", json.dumps(ORIGINAL), [("who?", ("Ann B.", "Bo")), ("how?", ('5 "big" ones',))]),
+    "squad": ("json", json.dumps(SQUAD, indent=1), [("who?", ("Ann",)), ("whom?", ("Bo",))]),
     "trec": ("curatedtrec", TREC, [("Who?", ("Ann( B\\.)?|Bo",)), ("When?", ("19\\d\\d",))]),
     "dpr": ("dpr", DPR, [("who?", ("Ann", "Bo")), ("what?", ("Bo's", "x")), ('he said "go"', ("y",))]),
     "nq": ("jsonl", '{"question": "who", "answer": ["Ann"]}\n', [("who", ("Ann",))]),
@@ -145,12 +145,16 @@ def test_ids_come_from_the_file_where_it_has_them(tmp_path: Path) -> None:
     assert (unnamed.id.startswith("q-"), unnamed.passage_id) == (True, None)
 
 
-def test_impossible_questions_are_told(tmp_path: Path) -> None:
-    told: list[str] = []
+def test_questions_without_answers_are_apart(tmp_path: Path) -> None:
+    unanswerable: list[Question] = []
     (tmp_path / "dev.json").write_text(json.dumps(SQUAD))
-    found = read_questions([tmp_path / "dev.json"], format=AUTO, unanswerable=told)
+    found = read_questions([tmp_path / "dev.json"], format=AUTO, unanswerable=unanswerable)
     assert len(found) == 2
-    assert told == ["s2"]
+    assert unanswerable == [Question("s2", "why?", ())]
+    (tmp_path / "lines").write_bytes(b"".join(map(to_json_line, [*found, *unanswerable])))
+    again: list[Question] = []
+    assert read_questions([tmp_path / "lines"], format="jsonl", unanswerable=again) == found
+    assert again == unanswerable
 
 
 def test_the_options_name_the_formats() -> None:
@@ -249,7 +253,7 @@ def squad(records: list[Record]) -> str:
     return json.dumps({"data": [{"paragraphs": [{"qas": found}]}]})
 
 
-def webquestions(records: list[Record]) -> str:
+def brmson(records: list[Record]) -> str:
     return json.dumps([{"qId": i, "qText": q, "answers": a} for i, q, a in records])
 
 
@@ -270,7 +274,7 @@ def table(records: list[Record]) -> str:
 WRITERS: dict[str, Callable[[list[Record]], str]] = {
     "jsonl": json_lines,
     "squad": squad,
-    "webquestions": webquestions,
+    "brmson": brmson,
     "curatedtrec": curatedtrec,
     "dpr": dpr,
     "csv": table,
@@ -298,7 +302,7 @@ records = st.lists(st.tuples(odd, odd, st.lists(odd, max_size=3) | odd), max_siz
 @example(given=[("1", "\ud800", ["Ann"])])
 @example(given=[("\ud800", "Who?", ["Ann"])])
 def test_records_of_any_texts_are_read_or_refused(tmp_path: Path, form: str, given: list[Record]) -> None:
-    check(tmp_path / "questions", WRITERS[form](given).encode("utf-8", "surrogatepass"), form)
+    check(tmp_path / "questions", WRITERS[form](given).encode("utf-8", "surrogatepass"), AUTO)
 
 
 def test_an_id_comes_once_in_the_files_of_one_set(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "documents": read_documents,
     "questions": lambda path: read_questions([path], format="auto"),
     "questions as csv": lambda path: read_questions([path], format="csv"),
-    "questions as squad": lambda path: read_questions([path], format="squad"),
+    "questions as lines": lambda path: read_questions([path], format="jsonl"),
     "entities": read_conll,
     "records": lambda path: list(read_records(path)),
     "blocks": lambda path: convert_blocks(path, None, path.with_name("out.gz")),
@@ -69,19 +69,19 @@ LINES = [  # the second of a corpus
     ('{"title": "A", "text": "a", "id": ' + "1" * 5000 + "x}", "not valid JSON"),
 ]
 CHANGES: list[tuple[dict[str, Any], str]] = [  # of a question, the second of its set
-    ({"answers": []}, "'q2' has no answer"),
+    ({"answers": None}, "'answers' is NoneType"),
     ({"answers": [" "]}, "'q2' has no answer"),
     ({"answers": ["a", ""]}, "is blank"),
-    ({"answers": "Ann"}, "'answers' is str"),
-    ({"answers": [1]}, "'answers' is int"),
+    ({"answers": {"name": "Ann"}}, "'answers' is an object with the keys name; expected .*'text'"),
+    ({"answers": [1.5]}, "'answers' is float"),
     ({"question": "  "}, "has no text"),
     ({"id": "q1"}, "was used at"),
     ({"passage_id": 3}, "'passage_id' is int"),
     ({"not_in": "p1"}, "'not_in' is str, expected a list of passage ids"),
     ({"is_regex": "yes"}, "'is_regex' is 'yes'"),
     ({"is_regex": True, "answers": ["(Ann"]}, r"question 'q2': '\(Ann' is no regular expression"),
-    ({"question": ...}, "the key 'question' is missing"),
-    ({"answers": ...}, "the key 'answers' is missing"),
+    ({"question": ...}, "keys found are answers, id; nearest form: question and answers, .* the key 'question'"),
+    ({"answers": ...}, "keys found are id, question; nearest form: .* needs the key 'answers' or 'answer';"),
 ]
 
 
@@ -143,22 +143,32 @@ TABLE: list[
     ("documents", "a.txt", b"caf\xe9", "invalid UTF-8 at byte 3; save the file as UTF-8"),
     *(("documents", "a.xml", XML + tail, ":after page 1: .*rest of the file") for tail in ("<page><ti", "</b>", "")),
     *(("questions", "q.jsonl", changed(change), f":2: .*{report}") for change, report in CHANGES),
-    ("questions", "q.jsonl", "\n", "no questions found"),
+    ("questions", "q.jsonl", "\n", "no questions with answers found"),
     ("questions", "q", "1\tfactoid\tWho?\t(Ann\n", r":1: question '1': '\(Ann' is no regular expression \(missing \)"),
     ("questions", "q", "1\tx\tWho?\tAnn\n2\tWho?\tBo\n", ":2: 3 columns, expected 4"),
     ("questions", "q", "1\tx\tWho?\tAnn\n1\tx\tWho?\tAnn\n", ":2: the id '1' was used at .*:1"),
     *(("questions", "q", f"who?\t{literal}\n", f":1: {report}") for literal, report in LITERALS),
     ("questions", "q", "who? Ann\n", ":1: unknown format, 1 columns found"),
-    ("questions", "q", "a\tb\tc\n", ":1: unknown format, 3 columns found; .* name the format"),
+    ("questions", "q", "a\tb\tc\n", ":1: unknown format, 3 columns found in .* name the format"),
     ("questions", "q", "[1]", ": question 1 is int"),
-    ("questions", "q", "[{}]", ": question 1: the key 'qText' is missing"),
+    (
+        "questions",
+        "q",
+        "[{}]",
+        ": question 1: unknown form of a question: the keys found are none; nearest form: question and answers",
+    ),
     ("questions", "q", '[{"qText": "a", "answers": ["b"]},\n]', ":2: not valid JSON"),
     *(
         ("questions", "q", json.dumps([{"utterance": "a", "targetValue": target}]), f"question 1: {report}")
         for target, report in TARGETS
     ),
-    ("questions", "q", '{"data": [{"title": "t"}]}', ": article 1: the key 'paragraphs' is missing"),
-    ("questions", "q", '{"data": [{"paragraphs": [{"qas": [{"question": "a"}]}]}]}', "1, question 1: .* has no"),
+    ("questions", "q", '{"data": [{"title": "t"}]}', ": question 1: unknown form .* found are title"),
+    (
+        "questions",
+        "q",
+        '{"data": [{"paragraphs": [{"qas": [{"question": "a"}]}]}]}',
+        "article 1, paragraph 1, question 1: .* the key 'answers'",
+    ),
     ("questions", "q", '{"data": 5}', "'data' is int, expected a list"),
     ("questions", "q", "[" + "1" * 5000 + "]", ":1: not valid JSON"),
     ("questions", "q", "[" * 100_000, "nested too deeply"),
@@ -170,7 +180,7 @@ TABLE: list[
     ("questions", "q.gz", gzip.compress(b"[" + os.urandom(1000).hex().encode())[:-20], "ends in the middle"),
     ("questions", "q.gz", "[]", "no valid gzip data"),
     ("questions as csv", "q", "who?,Ann\n", ":1: the first line of a table names its columns"),
-    ("questions as squad", "q", "[]", "the file is list, expected a JSON object"),
+    ("questions as lines", "q", "[]", "JSON list; each line must be one JSON object"),
     ("entities", "ner", "a B-X\nb\n", ":2: 'b' has one column; expected 'token tag'"),
     ("entities", "ner", "a B-X\n\nb X-Y\n", ":3: the tag 'X-Y' is not O, B-TYPE or I-TYPE"),
     ("entities", "ner", "a B-X\nb B-\n", ":2: the tag 'B-' is not O, B-TYPE or I-TYPE"),
@@ -218,9 +228,7 @@ def test_what_is_no_file_is_refused_by_its_name(tmp_path: Path, reader: str) -> 
 
 
 def test_an_unknown_format_of_questions_is_refused_with_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match="format 'nq' is unknown; choose one of auto, jsonl, webquestions, curatedtrec"
-    ):
+    with pytest.raises(ValueError, match="format 'nq' is unknown; choose one of auto, jsonl, json, curatedtrec"):
         read_questions([tmp_path / "x"], format="nq")
 
 

@@ -38,7 +38,7 @@ format = click.option(
     "--format",
     default="auto",
     metavar="NAME",
-    help="jsonl, webquestions, curatedtrec, squad, dpr, csv, or auto: detect by content.",
+    help="jsonl, json, curatedtrec, dpr, csv, or auto: detect by content.",
 )
 model = click.option(
     "--model",

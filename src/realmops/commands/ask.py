@@ -7,7 +7,7 @@ from realmops.answering.answer import InvalidRequest
 from realmops.answering.opened_model import Query
 from realmops.answering.record import Record
 from realmops.commands.open_model import open_model
-from realmops.corpus.question_sets import assign_languages, read_questions, rows_of_people
+from realmops.corpus.question_sets import Question, assign_languages, read_questions, rows_of_people
 from realmops.evaluate.exact_match import is_exact_match
 
 
@@ -24,7 +24,8 @@ def ask(
         InvalidRequest: one of ``questions`` cannot be answered; raised before any is.
     """
     queries = [Query(text) for text in questions]
-    from_file = [] if file is None else read_questions([file], format="auto")
+    unanswerable: list[Question] = []
+    from_file = [] if file is None else read_questions([file], format="auto", unanswerable=unanswerable)
     if not queries and not from_file:
         raise ValueError("no questions: give QUESTION, or --from with a file that has some")
     opened = open_model(root, model)
@@ -39,8 +40,8 @@ def ask(
         log("ask: the model was not calibrated on questions of people: a score ranks answers, and is no probability")
     for query in queries:
         yield from opened.answer([query])
-    people, correct = rows_of_people(from_file), 0
-    for question in assign_languages(from_file, opened.model.snapshot.common_languages):
+    people, correct, abstained = rows_of_people(from_file), 0, 0
+    for question in assign_languages([*from_file, *unanswerable], opened.model.snapshot.common_languages):
         query = Query(question.question, question.not_in)
         try:
             opened.check(query)
@@ -48,7 +49,12 @@ def ask(
             yield {"question": question.question, "error": str(error)}
             continue
         [record] = opened.answer([query])
-        correct += question.measures_answers and is_exact_match(record["answer"] or "", question)
+        if question.answers or question.relevant:
+            correct += question.measures_answers and is_exact_match(record["answer"] or "", question)
+        else:
+            abstained += record["abstained"] or not record["answer"]
         yield record
     if people and opened.model.gives_answers:
         log(f"exact match {correct / len(people):.3f}: {correct} of {len(people)} questions of {file} are correct")
+    if unanswerable and opened.model.gives_answers:
+        log(f"ask: {abstained} of {len(unanswerable)} questions without answers in {file} are abstained from")

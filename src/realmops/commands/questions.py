@@ -43,8 +43,8 @@ def convert_questions(
     if len(files) == 1 and (judged := read_judged_questions(files[0])):
         parts = {f"questions.{split}.jsonl": part for split, part in judged.items()}
         return _write(out, parts, read=sum(map(len, parts.values())))
-    impossible: list[str] = []
-    questions = read_questions(files, format=format, unanswerable=impossible)
+    unanswerable: list[Question] = []
+    questions = read_questions(files, format=format, unanswerable=unanswerable) + unanswerable
     kept_questions = [question for question in questions if not question.id.startswith(tuple(drop))]
     parts = {"questions.jsonl": kept_questions}
     if orqa_split:
@@ -55,10 +55,10 @@ def convert_questions(
     empty = [name for name, part in parts.items() if not part]
     if empty:
         raise ValueError(f"{empty[0]} would be empty: {len(questions)} questions read; give more files, or drop fewer")
-    lines = [f"{len(questions) + len(impossible)} questions read"]
-    lines += [f"{len(impossible)} dropped: marked as impossible"] if impossible else []
+    lines = [f"{len(questions)} questions read"]
+    lines += [f"{len(unanswerable)} have no answers: they measure abstention"] if unanswerable else []
     lines += [f"{len(questions) - len(kept_questions)} dropped: the id starts with {' or '.join(drop)}"] if drop else []
-    return lines + _write(out, parts, read=len(questions) + len(impossible))
+    return lines + _write(out, parts, read=len(questions))
 
 
 def label(root: Path, out: Path, report: Report) -> Iterator[str]:

@@ -12,7 +12,8 @@ from typing import Any
 from realmops.artifacts import digest_of
 from realmops.corpus.documents import check_id, check_text
 from realmops.corpus.formats.beir import corpus_file, has_queries, qrels_files, read_judged_queries, read_queries
-from realmops.corpus.formats.question_files import QuestionRecord, find_question_reader
+from realmops.corpus.formats.question_files import find_question_reader
+from realmops.corpus.formats.question_forms import QuestionRecord
 from realmops.text.answer_matching import check_expression
 from realmops.text.languages import ENGLISH, detect_language, load_languages
 
@@ -27,7 +28,7 @@ class Question:
     Attributes:
         id: id, unique within a file.
         question: text.
-        answers: acceptable answers; at least one, unless there are judgements.
+        answers: acceptable answers; none if there are judgements instead, or if nothing answers it (SQuAD 2).
         passage_id: id of the document that answers it, if known.
         is_regex: whether the answers are regular expressions (CuratedTREC).
         not_in: ids of the passages that it was generated from, which are no evidence for its answer (``corpus.cloze``).
@@ -77,15 +78,15 @@ class Question:
         return "regex_search" if self.is_regex else "token_boundary"
 
 
-def read_questions(paths: Sequence[Path], *, format: str, unanswerable: list[str] | None = None) -> list[Question]:
-    """Read the questions of files, in order.
+def read_questions(paths: Sequence[Path], *, format: str, unanswerable: list[Question] | None = None) -> list[Question]:
+    """Read the questions of files that have answers, in order.
 
     A question without an id gets one from its content: the same question has the same id in every file.
 
     Args:
         paths: files of questions.
         format: a name of ``question_files.FORMATS``, or "auto" to detect the format from the content of each file.
-        unanswerable: receives the ids of questions that SQuAD 2 marks as impossible, which are skipped.
+        unanswerable: receives the questions without answers: they measure abstention, and nothing else.
 
     Raises:
         ValueError: If data is damaged, a question has no text or answers, an expression does not compile, an id is
@@ -96,21 +97,20 @@ def read_questions(paths: Sequence[Path], *, format: str, unanswerable: list[str
     questions = []
     for path in paths:
         for record in find_question_reader(path, format)(path):
-            if record.unanswerable:
-                if unanswerable is not None:
-                    unanswerable.append(str(record.id))
-                continue
             question = _question(record, copies)
             if question.id in places:
                 raise ValueError(
                     f"{record.place}: the id {question.id!r} was used at {places[question.id]}; ids must be unique"
                 )
             places[question.id] = record.place
-            questions.append(question)
+            if question.answers or question.relevant:
+                questions.append(question)
+            elif unanswerable is not None:
+                unanswerable.append(question)
     if not questions:
         names = ", ".join(map(str, paths)) or "no file was given"
         raise ValueError(
-            f"no questions found ({names}): "
+            f"no questions with answers found ({names}): "
             'give at least one line of the form {"question": "...", "answers": ["..."]}'
         )
     return questions
@@ -186,10 +186,12 @@ def split_by_hash(questions: Iterable[Question]) -> dict[str, list[Question]]:
 
 
 def to_json_line(question: Question) -> bytes:
-    """Serialise a question in the format ``jsonl``."""
+    """Serialise a question in the format ``jsonl``; a question that nothing answers has an empty list of answers."""
     fields = {name: value for name, value in asdict(question).items() if value not in (None, False, (), "")}
     if question.relevant:
         fields["relevant"] = dict(question.relevant)
+    elif not question.answers:
+        fields["answers"] = []
     return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
 
 
@@ -202,7 +204,8 @@ def _question(record: QuestionRecord, copies: Counter[str]) -> Question:
     if not isinstance(record.is_regex, bool):
         raise ValueError(f"{place}: 'is_regex' is {record.is_regex!r}, expected true or false")
     relevant = _check_judgements(record.relevant, place)
-    answers = _check_answers(record.answers, identifier or text, place) if record.answers or not relevant else ()
+    has_no_answer = record.unanswerable or (relevant and not record.answers)
+    answers = () if has_no_answer else _check_answers(record.answers, identifier or text, place)
     if record.is_regex:
         for answer in answers:
             check_expression(answer, f"{place}: question {identifier or text!r}")

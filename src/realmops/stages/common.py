@@ -44,6 +44,14 @@ def load_questions(job: Job, snapshot: Snapshot, split: str) -> list[Question]:
     return questions
 
 
+def load_unanswerable(job: Job, snapshot: Snapshot, split: str) -> list[Question]:
+    """Return the questions of a split that have no answer, from which a model should abstain."""
+    questions: list[Question] = []
+    path = job.inputs[f"questions.{split}"]
+    read_questions([path], format=job.section(QuestionFiles).format, unanswerable=questions)
+    return assign_languages(questions, snapshot.common_languages)
+
+
 @dataclass
 class StageTrainings:
     """The consecutive trainings of a stage, which share its journal."""

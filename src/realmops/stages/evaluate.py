@@ -61,6 +61,7 @@ from realmops.search.hybrid import HybridSearch
 from realmops.stages import HEADLINE, HEADLINE_METRICS, JOURNAL, METRICS, Job
 from realmops.stages.common import (
     load_questions,
+    load_unanswerable,
     open_snapshot,
     question_queries,
     rank_passages,
@@ -79,7 +80,8 @@ def run(job: Job) -> dict[str, Any]:
     """Answer the test questions, write predictions and report, and return all metrics.
 
     Answers are scored on the questions of people alone; those generated from the corpus measure retrieval, as do those
-    with relevance judgements instead of answers.
+    with relevance judgements instead of answers. Questions that nothing answers are in the metrics of abstention alone,
+    where every answer to them is wrong.
     """
     options = job.section(Finetune)
     bootstrap = {"seed": job.section(RunOptions).seed, "resamples": job.section(Evaluate).bootstrap}
@@ -105,8 +107,16 @@ def run(job: Job) -> dict[str, Any]:
     if asked:
         metrics |= scores[em_rule].figures("")
         metrics |= {f"em_{rule}": result.em.mean for rule, result in scores.items() if len(scores) > 1}
+        unanswerable = load_unanswerable(job, snapshot, "test")
+        bar = job.report.progress("test questions without answers", len(unanswerable))
+        to_abstain = model.answer(unanswerable, progress=bar) if unanswerable else []
+        if unanswerable:
+            metrics["unanswerable_questions"] = len(unanswerable)
         if confidence is not None:
-            metrics |= confidence_figures(confidence, by_people, scores[em_rule].correct, **bootstrap)
+            correct_Q = np.append(scores[em_rule].correct, np.zeros(len(to_abstain), bool))
+            metrics |= confidence_figures(confidence, [*by_people, *to_abstain], correct_Q, **bootstrap)
+            if to_abstain:
+                metrics["right_abstentions"] = float(np.mean([confidence.abstains(answer) for answer in to_abstain]))
     if not model.gives_answers:
         job.report.log("evaluate: search, not answers: the run has no reader (reader.init is none)")
     elif confidence is None:

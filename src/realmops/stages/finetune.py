@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from realmops.answering.answer import Answer
 from realmops.answering.confidence import MIN_CALIBRATION, READER_QUESTIONS, Confidence
 from realmops.answering.extractive import ExtractiveQa
@@ -30,6 +32,7 @@ from realmops.stages import READER_INIT, Job
 from realmops.stages.common import (
     StageTrainings,
     load_questions,
+    load_unanswerable,
     open_snapshot,
     question_queries,
     sample_queries,
@@ -58,11 +61,13 @@ def run(job: Job) -> dict[str, Any]:
     """Fine-tune and write the model; return losses and exact match on the dev questions."""
     snapshot = open_snapshot(job)
     questions, held_out = (load_questions(job, snapshot, split) for split in ("train", "dev"))
+    if untaught := len(load_unanswerable(job, snapshot, "train")):
+        job.report.log(f"finetune: {untaught} training questions have no answer; models are not trained on them")
     tuned = TRAINERS[job.section(Finetune).reader](StageTrainings(job), snapshot, questions, held_out)
     if not process_group().is_main_process:
         return {}
     save_tuned(job.out, tuned.model)
-    metrics = _dev_metrics(job, held_out, tuned.answers) if tuned.model.gives_answers else {}
+    metrics = _dev_metrics(job, snapshot, held_out, tuned) if tuned.model.gives_answers else {}
     return {**metrics, **tuned.metrics}
 
 
@@ -184,21 +189,33 @@ TRAINERS: Mapping[str, Callable[[StageTrainings, Snapshot, list[Question], list[
 }
 
 
-def _dev_metrics(job: Job, questions: list[Question], answers: list[Answer]) -> dict[str, float]:
-    """Write the calibration, if there is one; return exact match, F1 and its metrics on the dev questions of people."""
+def _dev_metrics(job: Job, snapshot: Snapshot, held_out: list[Question], tuned: FineTuned) -> dict[str, float]:
+    """Write the calibration, if there is one; return exact match, F1 and its metrics on the dev questions of people.
+
+    Any answer to a dev question without answers counts as wrong in the calibration. EM and F1 exclude these questions.
+    """
     seed, precision = job.section(RunOptions).seed, job.section(Finetune).wanted_precision
-    rows = rows_of_people(questions)
-    questions, answers = [questions[row] for row in rows], [answers[row] for row in rows]
+    rows = rows_of_people(held_out)
+    questions, answers = [held_out[row] for row in rows], [tuned.answers[row] for row in rows]
     score = score_predictions(questions, [answer.text for answer in answers], seed=seed) if questions else None
-    if score is not None and len(questions) >= MIN_CALIBRATION:
-        confidence: Confidence | None = fit_confidence(answers, score.correct, precision)
+    unanswerable = load_unanswerable(job, snapshot, "dev") if questions else []
+    if unanswerable:
+        bar = job.report.progress("dev questions without answers", len(unanswerable))
+        answers += tuned.model.answer(unanswerable, progress=bar)
+    correct_Q = np.zeros(len(answers), bool)
+    if score is not None:
+        correct_Q[: len(questions)] = score.correct
+    if len(answers) >= MIN_CALIBRATION:
+        confidence: Confidence | None = fit_confidence(answers, correct_Q, precision)
     else:
         confidence = _inherited_calibration(job)
     figures = {}
     if confidence is not None:
         confidence.save(job.out)
-        figures = {} if score is None else confidence_figures(confidence, answers, score.correct, seed=seed)
-    job.report.log(f"finetune: {_describe(confidence, figures, len(questions))}")
+        figures = confidence_figures(confidence, answers, correct_Q, seed=seed) if answers else {}
+    job.report.log(f"finetune: {_describe(confidence, figures, len(answers))}")
+    if unanswerable:
+        job.report.log(f"finetune: {len(unanswerable)} of these dev questions have no answer: the model should abstain")
     if score is None:
         return {}
     return {

@@ -18,17 +18,20 @@ def add_questions(project: Project, files: Sequence[Path]) -> None:
     """Set questions.train, dev and test to files with these names, else to a random split in questions/."""
     if file_of_split := match_splits(files):
         for split, path in file_of_split.items():
-            count = len(read_questions([path], format="auto"))
+            unanswerable: list[Question] = []
+            count = len(read_questions([path], format="auto", unanswerable=unanswerable)) + len(unanswerable)
             project.lines.append(f"questions.{split}: {count} of {path}")
             project.put(f"questions.{split}", path_in_params(project, path))
         return
-    questions = read_questions(files, format="auto")
+    unanswerable = []
+    questions = read_questions(files, format="auto", unanswerable=unanswerable)
     if len(questions) < MIN_QUESTIONS:
         raise ValueError(
             f"{', '.join(map(str, files))}: {len(questions)} questions; at least {MIN_QUESTIONS} are needed for train, "
             "dev and test. Leave --questions out to train on questions generated from the documents, and measure the "
             "model on yours with 'realmops ask --from FILE'"
         )
+    questions += unanswerable
     for split, part in split_by_hash(questions).items():
         name = _add_split(project, split, part)
         project.lines.append(f"questions.{split}: {len(part)} of {len(questions)}, in {name}")

@@ -22,7 +22,7 @@ from realmops.corpus.documents import (
     read_json_lines,
     require_key,
 )
-from realmops.corpus.formats.question_files import QuestionRecord
+from realmops.corpus.formats.question_forms import QuestionRecord
 
 ID = "_id"
 QRELS = "qrels"

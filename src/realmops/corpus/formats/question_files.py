@@ -1,102 +1,51 @@
 """File formats of question sets: detect a file's format and read its records.
 
-``FORMATS`` lists them. Every ValueError begins with the file and, if known, the line. Files whose names end in .gz or
-.bz2 are decompressed.
+``FORMATS`` lists them; ``question_forms`` has the forms of JSON records. Every ValueError begins with the file and, if
+known, the line. Files whose names end in .gz or .bz2 are decompressed. UTF-8 and, with a byte order mark, UTF-16 are
+read.
 """
 
-import ast
 import csv
 import json
 import re
-import warnings
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from realmops.corpus.documents import check_text, read_json_lines, require_key
+from realmops.corpus.documents import Rejected, iter_lines, parse_json_object, read_json_lines
+from realmops.corpus.formats.question_forms import QuestionRecord, expect_object, iter_items, parse_literal, read_form
 from realmops.text.compressed import DECOMPRESSION_ERRORS, describe_damage, open_compressed
 
 AUTO = "auto"
 LARGEST_CONTENT = 256 << 20  # bytes of a file that is read into memory; SQuAD has 40 MB
-LARGEST_LITERAL = 1 << 16  # characters of a list in DPR's files
 _HEAD = 1 << 16  # bytes read to detect a format
-_BOM = b"\xef\xbb\xbf"
-_SQUAD_HEAD = re.compile(rb'\{\s*("version"\s*:\s*"[^"]*"\s*,\s*)?"data"\s*:')
-_DESCRIPTION = re.compile(r'\(\s*description(?:\s*"((?:[^"\\]|\\.)*)"|\s+([^\s()"]+))\s*\)\s*', re.DOTALL)
-_TARGET = re.compile(rf"\s*\(\s*list\s*((?:{_DESCRIPTION.pattern})*)\)\s*", re.DOTALL)
-_ESCAPED = re.compile(r"\\(.)", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class QuestionRecord:
-    """The fields that all formats share, unchecked; ``id`` is None if the format has no ids.
-
-    ``relevant`` has the grades of documents by id, or a list of relevant ones.
-    """
-
-    place: str
-    id: Any
-    question: Any
-    answers: Any
-    passage_id: Any = None
-    is_regex: Any = False
-    unanswerable: bool = False
-    not_in: Any = ()
-    language: Any = None
-    relevant: Any = None
+_UTF16 = (BOM_UTF16_LE, BOM_UTF16_BE)
+_SEPARATOR = re.compile(r'"?sep=([,;|\t])"?\s*\n', re.IGNORECASE)  # Excel's first line
 
 
 def _json_lines(path: Path) -> Iterator[QuestionRecord]:
-    """Read {"id"?, "question", "answers", ...} per line, and other fields of ``Question``; "answer" may be a string.
-
-    A question with relevance judgements ("relevant") may have no answers.
-    """
-    for place, record in read_json_lines(path):
-        key = "answer" if "answer" in record and "answers" not in record else "answers"
-        answers = record.get(key, []) if "relevant" in record else require_key(record, key, place)
-        yield QuestionRecord(
-            place,
-            record.get("id"),
-            require_key(record, "question", place),
-            [answers] if key == "answer" and isinstance(answers, str) else answers,
-            record.get("passage_id"),
-            record.get("is_regex", False),
-            not_in=record.get("not_in", ()),
-            language=record.get("language"),
-            relevant=record.get("relevant"),
-        )
+    """Read one JSON record per line."""
+    lines = _utf16_lines(path) if _read(path, 2) in _UTF16 else read_json_lines(path)
+    for place, record in lines:
+        yield from read_form(record, place)
 
 
-def _webquestions(path: Path) -> Iterator[QuestionRecord]:
-    """Read a JSON list of {"qId", "qText", "answers"} (brmson) or {"utterance", "targetValue"} (Berant et al. 2013)."""
-    for place, record in _iter_objects(_json(path), path, "the file", ": question"):
-        if "utterance" in record:
-            target = check_text(require_key(record, "targetValue", place), "targetValue", place)
-            yield QuestionRecord(place, None, record["utterance"], _parse_target_value(target, place))
-        else:
-            yield QuestionRecord(
-                place, record.get("qId"), require_key(record, "qText", place), require_key(record, "answers", place)
-            )
+def _utf16_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, line in enumerate(_content(path).split(b"\n"), 1):
+        if line.strip():
+            yield f"{path}:{number}", parse_json_object(line, f"{path}:{number}")
 
 
-def _squad(path: Path) -> Iterator[QuestionRecord]:
-    """Read {"data": [{"paragraphs": [{"qas": [{"id", "question", "answers": [{"text"}]}]}]}]}."""
-    data = require_key(_expect_object(_json(path), f"{path}: the file"), "data", str(path))
-    for article_place, article in _iter_objects(data, path, "'data'", ": article"):
-        paragraphs = require_key(article, "paragraphs", article_place)
-        for paragraph_place, paragraph in _iter_objects(paragraphs, article_place, "'paragraphs'", ", paragraph"):
-            questions = require_key(paragraph, "qas", paragraph_place)
-            for place, record in _iter_objects(questions, paragraph_place, "'qas'", ", question"):
-                answers = _expect_list(record.get("answers", []), place, "'answers'")
-                yield QuestionRecord(
-                    place,
-                    record.get("id"),
-                    require_key(record, "question", place),
-                    [require_key(_expect_object(answer, place), "text", place) for answer in answers],
-                    unanswerable=record.get("is_impossible") is True,
-                )
+def _json(path: Path) -> Iterator[QuestionRecord]:
+    """Read a list of records, or one record that contains the others."""
+    value = _parse_json(path)
+    if not isinstance(value, list):
+        yield from read_form(expect_object(value, f"{path}: the file"), str(path))
+        return
+    for place, record in iter_items(value, path):
+        yield from read_form(record, place)
 
 
 def _curatedtrec(path: Path) -> Iterator[QuestionRecord]:
@@ -109,7 +58,7 @@ def _dpr(path: Path) -> Iterator[QuestionRecord]:
     """Read lines of question and Python list of answers between tabs; either may be quoted as in CSV."""
     for place, columns in _columns(path, 2, "question, list of answers"):
         question, literal = map(_unquote, columns)
-        yield QuestionRecord(place, None, question, _parse_literal(literal, place))
+        yield QuestionRecord(place, None, question, parse_literal(literal, place))
 
 
 def _csv(path: Path) -> Iterator[QuestionRecord]:
@@ -118,17 +67,19 @@ def _csv(path: Path) -> Iterator[QuestionRecord]:
     A cell of ``answers`` holds one answer, several separated by semicolons, or a list in brackets.
     """
     text = _text(path)
-    first, _, _ = text.partition("\n")
-    delimiter = _detect_delimiter(first)
+    mark = _SEPARATOR.match(text)
+    delimiter = _detect_delimiter(text)
     problem = f"{path}:1: the first line of a table names its columns, including 'question' and 'answer' (or 'answers')"
     if delimiter is None:
         raise ValueError(problem)
-    rows = csv.reader(StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    skipped = 1 if mark else 0
+    table = StringIO(text[mark.end() :] if mark else text, newline="")
+    rows = csv.reader(table, delimiter=delimiter, skipinitialspace=True, strict=True)
     names: list[str] = []
-    line = 1
+    line = 1 + skipped
     try:
         for row in rows:
-            place, line = f"{path}:{line}", rows.line_num + 1
+            place, line = f"{path}:{line}", rows.line_num + 1 + skipped
             if not names:
                 names = [name.strip().lower() for name in row]
                 if "question" not in names or not {"answer", "answers"} & {*names}:  # only csv unquotes the names
@@ -144,9 +95,11 @@ def _csv(path: Path) -> Iterator[QuestionRecord]:
         raise ValueError(f"{path}:{line}: invalid CSV line ({error}); correct it") from None
 
 
-def _detect_delimiter(first: str) -> str | None:
-    """Return the delimiter of a table's first line; None if the line does not name the required columns."""
-    for delimiter in (",", ";", "\t"):
+def _detect_delimiter(text: str) -> str | None:
+    """Return the delimiter of a table; None if its first line does not name the required columns."""
+    mark = _SEPARATOR.match(text)
+    first = text[mark.end() if mark else 0 :].partition("\n")[0]
+    for delimiter in mark[1] if mark else ",;\t|":
         names = [name.strip().strip('"').strip().lower() for name in first.split(delimiter)]
         if "question" in names and ("answer" in names or "answers" in names):
             return delimiter
@@ -155,15 +108,14 @@ def _detect_delimiter(first: str) -> str | None:
 
 def _split_answers(cell: str, place: str) -> list[Any]:
     if cell.lstrip().startswith("["):
-        return _parse_literal(cell, place)
+        return parse_literal(cell, place)
     return [answer.strip() for answer in cell.split(";")]
 
 
 FORMATS: dict[str, Callable[[Path], Iterator[QuestionRecord]]] = {
     "jsonl": _json_lines,
-    "webquestions": _webquestions,
+    "json": _json,
     "curatedtrec": _curatedtrec,
-    "squad": _squad,
     "dpr": _dpr,
     "csv": _csv,
 }
@@ -187,44 +139,71 @@ def find_question_reader(path: Path, format: str) -> Callable[[Path], Iterator[Q
 
 
 def _detect_format(path: Path) -> str:
-    head = _content(path, _HEAD).removeprefix(_BOM).lstrip()
+    head = _content(path, _HEAD).removeprefix(BOM_UTF8).lstrip()
     if not head or head.startswith(b"{"):
-        return "squad" if _SQUAD_HEAD.match(head) else "jsonl"
+        return "jsonl" if not head or _has_json_lines(path) else "json"
     if head.startswith(b"["):
-        return "webquestions"
-    first = head.split(b"\n", 1)[0]
-    if _detect_delimiter(first.decode(errors="replace")):
+        return "json"
+    text = head.decode(errors="replace")
+    if _detect_delimiter(text):
         return "csv"
-    columns = first.count(b"\t") + 1
+    first = text.partition("\n")[0]
+    columns = first.count("\t") + 1
     if columns not in _COLUMNS:
         raise ValueError(
-            f"{path}:1: unknown format, {columns} columns found; allowed are JSON, a table that names the columns "
-            "question and answer in its first line, and 2 (DPR) or 4 (CuratedTREC) columns between tabs; name the "
-            f"format ({', '.join(FORMATS)}) or convert the file"
+            f"{path}:1: unknown format, {columns} columns found in {first.strip()[:60]!r}; allowed are JSON, a table "
+            "that names the columns question and answer (or answers) in its first line, and 2 (DPR) or 4 (CuratedTREC) "
+            f"columns between tabs; name the format ({', '.join(FORMATS)}) or convert the file"
         )
     return _COLUMNS[columns]
 
 
-def _content(path: Path, limit: int | None = None) -> bytes:
-    """Return the decompressed file, or its first ``limit`` bytes."""
+def _has_json_lines(path: Path) -> bool:
+    """Return whether the first line of a file that begins with a brace is a whole JSON object, or should be one."""
+    if _read(path, 2) in _UTF16:
+        line = _content(path).removeprefix(BOM_UTF8).lstrip().partition(b"\n")[0]
+    else:
+        raw = next(iter_lines(path))
+        if isinstance(raw, Rejected):
+            return raw.ends_file
+        line = raw.data
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return line.rstrip().endswith(b"}")  # damaged; the line of an indented file ends otherwise
+    return True
+
+
+def _read(path: Path, limit: int) -> bytes:
+    """Return the first ``limit`` bytes of the decompressed file."""
     try:
         with open_compressed(path) as (file, _):
-            content = file.read(LARGEST_CONTENT + 1 if limit is None else limit)
+            return file.read(limit)
     except DECOMPRESSION_ERRORS as error:
         raise ValueError(f"{path}: {describe_damage(error, path)}") from None
+
+
+def _content(path: Path, limit: int | None = None) -> bytes:
+    """Return the decompressed file, or what its first ``limit`` bytes contain; UTF-16 becomes UTF-8."""
+    content = _read(path, LARGEST_CONTENT + 1 if limit is None else limit)
     if len(content) > LARGEST_CONTENT:
         raise ValueError(f"{path}: more than {LARGEST_CONTENT >> 20} MiB; split it or convert it to JSON lines")
-    return content
+    if content[:2] not in _UTF16:
+        return content
+    try:
+        return content.decode("utf-16", errors="strict" if limit is None else "replace").encode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: invalid UTF-16 at byte {error.start}; save the file as UTF-8") from None
 
 
 def _text(path: Path) -> str:
     try:
-        return _content(path).removeprefix(_BOM).decode()
+        return _content(path).removeprefix(BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: invalid UTF-8 at byte {error.start}; save the file as UTF-8") from None
 
 
-def _json(path: Path) -> Any:
+def _parse_json(path: Path) -> Any:
     text = _text(path)
     try:
         return json.loads(text)
@@ -237,28 +216,9 @@ def _json(path: Path) -> Any:
         ) from None
 
 
-def _expect_object(value: Any, place: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{place} is {type(value).__name__}, expected a JSON object; correct it or name the format")
-    return value
-
-
-def _expect_list(value: Any, place: str | Path, name: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{place}: {name} is {type(value).__name__}, expected a list; correct it or name the format")
-    return value
-
-
-def _iter_objects(value: Any, place: str | Path, name: str, label: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, JSON object) for each item of a list; an item's place is the list's, ``label`` and its number."""
-    for number, item in enumerate(_expect_list(value, place, name), 1):
-        item_place = f"{place}{label} {number}"
-        yield item_place, _expect_object(item, item_place)
-
-
 def _columns(path: Path, count: int, names: str) -> Iterator[tuple[str, list[str]]]:
     """Yield (``file:line``, columns) for each line that is not blank."""
-    for number, line in enumerate(_content(path).removeprefix(_BOM).split(b"\n"), 1):
+    for number, line in enumerate(_content(path).removeprefix(BOM_UTF8).split(b"\n"), 1):
         place = f"{path}:{number}"
         try:
             text = line.decode().removesuffix("\r")
@@ -277,27 +237,3 @@ def _unquote(column: str) -> str:
     """Remove the quotes of a CSV column and undouble those inside; return any other column unchanged."""
     quoted = re.fullmatch(r'"((?:[^"]|"")*)"', column)
     return quoted[1].replace('""', '"') if quoted else column
-
-
-def _parse_literal(text: str, place: str) -> list[Any]:
-    """Parse a Python list without executing anything."""
-    if len(text) > LARGEST_LITERAL:
-        raise ValueError(f"{place}: the answers have {len(text)} characters; at most {LARGEST_LITERAL} are read")
-    try:
-        with warnings.catch_warnings(action="ignore"):  # about escapes such as "\d"
-            value = ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        value = None
-    if not isinstance(value, list):
-        raise ValueError(
-            f"{place}: the answers are no Python list of strings; expected a list such as ['Paris', 'Lyon']; correct it"
-        )
-    return value
-
-
-def _parse_target_value(target: str, place: str) -> list[str]:
-    """Return the names in ``(list (description "A B") (description C))``."""
-    whole = _TARGET.fullmatch(target)
-    if whole is None:
-        raise ValueError(f'{place}: targetValue is {target[:100]!r}, expected (list (description "...") ...)')
-    return [word or _ESCAPED.sub(r"\1", quoted) for quoted, word in _DESCRIPTION.findall(whole[1])]
