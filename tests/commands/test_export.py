@@ -116,6 +116,10 @@ def test_parquet_holds_every_passage_with_its_place(exported: dict[str, Path], g
     for row, (title, text) in zip(rows, passages(generation), strict=True):
         assert (row["title"], row["text"], row["vector"], row["end"] - row["start"]) == (title, text, 0, len(text))
         assert row["start"] == 0  # each document is one passage
+    snapshot = model.snapshot
+    assert [(row["uri"], row["page"]) for row in rows] == [
+        (snapshot.uri(n), snapshot.page(n, 0)) for n in range(len(snapshot))
+    ]
     about = json.loads(table.schema.metadata[b"realmops"])
     assert about["scale"] == model.retriever.scale
     assert about["snapshot"] == model.snapshot.corpus_hash

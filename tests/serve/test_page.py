@@ -132,6 +132,7 @@ def test_without_a_question_there_are_the_form_and_questions_of_the_test(server:
     assert list(links) == [question for question, _ in QUESTIONS["test"]]
     assert all(parse_qs(urlsplit(place).query)["q"] == [text] for text, place in links.items())
     assert page.get_element_by_id("q").get("value") == ""
+    assert "12 documents" in page.get_element_by_id("main").text_content()
     [form] = page.forms
     assert (form.method, urljoin("/", form.action), *form.fields) == ("GET", "/", "q"), "as it is without a script"
     assert not page.xpath("//section[@aria-labelledby='answer']")

@@ -4,6 +4,7 @@ import gc
 import json
 import shutil
 import socket
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -355,6 +356,9 @@ def test_a_name_of_elsewhere_that_leads_here_reads_nothing(server: Served) -> No
 def test_health_metrics_and_pages(server: Served) -> None:
     server.ask()
     assert server.call("/health/live")[2] == {"live": True}
+    for path in ("/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"):
+        with urllib.request.urlopen(urllib.request.Request(server.url + path, method="HEAD")) as reply:
+            assert (reply.status, reply.read()) == (200, b"")
     ready = server.call("/health/ready")[2]
     assert ready["ready"] is True
     assert ready["refused"] is None

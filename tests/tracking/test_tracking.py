@@ -369,6 +369,18 @@ def test_a_run_kept_again_is_sent_again_only_when_it_changed(tmp_path: Path, fol
     assert query(folder, "SELECT count(*) FROM inputs") == [(1,)]
 
 
+def test_a_deleted_experiment_is_named_with_its_remedy(tmp_path: Path, folder: Path) -> None:
+    client = mlflow_client(local_tracking_uri(folder))
+    number = client.create_experiment("realmops")
+    client.delete_experiment(number)
+    keep_one(tmp_path, folder)
+    [problem] = sync(folder).problems
+    assert "the experiment 'realmops' was deleted in MLflow; restore it: MLFLOW_TRACKING_URI=sqlite:///" in problem
+    assert problem.endswith(f"mlflow experiments restore --experiment-id {number}")
+    client.restore_experiment(number)
+    assert sync(folder).problems == ()
+
+
 def test_an_experiment_that_is_there_gets_our_views_and_keeps_its_own(tmp_path: Path, folder: Path) -> None:
     client = mlflow_client(local_tracking_uri(folder))
     client.create_experiment("realmops", tags={"mlflow.sharedViewState.realmops-runs": "mine", "team": "a"})

@@ -82,6 +82,7 @@ A passage is the pair of its title and its text; without a title it is `("DOCUME
 | `passage_id`, `document_id`, `title`, `text` | the passage and its document |
 | `extra` | other fields of the document, as JSON, or empty |
 | `start`, `end` | the character offsets of the passage in the document's text |
+| `uri`, `page` | the document's address or file, and the page on which the passage begins, if it has pages |
 | `vector`, `embedding` | the index of the vector, 0 if a passage has one, and its values |
 
 Get question embeddings with a model from `realmops export FOLDER --format sentence-transformers` or `onnx`.

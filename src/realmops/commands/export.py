@@ -193,7 +193,13 @@ def _write_passages(path: Path, opened: OpenedModel, passages: PassageIndex) -> 
     snapshot, retriever = opened.model.snapshot, opened.model.retriever
     vectors, width = retriever.vectors, retriever.document.width
     texts = [(name, pa.string()) for name in TEXT_COLUMNS]
-    places = [("start", pa.int64()), ("end", pa.int64()), ("vector", pa.int32())]
+    places = [
+        ("start", pa.int64()),
+        ("end", pa.int64()),
+        ("uri", pa.string()),
+        ("page", pa.int32()),
+        ("vector", pa.int32()),
+    ]
     about = opened.about | {"scale": retriever.scale, "similarity": similarity(retriever), "realmops": __version__}
     schema = pa.schema(
         [*texts, *places, ("embedding", pa.list_(pa.float32(), width))], {"realmops": json.dumps(about, sort_keys=True)}
@@ -204,6 +210,8 @@ def _write_passages(path: Path, opened: OpenedModel, passages: PassageIndex) -> 
             columns = [np.array(column, object) for column in zip(*snapshot.rows(rows, *TEXT_COLUMNS), strict=True)]
             start = snapshot.places[rows, 1]
             columns += [start, start + [len(text) for text in columns[3]]]
+            columns += [np.array([snapshot.uri(row) for row in rows.tolist()], object)]
+            columns += [np.array([snapshot.page(row, 0) for row in rows.tolist()], object)]
             repeated = [
                 pa.array(np.repeat(column, vectors), field.type) for column, field in zip(columns, schema, strict=False)
             ]

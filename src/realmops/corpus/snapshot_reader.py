@@ -195,6 +195,11 @@ class Snapshot:
         """Return the language code of a passage."""
         return self.language if self.language != AUTO else self.code_P[index].decode()
 
+    @property
+    def document_count(self) -> int:
+        """Number of documents."""
+        return self.sources[1][-1]
+
     @cached_property
     def sources(self) -> tuple[list[str], list[int]]:
         """Names of the corpus's files, and the cumulative number of documents at the end of each."""

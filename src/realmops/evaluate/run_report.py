@@ -84,7 +84,7 @@ HEADLINES = (
     ("MAP@100 of documents", "evaluate", "map_at_100"),
     ("share of the questions answered (not abstained)", "evaluate", "answered"),
     ("precision of the answered questions", "evaluate", "answered_precision"),
-    ("abstentions on {unanswerable_questions} questions without answers", "evaluate", "right_abstentions"),
+    ("abstentions on questions without answers", "evaluate", "right_abstentions"),
     ("expected calibration error", "evaluate", "ece"),
     ("calibration error of p(y|x), uncalibrated", "evaluate", "ece_uncalibrated"),
     ("calibration error of a perfect calibration, by chance", "evaluate", "ece_if_perfect"),

@@ -142,10 +142,12 @@ def make_app(
         records = await service.answer(question.queries())
         return JSONResponse(records[0] if question.question is not None else {"answers": records})
 
+    @app.head("/health/live", include_in_schema=False)
     @app.get("/health/live", summary="Liveness probe")
     async def live() -> dict[str, bool]:
         return {"live": True}
 
+    @app.head("/health/ready", include_in_schema=False, response_model=None)
     @app.get("/health/ready", summary="Readiness probe", response_model=None)
     async def ready() -> Response:
         """Return the served model; `refused` is the reason why a newer one was rejected."""

@@ -29,12 +29,14 @@ async def server() -> dict[str, Any]:
     return {"name": "realmops", "version": __version__, "extensions": ["binary_tensor_data"]}
 
 
+@router.head("/health/live", include_in_schema=False)
 @router.get("/health/live", summary="Liveness probe (Open Inference)")
 async def live() -> dict[str, bool]:
     """Return true while the process runs."""
     return {"live": True}
 
 
+@router.head("/health/ready", include_in_schema=False, response_model=None)
 @router.get("/health/ready", summary="Readiness probe (Open Inference)", response_model=None)
 async def ready(request: Request) -> Response:
     """Return true until the server shuts down."""

@@ -114,7 +114,7 @@ async def ask(request: Request) -> HTMLResponse:
     if headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-dest") != "document":
         raise HTTPException(403, "cross-site requests are not allowed; other sites may only link to this page")
     question, without = params.get("q", "").strip(), tuple(params.getlist("without")[:QUESTIONS_LIMIT])
-    about = service.state()["model"]
+    about, served = service.state()["model"], service.batcher.served
     view: dict[str, Any] = {
         "question": question,
         "answer": None,
@@ -129,6 +129,8 @@ async def ask(request: Request) -> HTMLResponse:
         "about": about,
         "searches": searches({"model": about}),
         "examples": [(text, address(text)) for text in service.watcher.examples],
+        "titles": [(text, address(text)) for text in served.document_titles],
+        "documents": served.model.snapshot.document_count,
         "limit": QUESTION_LIMIT,
         "signed_in": request.app.state.token is not None,
     }

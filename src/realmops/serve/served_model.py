@@ -48,6 +48,13 @@ class ServedModel(OpenedModel):
         model.reader = pack_linears(model.reader, model.dtype)
 
     @cached_property
+    def document_titles(self) -> list[str]:
+        """Titles of up to ``EXAMPLES`` documents, spread over the corpus."""
+        snapshot = self.model.snapshot
+        rows = [len(snapshot) * n // EXAMPLES for n in range(EXAMPLES)]
+        return list(dict.fromkeys(title for title in map(snapshot.title, rows) if title.strip()))
+
+    @cached_property
     def shared_search(self) -> PassageSearch:
         """Thread-safe search of the model's corpus."""
         return self.passage_search()

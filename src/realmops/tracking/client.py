@@ -27,12 +27,22 @@ def uri_digest(folder: Path) -> str:
 
 
 def experiment_id(client: Any, name: str, folder: Path) -> str:
-    """Return the id of an experiment, created if missing; the local database stores artifacts in its own folder."""
+    """Return the id of an experiment, created if missing; the local database stores artifacts in its own folder.
+
+    Raises:
+        ValueError: the experiment was deleted in MLflow, which keeps its name.
+    """
     experiment = client.get_experiment_by_name(name)
+    is_local = resolve_tracking_uri(folder) == local_tracking_uri(folder)
     if experiment is None:
-        is_local = resolve_tracking_uri(folder) == local_tracking_uri(folder)
         artifacts = (folder / "mlartifacts").absolute().as_uri() if is_local else None
         return str(client.create_experiment(name, artifact_location=artifacts, tags=experiment_tags()))
+    if experiment.lifecycle_stage == "deleted":
+        server = f"MLFLOW_TRACKING_URI={local_tracking_uri(folder)} " if is_local else ""
+        raise ValueError(
+            f"the experiment {name!r} was deleted in MLflow; restore it: "
+            f"{server}mlflow experiments restore --experiment-id {experiment.experiment_id}"
+        )
     for tag, value in experiment_tags().items():
         if tag not in experiment.tags:
             client.set_experiment_tag(experiment.experiment_id, tag, value)
