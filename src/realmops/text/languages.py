@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
@@ -24,7 +24,7 @@ NO_BLANKS = r"\p{Han}\p{Hiragana}\p{Katakana}ー\p{Thai}\p{Lao}\p{Khmer}\p{Myanm
 UNSPACED = rf"{NO_BLANKS}\p{{Hangul}}"  # Korean particles attach to the word
 _UNIT = rf"[[{UNSPACED}]--\p{{M}}]\p{{M}}*"  # such a character with its marks
 _CLUSTER = r"\X"
-NORMAL_FORM = "NFKC"  # of the words of texts and queries
+NORMAL_FORM: Final = "NFKC"  # of the words of texts and queries
 _SOFT_HYPHEN = "\u00ad"
 _MARKED_I = r"[Ii]\p{M}+"
 LETTERS = r"\p{L}\p{N}_\p{InSC=Vowel_Dependent}"  # characters that can form a word; other marks cannot
