@@ -139,6 +139,8 @@ def test_words_of_every_script_are_found(tmp_path: Path) -> None:
 SPELLINGS = {  # of one word, and its form in the index
     "dvořák": ("Dvořák", "Dvor\u030ca\u0301k", "DVOŘÁK"),
     "istanbul": ("İstanbul", "I\u0307stanbul", "i\u0307stanbul", "Istanbul", "İSTANBUL"),
+    "finance": ("finance", "\ufb01nance", "fi\u00adnance", "\uff26\uff29\uff2e\uff21\uff2e\uff23\uff25"),
+    "سلام": ("سلام", "\ufeb3\ufefc\ufee1"),
     "한국어": ("한국어", "\u1112\u1161\u11ab\u1100\u116e\u11a8\u110b\u1165"),
 }
 
@@ -165,7 +167,8 @@ def test_words_are_placed_in_the_text_as_it_is(language: str) -> None:
 
 
 PIECES = ["\u0307", "I", "i", "İ", "ı", "\u0301", "\u0323", "e", "é", "_", " ", "\n", "\u0958", "\u0344", "\u212b",
-          "\u1112", "\u1161", "\u11ab", "か", "\u3099", "老", "9", "Σ", "\u05c1", "ש", "ी", "ก", "้", "-"]  # fmt: skip
+          "\u1112", "\u1161", "\u11ab", "か", "\u3099", "老", "9", "Σ", "\u05c1", "ש", "ी", "ก", "้", "-",
+          "\ufb01", "\u00ad", "\ufefc", "½"]  # fmt: skip
 
 
 @pytest.mark.parametrize("language", ["en", "de"])
@@ -173,7 +176,7 @@ PIECES = ["\u0307", "I", "i", "İ", "ı", "\u0301", "\u0323", "e", "é", "_", " 
 def test_any_spelling_has_the_same_words_and_places_inside_the_text(language: str, pieces: list[str]) -> None:
     text = "".join(pieces)
     words = split_words(text, language)
-    assert all(split_words(unicodedata.normalize(form, text), language) == words for form in ("NFC", "NFD"))
+    assert all(split_words(unicodedata.normalize(form, text), language) == words for form in ("NFC", "NFD", "NFKC"))
     found = list(words_with_offsets(text, language))
     assert [word for word, _, _ in found] == words
     assert all(0 <= start < end <= len(text) for _, start, end in found)

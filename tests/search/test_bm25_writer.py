@@ -104,6 +104,9 @@ def test_an_update_counts_the_words_of_new_passages_only(tmp_path: Path, monkeyp
     counted = watched(monkeypatch)
     write_bm25(tmp_path / "updated", new, earlier=old)
     assert counted == [[4]]
+    monkeypatch.setattr(bm25_writer, "NORMAL_FORM", "other")
+    write_bm25(tmp_path / "other", new, earlier=old)
+    assert counted[1:] == [[0, 1, 2, 3, 4, *range(5, len(new))]], "words of another normal form are counted again"
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:

@@ -25,6 +25,7 @@ from realmops.text.languages import (
     find_with_offsets,
     load_languages,
     normalize_unicode,
+    normalized_words,
     word_spans,
 )
 from realmops.text.npy_files import load_npy
@@ -90,12 +91,11 @@ def titled_texts(snapshot: Snapshot) -> list[str]:
 
 
 def split_words(text: str, language: str = ENGLISH) -> list[str]:
-    """Split a composed text into lower-case words of at least two letters, digits or underscores (``word_spans``)."""
-    return (
-        WORD.findall(normalize_unicode(text).lower())
-        if language == ENGLISH
-        else [word for word, _, _ in word_spans(text)]
-    )
+    """Split a text into normalized lower-case words of at least two letters, digits or underscores."""
+    normalized = normalize_unicode(text)
+    if language == ENGLISH:
+        return WORD.findall(normalized.lower())
+    return [word for word, _, _ in normalized_words(normalized)]
 
 
 def words_with_offsets(text: str, language: str = ENGLISH) -> Iterator[tuple[str, int, int]]:
@@ -194,6 +194,7 @@ class Bm25:
             np.asarray(load_npy(folder / f"{name}.npy"))
             for name in ("words", "posting_offsets", "postings", "counts", "lengths")
         )
+        self.normal_form: str = manifest.get("normal_form", "NFC")
         self.languages: list[str] = manifest.get("languages", [ENGLISH])
         self.group_P: NDArray[np.uint8] = np.broadcast_to(np.uint8(0), self.length_P.shape)
         self._saturation_index_P = self.length_P  # index into _saturation_L

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from realmops.artifacts import atomic_folder, digest_of, make_folder, read_manifest, write_manifest
 from realmops.corpus.snapshot_reader import ROWS_PER_BATCH, Snapshot
 from realmops.search.bm25 import KIND, Bm25, split_words, stem_hashes, stems, stop_words
-from realmops.text.languages import ENGLISH
+from realmops.text.languages import ENGLISH, NORMAL_FORM
 from realmops.text.npy_files import NpyWriter, load_npy
 
 _PART = "part of lexical"
@@ -59,6 +59,8 @@ def write_bm25(
     with atomic_folder(folder) as stage:
         parts_folder = stage / "parts" if work is None else work
         make_folder(parts_folder)
+        if earlier is not None and Bm25.of(earlier).normal_form != NORMAL_FORM:
+            earlier = None  # its words are others
         earlier_row_P = np.full(len(snapshot), -1) if earlier is None else snapshot.match_passages(earlier)
         parts: list[_Part] = []
         if earlier is not None:
@@ -79,7 +81,8 @@ def write_bm25(
         figures = _merge(parts, stage, len(snapshot)) | ({} if wordpieces else _write_languages(snapshot, stage))
         if work is None:
             shutil.rmtree(parts_folder)
-        return write_manifest(stage, KIND, corpus_hash=snapshot.corpus_hash, passages=len(snapshot), **figures)
+        figures = {"normal_form": NORMAL_FORM, "passages": len(snapshot), **figures}
+        return write_manifest(stage, KIND, corpus_hash=snapshot.corpus_hash, **figures)
 
 
 def _write_languages(snapshot: Snapshot, folder: Path) -> dict[str, Any]:
@@ -141,7 +144,9 @@ def _count_part(snapshot: Path, wordpieces: bool, job: tuple[Passages, Path]) ->
     rows, folder = job
     reader = Snapshot.open(snapshot, verify=False)
     language_key = [] if reader.language == ENGLISH else [reader.language]
-    key = digest_of([reader.corpus_hash, hashlib.sha256(rows.tobytes()).hexdigest(), wordpieces, *language_key])
+    key = digest_of(
+        [reader.corpus_hash, hashlib.sha256(rows.tobytes()).hexdigest(), wordpieces, NORMAL_FORM, *language_key]
+    )
     with suppress(ValueError):
         if read_manifest(folder, _PART)["key"] == key:
             return

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
@@ -24,6 +24,8 @@ NO_BLANKS = r"\p{Han}\p{Hiragana}\p{Katakana}ー\p{Thai}\p{Lao}\p{Khmer}\p{Myanm
 UNSPACED = rf"{NO_BLANKS}\p{{Hangul}}"  # Korean particles attach to the word
 _UNIT = rf"[[{UNSPACED}]--\p{{M}}]\p{{M}}*"  # such a character with its marks
 _CLUSTER = r"\X"
+NORMAL_FORM: Final = "NFKC"  # of the words of texts and queries
+_SOFT_HYPHEN = "\u00ad"
 _MARKED_I = r"[Ii]\p{M}+"
 LETTERS = r"\p{L}\p{N}_\p{InSC=Vowel_Dependent}"  # characters that can form a word; other marks cannot
 _LETTER = rf"[[{LETTERS}]--[{UNSPACED}]]"
@@ -108,22 +110,23 @@ def _model() -> LanguageIdentifier:
 
 
 def normalize_unicode(text: str) -> str:
-    """Normalize a text to NFC, and remove the dot above from I and i.
+    """Normalize a text to the words that a person sees: NFKC, without soft hyphens and the dot above from I and i.
 
-    The lower case of the Turkish capital is two characters, i and U+0307; without the dot, "İstanbul", "i̇stanbul" and
-    "istanbul" are one word.
+    NFKC replaces the forms of print, such as ligatures and the Arabic lam-alef, by letters. The lower case of the
+    Turkish capital is two characters, i and U+0307; without the dot, "İstanbul", "i̇stanbul" and "istanbul" are one
+    word.
     """
     if text.isascii():
         return text
     if "\u0130" in text or "\u0307" in text:
         decomposed = unicodedata.normalize("NFD", text)
         text = compile_regex(_MARKED_I).sub(lambda match: match[0].replace("\u0307", ""), decomposed)
-    return unicodedata.normalize("NFC", text)
+    return unicodedata.normalize(NORMAL_FORM, text.replace(_SOFT_HYPHEN, ""))
 
 
 def find_with_offsets(find: Callable[[str], Iterator[WordSpan]], text: str) -> Iterator[WordSpan]:
-    """Apply ``find`` to the composed text and map the offsets of its words back to ``text``."""
-    if unicodedata.is_normalized("NFC", text) and "\u0307" not in text:
+    """Apply ``find`` to the normalized text and map the offsets of its words back to ``text``."""
+    if unicodedata.is_normalized(NORMAL_FORM, text) and "\u0307" not in text and _SOFT_HYPHEN not in text:
         return find(normalize_unicode(text))
     clusters = [(normalize_unicode(match[0]), *match.span()) for match in compile_regex(_CLUSTER).finditer(text)]
     starts = [start for part, start, _ in clusters for _ in part]
@@ -133,26 +136,27 @@ def find_with_offsets(find: Callable[[str], Iterator[WordSpan]], text: str) -> I
 
 
 def word_spans(text: str) -> Iterator[WordSpan]:
-    """Yield the words of a text in any language, composed and in lower case, with their characters in the text.
+    """Yield the words of a text in any language, normalized and in lower case, with their characters in the text.
 
     A word has at least two letters, digits or underscores. Vowel signs of Indic scripts count as letters, other marks
     (accents, harakat, niqqud, tones) do not. In scripts without blanks, words are pairs of adjacent characters with
     their marks, or one isolated character; in Thai, Lao, Khmer and Myanmar an isolated character is a word only with a
     vowel sign.
     """
-    return find_with_offsets(_composed_words, text)
+    return find_with_offsets(normalized_words, text)
 
 
-def _composed_words(text: str) -> Iterator[WordSpan]:
+def normalized_words(text: str) -> Iterator[WordSpan]:
+    """Yield the words of a text that is normalized already, as ``word_spans`` does."""
     for match in compile_regex(_WORD).finditer(text):
         word, (start, end) = match[0], match.span()
         if match["run"] is None:
             if word.isalnum() or any(map(str.isalnum, word[1:])) or compile_regex(_TWO_LETTERS).match(word):
-                yield unicodedata.normalize("NFC", word.lower()), start, end
+                yield unicodedata.normalize(NORMAL_FORM, word.lower()), start, end
             continue
         # Usually there are no marks, and each character is a unit.
         units = compile_regex(_UNIT).finditer(word)
         starts = range(start, end) if word.isalpha() else [start + unit.start() for unit in units]
         if len(starts) > 1 or not compile_regex(_NO_WORD).fullmatch(word):
             for first, stop in zip(starts, [*starts[2:], end], strict=False):
-                yield unicodedata.normalize("NFC", text[first:stop].lower()), first, stop
+                yield unicodedata.normalize(NORMAL_FORM, text[first:stop].lower()), first, stop

@@ -54,7 +54,7 @@ def _pages(document: Any, omitted: Counter[str]) -> Iterator[tuple[Any, str]]:
     remaining = LINE_LIMIT
     for number in range(len(document)):
         page = document[number]
-        is_drawn = False  # whether annotations have text of their own on the page
+        is_drawn = False  # whether annotations print text on the page
         for index in range(pdfium.FPDFPage_GetAnnotCount(page)):
             annotation = pdfium.FPDFPage_GetAnnot(page, index)
             kind = pdfium.FPDFAnnot_GetSubtype(annotation)
