@@ -1,9 +1,9 @@
 """What adapting an encoder to documents brings: BM25, the encoder as it comes, adapted, and each with BM25.
 
     realmops init runs/docs --documents FOLDER --encoder ENCODER --no-reader && realmops run all --root runs/docs
-    python benchmarks/adapting.py runs/docs
+    python benchmarks/adapting.py runs/docs QUESTIONS
 
-Each folder is a run of the stages up to finetune. Its test questions, or those of --questions, are ranked by BM25, by
+The folder is a run of the stages up to finetune. The documents are ranked for the questions of a file by BM25, by
 the encoder that ict began with, by the retriever of ict, and by both with BM25 in the fitted weights of finetune; with
 retriever_epochs also by the retriever of finetune. Questions with judgements measure documents (nDCG@10, recall@5,
 recall@100), others count a passage with an answer (recall@5, recall@20).
@@ -72,12 +72,12 @@ class Measures:
         return " | ".join([name, *(f"{cell.mean:.3f} ({cell.low:.3f} to {cell.high:.3f})" for cell in cells)])
 
 
-def rows_of(root: Path, file: Path | None, precision: str) -> Iterator[str]:
+def rows_of(root: Path, file: Path, precision: str) -> Iterator[str]:
     """Yield the table of a run."""
     snapshot = Snapshot.open(root / STAGES["snapshot"].folder / "corpus")
     tuned = root / STAGES["finetune"].folder
     options = trained_sections(root, "finetune")
-    questions = read_questions([file or root / options["questions"]["test"]], format="auto")
+    questions = read_questions([file], format="auto")
     measures, words = Measures(snapshot, questions), Bm25.of(snapshot)
     texts, dtype = [question.question for question in questions], resolve_precision(precision, torch.device("cpu"))
     names = " | ".join(JUDGED if measures.judged else ("recall@5", "recall@20"))
@@ -117,17 +117,16 @@ def rows_of(root: Path, file: Path | None, precision: str) -> Iterator[str]:
 
 
 def main() -> None:
-    """Print the table of each run."""
+    """Print the table of a run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+", help="folders of runs")
-    parser.add_argument("--questions", type=Path, help="other questions than the run's test questions")
+    parser.add_argument("run", type=Path, help="folder of a run")
+    parser.add_argument("questions", type=Path, help="file of questions")
     parser.add_argument("--precision", default="auto", help="of embeddings (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="threads (%(default)s)")
     arguments = parser.parse_args()
     configure_process(arguments.threads)
-    for root in arguments.runs:
-        for line in rows_of(root, arguments.questions, arguments.precision):
-            print(line, flush=True)
+    for line in rows_of(arguments.run, arguments.questions, arguments.precision):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

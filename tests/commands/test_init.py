@@ -488,7 +488,7 @@ def test_a_beir_folder_has_documents_and_judged_questions(
         assert {values["questions"][split] for split in counts} == {f"questions/{split}.jsonl" for split in counts}
         assert len({question.id for split in ("train", "dev") for question in parts[split]}) in (3, 40, 43)
         assert stages_to_run(values) == ("snapshot", "ict", "pretrain", "finetune", "evaluate")
-        assert values["finetune"]["retriever_training"] == "queries"
+        assert (values["ict"]["steps"], values["finetune"]["retriever_training"]) == (0, "queries")
         assert values["finetune"]["retriever_epochs"] == 4
     else:
         assert values["questions"]["test"] == "questions/test.jsonl"

@@ -119,13 +119,19 @@ def _open_qa(
         metrics |= {f"weight_{name}": value for name, value in asdict(retriever.mixture).items()}
         job.report.log(
             f"finetune: f(x, z) = {retriever.mixture.dense:g} * embedding score + {retriever.mixture.lexical:g} * BM25 "
-            f"/ maximum BM25, fitted on {len(held_out)} dev questions; its weight next to the span score is {weight:g}"
+            f"/ maximum BM25, {_fitted_on(held_out)}; its weight next to the span score is {weight:g}"
         )
     losses = {
         name: JournalValues(job.journal).mean(name, last=50) for name in ("span_loss", "early_loss", "no_correct_span")
     }
     timeouts = warn_of_timeouts(job, [*questions, *held_out])
     return FineTuned(model, answers, {**losses, "questions": len(questions), **metrics, **timeouts})
+
+
+def _fitted_on(held_out: list[Question]) -> str:
+    """Return the questions that the weights of f(x, z) were fitted on, in words."""
+    people = sum(not question.is_generated for question in held_out)
+    return f"fitted on {people} dev questions" if people else "initial weights: no dev question is of people"
 
 
 def _learn_to_read(trainings: StageTrainings, model: RetrieveAndRead, questions: list[Question]) -> dict[str, int]:

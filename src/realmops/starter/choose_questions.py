@@ -60,6 +60,7 @@ def add_judged_questions(project: Project, judged: Mapping[str, Sequence[Questio
         name = _add_split(project, split, parts[split])
         project.lines.append(f"questions.{split}: {len(parts[split])} with relevance judgements, in {name}")
     if chosen == SPLITS:
+        project.put("ict.steps", 0)  # crops before judged questions lower nDCG (benchmarks/LOG.md)
         project.put("finetune.retriever_training", "queries")
         project.put("finetune.retriever_epochs", JUDGED_EPOCHS)
     else:

@@ -19,14 +19,17 @@ READING_WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 def fit_weights_on_questions(model: RetrieveAndRead, questions: Sequence[Question]) -> FusionWeights:
     """Return the weights of BM25 and embeddings that rank relevant passages highest.
 
-    The weights stay unchanged if no question distinguishes them.
+    Questions generated from the corpus are ignored: they consist of its words, so BM25 would get too high a weight. The
+    weights stay unchanged if there are no others, or if no question distinguishes them.
     """
     start = model.retriever.mixture
+    questions = [question for question in questions if not question.is_generated]
+    if not questions:
+        return start
     result = model.search([question.question for question in questions], FIT_DEPTH, FIT_DEPTH)
     correct = [model.is_correct(q, row) for q, row in zip(questions, result.id_QK.tolist(), strict=True)]
-    valid_QK = (result.id_QK >= 0).numpy() & ~model.sources.among(questions, result.id_QK.numpy())
     fitted = fit_fusion_weights(
-        result.dense_QK, result.words_QK, torch.from_numpy(valid_QK), torch.from_numpy(np.stack(correct) & valid_QK)
+        result.dense_QK, result.words_QK, result.id_QK >= 0, torch.from_numpy(np.stack(correct))
     )
     return start if fitted is None else replace(fitted, reading=start.reading)
 
