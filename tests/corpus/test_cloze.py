@@ -182,7 +182,8 @@ def test_sources_are_left_out(world: World) -> None:
 def test_baselines_have_as_many_passages_as_the_model(world: World) -> None:
     """Recall@100 of BM25 was that of 98 passages for a question of two."""
     job = SimpleNamespace(section=lambda _: SimpleNamespace(query_wordpieces=64), inputs={})
-    found = _rankings(job, world.snapshot, [not_in(world, 1, 4), BORN], None, lambda _, k: np.arange(k))  # type: ignore[arg-type]
+    asked = [not_in(world, 1, 4), BORN]
+    found = _rankings(job, world.snapshot, asked, None, lambda _, k: np.arange(k), 100)  # type: ignore[arg-type]
     own, other = found["bm25_"].tolist()
     assert own == [p for p in range(102) if p not in (1, 4)]
     assert other == list(range(100))
