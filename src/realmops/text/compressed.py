@@ -55,9 +55,9 @@ def utf_16_encoding(head: bytes) -> str:
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return "utf-16"
     even, odd = head[:_HEAD:2].count(0), head[1:_HEAD:2].count(0)
-    if max(even, odd) < len(head[:_HEAD]) // 4 or min(even, odd):
+    if 4 * max(even, odd) <= len(head[:_HEAD]) or min(even, odd):
         return ""
-    return "utf-16-le" if odd > even else "utf-16-be" if even > odd else ""
+    return "utf-16-le" if odd else "utf-16-be"
 
 
 def bare_name(path: Path) -> str:

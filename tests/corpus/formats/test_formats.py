@@ -220,7 +220,7 @@ def test_json_lines_keep_their_other_columns(tmp_path: Path) -> None:
         json.dumps(row).replace("Infinity", "1e999") + '\n\n{"title": "B", "text": " "}\n{"title": "C"}\n',
     )
     outcomes = read(path)
-    assert kinds(outcomes) == ["kept", "empty_text", "kept"]
+    assert kinds(outcomes) == ["kept", "empty_text", "rejected"]
     first = outcomes[0]
     assert isinstance(first, Document)
     assert first.extra == '{"big":null,"domain":"en.wikinews.org","tags":["x",{"k":1.5}],"url":null}'
@@ -307,8 +307,9 @@ A   B
         "print(1)",
         "Part",
         "one",
+        "A\tB",
     ]
-    assert kept(read(path)) == [("The Title", "\n\n".join([*blocks, "A", "B"]))]
+    assert kept(read(path)) == [("The Title", "\n\n".join(blocks))]
     assert kept(read(write(tmp_path / "no_title.rst", "words"))) == [("no title", "words")]
 
 
@@ -357,7 +358,7 @@ def test_parquet_rows_keep_their_columns_but_bytes(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=2)
     outcomes = read(path)
-    assert kinds(outcomes) == ["kept", "empty_text", "rejected"]
+    assert kinds(outcomes) == ["kept", "empty_text", "kept"]
     first = outcomes[0]
     assert isinstance(first, Document)
     assert (first.id, first.place) == ("7", f"{path}:row 1")
@@ -438,7 +439,7 @@ def test_datasets_saved_on_disk_are_read_with_all_their_splits(tmp_path: Path) -
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "two"))
     assert kinds(read(tmp_path / "one")) == ["kept", "empty_text", "kept"]
     assert [one.path.name for one in list_sources(tmp_path / "two", "auto")] == ["test", "train"]
-    assert kinds(read(tmp_path / "two", "dataset")) == ["kept", "empty_text", "rejected"] * 2
+    assert kinds(read(tmp_path / "two", "dataset")) == ["kept", "empty_text", "kept"] * 2
     with pytest.raises(ValueError, match="set the format to dataset"):
         list_sources(tmp_path / "one", "parquet")
     (tmp_path / "two" / "linked").symlink_to(tmp_path / "one")

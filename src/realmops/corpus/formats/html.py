@@ -4,6 +4,7 @@ import codecs
 import logging
 import re
 from collections import Counter
+from copy import deepcopy
 from functools import cache, partial
 from typing import Any
 
@@ -19,7 +20,9 @@ _VALUE, _ATTRIBUTE = re.compile(r"""=\s*(?:"[^"]*"|'[^']*')"""), re.compile(r"[^
 # UTF-16 by the first two bytes of a page.
 _WIDE = {b"\xff\xfe": "utf_16", b"\xfe\xff": "utf_16", b"<\0": "utf_16_le", b"\0<": "utf_16_be"}
 _UNRELIABLE = "windows-1252"  # default of servers and editors, often wrong; "latin-1" and "ascii" are names of it
-_META_CHARSET = re.compile(rb"<meta[^>]{0,200}?charset\s*=\s*[\"']?\s*([\w.:-]{1,40})", re.IGNORECASE)
+_META_CHARSET = re.compile(
+    rb"(?:<meta[^>]{0,200}?charset|\A\s{0,9}<\?xml[^>]{0,99}?encoding)\s*=\s*[\"']?\s*([\w.:-]{1,40})", re.IGNORECASE
+)
 # Empty lines, or line breaks, around the text of an element; the text of others flows on.
 _PARAGRAPHS = (
     "address article aside blockquote body caption center details dialog div dl fieldset figcaption figure footer form "
@@ -30,17 +33,25 @@ _GAPS = dict.fromkeys(_PARAGRAPHS.split(), 2) | dict.fromkeys(
 )
 _CELLS = frozenset(("td", "th"))
 _SKIPPED = dict.fromkeys(["head", "noscript", "rp", "script", "style", "template", "title"], "") | {"rt": "annotation"}
-_SKIPPED |= dict.fromkeys(["audio", "canvas", "embed", "iframe", "math", "object", "svg", "video"], "embedded object")
+_SKIPPED |= dict.fromkeys(["annotation", "annotation-xml"], "")  # of an equation: its TeX source
+_SKIPPED |= dict.fromkeys(["audio", "canvas", "embed", "iframe", "object", "svg", "video"], "embedded object")
 _HIDDEN = re.compile(r"display\s*:\s*none", re.IGNORECASE)
 _BLANKS = re.compile(r"[ \t\r\n\f]+")
 # Rows of a table in trafilatura's text, and the line below its header.
 _ROW, _RULE = re.compile(r"^\| (.*?) ?\| ?$", re.MULTILINE), re.compile(r"^\|(?:---\|)+\n?", re.MULTILINE)
 _OUTSIDE = "ancestor::nav or ancestor::header or ancestor::footer or ancestor::aside"
-_IMAGES = f"count(//img[normalize-space(@alt)][not({_OUTSIDE})])"
+_OMITTED = {
+    "image": f"count(//img[normalize-space(@alt)][not({_OUTSIDE})])",
+    "embedded object": f"count((//audio | //embed | //object | //video)[not({_OUTSIDE})])",
+}
+# Elements that trafilatura leaves out, and what it reads instead. A form may hold the whole page (ASP.NET).
+_READ_AS = {"//figure[.//figcaption]": "div", "//figcaption": "p", "//body/form": "div"}
+_TABLES = f"count(//table[not({_OUTSIDE})])"
+_LISTS_IN_CELLS = "(//td | //th)//*[self::ul or self::ol or self::dl or self::li or self::dd or self::dt]"
 
 
 def decode_page(data: bytes, declared: str | None) -> str:
-    """Decode a page: as UTF-8 if valid, else by the declared encoding, else by its meta tag, else as Windows-1252.
+    """Decode a page: as UTF-8 if valid, else as declared in its header or in the page, else as Windows-1252.
 
     Names of encodings mean what they mean to browsers (WHATWG): gb2312 is GBK, Shift_JIS has the characters of Windows,
     latin-1 is Windows-1252. Invalid bytes become U+FFFD. A page that is almost valid UTF-8 is read as UTF-8.
@@ -51,7 +62,8 @@ def decode_page(data: bytes, declared: str | None) -> str:
     """
     meta = _META_CHARSET.search(data[:4096])
     names = (declared or "", meta[1].decode("ascii") if meta else "", _UNRELIABLE)
-    encoding = next(found for name in names if (found := webencodings.lookup(name)))
+    known = filter(None, map(webencodings.lookup, names))
+    encoding = next(found for found in known if found.name != "replacement")  # of which browsers show nothing
     is_utf_16 = encoding.name.startswith("utf-16")
     if wide := _WIDE.get(data[:2]) or (encoding.name if is_utf_16 and b"\0" in data else None):
         return data.decode(wide, errors="replace").removeprefix("\ufeff")
@@ -89,44 +101,64 @@ def page_to_document(
     extracted = call_guarded(partial(_extract_main_text, page, url), partial(Rejected, place))
     if isinstance(extracted, Rejected):
         return extracted
-    page_title, text, page_date, images = extracted
+    page_title, text, page_date, omitted = extracted
     if not text:
         return Dropped(place, "no_main_text")
     metadata = {"url": url, "date": page_date or date}
     extra = {key: value for key, value in metadata.items() if value}
     record = {"title": page_title or title, "text": text, **extra}
-    return parse_document_or_drop(record, place, {"image": images})
+    return parse_document_or_drop(record, place, omitted)
 
 
 def _has_many_attributes(tag: str) -> bool:
     return len(_ATTRIBUTE.findall(_VALUE.sub("", tag))) > ATTRIBUTE_LIMIT
 
 
-def _extract_main_text(page: str, url: str | None) -> tuple[str, str, str | None, int]:
-    """Return (title, main text, date, number of images with alternative text); title and text are "" if missing."""
+def _extract_main_text(page: str, url: str | None) -> tuple[str, str, str | None, dict[str, int]]:
+    """Return (title, main text, date, counts of what the text lacks); title and text are "" if missing."""
+    from lxml.etree import strip_elements, strip_tags
+
     trafilatura = _trafilatura()
     if "html" not in page[:50].lower():
         page = f"<!DOCTYPE html>\n{page}"  # trafilatura ignores fragments
     tree = trafilatura.load_html(page)
     if tree is None:
-        return "", "", None, 0
-    images = int(tree.xpath(_IMAGES))
-    extraction = trafilatura.bare_extraction(
-        tree,
+        return "", "", None, {}
+    omitted = {kind: int(tree.xpath(path)) for kind, path in _OMITTED.items()}
+    for path, tag in _READ_AS.items():
+        for node in tree.xpath(path):
+            node.tag = tag
+    for node in tree.xpath(_LISTS_IN_CELLS):
+        node.text, node.tail = f" {node.text or ''}", f" {node.tail or ''}"
+        node.drop_tag()
+    for node in tree.xpath("//math"):
+        strip_elements(node, "annotation", "annotation-xml", with_tail=False)
+        strip_tags(node, "*")
+        node.tag = "span"
+    extract = partial(
+        trafilatura.bare_extraction,
         url=url,
         with_metadata=True,
         include_comments=False,
         include_tables=True,
         date_extraction_params={"extensive_search": False, "original_date": True},
     )
+    extraction = extract(deepcopy(tree))
+    if extraction and len(extraction.body.findall(".//table")) < tree.xpath(_TABLES):
+        # trafilatura prefers an extractor without tables where they outnumber paragraphs
+        extraction = max(extraction, extract(tree, fast=True) or extraction, key=lambda one: len(one.text or ""))
     text, title, date = (extraction.text, extraction.title, extraction.date) if extraction else (None, None, None)
     if text:
-        text = _ROW.sub(lambda row: row[1].replace(" | ", "\t"), _RULE.sub("", text))
+        text = _ROW.sub(_read_row, _RULE.sub("", text))
     else:  # the page is too short for the extractor
         tree = trafilatura.load_html(page)
         title = tree.findtext(".//title")
-        text = flow_text(tree)[0]
-    return " ".join((title or "").split()), (text or "").strip(), date, images
+        text, omitted = flow_text(tree)
+    return " ".join((title or "").split()), (text or "").strip(), date, omitted
+
+
+def _read_row(row: re.Match[str]) -> str:
+    return row[1].replace(" | ", "\t").replace("\\|", "|").rstrip()
 
 
 def flow_text(tree: Any) -> tuple[str, Counter[str]]:
@@ -181,7 +213,7 @@ class _Flow:
         return True
 
     def end(self, node: Any) -> None:
-        """End an element, and add the text behind it."""
+        """End an element, and add the text that follows it."""
         if node.tag not in _SKIPPED:
             self._cells -= _is_cell(node)
             if gap := _gap(node):

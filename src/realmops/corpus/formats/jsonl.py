@@ -19,7 +19,7 @@ from realmops.corpus.documents import (
 from realmops.text.compressed import DECOMPRESSION_ERRORS, describe_damage, open_text
 
 _READ = 1 << 20  # characters
-_HEAD = 64 << 10  # characters of a first line that is parsed to tell lines from a list
+_HEAD = 64 << 10  # characters of a first line parsed to distinguish lines from a list
 _BETWEEN = re.compile(r"[ \t\r\n,]*")  # between the objects of a list
 _SCANNER = JSONDecoder(parse_int=len, parse_float=len)  # finds the end of an object
 
@@ -64,6 +64,8 @@ def _items(path: Path) -> Iterator[RawRecord | Rejected]:
                         yield reject_remainder(place, "the list does not end", "copy or write the file again")
                     return
                 if text[at : at + 1] == "]" and is_list:
+                    if f"{text[at + 1 :]}{file.read(_READ)}".strip():
+                        yield reject_remainder(place, "text follows the list", "put all objects into one list")
                     return
                 try:
                     end = _SCANNER.raw_decode(text, at)[1] if text[at : at + 1] == "{" else 0

@@ -48,7 +48,7 @@ def _parse_record(raw: RawRecord) -> Outcome:
 
 
 def _read(source: str) -> tuple[str, str, dict[str, int]]:
-    """Return the first heading, the text without markup, comments and field lists, and the counts of what it lacks."""
+    """Return the first heading, the text without markup, comments and metadata, and the counts of what it lacks."""
     from docutils import nodes
     from docutils.core import publish_doctree
     from docutils.parsers.rst.languages import en
@@ -62,7 +62,10 @@ def _read(source: str) -> tuple[str, str, dict[str, int]]:
     tree = publish_doctree(source, reader=_bounded_reader()(), settings_overrides=_SETTINGS)
     kinds = {"image": nodes.image, "comment": nodes.comment, "embedded object": nodes.raw}
     omitted = {kind: sum(1 for _ in tree.findall(node)) for kind, node in kinds.items()}
-    excluded = nodes.Invisible, nodes.docinfo, nodes.field_list, nodes.raw, nodes.system_message
+    for table in reversed(list(tree.findall(nodes.tgroup))):  # inner ones first
+        rows = ([" ".join(cell.astext().split()) for cell in row] for row in table.findall(nodes.row))
+        table.parent.replace(table, nodes.literal_block("", "\n".join(map("\t".join, rows))))
+    excluded = nodes.Invisible, nodes.docinfo, nodes.raw, nodes.system_message
     for node in [node for node in tree.findall() if isinstance(node, excluded) and not isinstance(node, nodes.target)]:
         node.parent.remove(node)
     blocks = [node for node in tree.findall(nodes.TextElement) if not isinstance(node, nodes.Inline)]

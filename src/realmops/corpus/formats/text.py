@@ -34,7 +34,8 @@ _MARK_LIMIT = 50_000  # markdown-it takes quadratic time for marks that never cl
 _FRONT_MATTER = re.compile(r"\A(---|\+\+\+)[ \t]*\n(.*?)^(?:\1|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL | re.MULTILINE)
 _FRONT_LINE = re.compile(r"^(\w[\w -]*?)[ \t]*:[ \t]*(.*?)[ \t]*$", re.MULTILINE)
 _FRONT_LIMIT = 64 << 10  # characters
-_MODULE_LINE = re.compile(r"^(?:import|export)\b.*\n", re.MULTILINE)
+_MODULE_LINES = re.compile(r"\s*(?:(?:import|export)\b.*\n\s*)*")  # at the beginning of a file of React
+_MAX_NULS = 0.05  # share of the bytes; more are in binary files, and in UTF-16 without a mark and Latin letters
 _DUMP_INDEX = re.compile(r"\A\d+:\d+:.+\n")  # of a multistream dump of Wikipedia
 
 
@@ -60,7 +61,7 @@ def _parse_record(raw: RawRecord) -> Outcome:
     if suffix in HTML_SUFFIXES:
         return page_to_document(text, raw.place, title=stem)
     if suffix in MARKDOWN_SUFFIXES:
-        return parse_markdown(_MODULE_LINE.sub("", text) if suffix == _MDX else text, stem, raw.place)
+        return parse_markdown(text, stem, raw.place, has_modules=suffix == _MDX)
     if "multistream-index" in stem and _DUMP_INDEX.match(text):
         return Dropped(raw.place, "dump_index")
     return parse_document_or_drop({"title": stem, "text": text.strip()}, raw.place)
@@ -70,19 +71,25 @@ def decode_text(data: bytes, *, is_html: bool) -> str:
     """Decode a text file, UTF-8 or UTF-16, or an HTML page as browsers do.
 
     Raises:
-        ValueError: a text file has invalid bytes.
+        ValueError: a text file has invalid bytes, or many of them are NUL.
     """
     if is_html:
         return decode_page(data, None)
     encoding = utf_16_encoding(data) or "utf-8-sig"
+    is_utf_8, nuls = encoding == "utf-8-sig", data.count(0)
+    problem = ""
     try:
-        return data.decode(encoding).replace("\r\n", "\n")
+        text = data.decode(encoding).replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        name = encoding.removesuffix("-sig").upper()
-        raise ValueError(f"invalid {name} at byte {error.start}; save the file as UTF-8") from None
+        problem = f"invalid {'UTF-8' if is_utf_8 else 'UTF-16'} at byte {error.start}; save the file as UTF-8"
+    if is_utf_8 and (nuls > _MAX_NULS * len(data) or (nuls and problem)):
+        problem = f"binary data that begins with {data[:8]!r}; unpack it if it is compressed, or save text as UTF-8"
+    if problem:
+        raise ValueError(problem)
+    return text
 
 
-def parse_markdown(source: str, name: str, place: str) -> Outcome:
+def parse_markdown(source: str, name: str, place: str, *, has_modules: bool) -> Outcome:
     """Parse Markdown with HTML in it; the title is the front matter's, or the first heading, or the file's name."""
     import lxml.html
     from markdown_it import MarkdownIt
@@ -93,8 +100,11 @@ def parse_markdown(source: str, name: str, place: str) -> Outcome:
             f"{_MARK_LIMIT:,} marks; split it into documents"
         )
     columns, source = _split_front_matter(source)
+    if has_modules:
+        source = _MODULE_LINES.sub("", source, count=1)
     body = lxml.html.fromstring(f"<div>{MarkdownIt().enable('table').render(source)}</div>")
-    title = str(columns.pop("title", None) or "").strip()
+    title = columns.pop("title", "")
+    title = "" if isinstance(title, list) else str(title).strip()
     heading = next((node for node in body.iter("h1", "h2", "h3", "h4", "h5", "h6")), None)
     if heading is not None and (words := " ".join(flow_text(heading)[0].split())) and title in ("", words):
         title = words

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import urlsplit
 
 from realmops.corpus.documents import (
     Dropped,
@@ -213,7 +212,7 @@ def _convert_page(data: bytes, place: str) -> Outcome:
     if headers is None and record.rec_type == "response":
         return Dropped(place, "record_type")  # not HTTP, for example DNS
     url = record.rec_headers.get_header("WARC-Target-URI") or ""
-    if urlsplit(url.strip("<>")).scheme not in _PAGE_SCHEMES:
+    if url.strip("<>").partition(":")[0].lower() not in _PAGE_SCHEMES:
         return Dropped(place, "tool_record")
     if headers is not None and headers.get_statuscode() != "200":
         return Dropped(place, "status")
