@@ -54,6 +54,11 @@ class Document:
     pages: tuple[int, ...] = ()
     omitted: tuple[tuple[str, int], ...] = ()
 
+    def pages_without_text(self) -> list[int]:
+        """Return the numbers, from 1, of pages without text."""
+        ends = (*self.pages[1:], len(self.text))
+        return [n for n, (start, end) in enumerate(zip(self.pages, ends, strict=True), start=1) if start >= end]
+
 
 @dataclass(frozen=True, slots=True)
 class RawRecord:

@@ -15,11 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from realmops.corpus.documents import Document, Dropped, Outcome, RawRecord, Rejected, printable_path
+from realmops.corpus.documents import PAGE_WITHOUT_TEXT, Document, Dropped, Outcome, RawRecord, Rejected, printable_path
 from realmops.corpus.formats import FORMATS, Source
 
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_RECORDS = 1024
+_MINOR_KINDS = ("image", "header or footer")  # most documents have some
+_NAMED_FILES, _NAMED_PAGES = 20, 20
 
 Records = list[tuple[str, list[RawRecord | Rejected]]]  # (format name, records)
 T = TypeVar("T")
@@ -43,8 +45,9 @@ class OutcomeCounts:
         rejected: broken records.
         dropped: dropped records by reason.
         unread: unreadable files by kind.
-        incomplete: documents of which the reader left something out.
+        incomplete: documents of which the reader left out something other than images, headers and footers.
         omitted: what was left out of documents by kind, for example images.
+        empty_pages: numbers of the first pages without text, of the first files with such pages.
     """
 
     records: int = 0
@@ -55,6 +58,7 @@ class OutcomeCounts:
     unread: dict[str, int] = field(default_factory=dict)
     incomplete: int = 0
     omitted: dict[str, int] = field(default_factory=dict)
+    empty_pages: dict[str, list[int]] = field(default_factory=dict)
 
     def add(self, outcome: Outcome) -> None:
         """Count one outcome."""
@@ -64,9 +68,11 @@ class OutcomeCounts:
         if isinstance(outcome, Document):
             self.documents += 1
             self.replaced += "\ufffd" in outcome.title or "\ufffd" in outcome.text
-            self.incomplete += bool(outcome.omitted)
+            self.incomplete += any(kind not in _MINOR_KINDS for kind, _ in outcome.omitted)
             for kind, count in outcome.omitted:
                 self.omitted[kind] = self.omitted.get(kind, 0) + count
+                if kind == PAGE_WITHOUT_TEXT and len(self.empty_pages) < _NAMED_FILES:
+                    self.empty_pages[Path(outcome.place).name] = outcome.pages_without_text()[:_NAMED_PAGES]
         if isinstance(outcome, Rejected) and outcome.kind:
             self.unread[outcome.kind] = self.unread.get(outcome.kind, 0) + 1
         else:

@@ -141,7 +141,7 @@ def warn_of_rejects(report: Report, name: str, manifest: dict[str, Any], folder:
 
 
 def warn_of_omitted(report: Report, name: str, manifest: dict[str, Any], where: str) -> None:
-    """Warn in one line if much was left out of the documents: anything of every twentieth, or a page without text.
+    """Warn in one line if every twentieth document is incomplete (``OutcomeCounts``), or if a page has no text.
 
     Args:
         report: where to log.
@@ -152,7 +152,9 @@ def warn_of_omitted(report: Report, name: str, manifest: dict[str, Any], where: 
     incomplete, omitted = manifest["incomplete"], manifest["omitted"]
     if incomplete >= _INCOMPLETE_SHARE * manifest["documents"] or PAGE_WITHOUT_TEXT in omitted:
         kinds = sorted(omitted, key=lambda kind: (-omitted[kind], kind))
-        summary = ", ".join(f"{kind} {omitted[kind]:,}" for kind in kinds)
+        named = [f"{file}: {', '.join(map(str, pages))}" for file, pages in manifest["empty_pages"].items()]
+        places = {PAGE_WITHOUT_TEXT: f" ({'; '.join(named[:_SHOWN])})"}
+        summary = ", ".join(f"{kind} {omitted[kind]:,}{places.get(kind, '')}" for kind in kinds)
         if summary:
             report.warn(
                 f"left out of {incomplete:,} of {manifest['documents']:,} documents of {name}: {summary}; "

@@ -402,8 +402,8 @@ def test_pages_without_text_are_counted_and_told(tmp_path: Path) -> None:
     metrics = stage("snapshot", values, tmp_path, tmp_path / "root", report)
     assert (metrics["documents"], metrics["omitted_page_without_text"]) == (2, 2)
     assert [told for told in report.warned if "page without text" in told] == [
-        f"left out of 1 of 2 documents of corpus: page without text 2; data/snapshot/corpus/{SOURCES} under the root "
-        "has the counts by file"
+        f"left out of 1 of 2 documents of corpus: page without text 2 (a.pdf: 3, 4); "
+        f"data/snapshot/corpus/{SOURCES} under the root has the counts by file"
     ]
     lines = (tmp_path / "root/data/snapshot/corpus" / SOURCES).read_text().splitlines()
     counted = [json.loads(line) for line in lines]

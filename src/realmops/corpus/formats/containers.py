@@ -111,7 +111,7 @@ def read_ipynb(data: bytes) -> Contents:
         source = "".join(cell.get("source", cell.get("input", "")))
         if cell["cell_type"] != "markdown":
             paragraphs.append(source.strip())
-        elif isinstance(outcome := parse_markdown(source, "", ""), Document):
+        elif isinstance(outcome := parse_markdown(source, "", "", has_modules=False), Document):
             omitted.update(dict(outcome.omitted))
             paragraphs += [outcome.title if title else "", outcome.text]
             title = title or outcome.title
