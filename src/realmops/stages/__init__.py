@@ -179,6 +179,7 @@ STAGES: dict[str, Stage] = {
             ("questions.train", "questions.dev"),
             ("sample", "ict"),
             (READER_INIT,),
+            version=2,
         ),
         Stage(
             "evaluate",
