@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from paged_files import docx, pdf, pptx, xlsx
+from paged_files import docx, epub, pdf, pptx, xlsx
 
 fuzz = settings(
     max_examples=int(os.environ.get("REALMOPS_FUZZ", "100")),
@@ -97,6 +97,9 @@ WRITERS: dict[str, Callable[[str], bytes]] = {
     "a.docx": lambda text: docx(xml(text)),
     "a.pptx": lambda text: pptx(xml(text)),
     "a.xlsx": lambda text: xlsx({"A": [["x", "".join(c for c in xml(text) if c >= " ")]]}),
+    "a.epub": lambda text: epub(xml(text)),
+    "a.eml": lambda text: f"Subject: T\nContent-Type: text/plain; charset=utf-8\n\n{valid(text)}".encode(),
+    "a.ipynb": lambda text: json.dumps({"cells": [{"cell_type": "markdown", "source": f"# T\n\n{text}"}]}).encode(),
     "a.xml": lambda text: dump(page(1, xml(text))).encode(),
     "a.warc": warc,
 }

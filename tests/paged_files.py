@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from typing import Any
+from zipfile import ZipFile
 
 PASSWORD = b"/Encrypt << /Filter /Standard /V 1 /R 2 /P -4 /O <%s> /U <%s> >> /ID [<00> <00>]" % (
     b"11" * 32,
@@ -93,6 +94,17 @@ def xlsx(sheets: Mapping[str, Sequence[Sequence[Any]]]) -> bytes:
         for row in rows:
             sheet.append(row)
     return _saved(book)
+
+
+def epub(text: str) -> bytes:
+    """A book of one chapter; ``text`` is XML."""
+    file = BytesIO()
+    with ZipFile(file, "w") as book:
+        book.writestr("META-INF/container.xml", '<c xmlns="x"><rootfile full-path="b.opf"/></c>')
+        parts = '<manifest><item id="1" href="a.xhtml"/></manifest><spine><itemref idref="1"/></spine>'
+        book.writestr("b.opf", f'<p xmlns="x">{parts}</p>')
+        book.writestr("a.xhtml", f"<html><body><p>{text}</p></body></html>")
+    return file.getvalue()
 
 
 def _saved(document: Any) -> bytes:

@@ -219,7 +219,7 @@ def test_a_refused_corpus_leaves_the_snapshot_of_before(project: Path) -> None:
 def test_bad_questions_are_refused(copy: Path, name: str, split: str) -> None:
     """What else may be wrong with them is in test_refused_inputs.py."""
     good = '{"id": "one", "question": "Who?", "answers": ["Oslo"]}\n'
-    (copy / f"questions.{split}.jsonl").write_text(good + '{"id": "q", "question": "Who?", "answers": []}\n')
+    (copy / f"questions.{split}.jsonl").write_text(good + '{"id": "q", "question": "Who?", "answers": [" "]}\n')
     shutil.rmtree(copy / "root" / STAGES[name].folder, ignore_errors=True)
     refused(run(copy, name), f"questions.{split}.jsonl:2", "'q' has no answer", "add one or remove it")
     nothing_of(copy, name)

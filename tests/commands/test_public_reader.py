@@ -108,7 +108,7 @@ def begun(project: Path, reader: Path, **finetune: float) -> Values:
     """The project's options with that reader."""
     values: Values = yaml.safe_load((project / "params.yaml").read_text())
     values["reader"]["init"] = str(reader)
-    values["finetune"] |= {"epochs": 0.0, **finetune}
+    values["finetune"] |= {"epochs": 0.0, "retriever_epochs": 0.0, **finetune}
     values["ict"]["reader_steps"] = values["pretrain"]["steps"] = 0
     write_params(project / "params.yaml", values)
     return values

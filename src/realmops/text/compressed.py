@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from realmops.artifacts import open_regular
 
 _OPENERS: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".bz2": bz2.open}
 _HEAD = 64  # bytes by which UTF-16 is recognised
-_FIRST_BYTES = {b"\x1f\x8b\x08": ".gz", b"BZh": ".bz2"}  # of compressed files under any name
+_FIRST_BYTES = {".gz": re.compile(rb"\x1f\x8b\x08"), ".bz2": re.compile(rb"BZh[1-9]1AY&SY")}  # under any name
 # Errors of the standard library for damaged data; bz2 raises OSError.
 DECOMPRESSION_ERRORS = (EOFError, zlib.error, OSError)
 
@@ -32,8 +33,8 @@ def open_compressed(path: Path) -> Iterator[tuple[BufferedReader, Callable[[], i
     with open_raw(path) as raw:
         suffix = path.suffix.lower()
         if suffix not in _OPENERS:
-            head = raw.peek(3)
-            suffix = next((kind for first, kind in _FIRST_BYTES.items() if head.startswith(first)), "")
+            head = raw.peek(_HEAD)
+            suffix = next((kind for kind, first in _FIRST_BYTES.items() if first.match(head)), "")
         decompressed = _OPENERS[suffix](raw) if suffix else raw
         yield cast(BufferedReader, decompressed), raw.tell
 

@@ -136,7 +136,9 @@ def test_json_that_holds_no_documents_is_left_out_of_mixed_files(
 def test_what_is_unknown_or_absent_is_named(tmp_path: Path) -> None:
     odd = write(tmp_path / "a.odt", b"PK\x03\x04")
     for asked in (odd, tmp_path):
-        with pytest.raises(ValueError, match=r"a\.odt.*jsonl, parquet, csv, text, rst, pdf, docx, pptx, xlsx, med"):
+        with pytest.raises(
+            ValueError, match=r"a\.odt.*jsonl, parquet, csv, text, rst, pdf, docx, pptx, xlsx, epub, eml, ipynb, med"
+        ):
             list_sources(asked, "auto")
     with pytest.raises(ValueError, match="no file of the format warc"):
         list_sources(tmp_path, "warc")
