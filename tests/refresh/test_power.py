@@ -251,10 +251,10 @@ def test_renames_are_made_in_few_places() -> None:
     """A new module that commits by a rename of its own wants a test here."""
     top = Path(realmops.__file__).parent
     # ablate: links that may be lost; sender: a ticket that is taken away, whose journal stays; clean: before a
-    # deletion, which is then repeated; fetch: synced before, fetched again if lost; store: verified when it is fetched
+    # deletion, which is then repeated; fetch: synced before, fetched again if lost
     known = {
         "artifacts.py", "refresh/shared_files.py", "commands/ablate.py", "tracking/sender.py", "cluster/clean.py",
-        "inputs/fetch.py", "inputs/store.py",
+        "inputs/fetch.py",
     }  # fmt: skip
     found = set()
     for path in sorted(top.rglob("*.py")):
