@@ -3,6 +3,7 @@
 import hashlib
 import json
 import threading
+import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -86,6 +87,9 @@ def object_store(bucket: str, keys: Mapping[str, str]) -> Iterator[tuple[str, An
     try:
         host, port = server.get_host_and_port()
         address = f"http://{host}:{port}"
+        # Servers of one process share their buckets: those of earlier tests go.
+        with urllib.request.urlopen(urllib.request.Request(f"{address}/moto-api/reset", method="POST")):
+            pass
         client = boto3.client("s3", endpoint_url=address, region_name="us-east-1", **keys)
         client.create_bucket(Bucket=bucket)
         yield address, client
