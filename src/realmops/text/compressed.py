@@ -43,8 +43,8 @@ def open_compressed(path: Path) -> Iterator[tuple[BufferedReader, Callable[[], i
 def open_text(path: Path, errors: str) -> Iterator[tuple[TextIOWrapper, Callable[[], int]]]:
     """Open a file as :func:`open_compressed` does, for text in UTF-8 or UTF-16, without its byte order mark."""
     with open_compressed(path) as (file, position):
-        encoding = utf_16_encoding(file.peek(1)) or "utf-8-sig"
-        with TextIOWrapper(file, encoding, errors=errors, newline="") as text:
+        wide = utf_16_encoding(file.peek(1))  # its invalid bytes become U+FFFD: other handlers know UTF-8 alone
+        with TextIOWrapper(file, wide or "utf-8-sig", errors="replace" if wide else errors, newline="") as text:
             yield text, position
 
 

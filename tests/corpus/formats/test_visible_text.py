@@ -105,6 +105,19 @@ def test_utf_16_is_read_with_and_without_its_mark(tmp_path: Path, codec: str) ->
     assert rows(tmp_path / "a.jsonl", (2 * line).encode(codec)) == 2 * [("Mühle", "Sie steht.\u2028Noch.")]
 
 
+def test_utf_16_that_is_cut_in_half_is_named_and_loses_nothing_else(tmp_path: Path) -> None:
+    table = "title\ttext\nA\tOne.\nB\tTwo.\n".encode("utf-16")[:-1]
+    assert rows(tmp_path / "a.csv", table) == [("A", "One."), ("B", "Two.\ufffd")]
+    with pytest.raises(ValueError, match=r"a\.json:item 2: no valid JSON"):
+        rows(tmp_path / "a.json", '[{"text": "One."}, {"text": "Two."}]'.encode("utf-16")[:-9])
+
+
+@pytest.mark.parametrize("hidden", ["<td hidden>x</td>", "<td style='display: none'><p>x</p></td>"])
+def test_a_hidden_cell_costs_no_other_text(hidden: str) -> None:
+    page = f"<table><tr>{hidden}<td>a</td><td><p>b</p><p>c</p></td></tr></table><pre hidden>x</pre><p>d   e</p><p>f</p>"
+    assert flow_text(lxml.html.fromstring(f"<div>{page}</div>"))[0] == "a\tb c\n\nd e\n\nf"
+
+
 WORD = st.text(st.characters(codec="utf-8", categories=["L", "N"]), min_size=1, max_size=6)
 WORDS = st.lists(WORD, min_size=1, max_size=4).map(" ".join)
 INLINE = st.one_of(

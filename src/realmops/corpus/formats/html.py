@@ -169,15 +169,17 @@ def flow_text(tree: Any) -> tuple[str, Counter[str]]:
     from lxml.etree import iterwalk
 
     flow = _Flow()
+    skipped = None
     walker = iterwalk(tree, events=("start", "end", "comment", "pi"))
     for event, node in walker:
-        if event == "end":
+        if event == "end" and node is not skipped:
             flow.end(node)
-        elif event != "start":
+        elif event != "start":  # the end of a skipped element, or a comment
             flow.add(node.tail)
         elif flow.start(node):
             flow.add(node.text)
         else:
+            skipped = node
             walker.skip_subtree()
     flow.close(2)
     return "".join(flow.parts).strip(), flow.omitted
