@@ -18,12 +18,12 @@ import sentencex
 from damaged_files import SEEDS, WHOLE, WRITERS, damage, dump, fuzz, page, parquet, warc
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from read_documents import outcomes_of
 
 from realmops.artifacts import atomic_folder
 from realmops.corpus.documents import Document, RawRecord, Rejected
 from realmops.corpus.formats import FORMATS, list_sources
 from realmops.corpus.formats.wikitext import wikitext_to_text
-from realmops.corpus.ingest import iter_batches, parse_records
 from realmops.corpus.passages import split_sentences
 from realmops.corpus.snapshot_reader import REJECTS, Snapshot, read_rejects
 from realmops.corpus.snapshot_writer import write_snapshot
@@ -102,7 +102,7 @@ def test_one_hostile_document_costs_no_other(tmp_path: Path, workers: int) -> No
     ]  # fmt: skip
     path = write_lines(tmp_path / "a.jsonl", *texts)
     found = snapshot(path, tmp_path, workers=workers)
-    check_places(found, [one for one in converted(path) if isinstance(one, Document)])
+    check_places(found, [one for one in outcomes_of(path) if isinstance(one, Document)])
     assert {found.title(index) for index in range(len(found))} == {f"T{n}" for n in range(6)}
 
 
@@ -149,15 +149,6 @@ def test_the_wish_to_end_is_no_fault_of_a_record(tmp_path: Path, monkeypatch: py
 # Every reader
 
 
-def converted(path: Path) -> list[Any]:
-    found = list_sources(path, "auto")
-    return [
-        one
-        for batch in iter_batches(found)
-        for one in parse_records([(found[n].format.name, r) for n, r in batch.runs])
-    ]
-
-
 def test_every_format_has_hostile_documents(tmp_path: Path) -> None:
     for name, write in WRITERS.items():
         (tmp_path / name).write_bytes(write("a"))
@@ -171,7 +162,7 @@ def test_every_format_has_hostile_documents(tmp_path: Path) -> None:
 def test_any_text_passes_through_every_reader(tmp_path: Path, name: str, text: str) -> None:
     path = tmp_path / name
     path.write_bytes(WRITERS[name](text))
-    [outcome] = converted(path)
+    [outcome] = outcomes_of(path)
     assert str(path) in outcome.place
     if isinstance(outcome, Document):
         outcome.text.encode()
@@ -289,7 +280,7 @@ def test_parquet_columns_of_bytes_are_text(tmp_path: Path) -> None:
     texts, ids = pa.array([b"caf\xc3\xa9.", b"caf\xe9."], pa.binary()), pa.array([b"1", b"2"], pa.binary())
     table = pa.table({"title": pa.array([b"A", b"B"], pa.large_binary()), "text": texts, "id": ids})
     pq.write_table(table, tmp_path / "a.parquet")
-    first, second = converted(tmp_path / "a.parquet")
+    first, second = outcomes_of(tmp_path / "a.parquet")
     assert (first.title, first.text, first.id) == ("A", "café.", "1")
     assert isinstance(second, Rejected)
     assert "'text' is invalid UTF-8 at byte 3" in second.problem
@@ -316,7 +307,7 @@ def test_odd_elements_of_a_dump_cost_no_page(tmp_path: Path) -> None:
     pages = [page(1, "a b", "A", "<upload><filename>x</filename></upload>"), page(2, "a b", "")]
     pages += [page(3, "a b", "C", "long ago"), page(4, "a b", "D", "<new/>")]
     (tmp_path / "a.xml").write_text(dump("".join(pages)))
-    found = converted(tmp_path / "a.xml")
+    found = outcomes_of(tmp_path / "a.xml")
     assert [one.title for one in found if isinstance(one, Document)] == ["A", "", "C", "D"]
 
 

@@ -1,4 +1,4 @@
-"""What changed since the last successful run of a training pipeline, and which of its steps run again for it."""
+"""Changes since the last successful run of a training pipeline, and the steps that run again for them."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -123,7 +123,7 @@ _SQUAD_LICENCE = (
 
 @dataclass(frozen=True)
 class Publication:
-    """What a model card states besides the model itself.
+    """Facts that a model card states in addition to the model itself.
 
     Attributes:
         root: folder of the run, None for a model from the registry.

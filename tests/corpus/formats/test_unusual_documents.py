@@ -6,29 +6,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from read_documents import outcomes_of, read_document
 
 from realmops.corpus.documents import Document, Outcome
-from realmops.corpus.formats import list_sources
 from realmops.corpus.formats.html import decode_page, flow_text, page_to_document
-from realmops.corpus.ingest import iter_batches, parse_records
 
 PROSE = "The smithy of Orrel shoes the horses of nine farms and mends the bell of the chapel each winter. " * 4
 
 
-def outcomes(path: Path, content: str | bytes) -> list[Outcome]:
+def write_and_read(path: Path, content: str | bytes) -> list[Outcome]:
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    sources = list_sources(path, "auto")
-    return [
-        outcome
-        for batch in iter_batches(sources)
-        for outcome in parse_records([(sources[number].format.name, records) for number, records in batch.runs])
-    ]
-
-
-def read(path: Path, content: str | bytes) -> Document:
-    [document] = outcomes(path, content)
-    assert isinstance(document, Document), document
-    return document
+    return outcomes_of(path)
 
 
 def main_text(part: str) -> Document:
@@ -117,24 +105,24 @@ def test_an_xml_declaration_names_the_encoding() -> None:
     "data", [lzma.compress(PROSE.encode()), b"\x89PNG\r\n\x1a\n\0\0", b"a\0b c", "Я и ты".encode("utf-16-le")]
 )
 def test_binary_data_is_named(tmp_path: Path, data: bytes) -> None:
-    [rejected] = outcomes(tmp_path / "a.txt", data)
+    [rejected] = write_and_read(tmp_path / "a.txt", data)
     assert getattr(rejected, "problem", "").startswith("binary data that begins with b'")
 
 
 def test_text_in_another_encoding_is_no_binary_data(tmp_path: Path) -> None:
-    [rejected] = outcomes(tmp_path / "a.txt", "Amboß".encode("cp1252"))
+    [rejected] = write_and_read(tmp_path / "a.txt", "Amboß".encode("cp1252"))
     assert getattr(rejected, "problem", "") == "invalid UTF-8 at byte 4; save the file as UTF-8"
 
 
 def test_markdown_of_react_keeps_the_imports_of_its_code(tmp_path: Path) -> None:
     source = "---\ntitle: Forge\n---\n\nimport A from 'a'\nexport const b = 1\n\nText.\n\n```\nimport this\n```\n"
-    document = read(tmp_path / "a.mdx", source)
+    document = read_document(tmp_path / "a.mdx", source)
     assert (document.title, document.text) == ("Forge", "Text.\n\nimport this")
-    assert read(tmp_path / "a.md", "import duties fall.\n").text == "import duties fall."
+    assert read_document(tmp_path / "a.md", "import duties fall.\n").text == "import duties fall."
 
 
 def test_a_title_that_is_a_list_is_none(tmp_path: Path) -> None:
-    assert read(tmp_path / "smithy_rules.md", "---\ntitle: [a, b]\n---\nText.\n").title == "smithy rules"
+    assert read_document(tmp_path / "smithy_rules.md", "---\ntitle: [a, b]\n---\nText.\n").title == "smithy rules"
 
 
 # reStructuredText
@@ -146,7 +134,7 @@ def test_rows_and_fields_of_restructured_text_are_read(tmp_path: Path) -> None:
         "=====  =====\nWare   Price\n=====  =====\nNails  3 m\nRod    5 m\n=====  =====\n\n"
         ".. csv-table:: Hours\n\n   Monday, 6\n\n.. image:: a.png\n   :alt: Anvil\n"
     )
-    document = read(tmp_path / "a.rst", source)
+    document = read_document(tmp_path / "a.rst", source)
     assert document.text == (
         "First.\n\nparam heat\n\ndegrees\n\nWare\tPrice\nNails\t3 m\nRod\t5 m\n\nHours\n\nMonday\t6"
     )
@@ -159,7 +147,7 @@ def test_every_cell_of_a_table_of_restructured_text_is_read(
     tmp_path_factory: pytest.TempPathFactory, table: list[list[str]]
 ) -> None:
     rows = "".join(f"   * - {row}\n" for row in map("\n     - ".join, table))
-    document = read(tmp_path_factory.mktemp("rst") / "a.rst", f"Text.\n\n.. list-table::\n\n{rows}")
+    document = read_document(tmp_path_factory.mktemp("rst") / "a.rst", f"Text.\n\n.. list-table::\n\n{rows}")
     assert document.text == "Text.\n\n" + "\n".join(map("\t".join, table))
 
 
@@ -168,8 +156,8 @@ def test_every_cell_of_a_table_of_restructured_text_is_read(
 
 def test_text_after_a_list_is_not_lost(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a\.json:item 2: text follows the list.*put all objects into one list"):
-        outcomes(tmp_path / "a.json", '[{"text": "x"}]\n[{"text": "y"}]\n')
-    assert len(outcomes(tmp_path / "a.json", '[{"text": "x"}]\n \n')) == 1
+        write_and_read(tmp_path / "a.json", '[{"text": "x"}]\n[{"text": "y"}]\n')
+    assert len(write_and_read(tmp_path / "a.json", '[{"text": "x"}]\n \n')) == 1
 
 
 def test_deep_equations_of_a_fragment_are_read_once() -> None:

@@ -13,33 +13,16 @@ from damaged_files import WRITERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_files import pdf
+from read_documents import outcomes_of, read_document
 
-from realmops.corpus.documents import Document, Dropped, Outcome, Rejected
+from realmops.corpus.documents import Document, Dropped, Rejected
 from realmops.corpus.formats import list_sources
 from realmops.corpus.formats.html import decode_page, flow_text
-from realmops.corpus.ingest import iter_batches, parse_records
-
-
-def outcomes(path: Path) -> list[Outcome]:
-    sources = list_sources(path, "auto")
-    return [
-        outcome
-        for batch in iter_batches(sources)
-        for outcome in parse_records([(sources[number].format.name, records) for number, records in batch.runs])
-    ]
-
-
-def read(path: Path, content: str | bytes) -> Document:
-    """The one document of a file."""
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    [document] = outcomes(path)
-    assert isinstance(document, Document), document
-    return document
 
 
 def rows(path: Path, content: str | bytes) -> list[tuple[str, str]]:
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return [(one.title, one.text) for one in outcomes(path) if isinstance(one, Document)]
+    return [(one.title, one.text) for one in outcomes_of(path) if isinstance(one, Document)]
 
 
 PROSE = "The windmill of Tarrow grinds oats for four villages and is open to visitors on each first Sunday. " * 4
@@ -51,7 +34,7 @@ PROSE = "The windmill of Tarrow grinds oats for four villages and is open to vis
 def test_the_rows_of_a_table_are_text(tmp_path: Path) -> None:
     table = "<table><tr><th>Flour</th><th>Sack</th></tr><tr><td>Oats</td><td>21 marks</td></tr></table>"
     page = f"<html><title>Mill</title><body><article><h1>Mill</h1><p>{PROSE}</p>{table}<p>{PROSE}</p></article></body>"
-    text = read(tmp_path / "a.html", page).text
+    text = read_document(tmp_path / "a.html", page).text
     assert "Flour\tSack\nOats\t21 marks\n" in text
     assert "|" not in text
 
@@ -59,13 +42,13 @@ def test_the_rows_of_a_table_are_text(tmp_path: Path) -> None:
 def test_a_table_in_a_table_of_the_layout_is_read_once(tmp_path: Path) -> None:
     inner = "<table><tr><td>Oats</td><td>21 marks</td></tr></table>"
     page = f"<html><title>Mill</title><body><table><tr><td>Menu</td><td><p>{PROSE}</p>{inner}</td></tr></table></body>"
-    assert read(tmp_path / "a.html", page).text.count("21 marks") == 1
+    assert read_document(tmp_path / "a.html", page).text.count("21 marks") == 1
 
 
 def test_images_of_the_main_text_are_counted(tmp_path: Path) -> None:
     images = "<img src=a.png alt='The mill at dusk'><img src=b.png alt=''><nav><img src=c.png alt='Home'></nav>"
     page = f"<html><title>Mill</title><body><article><p>{PROSE}</p>{images}</article></body></html>"
-    assert read(tmp_path / "a.html", page).omitted == (("image", 1),)
+    assert read_document(tmp_path / "a.html", page).omitted == (("image", 1),)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +82,7 @@ def test_a_bad_byte_costs_one_character() -> None:
 @pytest.mark.parametrize("codec", ["utf-16", "utf-16-le", "utf-16-be"])
 def test_utf_16_is_read_with_and_without_its_mark(tmp_path: Path, codec: str) -> None:
     assert decode_page("<p>Mühle</p>".encode(codec), None) == "<p>Mühle</p>"
-    assert read(tmp_path / "a.txt", "Die Mühle steht still.".encode(codec)).text == "Die Mühle steht still."
+    assert read_document(tmp_path / "a.txt", "Die Mühle steht still.".encode(codec)).text == "Die Mühle steht still."
     assert rows(tmp_path / "a.csv", "title\ttext\nMühle\tSie steht.\n".encode(codec)) == [("Mühle", "Sie steht.")]
     line = json.dumps({"title": "Mühle", "text": "Sie steht.\u2028Noch."}, ensure_ascii=False) + "\n"
     assert rows(tmp_path / "a.jsonl", (2 * line).encode(codec)) == 2 * [("Mühle", "Sie steht.\u2028Noch.")]
@@ -181,7 +164,7 @@ x = 1
   y = 2
 ```
 """
-    document = read(tmp_path / "a.md", source)
+    document = read_document(tmp_path / "a.md", source)
     assert document.title == "Mill"
     assert document.text == (
         "Summer\nThe mill opens at 08:15.\n\nOats\t21 marks\n\nFlour\tSack\nRye\t18 marks\n\n"
@@ -204,13 +187,13 @@ x = 1
     ],
 )
 def test_metadata_is_told_from_a_rule(tmp_path: Path, source: str, title: str, text: str, extra: str) -> None:
-    document = read(tmp_path / "a.md", source)
+    document = read_document(tmp_path / "a.md", source)
     assert (document.title, document.text, document.extra) == (title, text, extra)
 
 
 def test_markdown_with_elements_of_react_loses_its_imports(tmp_path: Path) -> None:
     source = 'import Tabs from "./Tabs"\n\n# Prices\n\n<Tabs>\n<Tab label="x">21 marks for oats.</Tab>\n</Tabs>\n'
-    document = read(tmp_path / "a.mdx", source)
+    document = read_document(tmp_path / "a.mdx", source)
     assert (document.title, document.text) == ("Prices", "21 marks for oats.")
 
 
@@ -229,7 +212,7 @@ def test_compressed_files_are_known_by_their_first_bytes(tmp_path: Path, pack: o
         ("a.json", '[{"text": "The mill stands."}]', "The mill stands."),
     ):
         for path in (tmp_path / name, tmp_path / f"{name}{suffix}"):
-            assert read(path, pack(content.encode())).text == text
+            assert read_document(path, pack(content.encode())).text == text
 
 
 def test_a_damaged_compressed_text_is_refused(tmp_path: Path) -> None:
@@ -246,7 +229,7 @@ def test_a_damaged_compressed_text_is_refused(tmp_path: Path) -> None:
 def test_the_index_of_a_dump_is_no_document(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("The mill stands.")
     (tmp_path / "wiki-multistream-index.txt.bz2").write_bytes(bz2.compress(b"615:1:Mill\n615:2:Oats\n"))
-    dropped = [one for one in outcomes(tmp_path) if isinstance(one, Dropped)]
+    dropped = [one for one in outcomes_of(tmp_path) if isinstance(one, Dropped)]
     assert [one.reason for one in dropped] == ["dump_index"]
 
 
@@ -275,7 +258,7 @@ def test_records_of_a_crawler_are_no_documents(tmp_path: Path) -> None:
         ("resource", "http://example.org/mill.txt", "text/plain", b"The mill stands."),
         ("conversion", "http://example.org/oats", "text/plain", "Hafer für Mühlen.".encode()),
     )
-    found = outcomes(path)
+    found = outcomes_of(path)
     assert [one.reason if isinstance(one, Dropped) else type(one).__name__ for one in found] == [
         "tool_record", "tool_record", "Document", "Document"
     ]  # fmt: skip
@@ -289,7 +272,7 @@ def test_a_page_in_a_bad_encoding_ends_no_archive(tmp_path: Path) -> None:
         + b"\xff</p></html>"
     )
     path = archive(tmp_path / "a.warc", *(("resource", f"http://example.org/{n}", "text/html", page) for n in range(2)))
-    assert [type(one) for one in outcomes(path)] == [Document, Document]
+    assert [type(one) for one in outcomes_of(path)] == [Document, Document]
 
 
 # Tables and JSON
@@ -311,19 +294,19 @@ def test_a_page_in_a_bad_encoding_ends_no_archive(tmp_path: Path) -> None:
     ],
 )
 def test_tables_as_programs_write_them(tmp_path: Path, content: str) -> None:
-    [document] = (read(tmp_path / "a.csv", content),)
+    [document] = (read_document(tmp_path / "a.csv", content),)
     assert (document.title, document.text, document.extra) == ("Mill", "It grinds.", "")
 
 
 def test_a_row_of_another_length_and_a_backslash_before_a_quote_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("# made\ntitle,text,year\nMill,It grinds.\nOats,They grow.,1912\n")
-    short, _ = outcomes(path)
+    short, _ = outcomes_of(path)
     assert isinstance(short, Rejected)
     assert (short.place, short.problem) == (f"{path}:3", "the row has 2 columns, expected 3 as in the header")
     path.write_text('title,text\nMill,"The \\"old\\" mill"\n')
     with pytest.raises(ValueError, match=r"a\.csv:2: no valid CSV .*double the quotation marks in quoted values"):
-        outcomes(path)
+        outcomes_of(path)
 
 
 @pytest.mark.parametrize(
@@ -349,7 +332,7 @@ def test_a_document_needs_a_text_alone(tmp_path: Path) -> None:
         ("", "y"),
     ]
     assert rows(tmp_path / "a.csv", "text\nx\n") == [("", "x")]
-    [_, second] = outcomes(tmp_path / "a.jsonl")
+    [_, second] = outcomes_of(tmp_path / "a.jsonl")
     assert isinstance(second, Document)
     assert second.id == "2"
 
@@ -365,7 +348,7 @@ def test_a_document_needs_a_text_alone(tmp_path: Path) -> None:
 def test_a_broken_list_is_named_at_its_item(tmp_path: Path, content: str, problem: str) -> None:
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(ValueError, match=problem):
-        outcomes(tmp_path / "a.json")
+        outcomes_of(tmp_path / "a.json")
 
 
 @settings(max_examples=60, deadline=None)
@@ -388,7 +371,7 @@ def test_lock_files_of_office_programs_are_no_broken_documents(tmp_path: Path) -
     (tmp_path / "b.txt").write_text("The mill stands.")
     (tmp_path / "~$mill.docx").write_bytes(b"\x05Jorun")
     (tmp_path / "c.md").write_text("Oats grow.")
-    kinds = [one.kind for one in outcomes(tmp_path) if isinstance(one, Rejected)]
+    kinds = [one.kind for one in outcomes_of(tmp_path) if isinstance(one, Rejected)]
     assert kinds == ["lock_file"]
 
 
@@ -401,7 +384,7 @@ def test_the_words_of_every_format_come_out_in_order(
     path = tmp_path_factory.mktemp("in") / name
     path.write_bytes(pdf(*map(latin, words)) if name == "a.pdf" else WRITERS[name](" ".join(words)))
     expected = [*map(latin, words)] if name == "a.pdf" else words
-    [document] = outcomes(path)
+    [document] = outcomes_of(path)
     assert isinstance(document, Document), document
     assert [word for word in document.text.split() if word not in ("A", "x")] == [
         word for word in expected if word not in ("A", "x")

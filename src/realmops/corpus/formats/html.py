@@ -216,11 +216,10 @@ class _Flow:
 
     def end(self, node: Any) -> None:
         """End an element, and add the text that follows it."""
-        if node.tag not in _SKIPPED:
-            self._cells -= _is_cell(node)
-            if gap := _gap(node):
-                self.close(gap)
-            self._preformatted -= node.tag == "pre"
+        self._cells -= _is_cell(node)
+        if gap := _gap(node):
+            self.close(gap)
+        self._preformatted -= node.tag == "pre"
         self.add(node.tail)
 
     def add(self, text: str | None) -> None:

@@ -1,0 +1,24 @@
+"""The outcomes of a file or folder by its readers, without a snapshot."""
+
+from pathlib import Path
+
+from realmops.corpus.documents import Document, Outcome
+from realmops.corpus.formats import list_sources
+from realmops.corpus.ingest import iter_batches, parse_records
+
+
+def outcomes_of(path: Path) -> list[Outcome]:
+    sources = list_sources(path, "auto")
+    return [
+        outcome
+        for batch in iter_batches(sources)
+        for outcome in parse_records([(sources[number].format.name, records) for number, records in batch.runs])
+    ]
+
+
+def read_document(path: Path, content: str | bytes) -> Document:
+    """Write a file and return its one document."""
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    [document] = outcomes_of(path)
+    assert isinstance(document, Document), document
+    return document
