@@ -507,6 +507,7 @@ SHIFT_JIS = '<meta http-equiv="Content-Type" content="text/html; charset=shift_j
         ("<p>é東</p>".encode(), None, "é東"),
         ('<meta charset="iso-8859-2"><p>ěš</p>'.encode("iso-8859-2"), None, "ěš"),
         (f"{SHIFT_JIS}<p>東京</p>".encode("shift_jis"), None, "東京"),
+        (f"{SHIFT_JIS}<p>東".encode("shift_jis") + b"\xfd</p>", None, "東\ufffd"),
         ("<p>é“</p>".encode("cp1252"), None, "é“"),
         (b'<meta charset="utf-8"><p>caf\xe9</p>', None, "caf\ufffd"),
         (b"<p>caf\xe9</p>", "UTF-8", "caf\ufffd"),

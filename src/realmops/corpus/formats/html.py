@@ -24,6 +24,8 @@ _META_CHARSET = re.compile(
     rb"(?:<meta[^>]{0,200}?charset|\A\s{0,9}<\?xml[^>]{0,99}?encoding)\s*=\s*[\"']?\s*([\w.:-]{1,40})", re.IGNORECASE
 )
 # Empty lines, or line breaks, around the text of an element; the text of others flows on.
+# Python decodes the bytes A0 and FD to FF of Shift_JIS; to browsers they are invalid.
+_INVALID_IN_SHIFT_JIS = dict.fromkeys(range(0xF8F0, 0xF8F4), "\ufffd")
 _PARAGRAPHS = (
     "address article aside blockquote body caption center details dialog div dl fieldset figcaption figure footer form "
     "h1 h2 h3 h4 h5 h6 header hr html main nav ol p pre section table ul"
@@ -81,7 +83,7 @@ def decode_page(data: bytes, declared: str | None) -> str:
     # Browsers read GBK by its superset.
     codec = codecs.lookup("gb18030") if encoding.name == "gbk" else encoding.codec_info
     decoded: str = codec.decode(data, "replace")[0]
-    return decoded
+    return decoded.translate(_INVALID_IN_SHIFT_JIS) if encoding.name == "shift_jis" else decoded
 
 
 def page_to_document(

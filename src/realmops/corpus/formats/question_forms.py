@@ -76,6 +76,11 @@ def read_form(record: Any, place: str, levels: tuple[str, ...] = _LEVELS) -> Ite
         fields.setdefault("answers", [])
     form = next((form for form in FORMS if not form.missing(fields)), None)
     if form is None:
+        if {"_id", "text"} <= fields.keys():
+            raise ValueError(
+                f"{place}: a query of BEIR without its judgments: the keys found are {', '.join(sorted(found))}; pass "
+                "the folder with corpus.jsonl, queries.jsonl and qrels to realmops init --documents"
+            )
         # Ties go to the last form, question and answers.
         nearest = min(reversed(FORMS), key=lambda form: len(form.missing(fields)) / len(form.keys))
         raise ValueError(
