@@ -103,9 +103,9 @@ class ModelWatcher:
             newer.warm_up()
             newer.probe()
         except Exception as error:  # any error keeps the old model
+            self._on_change(None)  # counted before it is shown
             self.refused = {"reason": str(error) or type(error).__name__, "since": time.time()}
             _LOG.error("serve: a new model of %s is rejected; the old one stays: %s", self.source.name, error)
-            self._on_change(None)
             return False
         self.refused = None
         served = self._batcher.served
