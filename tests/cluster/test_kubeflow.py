@@ -160,6 +160,8 @@ def terminated(changed: list[str], cluster: Cluster) -> str:
         if cluster.replicas():
             break
         time.sleep(1)
+    cluster.pod_of(run_id, "Running")
+    time.sleep(20)
     cluster.server().terminate_run(run_id)
     assert cluster.ended(run_id).state in ("FAILED", "CANCELED")
     return run_id
