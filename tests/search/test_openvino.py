@@ -184,7 +184,7 @@ def test_a_graph_gives_equal_bytes_for_any_number_of_threads(sample: int, monkey
 
 
 def in_bf16(monkeypatch: pytest.MonkeyPatch, least: float = 0.0) -> list[OpenVinoGraph]:
-    """Make graphs for so much work on any processor, and return those that are made."""
+    """Make graphs from ``least`` work on, on any processor, and return those that are made."""
     made: list[OpenVinoGraph] = []
     monkeypatch.setattr(openvino, "MIN_WORK", {torch.bfloat16: least, INT8: 1e12})
     monkeypatch.setattr(openvino, "supports_bf16", lambda: True)
