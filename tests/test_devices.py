@@ -1,7 +1,5 @@
 """Where models work and in which dtype: names, weights kept in the dtype of products, and packed for oneDNN."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -11,10 +9,8 @@ from torch import Tensor
 from realmops.devices import (
     autocast,
     freeze_linear_weights,
-    pack_linears,
     resolve_device,
     resolve_precision,
-    supports_bf16,
 )
 from realmops.model.encoder import Encoder
 from realmops.model.encoder_files import build_small_encoder
@@ -63,21 +59,3 @@ def test_frozen_products_give_the_same_bits(dtype: torch.dtype) -> None:
     layer = bert.model.encoder.layer[0]
     assert layer.output.dense.weight.dtype == dtype
     assert bert.word_vectors.dtype == layer.output.LayerNorm.weight.dtype == torch.float32, "no products of theirs"
-
-
-def test_packed_products_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the processor multiplies bf16; else, or where torch has no such product, the module stays as it is."""
-    bert = encoder()
-    freeze_linear_weights(bert, torch.bfloat16)
-    before, names = hidden(bert, torch.bfloat16), [name for name, _ in bert.named_parameters()]
-    packed = pack_linears(bert, torch.bfloat16)
-    assert torch.equal(hidden(packed, torch.bfloat16), before)
-    assert (packed is not bert) is supports_bf16()
-    assert [name for name, _ in bert.named_parameters()] == names
-    assert pack_linears(bert, torch.float32) is bert
-
-    def failing(*_: Any) -> Tensor:
-        raise RuntimeError("not on this processor")
-
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", failing)
-    assert pack_linears(bert, torch.bfloat16) is bert

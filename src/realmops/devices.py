@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from threading import Lock
-from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -45,9 +43,9 @@ def resolve_precision(name: str, device: torch.device) -> torch.dtype:
     """
     if name == "int8" and (device.type != "cpu" or not supports_int8()):
         name = "auto"
-    if name == "int8" and find_spec("openvino") is None:
+    if name == "int8" and not (find_spec("openvino") and find_spec("nncf")):
         raise ValueError(
-            "run.precision is 'int8', but OpenVINO is not installed: pip install 'realmops[openvino]', or set "
+            "run.precision is 'int8', but OpenVINO or nncf is not installed: pip install 'realmops[openvino]', or set "
             "run.precision=auto"
         )
     if name != "auto":
@@ -103,71 +101,6 @@ def freeze_linear_weights(module: nn.Module, dtype: torch.dtype) -> None:
     for part in module.modules():
         if isinstance(part, nn.Linear):
             part.requires_grad_(False).to(_product_dtype(dtype))
-
-
-class PackedLinear(nn.Module):
-    """A linear layer in bf16 for CPUs, without gradients, with its weight in oneDNN's own layout.
-
-    Args:
-        layer: linear layer; its weight is copied, its bias shared.
-
-    Raises:
-        AttributeError, RuntimeError: this build of torch has no such product.
-    """
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach().bfloat16(), None)
-        bias: Tensor | None = layer.bias
-        self.bias = None if bias is None else bias.detach().bfloat16()
-        self(torch.zeros(1, layer.in_features))
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        """Compute x W + b, T x N, in bf16."""
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x_TD.bfloat16(), self.packed, self.bias, "none", [], "")
-        return out
-
-
-Module = TypeVar("Module", bound=nn.Module)
-
-
-def replace_modules(module: Module, replace: Callable[[nn.Module], nn.Module | None]) -> Module:
-    """Return a copy of a module with replaced submodules, which shares all else.
-
-    Args:
-        module: module to copy.
-        replace: returns the replacement of a submodule, or None to keep it.
-    """
-    other = copy.copy(module)
-    other._modules = {}
-    for name, part in module._modules.items():
-        replacement = None if part is None else replace(part)
-        if part is not None and replacement is None:
-            replacement = replace_modules(part, replace)
-        other._modules[name] = replacement
-    return other
-
-
-def replace_linears(module: Module, make: Callable[[nn.Linear], nn.Module]) -> Module:
-    """Return a copy of a module with each linear layer replaced by ``make(layer)``; the copy shares all else.
-
-    A layer without a registered weight is kept: that of a masked word head, which gets the word embeddings per call.
-    """
-    return replace_modules(
-        module, lambda part: make(part) if type(part) is nn.Linear and "weight" in part._parameters else None
-    )
-
-
-def pack_linears(module: Module, dtype: torch.dtype) -> Module:
-    """Return a copy for faster inference on CPUs with bf16 products, elsewhere the module itself.
-
-    Without it oneDNN reorders each weight for every batch, a third of the time of a single question.
-    """
-    on_cpu = next(module.parameters()).device.type == "cpu"
-    if on_cpu and _product_dtype(dtype) == torch.bfloat16 and supports_bf16():
-        with suppress(AttributeError, RuntimeError):
-            return replace_linears(module, PackedLinear)
-    return module
 
 
 @contextmanager
