@@ -1,4 +1,7 @@
-"""Where models work and in which dtype: names, weights kept in the dtype of products, and packed for oneDNN."""
+"""Devices, dtypes and threads of models; weights kept in the dtype of products."""
+
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -6,6 +9,7 @@ import torch
 from small_world import section
 from torch import Tensor
 
+from realmops import devices
 from realmops.devices import (
     autocast,
     freeze_linear_weights,
@@ -59,3 +63,30 @@ def test_frozen_products_give_the_same_bits(dtype: torch.dtype) -> None:
     layer = bert.model.encoder.layer[0]
     assert layer.output.dense.weight.dtype == dtype
     assert bert.word_vectors.dtype == layer.output.LayerNorm.weight.dtype == torch.float32, "no products of theirs"
+
+
+@pytest.mark.parametrize(
+    ("quota", "environment", "threads"),
+    [
+        ("max 100000", {}, 6),
+        ("250000 100000", {}, 2),
+        ("50000 100000", {}, 1),
+        (None, {}, 6),
+        (None, {"LOCAL_WORLD_SIZE": "2"}, 3),
+        ("200000 100000", {"OMP_NUM_THREADS": "5"}, 5),
+    ],
+)
+def test_auto_is_the_cpus_of_the_process(
+    quota: str | None, environment: dict[str, str], threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if quota:
+        (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(devices, "_CPU_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert devices.resolve_threads("auto") == threads
+    assert devices.resolve_threads(3) == 3
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    assert devices.resolve_threads("auto") <= 8

@@ -7,7 +7,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
+from pathlib import Path
 from threading import Lock
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +23,8 @@ PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 _EVALUATING: WeakKeyDictionary[nn.Module, tuple[int, bool]] = WeakKeyDictionary()  # callers; mode before them
 _EVALUATING_LOCK = Lock()
 _PRIMITIVES = "128"  # oneDNN primitives (one per shape) in its cache; its default of 1,024 takes 200 MB
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_MOST_THREADS = 8  # of auto; more were not measured
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENAS = -1, -3, -8  # parameters of mallopt(3)
 
 
@@ -157,11 +161,28 @@ def to_host(*tensors: Tensor) -> list[Tensor]:
     ]
 
 
-def configure_process(threads: int) -> None:
+def resolve_threads(threads: int | Literal["auto"]) -> int:
+    """Return the number of CPU threads of ``run.threads``.
+
+    ``auto`` is OMP_NUM_THREADS if that is set, else the CPUs that scheduler and cgroup (v2) give this process, shared
+    among the processes of torchrun, and at most ``_MOST_THREADS``.
+    """
+    if threads != "auto":
+        return threads
+    if (chosen := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() and int(chosen) > 0:
+        return int(chosen)
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # no cgroup v2, or its quota is "max"
+        quota, period = map(int, _CPU_QUOTA.read_text().split())
+        cpus = min(cpus, quota // period)
+    return max(1, min(cpus // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), _MOST_THREADS))
+
+
+def configure_process(threads: int | Literal["auto"]) -> None:
     """Configure threads, malloc and caches of a process; call once before it computes with models."""
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _PRIMITIVES)
     configure_malloc()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(resolve_threads(threads))
     # cuDNN attention plans once per shape, which takes longer than a step, and hardly two batches share a shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from realmops.config import RunOptions
@@ -36,5 +37,7 @@ def _run_shards(
     job: Job, name: str, snapshot: Snapshot, model: Mapping[str, bytes], label: str
 ) -> Iterator[dict[str, bytes]]:
     run = job.section(RunOptions)
-    place = ShardSettings(job.work / "shards", job.offer, *device_and_dtype(run), run.threads, job.report.log)
+    place = ShardSettings(
+        job.work / "shards", job.offer, *device_and_dtype(run), torch.get_num_threads(), job.report.log
+    )
     return compute_in_shards(place, name, WORKS[name], snapshot, model, job.report.progress(label, len(snapshot)))
