@@ -190,7 +190,8 @@ def make_document_embedder(
     tower, vectors = retriever.document, retriever.vectors
 
     def sample(count: int) -> Sequences:
-        return document_sequences(snapshot, np.sort(np.random.default_rng(0).permutation(len(snapshot))[:count]))
+        rows = np.random.default_rng(0).permutation(len(snapshot))[:count]
+        return document_sequences(snapshot, sorted(rows.tolist()))
 
     graph = compile_graph(tower, vectors, dtype, passages, sample)
 

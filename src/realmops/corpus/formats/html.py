@@ -23,9 +23,9 @@ _UNRELIABLE = "windows-1252"  # default of servers and editors, often wrong; "la
 _META_CHARSET = re.compile(
     rb"(?:<meta[^>]{0,200}?charset|\A\s{0,9}<\?xml[^>]{0,99}?encoding)\s*=\s*[\"']?\s*([\w.:-]{1,40})", re.IGNORECASE
 )
-# Empty lines, or line breaks, around the text of an element; the text of others flows on.
 # Python decodes the bytes A0 and FD to FF of Shift_JIS; to browsers they are invalid.
 _INVALID_IN_SHIFT_JIS = dict.fromkeys(range(0xF8F0, 0xF8F4), "\ufffd")
+# Empty lines, or line breaks, around the text of an element; the text of others flows on.
 _PARAGRAPHS = (
     "address article aside blockquote body caption center details dialog div dl fieldset figcaption figure footer form "
     "h1 h2 h3 h4 h5 h6 header hr html main nav ol p pre section table ul"
