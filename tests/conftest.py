@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from fsspec.implementations.memory import MemoryFileSystem
     from small_world import World
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported first
@@ -36,6 +37,17 @@ def unlistable(monkeypatch: pytest.MonkeyPatch) -> None:
         return scandir(folder)
 
     monkeypatch.setattr("os.scandir", listed)
+
+
+@pytest.fixture
+def memory() -> Iterator[MemoryFileSystem]:
+    """The files of fsspec's ``memory://``, none at first."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    fs = MemoryFileSystem()
+    yield fs
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture
