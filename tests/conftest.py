@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported first
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "false"
+LONGEST = ("test_pipeline_local", "test_parallel", "test_ablation", "test_pipelines_run")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take minutes, so that no worker is left with one at the end."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 
 @pytest.fixture(autouse=True)
