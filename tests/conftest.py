@@ -11,11 +11,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from fsspec.implementations.memory import MemoryFileSystem
     from small_world import World
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported first
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "false"
+LONGEST = ("test_pipeline_local", "test_parallel", "test_ablation", "test_pipelines_run")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take minutes, so that no worker is left with one at the end."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +43,17 @@ def unlistable(monkeypatch: pytest.MonkeyPatch) -> None:
         return scandir(folder)
 
     monkeypatch.setattr("os.scandir", listed)
+
+
+@pytest.fixture
+def memory() -> Iterator[MemoryFileSystem]:
+    """The files of fsspec's ``memory://``, none at first."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    fs = MemoryFileSystem()
+    yield fs
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture

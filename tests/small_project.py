@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -26,6 +27,7 @@ from realmops.commands.run import run_stages
 from realmops.config import merge_options
 from realmops.evaluate.predictions import read_predictions, write_predictions
 from realmops.model.checkpoint_files import MODEL, identifying_files
+from realmops.refresh.builder_process import run_index_builder
 from realmops.stages import planned_steps
 from realmops.stages.runner import run_stage
 from realmops.train.index_source import ExchangeSource
@@ -157,6 +159,20 @@ class Quiet:
 def stage(name: str, values: Values, project: Path, root: Path, report: Quiet | None = None) -> dict[str, Any]:
     """Run one stage in this process."""
     return run_stage(name, values, project=project, root=root, report=report or Quiet())
+
+
+@contextlib.contextmanager
+def builder_beside(exchange: Path, corpus: Path) -> Iterator[None]:
+    """An index builder in a thread of this process, until the trainer has finished."""
+    thread = threading.Thread(
+        target=run_index_builder, args=(exchange, corpus), kwargs={"watch_parent": None, "works": {}}
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 @contextlib.contextmanager

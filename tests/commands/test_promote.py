@@ -525,10 +525,8 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("kind", "retriever", "copy"),
     [
-        ("plain", "pretrain", False),
         ("plain", "pretrain", True),
         ("hybrid", "pretrain", False),
-        ("hybrid", "pretrain", True),
         ("plain", "tfidf", False),
         ("plain", "path", True),
     ],

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,6 @@ class Lines:
 @pytest.fixture
 def report() -> Lines:
     return Lines()
-
-
-@pytest.fixture
-def memory() -> Iterator[MemoryFileSystem]:
-    fs = MemoryFileSystem()
-    yield fs
-    fs.store.clear()
-    fs.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture

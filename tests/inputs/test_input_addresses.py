@@ -5,7 +5,6 @@ import json
 import logging
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,6 @@ from realmops import config
 from realmops.inputs import addresses
 from realmops.inputs.addresses import is_address, listed_inputs, parse, replace_inputs, version_of
 from realmops.stages import STAGES
-
-
-@pytest.fixture
-def memory() -> Iterator[MemoryFileSystem]:
-    fs = MemoryFileSystem()
-    yield fs
-    fs.store.clear()
-    fs.pseudo_dirs[:] = [""]
 
 
 def options(**settings: str) -> dict[str, dict[str, object]]:

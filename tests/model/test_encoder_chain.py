@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import shutil
@@ -17,7 +18,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 from serving import client_of
 from small_encoders import DECODERS, FAMILIES, write_encoder
-from small_project import QUESTIONS, cli, stage, stopped_at, toy_values, write_project
+from small_project import QUESTIONS, builder_beside, cli, stage, stopped_at, toy_values, write_project
 
 from realmops.search.embed import embed, query_sequences, text_queries
 from realmops.serve.guard import Limits
@@ -59,11 +60,11 @@ def test_a_folder_of_each_family_goes_through_all(family: str, tmp_path: Path) -
     folder, root, whole = write_encoder(tmp_path / "encoder", family, max_position_embeddings=130), *roots(tmp_path)
     (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": PROMPTS.get(family, {})}))
     write_project(tmp_path)
-    steps = 4 if family == "modernbert" else 0  # an index builder is a process more
+    steps = 4 if family == "modernbert" else 0
     changes = {
         "bert": {"positions": 128},
         "retriever": {"init": str(folder), "pooling": "last" if family in DECODERS else "auto"},
-        "pretrain": {"steps": steps, "refresh_every": 2, "lag": 0, "builder": "child" if steps else "external"},
+        "pretrain": {"steps": steps, "refresh_every": 2, "lag": 0, "builder": "external"},
         "reader": READERS.get(family, {}),
     }
     if family in DECODERS:
@@ -72,12 +73,17 @@ def test_a_folder_of_each_family_goes_through_all(family: str, tmp_path: Path) -
     for name in ("snapshot", "tag"):
         stage(name, values, tmp_path, root)
     shutil.copytree(root, whole)
-    for name in ("ict", "pretrain", "finetune"):
-        stage(name, values, tmp_path, whole)
-        if name != "pretrain" or steps:
-            with stopped_at(3) if name == "pretrain" else killed():
-                stage(name, values, tmp_path, root)
-        stage(name, values, tmp_path, root)
+    for name, place in itertools.product(("ict", "pretrain", "finetune"), (whole, root)):
+        if steps:
+            values["pretrain"]["exchange"] = str(place / "exchange")
+        refreshed = name == "pretrain" and steps > 0
+        with contextlib.ExitStack() as stack:
+            if refreshed:
+                stack.enter_context(builder_beside(place / "exchange", place / "data/snapshot/corpus"))
+            if place == root and (name != "pretrain" or refreshed):
+                with stopped_at(3) if refreshed else killed():
+                    stage(name, values, tmp_path, root)
+            stage(name, values, tmp_path, place)
     files = [file.relative_to(whole) for file in whole.rglob("models/**/*.safetensors")]
     assert len(files) >= 6
     for file in files:

@@ -9,9 +9,8 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import small_project
 import torch
 from small_project import (
     Quiet,
+    builder_beside,
     cli,
     command,
     journal,
@@ -49,7 +49,7 @@ from realmops.corpus.word_counts import train_vocabulary
 from realmops.evaluate.predictions import read_predictions
 from realmops.evaluate.recall import first_hit_ranks
 from realmops.model.checkpoint_files import load_models
-from realmops.refresh.builder_process import assign_exchange, run_index_builder
+from realmops.refresh.builder_process import assign_exchange
 from realmops.search.bm25 import Bm25, rank, titled_texts
 from realmops.search.embed import embed, query_sequences
 from realmops.search.embeddings import embed_corpus, load_index
@@ -267,19 +267,6 @@ def test_a_changed_option_runs_again_what_it_touches(
 
 
 # Options that take another way, on the documents of ``small_world``; the index builder is a thread of this process
-
-
-@contextlib.contextmanager
-def builder_beside(exchange: Path, corpus: Path) -> Iterator[None]:
-    thread = threading.Thread(
-        target=run_index_builder, args=(exchange, corpus), kwargs={"watch_parent": None, "works": {}}
-    )
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join(60)
-        assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")
