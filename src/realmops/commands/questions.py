@@ -19,7 +19,7 @@ from realmops.corpus.question_sets import (
 )
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.ceilings import answer_fits_reader, answered_in_corpus, reader_can_answer
-from realmops.evaluate.recall import RECALL_AT, hit_ranks_by_rule, hits_at
+from realmops.evaluate.recall import RECALL_AT, hit_ranks_by_rule
 from realmops.inputs.addresses import CLOZE
 from realmops.search.bm25 import Bm25, rank
 from realmops.stages import STAGES, Report
@@ -153,10 +153,9 @@ def measure_ceilings(
     ranks = hit_ranks_by_rule(questions, ranked, texts.__getitem__)
     yield f"{len(questions)} questions against {len(texts)} passages"
     for rule in REGEX_RULES if questions[0].is_regex else WORD_RULES:
-        hits_Q = hits_at(ranks[rule], max(RECALL_AT))
         bar = progress(f"passages, {rule}", len(texts))
-        in_corpus = answered_in_corpus(questions, texts, rule=rule, known_Q=hits_Q, progress=bar)
-        recall = ", ".join(f"{hits_at(ranks[rule], k).mean():.1%} in {k}" for k in RECALL_AT)
+        in_corpus = answered_in_corpus(questions, texts, rule=rule, known_Q=ranks[rule] < max(RECALL_AT), progress=bar)
+        recall = ", ".join(f"{(ranks[rule] < k).mean():.1%} in {k}" for k in RECALL_AT)
         yield f"{rule}: answer in the corpus {in_corpus.mean():.1%}; in the top passages of BM25 {recall}"
     rule = questions[0].match_rule
     passages, longest = limits.reader_candidates, limits.answer_wordpieces

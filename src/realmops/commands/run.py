@@ -14,13 +14,7 @@ from realmops.inputs.addresses import FILES
 from realmops.inputs.fetch import local_cache
 from realmops.inputs.run_inputs import recorded_inputs, take_inputs
 from realmops.refresh.child_processes import end_with
-from realmops.stages import (
-    CLOZE_STEP,
-    INIT,
-    STAGES,
-    Report,
-    resolve_models,
-)
+from realmops.stages import CLOZE_STEP, INIT, STAGES, Report, resolve_models
 from realmops.stages.check_inputs import check_inputs
 from realmops.stages.runner import run_stage
 from realmops.text.pretrained import read_encoder_tokenizer

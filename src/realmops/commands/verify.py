@@ -72,7 +72,7 @@ def verify(
     document_count = len(by_document)
     for source in files:
         for batch in iter_batches([source]):
-            for outcome in parse_records([(source.format.name, records) for _, records in batch.runs]):
+            for outcome in parse_records([(source.format.name, records) for _, records in batch]):
                 if isinstance(outcome, Document):  # of several documents with one id the first counts
                     quoted = by_document.pop(document_name(outcome), [])
                     problems += _check_quotations(quoted, outcome)

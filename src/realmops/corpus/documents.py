@@ -292,12 +292,11 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def _parse_integer(digits: str) -> int | str:
-    return int(digits) if len(digits) <= _MAX_DIGITS else digits
-
-
-# NaN and infinity, which Python's writers put where a number is missing, are null.
-JSON = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=lambda _: None, parse_int=_parse_integer)
+JSON = json.JSONDecoder(
+    object_pairs_hook=_unique_keys,
+    parse_constant=lambda _: None,  # NaN and infinity, which Python's writers put where a number is missing
+    parse_int=lambda digits: int(digits) if len(digits) <= _MAX_DIGITS else digits,
+)
 
 
 def _check_span(span: Any, length: int, place: str) -> tuple[int, int, str]:

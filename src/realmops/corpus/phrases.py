@@ -93,11 +93,8 @@ class PhraseFinder:
 
 
 def _units(text: str) -> list[Unit]:
-    return [*find_with_offsets(_composed_units, text)]
-
-
-def _composed_units(text: str) -> Iterator[Unit]:
-    return ((match[0], *match.span()) for match in compile_regex(_UNIT).finditer(text))
+    expression = compile_regex(_UNIT)
+    return [*find_with_offsets(lambda whole: ((m[0], *m.span()) for m in expression.finditer(whole)), text)]
 
 
 def _is_word(unit: str) -> bool:

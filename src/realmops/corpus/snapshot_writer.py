@@ -256,7 +256,7 @@ class _Writer:
         """Count outcomes by source; return the numbers of the documents with duplicate ids."""
         duplicates = set()
         document_numbers = itertools.count()
-        for source, records in batch.runs:
+        for source, records in batch:
             self._finish_sources(source)
             for outcome in itertools.islice(outcomes, len(records)):
                 if isinstance(outcome, Document):

@@ -41,9 +41,7 @@ def train_vocabulary(
 
 
 def count_words(
-    sources: Sequence[Source],
-    workers: int = 1,
-    progress: Callable[[int], None] | None = None,
+    sources: Sequence[Source], workers: int = 1, progress: Callable[[int], None] | None = None
 ) -> Counter[str]:
     """Count whitespace-separated words of all documents in one pass and bounded memory.
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.evaluate.recall import Rows, hits_at
+from realmops.evaluate.recall import Rows
 from realmops.text.answer_matching import (
     TOKEN_SEPARATOR,
     answer_token_spans,
@@ -51,7 +51,7 @@ def compute_ceilings(
     """
     texts = (snapshot.text(i) for i in range(len(snapshot)))
     answerable = {
-        "in_corpus": answered_in_corpus(questions, texts, rule=rule, known_Q=hits_at(ranks_Q, ranked_QK.shape[1])),
+        "in_corpus": answered_in_corpus(questions, texts, rule=rule, known_Q=ranks_Q < ranked_QK.shape[1]),
         f"in_top_{passages}": reader_can_answer(questions, ranked_QK[:, :passages], snapshot, rule, wordpieces),
     }
     if not questions[0].is_regex:  # regular expressions have no length
@@ -70,7 +70,7 @@ def answered_in_corpus(
     """Return whether any passage contains an answer, bool [Q]: an upper bound of exact match.
 
     One pass over the corpus, many passages at a time; answered questions are dropped. ``known_Q`` marks questions that
-    a ranking already answered (``hits_at``), to save work.
+    a ranking already answered, to save work.
     """
     answered = np.zeros(len(questions), bool) if known_Q is None else known_Q.copy()
     open_questions = np.flatnonzero(~answered).tolist()

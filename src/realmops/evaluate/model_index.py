@@ -75,13 +75,7 @@ def _row(metrics: Metrics, key: str, kind: str, name: str) -> dict[str, Any]:
 
 
 def _index(
-    name: str,
-    task: Sequence[str],
-    dataset: str,
-    questions: int,
-    rows: Any,
-    kind: str = OWN_DATA,
-    split: str = "test",
+    name: str, task: Sequence[str], dataset: str, questions: int, rows: Any, kind: str = OWN_DATA, split: str = "test"
 ) -> dict[str, Any]:
     from huggingface_hub import EvalResult
     from huggingface_hub.repocard_data import eval_results_to_model_index

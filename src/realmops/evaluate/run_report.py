@@ -211,7 +211,7 @@ def compared_rows(metrics: Metrics) -> list[list[str]]:
         names = ["" if recall is None else f"{recall}{name}" for name in columns.values()]
         if "em" in values:
             names += ["" if answer is None else f"{answer}{measure}" for measure in ("em", "f1")]
-        cells = [_cell(values, name) if name in values else "" for name in names]
+        cells = [f"{values[n]:.3f}\n{_interval(values, n, 2)}".rstrip() if n in values else "" for n in names]
         rows += [[label, *cells]] if any(cells) else []
     return rows if columns else []
 
@@ -235,10 +235,6 @@ def _compared_systems(metrics: Metrics) -> Sequence[tuple[str, str | None, str |
         for label, recall, answer in COMPARED
         if recall != ZERO_SHOT["ict"]
     ]
-
-
-def _cell(values: Mapping[str, Any], name: str) -> str:
-    return f"{values[name]:.3f}\n{_interval(values, name, 2)}".rstrip()
 
 
 def seconds_rows(metrics: Metrics) -> list[tuple[str, str, str]]:

@@ -33,7 +33,6 @@ from realmops.inputs.addresses import (
     listed_inputs,
     listing_version,
     parse,
-    replace_inputs,
     shared_progress,
     version_of,
 )
@@ -70,28 +69,14 @@ def local_cache() -> Path:
     return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "realmops" / "inputs").absolute()
 
 
-def fetch_inputs(
-    values: Values, cache: Path, report: Report, reads: Callable[[str], bool] = lambda key: True
-) -> dict[str, dict[str, Any]]:
-    """Return the options with local paths instead of addresses, after fetching what the cache does not have.
-
-    Args:
-        values: all sections of the params.
-        cache: folder of fetched inputs.
-        report: where to log.
-        reads: whether an input, by section.key, is needed; the others keep their address.
+def fetch_addresses(
+    values: Values, cache: Path, report: Report, reads: Callable[[str], bool]
+) -> dict[str, FetchedInput]:
+    """Fetch the inputs with an address that ``reads`` selects by section.key; return their copies by section.key.
 
     Raises:
         ValueError: an address cannot be read, was changed meanwhile, or does not fit on the disk.
     """
-    fetched = fetch_addresses(values, cache, report, reads)
-    return replace_inputs(values, {key: str(copy.path) for key, copy in fetched.items()})
-
-
-def fetch_addresses(
-    values: Values, cache: Path, report: Report, reads: Callable[[str], bool] = lambda key: True
-) -> dict[str, FetchedInput]:
-    """Fetch the inputs with an address, as :func:`fetch_inputs` does, and return their copies by section.key."""
     fetched: dict[str, FetchedInput] = {}
     by_address: dict[str, FetchedInput] = {}
     for key, value in listed_inputs(values).items():
@@ -107,7 +92,7 @@ def fetch_addresses(
 
 
 def fetch(text: str, cache: Path, report: Report) -> FetchedInput:
-    """Fetch one address; as :func:`fetch_inputs`."""
+    """Fetch one address; as :func:`fetch_addresses`."""
     address = parse(text)
     final = cache / address.digest / address.name
     partial_prefix = f"{PARTIAL}{artifacts.digest_of(redact(address.location))[:16]}-"
@@ -178,7 +163,7 @@ def _fetch_files(address: Address, files: Sequence[RemoteFile], folder: Path, re
     for draft in folder.glob(f"{_DRAFT}*"):  # of a process that was killed; it would count as used space
         draft.unlink()
     targets = {file: folder / address.name / file.name for file in files}
-    missing = [file for file, target in targets.items() if not _is_complete(file, target)]
+    missing = [f for f, target in targets.items() if not target.is_file() or _find_difference(f, target)]
     total = sum(file.size or 0 for file in missing)
     free = shutil.disk_usage(folder).free
     if total > free:
@@ -234,10 +219,6 @@ def _fetch_file(
         os.replace(draft, target)
     finally:
         draft.unlink(missing_ok=True)
-
-
-def _is_complete(file: RemoteFile, target: Path) -> bool:
-    return target.is_file() and not _find_difference(file, target)
 
 
 def _find_difference(file: RemoteFile, copy: Path) -> str:

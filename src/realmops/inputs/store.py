@@ -283,13 +283,7 @@ def _reported_md5(entry: Mapping[str, Any]) -> str | None:
 
 
 def _write(
-    fs: Any,
-    store: str,
-    digest: str,
-    source: IO[bytes],
-    size: int,
-    origin: Path,
-    advance: Callable[[int], None],
+    fs: Any, store: str, digest: str, source: IO[bytes], size: int, origin: Path, advance: Callable[[int], None]
 ) -> None:
     """Write an object; raise InputError and write nothing if the content of ``source`` has another digest."""
     path = str(fs._strip_protocol(object_address(store, digest)))

@@ -33,12 +33,7 @@ _BY_SUFFIX = {
     ".xml": "mediawiki",
     ".warc": "warc",
 }
-_BY_FIRST_BYTES = {
-    b"PAR1": "parquet",
-    b"WARC/": "warc",
-    b"<mediawiki": "mediawiki",
-    b"%PDF-": "pdf",
-}
+_BY_FIRST_BYTES = {b"PAR1": "parquet", b"WARC/": "warc", b"<mediawiki": "mediawiki", b"%PDF-": "pdf"}
 _EXTRACT = b"<doc "  # start of the output of tools that extract text from a Wikipedia dump
 _HEAD = 1024  # bytes read to detect a format
 _EXTRACT_PROBLEM = (

@@ -149,16 +149,12 @@ def _extract_main_text(page: str, url: str | None) -> tuple[str, str, str | None
         extraction = max(extraction, extract(tree, fast=True) or extraction, key=lambda one: len(one.text or ""))
     text, title, date = (extraction.text, extraction.title, extraction.date) if extraction else (None, None, None)
     if text:
-        text = _ROW.sub(_read_row, _RULE.sub("", text))
+        text = _ROW.sub(lambda row: row[1].replace(" | ", "\t").replace("\\|", "|").rstrip(), _RULE.sub("", text))
     else:  # the page is too short for the extractor
         tree = trafilatura.load_html(page)
         title = tree.findtext(".//title")
         text, omitted = flow_text(tree)
     return " ".join((title or "").split()), (text or "").strip(), date, omitted
-
-
-def _read_row(row: re.Match[str]) -> str:
-    return row[1].replace(" | ", "\t").replace("\\|", "|").rstrip()
 
 
 def flow_text(tree: Any) -> tuple[str, Counter[str]]:
