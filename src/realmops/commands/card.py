@@ -182,13 +182,8 @@ def card(
 ) -> str:
     """Return the model card of an exported retriever or of its embeddings.
 
-    Args:
-        format: format of the export.
-        opened: the model.
-        retriever: its retriever.
-        notes: limitations of the export.
-        publication: figures, and place of the export.
-        measured: prefix of the metrics of ``evaluate`` that measured these embeddings; None if none did.
+    ``notes`` are the limitations of the export; ``measured`` is the prefix of the metrics of ``evaluate`` that measured
+    these embeddings, None if none did.
     """
     model = opened.model
     init = publication.trained("ict").get("retriever", {}).get("init")
@@ -243,11 +238,8 @@ def reader_card(opened: OpenedModel, publication: Publication) -> str:
 def public_reader_card(opened: OpenedModel, init: str, counts: Mapping[str, int], metrics: Mapping[str, Any]) -> str:
     """Return the model card of a reader from ``realmops reader``.
 
-    Args:
-        opened: the model that it is a part of.
-        init: folder or name of its encoder.
-        counts: training questions, and the paragraphs and articles that they are about.
-        metrics: metrics of the stage ``finetune``.
+    ``init`` is its encoder; ``counts`` has training questions, and the paragraphs and articles that they are about;
+    ``metrics`` are those of ``finetune``.
     """
     model, calibration = opened.model, opened.confidence
     front: dict[str, Any] = {

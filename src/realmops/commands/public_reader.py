@@ -66,14 +66,8 @@ def reader_training(
 ) -> Iterator[ReaderTraining]:
     """Context manager: check the inputs, and write the training data into a hidden folder next to ``folder``.
 
-    Until the end another call for the same folder is refused.
-
-    Args:
-        folder: folder of the reader to write.
-        encoder: folder, or name on the hub, of the encoder to start from; None for ``ENCODER``.
-        questions: number of training questions.
-        source: folder with SQuAD's file; None to download it.
-        report: where to log.
+    Until the end another call for the same folder is refused. ``encoder`` is a folder or a name on the hub; None for
+    ``ENCODER``. ``source`` has SQuAD's file; None to download it.
 
     Raises:
         ValueError: the folder has other files, another process writes it, or encoder or questions are unusable or

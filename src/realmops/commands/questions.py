@@ -85,12 +85,8 @@ def write_cloze_questions(root: Path, out: Path | None, *, seed: int, limit: int
     """Generate train, dev and test questions from the corpus and its salient spans; return lines with their numbers.
 
     A folder generated from the same corpus, spans, seed and limit is kept. Its kind is that of ``convert_questions``.
-
-    Args:
-        root: the run's folder, with the stages ``snapshot`` and ``tag``.
-        out: the folder to write; by default ``CLOZE`` in the root.
-        seed: determines the sampled spans and the split.
-        limit: the maximum number of questions; None for that of the existing folder, else ``CLOZE_LIMIT``.
+    ``out`` is ``CLOZE`` in the root by default. ``seed`` determines the sampled spans and the split; ``limit`` None is
+    that of the existing folder, else ``CLOZE_LIMIT``.
     """
     out = root / CLOZE if out is None else out
     artifacts.check_replaceable(out, KIND)

@@ -60,7 +60,6 @@ def run_stages(
 
 
 def _is_read(names: Sequence[str], key: str) -> bool:
-    """Return whether one of these steps reads an input, given by section.key."""
     stages = [STAGES[name] for name in names if name in STAGES]
     return any(key in stage.files if key in FILES else stage.reads(key) for stage in stages)
 

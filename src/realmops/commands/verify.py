@@ -132,7 +132,6 @@ def _quotations(answer: Mapping[str, Any], place: str) -> Iterator[Quotation]:
 
 
 def _check_source(answer: Mapping[str, Any], place: str) -> list[str]:
-    """Return a problem if the answer is not the quote of its first citation."""
     if not answer["answer"]:
         return []
     first = answer["citations"][0].get("quote") if answer["citations"] else None

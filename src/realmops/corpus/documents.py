@@ -310,7 +310,6 @@ def _check_span(span: Any, length: int, place: str) -> tuple[int, int, str]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to JSON types."""
     match value:
         case None | bool() | int() | str():
             return value

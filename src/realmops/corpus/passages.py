@@ -160,13 +160,9 @@ def cut_passages(
 
     Every text is tokenised once as a whole; character offsets continue across texts, so that one search finds the
     wordpieces of all sentences. A tokenizer whose wordpieces depend on their context (``is_context_dependent``)
-    tokenises the passages again, so that their wordpieces depend on the passage's text alone.
-
-    Args:
-        documents: documents with title and text.
-        tokenizer: tokenizer of titles and texts.
-        block_wordpieces: limit of ``pack_sentences``, or None: each document is one passage.
-        language: language of all documents, or ``AUTO`` to detect that of each.
+    tokenises the passages again, so that their wordpieces depend on the passage's text alone. ``block_wordpieces`` is
+    the limit of ``pack_sentences``, or None: each document is one passage. ``language`` is that of all documents, or
+    ``AUTO`` to detect that of each.
     """
     title_texts = [document.title and tokenizer.title_prefix + document.title for document in documents]
     titles = tokenizer.encode(title_texts).by_text()

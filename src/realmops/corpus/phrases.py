@@ -76,7 +76,6 @@ class PhraseFinder:
         return spans
 
     def _starts(self, passage: int) -> set[int]:
-        """Return the characters at which the sentences of a passage begin."""
         chars = self._snapshot.chars(passage)
         return {int(chars[first, 0]) for first, _ in self._snapshot.sentences(passage).tolist()}
 
@@ -103,7 +102,6 @@ def _is_word(unit: str) -> bool:
 
 
 def _is_adjacent(text: str, left: Unit, right: Unit) -> bool:
-    """Return whether two units are separated by nothing or by a single space."""
     return text[left[2] : right[1]] in ("", " ")
 
 

@@ -82,11 +82,7 @@ def read_questions(paths: Sequence[Path], *, format: str, unanswerable: list[Que
     """Read the questions of files that have answers, in order.
 
     A question without an id gets one from its content: the same question has the same id in every file.
-
-    Args:
-        paths: files of questions.
-        format: a name of ``question_files.FORMATS``, or "auto" to detect the format from the content of each file.
-        unanswerable: receives the questions without answers: they measure abstention, and nothing else.
+    ``unanswerable`` receives the questions without answers: they measure abstention, and nothing else.
 
     Raises:
         ValueError: If data is damaged, a question has no text or answers, an expression does not compile, an id is

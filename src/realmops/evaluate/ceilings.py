@@ -40,14 +40,8 @@ def compute_ceilings(
 ) -> dict[str, NDArray[np.bool_]]:
     """Return the upper bounds of exact match by name: which questions are answerable under each restriction, bool [Q].
 
-    Args:
-        snapshot: the corpus.
-        questions: with their reference answers.
-        ranked_QK: ranked passages of each question.
-        ranks_Q: rank of the first passage in ``ranked_QK`` that contains an answer, as of ``first_hit_ranks``.
-        rule: match rule of passages.
-        passages: number of passages that the reader reads; part of the name ``in_top_N``.
-        wordpieces: length of the reader's longest span.
+    ``ranks_Q`` are the ``first_hit_ranks`` of ``ranked_QK`` by the match ``rule``. The reader reads ``passages``
+    passages, and its longest span has ``wordpieces`` wordpieces.
     """
     texts = (snapshot.text(i) for i in range(len(snapshot)))
     answerable = {

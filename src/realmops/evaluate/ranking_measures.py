@@ -54,11 +54,7 @@ def ranking_metrics(
 
 
 def passage_depth(passages_of_documents: NDArray[np.int64]) -> int:
-    """Return how many passages to rank for ``DEPTH`` documents, at most ``DEEPEST``.
-
-    Args:
-        passages_of_documents: number of passages of each document, largest first.
-    """
+    """Return how many passages to rank for ``DEPTH`` documents, at most ``DEEPEST``; sizes are largest first."""
     return int(min(passages_of_documents[: DEPTH - 1].sum() + 1, DEEPEST))
 
 

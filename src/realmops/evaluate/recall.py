@@ -28,17 +28,7 @@ def pad_rankings(ranked: Iterable[Sequence[int]], depth: int) -> Rows:
 def first_hit_ranks(
     questions: Sequence[Question], ranked_QK: Rows, text: Callable[[int], str], *, rule: str
 ) -> NDArray[np.int64]:
-    """Return the rank (from 0) of the first passage with an answer, K if none has one.
-
-    Args:
-        questions: with their reference answers.
-        ranked_QK: passages of each question, best first.
-        text: returns the text of a passage.
-        rule: a name of ``text.answer_matching.MATCH_RULES``.
-
-    Returns:
-        int64 [Q].
-    """
+    """Return the rank (from 0) of the first passage with an answer by a rule of ``MATCH_RULES``, else K, int64 [Q]."""
 
     def has_answer(question: Question, passage: int) -> bool:
         return passage >= 0 and contains_answer(text(passage), question.answers, rule)

@@ -267,13 +267,7 @@ def write_report(
 ) -> Path:
     """Write report.html and plots/STAGE_METRIC.csv (for ``dvc plots``); return the page's path.
 
-    Args:
-        folder: the folder to write to.
-        journals: journals of the stages.
-        metrics: content of metrics.json by stage.
-        predictions: file of predictions; without one no answers are shown.
-        about: properties of the run, shown at the top.
-        options: options that differ from the defaults.
+    ``about`` has properties of the run, shown at the top, and ``options`` those that differ from the defaults.
     """
     records = [record for path in journals for record in read_journal(path)]
     (folder / "plots").mkdir(parents=True, exist_ok=True)

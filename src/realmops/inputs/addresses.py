@@ -229,9 +229,7 @@ def shared_progress(advance: Callable[[int], None], stopped: Event) -> Callable[
 def filesystem(address: Address, access: str = "read") -> Iterator[Any]:
     """Context manager: yield fsspec's filesystem of an address; its errors become a ValueError of one line.
 
-    Args:
-        address: where to read or write.
-        access: the past participle for the error: "read" or "written".
+    ``access`` is the past participle for the error: "read" or "written".
     """
     try:
         from fsspec import filesystem as open_filesystem

@@ -159,7 +159,6 @@ def _is_folder_of(handle: int, folder: Path) -> bool:
 
 
 def _fetch_files(address: Address, files: Sequence[RemoteFile], folder: Path, report: Report) -> None:
-    """Fetch the files that a partial copy does not have yet."""
     for draft in folder.glob(f"{_DRAFT}*"):  # of a process that was killed; it would count as used space
         draft.unlink()
     targets = {file: folder / address.name / file.name for file in files}

@@ -114,10 +114,7 @@ def prompt_separator(tokenizer: Tokenizer, prompt: tuple[int, ...]) -> str:
 def build_post_processor(tokenizer: Tokenizer, special: SpecialTokens, second_segment: int = 0) -> TemplateProcessing:
     """Build the post-processor that gives ``join_query`` of a single text and ``join_document`` of a pair.
 
-    Args:
-        tokenizer: names the tokens.
-        special: ids of the special tokens and prompts.
-        second_segment: segment (token type id) of the pair's second text.
+    ``second_segment`` is the segment (token type id) of the pair's second text.
     """
     end: Any = tokenizer.id_to_token(special.sep)
     begin: list[Any] = [tokenizer.id_to_token(token_id) for token_id in special.begin]

@@ -168,12 +168,9 @@ def _require_format(path: Path, name: str | None) -> str:
 def _folder_source(path: Path, name: str | None, special: str, is_strict: bool) -> Source:
     """Return the source of a file in a folder.
 
-    Args:
-        path: the file.
-        name: its format, None if unknown.
-        special: kind of a file that is not regular, else ""; such a file is never opened, and counted as unread.
-        is_strict: whether an unreadable file ends the stage: all files are tables or dumps of one format, or the
-            user set the format.
+    ``special`` is the kind of a file that is not regular, else ""; such a file is never opened, and counted as unread.
+    With ``is_strict`` an unreadable file ends the stage: all files are tables or dumps of one format, or the user set
+    the format.
     """
     if special:
         is_folder = special == "folder"

@@ -48,9 +48,7 @@ def check_remaining(remaining: int) -> None:
 def open_package(data: bytes, kind: str) -> ZipFile:
     """Open a ZIP archive of XML whose declared size is within the limits; the memory limit covers the rest.
 
-    Args:
-        data: the archive.
-        kind: what it should be, for the message.
+    ``kind`` is what it should be, for the message.
     """
     if data.startswith(_OLE_MAGIC) and _ENCRYPTED_STREAM in data:
         raise UnreadableError("encrypted", "the file needs a password; save it without one")

@@ -196,7 +196,6 @@ _SPACED = {"{{": "{{ "}  # a following brace is ambiguous: the parser would try 
 
 
 def _render_nodes(nodes: Iterable[Any], names: Collection[str]) -> Iterator[str]:
-    """Yield the visible text of each node."""
     from mwparserfromhell import nodes as kinds
 
     for node in nodes:
