@@ -40,22 +40,15 @@ JOIN = "<join>"  # between two pieces without a space: WordPiece cannot restore 
 
 @dataclass(frozen=True)
 class ClosedBook(AnswerModel):
-    """A T5 model with its tokenizer.
-
-    Attributes:
-        net: T5ForConditionalGeneration of transformers.
-        tokenizer: tokenizer with sentinels.
-        question_wordpieces: maximum length of a question, end of sequence included.
-        answer_wordpieces: maximum length of an answer, end of sequence included.
-        vocabulary_hash: hash of the snapshot's vocabulary; None for a pre-trained T5 with a different tokenizer.
-    """
+    """A T5 model with its tokenizer."""
 
     kind = "t5"
     batch_size = 64
-    net: Any
-    tokenizer: Tokenizer
-    question_wordpieces: int
-    answer_wordpieces: int
+    net: Any  # T5ForConditionalGeneration of transformers
+    tokenizer: Tokenizer  # tokenizer with sentinels
+    question_wordpieces: int  # maximum length of a question, end of sequence included
+    answer_wordpieces: int  # maximum length of an answer, end of sequence included
+    # Hash of the snapshot's vocabulary; None for a pre-trained T5 with a different tokenizer
     vocabulary_hash: str | None
 
     def __post_init__(self) -> None:

@@ -123,19 +123,13 @@ _SQUAD_LICENCE = (
 
 @dataclass(frozen=True)
 class Publication:
-    """Facts that a model card states in addition to the model itself.
+    """Facts that a model card states in addition to the model itself."""
 
-    Attributes:
-        root: folder of the run, None for a model from the registry.
-        metrics: figures that the run measured of this model, by stage.
-        repository: OWNER/NAME of its repository on the hub, None for a folder.
-        licence: the licence that the card in that repository has, None if unknown.
-    """
-
-    root: Path | None = None
+    root: Path | None = None  # folder of the run, None for a model from the registry
+    # Figures that the run measured of this model, by stage
     metrics: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    repository: str | None = None
-    licence: str | None = None
+    repository: str | None = None  # OWNER/NAME of its repository on the hub, None for a folder
+    licence: str | None = None  # the licence that the card in that repository has, None if unknown
 
     @property
     def evaluated(self) -> Mapping[str, Any]:

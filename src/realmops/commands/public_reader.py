@@ -30,21 +30,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class ReaderTraining:
-    """A training that is about to run.
+    """A training that is about to run."""
 
-    Attributes:
-        folder: folder of the reader, written at the end.
-        work: hidden folder next to it, the root of the training, from which a killed training resumes.
-        encoder: folder or name of the encoder.
-        values: options.
-        counts: training questions, and the paragraphs and articles that they are about.
-    """
-
-    folder: Path
-    work: Path
-    encoder: str
+    folder: Path  # folder of the reader, written at the end
+    work: Path  # hidden folder next to it, the root of the training, from which a killed training resumes
+    encoder: str  # folder or name of the encoder
     values: Values
-    counts: Mapping[str, int]
+    counts: Mapping[str, int]  # training questions, and the paragraphs and articles that they are about
 
     def write(self) -> Iterator[str]:
         """Write the reader after the stages ``TRAINED`` have run, and remove the work folder; yield next commands."""

@@ -30,28 +30,17 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class OutcomeCounts:
-    """Number of records by outcome.
+    """Number of records by outcome."""
 
-    Attributes:
-        records: all records.
-        documents: records that became documents.
-        replaced: documents with U+FFFD, the replacement character of undecodable bytes.
-        rejected: broken records.
-        dropped: dropped records by reason.
-        unread: unreadable files by kind.
-        incomplete: documents of which the reader left out something other than images, headers and footers.
-        omitted: what was left out of documents by kind, for example images.
-        empty_pages: numbers of the first pages without text, of the first files with such pages.
-    """
-
-    records: int = 0
-    documents: int = 0
-    replaced: int = 0
-    rejected: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    unread: dict[str, int] = field(default_factory=dict)
-    incomplete: int = 0
-    omitted: dict[str, int] = field(default_factory=dict)
+    records: int = 0  # all records
+    documents: int = 0  # records that became documents
+    replaced: int = 0  # documents with U+FFFD, the replacement character of undecodable bytes
+    rejected: int = 0  # broken records
+    dropped: dict[str, int] = field(default_factory=dict)  # dropped records by reason
+    unread: dict[str, int] = field(default_factory=dict)  # unreadable files by kind
+    incomplete: int = 0  # documents of which the reader left out something other than images, headers and footers
+    omitted: dict[str, int] = field(default_factory=dict)  # what was left out of documents by kind, for example images
+    # Numbers of the first pages without text, of the first files with such pages
     empty_pages: dict[str, list[int]] = field(default_factory=dict)
 
     def add(self, outcome: Outcome) -> None:

@@ -35,21 +35,13 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A passage: ranges in its document and in the flat arrays of a batch.
+    """A passage: ranges in its document and in the flat arrays of a batch."""
 
-    Attributes:
-        document: number of the document in the batch.
-        chars: (start, end) in the document's text.
-        sentences: (first, end) row of the batch's sentences.
-        tokens: (first, end) row of the batch's wordpieces.
-        digest: ``passage_digest`` of title and text.
-    """
-
-    document: int
-    chars: tuple[int, int]
-    sentences: tuple[int, int]
-    tokens: tuple[int, int]
-    digest: str
+    document: int  # number of the document in the batch
+    chars: tuple[int, int]  # (start, end) in the document's text
+    sentences: tuple[int, int]  # (first, end) row of the batch's sentences
+    tokens: tuple[int, int]  # (first, end) row of the batch's wordpieces
+    digest: str  # ``passage_digest`` of title and text
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,19 +58,12 @@ class LocalFile:
 
 @dataclass(frozen=True)
 class LocalInput:
-    """A file or folder of this machine that options name.
+    """A file or folder of this machine that options name."""
 
-    Attributes:
-        value: its path as in the options.
-        path: its absolute path.
-        files: its files, sorted by name.
-        digest: its md5 as DVC computes it, with ``.dir`` for a folder.
-    """
-
-    value: str
-    path: Path
-    files: Sequence[LocalFile]
-    digest: str
+    value: str  # its path as in the options
+    path: Path  # its absolute path
+    files: Sequence[LocalFile]  # its files, sorted by name
+    digest: str  # its md5 as DVC computes it, with ``.dir`` for a folder
 
     @property
     def size(self) -> int:

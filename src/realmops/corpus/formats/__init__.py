@@ -46,19 +46,12 @@ _KIND = re.compile(r"[a-z0-9]{1,10}")  # suffixes under which files without a kn
 
 @dataclass(frozen=True)
 class Source:
-    """One input file of a corpus, or one split of a dataset.
+    """One input file of a corpus, or one split of a dataset."""
 
-    Attributes:
-        path: the file, the split's folder, or ``hf:owner/name:split``.
-        format: the format that reads it.
-        size: bytes on disk.
-        broken: the kind under which the file is counted if it cannot be read; "" if that ends the stage.
-    """
-
-    path: Path
-    format: Format
-    size: int
-    broken: str = ""
+    path: Path  # the file, the split's folder, or ``hf:owner/name:split``
+    format: Format  # the format that reads it
+    size: int  # bytes on disk
+    broken: str = ""  # the kind under which the file is counted if it cannot be read; "" if that ends the stage
 
 
 def list_sources(documents: Path, format: str) -> list[Source]:

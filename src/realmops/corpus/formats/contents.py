@@ -26,16 +26,11 @@ class UnreadableError(Exception):
 
 @dataclass
 class Contents:
-    """Contents of a file.
+    """Contents of a file."""
 
-    Attributes:
-        title: the title in the file's metadata, may be empty.
-        pages: the text of each page, read while it is iterated.
-        omitted: what was left out of the pages that have been iterated, by kind.
-    """
-
-    title: str
-    pages: Iterable[str]
+    title: str  # the title in the file's metadata, may be empty
+    pages: Iterable[str]  # the text of each page, read while it is iterated
+    # What was left out of the pages that have been iterated, by kind
     omitted: Counter[str] = field(default_factory=Counter)
 
 
