@@ -18,8 +18,7 @@ from stored_objects import store_file, store_folder, web_server
 from realmops import config
 from realmops.inputs import fetch as module
 from realmops.inputs.addresses import parse, replace_inputs, version_of
-from realmops.inputs.fetch import Report, fetch, local_cache
-from realmops.inputs.run_inputs import take_inputs
+from realmops.inputs.fetch import fetch, fetch_inputs, local_cache
 
 FILES = {"a.txt": b"one\n", "b/c.txt": b"two\n", "b/d/e.txt": b""}
 
@@ -69,12 +68,6 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def content(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def fetch_inputs(
-    values: dict[str, dict[str, Any]], cache: Path, report: Report, reads: Callable[[str], bool] = lambda key: True
-) -> dict[str, dict[str, Any]]:
-    return take_inputs(values, cache.with_name(f"{cache.name}-run"), cache, report, reads)[0]
 
 
 def options(**inputs: str) -> dict[str, dict[str, Any]]:

@@ -33,6 +33,7 @@ from realmops.inputs.addresses import (
     listed_inputs,
     listing_version,
     parse,
+    replace_inputs,
     shared_progress,
     version_of,
 )
@@ -69,14 +70,28 @@ def local_cache() -> Path:
     return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "realmops" / "inputs").absolute()
 
 
-def fetch_addresses(
-    values: Values, cache: Path, report: Report, reads: Callable[[str], bool]
-) -> dict[str, FetchedInput]:
-    """Fetch the inputs with an address that ``reads`` selects by section.key; return their copies by section.key.
+def fetch_inputs(
+    values: Values, cache: Path, report: Report, reads: Callable[[str], bool] = lambda key: True
+) -> dict[str, dict[str, Any]]:
+    """Return the options with local paths instead of addresses, after fetching what the cache does not have.
+
+    Args:
+        values: all sections of the params.
+        cache: folder of fetched inputs.
+        report: where to log.
+        reads: whether an input, by section.key, is needed; the others keep their address.
 
     Raises:
         ValueError: an address cannot be read, was changed meanwhile, or does not fit on the disk.
     """
+    fetched = fetch_addresses(values, cache, report, reads)
+    return replace_inputs(values, {key: str(copy.path) for key, copy in fetched.items()})
+
+
+def fetch_addresses(
+    values: Values, cache: Path, report: Report, reads: Callable[[str], bool] = lambda key: True
+) -> dict[str, FetchedInput]:
+    """Fetch the inputs with an address, as :func:`fetch_inputs` does, and return their copies by section.key."""
     fetched: dict[str, FetchedInput] = {}
     by_address: dict[str, FetchedInput] = {}
     for key, value in listed_inputs(values).items():
@@ -92,7 +107,7 @@ def fetch_addresses(
 
 
 def fetch(text: str, cache: Path, report: Report) -> FetchedInput:
-    """Fetch one address; as :func:`fetch_addresses`."""
+    """Fetch one address; as :func:`fetch_inputs`."""
     address = parse(text)
     final = cache / address.digest / address.name
     partial_prefix = f"{PARTIAL}{artifacts.digest_of(redact(address.location))[:16]}-"
@@ -159,6 +174,7 @@ def _is_folder_of(handle: int, folder: Path) -> bool:
 
 
 def _fetch_files(address: Address, files: Sequence[RemoteFile], folder: Path, report: Report) -> None:
+    """Fetch the files that a partial copy does not have yet."""
     for draft in folder.glob(f"{_DRAFT}*"):  # of a process that was killed; it would count as used space
         draft.unlink()
     targets = {file: folder / address.name / file.name for file in files}

@@ -21,7 +21,12 @@ def take_inputs(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, FetchedInput]]:
     """Fetch the inputs of a run that have an address, and record their versions.
 
-    An input for whose section.key ``reads`` is False is not needed, and keeps its address.
+    Args:
+        values: all sections of the params.
+        root: folder of the run.
+        cache: folder of fetched inputs.
+        report: where to log.
+        reads: whether an input, by section.key, is needed; the others keep their address.
 
     Returns:
         The options with local paths instead of addresses, and the copies by section.key.
