@@ -5,7 +5,7 @@ Legend: Q questions, K ranked passages per question. Passages are rows of the sn
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
 
@@ -26,6 +26,8 @@ from realmops.text.answer_matching import (
 
 # With these in an expression, a passage can match alone but not within joined passages.
 _NEEDS_CONTEXT = re.compile(r"\\[AZBGK]|\(\?(?!:)|[*+?}]\+")
+_JOINED_BYTES, _JOINED_EXPRESSIONS = 1 << 20, 1 << 16  # characters of the passages that are searched at once
+_ENCODINGS: dict[str, Callable[[str], bytes]] = {"substring": str.encode, "token_boundary": token_bytes}
 
 
 def compute_ceilings(
@@ -69,11 +71,16 @@ def answered_in_corpus(
     answered = np.zeros(len(questions), bool) if known_Q is None else known_Q.copy()
     open_questions = np.flatnonzero(~answered).tolist()
     answers = {index: questions[index].answers for index in open_questions}
-    finder = _ByteFinder(_ENCODINGS[rule], answers) if rule in _ENCODINGS else _ExpressionFinder(rule, answers)
-    for chunk in _chunks(texts, finder.characters):
-        find = finder.within(chunk)
-        for index in open_questions:
-            answered[index] = find(index)
+    encode = _ENCODINGS.get(rule)
+    if encode is not None:
+        patterns = {index: [run for run in map(encode, texts) if run] for index, texts in answers.items()}
+    for chunk in _chunks(texts, _JOINED_EXPRESSIONS if encode is None else _JOINED_BYTES):
+        if encode is None:
+            matches = _expression_finder(rule, chunk)
+            answered[open_questions] = [any(map(matches, answers[index])) for index in open_questions]
+        else:
+            content = TOKEN_SEPARATOR.join(map(encode, chunk))
+            answered[open_questions] = [any(run in content for run in patterns[index]) for index in open_questions]
         open_questions = [index for index in open_questions if not answered[index]]
         if progress:
             progress(len(chunk))
@@ -93,57 +100,29 @@ def _chunks(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
         yield chunk
 
 
-_ENCODINGS: dict[str, Callable[[str], bytes]] = {"substring": str.encode, "token_boundary": token_bytes}
+def _expression_finder(rule: str, texts: Sequence[str]) -> Callable[[str], bool]:
+    """Return a search in many joined passages, which is cheap, then only in passages with a match."""
+    content = "\n".join(texts)
+    starts = [0, *accumulate(len(text) + 1 for text in texts[:-1])]
 
+    def find(answer: str) -> bool:
+        position = compile_expression(answer).first(content, 0)
+        while position >= 0:
+            passage = bisect_right(starts, position) - 1
+            if contains_answer(texts[passage], [answer], rule):
+                return True
+            if passage + 1 == len(texts):
+                return False
+            position = compile_expression(answer).first(content, starts[passage + 1])
+        return False
 
-class _ByteFinder:
-    """Search for the bytes of answers in the joined bytes of many passages."""
+    def matches(answer: str) -> bool:
+        if rule == "regex_search" and not _NEEDS_CONTEXT.search(answer) and not compile_expression(answer).timed_out:
+            with suppress(TimeoutError):
+                return find(answer)
+        return any(contains_answer(text, [answer], rule) for text in texts)
 
-    characters = 1 << 20
-
-    def __init__(self, encode: Callable[[str], bytes], answers: Mapping[int, Sequence[str]]) -> None:
-        self.encode = encode
-        self.patterns = {index: [run for run in map(encode, texts) if run] for index, texts in answers.items()}
-
-    def within(self, texts: Sequence[str]) -> Callable[[int], bool]:
-        content = TOKEN_SEPARATOR.join(map(self.encode, texts))
-        return lambda index: any(run in content for run in self.patterns[index])
-
-
-class _ExpressionFinder:
-    """Search for expressions in many joined passages, which is cheap, then only in passages with a match."""
-
-    characters = 1 << 16
-
-    def __init__(self, rule: str, answers: Mapping[int, Sequence[str]]) -> None:
-        self.rule, self.answers = rule, answers
-
-    def within(self, texts: Sequence[str]) -> Callable[[int], bool]:
-        content = "\n".join(texts)
-        starts = [0, *accumulate(len(text) + 1 for text in texts[:-1])]
-
-        def find(answer: str) -> bool:
-            position = compile_expression(answer).first(content, 0)
-            while position >= 0:
-                passage = bisect_right(starts, position) - 1
-                if contains_answer(texts[passage], [answer], self.rule):
-                    return True
-                if passage + 1 == len(texts):
-                    return False
-                position = compile_expression(answer).first(content, starts[passage + 1])
-            return False
-
-        def matches(answer: str) -> bool:
-            if (
-                self.rule == "regex_search"
-                and not _NEEDS_CONTEXT.search(answer)
-                and not compile_expression(answer).timed_out
-            ):
-                with suppress(TimeoutError):
-                    return find(answer)
-            return any(contains_answer(text, [answer], self.rule) for text in texts)
-
-        return lambda index: any(map(matches, self.answers[index]))
+    return matches
 
 
 def answer_fits_reader(questions: Sequence[Question], tokenizer: Tokenizer, max_wordpieces: int) -> NDArray[np.bool_]:
