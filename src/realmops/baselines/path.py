@@ -210,11 +210,7 @@ def train_paths(
     options: Finetune,
     optimiser: Optimiser,
 ) -> int:
-    """Train the scorer with the reader's epochs, batch size and learning rate.
-
-    Returns:
-        Length of the journal at the end.
-    """
+    """Train the scorer with the reader's epochs, batch size and learning rate; return the length of the journal."""
     rows_of = epoch_rows(context, len(lessons), options.batch_size)
 
     def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:

@@ -229,10 +229,9 @@ def _random_partition(total: int, count: int, rng: np.random.Generator) -> np.nd
 def pretrain(
     context: TrainingContext, model: ClosedBook, snapshot: Snapshot, options: ClosedBookOptions, optimiser: Optimiser
 ) -> int:
-    """Pre-train by span corruption on title and body of random passages; long bodies are cropped at random.
+    """Pre-train by span corruption on title and body of random passages; return the length of the journal.
 
-    Returns:
-        Length of the journal at the end.
+    Long bodies are cropped at random.
     """
 
     def passage(number: int, rng: np.random.Generator) -> np.ndarray:
@@ -272,12 +271,9 @@ def finetune(
     options: ClosedBookOptions,
     optimiser: Optimiser,
 ) -> int:
-    """Fine-tune on pairs of a question and one of its answers, drawn at random in each epoch.
+    """Fine-tune on pairs of a question and an answer, drawn at random in each epoch; return the length of the journal.
 
     Only the questions of ``drop_regex_questions`` are used; their order is shuffled in each epoch.
-
-    Returns:
-        Length of the journal at the end.
     """
     questions = drop_regex_questions(questions)
     inputs = [model.encode_question(q.question) for q in questions]

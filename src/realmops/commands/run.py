@@ -118,10 +118,7 @@ def _learning_rate_warnings(stages: Collection[str], values: Values) -> Iterator
 
 
 def check_encoders(names: Collection[str], values: Values) -> list[str]:
-    """Open the pre-trained encoder and the reader that these stages require, and find T5's files.
-
-    Returns:
-        Warnings about the encoder.
+    """Open the encoder and the reader that these stages require, and find T5's files; return warnings.
 
     Raises:
         ValueError: encoder or reader are not supported, or not with these options.

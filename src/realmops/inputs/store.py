@@ -153,10 +153,7 @@ def stored_address(store: str, digest: str, name: str) -> str:
 
 
 def upload(item: LocalInput, store: str, progress: Progress) -> tuple[int, int]:
-    """Upload an input to a store, except the objects that are there and undamaged.
-
-    Returns:
-        The number of uploaded objects, and their bytes.
+    """Upload an input to a store, except undamaged objects; return the number of uploaded objects, and their bytes.
 
     Raises:
         InputError: a file was changed since its digest was computed.

@@ -116,10 +116,8 @@ class Registry:
         """Load a stored version, let it answer ``question`` as a check, and give it the alias.
 
         The champion is compared with ``earlier`` after the slow load, just before the alias moves, and once more
-        afterwards. A race of some milliseconds remains, as MLflow cannot move an alias conditionally.
-
-        Returns:
-            False if another version became the champion meanwhile.
+        afterwards. A race of some milliseconds remains, as MLflow cannot move an alias conditionally. False is returned
+        if another version became the champion meanwhile.
         """
         with _one_line_errors(), _current_server(self._uri):
             import mlflow
