@@ -282,7 +282,7 @@ class _Sender:
             self._client.update_run(self._run_id, status="RUNNING")
 
     def send(self) -> int:
-        """Send all complete unsent lines, discard the entry of an ended stage; return the number of points and files."""
+        """Send all complete unsent lines, discard the entry of an ended stage; return the count of points and files."""
         content = self._entry.read()
         final: Any = content.get("final")
         ended = final is not None and final != self._shipped["final"]
