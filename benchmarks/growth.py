@@ -131,7 +131,7 @@ def chain(root: Path) -> dict[str, float]:
     def retrieve() -> None:
         queries = question_queries(snapshot, questions, QUERIES)
         ranked_QK = rank_passages(retriever, ExactIndex(embedding_PE), queries, max(RECALL_AT), dtype)
-        hit_ranks_by_rule(questions, ranked_QK, snapshot.texts(ranked_QK.ravel().tolist()).__getitem__)
+        hit_ranks_by_rule(questions, ranked_QK, snapshot.text)
 
     found["evaluate's retrieval"], _ = seconds_of(retrieve)
     return found

@@ -315,9 +315,7 @@ def edits(root: Path, values: dict[str, Any], times: int) -> Row:
     from realmops.stages.corpus_states import UPDATES
 
     documents = list_sources(PROJECT / values["snapshot"]["documents"], values["snapshot"]["format"])
-    records = [
-        (documents[number].format.name, found) for batch in iter_batches(documents) for number, found in batch.runs
-    ]
+    records = [(documents[number].format.name, found) for batch in iter_batches(documents) for number, found in batch]
     kept = [one for one in parse_records(records) if isinstance(one, Document)]
     lines = [{"title": one.title, "text": one.text} | ({"id": one.id} if one.id else {}) for one in kept]
     first, rest = lines[0], "".join(f"{json.dumps(line)}\n" for line in lines[1:])

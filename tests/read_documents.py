@@ -12,7 +12,7 @@ def outcomes_of(path: Path) -> list[Outcome]:
     return [
         outcome
         for batch in iter_batches(sources)
-        for outcome in parse_records([(sources[number].format.name, records) for number, records in batch.runs])
+        for outcome in parse_records([(sources[number].format.name, records) for number, records in batch])
     ]
 
 

@@ -333,7 +333,7 @@ def run(path):
     kinds, found = collections.Counter(), list_sources(pathlib.Path(path), "auto")
     try:
         for batch in iter_batches(found):
-            for one in parse_records([(found[n].format.name, records) for n, records in batch.runs]):
+            for one in parse_records([(found[n].format.name, records) for n, records in batch]):
                 kinds[getattr(one, "reason", "") or type(one).__name__] += 1
     except ValueError:
         kinds["ends"] += 1

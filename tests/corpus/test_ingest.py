@@ -38,9 +38,7 @@ def corpus(folder: Path, **files: list[str]) -> Path:
 
 
 def texts_of(found: list[ingest.Batch]) -> list[list[tuple[int, list[str]]]]:
-    return [
-        [(number, [json.loads(item.data)["text"] for item in items]) for number, items in batch.runs] for batch in found
-    ]
+    return [[(number, [json.loads(item.data)["text"] for item in items]) for number, items in batch] for batch in found]
 
 
 def test_batches_go_over_files_and_start_where_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,9 +57,9 @@ def test_empty_values_count_for_a_batch(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "a.csv").write_text(
         "\n".join(map(",".join, [["title", "text", *names], *[["T", "x", *[""] * 60]] * 4]))
     )
-    assert [len(batch.runs[0][1]) for batch in iter_batches(list_sources(tmp_path / "a.csv", "auto"))] == [2, 2]
+    assert [len(batch[0][1]) for batch in iter_batches(list_sources(tmp_path / "a.csv", "auto"))] == [2, 2]
     pq.write_table(pa.table({"title": ["T"] * 4, "text": ["x"] * 4, "l": [[0] * 60] * 4}), tmp_path / "a.parquet")
-    assert [len(batch.runs[0][1]) for batch in iter_batches(list_sources(tmp_path / "a.parquet", "auto"))] == [2, 2]
+    assert [len(batch[0][1]) for batch in iter_batches(list_sources(tmp_path / "a.parquet", "auto"))] == [2, 2]
 
 
 @pytest.mark.parametrize("zipped", [False, True])

@@ -66,7 +66,7 @@ def test_expressions_in_many_passages_at_once(texts: list[str], wanted: list[str
     for rule in ("regex_search", "regex_match"):
         plain = [any(contains_answer(text, q.answers, rule) for text in texts) for q in questions]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("realmops.evaluate.ceilings._ExpressionFinder.characters", characters)
+            patch.setattr("realmops.evaluate.ceilings._JOINED_EXPRESSIONS", characters)
             assert answered_in_corpus(questions, texts, rule=rule).tolist() == plain
 
 

@@ -5,7 +5,7 @@ import pytest
 from four_passages import QUESTIONS, TEXTS
 
 from realmops.corpus.question_sets import Question
-from realmops.evaluate.recall import first_hit_ranks, hit_ranks_by_rule, hits_at, recall_metrics
+from realmops.evaluate.recall import first_hit_ranks, hit_ranks_by_rule, recall_metrics
 
 RANKED = np.array([[3, 1, 0, 2], [0, 3, 1, 2], [2, 1, 0, 3]])
 
@@ -18,10 +18,6 @@ def test_first_hits_differ_by_rule() -> None:
     # The raw string misses "TOR HOLLOW" and finds "1" in "1995"; whole tokens do the opposite.
     assert ranks("substring") == [1, 0, 4]
     assert ranks("token_boundary") == [0, 1, 4]
-
-
-def test_hits_at_k() -> None:
-    assert hits_at(np.array([0, 4, 5]), 5).tolist() == [True, True, False]
 
 
 def test_recall_metrics_name_k_and_rule() -> None:

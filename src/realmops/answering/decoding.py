@@ -13,12 +13,8 @@ def minimum_bayes_risk(texts: Sequence[str], p: NDArray[np.float64], language: s
     """Return the index of the text with the highest expected score (minimum Bayes risk, Kumar and Byrne 2004).
 
     The score is the mean of exact match and F1 (Rajpurkar et al. 2016), so that a text gains from equal texts and from
-    texts that share its words.
-
-    Args:
-        texts: candidate answers, most probable first; the first one wins ties.
-        p: probability of each text being right; need not sum to 1.
-        language: language of the normal form.
+    texts that share its words. The candidates ``texts`` are most probable first, and the first one wins ties; ``p``
+    need not sum to 1.
     """
     p_of: dict[str, float] = {}
     forms = [normalize_answer(text, language) for text in texts]

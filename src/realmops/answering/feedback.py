@@ -25,25 +25,15 @@ class FeedbackFileFull(Exception):
 
 @dataclass(frozen=True)
 class Feedback:
-    """A user's judgement of an answer: whether it is right and, if not, optionally the correct one.
-
-    Attributes:
-        question: the question.
-        answer: the answer that was shown or held back; "" if there was none, which needs ``correct_answer``.
-        right: whether the answer is right.
-        correct_answer: the correct answer if the answer is wrong or there was none, else "".
-        passage_id: id of the passage that the answer was quoted from.
-        correct_passage_id: id of a passage that contains the correct answer, "" if unknown.
-        time: Unix time in seconds.
-    """
+    """A user's judgement of an answer: whether it is right and, if not, optionally the correct one."""
 
     question: str
-    answer: str
+    answer: str  # the answer that was shown or held back; "" if there was none, which needs ``correct_answer``
     right: bool
-    correct_answer: str = ""
-    passage_id: str = ""
-    correct_passage_id: str = ""
-    time: float = field(default_factory=time.time)
+    correct_answer: str = ""  # the correct answer if the answer is wrong or there was none, else ""
+    passage_id: str = ""  # id of the passage that the answer was quoted from
+    correct_passage_id: str = ""  # id of a passage that contains the correct answer, "" if unknown
+    time: float = field(default_factory=time.time)  # Unix time in seconds
 
     def __post_init__(self) -> None:
         """Raise ValueError for blank or contradictory fields."""

@@ -18,13 +18,8 @@ Ask = Callable[[str], str]  # prints a prompt and returns the line that was type
 def label_questions(search: Search, propose: Callable[[str], str], path: Path, ask: Ask) -> Iterator[str]:
     """Ask for questions and their answers until an empty question or the end of the input; yield lines to print.
 
-    Each answer is saved at once, in the file of earlier ones.
-
-    Args:
-        search: returns the search record of a question and a number of passages.
-        propose: returns an answer to a question, or "".
-        path: the file of questions, which ``check_label_file`` accepts.
-        ask: reads a line.
+    Each answer is saved at once, in the file of earlier ones. ``search`` returns the search record of a question and a
+    number of passages, ``propose`` an answer or "", and ``ask`` a line.
     """
     yield progress_line(path)
     try:

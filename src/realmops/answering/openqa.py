@@ -47,12 +47,7 @@ class OpenQa(SpanAnswers):
     def spans(self, tokens: Sequence[np.ndarray], passages: Sequence[Sequence[int]]) -> tuple[Tensor, np.ndarray]:
         """Compute the reader's scores of all spans of up to ``answer_wordpieces`` in the passages of each question.
 
-        Args:
-            tokens: wordpieces of each question.
-            passages: ids of the passages of each question.
-
-        Returns:
-            Scores S, and rows S x 4: question, rank of the passage, first and last wordpiece in the body.
+        Scores [S], and rows [S, 4]: question, rank of the passage, first and last wordpiece in the body.
         """
         limit = self.options.query_wordpieces - 2
         triples = [(b, rank, passage) for b, ids in enumerate(passages) for rank, passage in enumerate(ids)]

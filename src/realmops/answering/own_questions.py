@@ -75,13 +75,8 @@ def read_labels(path: Path) -> dict[str, dict[str, Any]]:
 def save_labels(path: Path, new: Sequence[Label], *, only_newer: bool = False) -> int:
     """Add labels to a file of questions, atomically and durably; a question of the same text is replaced.
 
-    Args:
-        path: file of questions.
-        new: labels to add.
-        only_newer: whether to keep a newer answer in the file; a line without a time is the newest.
-
-    Returns:
-        The number of labels that were written.
+    With ``only_newer`` a newer answer in the file is kept; a line without a time is the newest. The number of labels
+    that were written is returned.
     """
     make_folder(path.absolute().parent)
     with open(path.with_name(f".{path.name}.lock"), "ab") as lock:  # several processes may label at a time

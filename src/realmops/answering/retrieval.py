@@ -45,10 +45,8 @@ _QUESTIONS_IN_MEMORY = 1024
 class Ranker:
     """Retriever without embeddings (``finetune.retriever``: by words, links or paths), with an LRU cache.
 
-    Args:
-        rank: ranks k passages for questions.
-        cache_size: questions in the cache, such as those of a training; None is unlimited.
-        save: writes the ranker's parameters into a folder.
+    ``rank`` ranks k passages for questions, and ``save`` writes the ranker's parameters into a folder. None is an
+    unlimited ``cache_size``.
     """
 
     def __init__(
@@ -84,9 +82,7 @@ class AnswerModel(ABC):
     def read(self, retrieved: Sequence[RetrievedPassages], target_answers: Sequence[str | None] = ()) -> list[Answer]:
         """Read the retrieved passages and answer each question.
 
-        Args:
-            retrieved: passages of each question.
-            target_answers: per question, an answer y to evaluate, or None for the answer that is chosen.
+        ``target_answers`` has, per question, an answer y to evaluate, or None for the answer that is chosen.
         """
 
     @abstractmethod

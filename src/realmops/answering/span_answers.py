@@ -49,9 +49,7 @@ class SpanAnswers(RetrieveAndRead):
     def read(self, retrieved: Sequence[RetrievedPassages], target_answers: Sequence[str | None] = ()) -> list[Answer]:
         """Read the retrieved passages of all questions in one batch.
 
-        Args:
-            retrieved: passages of each question.
-            target_answers: per question, an answer y to evaluate, or None for the answer that is chosen.
+        ``target_answers`` are those of ``AnswerModel.read``.
         """
         score, rows = np.empty(0, np.float32), np.empty((0, 4), np.int64)
         passages = [item.passages for item in retrieved]

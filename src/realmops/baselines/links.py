@@ -80,7 +80,6 @@ def _words(text: str) -> Words:
 
 
 def _ngrams(words: Sequence[str], max_words: int) -> Iterator[Words]:
-    """Yield all n-grams of up to ``max_words`` words."""
     for start in range(len(words)):
         for end in range(start + 1, min(start + max_words, len(words)) + 1):
             yield tuple(words[start:end])

@@ -58,22 +58,14 @@ class PathScorer(nn.Module):
 
 @dataclass(frozen=True)
 class PathExample:
-    """Training example of one question: candidates and targets of both steps.
+    """Training example of one question: candidates and targets of both steps."""
 
-    Attributes:
-        question: wordpieces.
-        starts: candidates of the first step.
-        is_right_start: targets of the first step, bool [len(starts)].
-        first: index in ``starts`` of the passage that the second step continues.
-        linked: candidates of the second step.
-        is_right_next: targets of the second step, bool [1 + len(linked)]: the end of the path, then ``linked``.
-    """
-
-    question: np.ndarray
-    starts: list[int]
-    is_right_start: np.ndarray
-    first: int
-    linked: list[int]
+    question: np.ndarray  # wordpieces
+    starts: list[int]  # candidates of the first step
+    is_right_start: np.ndarray  # targets of the first step, bool [len(starts)]
+    first: int  # index in ``starts`` of the passage that the second step continues
+    linked: list[int]  # candidates of the second step
+    # Targets of the second step, bool [1 + len(linked)]: the end of the path, then ``linked``
     is_right_next: np.ndarray
 
 
@@ -218,11 +210,7 @@ def train_paths(
     options: Finetune,
     optimiser: Optimiser,
 ) -> int:
-    """Train the scorer with the reader's epochs, batch size and learning rate.
-
-    Returns:
-        Length of the journal at the end.
-    """
+    """Train the scorer with the reader's epochs, batch size and learning rate; return the length of the journal."""
     rows_of = epoch_rows(context, len(lessons), options.batch_size)
 
     def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:

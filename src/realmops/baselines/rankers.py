@@ -17,11 +17,7 @@ def build_ranker(
 ) -> Ranker | None:
     """Build the ranker of a baseline retriever; return None for a dense retriever.
 
-    Args:
-        retriever: value of ``finetune.retriever``.
-        snapshot: the corpus.
-        path: trained retriever, for ``finetune.retriever: path``.
-        remembered: cache size of the ranker.
+    ``path`` is the trained retriever of ``finetune.retriever: path``, and ``remembered`` the cache size of the ranker.
     """
     if retriever in DENSE_RETRIEVERS:
         return None

@@ -40,22 +40,15 @@ JOIN = "<join>"  # between two pieces without a space: WordPiece cannot restore 
 
 @dataclass(frozen=True)
 class ClosedBook(AnswerModel):
-    """A T5 model with its tokenizer.
-
-    Attributes:
-        net: T5ForConditionalGeneration of transformers.
-        tokenizer: tokenizer with sentinels.
-        question_wordpieces: maximum length of a question, end of sequence included.
-        answer_wordpieces: maximum length of an answer, end of sequence included.
-        vocabulary_hash: hash of the snapshot's vocabulary; None for a pre-trained T5 with a different tokenizer.
-    """
+    """A T5 model with its tokenizer."""
 
     kind = "t5"
     batch_size = 64
-    net: Any
-    tokenizer: Tokenizer
-    question_wordpieces: int
-    answer_wordpieces: int
+    net: Any  # T5ForConditionalGeneration of transformers
+    tokenizer: Tokenizer  # tokenizer with sentinels
+    question_wordpieces: int  # maximum length of a question, end of sequence included
+    answer_wordpieces: int  # maximum length of an answer, end of sequence included
+    # Hash of the snapshot's vocabulary; None for a pre-trained T5 with a different tokenizer
     vocabulary_hash: str | None
 
     def __post_init__(self) -> None:
@@ -236,10 +229,9 @@ def _random_partition(total: int, count: int, rng: np.random.Generator) -> np.nd
 def pretrain(
     context: TrainingContext, model: ClosedBook, snapshot: Snapshot, options: ClosedBookOptions, optimiser: Optimiser
 ) -> int:
-    """Pre-train by span corruption on title and body of random passages; long bodies are cropped at random.
+    """Pre-train by span corruption on title and body of random passages; return the length of the journal.
 
-    Returns:
-        Length of the journal at the end.
+    Long bodies are cropped at random.
     """
 
     def passage(number: int, rng: np.random.Generator) -> np.ndarray:
@@ -279,12 +271,9 @@ def finetune(
     options: ClosedBookOptions,
     optimiser: Optimiser,
 ) -> int:
-    """Fine-tune on pairs of a question and one of its answers, drawn at random in each epoch.
+    """Fine-tune on pairs of a question and an answer, drawn at random in each epoch; return the length of the journal.
 
     Only the questions of ``drop_regex_questions`` are used; their order is shuffled in each epoch.
-
-    Returns:
-        Length of the journal at the end.
     """
     questions = drop_regex_questions(questions)
     inputs = [model.encode_question(q.question) for q in questions]

@@ -35,10 +35,7 @@ new_root, existing_root = _root(False), _root(True)
 watch_parent = click.option("--watch-parent", type=int, metavar="PID", help="End when this parent process ends.")
 question_files = click.argument("files", nargs=-1, required=True, type=PATH)
 format = click.option(
-    "--format",
-    default="auto",
-    metavar="NAME",
-    help="jsonl, json, curatedtrec, dpr, csv, or auto: detect by content.",
+    "--format", default="auto", metavar="NAME", help="jsonl, json, curatedtrec, dpr, csv, or auto: detect by content."
 )
 model = click.option(
     "--model",

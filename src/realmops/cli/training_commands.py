@@ -195,8 +195,7 @@ def reader(**options: Any) -> Iterator[str]:
 
 @main.command("import")
 @option.folders(
-    "--pretrained",
-    help="A pre-trained checkpoint (embedder, scorer, encoder, openqa) for models/pretrain. Repeatable.",
+    "--pretrained", help="A pre-trained checkpoint (embedder, scorer, encoder, openqa) for models/pretrain. Repeatable."
 )
 @option.folders("--finetuned", help="A fine-tuned openqa or reader checkpoint for models/finetune. Repeatable.")
 @option.file("--blocks", metavar="FILE", help="The passages of the checkpoint, as TensorFlow records (blocks.tfr).")
@@ -217,8 +216,7 @@ def import_(**options: Any) -> None:
 @click.argument("files", nargs=-1, type=option.PATH)
 @option.format
 @option.file(
-    "--out",
-    help="The folder to write; with --label and --from-feedback the file, by default questions/own.jsonl.",
+    "--out", help="The folder to write; with --label and --from-feedback the file, by default questions/own.jsonl."
 )
 @option.flag("--label", "labels", help="Answer your own questions at the terminal; without FILES.")
 @option.flag("--from-feedback", help="Add the questions of users' feedback on answers; without FILES.")

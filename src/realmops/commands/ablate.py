@@ -201,7 +201,6 @@ def train(ablation: Ablation, *, jobs: int, report: Report, existing_only: bool 
 
 
 def _with_copies(task: Task, root: Path, report: Report) -> Task:
-    """Return a task with local copies of the inputs that have an address."""
     values, copies = take_inputs(task.values, root, local_cache(), report)
     settings = [f"{key}={json.dumps(str(copy.path))}" for key, copy in copies.items()]
     return replace(task, values=values, settings=[*task.settings, *settings])
@@ -246,7 +245,6 @@ def mean_metrics(ablation: Ablation) -> dict[str, float]:
 
 
 def _means(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the means of the numbers that all records have."""
     common = set.intersection(*map(set, records)) if records else set()
     columns = {name: [record[name] for record in records] for name in sorted(common)}
     numbers = {name: column for name, column in columns.items() if all(isinstance(v, int | float) for v in column)}

@@ -123,19 +123,13 @@ _SQUAD_LICENCE = (
 
 @dataclass(frozen=True)
 class Publication:
-    """Facts that a model card states in addition to the model itself.
+    """Facts that a model card states in addition to the model itself."""
 
-    Attributes:
-        root: folder of the run, None for a model from the registry.
-        metrics: figures that the run measured of this model, by stage.
-        repository: OWNER/NAME of its repository on the hub, None for a folder.
-        licence: the licence that the card in that repository has, None if unknown.
-    """
-
-    root: Path | None = None
+    root: Path | None = None  # folder of the run, None for a model from the registry
+    # Figures that the run measured of this model, by stage
     metrics: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    repository: str | None = None
-    licence: str | None = None
+    repository: str | None = None  # OWNER/NAME of its repository on the hub, None for a folder
+    licence: str | None = None  # the licence that the card in that repository has, None if unknown
 
     @property
     def evaluated(self) -> Mapping[str, Any]:
@@ -182,13 +176,8 @@ def card(
 ) -> str:
     """Return the model card of an exported retriever or of its embeddings.
 
-    Args:
-        format: format of the export.
-        opened: the model.
-        retriever: its retriever.
-        notes: limitations of the export.
-        publication: figures, and place of the export.
-        measured: prefix of the metrics of ``evaluate`` that measured these embeddings; None if none did.
+    ``notes`` are the limitations of the export; ``measured`` is the prefix of the metrics of ``evaluate`` that measured
+    these embeddings, None if none did.
     """
     model = opened.model
     init = publication.trained("ict").get("retriever", {}).get("init")
@@ -243,11 +232,8 @@ def reader_card(opened: OpenedModel, publication: Publication) -> str:
 def public_reader_card(opened: OpenedModel, init: str, counts: Mapping[str, int], metrics: Mapping[str, Any]) -> str:
     """Return the model card of a reader from ``realmops reader``.
 
-    Args:
-        opened: the model that it is a part of.
-        init: folder or name of its encoder.
-        counts: training questions, and the paragraphs and articles that they are about.
-        metrics: metrics of the stage ``finetune``.
+    ``init`` is its encoder; ``counts`` has training questions, and the paragraphs and articles that they are about;
+    ``metrics`` are those of ``finetune``.
     """
     model, calibration = opened.model, opened.confidence
     front: dict[str, Any] = {

@@ -171,7 +171,6 @@ def _prediction_sheet(pred: Prediction) -> Sheet:
 
 
 def _side_by_side(before: Sheet, after: Sheet) -> Table:
-    """Return a table of two explanations in parallel columns."""
     from rich.table import Table
     from rich.text import Text
 

@@ -49,12 +49,8 @@ def export(
 ) -> Iterator[str]:
     """Write a model's retriever, embeddings or reader into a folder with a model card; yield a description and notes.
 
-    Args:
-        folder: folder to write.
-        format: one of the command's formats.
-        open_model: opens the model.
-        root: folder of the model's run, None for a model from the registry.
-        push: OWNER/NAME of a model repository on the hub to upload the folder to.
+    ``root`` is the folder of the run, None for a model from the registry; ``push`` is OWNER/NAME of a model repository
+    on the hub to upload the folder to.
 
     Raises:
         ValueError: the folder has other files, the format does not support the model, a package is missing, or the
@@ -90,7 +86,6 @@ def export(
 
 
 def _write(folder: Path, format: str, opened: OpenedModel, publication: Publication) -> Iterator[str]:
-    """Write the folder; yield a description and notes."""
     if format == "reader":
         yield _export_reader(folder, opened, publication)
         return
@@ -123,7 +118,6 @@ def _write(folder: Path, format: str, opened: OpenedModel, publication: Publicat
 
 
 def _export_reader(folder: Path, opened: OpenedModel, publication: Publication) -> str:
-    """Write a reader in transformers' format, with its calibration if there is one."""
     model = opened.model
     if not isinstance(model, ExtractiveQa):
         raise ValueError(

@@ -16,9 +16,7 @@ _BY_PEOPLE = {".gitattributes", "LICENSE", "README.md"}  # files that the hub's 
 class HubRepository:
     """A model repository of the hub, which receives exports; nothing is sent before :meth:`upload`.
 
-    Args:
-        name: OWNER/NAME.
-        kind: kind of the manifest of the folders that it receives.
+    ``name`` is OWNER/NAME, and ``kind`` that of the manifest of the folders that it receives.
 
     Raises:
         ValueError: the name is invalid, or the environment has no token.

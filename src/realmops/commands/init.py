@@ -40,15 +40,9 @@ def init(
 ) -> Iterator[str]:
     """Write a project into a folder; yield a description of the input, and the next commands.
 
-    Args:
-        folder: the project's folder.
-        documents: a file or a folder; None for the synthetic encyclopedia. A BEIR folder has questions, too.
-        questions: question files; split if there are at least ``MIN_QUESTIONS``.
-        encoder: a folder, a name on the hub, or "small" for one from scratch; None to choose by availability.
-        cluster: a key of ``CLUSTERS``.
-        image: the container image of the pods, with a tag or a digest; None for a placeholder.
-        reader: a reader of spans, a folder or a name on the hub; NO_READER for search alone; None to choose by
-            availability.
+    ``documents`` None is the synthetic encyclopedia. Questions are split if there are at least ``MIN_QUESTIONS``. An
+    ``encoder`` is a folder, a name on the hub, or "small" for one from scratch; a ``reader`` NO_READER is search alone;
+    None chooses both by availability. ``image`` None is a placeholder.
 
     Raises:
         ValueError: documents or questions cannot be read, or a file already exists; nothing is written then.

@@ -46,11 +46,8 @@ class Pretrained:
 def explain_sentence(sentence: str, root: Path, where: CorpusState, answer: str | None = None) -> dict[str, Any]:
     """Explain a sentence with [MASK] by the models of ``pretrain`` in a run.
 
-    Args:
-        sentence: a text with one or more [MASK].
-        root: the run's folder.
-        where: the corpus to search: the pipeline's or an update's.
-        answer: the masked words; a single [MASK] then represents all of their wordpieces.
+    ``where`` is the corpus to search: the pipeline's or an update's. With ``answer``, the masked words, a single [MASK]
+    represents all of their wordpieces.
 
     Returns:
         ``p_y_without`` (null document), ``p_y_best`` (best passage, None without passages) and ``p_y`` (equation 1) are

@@ -29,9 +29,7 @@ def open_model(root: Path, model: str | None = None) -> OpenedModel:
 class Champion:
     """The version of a registered model that has the alias ``champion`` in MLflow's registry.
 
-    Args:
-        uri: models:/NAME@champion; a ValueError is raised for any other form.
-        root: the run's folder, whose local registry is used if MLFLOW_TRACKING_URI is not set.
+    ``root`` is the folder of the run, whose local registry is used if MLFLOW_TRACKING_URI is not set.
     """
 
     def __init__(self, uri: str, root: Path) -> None:

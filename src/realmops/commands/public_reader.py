@@ -30,21 +30,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class ReaderTraining:
-    """A training that is about to run.
+    """A training that is about to run."""
 
-    Attributes:
-        folder: folder of the reader, written at the end.
-        work: hidden folder next to it, the root of the training, from which a killed training resumes.
-        encoder: folder or name of the encoder.
-        values: options.
-        counts: training questions, and the paragraphs and articles that they are about.
-    """
-
-    folder: Path
-    work: Path
-    encoder: str
+    folder: Path  # folder of the reader, written at the end
+    work: Path  # hidden folder next to it, the root of the training, from which a killed training resumes
+    encoder: str  # folder or name of the encoder
     values: Values
-    counts: Mapping[str, int]
+    counts: Mapping[str, int]  # training questions, and the paragraphs and articles that they are about
 
     def write(self) -> Iterator[str]:
         """Write the reader after the stages ``TRAINED`` have run, and remove the work folder; yield next commands."""
@@ -66,14 +58,8 @@ def reader_training(
 ) -> Iterator[ReaderTraining]:
     """Context manager: check the inputs, and write the training data into a hidden folder next to ``folder``.
 
-    Until the end another call for the same folder is refused.
-
-    Args:
-        folder: folder of the reader to write.
-        encoder: folder, or name on the hub, of the encoder to start from; None for ``ENCODER``.
-        questions: number of training questions.
-        source: folder with SQuAD's file; None to download it.
-        report: where to log.
+    Until the end another call for the same folder is refused. ``encoder`` is a folder or a name on the hub; None for
+    ``ENCODER``. ``source`` has SQuAD's file; None to download it.
 
     Raises:
         ValueError: the folder has other files, another process writes it, or encoder or questions are unusable or

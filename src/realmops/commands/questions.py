@@ -19,7 +19,7 @@ from realmops.corpus.question_sets import (
 )
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.ceilings import answer_fits_reader, answered_in_corpus, reader_can_answer
-from realmops.evaluate.recall import RECALL_AT, hit_ranks_by_rule, hits_at
+from realmops.evaluate.recall import RECALL_AT, hit_ranks_by_rule
 from realmops.inputs.addresses import CLOZE
 from realmops.search.bm25 import Bm25, rank
 from realmops.stages import STAGES, Report
@@ -85,12 +85,8 @@ def write_cloze_questions(root: Path, out: Path | None, *, seed: int, limit: int
     """Generate train, dev and test questions from the corpus and its salient spans; return lines with their numbers.
 
     A folder generated from the same corpus, spans, seed and limit is kept. Its kind is that of ``convert_questions``.
-
-    Args:
-        root: the run's folder, with the stages ``snapshot`` and ``tag``.
-        out: the folder to write; by default ``CLOZE`` in the root.
-        seed: determines the sampled spans and the split.
-        limit: the maximum number of questions; None for that of the existing folder, else ``CLOZE_LIMIT``.
+    ``out`` is ``CLOZE`` in the root by default. ``seed`` determines the sampled spans and the split; ``limit`` None is
+    that of the existing folder, else ``CLOZE_LIMIT``.
     """
     out = root / CLOZE if out is None else out
     artifacts.check_replaceable(out, KIND)
@@ -153,10 +149,9 @@ def measure_ceilings(
     ranks = hit_ranks_by_rule(questions, ranked, texts.__getitem__)
     yield f"{len(questions)} questions against {len(texts)} passages"
     for rule in REGEX_RULES if questions[0].is_regex else WORD_RULES:
-        hits_Q = hits_at(ranks[rule], max(RECALL_AT))
         bar = progress(f"passages, {rule}", len(texts))
-        in_corpus = answered_in_corpus(questions, texts, rule=rule, known_Q=hits_Q, progress=bar)
-        recall = ", ".join(f"{hits_at(ranks[rule], k).mean():.1%} in {k}" for k in RECALL_AT)
+        in_corpus = answered_in_corpus(questions, texts, rule=rule, known_Q=ranks[rule] < max(RECALL_AT), progress=bar)
+        recall = ", ".join(f"{(ranks[rule] < k).mean():.1%} in {k}" for k in RECALL_AT)
         yield f"{rule}: answer in the corpus {in_corpus.mean():.1%}; in the top passages of BM25 {recall}"
     rule = questions[0].match_rule
     passages, longest = limits.reader_candidates, limits.answer_wordpieces

@@ -14,13 +14,7 @@ from realmops.inputs.addresses import FILES
 from realmops.inputs.fetch import local_cache
 from realmops.inputs.run_inputs import recorded_inputs, take_inputs
 from realmops.refresh.child_processes import end_with
-from realmops.stages import (
-    CLOZE_STEP,
-    INIT,
-    STAGES,
-    Report,
-    resolve_models,
-)
+from realmops.stages import CLOZE_STEP, INIT, STAGES, Report, resolve_models
 from realmops.stages.check_inputs import check_inputs
 from realmops.stages.runner import run_stage
 from realmops.text.pretrained import read_encoder_tokenizer
@@ -66,7 +60,6 @@ def run_stages(
 
 
 def _is_read(names: Sequence[str], key: str) -> bool:
-    """Return whether one of these steps reads an input, given by section.key."""
     stages = [STAGES[name] for name in names if name in STAGES]
     return any(key in stage.files if key in FILES else stage.reads(key) for stage in stages)
 
@@ -125,10 +118,7 @@ def _learning_rate_warnings(stages: Collection[str], values: Values) -> Iterator
 
 
 def check_encoders(names: Collection[str], values: Values) -> list[str]:
-    """Open the pre-trained encoder and the reader that these stages require, and find T5's files.
-
-    Returns:
-        Warnings about the encoder.
+    """Open the encoder and the reader that these stages require, and find T5's files; return warnings.
 
     Raises:
         ValueError: encoder or reader are not supported, or not with these options.

@@ -123,7 +123,6 @@ def update(
 
 
 def _publish(task: _Task, new: Snapshot) -> Path:
-    """Commit the folder of the update, without answers."""
     number = task.before.number + 1
     name = new.corpus_hash[:12]
     # An earlier update may have had this corpus, with this model or another: its folder is kept.

@@ -72,7 +72,7 @@ def verify(
     document_count = len(by_document)
     for source in files:
         for batch in iter_batches([source]):
-            for outcome in parse_records([(source.format.name, records) for _, records in batch.runs]):
+            for outcome in parse_records([(source.format.name, records) for _, records in batch]):
                 if isinstance(outcome, Document):  # of several documents with one id the first counts
                     quoted = by_document.pop(document_name(outcome), [])
                     problems += _check_quotations(quoted, outcome)
@@ -132,7 +132,6 @@ def _quotations(answer: Mapping[str, Any], place: str) -> Iterator[Quotation]:
 
 
 def _check_source(answer: Mapping[str, Any], place: str) -> list[str]:
-    """Return a problem if the answer is not the quote of its first citation."""
     if not answer["answer"]:
         return []
     first = answer["citations"][0].get("quote") if answer["citations"] else None

@@ -135,12 +135,8 @@ def cloze_questions(
 ) -> list[Question]:
     """Generate at most one question per sentence and ``limit`` in total, drawn with the seed.
 
-    Args:
-        snapshot: the corpus.
-        rows: (passage, sentence start, sentence end, span start, span end) of each salient span, in wordpieces.
-        labels: label of each span.
-        seed: seed of the draw and of the noise.
-        limit: maximum number of questions.
+    ``rows`` are (passage, sentence start, sentence end, span start, span end) of each salient span, in wordpieces, and
+    ``labels`` their labels.
     """
     numbers = find_numbers(snapshot, rows)
     rows, labels = np.concatenate([rows, numbers]), [*labels, *[NUMBER] * len(numbers)]

@@ -26,11 +26,8 @@ def is_navigation_title(title: str) -> bool:
 class DocumentCutter:
     """Callable that converts records to documents and cuts documents into passages.
 
-    Args:
-        vocabulary: wordpieces of BERT's WordPiece; unused if ``tokenizer`` is given.
-        tokenizer: contents of a tokenizer.json, or None for BERT's WordPiece.
-        settings: settings of the snapshot.
-        earlier: folder of an earlier snapshot whose unchanged documents are reused.
+    ``tokenizer`` is the content of a tokenizer.json; without it, ``vocabulary`` is that of BERT's WordPiece.
+    ``earlier`` is the folder of an earlier snapshot whose unchanged documents are reused.
     """
 
     def __init__(
@@ -69,12 +66,10 @@ class DocumentCutter:
 
     @cached_property
     def _earlier(self) -> EarlierSnapshot:
-        """The earlier snapshot, opened lazily in the worker process."""
         assert self._earlier_folder is not None
         return EarlierSnapshot(self._earlier_folder)
 
     def _try(self, outcome: Outcome) -> Outcome:
-        """Return the outcome, or Rejected if its passages cannot be cut."""
         if not isinstance(outcome, Document):
             return outcome
         failed = call_guarded(partial(self._cut, [outcome]), partial(Rejected, outcome.place))

@@ -32,26 +32,16 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A document of the corpus.
+    """A document of the corpus."""
 
-    Attributes:
-        title: title, may be empty.
-        text: text without the title.
-        id: id in the corpus, or None.
-        spans: (character start, character end, label) of entity spans in ``text``.
-        place: file and line or record, for messages.
-        extra: the record's other columns as a canonical JSON object, "" if there are none.
-        pages: character offsets in ``text`` at which pages begin.
-        omitted: what the reader left out of the record, as (kind, count), for example ("image", 2).
-    """
-
-    title: str
-    text: str
-    id: str | None
-    spans: tuple[tuple[int, int, str], ...]
-    place: str
-    extra: str = ""
-    pages: tuple[int, ...] = ()
+    title: str  # title, may be empty
+    text: str  # text without the title
+    id: str | None  # id in the corpus, or None
+    spans: tuple[tuple[int, int, str], ...]  # (character start, character end, label) of entity spans in ``text``
+    place: str  # file and line or record, for messages
+    extra: str = ""  # the record's other columns as a canonical JSON object, "" if there are none
+    pages: tuple[int, ...] = ()  # character offsets in ``text`` at which pages begin
+    # What the reader left out of the record, as (kind, count), for example ("image", 2)
     omitted: tuple[tuple[str, int], ...] = ()
 
     def pages_without_text(self) -> list[int]:
@@ -62,17 +52,11 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class RawRecord:
-    """A record cut from its file and not yet parsed.
+    """A record cut from its file and not yet parsed."""
 
-    Attributes:
-        place: file and line or record, for messages.
-        data: bytes, str, a dict of plain values, or the path of a file to be read whole.
-        position: bytes of the file consumed so far (compressed bytes of a compressed file).
-    """
-
-    place: str
-    data: Any
-    position: int
+    place: str  # file and line or record, for messages
+    data: Any  # bytes, str, a dict of plain values, or the path of a file to be read whole
+    position: int  # bytes of the file consumed so far (compressed bytes of a compressed file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +69,13 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A broken record.
+    """A broken record."""
 
-    Attributes:
-        place: file and line or record, for messages.
-        problem: what was found, what is allowed and what to do, without the place.
-        ends_file: whether the remainder of the file is unreadable, so that an unknown number of records is lost.
-        kind: one word for an unreadable file; such files are counted by kind and not as broken records.
-    """
-
-    place: str
-    problem: str
+    place: str  # file and line or record, for messages
+    problem: str  # what was found, what is allowed and what to do, without the place
+    # Whether the remainder of the file is unreadable, so that an unknown number of records is lost
     ends_file: bool = False
-    kind: str = ""
+    kind: str = ""  # one word for an unreadable file; such files are counted by kind and not as broken records
 
 
 Outcome = Document | Dropped | Rejected
@@ -105,22 +83,16 @@ Outcome = Document | Dropped | Rejected
 
 @dataclass(frozen=True)
 class Format:
-    """A file format.
+    """A file format."""
 
-    Attributes:
-        name: name in options and messages.
-        records: streams the records of a file in constant memory. Yields ``Rejected`` for broken data, with
-            ``ends_file`` if the file ends early; raises ValueError if the file cannot be read at all.
-        parse: parses one record; raises ValueError or returns ``Rejected`` for broken data.
-        is_document: whether a file is one document.
-        needs: module of the extra ``documents`` that the format requires.
-    """
-
-    name: str
+    name: str  # name in options and messages
+    # Streams the records of a file in constant memory. Yields ``Rejected`` for broken data, with ``ends_file`` if the
+    # file ends early; raises ValueError if the file cannot be read at all
     records: Callable[[Path], Iterator[RawRecord | Rejected]]
+    # Parses one record; raises ValueError or returns ``Rejected`` for broken data
     parse: Callable[[RawRecord], Outcome]
-    is_document: bool = False
-    needs: str = ""
+    is_document: bool = False  # whether a file is one document
+    needs: str = ""  # module of the extra ``documents`` that the format requires
 
     def convert(self, raw: RawRecord) -> Outcome:
         """Parse a record; return Rejected if it is broken or a library fails on it."""
@@ -292,12 +264,11 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def _parse_integer(digits: str) -> int | str:
-    return int(digits) if len(digits) <= _MAX_DIGITS else digits
-
-
-# NaN and infinity, which Python's writers put where a number is missing, are null.
-JSON = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=lambda _: None, parse_int=_parse_integer)
+JSON = json.JSONDecoder(
+    object_pairs_hook=_unique_keys,
+    parse_constant=lambda _: None,  # NaN and infinity, which Python's writers put where a number is missing
+    parse_int=lambda digits: int(digits) if len(digits) <= _MAX_DIGITS else digits,
+)
 
 
 def _check_span(span: Any, length: int, place: str) -> tuple[int, int, str]:
@@ -311,7 +282,6 @@ def _check_span(span: Any, length: int, place: str) -> tuple[int, int, str]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to JSON types."""
     match value:
         case None | bool() | int() | str():
             return value

@@ -71,8 +71,6 @@ class EarlierSnapshot:
 
 
 def _batch(rows: Sequence[_Row], titles: list[list[int]], languages: list[str], digests: list[bytes]) -> PassageBatch:
-    """Build one batch from the rows of all passages."""
-
     def flat(column: int, *width: int) -> NDArray[np.int32]:
         return np.concatenate([np.empty((0, *width), np.int32), *(row[column] for row in rows)], dtype=np.int32)
 

@@ -24,40 +24,23 @@ _MINOR_KINDS = ("image", "header or footer")  # most documents have some
 _NAMED_FILES, _NAMED_PAGES = 20, 20
 
 Records = list[tuple[str, list[RawRecord | Rejected]]]  # (format name, records)
+Batch = list[tuple[int, list[RawRecord | Rejected]]]  # consecutive records by source: (source number, records)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Consecutive records, grouped by source: (source number, records)."""
-
-    runs: list[tuple[int, list[RawRecord | Rejected]]]
 
 
 @dataclass(slots=True)
 class OutcomeCounts:
-    """Number of records by outcome.
+    """Number of records by outcome."""
 
-    Attributes:
-        records: all records.
-        documents: records that became documents.
-        replaced: documents with U+FFFD, the replacement character of undecodable bytes.
-        rejected: broken records.
-        dropped: dropped records by reason.
-        unread: unreadable files by kind.
-        incomplete: documents of which the reader left out something other than images, headers and footers.
-        omitted: what was left out of documents by kind, for example images.
-        empty_pages: numbers of the first pages without text, of the first files with such pages.
-    """
-
-    records: int = 0
-    documents: int = 0
-    replaced: int = 0
-    rejected: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    unread: dict[str, int] = field(default_factory=dict)
-    incomplete: int = 0
-    omitted: dict[str, int] = field(default_factory=dict)
+    records: int = 0  # all records
+    documents: int = 0  # records that became documents
+    replaced: int = 0  # documents with U+FFFD, the replacement character of undecodable bytes
+    rejected: int = 0  # broken records
+    dropped: dict[str, int] = field(default_factory=dict)  # dropped records by reason
+    unread: dict[str, int] = field(default_factory=dict)  # unreadable files by kind
+    incomplete: int = 0  # documents of which the reader left out something other than images, headers and footers
+    omitted: dict[str, int] = field(default_factory=dict)  # what was left out of documents by kind, for example images
+    # Numbers of the first pages without text, of the first files with such pages
     empty_pages: dict[str, list[int]] = field(default_factory=dict)
 
     def add(self, outcome: Outcome) -> None:
@@ -86,11 +69,11 @@ def iter_batches(sources: Sequence[Source], source: int = 0, record: int = 0) ->
         ValueError: If a file cannot be read to its end, because the number of lost records is unknown. A source with
             ``broken`` set is counted as unread instead.
     """
-    runs: list[tuple[int, list[RawRecord | Rejected]]] = []
+    batch: Batch = []
     weight = count = 0
     for number in range(source, len(sources)):
         records: list[RawRecord | Rejected] = []
-        runs.append((number, records))
+        batch.append((number, records))
         stream = sources[number].format.records(sources[number].path)
         first = record if number == source else 0
         for read, item in enumerate(itertools.islice(stream, first, None), start=first):
@@ -107,11 +90,11 @@ def iter_batches(sources: Sequence[Source], source: int = 0, record: int = 0) ->
             count += 1
             weight += _weight(item)
             if weight >= _BATCH_CHARACTERS or count == _BATCH_RECORDS:
-                yield Batch(runs)
+                yield batch
                 weight, count, records = 0, 0, []
-                runs = [(number, records)]
+                batch = [(number, records)]
     if count:
-        yield Batch(runs)
+        yield batch
 
 
 def _weight(item: RawRecord | Rejected) -> int:
@@ -136,12 +119,7 @@ def _values(value: Any) -> int:
 
 
 class Progress:
-    """Progress in bytes of the sources' files, reported after each batch.
-
-    Args:
-        sources: all sources.
-        on_progress: called with the number of bytes since the last call.
-    """
+    """Progress in bytes of the sources' files: ``on_progress`` gets those since the last call, after each batch."""
 
     def __init__(self, sources: Sequence[Source], on_progress: Callable[[int], None] | None) -> None:
         self._offsets = [0, *itertools.accumulate(source.size for source in sources)]
@@ -150,7 +128,7 @@ class Progress:
 
     def __call__(self, batch: Batch) -> None:
         """Report a finished batch."""
-        number, records = batch.runs[-1]
+        number, records = batch[-1]
         position = next((record.position for record in reversed(records) if isinstance(record, RawRecord)), 0)
         finished = max(self._reported, self._offsets[number] + position)
         if self._on_progress is not None:
@@ -183,7 +161,7 @@ def workers_in_order(
 
 
 def _records(sources: Sequence[Source], batch: Batch) -> Records:
-    return [(sources[number].format.name, records) for number, records in batch.runs]
+    return [(sources[number].format.name, records) for number, records in batch]
 
 
 _work: Callable[[Records], Any] | None = None

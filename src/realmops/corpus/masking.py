@@ -23,7 +23,8 @@ def choose_mask_positions(
 ) -> np.ndarray:
     """Return sorted positions to mask, at least one and at most ``limit``.
 
-    Schemes:
+    ``salient`` is (start, end) of the salient span; ``is_continuation`` is bool [t], whether each wordpiece of the
+    sentence continues a word. Schemes:
 
     - ``salient`` and ``is_recurring``: the wordpieces ``salient[0]`` to ``salient[1]``, end exclusive (REALM).
     - ``random_token``: 15 % of the wordpieces, drawn independently (BERT).
@@ -31,13 +32,6 @@ def choose_mask_positions(
       are masked (SpanBERT).
     - ``matched_span``: the salient span shifted by a random offset, with wrap-around: number and length of the masks
       equal those of the salient scheme and only the position is random.
-
-    Args:
-        scheme: name of the scheme.
-        rng: generator of the random schemes.
-        salient: (start, end) of the salient span.
-        is_continuation: whether each wordpiece of the sentence continues a word, bool [t].
-        limit: maximum number of masked wordpieces.
     """
     length = len(is_continuation)
     assert 0 <= salient[0] < salient[1] <= length, (salient, length)
@@ -80,10 +74,8 @@ def is_recurring(snapshot: Snapshot, rows: np.ndarray, limit: int) -> np.ndarray
 def count_passages(snapshot: Snapshot, rows: np.ndarray, limit: int) -> np.ndarray:
     """Count the passages in which each salient span occurs as whole words.
 
-    Args:
-        snapshot: the corpus.
-        rows: (passage, sentence start, sentence end, span start, span end) of each span, in wordpieces.
-        limit: wordpieces of a span that are compared, from its first; the others are never masked.
+    ``rows`` are (passage, sentence start, sentence end, span start, span end), in wordpieces. Of a span, the first
+    ``limit`` wordpieces are compared: the others are never masked.
     """
     count = np.zeros(len(rows), np.int64)
     length = np.minimum(rows[:, 4] - rows[:, 3], limit)

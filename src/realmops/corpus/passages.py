@@ -35,21 +35,13 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A passage: ranges in its document and in the flat arrays of a batch.
+    """A passage: ranges in its document and in the flat arrays of a batch."""
 
-    Attributes:
-        document: number of the document in the batch.
-        chars: (start, end) in the document's text.
-        sentences: (first, end) row of the batch's sentences.
-        tokens: (first, end) row of the batch's wordpieces.
-        digest: ``passage_digest`` of title and text.
-    """
-
-    document: int
-    chars: tuple[int, int]
-    sentences: tuple[int, int]
-    tokens: tuple[int, int]
-    digest: str
+    document: int  # number of the document in the batch
+    chars: tuple[int, int]  # (start, end) in the document's text
+    sentences: tuple[int, int]  # (first, end) row of the batch's sentences
+    tokens: tuple[int, int]  # (first, end) row of the batch's wordpieces
+    digest: str  # ``passage_digest`` of title and text
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +152,9 @@ def cut_passages(
 
     Every text is tokenised once as a whole; character offsets continue across texts, so that one search finds the
     wordpieces of all sentences. A tokenizer whose wordpieces depend on their context (``is_context_dependent``)
-    tokenises the passages again, so that their wordpieces depend on the passage's text alone.
-
-    Args:
-        documents: documents with title and text.
-        tokenizer: tokenizer of titles and texts.
-        block_wordpieces: limit of ``pack_sentences``, or None: each document is one passage.
-        language: language of all documents, or ``AUTO`` to detect that of each.
+    tokenises the passages again, so that their wordpieces depend on the passage's text alone. ``block_wordpieces`` is
+    the limit of ``pack_sentences``, or None: each document is one passage. ``language`` is that of all documents, or
+    ``AUTO`` to detect that of each.
     """
     title_texts = [document.title and tokenizer.title_prefix + document.title for document in documents]
     titles = tokenizer.encode(title_texts).by_text()

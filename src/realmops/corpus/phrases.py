@@ -76,7 +76,6 @@ class PhraseFinder:
         return spans
 
     def _starts(self, passage: int) -> set[int]:
-        """Return the characters at which the sentences of a passage begin."""
         chars = self._snapshot.chars(passage)
         return {int(chars[first, 0]) for first, _ in self._snapshot.sentences(passage).tolist()}
 
@@ -93,11 +92,8 @@ class PhraseFinder:
 
 
 def _units(text: str) -> list[Unit]:
-    return [*find_with_offsets(_composed_units, text)]
-
-
-def _composed_units(text: str) -> Iterator[Unit]:
-    return ((match[0], *match.span()) for match in compile_regex(_UNIT).finditer(text))
+    expression = compile_regex(_UNIT)
+    return [*find_with_offsets(lambda whole: ((m[0], *m.span()) for m in expression.finditer(whole)), text)]
 
 
 def _is_word(unit: str) -> bool:
@@ -106,7 +102,6 @@ def _is_word(unit: str) -> bool:
 
 
 def _is_adjacent(text: str, left: Unit, right: Unit) -> bool:
-    """Return whether two units are separated by nothing or by a single space."""
     return text[left[2] : right[1]] in ("", " ")
 
 

@@ -23,27 +23,18 @@ JUDGED_RULE = "judged"  # ``match_rule`` of questions with relevance judgements 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question with its acceptable answers, or with relevance judgements of documents.
+    """A question with its acceptable answers, or with relevance judgements of documents."""
 
-    Attributes:
-        id: id, unique within a file.
-        question: text.
-        answers: acceptable answers; none if there are judgements instead, or if nothing answers it (SQuAD 2).
-        passage_id: id of the document that answers it, if known.
-        is_regex: whether the answers are regular expressions (CuratedTREC).
-        not_in: ids of the passages that it was generated from, which are no evidence for its answer (``corpus.cloze``).
-        language: code of the language whose rules decide whether an answer is correct; "" means English.
-        relevant: (id, grade) of judged documents; a grade of 1 or more is relevant.
-    """
-
-    id: str
+    id: str  # id, unique within a file
     question: str
+    # Acceptable answers; none if there are judgements instead, or if nothing answers it (SQuAD 2)
     answers: tuple[str, ...]
-    passage_id: str | None = None
-    is_regex: bool = False
+    passage_id: str | None = None  # id of the document that answers it, if known
+    is_regex: bool = False  # whether the answers are regular expressions (CuratedTREC)
+    # Ids of the passages that it was generated from, which are no evidence for its answer (``corpus.cloze``)
     not_in: tuple[str, ...] = ()
-    language: str = ""
-    relevant: tuple[tuple[str, int], ...] = ()
+    language: str = ""  # code of the language whose rules decide whether an answer is correct; "" means English
+    relevant: tuple[tuple[str, int], ...] = ()  # (id, grade) of judged documents; a grade of 1 or more is relevant
 
     @property
     def is_generated(self) -> bool:
@@ -82,11 +73,7 @@ def read_questions(paths: Sequence[Path], *, format: str, unanswerable: list[Que
     """Read the questions of files that have answers, in order.
 
     A question without an id gets one from its content: the same question has the same id in every file.
-
-    Args:
-        paths: files of questions.
-        format: a name of ``question_files.FORMATS``, or "auto" to detect the format from the content of each file.
-        unanswerable: receives the questions without answers: they measure abstention, and nothing else.
+    ``unanswerable`` receives the questions without answers: they measure abstention, and nothing else.
 
     Raises:
         ValueError: If data is damaged, a question has no text or answers, an expression does not compile, an id is

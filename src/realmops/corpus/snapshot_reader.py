@@ -5,7 +5,7 @@ Snapshots are content-addressed: a passage's id depends only on its title and te
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -205,10 +205,6 @@ class Snapshot:
         """Names of the corpus's files, and the cumulative number of documents at the end of each."""
         rows = [json.loads(line) for line in (self.folder / SOURCES).read_bytes().splitlines()]
         return [row["source"] for row in rows], list(accumulate(row["documents"] for row in rows))
-
-    def texts(self, indexes: Iterable[int]) -> dict[int, str]:
-        """Return the texts of many passages by their numbers."""
-        return {index: self.text(index) for index in indexes}
 
     def column(self, name: str) -> list[str]:
         """Return a column of ``TEXT_COLUMNS`` for all passages, in memory."""

@@ -218,7 +218,6 @@ class _Writer:
             self._checkpoint()
 
     def finish(self, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-        """Finish all files in ``folder`` and write the manifest."""
         self._finish_sources(len(self._sources))
         self._check_rejects()
         passages, sentences, tokens = self._token_offsets.items, len(self._sentences), len(self._tokens)
@@ -256,7 +255,7 @@ class _Writer:
         """Count outcomes by source; return the numbers of the documents with duplicate ids."""
         duplicates = set()
         document_numbers = itertools.count()
-        for source, records in batch.runs:
+        for source, records in batch:
             self._finish_sources(source)
             for outcome in itertools.islice(outcomes, len(records)):
                 if isinstance(outcome, Document):
@@ -280,7 +279,6 @@ class _Writer:
         return duplicates
 
     def _finish_sources(self, source: int) -> None:
-        """Write the counts of all sources before this one."""
         if self.source < source:
             base = os.path.commonpath([item.path.absolute().parent for item in self._sources])
         while self.source < source:
@@ -304,7 +302,6 @@ class _Writer:
         )
 
     def _empty_corpus_message(self) -> str:
-        """Return the error message for a corpus without passages."""
         names = ", ".join(str(source.path) for source in self._sources[:3]) or "no file was given"
         if self._total.records == 0:
             remedy = 'give at least one line of the form {"title": "...", "text": "..."}, or another format'
@@ -317,7 +314,6 @@ class _Writer:
         )
 
     def _append_arrays(self, batch: PassageBatch) -> None:
-        """Append to the flat arrays and their offsets."""
         first = self._token_offsets.items
         titles = [batch.titles[passage.document] for passage in batch.passages]
         passages = np.arange(first, first + len(titles), dtype=np.int32)
@@ -374,7 +370,6 @@ class _Writer:
             )
 
     def _checkpoint(self) -> None:
-        """Sync all files and write the position at which to resume."""
         state = {
             "bytes": {name: file.sync() for name, file in self._files.items()},
             "spans": self._spans.sync(),
@@ -388,7 +383,6 @@ class _Writer:
         self._synced = time.monotonic()
 
     def _read_texts(self) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of passages.arrow written so far."""
         with pa.OSFile(str(self._work / _TEXTS)) as file, pa.ipc.open_stream(file) as reader:
             yield from reader
 

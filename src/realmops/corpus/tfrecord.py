@@ -49,11 +49,7 @@ def convert_blocks(
 ) -> tuple[int, str]:
     """Convert blocks, and titles if given, to gzipped JSON lines with one passage per line.
 
-    Args:
-        blocks: TFRecord file of texts.
-        titles: TFRecord file of titles, one for each block, or None.
-        out: file to write.
-        progress: called with the number of passages since the last call.
+    ``titles`` has one record for each block. ``progress`` gets the number of passages since the last call.
 
     Returns:
         (number of passages, corpus hash of a snapshot in which each block is one passage).

@@ -27,23 +27,16 @@ def train_vocabulary(
     """Train a vocabulary on titles and texts: special tokens, characters, then pieces in merge order.
 
     It uses all documents if their files have at most 256 MiB on disk, and otherwise a sample of the records of about
-    that size, drawn with a fixed seed. The result does not depend on the number of workers.
-
-    Args:
-        sources: files of the corpus.
-        size: maximum number of pieces, including special tokens.
-        min_count: characters and pairs that occur less often do not become pieces.
-        workers: number of processes that parse documents; 1 uses this process.
-        progress: called with the number of bytes read of the sources' files since the last call.
+    that size, drawn with a fixed seed. The result does not depend on the number of workers. It has at most ``size``
+    pieces, including special tokens; characters and pairs that occur less often than ``min_count`` do not become
+    pieces. ``progress`` gets the bytes read of the sources' files since the last call.
     """
     counts = count_words(sources, workers=workers, progress=progress)
     return learn_pieces(bert_words(counts), size=size, min_count=min_count)
 
 
 def count_words(
-    sources: Sequence[Source],
-    workers: int = 1,
-    progress: Callable[[int], None] | None = None,
+    sources: Sequence[Source], workers: int = 1, progress: Callable[[int], None] | None = None
 ) -> Counter[str]:
     """Count whitespace-separated words of all documents in one pass and bounded memory.
 

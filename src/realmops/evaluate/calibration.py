@@ -14,14 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from realmops.answering.answer import Answer
-from realmops.answering.confidence import (
-    ALWAYS_ABSTAIN,
-    OWN_QUESTIONS,
-    Confidence,
-    Floats,
-    log_odds,
-    sigmoid,
-)
+from realmops.answering.confidence import ALWAYS_ABSTAIN, OWN_QUESTIONS, Confidence, Floats, log_odds, sigmoid
 from realmops.artifacts import seed_for
 from realmops.evaluate.exact_match import RESAMPLES, bootstrap_interval
 

@@ -5,7 +5,7 @@ Legend: Q questions, K ranked passages per question. Passages are rows of the sn
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
 
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.evaluate.recall import Rows, hits_at
+from realmops.evaluate.recall import Rows
 from realmops.text.answer_matching import (
     TOKEN_SEPARATOR,
     answer_token_spans,
@@ -26,6 +26,8 @@ from realmops.text.answer_matching import (
 
 # With these in an expression, a passage can match alone but not within joined passages.
 _NEEDS_CONTEXT = re.compile(r"\\[AZBGK]|\(\?(?!:)|[*+?}]\+")
+_JOINED_BYTES, _JOINED_EXPRESSIONS = 1 << 20, 1 << 16  # characters of the passages that are searched at once
+_ENCODINGS: dict[str, Callable[[str], bytes]] = {"substring": str.encode, "token_boundary": token_bytes}
 
 
 def compute_ceilings(
@@ -40,18 +42,12 @@ def compute_ceilings(
 ) -> dict[str, NDArray[np.bool_]]:
     """Return the upper bounds of exact match by name: which questions are answerable under each restriction, bool [Q].
 
-    Args:
-        snapshot: the corpus.
-        questions: with their reference answers.
-        ranked_QK: ranked passages of each question.
-        ranks_Q: rank of the first passage in ``ranked_QK`` that contains an answer, as of ``first_hit_ranks``.
-        rule: match rule of passages.
-        passages: number of passages that the reader reads; part of the name ``in_top_N``.
-        wordpieces: length of the reader's longest span.
+    ``ranks_Q`` are the ``first_hit_ranks`` of ``ranked_QK`` by the match ``rule``. The reader reads ``passages``
+    passages, and its longest span has ``wordpieces`` wordpieces.
     """
     texts = (snapshot.text(i) for i in range(len(snapshot)))
     answerable = {
-        "in_corpus": answered_in_corpus(questions, texts, rule=rule, known_Q=hits_at(ranks_Q, ranked_QK.shape[1])),
+        "in_corpus": answered_in_corpus(questions, texts, rule=rule, known_Q=ranks_Q < ranked_QK.shape[1]),
         f"in_top_{passages}": reader_can_answer(questions, ranked_QK[:, :passages], snapshot, rule, wordpieces),
     }
     if not questions[0].is_regex:  # regular expressions have no length
@@ -70,16 +66,21 @@ def answered_in_corpus(
     """Return whether any passage contains an answer, bool [Q]: an upper bound of exact match.
 
     One pass over the corpus, many passages at a time; answered questions are dropped. ``known_Q`` marks questions that
-    a ranking already answered (``hits_at``), to save work.
+    a ranking already answered, to save work.
     """
     answered = np.zeros(len(questions), bool) if known_Q is None else known_Q.copy()
     open_questions = np.flatnonzero(~answered).tolist()
     answers = {index: questions[index].answers for index in open_questions}
-    finder = _ByteFinder(_ENCODINGS[rule], answers) if rule in _ENCODINGS else _ExpressionFinder(rule, answers)
-    for chunk in _chunks(texts, finder.characters):
-        find = finder.within(chunk)
-        for index in open_questions:
-            answered[index] = find(index)
+    encode = _ENCODINGS.get(rule)
+    if encode is not None:
+        patterns = {index: [run for run in map(encode, texts) if run] for index, texts in answers.items()}
+    for chunk in _chunks(texts, _JOINED_EXPRESSIONS if encode is None else _JOINED_BYTES):
+        if encode is None:
+            matches = _expression_finder(rule, chunk)
+            answered[open_questions] = [any(map(matches, answers[index])) for index in open_questions]
+        else:
+            content = TOKEN_SEPARATOR.join(map(encode, chunk))
+            answered[open_questions] = [any(run in content for run in patterns[index]) for index in open_questions]
         open_questions = [index for index in open_questions if not answered[index]]
         if progress:
             progress(len(chunk))
@@ -99,57 +100,29 @@ def _chunks(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
         yield chunk
 
 
-_ENCODINGS: dict[str, Callable[[str], bytes]] = {"substring": str.encode, "token_boundary": token_bytes}
+def _expression_finder(rule: str, texts: Sequence[str]) -> Callable[[str], bool]:
+    """Return a search in many joined passages, which is cheap, then only in passages with a match."""
+    content = "\n".join(texts)
+    starts = [0, *accumulate(len(text) + 1 for text in texts[:-1])]
 
+    def find(answer: str) -> bool:
+        position = compile_expression(answer).first(content, 0)
+        while position >= 0:
+            passage = bisect_right(starts, position) - 1
+            if contains_answer(texts[passage], [answer], rule):
+                return True
+            if passage + 1 == len(texts):
+                return False
+            position = compile_expression(answer).first(content, starts[passage + 1])
+        return False
 
-class _ByteFinder:
-    """Search for the bytes of answers in the joined bytes of many passages."""
+    def matches(answer: str) -> bool:
+        if rule == "regex_search" and not _NEEDS_CONTEXT.search(answer) and not compile_expression(answer).timed_out:
+            with suppress(TimeoutError):
+                return find(answer)
+        return any(contains_answer(text, [answer], rule) for text in texts)
 
-    characters = 1 << 20
-
-    def __init__(self, encode: Callable[[str], bytes], answers: Mapping[int, Sequence[str]]) -> None:
-        self.encode = encode
-        self.patterns = {index: [run for run in map(encode, texts) if run] for index, texts in answers.items()}
-
-    def within(self, texts: Sequence[str]) -> Callable[[int], bool]:
-        content = TOKEN_SEPARATOR.join(map(self.encode, texts))
-        return lambda index: any(run in content for run in self.patterns[index])
-
-
-class _ExpressionFinder:
-    """Search for expressions in many joined passages, which is cheap, then only in passages with a match."""
-
-    characters = 1 << 16
-
-    def __init__(self, rule: str, answers: Mapping[int, Sequence[str]]) -> None:
-        self.rule, self.answers = rule, answers
-
-    def within(self, texts: Sequence[str]) -> Callable[[int], bool]:
-        content = "\n".join(texts)
-        starts = [0, *accumulate(len(text) + 1 for text in texts[:-1])]
-
-        def find(answer: str) -> bool:
-            position = compile_expression(answer).first(content, 0)
-            while position >= 0:
-                passage = bisect_right(starts, position) - 1
-                if contains_answer(texts[passage], [answer], self.rule):
-                    return True
-                if passage + 1 == len(texts):
-                    return False
-                position = compile_expression(answer).first(content, starts[passage + 1])
-            return False
-
-        def matches(answer: str) -> bool:
-            if (
-                self.rule == "regex_search"
-                and not _NEEDS_CONTEXT.search(answer)
-                and not compile_expression(answer).timed_out
-            ):
-                with suppress(TimeoutError):
-                    return find(answer)
-            return any(contains_answer(text, [answer], self.rule) for text in texts)
-
-        return lambda index: any(map(matches, self.answers[index]))
+    return matches
 
 
 def answer_fits_reader(questions: Sequence[Question], tokenizer: Tokenizer, max_wordpieces: int) -> NDArray[np.bool_]:

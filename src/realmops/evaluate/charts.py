@@ -40,13 +40,8 @@ def line_chart(
 ) -> str:
     """Return an ``<svg>`` element with lines over training steps, or over the quantity ``across``.
 
-    Args:
-        title: heading of the chart.
-        unit: unit of the values.
-        series: the lines.
-        refreshes: steps to mark with dotted vertical lines.
-        smooth: draw long series faintly, with their running mean on top.
-        across: label of the horizontal axis.
+    ``refreshes`` are steps to mark with dotted vertical lines. With ``smooth`` long series are drawn faintly, with
+    their running mean on top.
     """
     steps = [step for line in series for step in line.steps] + list(refreshes)
     values = [value for line in series for value in line.values]
@@ -102,7 +97,6 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def _scale(low: float, high: float, start: int, end: int) -> Callable[[float], float]:
-    """Return the linear map from [low, high] to coordinates [start, end]."""
     return lambda value: start + (value - low) / ((high - low) or 1) * (end - start)
 
 

@@ -33,11 +33,7 @@ class Comparison:
 
 
 def read_paired(first: Path, second: Path) -> tuple[list[Prediction], list[Prediction]]:
-    """Read the predictions of two runs, in the order of the first.
-
-    Args:
-        first: results folder, or folder of a run that contains one.
-        second: likewise.
+    """Read the predictions of two runs, from results folders or folders that contain one, in the order of the first.
 
     Raises:
         ValueError: the runs answer different questions, even under the same ids, questions of different origin

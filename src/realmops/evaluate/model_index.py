@@ -20,11 +20,7 @@ Metrics = Mapping[str, Any]
 def retriever_index(name: str, dataset: str, metrics: Metrics, prefix: str) -> dict[str, Any]:
     """Return the model-index of a retriever; empty if it was not measured.
 
-    Args:
-        name: of the model.
-        dataset: of the questions.
-        metrics: of the stage ``evaluate``.
-        prefix: of the metrics of this retriever, for example ``dense_``.
+    ``prefix`` is that of its metrics in ``evaluate``, for example ``dense_``.
     """
     generated = metrics.get("generated_questions", 0)
     if generated:
@@ -40,12 +36,7 @@ def reader_index(
 ) -> dict[str, Any]:
     """Return the model-index of a reader, whose passages the run retrieved; empty if no answers were measured.
 
-    Args:
-        name: of the model.
-        dataset: of the questions.
-        metrics: of the stage ``evaluate``.
-        kind: name of the dataset on the hub.
-        split: of the dataset.
+    ``kind`` is the name of the dataset on the hub, and ``split`` the one that was measured.
     """
     task = ("question-answering", "Open-domain question answering")
     rows = [_row(metrics, key, *names) for key, names in _ANSWERS.items() if key in metrics]
@@ -68,20 +59,13 @@ def _judged(metrics: Metrics, prefix: str) -> Iterator[dict[str, Any]]:
 
 
 def _row(metrics: Metrics, key: str, kind: str, name: str) -> dict[str, Any]:
-    """Return one figure, with its interval over questions if there is one."""
     row: dict[str, Any] = {"metric_type": kind, "metric_name": name, "metric_value": round(metrics[key], 4)}
     interval = [round(metrics[f"{key}_{end}"], 4) for end in ("low", "high") if f"{key}_{end}" in metrics]
     return row | ({"metric_args": {"interval_95": interval}} if interval else {})
 
 
 def _index(
-    name: str,
-    task: Sequence[str],
-    dataset: str,
-    questions: int,
-    rows: Any,
-    kind: str = OWN_DATA,
-    split: str = "test",
+    name: str, task: Sequence[str], dataset: str, questions: int, rows: Any, kind: str = OWN_DATA, split: str = "test"
 ) -> dict[str, Any]:
     from huggingface_hub import EvalResult
     from huggingface_hub.repocard_data import eval_results_to_model_index

@@ -37,7 +37,8 @@ def measure_run(qrels: Qrels, run: Run) -> dict[str, NDArray[np.float64]]:
     name_of = {ir_measures.parse_measure(measure): name for name, measure in MEASURES.items()}
     row_of = {query: row for row, query in enumerate(qrels)}
     values = {name: np.zeros(len(qrels)) for name in MEASURES}
-    for metric in ir_measures.iter_calc(list(name_of), qrels, _scored(run)):
+    scored = {query: {name: 1 / rank for rank, name in enumerate(names, 1)} for query, names in run.items()}
+    for metric in ir_measures.iter_calc(list(name_of), qrels, scored):
         values[name_of[metric.measure]][row_of[metric.query_id]] = metric.value
     return values
 
@@ -53,11 +54,7 @@ def ranking_metrics(
 
 
 def passage_depth(passages_of_documents: NDArray[np.int64]) -> int:
-    """Return how many passages to rank for ``DEPTH`` documents, at most ``DEEPEST``.
-
-    Args:
-        passages_of_documents: number of passages of each document, largest first.
-    """
+    """Return how many passages to rank for ``DEPTH`` documents, at most ``DEEPEST``; sizes are largest first."""
     return int(min(passages_of_documents[: DEPTH - 1].sum() + 1, DEEPEST))
 
 
@@ -95,12 +92,6 @@ def write_qrels(path: Path, qrels: Qrels) -> None:
         for document, grade in grades.items()
     )
     write_bytes(path, "".join(lines).encode())
-
-
-def _scored(run: Run) -> dict[str, dict[str, float]]:
-    return {
-        query: {document: 1 / rank for rank, document in enumerate(documents, 1)} for query, documents in run.items()
-    }
 
 
 def _field(text: str) -> str:

@@ -28,17 +28,7 @@ def pad_rankings(ranked: Iterable[Sequence[int]], depth: int) -> Rows:
 def first_hit_ranks(
     questions: Sequence[Question], ranked_QK: Rows, text: Callable[[int], str], *, rule: str
 ) -> NDArray[np.int64]:
-    """Return the rank (from 0) of the first passage with an answer, K if none has one.
-
-    Args:
-        questions: with their reference answers.
-        ranked_QK: passages of each question, best first.
-        text: returns the text of a passage.
-        rule: a name of ``text.answer_matching.MATCH_RULES``.
-
-    Returns:
-        int64 [Q].
-    """
+    """Return the rank (from 0) of the first passage with an answer by a rule of ``MATCH_RULES``, else K, int64 [Q]."""
 
     def has_answer(question: Question, passage: int) -> bool:
         return passage >= 0 and contains_answer(text(passage), question.answers, rule)
@@ -58,11 +48,6 @@ def first_relevant_ranks(
                 ranks[index] = rank
                 break
     return ranks
-
-
-def hits_at(ranks_Q: NDArray[np.int64], k: int) -> NDArray[np.bool_]:
-    """Return whether one of the first k passages contains an answer, bool [Q]."""
-    return ranks_Q < k
 
 
 def hit_ranks_by_rule(
@@ -86,9 +71,7 @@ def hit_ranks_by_rule(
 def recall_metrics(ranks_Q: Mapping[str, NDArray[np.int64]], *, prefix: str = "") -> dict[str, float]:
     """Compute ``{prefix}recall_at_{k}_{rule}`` for k = 1, 5, 20, 100 and each rule of ``hit_ranks_by_rule``."""
     return {
-        f"{prefix}recall_at_{k}_{rule}": float(hits_at(ranks, k).mean())
-        for rule, ranks in ranks_Q.items()
-        for k in RECALL_AT
+        f"{prefix}recall_at_{k}_{rule}": float((ranks < k).mean()) for rule, ranks in ranks_Q.items() for k in RECALL_AT
     }
 
 
@@ -109,6 +92,6 @@ def recall_intervals(
     """Compute the reported metrics of ``recall_metrics`` with their intervals."""
     metrics: dict[str, float] = {}
     for k in SHOWN_AT:
-        interval = bootstrap_interval(hits_at(ranks_Q, k), seed=seed, resamples=resamples)
+        interval = bootstrap_interval(ranks_Q < k, seed=seed, resamples=resamples)
         metrics |= interval.figures(f"{prefix}recall_at_{k}_{rule}")
     return metrics

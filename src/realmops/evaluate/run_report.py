@@ -211,7 +211,7 @@ def compared_rows(metrics: Metrics) -> list[list[str]]:
         names = ["" if recall is None else f"{recall}{name}" for name in columns.values()]
         if "em" in values:
             names += ["" if answer is None else f"{answer}{measure}" for measure in ("em", "f1")]
-        cells = [_cell(values, name) if name in values else "" for name in names]
+        cells = [f"{values[n]:.3f}\n{_interval(values, n, 2)}".rstrip() if n in values else "" for n in names]
         rows += [[label, *cells]] if any(cells) else []
     return rows if columns else []
 
@@ -235,10 +235,6 @@ def _compared_systems(metrics: Metrics) -> Sequence[tuple[str, str | None, str |
         for label, recall, answer in COMPARED
         if recall != ZERO_SHOT["ict"]
     ]
-
-
-def _cell(values: Mapping[str, Any], name: str) -> str:
-    return f"{values[name]:.3f}\n{_interval(values, name, 2)}".rstrip()
 
 
 def seconds_rows(metrics: Metrics) -> list[tuple[str, str, str]]:
@@ -271,13 +267,7 @@ def write_report(
 ) -> Path:
     """Write report.html and plots/STAGE_METRIC.csv (for ``dvc plots``); return the page's path.
 
-    Args:
-        folder: the folder to write to.
-        journals: journals of the stages.
-        metrics: content of metrics.json by stage.
-        predictions: file of predictions; without one no answers are shown.
-        about: properties of the run, shown at the top.
-        options: options that differ from the defaults.
+    ``about`` has properties of the run, shown at the top, and ``options`` those that differ from the defaults.
     """
     records = [record for path in journals for record in read_journal(path)]
     (folder / "plots").mkdir(parents=True, exist_ok=True)

@@ -35,13 +35,8 @@ def rank_file(
 ) -> Iterator[str]:
     """Write the best documents for the questions of a file into a folder; yield lines with the measures, if judged.
 
-    Args:
-        search: ranks the passages.
-        file: a question file, or the queries of a BEIR folder.
-        folder: gets queries.tsv, run.txt and, if documents or passages are judged, qrels.txt.
-        filters: as of ``PassageSearch.search``.
-        by: likewise.
-        progress: returns, for a label and a total, a callback that takes the units completed.
+    The file has questions, or is the queries of a BEIR folder; the folder gets queries.tsv, run.txt and qrels.txt.
+    ``filters`` and ``by`` are those of ``PassageSearch.search``.
 
     Raises:
         ValueError: the folder has other files, or there are no questions.

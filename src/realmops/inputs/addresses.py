@@ -111,21 +111,13 @@ def replace_inputs(values: Values, inputs: Mapping[str, str]) -> dict[str, dict[
 
 @dataclass(frozen=True)
 class Address:
-    """A parsed address.
+    """A parsed address."""
 
-    Attributes:
-        text: the address as in the option.
-        location: the address without the name of a stored object.
-        name: name of the file or folder; its suffix determines the format.
-        digest: DVC's md5 of a stored object, with ``.dir`` for a folder; empty for any other address.
-        store: address of the store that has a stored object; else empty.
-    """
-
-    text: str
-    location: str
-    name: str
-    digest: str = ""
-    store: str = ""
+    text: str  # the address as in the option
+    location: str  # the address without the name of a stored object
+    name: str  # name of the file or folder; its suffix determines the format
+    digest: str = ""  # DVC's md5 of a stored object, with ``.dir`` for a folder; empty for any other address
+    store: str = ""  # address of the store that has a stored object; else empty
 
     def __str__(self) -> str:
         return redact(self.text)
@@ -172,19 +164,12 @@ def version_of(address: str) -> str:
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of an address.
+    """A file of an address."""
 
-    Attributes:
-        name: path below the folder of the input; empty if the address is a file.
-        path: what its filesystem opens.
-        size: bytes; None if unknown.
-        mark: what changes with the content; ``md5:`` or ``sha256:`` and a digest, or what the store reports.
-    """
-
-    name: str
-    path: str
-    size: int | None
-    mark: str
+    name: str  # path below the folder of the input; empty if the address is a file
+    path: str  # what its filesystem opens
+    size: int | None  # bytes; None if unknown
+    mark: str  # what changes with the content; ``md5:`` or ``sha256:`` and a digest, or what the store reports
 
 
 def listing_version(address: Address, files: Sequence[RemoteFile]) -> str:
@@ -229,9 +214,7 @@ def shared_progress(advance: Callable[[int], None], stopped: Event) -> Callable[
 def filesystem(address: Address, access: str = "read") -> Iterator[Any]:
     """Context manager: yield fsspec's filesystem of an address; its errors become a ValueError of one line.
 
-    Args:
-        address: where to read or write.
-        access: the past participle for the error: "read" or "written".
+    ``access`` is the past participle for the error: "read" or "written".
     """
     try:
         from fsspec import filesystem as open_filesystem

@@ -182,7 +182,7 @@ def _fetch_files(address: Address, files: Sequence[RemoteFile], folder: Path, re
     for draft in folder.glob(f"{_DRAFT}*"):  # of a process that was killed; it would count as used space
         draft.unlink()
     targets = {file: folder / address.name / file.name for file in files}
-    missing = [file for file, target in targets.items() if not _is_complete(file, target)]
+    missing = [f for f, target in targets.items() if not target.is_file() or _find_difference(f, target)]
     total = sum(file.size or 0 for file in missing)
     free = shutil.disk_usage(folder).free
     if total > free:
@@ -238,10 +238,6 @@ def _fetch_file(
         os.replace(draft, target)
     finally:
         draft.unlink(missing_ok=True)
-
-
-def _is_complete(file: RemoteFile, target: Path) -> bool:
-    return target.is_file() and not _find_difference(file, target)
 
 
 def _find_difference(file: RemoteFile, copy: Path) -> str:

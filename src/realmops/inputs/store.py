@@ -58,19 +58,12 @@ class LocalFile:
 
 @dataclass(frozen=True)
 class LocalInput:
-    """A file or folder of this machine that options name.
+    """A file or folder of this machine that options name."""
 
-    Attributes:
-        value: its path as in the options.
-        path: its absolute path.
-        files: its files, sorted by name.
-        digest: its md5 as DVC computes it, with ``.dir`` for a folder.
-    """
-
-    value: str
-    path: Path
-    files: Sequence[LocalFile]
-    digest: str
+    value: str  # its path as in the options
+    path: Path  # its absolute path
+    files: Sequence[LocalFile]  # its files, sorted by name
+    digest: str  # its md5 as DVC computes it, with ``.dir`` for a folder
 
     @property
     def size(self) -> int:
@@ -160,10 +153,7 @@ def stored_address(store: str, digest: str, name: str) -> str:
 
 
 def upload(item: LocalInput, store: str, progress: Progress) -> tuple[int, int]:
-    """Upload an input to a store, except the objects that are there and undamaged.
-
-    Returns:
-        The number of uploaded objects, and their bytes.
+    """Upload an input to a store, except undamaged objects; return the number of uploaded objects, and their bytes.
 
     Raises:
         InputError: a file was changed since its digest was computed.
@@ -283,13 +273,7 @@ def _reported_md5(entry: Mapping[str, Any]) -> str | None:
 
 
 def _write(
-    fs: Any,
-    store: str,
-    digest: str,
-    source: IO[bytes],
-    size: int,
-    origin: Path,
-    advance: Callable[[int], None],
+    fs: Any, store: str, digest: str, source: IO[bytes], size: int, origin: Path, advance: Callable[[int], None]
 ) -> None:
     """Write an object; raise InputError and write nothing if the content of ``source`` has another digest."""
     path = str(fs._strip_protocol(object_address(store, digest)))

@@ -89,26 +89,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of the pipeline.
-
-    Attributes:
-        what: one sentence on what it does.
-        sections: sections of params that it reads.
-        needs: earlier stages whose output it reads.
-        files: options (section.key) that name files it reads.
-        optional: stages among ``needs`` whose output may be absent, because a model or the corpus was imported.
-        options: single options (section.key) that it reads from other sections.
-        version: raised when the same options and inputs give another output, for example by a reader of documents
-            that reads more.
-    """
+    """A stage of the pipeline."""
 
     name: str
-    what: str
-    sections: tuple[str, ...]
-    needs: tuple[str, ...]
-    files: tuple[str, ...] = ()
+    what: str  # one sentence on what it does
+    sections: tuple[str, ...]  # sections of params that it reads
+    needs: tuple[str, ...]  # earlier stages whose output it reads
+    files: tuple[str, ...] = ()  # options (section.key) that name files it reads
+    # Stages among ``needs`` whose output may be absent, because a model or the corpus was imported
     optional: tuple[str, ...] = ("sample",)
-    options: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()  # single options (section.key) that it reads from other sections
+    # Raised when the same options and inputs give another output, for example by a reader of documents that reads more
     version: int = 1
 
     @property

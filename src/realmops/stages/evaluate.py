@@ -151,8 +151,7 @@ def run(job: Job) -> dict[str, Any]:
         if is_judged:
             hits[prefix] = first_relevant_ranks(questions, ranked, relevant.is_relevant)
             continue
-        texts_in_order = snapshot.texts(ranked.ravel().tolist())  # read in file order
-        ranks = hit_ranks_by_rule(questions, ranked, texts_in_order.__getitem__)
+        ranks = hit_ranks_by_rule(questions, ranked, snapshot.text)
         metrics |= recall_metrics(ranks, prefix=prefix)
         metrics |= recall_intervals(ranks[match_rule], match_rule, prefix=prefix, **bootstrap)
         hits[prefix] = ranks[match_rule]

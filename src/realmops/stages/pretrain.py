@@ -14,7 +14,7 @@ from realmops.corpus.cloze import SourcePassages
 from realmops.corpus.question_sets import answers_are_regex
 from realmops.corpus.relevance import RelevantPassages
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.evaluate.recall import first_relevant_ranks, hits_at
+from realmops.evaluate.recall import first_relevant_ranks
 from realmops.journal import JournalValues
 from realmops.model.checkpoint_files import copy_models, load_models, save_models
 from realmops.model.retriever import Retriever
@@ -180,7 +180,7 @@ def _build_measure(
         ids = sources.left_out(
             questions, rank_passages(index.retriever, index.passages, queries, 5 + excluded, realm.dtype)
         )
-        hits = hits_at(first_relevant_ranks(questions, ids, relevant.is_relevant), 5)
+        hits = first_relevant_ranks(questions, ids, relevant.is_relevant) < 5
         figures = {"recall_at_5": float(hits.mean())}
         if (structure := unwrap_approximate(index.passages)) is not None:
             figures["index_recall"] = structure.recipe.recall

@@ -113,12 +113,7 @@ def _check_corpus_language(report: Report, corpus: Snapshot) -> None:
 def warn_of_rejects(report: Report, name: str, manifest: dict[str, Any], folder: Path, where: str) -> None:
     """Warn of broken records and unreadable files of a snapshot.
 
-    Args:
-        report: where to log.
-        name: name of the corpus, for the message.
-        manifest: manifest of the snapshot.
-        folder: folder of the snapshot.
-        where: path of the complete list, for the message.
+    ``name`` of the corpus, and ``where``, the path of the complete list, are for the message.
     """
     if manifest["rejected"]:
         first = islice(read_rejects(folder), _SHOWN)
@@ -143,11 +138,7 @@ def warn_of_rejects(report: Report, name: str, manifest: dict[str, Any], folder:
 def warn_of_omitted(report: Report, name: str, manifest: dict[str, Any], where: str) -> None:
     """Warn in one line if every twentieth document is incomplete (``OutcomeCounts``), or if a page has no text.
 
-    Args:
-        report: where to log.
-        name: name of the corpus, for the message.
-        manifest: manifest of the snapshot.
-        where: path of the counts by file, for the message.
+    ``name`` of the corpus, and ``where``, the path of the counts by file, are for the message.
     """
     incomplete, omitted = manifest["incomplete"], manifest["omitted"]
     if incomplete >= _INCOMPLETE_SHARE * manifest["documents"] or PAGE_WITHOUT_TEXT in omitted:

@@ -68,7 +68,6 @@ def add_judged_questions(project: Project, judged: Mapping[str, Sequence[Questio
 
 
 def _add_split(project: Project, split: str, questions: Sequence[Question]) -> str:
-    """Add the file of a split to the project, and return its name."""
     name = f"questions/{split}.jsonl"
     project.files[name] = b"".join(map(to_json_line, questions)).decode()
     project.put(f"questions.{split}", name)

@@ -31,10 +31,7 @@ PLAIN = re.compile(r"[A-Za-z./][\w./:@+~-]*")  # texts that YAML's flow style re
 def kustomization_text(cluster: str, image: str | None, presets: list[str]) -> str:
     """Return an overlay of the package adapted to a project's folder, with its options as a ConfigMap.
 
-    Args:
-        cluster: a key of ``CLUSTERS``.
-        image: the image of all pods, with a tag or a digest; None for a placeholder.
-        presets: the project's own presets, as paths in its folder.
+    ``image`` has a tag or a digest; None for a placeholder. ``presets`` are the project's own, as paths in its folder.
 
     Raises:
         ValueError: the image has neither tag nor digest.
@@ -57,7 +54,6 @@ def kustomization_text(cluster: str, image: str | None, presets: list[str]) -> s
 
 
 def _image_lines(image: str) -> list[str]:
-    """Return an image as fields of kustomize."""
     parts = re.fullmatch(r"(?P<name>[^@]+?)(?::(?P<tag>[^:/@]+))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?", image)
     if parts is None or not (parts["tag"] or parts["digest"]):
         raise ValueError(f"--image is {image!r}; expected NAME:TAG or NAME@sha256:DIGEST")
@@ -113,6 +109,5 @@ def values_to_set(files: dict[str, str]) -> list[str]:
 
 
 def _scalar(text: str) -> str:
-    """Return a text as a scalar of YAML."""
     written = as_yaml({"run": {"key": text}}).partition("key: ")[2].rstrip("\n")
     return written if written != text or PLAIN.fullmatch(text) else f'"{text}"'

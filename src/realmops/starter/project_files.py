@@ -66,9 +66,8 @@ def params_text(presets: Sequence[str], own: Values) -> str:
 def dvc_text(values: Values, own: Values) -> str:
     """Return the dvc.yaml of a project: the stages of its chain, with the files in their options as dependencies.
 
-    Args:
-        values: all sections, defaults and presets applied.
-        own: the options in params.yaml, which DVC interpolates into paths.
+    ``values`` has defaults and presets applied; the options of ``own`` are in params.yaml, and DVC interpolates them
+    into paths.
     """
     names = planned_steps(values)
     lines = [DVC_HEAD + "stages:"]

@@ -73,18 +73,9 @@ def exact_match(prediction: str, answers: Iterable[str], language: str = ENGLISH
 def match_normal_form(
     text: str, answer: str, spans: NDArray[np.integer[Any]], language: str = ENGLISH
 ) -> NDArray[np.bool_]:
-    """Return which spans of a text have the answer's normal form.
+    """Return which spans [S, 2], start and end characters in a text, have the answer's normal form, bool [S].
 
     Only spans that contain the answer's words in sequence are normalized.
-
-    Args:
-        text: the text.
-        answer: the answer, in any form.
-        spans: [S, 2] start and end characters in the text.
-        language: a code of ``load_languages``.
-
-    Returns:
-        [S] bool.
     """
     form = normalize_answer(answer, language)
     possible = np.ones(len(spans), bool)
@@ -262,20 +253,11 @@ def contains_answer(text: str, answers: Iterable[str], rule: str) -> bool:
 def answer_token_spans(
     text: str, answers: Iterable[str], chars: NDArray[np.integer[Any]], *, rule: str, max_wordpieces: int
 ) -> list[tuple[int, int]]:
-    """Return the wordpieces of every occurrence of an answer in a passage.
+    """Return (first, end) wordpieces of every occurrence of an answer in a passage, sorted.
 
     An occurrence counts only if it begins and ends at wordpiece boundaries, so that the characters of its wordpieces
-    are exactly the matched text without surrounding blanks.
-
-    Args:
-        text: the passage.
-        answers: answers or regular expressions.
-        chars: [t, 2] start and end character of each wordpiece in the text.
-        rule: a name of ``MATCH_RULES``.
-        max_wordpieces: longer occurrences are left out.
-
-    Returns:
-        (first, end) wordpieces, sorted.
+    are exactly the matched text without surrounding blanks. ``chars`` [t, 2] has start and end character of each
+    wordpiece; occurrences of more than ``max_wordpieces`` are left out.
     """
     char_spans = matched_spans(text, answers, rule)
     if not char_spans or not len(chars):

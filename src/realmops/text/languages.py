@@ -80,14 +80,9 @@ def check_language(code: str) -> None:
 
 
 def detect_language(text: str, among: Sequence[str] = ()) -> tuple[str, ...]:
-    """Detect the language of a text.
+    """Return the language of a text if it is certain, else the two most probable, most probable first.
 
-    Args:
-        text: the text, of which the beginning is used.
-        among: codes of the candidates; all languages if empty.
-
-    Returns:
-        The language if it is certain, else the two most probable, most probable first.
+    The beginning of the text is used. ``among`` are the codes of the candidates; all languages if empty.
     """
     if len(among) == 1:
         return (among[0],)

@@ -59,10 +59,7 @@ def _pattern(language: str) -> re.Pattern[str]:
     alone = f"(?i:(?P<word>{_alternatives(properties.also_words) or '(?!)'})|{_alternatives(names)})\\b"
     ordinal = rf"\d{{1,2}}(?:\.º|[.ºª°]|er?|ème|-?й)?|{_ROMAN}(?:e|ème)?"
     century = f"(?i:{properties.century})\\b"
-    patterns = [
-        ISO_DAY,
-        rf"{NUMBER_START}{DAY}(?P<mark>[/.-])(?:1[0-2]|0?[1-9])(?P=mark){YEAR}{NUMBER_END}",
-    ]
+    patterns = [ISO_DAY, rf"{NUMBER_START}{DAY}(?P<mark>[/.-])(?:1[0-2]|0?[1-9])(?P=mark){YEAR}{NUMBER_END}"]
     if characters := _CHARACTERS.get(language):
         year, month_character, day_character = characters
         number, era = r"(?<!\d)\d{1,2}\s?", f"(?:(?:{_alternatives(eras)})\\s?)?"

@@ -14,12 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 
 class AppendOnlyFile:
-    """An append-only file; ``size`` is its current number of bytes.
-
-    Args:
-        path: the file.
-        size: None to create the file; a number to resume an existing one, truncated to that many bytes.
-    """
+    """An append-only file of ``size`` bytes; given a ``size``, an existing file is truncated to it and resumed."""
 
     def __init__(self, path: Path, size: int | None = None) -> None:
         self._file = open(path, "xb" if size is None else "r+b")  # noqa: SIM115 (closed by ``close``)
@@ -47,12 +42,6 @@ class NpyWriter(AppendOnlyFile):
     """A .npy file written row by row; ``len`` is the current number of rows.
 
     ``close`` rewrites the header with the final length, for which numpy's header leaves room.
-
-    Args:
-        path: the file.
-        dtype: dtype of the array.
-        row_shape: shape of one row.
-        size: bytes to resume from, None to create the file.
     """
 
     def __init__(self, path: Path, dtype: DTypeLike, row_shape: tuple[int, ...] = (), size: int | None = None) -> None:

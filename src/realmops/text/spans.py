@@ -56,9 +56,7 @@ def token_spans(
 class SpansWriter:
     """Writer of a spans folder, passage by passage in constant memory; a context manager that closes the files.
 
-    Args:
-        folder: an existing folder, usually from ``artifacts.atomic_folder``.
-        state: result of ``sync``, to resume the work of a writer that was killed; None to start.
+    ``state`` is the result of ``sync`` of a writer that was killed, to resume its work.
     """
 
     def __init__(self, folder: Path, state: Mapping[str, Any] | None = None) -> None:
@@ -84,18 +82,11 @@ class SpansWriter:
         return {"bytes": sizes, "names": list(self._names), "dropped": self._dropped}
 
     def add(self, spans: Sequence[tuple[int, int, str]], chars: Ints, sentences: Ints, first_sentence: int) -> int:
-        """Add the next passage, which may have no spans.
+        """Add the next passage, which may have no spans; return the number of spans written.
 
-        Spans outside a single sentence (``token_spans``) are counted as dropped, duplicates are removed.
-
-        Args:
-            spans: (character start, character end, label).
-            chars: [t, 2] start and end character of each wordpiece.
-            sentences: [s, 2] first and end wordpiece of each sentence.
-            first_sentence: row of the passage's first sentence in sentences.npy.
-
-        Returns:
-            Number of spans written.
+        Spans outside a single sentence (``token_spans``) are counted as dropped, duplicates are removed. ``spans`` are
+        (character start, character end, label), ``chars`` [t, 2] the characters of each wordpiece, ``sentences`` [s, 2]
+        the wordpieces of each sentence; ``first_sentence`` is the row of the first in sentences.npy.
         """
         located = token_spans([(start, end) for start, end, _ in spans], chars, sentences)
         rows = sorted(
@@ -175,12 +166,7 @@ class Spans:
 
     @classmethod
     def open(cls, folder: Path, *, verify: bool = True, corpus_hash: str | None = None) -> Self:
-        """Open a folder.
-
-        Args:
-            folder: the spans folder.
-            verify: whether to check the files against the manifest.
-            corpus_hash: hash of the corpus that the spans must belong to; None to skip the check.
+        """Open a folder, of the corpus with ``corpus_hash`` if given; ``verify`` checks the digests of its files.
 
         Raises:
             ValueError: the folder is damaged or belongs to another corpus.

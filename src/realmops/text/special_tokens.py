@@ -20,25 +20,15 @@ _PROMPT = "told-"  # prefix of the names of prompts in a tokenizer's JSON
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of a vocabulary's special tokens by role.
+    """Ids of a vocabulary's special tokens by role."""
 
-    Attributes:
-        cls: begins a sequence; None for some decoders.
-        sep: ends a sequence and each of its parts.
-        mask_if_any: the mask; None for a model that can only retrieve.
-        unknown: the unknown token.
-        padding: the padding token.
-        query: wordpieces of the prompt before a query ("query: "), which are not special themselves.
-        document: wordpieces of the prompt before a document.
-    """
-
-    cls: int | None
-    sep: int
-    mask_if_any: int | None
-    unknown: int
-    padding: int
-    query: tuple[int, ...] = ()
-    document: tuple[int, ...] = ()
+    cls: int | None  # begins a sequence; None for some decoders
+    sep: int  # ends a sequence and each of its parts
+    mask_if_any: int | None  # the mask; None for a model that can only retrieve
+    unknown: int  # the unknown token
+    padding: int  # the padding token
+    query: tuple[int, ...] = ()  # wordpieces of the prompt before a query ("query: "), which are not special themselves
+    document: tuple[int, ...] = ()  # wordpieces of the prompt before a document
 
     @property
     def mask(self) -> int:
@@ -114,10 +104,7 @@ def prompt_separator(tokenizer: Tokenizer, prompt: tuple[int, ...]) -> str:
 def build_post_processor(tokenizer: Tokenizer, special: SpecialTokens, second_segment: int = 0) -> TemplateProcessing:
     """Build the post-processor that gives ``join_query`` of a single text and ``join_document`` of a pair.
 
-    Args:
-        tokenizer: names the tokens.
-        special: ids of the special tokens and prompts.
-        second_segment: segment (token type id) of the pair's second text.
+    ``second_segment`` is the segment (token type id) of the pair's second text.
     """
     end: Any = tokenizer.id_to_token(special.sep)
     begin: list[Any] = [tokenizer.id_to_token(token_id) for token_id in special.begin]

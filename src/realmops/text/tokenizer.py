@@ -64,14 +64,9 @@ def build_batch_tokenizer(tokenizer: Tokenizer) -> CachedTokenizer | UncachedTok
 
 
 def is_inside_word(text: str, chars: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return which wordpieces begin inside a word: with a letter or digit directly after another.
+    """Return which wordpieces begin inside a word, with a letter or digit directly after another, bool [T].
 
-    Args:
-        text: the text.
-        chars: [T, 2] start and end character of each wordpiece, without leading blanks.
-
-    Returns:
-        [T] bool.
+    ``chars`` [T, 2] has start and end character of each wordpiece, without leading blanks.
     """
     inside = np.zeros(len(text) + 1, dtype=bool)
     for match in _WORD.finditer(text):

@@ -41,10 +41,9 @@ UNCASED = Casing(lowercase=True, strip_accents=True)
 
 
 def bert_words(counts: Mapping[str, int]) -> Counter[str]:
-    """Count words after BERT's normalizer and pre-tokenizer: lower case, no accents, punctuation split off.
+    """Count words after BERT's normalizer and pre-tokenizer, from counts of words between blanks.
 
-    Args:
-        counts: counts of whitespace-separated words.
+    They are in lower case, without accents, and with punctuation split off.
     """
     normalizer, pre_tokenizer = BertNormalizer(lowercase=True), BertPreTokenizer()
     words: Counter[str] = Counter()
@@ -59,12 +58,8 @@ def learn_pieces(words: Mapping[str, int], *, size: int, min_count: int = 2) -> 
     """Learn a WordPiece vocabulary; equal word counts give equal vocabularies.
 
     Characters, most frequent first, take at most half of the vocabulary, so that a small one still has longer pieces
-    when the corpus has many scripts. Words with other characters become [UNK].
-
-    Args:
-        words: word counts of ``bert_words``.
-        size: maximum number of pieces, including the special tokens.
-        min_count: minimum count of characters and of pairs to merge.
+    when the corpus has many scripts. Words with other characters become [UNK]. ``size`` is the maximum number of
+    pieces, with the special tokens; ``min_count`` is that of characters and of pairs to merge.
     """
     if size < 4 * len(SPECIAL_TOKENS):
         raise ValueError(f"a vocabulary of {size} pieces is too small; allow at least {4 * len(SPECIAL_TOKENS)}")

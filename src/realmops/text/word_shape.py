@@ -43,16 +43,10 @@ def classify_word(word: str, *, starts_sentence: bool) -> WordShape:
 def classify_words(
     text: str, chars: NDArray[np.int32], continues: NDArray[np.bool_], sentence_starts: NDArray[np.int32]
 ) -> NDArray[np.int64]:
-    """Return the shape of the word that each wordpiece of a passage belongs to.
+    """Return the ``WordShape`` of the word that each wordpiece of a passage belongs to, int64 [t].
 
-    Args:
-        text: the passage.
-        chars: [t, 2] start and end character of each wordpiece.
-        continues: [t] whether a wordpiece continues a word.
-        sentence_starts: first wordpiece of each sentence.
-
-    Returns:
-        [t] values of ``WordShape``.
+    ``chars`` [t, 2] has start and end character of each wordpiece, ``continues`` [t] whether it continues a word, and
+    ``sentence_starts`` the first wordpiece of each sentence.
     """
     is_start = ~continues
     is_start[:1] = True

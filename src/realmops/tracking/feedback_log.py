@@ -39,12 +39,9 @@ def is_tracked(root: Path) -> bool:
 
 
 def send_feedback(root: Path) -> int:
-    """Send the feedback of a run that was not sent yet; damaged lines are skipped.
+    """Send the feedback of a run that was not sent yet, without damaged lines; return the number of records.
 
     One process sends at a time; others wait for it. MLflow may raise any exception.
-
-    Returns:
-        The number of feedback records sent.
     """
     folder, path = tracking_folder(root), feedback_file(root)
     folder.mkdir(parents=True, exist_ok=True)

@@ -86,14 +86,9 @@ class Registry:
     ) -> ModelVersion:
         """Log a model and register it as a new version.
 
-        Args:
-            code: the Python file of the model, which MLflow copies.
-            artifacts: files and folders to copy, by the names that the code uses.
-            config: the ``context.model_config`` of the code.
-            signature: the columns of "inputs" and "outputs", in MLflow's format.
-            question: an example input.
-            tags: the tags of the version.
-            run_id: the run that the version came from, if known.
+        MLflow copies ``code``, the Python file of the model, and ``artifacts`` under the names that the code uses.
+        ``config`` is its ``context.model_config``, ``signature`` has the columns of "inputs" and "outputs" in MLflow's
+        format, and ``question`` is an example input.
         """
         with _one_line_errors(), _current_server(self._uri):
             import mlflow
@@ -121,10 +116,8 @@ class Registry:
         """Load a stored version, let it answer ``question`` as a check, and give it the alias.
 
         The champion is compared with ``earlier`` after the slow load, just before the alias moves, and once more
-        afterwards. A race of some milliseconds remains, as MLflow cannot move an alias conditionally.
-
-        Returns:
-            False if another version became the champion meanwhile.
+        afterwards. A race of some milliseconds remains, as MLflow cannot move an alias conditionally. False is returned
+        if another version became the champion meanwhile.
         """
         with _one_line_errors(), _current_server(self._uri):
             import mlflow

@@ -91,14 +91,8 @@ class Tracker:
     trainer in the same process would wait for the GIL at every tensor operation. The child recognises the end of its
     parent, even by a kill, from the end of its standard input. With MLFLOW_RUN_ID, the stage logs to an existing run
     and leaves its status to the process that created it. Errors of tracking are never raised: they cause one warning,
-    and the points stay in the journal.
-
-    Args:
-        journal: the metrics file.
-        stage: the name of the stage.
-        run: the MLflow run.
-        folder: the tracking folder, with the spool and, unless MLFLOW_TRACKING_URI is set, ``mlflow.db``.
-        interval: seconds between two batches.
+    and the points stay in the journal. ``folder`` has the spool and, unless MLFLOW_TRACKING_URI is set, ``mlflow.db``;
+    ``interval`` is in seconds, between two batches.
     """
 
     def __init__(self, journal: Path, stage: str, run: TrackedRun, folder: Path, *, interval: float = 5.0) -> None:

@@ -282,11 +282,7 @@ class _Sender:
             self._client.update_run(self._run_id, status="RUNNING")
 
     def send(self) -> int:
-        """Send all complete lines that were not sent yet, and discard the entry if its stage has ended.
-
-        Returns:
-            The number of points and files sent.
-        """
+        """Send all complete unsent lines, discard the entry of an ended stage; return the count of points and files."""
         content = self._entry.read()
         final: Any = content.get("final")
         ended = final is not None and final != self._shipped["final"]

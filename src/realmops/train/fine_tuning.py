@@ -80,14 +80,8 @@ def _span_loss(kind: str, logit_S: Tensor, gold_S: Tensor, rows: np.ndarray, cou
 def by_group(logit_S: Tensor, gold_S: Tensor, group_S: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
     """Pad the spans of each group (a question or one of its passages) to ``count`` x W, logits with -inf.
 
-    Args:
-        logit_S: scores of the spans.
-        gold_S: which spans are gold, on the CPU.
-        group_S: group of each span, ascending.
-        count: number of groups.
-
-    Returns:
-        Logits and gold labels, both on the device of the logits.
+    ``gold_S`` is on the CPU, and ``group_S`` ascending. Logits and gold labels are returned on the device of the
+    logits.
     """
     sizes = np.bincount(group_S, minlength=count)
     width = int(sizes.max())

@@ -43,15 +43,9 @@ def fit_reading_weight(
     """Return the weight of f(x, z) relative to a span's score with the highest exact match.
 
     Ties are broken by the smallest change. The best span of a passage is the same under any weight, so the reader does
-    not run again. Questions generated from the corpus are ignored: their source passage is excluded, so f(x, z) is
-    less informative than for human questions. So are those without answers. If there are no others, the weight is
-    ``generated_reading_weight``.
-
-    Args:
-        model: the retriever and reader that answered.
-        questions: held-out questions.
-        answers: the model's answers to them.
-        is_right: whether a text is a correct answer to a question.
+    not run again. Questions generated from the corpus are ignored: their source passage is excluded, so f(x, z) is less
+    informative than for human questions. So are those without answers. If there are no others, the weight is
+    ``generated_reading_weight``. ``answers`` are those of ``model`` to the held-out ``questions``.
     """
     before = model.retriever.mixture.reading
     human = [(q, answer) for q, answer in zip(questions, answers, strict=True) if q.measures_answers]

@@ -28,9 +28,8 @@ COLLAPSE_WINDOW = 50  # steps
 class CollapseAlarm:
     """Detector of the vicious cycle of section 3.4: p(z|x) collapses to the null document or to one passage.
 
-    Args:
-        share: threshold of p(z|x) of the null document, and of the queries that rank the same passage first.
-        warn: called once, at the first collapse.
+    ``share`` is the threshold of p(z|x) of the null document, and of the queries that rank the same passage first.
+    ``warn`` is called once, at the first collapse.
     """
 
     def __init__(self, share: float, warn: Callable[[str], None]) -> None:

@@ -176,13 +176,9 @@ class Realm:
     ) -> tuple[Tensor, DeferredMetrics]:
         """Return the mean of -log p(y|x) over examples (joint) or masked wordpieces (per_token), and metrics.
 
-        Args:
-            examples: this process's masked sentences.
-            candidates: passage ids of each.
-            retriever_learns: whether gradients reach the retriever.
-            weight: factor of the loss.
-            crops: generator of the crop loss, which ``pretrain.crop_weight`` adds; equal in all processes.
-            processes: the processes that share the batch.
+        ``candidates`` are the passage ids of this process's ``examples``. Gradients reach the retriever if
+        ``retriever_learns``. ``crops`` is the generator of the crop loss, which ``pretrain.crop_weight`` adds; it is
+        equal in all ``processes``, which share the batch.
         """
         with torch.set_grad_enabled(retriever_learns):
             embedded = self.embed(examples, candidates)

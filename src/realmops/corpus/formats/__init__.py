@@ -33,12 +33,7 @@ _BY_SUFFIX = {
     ".xml": "mediawiki",
     ".warc": "warc",
 }
-_BY_FIRST_BYTES = {
-    b"PAR1": "parquet",
-    b"WARC/": "warc",
-    b"<mediawiki": "mediawiki",
-    b"%PDF-": "pdf",
-}
+_BY_FIRST_BYTES = {b"PAR1": "parquet", b"WARC/": "warc", b"<mediawiki": "mediawiki", b"%PDF-": "pdf"}
 _EXTRACT = b"<doc "  # start of the output of tools that extract text from a Wikipedia dump
 _HEAD = 1024  # bytes read to detect a format
 _EXTRACT_PROBLEM = (
@@ -51,19 +46,12 @@ _KIND = re.compile(r"[a-z0-9]{1,10}")  # suffixes under which files without a kn
 
 @dataclass(frozen=True)
 class Source:
-    """One input file of a corpus, or one split of a dataset.
+    """One input file of a corpus, or one split of a dataset."""
 
-    Attributes:
-        path: the file, the split's folder, or ``hf:owner/name:split``.
-        format: the format that reads it.
-        size: bytes on disk.
-        broken: the kind under which the file is counted if it cannot be read; "" if that ends the stage.
-    """
-
-    path: Path
-    format: Format
-    size: int
-    broken: str = ""
+    path: Path  # the file, the split's folder, or ``hf:owner/name:split``
+    format: Format  # the format that reads it
+    size: int  # bytes on disk
+    broken: str = ""  # the kind under which the file is counted if it cannot be read; "" if that ends the stage
 
 
 def list_sources(documents: Path, format: str) -> list[Source]:
@@ -173,12 +161,9 @@ def _require_format(path: Path, name: str | None) -> str:
 def _folder_source(path: Path, name: str | None, special: str, is_strict: bool) -> Source:
     """Return the source of a file in a folder.
 
-    Args:
-        path: the file.
-        name: its format, None if unknown.
-        special: kind of a file that is not regular, else ""; such a file is never opened, and counted as unread.
-        is_strict: whether an unreadable file ends the stage: all files are tables or dumps of one format, or the
-            user set the format.
+    ``special`` is the kind of a file that is not regular, else ""; such a file is never opened, and counted as unread.
+    With ``is_strict`` an unreadable file ends the stage: all files are tables or dumps of one format, or the user set
+    the format.
     """
     if special:
         is_folder = special == "folder"

@@ -116,7 +116,6 @@ def _parse_record(raw: RawRecord) -> Outcome:
 
 
 def _file(folder: Path, name: str) -> Path | None:
-    """Return a file of a folder, plain or compressed; None without one."""
     return next((path for ending in _ENDINGS if (path := folder / f"{name}{ending}").is_file()), None)
 
 

@@ -26,16 +26,11 @@ class UnreadableError(Exception):
 
 @dataclass
 class Contents:
-    """Contents of a file.
+    """Contents of a file."""
 
-    Attributes:
-        title: the title in the file's metadata, may be empty.
-        pages: the text of each page, read while it is iterated.
-        omitted: what was left out of the pages that have been iterated, by kind.
-    """
-
-    title: str
-    pages: Iterable[str]
+    title: str  # the title in the file's metadata, may be empty
+    pages: Iterable[str]  # the text of each page, read while it is iterated
+    # What was left out of the pages that have been iterated, by kind
     omitted: Counter[str] = field(default_factory=Counter)
 
 
@@ -48,9 +43,7 @@ def check_remaining(remaining: int) -> None:
 def open_package(data: bytes, kind: str) -> ZipFile:
     """Open a ZIP archive of XML whose declared size is within the limits; the memory limit covers the rest.
 
-    Args:
-        data: the archive.
-        kind: what it should be, for the message.
+    ``kind`` is what it should be, for the message.
     """
     if data.startswith(_OLE_MAGIC) and _ENCRYPTED_STREAM in data:
         raise UnreadableError("encrypted", "the file needs a password; save it without one")

@@ -57,10 +57,7 @@ def decode_page(data: bytes, declared: str | None) -> str:
 
     Names of encodings mean what they mean to browsers (WHATWG): gb2312 is GBK, Shift_JIS has the characters of Windows,
     latin-1 is Windows-1252. Invalid bytes become U+FFFD. A page that is almost valid UTF-8 is read as UTF-8.
-
-    Args:
-        data: the bytes of the page.
-        declared: charset of the Content-Type header, None if there is none.
+    ``declared`` is the charset of the Content-Type header.
     """
     meta = _META_CHARSET.search(data[:4096])
     names = (declared or "", meta[1].decode("ascii") if meta else "", _UNRELIABLE)
@@ -91,12 +88,8 @@ def page_to_document(
 ) -> Outcome:
     """Convert an HTML page to a document.
 
-    Args:
-        page: the HTML.
-        place: where the page was found, for messages.
-        title: fallback for a page without a title.
-        url: stored in the document's ``extra``.
-        date: stored in the document's ``extra`` if the page states no date.
+    ``title`` is used for a page without one, ``date`` if it states none; ``url`` and date are in the document's
+    ``extra``. ``place`` is for messages.
     """
     if len(page) > PAGE_LIMIT or page.count("<") > TAG_LIMIT or any(map(_has_many_attributes, _LONG_TAG.findall(page))):
         return Dropped(place, "too_long")
@@ -151,16 +144,12 @@ def _extract_main_text(page: str, url: str | None) -> tuple[str, str, str | None
         extraction = max(extraction, extract(tree, fast=True) or extraction, key=lambda one: len(one.text or ""))
     text, title, date = (extraction.text, extraction.title, extraction.date) if extraction else (None, None, None)
     if text:
-        text = _ROW.sub(_read_row, _RULE.sub("", text))
+        text = _ROW.sub(lambda row: row[1].replace(" | ", "\t").replace("\\|", "|").rstrip(), _RULE.sub("", text))
     else:  # the page is too short for the extractor
         tree = trafilatura.load_html(page)
         title = tree.findtext(".//title")
         text, omitted = flow_text(tree)
     return " ".join((title or "").split()), (text or "").strip(), date, omitted
-
-
-def _read_row(row: re.Match[str]) -> str:
-    return row[1].replace(" | ", "\t").replace("\\|", "|").rstrip()
 
 
 def flow_text(tree: Any) -> tuple[str, Counter[str]]:
@@ -217,7 +206,6 @@ class _Flow:
         return True
 
     def end(self, node: Any) -> None:
-        """End an element, and add the text that follows it."""
         self._cells -= _is_cell(node)
         if gap := _gap(node):
             self.close(gap)
@@ -225,7 +213,6 @@ class _Flow:
         self.add(node.tail)
 
     def add(self, text: str | None) -> None:
-        """Add text with its blanks as a browser shows them."""
         if text and not self._preformatted:
             text = _BLANKS.sub(" ", text)
             if not self._line or self._line[-1][-1:] in ("", " ", "\t", "\n"):

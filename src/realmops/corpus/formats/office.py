@@ -207,18 +207,16 @@ def _chart_rows(root: Any) -> Iterator[str]:
     names: list[str] = []
     rows: dict[int, list[str]] = defaultdict(list)  # category, and the value of each series
     for series in root.iter(f"{_CHART}ser"):
-        names.append(" ".join(node.text or "" for head in series.iterchildren(f"{_CHART}tx") for node in _values(head)))
+        names.append(
+            " ".join(node.text or "" for head in series.iterchildren(f"{_CHART}tx") for node in head.iter(f"{_CHART}v"))
+        )
         for axis, column in (("cat", 0), ("xVal", 0), ("val", len(names)), ("yVal", len(names))):
-            for value in (value for data in series.iterchildren(f"{_CHART}{axis}") for value in _values(data)):
+            for value in (v for data in series.iterchildren(f"{_CHART}{axis}") for v in data.iter(f"{_CHART}v")):
                 row = rows[int(value.getparent().get("idx", 0))]
                 row += [""] * (column + 1 - len(row))
                 if column or value.text not in row[0].split("\t"):  # every series repeats the categories
                     row[column] = f"{row[column]}\t{_format_number(value.text or '')}".strip("\t")
     yield from filter(str.strip, ("\t".join(["", *names]), *("\t".join(rows[index]) for index in sorted(rows))))
-
-
-def _values(node: Any) -> Iterator[Any]:
-    return (value for value in node.iter(f"{_CHART}v"))
 
 
 def _format_number(text: str) -> str:

@@ -26,7 +26,6 @@ _SEPARATOR = re.compile(r'"?sep=([,;|\t])"?\s*\n', re.IGNORECASE)  # Excel's fir
 
 
 def _json_lines(path: Path) -> Iterator[QuestionRecord]:
-    """Read one JSON record per line."""
     lines = _utf16_lines(path) if _read(path, 2) in _UTF16 else read_json_lines(path)
     for place, record in lines:
         yield from read_form(record, place)
@@ -123,15 +122,7 @@ _COLUMNS = {4: "curatedtrec", 2: "dpr"}
 
 
 def find_question_reader(path: Path, format: str) -> Callable[[Path], Iterator[QuestionRecord]]:
-    """Return the function that reads a file's records.
-
-    Args:
-        path: the file.
-        format: a name of ``FORMATS``, or ``AUTO`` to detect it from the first bytes.
-
-    Raises:
-        ValueError: the format is unknown.
-    """
+    """Return the function that reads a file in a format of ``FORMATS``, or ``AUTO``: detected by its first bytes."""
     name = _detect_format(path) if format == AUTO else format
     if name not in FORMATS:
         raise ValueError(f"question format {name!r} is unknown; choose one of {AUTO}, {', '.join(FORMATS)}")
@@ -175,7 +166,6 @@ def _has_json_lines(path: Path) -> bool:
 
 
 def _read(path: Path, limit: int) -> bytes:
-    """Return the first ``limit`` bytes of the decompressed file."""
     try:
         with open_compressed(path) as (file, _):
             return file.read(limit)

@@ -192,8 +192,12 @@ def _read_brmson(place: str, fields: dict[str, Any]) -> QuestionRecord:
 
 
 def _read_webquestions(place: str, fields: dict[str, Any]) -> QuestionRecord:
+    """Read ``(list (description "A B") (description C))`` of ``targetValue`` as answers."""
     target = check_text(fields["targetvalue"], "targetValue", place)
-    return QuestionRecord(place, None, fields["utterance"], _parse_target_value(target, place))
+    if (whole := _TARGET.fullmatch(target)) is None:
+        raise ValueError(f'{place}: targetValue is {target[:100]!r}, expected (list (description "...") ...)')
+    answers = [word or _ESCAPED.sub(r"\1", quoted) for quoted, word in _DESCRIPTION.findall(whole[1])]
+    return QuestionRecord(place, None, fields["utterance"], answers)
 
 
 FORMS = (
@@ -234,11 +238,3 @@ def parse_literal(text: str, place: str) -> list[Any]:
             "['Paris', 'Lyon'], as in DPR's files; correct it, or add the answers"
         )
     return value
-
-
-def _parse_target_value(target: str, place: str) -> list[str]:
-    """Return the names in ``(list (description "A B") (description C))``."""
-    whole = _TARGET.fullmatch(target)
-    if whole is None:
-        raise ValueError(f'{place}: targetValue is {target[:100]!r}, expected (list (description "...") ...)')
-    return [word or _ESCAPED.sub(r"\1", quoted) for quoted, word in _DESCRIPTION.findall(whole[1])]

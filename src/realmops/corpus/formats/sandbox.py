@@ -25,16 +25,7 @@ _LOCK = threading.Lock()  # the child replies in order: one request at a time
 
 
 def convert_in_child(module: str, name: str, raw: RawRecord) -> Outcome:
-    """Run ``module.convert(name, raw)`` in the child process and return its outcome.
-
-    Args:
-        module: full name of the module that defines ``convert``.
-        name: name of the file's format.
-        raw: a record whose data is the path of the file.
-
-    Returns:
-        The outcome, or ``Rejected`` if the child ended or ran out of memory.
-    """
+    """Run ``module.convert(name, raw)`` in the child process; return the outcome, or ``Rejected`` if it ended."""
     with _LOCK:
         return _convert(module, name, raw)
 

@@ -36,13 +36,7 @@ def is_dataset_folder(folder: Path) -> bool:
 
 
 def list_hub_splits(name: str) -> list[tuple[str, int]]:
-    """List the splits of a dataset on the Hugging Face hub.
-
-    Args:
-        name: "hf:owner/name", or "hf:owner/name:split" for one split.
-
-    Returns:
-        ("hf:owner/name:split", bytes) for each split.
+    """Return (name, bytes) of splits of a Hugging Face dataset ("hf:owner/name"), or of one ("hf:owner/name:split").
 
     Raises:
         ValueError: the hub cannot be reached and the dataset is not in the local cache, or the split does not exist.
@@ -245,7 +239,6 @@ def _convert_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | Exception]
 
 
 def _decode_dictionaries(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Replace dictionary-encoded columns by plain ones."""
     for index, field in enumerate(batch.schema):
         if pa.types.is_dictionary(field.type):
             batch = batch.set_column(index, field.name, batch.column(index).dictionary_decode())

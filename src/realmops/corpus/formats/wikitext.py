@@ -156,13 +156,10 @@ def _render(wikitext: str, names: Collection[str]) -> str:
 
     if not any(mark in wikitext for mark in ("{", "[")):
         return wikitext
-    nested = _well_nested(_THREE_BRACES.sub("", _without_addresses(wikitext)))
+    # Web links become their text: unclosed ones are slow to parse.
+    without_addresses = _ADDRESS.sub("", _WEB_LINK_START.sub("", _WEB_LINK.sub(r"\1", wikitext)))
+    nested = _well_nested(_THREE_BRACES.sub("", without_addresses))
     return "".join(_render_nodes(mwparserfromhell.parse(_LIST_MARK.sub("", nested), skip_style_tags=True).nodes, names))
-
-
-def _without_addresses(text: str) -> str:
-    """Replace web links by their text: unclosed ones are slow to parse."""
-    return _ADDRESS.sub("", _WEB_LINK_START.sub("", _WEB_LINK.sub(r"\1", text)))
 
 
 def _well_nested(text: str) -> str:
@@ -199,7 +196,6 @@ _SPACED = {"{{": "{{ "}  # a following brace is ambiguous: the parser would try 
 
 
 def _render_nodes(nodes: Iterable[Any], names: Collection[str]) -> Iterator[str]:
-    """Yield the visible text of each node."""
     from mwparserfromhell import nodes as kinds
 
     for node in nodes:

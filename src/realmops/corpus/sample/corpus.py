@@ -72,18 +72,9 @@ def write_sample(
 ) -> dict[str, Any]:
     """Write the sample corpus into an existing stage folder; the same arguments give the same bytes.
 
-    The entity that a question names belongs to the question's split, and so does the fact's subject.
-
-    Args:
-        folder: stage folder.
-        seed: seed of all worlds.
-        subjects: number of entities with facts; 300 give about 2,350 documents.
-        warmup_worlds: number of other worlds of that size in warmup.jsonl.gz; at 300 subjects there are names for 7.
-        test_share: share of the subjects in the test split.
-        dev_share: share of the subjects in the dev split.
-
-    Returns:
-        Number of subjects, relations, facts, documents, questions and NER sentences.
+    The entity that a question names belongs to the question's split, and so does the fact's subject. ``subjects`` is
+    the number of entities with facts: 300 give about 2,350 documents. ``warmup_worlds`` other worlds of that size are
+    in warmup.jsonl.gz; at 300 subjects there are names for 7. The result has the numbers of everything written.
 
     Raises:
         ValueError: If there are too few names for all worlds.
@@ -126,7 +117,6 @@ def build_world(seed: int, subjects: int, test_share: float, dev_share: float, u
 
 
 def _render(template: str, fact: Fact, number: int, rng: np.random.Generator) -> Sentence:
-    """Fill a template with a fact and record the spans of its entities."""
     values = _values(fact)
     entities = {"s": fact.subject, "o": fact.object}
     text = ""
@@ -161,7 +151,6 @@ def _with_article(noun: str) -> str:
 
 
 def _with_pronoun(sentence: Sentence, subject: Entity) -> Sentence:
-    """Replace an opening mention of the subject by a pronoun."""
     opening = subject.mention[0].upper() + subject.mention[1:]
     remainder = sentence.text.removeprefix(opening + " ")
     if remainder == sentence.text or remainder.startswith("and "):
@@ -266,7 +255,6 @@ def _distinct_pairs(
 
 
 def _lengthened(sentences: tuple[Sentence, ...], fillers: _Fillers) -> tuple[Sentence, ...]:
-    """Add a filler as third sentence to a short pair."""
     words = sum(len(_TOKEN.findall(sentence.text)) for sentence in sentences)
     filler = fillers.next(sentences[-1].subject) if words <= _SHORT_WORDS else None
     return sentences if filler is None else (*sentences, filler)
@@ -323,7 +311,6 @@ def _documents(world: World, prefix: str) -> list[dict[str, Any]]:
 
 
 def _ner_sentences(world: World, part: str) -> list[Sentence]:
-    """Sample sentences evenly over the world's articles."""
     sentences = [sentence for passage in world.passages for sentence in passage.sentences]
     count = min(NER_SENTENCES[part], len(sentences))
     return [sentences[index * len(sentences) // count] for index in range(count)]

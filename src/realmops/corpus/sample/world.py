@@ -90,7 +90,6 @@ class Fact:
 
 @cache
 def _language() -> dict[str, Any]:
-    """Load the names, kinds and relations of all worlds."""
     language: dict[str, Any] = yaml.load(Path(__file__).with_name(LANGUAGE).read_bytes(), yaml.CSafeLoader)
     return language
 
@@ -108,12 +107,8 @@ def relations() -> tuple[Relation, ...]:
 class Names:
     """Generator of names that are unique among all worlds drawn with the same ``used``.
 
-    Most names have two parts, each shared with other names of the world, so that only the full name is unambiguous.
-
-    Args:
-        rng: source of randomness.
-        subjects: number of subjects, which determines the number of name parts.
-        used: names that are taken; new names are added to it.
+    Most names have two parts, each shared with other names of the world, so that only the full name is unambiguous. The
+    number of ``subjects`` determines that of name parts; new names are added to ``used``.
     """
 
     def __init__(self, rng: np.random.Generator, subjects: int, used: set[str]) -> None:
