@@ -40,7 +40,7 @@ def resolve_device(name: str) -> torch.device:
 def resolve_precision(name: str, device: torch.device, width: float = math.inf) -> torch.dtype:
     """Return the dtype of ``run.precision``; ``auto`` is bf16 on hardware with bf16 products, else fp32.
 
-    With AMX it is fp32 up to a width of ``NARROW``: autocast's copies take longer there than bf16 products save.
+    With AMX it is fp32 up to a width of ``NARROW``, where fp32 was measured faster (benchmarks/LOG.md).
     Without int8 products ``int8`` falls back to ``auto``, so that a model trained with it runs on any machine.
 
     Args:

@@ -40,8 +40,7 @@ def run(job: Job) -> dict[str, Any]:
         if towers.hybrid:
             retriever.mixture = DEFAULT_FUSION_WEIGHTS
         device, dtype = device_and_dtype(run_options, retriever)
-        retriever.to(device).train()
-        init_towers(retriever, corpus, dtype, run_options.seed, job.report.progress)
+        init_towers(retriever.to(device).train(), corpus, dtype, run_options.seed, job.report.progress)
         return retriever, reader
 
     retriever, reader = initialise()
