@@ -1,4 +1,4 @@
-"""Embedding documents: our packed encoder against sentence-transformers' encode(), ONNX Runtime and OpenVINO.
+"""Embedding many documents against sentence-transformers' encode(), ONNX Runtime and OpenVINO.
 
     python benchmarks/encode.py --shapes MiniLM-L6 --documents 128
     python benchmarks/encode.py --model FOLDER --passages passages.jsonl.gz --questions questions.jsonl.gz
@@ -84,12 +84,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class Ours:
-    """The model of a folder as our packed encoder, in int8 as a graph of it."""
+    """The model of a folder as many passages are embedded with it; ``texts`` calibrate int8."""
 
-    def __init__(self, folder: Path, dtype: Any, device: str = "cpu") -> None:
-        import torch
-
-        from realmops.devices import pack_linears
+    def __init__(self, folder: Path, dtype: Any, device: str = "cpu", texts: list[str] | None = None) -> None:
         from realmops.model.encoder_files import load_encoder
         from realmops.model.retriever import Embedder
         from realmops.model.sequences import SpecialTokens
@@ -103,8 +100,8 @@ class Ours:
         pieces, casing, text = read_encoder_tokenizer(folder)
         self.tokenizer = open_tokenizer(text) if text else build_tokenizer(pieces, casing)
         self.special, self.dtype = SpecialTokens.of(self.tokenizer), dtype
-        self.graph = compile_graph(self.tower, 1) if dtype == torch.int8 else None
-        self.packed = pack_linears(self.tower, dtype)  # once for all passages
+        many = 1_000_000
+        self.graph = compile_graph(self.tower, 1, dtype, many, lambda count: self.sequences((texts or [])[:count]))
 
     def sequences(self, documents: list[str]) -> list[Any]:
         """[CLS] text [SEP] of each, cut as the peer cuts."""
@@ -120,7 +117,7 @@ class Ours:
         """Unit vectors, documents x width."""
         from realmops.search.embed import embed
 
-        return embed(self.packed, self.sequences(documents), self.dtype, graph=self.graph)
+        return embed(self.tower, self.sequences(documents), self.dtype, graph=self.graph)
 
 
 def peer(folder: Path, width: int, device: str = "cpu", **more: Any) -> Any:
@@ -217,10 +214,10 @@ def compare(
     precision, multiplied = PRECISIONS[dtype], torch.bfloat16 if dtype == torch.int8 else dtype
     able = {"fp32": True, "bf16": supports_bf16(), "int8": supports_int8()}
     mine = [p for p in DTYPES if p == precision or (arguments.peers and able[p] and p in arguments.precisions)]
-    ours: dict[str, Any] = {p: Ours(folder, DTYPES[p]) for p in mine}
-    one = ours[precision]
     documents = spread_batches(texts, arguments.documents) if len(texts) > arguments.documents else texts
     some = texts[:: max(1, len(texts) // CALIBRATION)][:CALIBRATION]
+    ours: dict[str, Any] = {p: Ours(folder, DTYPES[p], texts=some) for p in mine}
+    one = ours[precision]
     others, left_out = peers_of(folder, one.bert.width, arguments.peers, some)
     plain = next(iter(others))
     others = {what: other for what, other in others.items() if what == plain or other[0] in arguments.precisions}

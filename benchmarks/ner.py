@@ -49,7 +49,7 @@ def main() -> None:
 
     from realmops import config
     from realmops.console import Console
-    from realmops.devices import resolve_precision
+    from realmops.devices import configure_process, resolve_precision
     from realmops.hub import encoder_folder
     from realmops.model.checkpoint_files import build_encoder
     from realmops.text.conll import read_conll
@@ -68,7 +68,7 @@ def main() -> None:
     else:
         vocabulary, casing = read_encoder_vocabulary(encoder_folder(arguments.encoder))
     tokenizer = build_tokenizer(vocabulary, casing)
-    torch.set_num_threads(sections["run"].threads)
+    configure_process(sections["run"].threads)
     encoder, _ = build_encoder(arguments.encoder, sections["bert"], len(vocabulary), sections["run"].seed)
     tagger = Tagger(encoder, tag_names(training))
     torch.nn.init.normal_(tagger.output.weight, std=0.02, generator=torch.Generator().manual_seed(0))

@@ -1,7 +1,8 @@
-"""Where models work and in which dtype: names, weights kept in the dtype of products, and packed for oneDNN."""
+"""Devices, dtypes and threads of models; weights kept in the dtype of products."""
 
 import math
-from typing import Any
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,15 +10,14 @@ import torch
 from small_world import section
 from torch import Tensor
 
+from realmops import devices
 from realmops.devices import (
     NARROW,
     autocast,
     device_and_dtype,
     freeze_linear_weights,
-    pack_linears,
     resolve_device,
     resolve_precision,
-    supports_bf16,
 )
 from realmops.model.encoder import Encoder
 from realmops.model.encoder_files import build_small_encoder
@@ -85,19 +85,28 @@ def test_frozen_products_give_the_same_bits(dtype: torch.dtype) -> None:
     assert bert.word_vectors.dtype == layer.output.LayerNorm.weight.dtype == torch.float32, "no products of theirs"
 
 
-def test_packed_products_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the processor multiplies bf16; else, or where torch has no such product, the module stays as it is."""
-    bert = encoder()
-    freeze_linear_weights(bert, torch.bfloat16)
-    before, names = hidden(bert, torch.bfloat16), [name for name, _ in bert.named_parameters()]
-    packed = pack_linears(bert, torch.bfloat16)
-    assert torch.equal(hidden(packed, torch.bfloat16), before)
-    assert (packed is not bert) is supports_bf16()
-    assert [name for name, _ in bert.named_parameters()] == names
-    assert pack_linears(bert, torch.float32) is bert
-
-    def failing(*_: Any) -> Tensor:
-        raise RuntimeError("not on this processor")
-
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", failing)
-    assert pack_linears(bert, torch.bfloat16) is bert
+@pytest.mark.parametrize(
+    ("quota", "environment", "threads"),
+    [
+        ("max 100000", {}, 6),
+        ("250000 100000", {}, 2),
+        ("50000 100000", {}, 1),
+        (None, {}, 6),
+        (None, {"LOCAL_WORLD_SIZE": "2"}, 3),
+        ("200000 100000", {"OMP_NUM_THREADS": "5"}, 5),
+    ],
+)
+def test_auto_is_the_cpus_of_the_process(
+    quota: str | None, environment: dict[str, str], threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if quota:
+        (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(devices, "_CPU_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert devices.resolve_threads("auto") == threads
+    assert devices.resolve_threads(3) == 3
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    assert devices.resolve_threads("auto") <= 8

@@ -56,7 +56,7 @@ class RunOptions(Section, name="run"):
     seed: Count
     device: Literal["auto", "cpu", "cuda"]
     precision: Literal["auto", "fp32", "bf16", "int8"]
-    threads: Size
+    threads: Size | Literal["auto"]
 
 
 class BertOptions(Section, name="bert"):

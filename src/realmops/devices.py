@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
+from pathlib import Path
 from threading import Lock
-from typing import TypeVar
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +25,8 @@ _EVALUATING: WeakKeyDictionary[nn.Module, tuple[int, bool]] = WeakKeyDictionary(
 _EVALUATING_LOCK = Lock()
 NARROW = 128  # width of encoders up to which fp32 is faster where AMX has the bf16 products
 _PRIMITIVES = "128"  # oneDNN primitives (one per shape) in its cache; its default of 1,024 takes 200 MB
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_MOST_THREADS = 8  # of auto; more were not measured
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENAS = -1, -3, -8  # parameters of mallopt(3)
 
 
@@ -53,9 +55,9 @@ def resolve_precision(name: str, device: torch.device, width: float = math.inf) 
     """
     if name == "int8" and (device.type != "cpu" or not supports_int8()):
         name = "auto"
-    if name == "int8" and find_spec("openvino") is None:
+    if name == "int8" and not (find_spec("openvino") and find_spec("nncf")):
         raise ValueError(
-            "run.precision is 'int8', but OpenVINO is not installed: pip install 'realmops[openvino]', or set "
+            "run.precision is 'int8', but OpenVINO or nncf is not installed: pip install 'realmops[openvino]', or set "
             "run.precision=auto"
         )
     if name != "auto":
@@ -116,71 +118,6 @@ def freeze_linear_weights(module: nn.Module, dtype: torch.dtype) -> None:
             part.requires_grad_(False).to(_product_dtype(dtype))
 
 
-class PackedLinear(nn.Module):
-    """A linear layer in bf16 for CPUs, without gradients, with its weight in oneDNN's own layout.
-
-    Args:
-        layer: linear layer; its weight is copied, its bias shared.
-
-    Raises:
-        AttributeError, RuntimeError: this build of torch has no such product.
-    """
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach().bfloat16(), None)
-        bias: Tensor | None = layer.bias
-        self.bias = None if bias is None else bias.detach().bfloat16()
-        self(torch.zeros(1, layer.in_features))
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        """Compute x W + b, T x N, in bf16."""
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x_TD.bfloat16(), self.packed, self.bias, "none", [], "")
-        return out
-
-
-Module = TypeVar("Module", bound=nn.Module)
-
-
-def replace_modules(module: Module, replace: Callable[[nn.Module], nn.Module | None]) -> Module:
-    """Return a copy of a module with replaced submodules, which shares all else.
-
-    Args:
-        module: module to copy.
-        replace: returns the replacement of a submodule, or None to keep it.
-    """
-    other = copy.copy(module)
-    other._modules = {}
-    for name, part in module._modules.items():
-        replacement = None if part is None else replace(part)
-        if part is not None and replacement is None:
-            replacement = replace_modules(part, replace)
-        other._modules[name] = replacement
-    return other
-
-
-def replace_linears(module: Module, make: Callable[[nn.Linear], nn.Module]) -> Module:
-    """Return a copy of a module with each linear layer replaced by ``make(layer)``; the copy shares all else.
-
-    A layer without a registered weight is kept: that of a masked word head, which gets the word embeddings per call.
-    """
-    return replace_modules(
-        module, lambda part: make(part) if type(part) is nn.Linear and "weight" in part._parameters else None
-    )
-
-
-def pack_linears(module: Module, dtype: torch.dtype) -> Module:
-    """Return a copy for faster inference on CPUs with bf16 products, elsewhere the module itself.
-
-    Without it oneDNN reorders each weight for every batch, a third of the time of a single question.
-    """
-    on_cpu = next(module.parameters()).device.type == "cpu"
-    if on_cpu and _product_dtype(dtype) == torch.bfloat16 and supports_bf16():
-        with suppress(AttributeError, RuntimeError):
-            return replace_linears(module, PackedLinear)
-    return module
-
-
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
     """Context manager: switch a module to eval mode; the last of several concurrent callers restores its mode."""
@@ -235,11 +172,28 @@ def to_host(*tensors: Tensor) -> list[Tensor]:
     ]
 
 
-def configure_process(threads: int) -> None:
+def resolve_threads(threads: int | Literal["auto"]) -> int:
+    """Return the number of CPU threads of ``run.threads``.
+
+    ``auto`` is OMP_NUM_THREADS if that is set, else the CPUs that scheduler and cgroup (v2) give this process, shared
+    among the processes of torchrun, and at most ``_MOST_THREADS``.
+    """
+    if threads != "auto":
+        return threads
+    if (chosen := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() and int(chosen) > 0:
+        return int(chosen)
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # no cgroup v2, or its quota is "max"
+        quota, period = map(int, _CPU_QUOTA.read_text().split())
+        cpus = min(cpus, quota // period)
+    return max(1, min(cpus // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), _MOST_THREADS))
+
+
+def configure_process(threads: int | Literal["auto"]) -> None:
     """Configure threads, malloc and caches of a process; call once before it computes with models."""
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _PRIMITIVES)
     configure_malloc()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(resolve_threads(threads))
     # cuDNN attention plans once per shape, which takes longer than a step, and hardly two batches share a shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
 

@@ -1,5 +1,6 @@
 """What a submission prints of the changes since the last successful run, and of the steps that run again."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,6 +72,18 @@ def test_only_the_steps_after_a_change_run_again(
         line.partition("SUCCEEDED): ")[2]
         == f"{changed}; these steps read it or each other's output and run again: {steps}"
     )
+
+
+def test_other_content_of_an_address_is_a_change(project: Path, lab: KfpLab, tmp_path: Path) -> None:
+    lab.state = "SUCCEEDED"
+    remote = tmp_path / "remote.jsonl"
+    shutil.copy(project / "documents.jsonl", remote)
+    words = "--set", f"snapshot.documents=file://{remote}"
+    assert changes(project, *words) == []
+    with remote.open("a") as file:
+        file.write('{"id": "x", "title": "New", "text": "One more document."}\n')
+    [line] = changes(project, *words)
+    assert "SUCCEEDED): snapshot.documents; " in line
 
 
 def test_a_run_of_another_version_is_not_compared(project: Path, lab: KfpLab) -> None:

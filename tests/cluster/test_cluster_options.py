@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from realmops.cluster.options import pack_options, unpack_options
-from realmops.config import PACKAGE, load_params
+from realmops.cluster.options import pack_options, packed_versions, unpack_options
+from realmops.config import PACKAGE, default_options, load_params
 
 
 def test_options_are_what_differs_from_the_defaults(tmp_path: Path) -> None:
@@ -20,6 +20,13 @@ def test_options_are_what_differs_from_the_defaults(tmp_path: Path) -> None:
     assert unpack_options('{"pretrain": {"steps": 40}}')["pretrain"]["steps"] == 40, (
         "a person need not know the defaults"
     )
+
+
+def test_versions_of_inputs_are_no_options() -> None:
+    versions = {"snapshot.documents": "1a"}
+    text = pack_options(default_options(), versions)
+    assert (unpack_options(text), packed_versions(text)) == (default_options(), versions)
+    assert packed_versions(pack_options(default_options())) == {}
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,21 @@
 """Inputs with an address: fetched once by a run's first task, and by a run on this machine."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster_lab import Output
-from small_project import Quiet, toy_values, write_project
+from small_project import Quiet, toy_values, write_params, write_project
 
 from realmops import artifacts
-from realmops.cluster import tasks
+from realmops.cluster import submit, tasks
+from realmops.cluster.input_plan import send_inputs
+from realmops.cluster.submit import Pipeline
 from realmops.commands.run import run_stages
+from realmops.config import load_params
 from realmops.corpus.snapshot_reader import Snapshot
 
 
@@ -61,6 +65,34 @@ def test_all_tasks_of_a_run_read_the_version_that_the_first_fetched(
     ):
         pass
     assert corpus_hash(root) == corpus_hash(local)
+
+
+def test_a_run_takes_the_version_of_its_key_or_fails(
+    project: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An object that is changed before it is fetched, and after another run has fetched it."""
+    remote = project / "store" / "documents.jsonl"
+    params = write_params(project / "params.yaml", options_of(project, f"file://{remote}"))
+    values = load_params(params)
+    values["inputs"]["store"] = f"file://{tmp_path}/uploaded"
+    submission, _ = submit.prepare(values, project, Pipeline.named("train"), ["image=realmops:1"], "e", None)
+    send_inputs(submission.inputs, project, Quiet().progress, print)
+    options = submission.arguments["options"]
+    first, second, fetched, metrics = (tmp_path / name for name in ("runs/first", "runs/second", "fetched", "metrics"))
+    before, stat = remote.read_bytes(), remote.stat()
+    remote.write_bytes(b"changed")
+    with pytest.raises(SystemExit):
+        tasks.inputs(options, str(first), Output(fetched), Output(metrics))
+    assert f"snapshot.documents: file://{remote} was changed since this run was submitted" in capfd.readouterr().err
+    assert not fetched.exists()
+    remote.write_bytes(before)
+    os.utime(remote, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    tasks.inputs(options, str(first), Output(fetched), Output(metrics))
+    remote.write_bytes(b"changed again")
+    tasks.inputs(options, str(second), Output(fetched), Output(metrics))
+    records = [artifacts.read_json(root / ".realmops/inputs.json")["snapshot.documents"] for root in (first, second)]
+    assert records[0] == records[1]
+    assert Path(records[1]["path"]).read_bytes() == before
 
 
 def test_a_run_here_fetches_an_address_into_its_cache_and_equal_content_is_up_to_date(

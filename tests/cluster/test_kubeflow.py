@@ -1,6 +1,7 @@
-"""The walk of docs/operate.md against a real Kubeflow Pipelines: only with -m kubeflow.
+"""A folder of ``realmops init`` on a real Kubeflow Pipelines, as docs/operate.md walks it: only with -m kubeflow.
 
-KF_PIPELINES_ENDPOINT names its API, KUBECONFIG the cluster, REALMOPS_IMAGE the image there (realmops:local). What
+KF_PIPELINES_ENDPOINT names its API, KUBECONFIG the cluster, REALMOPS_IMAGE the image there (realmops:local), and
+REALMOPS_STORE an address for uploads, whose credentials both the environment and the cluster's objects have. What
 ``k8s/overlays/standalone`` makes must be there, and in its namespace nothing else may train at the same time.
 """
 
@@ -17,31 +18,46 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_encoders import write_encoder
+from small_world import DOCUMENTS
 
 pytestmark = [pytest.mark.kubeflow, pytest.mark.timeout(5400)]
 
-SMALL = ("sample.subjects=60", "pretrain.steps=40", "ict.steps=40", "finetune.epochs=1")
+SETTINGS = ("pretrain.steps=20", "ict.steps=20")
+VARIABLES = ("KF_PIPELINES_ENDPOINT", "KUBECONFIG", "REALMOPS_STORE")
 DEPLOYMENT = "deployment/realmops-index-builder"
-STAGES = ("guard", "sample", "snapshot", "tag", "ict", "pretrain", "finetune", "evaluate", "promote", "scale-builder")
+STAGES = (
+    *("guard", "inputs", "sample", "snapshot", "tag", "cloze", "ict", "pretrain", "finetune", "evaluate", "promote"),
+    "scale-builder",
+)
 CHAMPION = """
-import mlflow
-one = mlflow.MlflowClient().get_model_version_by_alias({model!r}, "champion")
+one = mlflow.MlflowClient().get_model_version_by_alias({name!r}, "champion")
 run = mlflow.get_run(one.run_id)
-print(sorted(run.data.metrics.keys() & {{"em", "recall_at_5", "index_staleness_steps"}}))
+print(sorted(run.data.metrics.keys() & {{"recall_at_5", "index_staleness_steps"}}))
+"""
+STATES = """
+runs = mlflow.search_runs(experiment_names=[{name!r}], output_format="list")
+print(sorted(run.info.status for run in runs))
 """
 
 
 class Cluster:
-    """The server and the cluster that the environment names."""
+    """The server and the cluster that the environment names, and a project with documents of its own."""
 
     def __init__(self, folder: Path) -> None:
-        missing = [name for name in ("KF_PIPELINES_ENDPOINT", "KUBECONFIG") if not os.environ.get(name)]
+        missing = [variable for variable in VARIABLES if not os.environ.get(variable)]
         if missing:
-            pytest.fail(f"-m kubeflow wants {' and '.join(missing)}: docs/operate.md says how one comes up")
+            pytest.fail(f"-m kubeflow needs {' and '.join(missing)}: docs/operate.md says how one comes up")
         self.namespace = os.environ.get("REALMOPS_NAMESPACE", "kubeflow")
         self.image = os.environ.get("REALMOPS_IMAGE", "realmops:local")
-        self.project = folder / "project"
-        self.realmops("init", str(self.project), folder=folder)
+        self.name = f"walk-{uuid.uuid4().hex[:8]}"
+        self.project, self.documents = folder / self.name, folder / "documents"
+        self.documents.mkdir()
+        for title, text, _ in (*DOCUMENTS, (self.name, f"{self.name} is a town in Norway.", ())):
+            (self.documents / f"{title}.txt").write_text(text)
+        encoder = write_encoder(folder / "encoder", "bert", max_position_embeddings=512)
+        words = ("--documents", str(self.documents), "--encoder", str(encoder), "--no-reader", "--image", self.image)
+        self.realmops("init", str(self.project), *words, folder=folder)
 
     def realmops(self, *words: str, folder: Path | None = None, code: int = 0) -> str:
         done = subprocess.run(
@@ -52,11 +68,15 @@ class Cluster:
         assert done.returncode == code, done.stderr
         return done.stdout + done.stderr
 
-    def words(self, name: str, *settings: str) -> list[str]:
-        """Of a small training under a key of its own."""
-        values = [*SMALL, f"run.seed={int(name, 16) % 10_000}", *settings]
-        sets = [word for one in values for word in ("--set", one)]
-        return ["submit", "--argument", f"image={self.image}", *sets]
+    def submit(self, *words: str) -> str:
+        """Submit the project once; after the first time the store is known."""
+        sets = [word for setting in SETTINGS for word in ("--set", setting)]
+        return self.realmops("submit", "--once", "--argument", f"model={self.name}", *sets, *words)
+
+    def mlflow(self, code: str) -> str:
+        """What a script prints that runs next to the MLflow server."""
+        script = f"import mlflow; mlflow.set_tracking_uri('http://127.0.0.1:5000'){code.format(name=self.name)}"
+        return self.kubectl("exec", "deployment/mlflow", "--", "python", "-c", script)
 
     def kubectl(self, *words: str) -> str:
         done = subprocess.run(["kubectl", "-n", self.namespace, *words], capture_output=True, text=True, check=False)
@@ -93,42 +113,65 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Cluster(tmp_path_factory.mktemp("kubeflow"))
 
 
-@pytest.fixture(scope="module")
-def name() -> str:
-    return uuid.uuid4().hex[:8]
-
-
-def run_of(said: str) -> str:
-    return said.rpartition("runs/details/")[2].split()[0]
+def run_of(lines: str) -> str:
+    return lines.rpartition("runs/details/")[2].split()[0]
 
 
 @pytest.fixture(scope="module")
-def trained(cluster: Cluster, name: str) -> tuple[Any, list[int]]:
+def trained(cluster: Cluster) -> tuple[Any, list[int]]:
     """A run that was waited for, and the replicas of the index builders as they were meanwhile."""
     seen: list[int] = []
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(1):
-            if not seen or seen[-1] != (now := cluster.replicas()):
-                seen.append(now if seen else cluster.replicas())
+            if (now := cluster.replicas()) not in seen[-1:]:
+                seen.append(now)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        said = cluster.realmops(*cluster.words(name), "--argument", f"model=walk-{name}", "--once", "--wait")
+        lines = cluster.submit("--store", os.environ["REALMOPS_STORE"], "--wait")
         time.sleep(3)
     finally:
         over.set()
         watcher.join()
-    return cluster.server().get_run(run_of(said)), seen
+    return cluster.server().get_run(run_of(lines)), seen
+
+
+@pytest.fixture(scope="module")
+def changed(trained: tuple[Any, list[int]], cluster: Cluster) -> list[str]:
+    """What eight submitters print at once after one more document."""
+    (cluster.documents / "Vik.txt").write_text("Vik is a village near Bergen.")
+    printed: list[str] = []
+    threads = [threading.Thread(target=lambda: printed.append(cluster.submit())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return printed
+
+
+@pytest.fixture(scope="module")
+def terminated(changed: list[str], cluster: Cluster) -> str:
+    """Their run, terminated while it pre-trains."""
+    run_id = run_of(changed[0])
+    for _ in range(1200):
+        if cluster.replicas():
+            break
+        time.sleep(1)
+    cluster.pod_of(run_id, "Running")
+    time.sleep(20)
+    cluster.server().terminate_run(run_id)
+    assert cluster.ended(run_id).state in ("FAILED", "CANCELED")
+    return run_id
 
 
 def test_every_task_of_a_submission_succeeds(trained: tuple[Any, list[int]]) -> None:
     run, _ = trained
     assert run.state == "SUCCEEDED"
     ended = {task.display_name: task.state for task in run.run_details.task_details}
-    assert {name: ended.get(name) for name in STAGES[:-1]} == dict.fromkeys(STAGES[:-1], "SUCCEEDED")
+    assert {name: ended.get(name) for name in STAGES} == dict.fromkeys(STAGES, "SUCCEEDED")
 
 
 def test_index_builders_are_raised_for_pretrain_alone(trained: tuple[Any, list[int]]) -> None:
@@ -136,68 +179,52 @@ def test_index_builders_are_raised_for_pretrain_alone(trained: tuple[Any, list[i
     assert seen == [0, 1, 0]
 
 
-def test_mlflow_has_the_run_and_its_model_is_the_champion(
-    trained: tuple[Any, list[int]], cluster: Cluster, name: str
-) -> None:
-    code = f"import mlflow; mlflow.set_tracking_uri('http://127.0.0.1:5000'){CHAMPION.format(model=f'walk-{name}')}"
-    said = cluster.kubectl("exec", "deployment/mlflow", "--", "python", "-c", code)
-    assert "['em', 'index_staleness_steps', 'recall_at_5']" in said
+def test_mlflow_has_the_run_and_its_model_is_the_champion(trained: tuple[Any, list[int]], cluster: Cluster) -> None:
+    assert "['index_staleness_steps', 'recall_at_5']" in cluster.mlflow(CHAMPION)
 
 
-def test_a_second_submission_starts_nothing(trained: tuple[Any, list[int]], cluster: Cluster, name: str) -> None:
-    said = cluster.realmops(*cluster.words(name), "--argument", f"model=walk-{name}", "--once")
-    assert "nothing to submit" in said
-    assert run_of(said) == trained[0].run_id
+def test_a_second_submission_starts_nothing(trained: tuple[Any, list[int]], cluster: Cluster) -> None:
+    """Even with only the files that git has."""
+    away = cluster.documents.rename(cluster.documents.parent / "away")
+    lines = cluster.submit()
+    away.rename(cluster.documents)
+    assert "nothing to submit" in lines
+    assert run_of(lines) == trained[0].run_id
 
 
-def test_kfp_runs_the_compiled_file(trained: tuple[Any, list[int]], cluster: Cluster, name: str) -> None:
+def test_kfp_runs_the_compiled_file(trained: tuple[Any, list[int]], cluster: Cluster) -> None:
     """Of the same options into the same folder: every stage finds its work done."""
-    key = trained[0].runtime_config.parameters["run"]
-    options = cluster.realmops("params", "--kfp", *cluster.words(name)[3:]).strip()
+    arguments = trained[0].runtime_config.parameters
     compiled = Path(__file__).parents[2] / "pipelines/train.yaml"
-    words = ["run", "create", "-e", "realmops", "-r", f"walk-{name}", "-f", str(compiled)]
-    arguments = [f"image={cluster.image}", f"run={key}", f"options={options}"]
+    words = ["run", "create", "-e", "realmops", "-r", cluster.name, "-f", str(compiled)]
+    words += [f"image={cluster.image}", *(f"{name}={json.dumps(arguments[name])}" for name in ("run", "options"))]
+    endpoint = ["--endpoint", os.environ["KF_PIPELINES_ENDPOINT"]]
     done = subprocess.run(
-        [
-            sys.executable, "-c", "from kfp.cli.__main__ import main; main()",
-            "--endpoint", os.environ["KF_PIPELINES_ENDPOINT"], *words, *arguments,
-        ],
+        [sys.executable, "-c", "from kfp.cli.__main__ import main; main()", *endpoint, *words],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    server = cluster.server()
-    [run] = [one for one in server.list_runs(page_size=100).runs if one.display_name == f"walk-{name}"]
+    [run] = [run for run in cluster.server().list_runs(page_size=100).runs if run.display_name == cluster.name]
     assert cluster.ended(run.run_id).state == "SUCCEEDED"
 
 
-def test_eight_submitters_at_once_make_one_run_and_a_lost_pod_is_made_again(cluster: Cluster) -> None:
-    name = uuid.uuid4().hex[:8]
-    said: list[str] = []
+def test_one_more_document_is_one_run_of_eight_submitters_at_once(changed: list[str]) -> None:
+    assert len({run_of(lines) for lines in changed}) == 1
+    [submitter] = [lines for lines in changed if "submitted: " in lines]
+    assert "): snapshot.documents; " in submitter, "what changed since the last run that succeeded"
 
-    def submit() -> None:
-        said.append(cluster.realmops(*cluster.words(name), "--once"))
 
-    threads = [threading.Thread(target=submit) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    [run_id] = {run_of(one) for one in said}
-    assert sum("submitted: " in one for one in said) == 1
+def test_a_run_that_is_terminated_leaves_no_index_builder_and_no_running_mlflow_run(
+    terminated: str, cluster: Cluster
+) -> None:
+    assert cluster.replicas() == 0
+    assert "['FINISHED', 'KILLED']" in cluster.mlflow(STATES)
+
+
+def test_it_is_tried_again_and_a_lost_pod_is_made_again(terminated: str, cluster: Cluster) -> None:
+    lines = cluster.submit()
+    assert "submitting it again" in lines
+    run_id = run_of(lines)
+    assert run_id != terminated
     cluster.kubectl("delete", "pod", cluster.pod_of(run_id, "Running"), "--wait=false")
     assert cluster.ended(run_id).state == "SUCCEEDED"
-
-
-def test_a_run_that_is_terminated_leaves_no_index_builder_and_is_tried_again(cluster: Cluster) -> None:
-    words = cluster.words(uuid.uuid4().hex[:8])
-    run_id = run_of(cluster.realmops(*words, "--once"))
-    for _ in range(1200):
-        if cluster.replicas():
-            break
-        time.sleep(1)
-    cluster.server().terminate_run(run_id)
-    assert cluster.ended(run_id).state in ("FAILED", "CANCELED")
-    assert cluster.replicas() == 0
-    said = cluster.realmops(*words, "--once", "--wait")
-    assert "submitting it again" in said
-    assert run_of(said) != run_id

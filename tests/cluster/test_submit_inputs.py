@@ -10,8 +10,9 @@ import small_project
 import yaml
 from compiled import project_with_pipeline
 
-from realmops.cluster import submit
+from realmops.cluster import input_plan, submit
 from realmops.cluster.input_plan import plan_inputs, send_inputs
+from realmops.cluster.options import packed_versions
 from realmops.cluster.submit import Pipeline, Submission
 from realmops.config import load_params
 from realmops.inputs.lock_file import read_lock
@@ -96,6 +97,16 @@ def test_an_object_that_changes_behind_an_address_changes_the_key(project: Path,
     assert prepared(project, store, address).key == before
     (remote / "b.txt").write_text("Another text")
     assert prepared(project, store, address).key != before
+
+
+def test_an_address_on_the_hub_counts_by_its_version(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+    for version in ("1a", "2b"):
+        monkeypatch.setattr(input_plan, "version_of", lambda address, version=version: version)
+        submission = prepared(project, "memory://store", "snapshot.documents=hf://datasets/owner/name/documents.jsonl")
+        keys.append(submission.key)
+        assert packed_versions(submission.arguments["options"]) == {"snapshot.documents": version}
+    assert keys[0] != keys[1]
 
 
 def test_dvcs_remote_serves_as_a_store(project: Path, tmp_path: Path) -> None:

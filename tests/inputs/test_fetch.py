@@ -18,7 +18,7 @@ from stored_objects import store_file, store_folder, web_server
 from realmops import config
 from realmops.inputs import fetch as module
 from realmops.inputs.addresses import parse, replace_inputs, version_of
-from realmops.inputs.fetch import fetch, fetch_inputs, local_cache
+from realmops.inputs.fetch import fetch, fetch_addresses, local_cache
 
 FILES = {"a.txt": b"one\n", "b/c.txt": b"two\n", "b/d/e.txt": b""}
 
@@ -68,6 +68,12 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def content(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def fetch_inputs(values: Any, cache: Path, report: Lines, reads: Any = lambda key: True) -> dict[str, dict[str, Any]]:
+    """The options with local paths instead of addresses."""
+    fetched = fetch_addresses(values, cache, report, reads)
+    return replace_inputs(values, {key: str(copy.path) for key, copy in fetched.items()})
 
 
 def options(**inputs: str) -> dict[str, dict[str, Any]]:

@@ -12,7 +12,7 @@ from small_world import World, section, tiny_models
 from torch import Tensor, nn
 
 from realmops import devices
-from realmops.devices import autocast, supports_bf16
+from realmops.devices import autocast
 from realmops.model.checkpoint_files import build_models, describe_models, retriever_files, retriever_from_files
 from realmops.model.encoder import Encoder
 from realmops.model.encoder_files import build_small_encoder
@@ -348,41 +348,6 @@ def test_width_0_is_the_encoders_own() -> None:
     assert retriever.query.width == 16
     assert isinstance(retriever.query, Embedder)
     assert isinstance(retriever.query.projection, nn.Linear)
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
-def test_only_passages_are_embedded_by_quick_products(
-    dtype: torch.dtype, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the processor cannot: there only that it is asked to. A few passages are so with int8 too."""
-    rows: list[int] = []
-    can, usual = supports_bf16(), devices.PackedLinear
-    monkeypatch.setattr(devices, "supports_bf16", lambda: True)
-
-    class Spied(nn.Module):
-        def __init__(self, layer: nn.Linear) -> None:
-            super().__init__()
-            self.layer = usual(layer) if can else layer
-
-        def forward(self, x_TD: Tensor) -> Tensor:
-            rows.append(len(x_TD))
-            made_TN: Tensor = self.layer(x_TD)
-            return made_TN
-
-    monkeypatch.setattr(devices, "PackedLinear", Spied)
-    tower, sequences = embedder(), document_sequences(world.snapshot, range(5))
-    asked_QE = embed(tower, sequences, dtype)
-    assert not rows
-    assert torch.equal(asked_QE, embed(tower, sequences, torch.bfloat16))
-    found_PE = embed_documents(Retriever(tower, tower), world.snapshot, range(5), dtype)
-    assert rows
-    rows.clear()
-    assert torch.equal(embed(tower, sequences, dtype), asked_QE)
-    assert not rows
-    if can:
-        exact_PE = embed_documents(Retriever(tower, tower), world.snapshot, range(5), torch.float32)
-        assert torch.cosine_similarity(found_PE, exact_PE).min() > 0.98
-        assert not torch.equal(found_PE, exact_PE)
 
 
 def test_passages_are_embedded_without_quick_products_too(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,18 +11,14 @@ import pytest
 import torch
 from small_encoders import around, byte_bpe
 from small_world import World, at_once, tiny_models
-from torch import nn
 
-from realmops.devices import PackedLinear, autocast, eval_mode, pack_linears, supports_bf16
+from realmops.devices import eval_mode, supports_bf16
 from realmops.model import packed
-from realmops.model.packed import PackedBatch
-from realmops.model.reader import Reader
 from realmops.model.retriever import Embedder
 from realmops.model.sequences import SpecialTokens, join_document
 from realmops.search import embed as embedding
 from realmops.search.embed import document_sequences, embed, embed_documents, embed_passages, text_queries
 
-TIED = "masked_words.model.cls.predictions.decoder"  # multiplies by the word vectors
 PRECISIONS = [torch.float32, *([torch.bfloat16] if supports_bf16() else [])]
 
 
@@ -79,24 +75,6 @@ def test_a_thread_that_begins_beside_an_embedding_has_the_threads_of_all(world: 
     embed_documents(tiny_models(world)[0], world.snapshot, rows, torch.float32, look)
     assert set(seen) == {3}
     assert len(seen) >= 6
-
-
-@pytest.mark.skipif(not supports_bf16(), reason="this processor does not multiply bf16")
-def test_a_copy_with_packed_linears_computes_nearly_the_same_and_leaves_the_module(world: World) -> None:
-    batch = PackedBatch([np.array([world.special.cls, *range(10, 30), world.special.sep])])
-    retriever, reader = tiny_models(world)
-    for module in (retriever.query, reader):
-        before = dict(module.eval().named_modules())
-        quick = pack_linears(module, torch.bfloat16)
-        assert dict(module.named_modules()) == before
-        changed = {name for name, part in quick.named_modules() if isinstance(part, PackedLinear)}
-        assert changed == {name for name, part in before.items() if isinstance(part, nn.Linear)} - {TIED}
-        if isinstance(module, Reader):
-            with torch.no_grad(), autocast(torch.device("cpu"), torch.bfloat16):
-                found, exact = (
-                    one.masked_words(one.encode(batch), one.encoder.word_vectors) for one in (quick, module)
-                )
-            torch.testing.assert_close(found, exact, rtol=0.05, atol=0.05)
 
 
 def test_the_last_of_several_callers_restores_the_mode() -> None:

@@ -1,9 +1,10 @@
-"""Passages in int8, by a graph that OpenVINO runs: near what the tower makes of them, for every encoder of ours."""
+"""Passages by a graph that OpenVINO runs, in bf16 and int8: near what the tower makes of them, for every encoder."""
 
 import gc
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,13 @@ from realmops.model import packed
 from realmops.model.encoder import Encoder
 from realmops.model.retriever import BagOfWords, Embedder
 from realmops.model.transformers_models import remove_pooler
-from realmops.search import embed as embedding
 from realmops.search import embeddings, openvino
 from realmops.search.embed import Sequences, embed, embed_documents
 from realmops.search.embeddings import embed_changed, embed_corpus
 from realmops.search.openvino import OpenVinoGraph, compile_graph
 
 WORDS, LONGEST = 60, 150  # more wordpieces than a layer of ModernBERT sees to either side
-CPU, FP32, INT8 = torch.device("cpu"), torch.float32, torch.int8
+CPU, BF16, FP32, INT8 = torch.device("cpu"), torch.bfloat16, torch.float32, torch.int8
 AUTO = torch.bfloat16 if supports_bf16() else FP32
 
 
@@ -72,7 +72,7 @@ def near(found_NX: Tensor, true_NX: Tensor, width: int = 8) -> float:
     return float(torch.cosine_similarity(found_NX.view(-1, width), true_NX.view(-1, width)).min())
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "deberta-v2"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("how", "vectors"),
     [
@@ -89,14 +89,23 @@ def test_a_graph_finds_what_the_tower_finds(kind: str, how: dict[str, str], vect
     assert one.training
     assert before == dict(one.named_modules()), "the tower keeps its own parts"
     found_NX, true_NX = (
-        embed(one, texts, dtype, vectors=vectors, graph=g) for dtype, g in ((INT8, graph), (FP32, None))
+        embed(one, texts, dtype, vectors=vectors, graph=g) for dtype, g in ((AUTO, graph), (FP32, None))
     )
     assert found_NX.shape == true_NX.shape == (9, 8 * vectors)
-    assert near(found_NX, true_NX) > 0.99
-    assert not torch.equal(found_NX, true_NX)
+    assert near(found_NX, true_NX) > 0.999
     shuffled_NX = true_NX.roll(1, 0)
     assert near(found_NX, shuffled_NX) < near(found_NX, true_NX)
     torch.testing.assert_close(found_NX.view(-1, 8).norm(dim=1), torch.ones(9 * vectors))
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert", "mpnet"])
+def test_a_calibrated_graph_is_in_int8(kind: str) -> None:
+    one, texts = tower(kind, pooling="mean"), sequences(30)
+    found_NX, again_NX = (embed(one, texts, INT8, vectors=6, graph=OpenVinoGraph(one, 6, texts)) for _ in range(2))
+    true_NX = embed(one, texts, FP32, vectors=6)
+    assert torch.equal(found_NX, again_NX)
+    assert not torch.equal(found_NX, embed(one, texts, AUTO, vectors=6, graph=OpenVinoGraph(one, 6)))
+    assert near(found_NX, true_NX) > 0.97
 
 
 def for_long_texts(kind: str, local: int = 128) -> Embedder:
@@ -119,7 +128,6 @@ def test_a_graph_keeps_windows_of_any_width(local: int, monkeypatch: pytest.Monk
     """In fp32 the graph gives what the tower gives, whatever the length."""
     one, texts = for_long_texts("modernbert", local), long_texts()
     true_NE = embed(one, texts, FP32)
-    monkeypatch.setattr(openvino, "_in_int8", lambda encoder: encoder)
     monkeypatch.setattr(openvino, "supports_bf16", lambda: False)
     with torch.autocast("cpu", torch.bfloat16):  # which the caller may compute in
         in_fp32 = OpenVinoGraph(one, 1)
@@ -131,13 +139,13 @@ def test_a_graph_keeps_windows_of_any_width(local: int, monkeypatch: pytest.Monk
 def test_a_graph_is_as_near_for_long_texts_as_for_short_ones(kind: str) -> None:
     """Positions above 256, and the angles of rotary ones, are no numbers of bf16."""
     one, texts = for_long_texts(kind, 320), long_texts()
-    assert near(embed(one, texts, INT8, graph=OpenVinoGraph(one, 1)), embed(one, texts, FP32)) > 0.999
+    assert near(embed(one, texts, AUTO, graph=OpenVinoGraph(one, 1)), embed(one, texts, FP32)) > 0.999
 
 
 @pytest.mark.parametrize("head", ["paper", "release", "normalised"])
 def test_a_graph_ends_in_the_towers_own_head(head: str) -> None:
-    one = Embedder(encoder("bert", width=160), 8, head).eval()  # more numbers than have a scale together
-    found_NE, true_NE = (embed(one, sequences(), d, graph=g) for d, g in ((INT8, OpenVinoGraph(one, 1)), (FP32, None)))
+    one = Embedder(encoder("bert", width=160), 8, head).eval()
+    found_NE, true_NE = (embed(one, sequences(), d, graph=g) for d, g in ((AUTO, OpenVinoGraph(one, 1)), (FP32, None)))
     torch.testing.assert_close(found_NE, true_NE, rtol=0, atol=0.05 * float(true_NE.abs().max()))
 
 
@@ -149,82 +157,103 @@ def test_a_graph_is_made_of_narrow_word_vectors_and_of_frozen_weights_too(embedd
     true_NE = embed(one, sequences(), FP32)
     if frozen:
         devices.freeze_linear_weights(one, torch.bfloat16)
-    assert near(embed(one, sequences(), INT8, graph=OpenVinoGraph(one, 1)), true_NE) > 0.99
+    assert near(embed(one, sequences(), AUTO, graph=OpenVinoGraph(one, 1)), true_NE) > 0.99
 
 
 def test_no_passage_depends_on_those_beside_it() -> None:
     one, texts = tower(), sequences()
     graph = OpenVinoGraph(one, 1)
-    together_NE = embed(one, texts, INT8, graph=graph)
+    together_NE = embed(one, texts, AUTO, graph=graph)
     for row in (0, 5, 8):
-        assert near(embed(one, [texts[row]], INT8, graph=graph), together_NE[row]) > 0.9999
+        assert near(embed(one, [texts[row]], AUTO, graph=graph), together_NE[row]) > 0.9999
 
 
-def test_a_graph_gives_equal_bytes_for_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sample", [0, 20])
+def test_a_graph_gives_equal_bytes_for_any_number_of_threads(sample: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(packed.BATCH_WORDPIECES, "cpu", LONGEST)
     one, texts, before = tower(), sequences(30), torch.get_num_threads()
     found = []
     try:
         for threads in (1, 3, 3):
             torch.set_num_threads(threads)
-            found.append(embed(one, texts, INT8, graph=OpenVinoGraph(one, 1)))
+            found.append(embed(one, texts, AUTO, graph=OpenVinoGraph(one, 1, texts[:sample])))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[1], found[2])
 
 
+def in_bf16(monkeypatch: pytest.MonkeyPatch, least: float = 0.0) -> list[OpenVinoGraph]:
+    """Make graphs from ``least`` work on, on any processor, and return those that are made."""
+    made: list[OpenVinoGraph] = []
+    monkeypatch.setattr(openvino, "MIN_WORK", {torch.bfloat16: least, INT8: 1e12})
+    monkeypatch.setattr(openvino, "supports_bf16", lambda: True)
+    monkeypatch.setattr(openvino, "OpenVinoGraph", lambda *given: made.append(OpenVinoGraph(*given)) or made[-1])
+    return made
+
+
 def test_many_passages_are_embedded_by_a_graph_and_few_by_the_tower(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[int] = []
-
-    def spied(one: Any, vectors: int) -> Any:
-        made.append(vectors)
-        return compile_graph(one, vectors)
-
-    monkeypatch.setattr(embedding, "compile_graph", spied)
     retriever, rows = tiny_models(world)[0], range(len(world.snapshot))
-    few_PE = embed_documents(retriever, world.snapshot, rows, INT8)
+    layers = [part for part in retriever.document.modules() if isinstance(part, torch.nn.Linear)]
+    weights = sum(layer.weight.numel() for layer in layers if layer is not retriever.document.projection)
+    made = in_bf16(monkeypatch, weights * len(rows))
+    few_PE = embed_documents(retriever, world.snapshot, rows[1:], BF16)
     assert not made
-    assert torch.equal(few_PE, embed_documents(retriever, world.snapshot, rows, AUTO))
-    for module in (embedding, embeddings):
-        monkeypatch.setattr(module, "MIN_PASSAGES", len(rows))
-    many_PE = embed_documents(retriever, world.snapshot, rows, INT8)
-    assert made == [1]
-    assert torch.equal(many_PE, embed_corpus(retriever, world.snapshot, INT8))
-    assert made == [1, 1]
-    assert torch.equal(few_PE, embed_documents(retriever, world.snapshot, rows, AUTO)), "the tower is as it was"
+    many_PE = embed_documents(retriever, world.snapshot, rows, BF16)
+    assert len(made) == 1
+    assert torch.equal(many_PE, embed_corpus(retriever, world.snapshot, BF16))
+    assert len(made) == 2
+    assert torch.equal(few_PE, embed_documents(retriever, world.snapshot, rows[1:], BF16)), "the tower is as it was"
     row_P = np.array([*rows[1:], -1])
-    changed_PE = embed_changed(retriever, world.snapshot, INT8, row_P, many_PE)
+    changed_PE = embed_changed(retriever, world.snapshot, BF16, row_P, many_PE)
     assert torch.equal(changed_PE[:-1], many_PE[1:])
-    assert torch.equal(changed_PE[-1:], embed_documents(retriever, world.snapshot, rows[-1:], INT8))
-    assert made == [1, 1], "an update of few passages waits for no graph"
+    assert torch.equal(changed_PE[-1:], embed_documents(retriever, world.snapshot, rows[-1:], BF16))
+    assert len(made) == 2, "an update of few passages waits for no graph"
     assert near(many_PE, embed_documents(retriever, world.snapshot, rows, FP32)) > 0.98
+    assert len(made) == 2, "torch computes fp32"
+    monkeypatch.setattr(openvino, "find_spec", lambda name: None)
+    assert near(embed_documents(retriever, world.snapshot, rows, BF16), many_PE) > 0.98
+    assert len(made) == 2
 
 
-def test_an_index_in_int8_is_made_once_for_all_its_parts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[OpenVinoGraph] = []
-    monkeypatch.setattr(embeddings, "MIN_PASSAGES", 1)
-    monkeypatch.setattr(embedding, "compile_graph", lambda *given: made.append(OpenVinoGraph(*given)) or made[-1])
+def test_an_index_in_int8_is_calibrated_once_by_the_same_sample_for_all_its_parts(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples: list[Sequences] = []
+    monkeypatch.setattr(openvino, "MIN_WORK", {torch.bfloat16: 0.0, INT8: 1.0})
+    monkeypatch.setattr(openvino, "OpenVinoGraph", lambda *given: samples.append(given[2]) or OpenVinoGraph(*given[:2]))
     monkeypatch.setattr(embeddings, "SHARD_ROWS", 5)
     snapshot: Snapshot = world.snapshot
-    assert len(embed_corpus(tiny_models(world)[0], snapshot, INT8)) == len(snapshot)
-    assert len(made) == 1
+    retriever = tiny_models(world)[0]
+    assert len(embed_corpus(retriever, snapshot, INT8)) == len(snapshot)
+    embed_documents(retriever, snapshot, [3], INT8)
+    [first, second] = samples
+    assert len(first) == min(openvino.CALIBRATION, len(snapshot))
+    assert all(np.array_equal(a[0], b[0]) for a, b in zip(first, second, strict=True))
 
 
 def test_what_is_no_number_and_what_openvino_does_not_compile_is_no_graph(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert compile_graph(BagOfWords(WORDS, 8, 0.05), 1) is None
-    assert [compile_graph(tower("deberta-v2"), 1) for _ in range(2)] == [None, None]
+    monkeypatch.setattr(openvino, "supports_bf16", lambda: True)
+    make = partial(compile_graph, vectors=1, passages=10**12, sample=lambda count: sequences())
+    assert make(BagOfWords(WORDS, 8, 0.05), dtype=BF16) is None
+    assert make(tower("deberta-v2"), dtype=BF16) is None, "its distances are no numbers of bf16"
+    assert not caplog.records
+    with monkeypatch.context() as context:
+        context.setattr(openvino, "OpenVinoGraph", lambda *given: 1 / 0)
+        assert [make(tower("deberta-v2"), dtype=INT8) for _ in range(2)] == [None, None]
+        with pytest.raises(ZeroDivisionError):
+            make(tower(), dtype=BF16)
     [line] = [record.getMessage() for record in caplog.records if record.name == openvino.__name__]
     assert "not supported by a deberta-v2 (padded batches); embedding passages with 'auto'" in line
     one = tower()
-    assert compile_graph(one, 1) is not None
+    assert make(one, dtype=BF16) is not None
     with torch.no_grad():
         one.bert.word_vectors[5] = torch.nan
-    assert compile_graph(one, 1) is None
+    assert make(one, dtype=BF16) is None
 
 
 def test_int8_is_what_the_processor_has_and_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,16 +288,16 @@ def test_graphs_are_made_and_used_in_several_threads() -> None:
 import os, torch
 from functools import partial
 from small_world import at_once
-from test_openvino import OpenVinoGraph, INT8, embed, sequences, tower
+from test_openvino import OpenVinoGraph, AUTO, embed, sequences, tower
 
 towers, texts = [tower("modernbert"), tower("bert")], sequences()
-make = lambda one: embed(one, texts, INT8, graph=OpenVinoGraph(one, 1))
+make = lambda one: embed(one, texts, AUTO, graph=OpenVinoGraph(one, 1))
 calls = [partial(make, one) for one in towers * 4]
 alone = [call() for call in calls]
 for _ in range(2):
     assert all(map(torch.equal, at_once(*calls), alone))
 graph = OpenVinoGraph(towers[0], 1)
-calls = [partial(embed, towers[0], texts[n:], INT8, graph=graph) for n in range(8)]
+calls = [partial(embed, towers[0], texts[n:], AUTO, graph=graph) for n in range(8)]
 alone = [call() for call in calls]
 for _ in range(5):
     assert all(map(torch.equal, at_once(*calls), alone))
@@ -283,7 +312,7 @@ def test_no_graph_is_told_to_anybody(tmp_path: Path) -> None:
     """OpenVINO's telemetry keeps its number of this machine in the home folder."""
     script = (
         "import sys, test_openvino; from realmops.search.openvino import OpenVinoGraph; "
-        "OpenVinoGraph(test_openvino.tower(), 1); "
+        "OpenVinoGraph(test_openvino.tower(), 1, test_openvino.sequences()); "
         "sys.exit('openvino' not in sys.modules or sys.modules['openvino_telemetry'] is not None)"
     )
     environment = os.environ | {

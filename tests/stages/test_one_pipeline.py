@@ -16,7 +16,7 @@ from small_encoders import write_encoder
 from small_project import cli, stage, toy_values, write_project
 
 from realmops import config
-from realmops.stages import STAGES, Stage, files_in_use, parse_sections, stages_to_run
+from realmops.stages import STAGES, Stage, files_in_use, parse_sections, runner, stages_to_run
 
 ROOT = Path(__file__).parents[2]
 PARAMS = ROOT / "params.yaml"
@@ -256,3 +256,13 @@ def finishes(work: Callable[[], Any], error: type[Exception]) -> bool:
     except error:
         return False
     return True
+
+
+def test_a_resumed_stage_keeps_its_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    values = {"run": {"threads": "auto"}}
+    assert runner._threads(values, tmp_path) == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert runner._threads(values, tmp_path) == 2
+    runner._remove_empty(tmp_path)
+    assert not tmp_path.exists(), "a stage that began nothing begins anew"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from realmops.cluster.kfp_client import KfpClient
-from realmops.cluster.options import unpack_options
+from realmops.cluster.options import packed_versions, unpack_options
 from realmops.cluster.submit import Submission, describe_run
 from realmops.config import Values, cache_key_options
 from realmops.inputs.addresses import is_address, listed_inputs, parse, replace_inputs
@@ -17,7 +17,7 @@ def describe_changes(submission: Submission, server: KfpClient) -> str:
     """Return one line on the changes since the newest successful run of a training pipeline, for people.
 
     It is empty without such a run, for a run with the same key or of another version of the options, and for a pipeline
-    that does not train. An address that is no stored object counts as unchanged, because the run has no version of it.
+    that does not train.
     """
     pipeline = submission.pipeline
     run = server.newest_success(pipeline.name) if {*STAGES} <= pipeline.tasks else None
@@ -47,11 +47,11 @@ def describe_changes(submission: Submission, server: KfpClient) -> str:
 
 
 def _content(options: str) -> dict[str, dict[str, Any]]:
-    """Return packed options with the digests of stored inputs instead of their addresses."""
-    values = unpack_options(options)
+    """Return packed options with the versions of inputs instead of their addresses."""
+    values, versions = unpack_options(options), packed_versions(options)
     parsed = {key: parse(value) for key, value in listed_inputs(values).items() if is_address(value)}
-    stored = {key: f"{address.digest}#{address.name}" for key, address in parsed.items() if address.digest}
-    return replace_inputs(values, stored)
+    known = {key: f"{address.digest or versions.get(key, '')}#{address.name}" for key, address in parsed.items()}
+    return replace_inputs(values, known)
 
 
 def _compare(before: Values, now: Values) -> tuple[list[str], list[str]]:

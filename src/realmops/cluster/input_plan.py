@@ -93,10 +93,10 @@ class _Planner:
         self._remotes: dict[str, DvcRemote | None] = {}
 
     def plan(self, key: str, value: str) -> PlannedInput:
-        if value.startswith(HUB):
-            return PlannedInput(key, value, value, value, None)
         if is_address(value):
             return PlannedInput(key, value, value, parse(value).name, version_of(value))
+        if value.startswith(HUB):
+            return PlannedInput(key, value, value, value, None)
         path = Path(os.path.abspath(self._project / value))
         if path.is_relative_to(VOLUME):
             record = find_record(path, self._project)
@@ -190,6 +190,15 @@ def _refuse_missing(key: str, value: str, record: DvcRecord, remote: DvcRemote, 
             f"{problem}: it differs from {record.file}; run 'dvc add {tracked}' and 'dvc push', or give --store URL"
         )
     raise ValueError(f"{problem}; run 'dvc push' where the files are, or give --store URL")
+
+
+def versions_of(inputs: Iterable[PlannedInput]) -> dict[str, str]:
+    """Return the version of each input whose address does not contain it, by its option."""
+    return {
+        item.key: item.digest
+        for item in inputs
+        if item.digest and is_address(item.address) and not parse(item.address).digest
+    }
 
 
 def notes_of(inputs: Iterable[PlannedInput]) -> list[str]:

@@ -6,6 +6,7 @@ Kubeflow Pipelines then omits the last tasks of the run (seen with 2.17.0). All 
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from realmops import config
@@ -13,11 +14,17 @@ from realmops.artifacts import canonical_json
 from realmops.config import Values
 
 OF = "defaults"  # key of the digest of the defaults that the differences refer to
+VERSIONS = "versions"  # key of the versions of inputs
 
 
-def pack_options(values: Values) -> str:
-    """Return the differences from the defaults of this version, as JSON."""
-    changes: dict[str, Any] = {OF: _digest()}
+def pack_options(values: Values, versions: Mapping[str, str] | None = None) -> str:
+    """Return the differences from the defaults of this version, as JSON.
+
+    Args:
+        values: all sections of the params.
+        versions: version by section.key of each input whose address does not contain it, as the training key has it.
+    """
+    changes: dict[str, Any] = {OF: _digest()} | ({VERSIONS: versions} if versions else {})
     for section, keys in config.default_options().items():
         if changed := {key: values[section][key] for key, value in keys.items() if values[section][key] != value}:
             changes[section] = changed
@@ -25,7 +32,7 @@ def pack_options(values: Values) -> str:
 
 
 def unpack_options(text: str) -> dict[str, dict[str, Any]]:
-    """Return all sections from the JSON of ``pack_options``.
+    """Return all sections from the JSON of ``pack_options``; :func:`packed_versions` returns the versions in it.
 
     Raises:
         ValueError: if the text is not such JSON, or refers to the defaults of another version.
@@ -42,7 +49,13 @@ def unpack_options(text: str) -> dict[str, dict[str, Any]]:
             f"options refer to the defaults {digest}, and this image has {_digest()}: submit with the image's version "
             "of realmops, or set an image of the submitting version"
         )
+    values.pop(VERSIONS, None)
     return config.merge_options(values, "options")
+
+
+def packed_versions(text: str) -> dict[str, str]:
+    """Return the versions of inputs, by section.key, from the JSON of ``pack_options``."""
+    return dict(json.loads(text).get(VERSIONS, {}))
 
 
 def _digest() -> str:

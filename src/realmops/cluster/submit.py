@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import yaml
 
-from realmops.cluster.input_plan import PlannedInput, notes_of, plan_inputs
+from realmops.cluster.input_plan import PlannedInput, notes_of, plan_inputs, versions_of
 from realmops.cluster.key import content_key, image_note, training_key
 from realmops.cluster.kfp_client import KfpClient
 from realmops.cluster.kube import describe_pods
@@ -210,7 +210,7 @@ def prepare(
     if "image" in pipeline.parameters:
         notes += image_note(str(chosen.get("image", pipeline.parameters["image"].get("defaultValue", ""))))
     sent = replace_inputs(values, {item.key: item.address for item in inputs}) | {"inputs": default_options()["inputs"]}
-    generated = {"options": pack_options(sent), "run": key[:16], "key": key}
+    generated = {"options": pack_options(sent, versions_of(inputs)), "run": key[:16], "key": key}
     chosen = {parameter: value for parameter, value in generated.items() if parameter in pipeline.parameters} | chosen
     missing = [
         parameter

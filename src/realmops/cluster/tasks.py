@@ -16,7 +16,7 @@ from realmops import artifacts
 from realmops.cluster import INPUTS
 from realmops.cluster.builders import release_builders, scaled_builders, shard_helpers
 from realmops.cluster.kfp_client import KfpClient
-from realmops.cluster.options import unpack_options
+from realmops.cluster.options import packed_versions, unpack_options
 from realmops.cluster.polling import poll_until
 from realmops.cluster.submit import find_older_run
 from realmops.cluster.task_context import (
@@ -52,7 +52,8 @@ def inputs(options: str, root: str, fetched: Output, metrics: Metrics) -> None:
     """
     values, console = unpack_options(options), Console()
     make_run_folder(Path(root))
-    _, copies = take_inputs(values, Path(root), Path(root).parent.parent / INPUTS, console)
+    versions = packed_versions(options)
+    _, copies = take_inputs(values, Path(root), Path(root).parent.parent / INPUTS, console, versions=versions)
     if not copies:
         console.log("inputs: no option has an address, so nothing is done")
     rows = [f"| {key} | {c.address} | {c.version} | {c.files:,} | {c.bytes:,} |" for key, c in copies.items()]

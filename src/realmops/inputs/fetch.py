@@ -11,13 +11,14 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from errno import ENOSPC
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from realmops import artifacts
@@ -33,7 +34,6 @@ from realmops.inputs.addresses import (
     listed_inputs,
     listing_version,
     parse,
-    replace_inputs,
     shared_progress,
     version_of,
 )
@@ -70,50 +70,54 @@ def local_cache() -> Path:
     return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "realmops" / "inputs").absolute()
 
 
-def fetch_inputs(
-    values: Values, cache: Path, report: Report, reads: Callable[[str], bool] = lambda key: True
-) -> dict[str, dict[str, Any]]:
-    """Return the options with local paths instead of addresses, after fetching what the cache does not have.
+def fetch_addresses(
+    values: Values,
+    cache: Path,
+    report: Report,
+    reads: Callable[[str], bool] = lambda key: True,
+    versions: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, FetchedInput]:
+    """Fetch the inputs with an address that the cache does not have, and return the copies of all by section.key.
 
     Args:
         values: all sections of the params.
         cache: folder of fetched inputs.
         report: where to log.
-        reads: whether an input, by section.key, is needed; the others keep their address.
+        reads: whether an input, by section.key, is needed.
+        versions: the only version to take, by section.key; any of the others.
 
     Raises:
         ValueError: an address cannot be read, was changed meanwhile, or does not fit on the disk.
     """
-    fetched = fetch_addresses(values, cache, report, reads)
-    return replace_inputs(values, {key: str(copy.path) for key, copy in fetched.items()})
-
-
-def fetch_addresses(
-    values: Values, cache: Path, report: Report, reads: Callable[[str], bool] = lambda key: True
-) -> dict[str, FetchedInput]:
-    """Fetch the inputs with an address, as :func:`fetch_inputs` does, and return their copies by section.key."""
     fetched: dict[str, FetchedInput] = {}
-    by_address: dict[str, FetchedInput] = {}
+    copies: dict[tuple[str, str], FetchedInput] = {}
     for key, value in listed_inputs(values).items():
         if is_address(value) and reads(key):
-            if value not in by_address:
+            version = versions.get(key, "")
+            if (value, version) not in copies:
                 try:
-                    by_address[value] = fetch(value, cache, report)
+                    copies[value, version] = fetch(value, cache, report, version)
                 except ValueError as error:
                     raise ValueError(f"{key}: {error}") from None
-            fetched[key] = copy = by_address[value]
+            fetched[key] = copy = copies[value, version]
             report.log(f"{key}: {copy.path} is version {copy.version[:12]} of {copy.address}")
     return fetched
 
 
-def fetch(text: str, cache: Path, report: Report) -> FetchedInput:
-    """Fetch one address; as :func:`fetch_inputs`."""
+def fetch(text: str, cache: Path, report: Report, expected: str = "") -> FetchedInput:
+    """Fetch one address, only in the ``expected`` version if there is one; as :func:`fetch_addresses`."""
     address = parse(text)
-    final = cache / address.digest / address.name
+    known = address.digest or expected
+    final = cache / known / address.name
     partial_prefix = f"{PARTIAL}{artifacts.digest_of(redact(address.location))[:16]}-"
-    if not (address.digest and final.exists()):
+    if not (known and final.exists()):
         files = list_files(address)
         version = listing_version(address, files)
+        if known not in ("", version):
+            raise InputError(
+                f"{address} was changed since this run was submitted: its version was {known[:12]} and is "
+                f"{version[:12]}; submit again"
+            )
         final = cache / version / address.name
         if not final.exists():
             artifacts.make_folder(cache)

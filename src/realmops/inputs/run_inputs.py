@@ -3,8 +3,9 @@
 The record is ``.realmops/inputs.json`` in the folder of the run.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from realmops import artifacts
@@ -17,7 +18,12 @@ RECORD = f"{WORK_FOLDER}/inputs.json"
 
 
 def take_inputs(
-    values: Values, root: Path, cache: Path, report: Report, reads: Callable[[str], bool] = lambda key: True
+    values: Values,
+    root: Path,
+    cache: Path,
+    report: Report,
+    reads: Callable[[str], bool] = lambda key: True,
+    versions: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[dict[str, dict[str, Any]], dict[str, FetchedInput]]:
     """Fetch the inputs of a run that have an address, and record their versions.
 
@@ -27,6 +33,7 @@ def take_inputs(
         cache: folder of fetched inputs.
         report: where to log.
         reads: whether an input, by section.key, is needed; the others keep their address.
+        versions: the only version to take, by section.key; any of the others.
 
     Returns:
         The options with local paths instead of addresses, and the copies by section.key.
@@ -34,7 +41,7 @@ def take_inputs(
     Raises:
         ValueError: an address cannot be read, was changed meanwhile, or does not fit on the disk.
     """
-    fetched = fetch_addresses(values, cache, report, reads)
+    fetched = fetch_addresses(values, cache, report, reads, versions)
     if fetched:
         known = artifacts.read_json(root / RECORD) if (root / RECORD).is_file() else {}
         entries = {

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.devices import autocast, eval_mode, pack_linears, to_device
+from realmops.devices import autocast, eval_mode, to_device
 from realmops.model.packed import PackedBatch, batch_by_length
 from realmops.model.retriever import Embedder, Retriever, Tower
 from realmops.model.sequences import SpecialTokens, join_query, join_text
-from realmops.search.openvino import MIN_PASSAGES, OpenVinoGraph, compile_graph
+from realmops.search.openvino import OpenVinoGraph, Sequences, compile_graph
 from realmops.text.special_tokens import prompt_separator
 
 SHARD_ROWS = 4096  # passages per shard
@@ -31,9 +31,6 @@ Progress = Callable[[int], None]
 
 MakeShard = Callable[[int, int, Progress], dict[str, bytes]]
 """(first, end, progress) -> files of the shard of passages [first, end), by name; deterministic."""
-
-Sequences = Sequence[tuple[np.ndarray, np.ndarray]]
-"""Wordpieces and segments of each sequence."""
 
 
 def no_progress(count: int) -> None:
@@ -55,10 +52,7 @@ def embed(
 def embed_passages(
     tower: Tower, sequences: Sequences, dtype: torch.dtype, progress: Progress = no_progress, vectors: int = 1
 ) -> Tensor:
-    """Embed many passages, N x M E, with faster matrix products than :func:`embed`.
-
-    On a GPU, fp16 replaces bf16 unless a result overflows.
-    """
+    """Embed passages, N x M E; on a GPU fp16 replaces bf16 unless a result overflows."""
     with eval_mode(tower):
         half = _in_fp16(tower) if dtype == torch.bfloat16 else None
         if half is not None:
@@ -66,7 +60,7 @@ def embed_passages(
             if bool(embedding_NE.isfinite().all()):
                 return embedding_NE
             progress = no_progress  # already reported
-        return embed(pack_linears(tower, dtype), sequences, dtype, progress, vectors)
+        return embed(tower, sequences, dtype, progress, vectors)
 
 
 def _in_fp16(tower: Tower) -> Tower | None:
@@ -187,11 +181,18 @@ def text_queries(snapshot: Snapshot, texts: Sequence[str], limit: int, *, docume
 
 
 def make_document_embedder(
-    retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, *, many: bool
+    retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, passages: int
 ) -> Callable[[Sequence[int], Progress], Tensor]:
-    """Return a function that embeds passages by their rows, N x X; for int8 and ``many`` passages it uses a graph."""
+    """Return a function that embeds passages by their rows, N x X; many ``passages`` are embedded by a graph.
+
+    In int8 a sample of the whole snapshot calibrates the graph, whichever rows follow.
+    """
     tower, vectors = retriever.document, retriever.vectors
-    graph = compile_graph(tower, vectors) if many and dtype == torch.int8 else None
+
+    def sample(count: int) -> Sequences:
+        return document_sequences(snapshot, np.sort(np.random.default_rng(0).permutation(len(snapshot))[:count]))
+
+    graph = compile_graph(tower, vectors, dtype, passages, sample)
 
     def make(rows: Sequence[int], progress: Progress) -> Tensor:
         sequences = document_sequences(snapshot, rows)
@@ -206,7 +207,7 @@ def embed_documents(
     retriever: Retriever, snapshot: Snapshot, rows: Sequence[int], dtype: torch.dtype, progress: Progress = no_progress
 ) -> Tensor:
     """Embed the given passages, N x X."""
-    return make_document_embedder(retriever, snapshot, dtype, many=len(rows) >= MIN_PASSAGES)(rows, progress)
+    return make_document_embedder(retriever, snapshot, dtype, len(rows))(rows, progress)
 
 
 def query_sequences(queries: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:

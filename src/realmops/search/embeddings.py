@@ -19,7 +19,6 @@ from realmops.search.approximate import TYPES, Recipe, unwrap_approximate
 from realmops.search.embed import SHARD_ROWS, MakeShard, Progress, make_document_embedder, no_progress
 from realmops.search.exact import PassageIndex, exact_index, multi_vector_index
 from realmops.search.memory_map import Content, allocate_matrix, map_file, release_pages, view_fp32
-from realmops.search.openvino import MIN_PASSAGES
 
 INDEX = "index.safetensors"
 RECIPE = "index.json"
@@ -51,7 +50,7 @@ def embed_changed(
         embedding_PE[rows] = earlier[row_P[rows]]
         release_pages(earlier)
         release_pages(embedding_PE)
-    make = make_document_embedder(retriever, snapshot, dtype, many=len(new) >= MIN_PASSAGES)
+    make = make_document_embedder(retriever, snapshot, dtype, len(new))
     for first in range(0, len(new), SHARD_ROWS):
         rows = new[first : first + SHARD_ROWS].tolist()
         embedding_PE[rows] = make(rows, progress)
@@ -63,7 +62,7 @@ def make_shard_embedder(
 ) -> MakeShard:
     """Return a function that embeds a shard; ``model`` has the files of ``checkpoint_files.retriever_files``."""
     retriever = retriever_from_files(model).to(device)
-    embedded = make_document_embedder(retriever, snapshot, dtype, many=len(snapshot) >= MIN_PASSAGES)
+    embedded = make_document_embedder(retriever, snapshot, dtype, len(snapshot))
 
     def make(first: int, end: int, progress: Progress) -> dict[str, bytes]:
         return {EMBEDDINGS: save_tensors({"embeddings": embedded(range(first, end), progress)})}

@@ -10,7 +10,6 @@ from realmops.answering.confidence import Confidence
 from realmops.answering.opened_model import OpenedModel
 from realmops.answering.passage_search import PassageSearch
 from realmops.commands.open_model import Champion
-from realmops.devices import pack_linears
 from realmops.evaluate.predictions import read_results
 from realmops.search.exact import prepare_for_serving
 from realmops.stages.corpus_states import pipeline_state
@@ -44,8 +43,6 @@ class ServedModel(OpenedModel):
         model = self.model
         if model.passages is not None:
             model.passages = prepare_for_serving(model.passages)
-            model.retriever.query = pack_linears(model.retriever.query, model.dtype)
-        model.reader = pack_linears(model.reader, model.dtype)
 
     @cached_property
     def document_titles(self) -> list[str]:

@@ -176,7 +176,7 @@ def _with_refresh(
         return
     policy = RefreshPolicy("fixed_lag", None, "wait", BUILDER_TIMEOUT)
     refresh = RefreshSchedule(steps, every, every // 2, 0, "child", "auto", SHARD_ROWS, policy)
-    settings = BuilderSettings(job.work, job.section(RunOptions).threads, job.report.log)
+    settings = BuilderSettings(job.work, torch.get_num_threads(), job.report.log)
     device = context.device
 
     def passages(embedding_PE: Tensor, searcher: Retriever) -> PassageIndex:

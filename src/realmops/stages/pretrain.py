@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from realmops.artifacts import seed_for
@@ -91,7 +92,7 @@ def run(job: Job) -> dict[str, Any]:
         shard_rows=options.shard_rows,
         policy=policy,
     )
-    settings = BuilderSettings(job.work, run_options.threads, job.report.log)
+    settings = BuilderSettings(job.work, torch.get_num_threads(), job.report.log)
     with open_exchange(context, settings, refresh, snapshot, retriever, passages) as (context, source):
         optimiser = job.section(Optimiser)
         pretrain(context, realm, examples, optimiser, source, evaluate=measure, warn=job.report.warn)

@@ -39,6 +39,7 @@ from realmops.stages import (
 )
 from realmops.tracking.runs import headline_metrics, mlflow_artifacts, start_tracking
 
+THREADS = "threads.json"  # in the work folder
 TRAINS_NOTHING = ("sample", "snapshot", "evaluate")
 
 
@@ -139,9 +140,11 @@ def _run_locked(
         if (work / JOURNAL).stat().st_size:
             shutil.copyfile(work / JOURNAL, out / JOURNAL)
         artifacts.write_json(out / METRICS, metrics)
-        origin = {"sections": fingerprint_options(stage, values), "presets": [*presets]} | (
+        origin: dict[str, Any] = {"sections": fingerprint_options(stage, values), "presets": [*presets]} | (
             {"code": image_commit()} if image_commit() else {}
         )
+        if "run" in stage.sections:
+            origin["threads"] = _threads(values, work)
         artifacts.write_manifest(out, name, fingerprint=key, **origin)
         if tracker is not None:
             figures = {f"final/{name}.{key}": value for key, value in metrics.items()}
@@ -183,8 +186,19 @@ def _run_tuned(stage: Stage, values: Values, job: Job) -> dict[str, Any]:
     if "run" in stage.sections:
         from realmops.devices import configure_process
 
-        configure_process(values["run"]["threads"])
+        configure_process(_threads(values, job.work))
     return stage.run(job)
+
+
+def _threads(values: Values, work: Path) -> int:
+    """Return the CPU threads of a stage; a resumed one keeps the number that it began with: it affects rounding."""
+    from realmops.devices import resolve_threads
+
+    path = work / THREADS
+    if not path.is_file():
+        artifacts.write_json(path, resolve_threads(values["run"]["threads"]))
+    threads: int = artifacts.read_json(path)
+    return threads
 
 
 def stage_inputs(stage: Stage, values: Values, project: Path, root: Path) -> dict[str, Path]:
@@ -236,7 +250,7 @@ def _finite(metrics: dict[str, Any]) -> dict[str, Any]:
 
 def _remove_empty(work: Path) -> None:
     """Remove the work folder of a stage that ended before it wrote anything to resume from."""
-    if not any(path.stat().st_size for path in work.rglob("*") if path.is_file()):
+    if not any(path.stat().st_size for path in work.rglob("*") if path.is_file() and path.name != THREADS):
         shutil.rmtree(work, ignore_errors=True)
 
 

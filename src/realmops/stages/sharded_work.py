@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from realmops.config import RunOptions, Tag
@@ -37,5 +38,7 @@ def _run_shards(
     job: Job, name: str, snapshot: Snapshot, model: nn.Module | None, files: Mapping[str, bytes], label: str
 ) -> Iterator[dict[str, bytes]]:
     run = job.section(RunOptions)
-    place = ShardSettings(job.work / "shards", job.offer, *device_and_dtype(run, model), run.threads, job.report.log)
+    place = ShardSettings(
+        job.work / "shards", job.offer, *device_and_dtype(run, model), torch.get_num_threads(), job.report.log
+    )
     return compute_in_shards(place, name, WORKS[name], snapshot, files, job.report.progress(label, len(snapshot)))

@@ -3,7 +3,6 @@
 import os
 import subprocess
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 from realmops import hub
@@ -45,9 +44,6 @@ def choose_model(project: Project, encoder: str | None, size: int) -> list[str]:
         project.put("retriever.pooling", "mean")
         note += "; retriever.pooling: mean, because it is not a sentence encoder"
     project.lines.append(f"encoder: {chosen} (presets: {', '.join(presets)}){note}")
-    if not gpu and find_spec("openvino") is not None:
-        project.put("run.precision", "int8")
-        project.lines.append("precision: passages are embedded in int8, as OpenVINO is installed (run.precision)")
     return presets
 
 
