@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from realmops.config import RunOptions
 
-# By the names of run.precision. int8 is used to embed many passages; all else is computed as with auto.
+# By the names of run.precision. int8 is used to embed many passages; all else is in bf16 if supported.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 _EVALUATING: WeakKeyDictionary[nn.Module, tuple[int, bool]] = WeakKeyDictionary()  # callers; mode before them
