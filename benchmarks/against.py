@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 BENCHMARKS = ("encode", "step", "search", "big_index", "lexical", "ingest", "tagging", "refresh", "shards", "growth")
-BENCHMARKS += ("serve", "find", "read", "gpu")
+BENCHMARKS += ("serve", "find", "read", "precision", "gpu")
 PACKAGES = ("torch", "transformers", "tokenizers", "sentence-transformers", "faiss-cpu", "bm25s", "mlflow")
 PACKAGES += ("onnxruntime", "openvino", "nncf")
 REPEATS = 5

@@ -102,7 +102,7 @@ class Untrained:
         retriever, reader = Retriever(tower, tower), Reader(*generated.random_bert("MiniLM-L6"))
         retriever.mixture, reader.spans = FusionWeights(1.0, 1.0), SpanHead(width, 256)
         values = config.load_params(PROJECT / "params.yaml", settings=["run.device=cpu"])
-        _, dtype = device_and_dtype(config.parse_section("run", values["run"]))
+        _, dtype = device_and_dtype(config.parse_section("run", values["run"]), retriever, reader)
         for part in (retriever, reader):
             freeze_linear_weights(part.eval(), dtype)
         vectors = torch.nn.functional.normalize(torch.randn(len(snapshot), width), dim=1)

@@ -122,7 +122,7 @@ def chain(root: Path) -> dict[str, float]:
     stage("ict", root)
     snapshot = Snapshot.open(root / "data" / "snapshot" / "corpus")
     retriever, _ = load_models(root / "models" / "ict", snapshot.vocabulary_hash)
-    dtype = resolve_precision("auto", torch.device("cpu"))
+    dtype = resolve_precision("auto", torch.device("cpu"), retriever.query.bert.width)
     found["embedding"], embedding_PE = seconds_of(lambda: embed_corpus(retriever, snapshot, dtype))
     query_QE = embedding_PE[:QUERIES] + 0.1
     found["search"], _ = seconds_of(lambda: [search(query_QE, embedding_PE, 16) for _ in range(SEARCHES)])

@@ -73,7 +73,7 @@ def main() -> None:
     tagger = Tagger(encoder, tag_names(training))
     torch.nn.init.normal_(tagger.output.weight, std=0.02, generator=torch.Generator().manual_seed(0))
     torch.nn.init.zeros_(tagger.output.bias)
-    dtype = resolve_precision(sections["run"].precision, torch.device("cpu"))
+    dtype = resolve_precision(sections["run"].precision, torch.device("cpu"), encoder.width)
     progress = Console().progress("tagger", sections["tag"].steps)
     context = TrainingContext("tag", sections["run"].seed, torch.device("cpu"), dtype, Nothing(), Nothing(), progress)
     start = time.perf_counter()

@@ -1,15 +1,17 @@
 """bf16 against fp32 by width of the encoder: what ``run.precision: auto`` decides on a CPU.
 
-    python benchmarks/precision.py
+    python benchmarks/precision.py --widths 128 384
 
-Encoders of two layers, with heads of 32 numbers and a batch of 4,096 wordpieces in passages of 40 or 160 wordpieces, by
-the same number format's products as in training (autocast). A step is forward and backward; ``forward`` is without
-gradients, as in embedding. Seconds are processor seconds on one thread, both formats taking turns.
+Encoders of two layers, with heads of 32 numbers, and batches from one of the sample's few short questions to one of
+passages, in the dtypes of training (autocast). A step is forward and backward; ``forward`` is without gradients, as in
+embedding. Seconds are processor seconds on one thread, both dtypes taking turns. ``ONEDNN_MAX_CPU_ISA=AVX2`` and
+``AVX512_CORE_BF16`` measure older processors, without bf16 products or without AMX.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,9 +19,9 @@ from typing import Any
 import against
 from against import Row
 
-WIDTHS = (128, 192, 256, 384, 512, 768, 1024)
-WORDPIECES, VOCABULARY = 4096, 2400
-LENGTHS = (40, 160)
+WIDTHS = (128, 256, 384, 768, 1024)
+BATCHES = ((16, 24), (32, 40), (16, 160))  # sequences, wordpieces of each
+VOCABULARY = 2400
 
 
 def encoder_of(width: int) -> Any:
@@ -51,7 +53,7 @@ def work(encoder: Any, batch: Any, dtype: Any, backward: bool) -> float:
 
 
 def measure(arguments: argparse.Namespace) -> list[Row]:
-    """A row for each width, length and kind of work."""
+    """A row for each width, batch and kind of work."""
     import numpy as np
     import torch
 
@@ -59,23 +61,25 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
 
     against.one_thread()
     rows = []
-    for width in WIDTHS:
+    for width, (sequences, length) in itertools.product(arguments.widths, BATCHES):
         encoder = encoder_of(width)
-        for length in LENGTHS:
-            tokens = np.random.default_rng(0).integers(5, VOCABULARY, (WORDPIECES // length, length))
-            batch = PackedBatch([*tokens])
-            for kind, backward in (("step", True), ("forward", False)):
-                sides: list[Callable[[], float]] = [
-                    partial(work, encoder, batch, dtype, backward) for dtype in (torch.bfloat16, torch.float32)
-                ]
-                for side in sides:
-                    side()
-                bf16, fp32 = ([1 / s for s in turns] for turns in against.interleave(sides, arguments.repeats))
-                rows.append(
-                    Row(f"width {width}, {length} wordpieces, {kind}, bf16", "fp32", "/s", tuple(bf16), tuple(fp32))
-                )
+        batch = PackedBatch([*np.random.default_rng(0).integers(5, VOCABULARY, (sequences, length))])
+        for kind, backward in (("step", True), ("forward", False)):
+            sides: list[Callable[[], float]] = [
+                partial(work, encoder, batch, dtype, backward) for dtype in (torch.bfloat16, torch.float32)
+            ]
+            for side in sides:
+                side()
+            bf16, fp32 = (tuple(1 / s for s in turns) for turns in against.interleave(sides, arguments.repeats))
+            what = f"width {width}, {sequences} of {length} wordpieces, {kind}, bf16"
+            rows.append(Row(what, "fp32", "/s", bf16, fp32))
     return rows
 
 
+def options(parser: argparse.ArgumentParser) -> None:
+    """The widths of encoders."""
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="widths of the encoders, multiples of 32")
+
+
 if __name__ == "__main__":
-    against.command(__doc__, "precision", measure)
+    against.command(__doc__, "precision", measure, options)

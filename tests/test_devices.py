@@ -1,5 +1,6 @@
 """Devices, dtypes and threads of models; weights kept in the dtype of products."""
 
+import math
 import os
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from realmops import devices
 from realmops.devices import (
+    NARROW,
     autocast,
+    device_and_dtype,
     freeze_linear_weights,
     resolve_device,
     resolve_precision,
@@ -21,7 +24,7 @@ from realmops.model.encoder_files import build_small_encoder
 from realmops.model.packed import PackedBatch
 from realmops.model.reader import SpanHead
 
-CPU = torch.device("cpu")
+CPU, FP32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
 
 
 def encoder() -> Encoder:
@@ -44,6 +47,23 @@ def test_devices_and_precisions_by_name() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match=r"run\.device is 'cuda', but torch finds no GPU here"):
             resolve_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("avx512", "amx", "dtypes"),
+    [(False, False, (FP32, FP32, FP32)), (True, False, (BF16, BF16, BF16)), (True, True, (FP32, BF16, BF16))],
+)
+def test_precision_auto_depends_on_processor_and_width(
+    monkeypatch: pytest.MonkeyPatch, avx512: bool, amx: bool, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    assert tuple(resolve_precision("auto", CPU, width) for width in (NARROW, NARROW + 1, math.inf)) == dtypes
+    assert resolve_precision("bf16", CPU, NARROW) == BF16, "as asked for"
+    run, narrow = section("run", device="cpu"), encoder()
+    wide = build_small_encoder(section("bert", width=192, layers=1, heads=4), 300, torch.Generator().manual_seed(0))[0]
+    found = [device_and_dtype(run, *models)[1] for models in ((narrow, None), (wide,), (narrow, wide))]
+    assert tuple(found) == dtypes, "the widest of the models decides"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -17,11 +18,12 @@ from torch import Tensor, nn
 
 from realmops.config import RunOptions
 
-# By the names of run.precision. int8 is used to embed many passages; all else is computed as with auto.
+# By the names of run.precision. int8 is used to embed many passages; all else is in bf16 if supported.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 _EVALUATING: WeakKeyDictionary[nn.Module, tuple[int, bool]] = WeakKeyDictionary()  # callers; mode before them
 _EVALUATING_LOCK = Lock()
+NARROW = 128  # width of encoders up to which fp32 is faster where AMX has the bf16 products
 _PRIMITIVES = "128"  # oneDNN primitives (one per shape) in its cache; its default of 1,024 takes 200 MB
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _MOST_THREADS = 8  # of auto; more were not measured
@@ -37,10 +39,16 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def resolve_precision(name: str, device: torch.device) -> torch.dtype:
+def resolve_precision(name: str, device: torch.device, width: float = math.inf) -> torch.dtype:
     """Return the dtype of ``run.precision``; ``auto`` is bf16 on hardware with bf16 products, else fp32.
 
+    With AMX it is fp32 up to a width of ``NARROW``, where fp32 was measured faster (benchmarks/LOG.md).
     Without int8 products ``int8`` falls back to ``auto``, so that a model trained with it runs on any machine.
+
+    Args:
+        name: value of ``run.precision``.
+        device: device of the models.
+        width: of the widest encoder that computes in this dtype.
 
     Raises:
         ValueError: ``int8`` without OpenVINO.
@@ -56,7 +64,8 @@ def resolve_precision(name: str, device: torch.device) -> torch.dtype:
         return DTYPES[name]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    return torch.bfloat16 if supports_bf16() else torch.float32
+    is_slow = width <= NARROW and torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if supports_bf16() and not is_slow else torch.float32
 
 
 def supports_bf16() -> bool:
@@ -70,15 +79,17 @@ def supports_int8() -> bool:
     return torch.cpu._is_vnni_supported() and bool((torch._int_mm(largest, largest.T) == 64 * 127**2).all())
 
 
-def device_and_dtype(run: RunOptions) -> tuple[torch.device, torch.dtype]:
-    """Return device and dtype of ``run.device`` and ``run.precision``."""
+def device_and_dtype(run: RunOptions, *models: nn.Module | None) -> tuple[torch.device, torch.dtype]:
+    """Return device and dtype of ``run.device`` and ``run.precision`` for models that compute together."""
     device = resolve_device(run.device)
-    return device, resolve_precision(run.precision, device)
+    weights = (weight for model in models if model is not None for weight in model.parameters())
+    width = max((min(weight.shape) for weight in weights if weight.ndim == 2), default=0)
+    return device, resolve_precision(run.precision, device, width)
 
 
 @contextmanager
 def autocast(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Context manager: autocast matrix products to ``dtype``, int8 to the dtype of ``auto``; no-op for fp32."""
+    """Context manager: autocast matrix products to ``dtype``, int8 to bf16 if supported; no-op for fp32."""
     dtype = _product_dtype(dtype)
     with torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext():
         yield

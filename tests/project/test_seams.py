@@ -156,15 +156,16 @@ def test_a_reader_of_another_kind_answers_is_saved_and_says_what_it_is(
     assert over.find(asked)[0].passages == (2, 1, 0)
     assert model.answer(asked) == answers, "and the model as it was"
     tuned_model.save_tuned(tmp_path, model)
-    again = tuned_model.open_tuned(tmp_path, chosen, world.snapshot, CPU, FP32)
+    fp32 = section("run", precision="fp32", device="cpu")
+    again = tuned_model.open_tuned(tmp_path, chosen, fp32, world.snapshot)
     assert isinstance(again, YesNo)
     assert [answer.log_p for answer in again.answer(asked)] == [answer.log_p for answer in answers]
     closed_book = options().model_copy(update={"reader": "t5"})
     with pytest.raises(ValueError, match=r"has a model of the class 'yes_no', which finetune.reader=t5 does not have"):
-        tuned_model.open_tuned(tmp_path, closed_book, world.snapshot, CPU, FP32)
+        tuned_model.open_tuned(tmp_path, closed_book, fp32, world.snapshot)
     (tmp_path / tuned_model.KIND).write_text('{"class": "of tomorrow"}')
     with pytest.raises(ValueError, match=r"'of tomorrow', which finetune.reader=yes_no does not have"):
-        tuned_model.open_tuned(tmp_path, chosen, world.snapshot, CPU, FP32)
+        tuned_model.open_tuned(tmp_path, chosen, fp32, world.snapshot)
 
 
 def test_an_unknown_class_of_readers_is_named(world: World, tmp_path: Path) -> None:

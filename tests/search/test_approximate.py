@@ -393,7 +393,7 @@ def test_what_a_gpu_cannot_search_is_searched_on_the_cpu_with_the_reason_once(
 
 def test_a_stage_reports_once_where_its_index_is(card: pytest.MonkeyPatch) -> None:
     embedding_PE, query_QE = clustered(2000, 1), clustered(20, 2)
-    card.setattr(common, "device_and_dtype", lambda run: (CUDA, torch.float32))
+    card.setattr(common, "device_and_dtype", lambda run, tower: (CUDA, torch.float32))
     card.setattr(common, "query_sequences", lambda queries: queries)
     card.setattr(common, "embed", lambda tower, queries, dtype: query_QE)
     said: list[str] = []

@@ -121,9 +121,9 @@ def load_pretrained(root: Path, where: CorpusState) -> Pretrained:
     trained = root / STAGES["pretrain"].folder
     options, run = trained_options(root, ["pretrain"], ("pretrain", "run"))
     configure_process(run.threads)
-    device, dtype = device_and_dtype(run)
     snapshot = Snapshot.open(where.snapshot / "corpus")
     retriever, reader = load_models(trained, snapshot.vocabulary_hash)
+    device, dtype = device_and_dtype(run, retriever, reader)
     retriever.to(device).eval()
     reader.to(device).eval()
     if _has_same_passage_tower(where.finetune, retriever, snapshot):

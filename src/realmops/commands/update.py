@@ -227,7 +227,6 @@ def _embed(task: _Task, new: Snapshot, out: Path) -> dict[str, Any]:
     before, old = task.before.finetune, task.old
     run = parse_section("run", task.values["run"])
     configure_process(run.threads)
-    device, dtype = device_and_dtype(run)
     folder = out / "finetune"
     folder.mkdir()
     model = pipeline_state(task.root).finetune  # not of an earlier update, whose calibration may be old
@@ -242,9 +241,10 @@ def _embed(task: _Task, new: Snapshot, out: Path) -> dict[str, Any]:
     in_old_documents = sum(document in documents for (document,) in new.rows(new_rows, "document_id"))
     started = time.monotonic()
     if (before / INDEX).is_file():  # else the retriever is BM25
-        retriever = load_retriever(folder, new.vocabulary_hash).to(device)
+        retriever = load_retriever(folder, new.vocabulary_hash)
+        device, dtype = device_and_dtype(run, retriever)
         bar = task.report.progress("embeddings", len(new_rows))
-        embedding_PE = embed_changed(retriever, new, dtype, row, load_index(before, old), bar)
+        embedding_PE = embed_changed(retriever.to(device), new, dtype, row, load_index(before, old), bar)
         save_index(folder / INDEX, embedding_PE, new.corpus_hash)
     seconds = time.monotonic() - started
     return {

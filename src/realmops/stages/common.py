@@ -14,7 +14,7 @@ from realmops.config import IndexOptions, QuestionFiles, RunOptions
 from realmops.corpus.cloze import SourcePassages
 from realmops.corpus.question_sets import Question, assign_languages, read_questions
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.devices import device_and_dtype
+from realmops.devices import device_and_dtype, resolve_device
 from realmops.model.retriever import Retriever, Tower
 from realmops.search.approximate import RECALL_QUERIES, passage_index, unwrap_approximate
 from realmops.search.embed import embed, query_sequences, text_queries
@@ -60,14 +60,13 @@ class StageTrainings:
     steps: int = 0  # total of the trainings so far
     end: int = 0  # length of the journal after the last finished training
 
-    def context(self, stream: str, steps: int, label: str, prefix: str = "") -> TrainingContext:
+    def context(self, dtype: torch.dtype, stream: str, steps: int, label: str, prefix: str = "") -> TrainingContext:
         """Build the context of the next training, with checkpoints in the stage's work folder and a progress bar."""
         job, run = self.job, self.job.section(RunOptions)
-        device, dtype = device_and_dtype(run)
         context = TrainingContext(
             stream,
             run.seed,
-            device,
+            resolve_device(run.device),
             dtype,
             FolderCheckpoints(job.work / stream),
             job.journal,
@@ -101,7 +100,7 @@ def open_spans(job: Job, snapshot: Snapshot, name: str = "corpus") -> Spans:
 def build_index(job: Job, embedding_PE: Tensor, tower: Tower, queries: Sequence[np.ndarray], k: int) -> PassageIndex:
     """Build the index of the section ``index`` over embeddings, and measure its recall of the top k on the queries."""
     run = job.section(RunOptions)
-    device, dtype = device_and_dtype(run)
+    device, dtype = device_and_dtype(run, tower)
 
     def embed_queries() -> Tensor:
         return embed(tower, query_sequences(queries), dtype)

@@ -88,7 +88,7 @@ def run(job: Job) -> dict[str, Any]:
     snapshot = open_snapshot(job)
     questions = load_questions(job, snapshot, "test")
     match_rule, em_rule = questions[0].match_rule, em_rules(questions)[0]
-    model = open_tuned(job.inputs["finetune"], options, snapshot, *device_and_dtype(job.section(RunOptions)))
+    model = open_tuned(job.inputs["finetune"], options, job.section(RunOptions), snapshot)
     people = rows_of_people(questions) if model.gives_answers else []
     asked = [questions[row] for row in people]
     relevant = RelevantPassages(snapshot)
@@ -309,8 +309,8 @@ def _zero_shot(
     Returns:
         Passage ids [Q, K] by infix of the metrics.
     """
-    device, dtype = device_and_dtype(job.section(RunOptions))
     retriever = load_retriever(job.inputs[name], snapshot.vocabulary_hash)
+    device, dtype = device_and_dtype(job.section(RunOptions), retriever)
     key = _tower_digest(retriever)
     retriever.to(device)
     if (job.inputs[name] / INDEX).is_file():  # imported

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from realmops.answering.answer import Answer
 from realmops.answering.confidence import MIN_CALIBRATION, READER_QUESTIONS, Confidence
@@ -77,8 +78,8 @@ def _open_qa(
     """Fine-tune a retriever, and a reader that extracts spans unless only passages are searched."""
     job = trainings.job
     options, seed = job.section(Finetune), job.section(RunOptions).seed
-    device, dtype = device_and_dtype(job.section(RunOptions))
     retriever, own_reader, reader = start_models(job, snapshot, options.reader)
+    device, dtype = device_and_dtype(job.section(RunOptions), retriever, reader)
     own_reader.to(device)
     finder = prepare_retrieval(trainings, retriever, own_reader, snapshot, questions)
     retriever, metrics = finder.retriever, dict[str, Any](finder.metrics)
@@ -92,7 +93,7 @@ def _open_qa(
         kind = OpenQa
     model = kind(retriever, reader, snapshot, finder.passages, options, dtype, finder.ranker, finder.bm25)
     if kind is not OpenQa and finder.passages is not None and options.retriever_training == "queries":
-        context = trainings.context("query", query_steps(len(questions), options), "query tower", "query_")
+        context = trainings.context(dtype, "query", query_steps(len(questions), options), "query tower", "query_")
         trainings.end = train_query_tower(context, model, questions, options, job.section(Optimiser))
     if model.hybrid:
         retriever.mixture = fit_weights_on_questions(model, held_out)
@@ -141,29 +142,31 @@ def _learn_to_read(trainings: StageTrainings, model: RetrieveAndRead, questions:
     job, options, optimiser = trainings.job, model.options, trainings.job.section(Optimiser)
     model.word_vectors.requires_grad_(not options.freeze_words)
     if isinstance(model, OpenQa) and options.reader_training == "passages":
-        context = trainings.context("finetune", finetune_steps(len(questions), options), "fine-tuning")
+        context = trainings.context(model.dtype, "finetune", finetune_steps(len(questions), options), "fine-tuning")
         finetune(context, model, questions, options, optimiser)
         return {}
     bar = job.report.progress("evidence", len(questions))
     if isinstance(model, OpenQa):
         windows = build_window_examples(model, questions, EVIDENCE_DEPTH, bar)
-        context = _evidence_context(trainings, len(windows))
+        context = _evidence_context(trainings, model.dtype, len(windows))
         train_in_windows(context, model, windows, options, optimiser)
         return {"questions_with_evidence": len(windows)}
     assert isinstance(model, ExtractiveQa)
     examples = build_passage_examples(model, questions, EVIDENCE_DEPTH, bar)
-    train_reader(_evidence_context(trainings, len(examples)), model, examples, options, optimiser)
+    train_reader(_evidence_context(trainings, model.dtype, len(examples)), model, examples, options, optimiser)
     return {"questions_with_evidence": len(examples)}
 
 
-def _evidence_context(trainings: StageTrainings, examples: int) -> TrainingContext:
+def _evidence_context(trainings: StageTrainings, dtype: torch.dtype, examples: int) -> TrainingContext:
     """Return the context of a training on examples; raise ValueError if there are none."""
     if not examples:
         raise ValueError(
             f"no training question has an answer in its top {EVIDENCE_DEPTH} passages, so the reader cannot be trained "
             "on them; check that questions.train belongs to these documents, or set finetune.epochs=0"
         )
-    return trainings.context("finetune", finetune_steps(examples, trainings.job.section(Finetune)), "fine-tuning")
+    return trainings.context(
+        dtype, "finetune", finetune_steps(examples, trainings.job.section(Finetune)), "fine-tuning"
+    )
 
 
 def _closed_book(
@@ -175,9 +178,10 @@ def _closed_book(
     reader = load_models(job.inputs.get("ict", job.inputs["pretrain"]), snapshot.vocabulary_hash)[1]
     model = t5.ClosedBook.build(options, snapshot, reader.encoder.model.config, seed)
     usable, optimiser = t5.drop_regex_questions(questions), job.section(Optimiser)
-    corruption = trainings.context("span_corruption", options.steps, "span corruption", "corrupted_")
+    dtype = device_and_dtype(job.section(RunOptions), model.net)[1]
+    corruption = trainings.context(dtype, "span_corruption", options.steps, "span corruption", "corrupted_")
     trainings.end = t5.pretrain(corruption, model, snapshot, options, optimiser)
-    answering = trainings.context("closed_book", finetune_steps(len(usable), options), "fine-tuning")
+    answering = trainings.context(dtype, "closed_book", finetune_steps(len(usable), options), "fine-tuning")
     t5.finetune(answering, model, usable, options, optimiser)
     if not process_group().is_main_process:
         return FineTuned(model, [], {})

@@ -138,13 +138,13 @@ def _train_paths(
     """Train a retriever of paths over links; return it and the number of questions with a path."""
     job = trainings.job
     options, run = job.section(Finetune), job.section(RunOptions)
-    path = PathRetriever.start(reader.encoder, snapshot, options, device_and_dtype(run)[1], run.seed)
+    path = PathRetriever.start(reader.encoder, snapshot, options, device_and_dtype(run, reader.encoder)[1], run.seed)
     bar = job.report.progress("questions with paths", len(questions))
     walks = []
     for question in questions:
         walks += [walk] if (walk := path.training_example(question)) else []
         bar(1)
-    context = trainings.context("paths", finetune_steps(len(walks), options), "paths", "path_")
+    context = trainings.context(path.dtype, "paths", finetune_steps(len(walks), options), "paths", "path_")
     trainings.end = train_paths(context, path, walks, options, job.section(Optimiser))
     return path, len(walks)
 
@@ -157,7 +157,8 @@ def _train_by_passages(
     options = job.section(Finetune)
     positives = _positives(job, snapshot, questions)
     steps = passage_steps(len(positives.passages), options)
-    context = trainings.context("retriever", steps, "retriever", "retriever_")
+    dtype = device_and_dtype(job.section(RunOptions), retriever)[1]
+    context = trainings.context(dtype, "retriever", steps, "retriever", "retriever_")
     data = (questions, positives, options, job.section(Optimiser))
     with _with_refresh(job, context, retriever, snapshot, steps) as (context, source):
         trainings.end = train_by_passages(context, retriever, snapshot, *data, source)

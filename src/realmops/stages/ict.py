@@ -23,7 +23,6 @@ CHANCE = 0.03  # difference of accuracies within noise
 def run(job: Job) -> dict[str, Any]:
     """Train both models one after the other and write them; return the accuracies of the last steps."""
     run_options = job.section(RunOptions)
-    device, dtype = device_and_dtype(run_options)
     corpus = open_snapshot(job)
     has_warmup = (job.inputs["snapshot"] / "warmup").is_dir()
     text = open_snapshot(job, "warmup") if has_warmup else corpus
@@ -40,20 +39,22 @@ def run(job: Job) -> dict[str, Any]:
         )
         if towers.hybrid:
             retriever.mixture = DEFAULT_FUSION_WEIGHTS
-        retriever.to(device).train()
-        init_towers(retriever, corpus, dtype, run_options.seed, job.report.progress)
+        device, dtype = device_and_dtype(run_options, retriever)
+        init_towers(retriever.to(device).train(), corpus, dtype, run_options.seed, job.report.progress)
         return retriever, reader
 
     retriever, reader = initialise()
     job.report.log(f"ict: the retriever is {retriever.query.description}")
     init_lexical_features(reader, corpus, run_options.seed, job.report.progress)
+    device, dtype = device_and_dtype(run_options, retriever)
+    reader_dtype = device_and_dtype(run_options, reader)[1]
     reader.to(device).train()
     optimiser = job.section(Optimiser)
     trainings = StageTrainings(job)
-    context = trainings.context("ict", options.steps, "inverse cloze task")
+    context = trainings.context(dtype, "ict", options.steps, "inverse cloze task")
     trainings.end = train_retriever(context, retriever, corpus, options, optimiser)
     if spans is not None:
-        context = trainings.context("warm_start", options.reader_steps, "reader's warm start", "reader_")
+        context = trainings.context(reader_dtype, "warm_start", options.reader_steps, "reader's warm start", "reader_")
         held_out = (
             () if has_warmup else held_out_rows(len(spans.rows), run_options.seed).tolist()
         )  # held out in pretrain

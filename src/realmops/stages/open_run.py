@@ -121,8 +121,8 @@ def _load_with_embeddings(
     folder = root / STAGES[stage].folder
     manifest = artifacts.read_manifest(folder, stage)
     configure_process(run.threads)
-    device, dtype = device_and_dtype(run)
     retriever = load_retriever(folder, snapshot.vocabulary_hash)
+    device, dtype = device_and_dtype(run, retriever)
     freeze_linear_weights(retriever.eval(), dtype)
     retriever = retriever.to(device)
     names = [path.relative_to(folder).as_posix() for path in identifying_files(folder, "retriever")]

@@ -14,6 +14,7 @@ from realmops.corpus.cloze import SourcePassages
 from realmops.corpus.question_sets import answers_are_regex
 from realmops.corpus.relevance import RelevantPassages
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.devices import device_and_dtype
 from realmops.evaluate.recall import first_relevant_ranks
 from realmops.journal import JournalValues
 from realmops.model.checkpoint_files import copy_models, load_models, save_models
@@ -65,8 +66,8 @@ def run(job: Job) -> dict[str, Any]:
     examples = _examples(job, snapshot)
     examples.hold_out(rows)
     retriever, reader = load_models(job.inputs["ict"], snapshot.vocabulary_hash)
-    context = StageTrainings(job).context("pretrain", options.steps, "pre-training")
-    device, dtype = context.device, context.dtype
+    device, dtype = device_and_dtype(run_options, retriever, reader)
+    context = StageTrainings(job).context(dtype, "pretrain", options.steps, "pre-training")
     retriever.to(device).train()
     reader.to(device).train()
     bm25 = Bm25.of(snapshot) if retriever.mixture.lexical else None

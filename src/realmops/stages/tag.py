@@ -24,7 +24,6 @@ from realmops.train.tagger import (
     find_phrases_and_dates,
     predict_words,
     tag_names,
-    tagger_files,
     train_tagger,
 )
 
@@ -51,14 +50,14 @@ def _train(job: Job, options: Tag) -> tuple[Tagger, dict[str, Any]]:
     training, held_out = read_conll(job.inputs["tag.train"]), read_conll(job.inputs["tag.dev"])
     run, size = job.section(RunOptions), snapshot.tokenizer.get_vocab_size()
     encoder, _ = build_encoder(job.option(INIT), job.section(BertOptions), size, run.seed)
-    device, dtype = device_and_dtype(run)
+    device, dtype = device_and_dtype(run, encoder)
     tagger = Tagger(encoder, tag_names(training))
     with torch.no_grad():
         generator = torch.Generator().manual_seed(seed_for(run.seed, "tagger"))
         tagger.output.weight.normal_(0.0, 0.02, generator=generator)
         tagger.output.bias.zero_()
     tagger.to(device)
-    context = StageTrainings(job).context("tag", options.steps, "tagger")
+    context = StageTrainings(job).context(dtype, "tag", options.steps, "tagger")
     train_tagger(context, tagger, training, snapshot.tokenizer, options, job.section(Optimiser))
     if not context.processes.is_main_process:
         return tagger, {}
@@ -83,7 +82,7 @@ def _tag(job: Job, options: Tag, tagger: Tagger | None, snapshot: Snapshot, fold
     if options.method == "phrases":
         spans = find_phrases_and_dates(snapshot, options.dates)
     else:
-        spans = tag_in_shards(job, tagger_files(tagger, options), snapshot)
+        spans = tag_in_shards(job, tagger, options, snapshot)
     with SpansWriter(folder) as writer:
         for passage, entities in enumerate(spans):
             writer.add(

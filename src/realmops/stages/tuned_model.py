@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import torch
-
 from realmops.answering.extractive import ExtractiveQa
 from realmops.answering.openqa import OpenQa
 from realmops.answering.retrieval import AnswerModel, RetrieveAndRead
@@ -14,7 +12,7 @@ from realmops.baselines.path import PathRetriever
 from realmops.baselines.rankers import build_ranker
 from realmops.config import Finetune, RunOptions
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.devices import configure_process, device_and_dtype, freeze_linear_weights
+from realmops.devices import configure_process, device_and_dtype, freeze_linear_weights, resolve_device
 from realmops.model.checkpoint_files import load_retriever
 from realmops.search.bm25 import Bm25
 from realmops.search.embeddings import load_passages
@@ -35,14 +33,9 @@ def save_tuned(folder: Path, model: AnswerModel) -> None:
 
 
 def open_tuned(
-    folder: Path,
-    options: Finetune,
-    snapshot: Snapshot,
-    device: torch.device,
-    dtype: torch.dtype,
-    index: Path | None = None,
+    folder: Path, options: Finetune, run: RunOptions, snapshot: Snapshot, index: Path | None = None
 ) -> AnswerModel:
-    """Open the model of stage ``finetune`` in eval mode.
+    """Open the model of stage ``finetune`` in eval mode, on the device and in the dtype of its run.
 
     ``index`` is the folder of the index if it is a different one, that of an update.
 
@@ -58,9 +51,10 @@ def open_tuned(
     kind = KINDS[name]
     if not issubclass(kind, RetrieveAndRead):
         assert kind is t5.ClosedBook
-        return t5.ClosedBook.open(folder, snapshot, device)
+        return t5.ClosedBook.open(folder, snapshot, resolve_device(run.device))
     retriever = load_retriever(folder, snapshot.vocabulary_hash)
     reader = kind.load_reader(folder, snapshot)
+    device, dtype = device_and_dtype(run, retriever, reader)
     for network in (retriever, *([reader] if reader is not None else [])):
         freeze_linear_weights(network.eval(), dtype)
     path = PathRetriever.load(folder, snapshot, options, device, dtype) if options.retriever == "path" else None
@@ -76,13 +70,13 @@ def open_tuned(
 def open_reader_model(
     folder: Path, options: Finetune, run: RunOptions, snapshot: Snapshot, index: Path | None = None
 ) -> RetrieveAndRead:
-    """Open a fine-tuned model as ``open_tuned`` does, on the device of its run.
+    """Open a fine-tuned model as ``open_tuned`` does, after :func:`configure_process`.
 
     Raises:
         ClosedBookModel: if the model reads no passages.
     """
     configure_process(run.threads)
-    model = open_tuned(folder, options, snapshot, *device_and_dtype(run), index=index)
+    model = open_tuned(folder, options, run, snapshot, index)
     if not isinstance(model, RetrieveAndRead):
         raise ClosedBookModel(
             f"{folder} answers without reading passages (finetune.reader is {options.reader}), so its answers have no "
