@@ -205,6 +205,7 @@ def test_a_warmed_up_model_has_copies_and_answers_the_same(copy: Path, monkeypat
     assert isinstance(index, ExactIndex)
     assert isinstance(before, ExactIndex)
     assert (index.use_int8, before.use_int8) == (True, False)
+    assert {"int8_copy", "bf16_copy"} <= vars(index).keys(), "no request waits for a copy"
     assert served.shared_search.passages is index, "one copy serves answers and searches"
     assert packed == [served.model.retriever.query, served.model.reader]
     [again] = served.answer(asked)
