@@ -317,8 +317,7 @@ def test_searches_that_wait_together_share_a_batch_and_an_invalid_one_fails_alon
             assert found == record
 
 
-def test_an_idle_server_keeps_no_replaced_model(answering: Path) -> None:
-    from dataclasses import replace
+def test_an_idle_server_frees_a_replaced_model_without_the_garbage_collector(answering: Path) -> None:
     from weakref import ref
 
     from realmops.answering.opened_model import Query
@@ -331,10 +330,14 @@ def test_an_idle_server_keeps_no_replaced_model(answering: Path) -> None:
     batcher = RequestBatcher(served)
     assert batcher.submit([Query(QUESTION)])[0].record.result(300)["answer"]
     assert batcher.search(PassageQuery(QUESTION)).record.result(300)["passages"]
-    batcher.swap(replace(served, version="second"))
-    replaced = ref(served)
-    del served
-    wait_for(lambda: gc.collect() >= 0 and replaced() is None, 3)
+    batcher.swap(ServedModel.of(open_run(answering / "root")))
+    replaced = [ref(part) for part in (served, served.model, served.model.snapshot, served.shared_search)]
+    gc.disable()  # its pass would stop all requests
+    try:
+        del served
+        wait_for(lambda: all(part() is None for part in replaced), 3)
+    finally:
+        gc.enable()
     batcher.close()
 
 
