@@ -1,20 +1,24 @@
-"""``realmops serve`` against MLflow's scoring server with the same model, and against the model's own time.
+"""``realmops serve`` against MLflow's scoring server with the same model, and under load.
 
     python benchmarks/serve.py --sizes 2000 60000
     python benchmarks/serve.py --root FOLDER
-    python benchmarks/serve.py --sizes 2000 --requests 100000
+    python benchmarks/serve.py --sizes 100000 --clients 32 --seconds 600 --update
 
 Generated passages of three sentences, and encoders of the laptop profile that are hardly trained: what they answer is
 of no use, what they cost is the same. --root takes a finished run instead. The questions are the test questions, each
 request asks one. Three sides take turns: the model alone in this process, one question after another
 (``OpenQa.answer``); ``realmops serve``; and ``mlflow models serve`` of what ``realmops promote`` registered, both over
 HTTP on connections that stay open, with 1, 8 and 32 callers. One thread for each. Latency is by the clock, as a caller
-sees it; processor time is that of the server's processes. With --requests so many questions are asked of
-``realmops serve`` by 8 callers at last, and its memory after a tenth of them is compared with that at the end.
+sees it; processor time is that of the server's processes.
 
 With --edits one document is edited so often under ``realmops serve``: the seconds from the moment at which ``realmops
 update`` has put the new corpus in its place until the new text is read for a question, beside the seconds until that
 moment. With --root say what the run was trained with: --preset, --set.
+
+With --clients so many clients load ``realmops serve`` instead, each route of --routes for --seconds, and with --update
+documents are edited and updated next to ``/v1/answer`` all the time. Compared are p99 with p50, the replies with those
+to one client, and the largest memory of the second half with that of the first. Any reply but 200 ends the benchmark.
+The clients share the processor with the server.
 """
 
 from __future__ import annotations
@@ -31,11 +35,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +51,8 @@ from realmops.stages import SilentReport
 
 CALLERS = (1, 8, 32)
 LATENCY, THROUGHPUT, MEMORY = Goal(1.3, at_most=True), Goal(3), Goal(1.05, at_most=True)
+TAIL, CORES = Goal(3, at_most=True), Goal(len(os.sched_getaffinity(0)))  # p99 by p50; replies by those to one client
+FIELDS = {"/v1/search": "query", "/v1/answer": "question"}  # of a request's body
 MODEL = "served"
 PROJECT = Path(__file__).parents[1]
 EDITED = "{title} keeps a lighthouse in Quornmouth, says edition {number}."
@@ -90,7 +97,7 @@ class Server:
     process: subprocess.Popen[Any]
     port: int
     path: str
-    wrap: Any  # a question to the body's JSON
+    wrap: Callable[[str], Any]  # a question to the body's JSON
 
     def request(self, question: str) -> bytes:
         """The bytes of a request on a connection that stays open."""
@@ -100,10 +107,8 @@ class Server:
 
     def texts(self, question: str) -> str:
         """Of the passages that were read for it, one after another."""
-        body = json.dumps(self.wrap(question)).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{self.path}", body, {"Content-Type": "application/json"}
-        )
+        body, kind = json.dumps(self.wrap(question)).encode(), {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{self.path}", body, kind)
         with urllib.request.urlopen(request) as reply:
             return " ".join(passage["text"] for passage in json.load(reply)["passages"])
 
@@ -133,6 +138,7 @@ class Turn:
     latency: list[float]  # seconds of each answer
     seconds: float
     processor: float  # seconds of the server
+    mib: list[float] = field(default_factory=list)  # memory of the server, second by second
 
     @property
     def figures(self) -> dict[str, float]:
@@ -146,13 +152,12 @@ class Turn:
         }
 
 
-async def _caller(server: Server, questions: Iterator[str], end: Any, latency: list[float]) -> None:
+async def _caller(server: Server, requests: Iterator[bytes], end: Any, latency: list[float]) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     try:
         while not end():
-            sent = server.request(next(questions))
             start = time.perf_counter()
-            writer.write(sent)
+            writer.write(next(requests))
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
             found = re.search(rb"content-length: (\d+)", head)
             body = await reader.readexactly(int(found[1]) if found else 0)
@@ -166,17 +171,20 @@ async def _caller(server: Server, questions: Iterator[str], end: Any, latency: l
 def ask(server: Server, questions: list[str], callers: int, *, seconds: float = 1e9, count: int = 1 << 60) -> Turn:
     """So many callers ask, each one question after another, until the time is over or so many were asked."""
     latency: list[float] = []
-    source = itertools.cycle(questions)
+    mib: list[float] = []
+    source = itertools.cycle([server.request(question) for question in questions])
     start, processor = time.perf_counter(), server.processor_seconds()
 
     def end() -> bool:
+        if time.perf_counter() - start >= len(mib):
+            mib.append(server.mib())
         return time.perf_counter() - start > seconds or len(latency) + callers > count
 
     async def all_callers() -> None:
         await asyncio.gather(*(_caller(server, source, end, latency) for _ in range(callers)))
 
     asyncio.run(all_callers())
-    return Turn(latency, time.perf_counter() - start, server.processor_seconds() - processor)
+    return Turn(latency, time.perf_counter() - start, server.processor_seconds() - processor, mib)
 
 
 def alone(model: Any, questions: list[str], seconds: float) -> Turn:
@@ -187,10 +195,10 @@ def alone(model: Any, questions: list[str], seconds: float) -> Turn:
     begin, processor = time.perf_counter(), time.process_time()
     for question in itertools.cycle(questions):
         start = time.perf_counter()
+        if start - begin > seconds:
+            break
         model.answer([Question("", question, ())], ranked=1, batch_size=1)
         latency.append(time.perf_counter() - start)
-        if time.perf_counter() - begin > seconds:
-            break
     return Turn(latency, time.perf_counter() - begin, time.process_time() - processor)
 
 
@@ -222,11 +230,11 @@ def running(words: list[str], port: int, path: str, wrap: Any, **variables: str)
 
 
 @contextmanager
-def ours(root: Path) -> Iterator[Server]:
+def ours(root: Path, path: str = "/v1/answer") -> Iterator[Server]:
     """``realmops serve`` of a run."""
     port = free_port()
     words = [sys.executable, "-m", "realmops", "serve", "--root", str(root), "--port", str(port)]
-    with running(words, port, "/v1/answer", lambda question: {"question": question}) as server:
+    with running(words, port, path, lambda question: {FIELDS[path]: question}) as server:
         yield server
 
 
@@ -244,25 +252,23 @@ def theirs(root: Path) -> Iterator[Server]:
     words = [sys.executable, "-m", "mlflow", "models", "serve", "--model-uri", f"models:/{MODEL}@champion"]
     words += ["--env-manager", "local", "--host", "127.0.0.1", "--port", str(port)]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # it looks for uvicorn there
-    with running(
-        words,
-        port,
-        "/invocations",
-        lambda question: {"inputs": [question]},
-        MLFLOW_TRACKING_URI=resolve_tracking_uri(tracking_folder(root)),
-        PATH=path,
-    ) as server:
+    variables = {"MLFLOW_TRACKING_URI": resolve_tracking_uri(tracking_folder(root)), "PATH": path}
+    with running(words, port, "/invocations", lambda question: {"inputs": [question]}, **variables) as server:
         yield server
+
+
+def opened(root: Path, arguments: argparse.Namespace) -> tuple[Any, list[str]]:
+    """The model of a run, and the questions to ask."""
+    from realmops.corpus.question_sets import read_questions
+    from realmops.stages.open_run import open_run
+
+    file = arguments.questions or root / "data" / "sample" / "questions.test.jsonl.gz"
+    return open_run(root).model, [one.question for one in read_questions([file], format="auto")]
 
 
 def compare(root: Path, arguments: argparse.Namespace) -> list[Row]:
     """The rows of one run."""
-    from realmops.corpus.question_sets import read_questions
-    from realmops.stages.open_run import open_run
-
-    model = open_run(root).model
-    file = arguments.questions or root / "data" / "sample" / "questions.test.jsonl.gz"
-    questions = [one.question for one in read_questions([file], format="auto")]
+    model, questions = opened(root, arguments)
     named = f"{len(model.snapshot):,} passages"
     rows: list[Row] = []
     with ExitStack() as stack:
@@ -291,47 +297,53 @@ def compare(root: Path, arguments: argparse.Namespace) -> list[Row]:
             row(f"answers, {by}", "the model alone", "1/s", "answers", mine, limit)
             row(f"processor time of an answer, {by}", "MLflow's scoring server", "ms", "processor", mine, other)
             row(f"processor time of an answer, {by}", "the model alone", "ms", "processor", mine, limit)
-    if arguments.requests:
-        rows.append(_memory(root, questions, arguments.requests, named))
     return rows
 
 
-def _memory(root: Path, questions: list[str], requests: int, named: str) -> Row:
-    """What the server needs at the end, beside what it needed after a tenth of all requests."""
-    with ours(root) as server:
-        ask(server, questions, 8, count=max(requests // 10, 8))
-        before = server.mib()
-        asked = len(ask(server, questions, 8, count=requests - requests // 10).latency)
-        note = f"{asked:,} answers lie between both"
-        return Row(f"memory, {named}", "after a tenth", "MiB", (server.mib(),), (before,), MEMORY, note)
+class Edits:
+    """The documents of a run in a file, of which the first one is edited again and again."""
+
+    def __init__(self, root: Path, values: dict[str, Any], file: Path) -> None:
+        from realmops.corpus.documents import Document
+        from realmops.corpus.formats import list_sources
+        from realmops.corpus.ingest import iter_batches, parse_records
+
+        documents = list_sources(PROJECT / values["snapshot"]["documents"], values["snapshot"]["format"])
+        records = [
+            (documents[number].format.name, found) for batch in iter_batches(documents) for number, found in batch
+        ]
+        kept = [one for one in parse_records(records) if isinstance(one, Document)]
+        lines = [{"title": one.title, "text": one.text} | ({"id": one.id} if one.id else {}) for one in kept]
+        self._first, self._rest = lines[0], "".join(f"{json.dumps(line)}\n" for line in lines[1:])
+        self._values = {**values, "snapshot": {**values["snapshot"], "documents": str(file)}}
+        self.count, self._root, self._file = len(lines), root, file
+
+    def start(self, number: int) -> tuple[str, Any]:
+        """Edit the document and start ``realmops update``; returns the new text and the process."""
+        from realmops.commands.update import update
+
+        new = EDITED.format(title=self._first["title"], number=number)
+        self._file.write_text(json.dumps({**self._first, "text": f"{new} {self._first['text']}"}) + "\n" + self._rest)
+        options = {"project": PROJECT, "root": self._root, "report": SilentReport()}
+        updating = multiprocessing.get_context("spawn").Process(target=update, args=(self._values,), kwargs=options)
+        updating.start()
+        return new, updating
 
 
 def edits(root: Path, values: dict[str, Any], times: int) -> Row:
     """One document is edited again and again under ``realmops serve``, and asked for until the new text is read."""
-    from realmops.commands.update import update
-    from realmops.corpus.documents import Document
-    from realmops.corpus.formats import list_sources
-    from realmops.corpus.ingest import iter_batches, parse_records
     from realmops.stages.corpus_states import UPDATES
 
-    documents = list_sources(PROJECT / values["snapshot"]["documents"], values["snapshot"]["format"])
-    records = [(documents[number].format.name, found) for batch in iter_batches(documents) for number, found in batch]
-    kept = [one for one in parse_records(records) if isinstance(one, Document)]
-    lines = [{"title": one.title, "text": one.text} | ({"id": one.id} if one.id else {}) for one in kept]
-    first, rest = lines[0], "".join(f"{json.dumps(line)}\n" for line in lines[1:])
+    def updates() -> set[Path]:
+        return set((root / UPDATES).glob("[!.]*/manifest.json"))
+
     until_read, until_there = [], []
     with tempfile.TemporaryDirectory() as folder, ours(root) as server:
-        file = Path(folder) / "documents.jsonl"
-        changed = {**values, "snapshot": {**values["snapshot"], "documents": str(file)}}
+        edited = Edits(root, values, Path(folder) / "documents.jsonl")
         for number in range(times + 1):
-            new = EDITED.format(title=first["title"], number=number)
-            file.write_text(json.dumps({**first, "text": f"{new} {first['text']}"}) + "\n" + rest)
-            found, begin = updates(root / UPDATES), time.perf_counter()
-            updating = multiprocessing.get_context("spawn").Process(
-                target=update, args=(changed,), kwargs={"project": PROJECT, "root": root, "report": SilentReport()}
-            )
-            updating.start()
-            while updates(root / UPDATES) == found:
+            found, begin = updates(), time.perf_counter()
+            new, updating = edited.start(number)
+            while updates() == found:
                 if updating.exitcode is not None:
                     raise SystemExit(f"realmops update ended with {updating.exitcode} and without an update")
                 time.sleep(0.02)
@@ -342,13 +354,54 @@ def edits(root: Path, values: dict[str, Any], times: int) -> Row:
                 until_read.append(time.perf_counter() - there)
                 until_there.append(there - begin)
             updating.join()  # the answers to the test questions
-    what = f"until an edit is read, {len(lines):,} documents"
+    what = f"until an edit is read, {edited.count:,} documents"
     return Row(what, "realmops update, until it is there", "s", tuple(until_read), tuple(until_there))
 
 
-def updates(folder: Path) -> set[Path]:
-    """Those that are whole."""
-    return set(folder.glob("[!.]*/manifest.json"))
+@contextmanager
+def updating(root: Path, values: dict[str, Any]) -> Iterator[list[int]]:
+    """Update the corpus again and again until the end of the block; the list gets each update's exit code."""
+    stop, codes = threading.Event(), []
+    with tempfile.TemporaryDirectory() as folder:
+        edited = Edits(root, values, Path(folder) / "documents.jsonl")
+
+        def work() -> None:
+            while not stop.is_set():
+                _, process = edited.start(len(codes))
+                process.join()
+                codes.append(process.exitcode)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            yield codes
+        finally:
+            stop.set()
+            thread.join()
+    if any(codes):
+        raise SystemExit(f"realmops update ended with {codes}")
+
+
+def load(root: Path, values: dict[str, Any], arguments: argparse.Namespace) -> list[Row]:
+    """The rows of many clients at once."""
+    (model, questions), clients, rows = opened(root, arguments), arguments.clients, []
+    named = f"{len(model.snapshot):,} passages"
+    for path in arguments.routes:
+        with ours(root, path) as server, ExitStack() as stack:
+            ask(server, questions, clients, count=20 + 3 * clients)
+            alone = ask(server, questions, 1, seconds=arguments.seconds / 10).figures
+            updated: list[int] = []
+            if arguments.update and path == "/v1/answer":
+                updated = stack.enter_context(updating(root, values))
+            turn = ask(server, questions, clients, seconds=arguments.seconds)
+            note = f"{len(turn.latency):,} replies, all of them 200; {len(updated)} updates"
+        figures, what, half = turn.figures, f"{path} with {clients} clients, {named}", len(turn.mib) // 2
+        rows.append(Row(f"p99, {what}", "their p50", "ms", (figures["p99"],), (figures["p50"],), TAIL, note))
+        for key, unit, goal in (("answers", "1/s", CORES), ("p50", "ms", None), ("processor", "ms", None)):
+            rows.append(Row(f"{key}, {what}", "1 client", unit, (figures[key],), (alone[key],), goal))
+        first, second = max(turn.mib[:half]), max(turn.mib[half:])
+        rows.append(Row(f"memory, {what}", "the first half", "MiB", (second,), (first,), MEMORY))
+    return rows
 
 
 def measure(arguments: argparse.Namespace) -> list[Row]:
@@ -358,6 +411,8 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     against.one_thread()
 
     def rows_of(root: Path, values: dict[str, Any]) -> list[Row]:
+        if arguments.clients:
+            return load(root, values, arguments)
         rows = compare(root, arguments)
         return [*rows, edits(root, values, arguments.edits)] if arguments.edits else rows
 
@@ -381,8 +436,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], dest="settings", help="the same")
     parser.add_argument("--questions", type=Path, help="a question file (the run's sample questions)")
     parser.add_argument("--seconds", type=float, default=3.0, help="of a turn (%(default)s)")
-    parser.add_argument("--requests", type=int, default=20_000, help="for the memory; 0 leaves it out (%(default)s)")
     parser.add_argument("--edits", type=int, default=3, help="of a document; 0 leaves it out (%(default)s)")
+    parser.add_argument(
+        "--clients", type=int, default=0, help="of the load, instead of all else (%(default)s: no load)"
+    )
+    parser.add_argument("--routes", nargs="+", choices=FIELDS, default=[*FIELDS], help="that are loaded (%(default)s)")
+    parser.add_argument("--update", action="store_true", help="the corpus while /v1/answer is loaded")
 
 
 if __name__ == "__main__":

@@ -196,6 +196,7 @@ def test_a_warmed_up_model_has_a_copy_of_the_index_and_answers_the_same(copy: Pa
     assert isinstance(index, ExactIndex)
     assert isinstance(before, ExactIndex)
     assert (index.use_int8, before.use_int8) == (True, False)
+    assert {"int8_copy", "bf16_copy"} <= vars(index).keys(), "no request waits for a copy"
     assert served.shared_search.passages is index, "one copy serves answers and searches"
     [again] = served.answer(asked)
     assert (again["answer"], again["score"]) == (told["answer"], told["score"])

@@ -243,8 +243,9 @@ def test_no_route_but_the_known_ones(server: Served) -> None:
         assert server.call(path)[0] == 404
 
 
-def test_too_many_waiting_questions_are_refused_all_or_none(answering: Path) -> None:
+def test_too_many_waiting_requests_are_refused_all_or_none(answering: Path) -> None:
     from realmops.answering.opened_model import Query
+    from realmops.answering.passage_search import PassageQuery
     from realmops.serve.batching import Busy, Closed, RequestBatcher
     from realmops.serve.served_model import ServedModel
     from realmops.stages.open_run import open_run
@@ -259,6 +260,85 @@ def test_too_many_waiting_questions_are_refused_all_or_none(answering: Path) -> 
     assert {ticket.record.result(0)["question"] for ticket in tickets} == {QUESTION}
     with pytest.raises(Closed):
         batcher.submit([Query(QUESTION)])
+    with pytest.raises(Closed):
+        batcher.search(PassageQuery(QUESTION))
+    batcher = RequestBatcher(ServedModel.of(generation), waiting=0)
+    with pytest.raises(Busy, match="too many pending searches: 0"):
+        batcher.search(PassageQuery(QUESTION))
+    batcher.close()
+
+
+def test_searches_that_wait_together_share_a_batch_and_an_invalid_one_fails_alone(
+    answering: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from threading import Event
+
+    from realmops.answering.answer import InvalidRequest
+    from realmops.answering.passage_search import PassageQuery, PassageSearch
+    from realmops.serve.batching import RequestBatcher
+    from realmops.serve.served_model import ServedModel
+    from realmops.stages.open_run import open_run
+
+    served = ServedModel.of(open_run(answering / "root"))
+    everything, search_batch = len(DOCUMENTS), PassageSearch.search_batch
+    titles = [{"document_id": [served.model.snapshot.document_id(row) for row in (0, 3)]}]
+    queries = [PassageQuery(text, everything) for pairs in QUESTIONS.values() for text, _ in pairs]
+    queries += [PassageQuery(SECOND, 2, by="words"), PassageQuery(SECOND, everything, by="embeddings")]
+    queries += [PassageQuery(QUESTION, everything, titles), PassageQuery(QUESTION, 3)]
+    alone = [search_batch(served.shared_search, [query])[0] for query in queries]
+    batches: list[int] = []
+    started, released = Event(), Event()
+
+    def slow(self: PassageSearch, together: list[PassageQuery]) -> Any:
+        batches.append(len(together))
+        started.set()
+        assert released.wait(300)
+        return search_batch(self, together)
+
+    monkeypatch.setattr(PassageSearch, "search_batch", slow)
+    batcher = RequestBatcher(served)
+    batcher.search(queries[0])
+    assert started.wait(300)
+    pending = [batcher.search(query) for query in queries]
+    invalid = batcher.search(PassageQuery(QUESTION, filters=[{"nowhere": 1}]))
+    released.set()
+    batcher.close()
+    with pytest.raises(InvalidRequest, match="nowhere"):
+        invalid.record.result(0)
+    assert batches == [1, len(queries)]
+    for query, ticket, record in zip(queries, pending, alone, strict=True):
+        found = ticket.record.result(0)
+        assert found["query"] == query.query
+        assert len(found["passages"]) == len(record["passages"])
+        if query.k == everything:  # in a batch, bf16 has other last digits
+            scores, expected = ({p["passage_id"]: p["score"] for p in one["passages"]} for one in (found, record))
+            assert scores == pytest.approx(expected, rel=0.02, abs=0.02)
+        elif query.by == "words":
+            assert found == record
+
+
+def test_an_idle_server_frees_a_replaced_model_without_the_garbage_collector(answering: Path) -> None:
+    from weakref import ref
+
+    from realmops.answering.opened_model import Query
+    from realmops.answering.passage_search import PassageQuery
+    from realmops.serve.batching import RequestBatcher
+    from realmops.serve.served_model import ServedModel
+    from realmops.stages.open_run import open_run
+
+    served = ServedModel.of(open_run(answering / "root"))
+    batcher = RequestBatcher(served)
+    assert batcher.submit([Query(QUESTION)])[0].record.result(300)["answer"]
+    assert batcher.search(PassageQuery(QUESTION)).record.result(300)["passages"]
+    batcher.swap(ServedModel.of(open_run(answering / "root")))
+    replaced = [ref(part) for part in (served, served.model, served.model.snapshot, served.shared_search)]
+    gc.disable()  # its pass would stop all requests
+    try:
+        del served
+        wait_for(lambda: all(part() is None for part in replaced), 3)
+    finally:
+        gc.enable()
+    batcher.close()
 
 
 @pytest.mark.parametrize(("wordpieces", "together"), [(128, 10), (320, 4), (512 * 1024, 1)])

@@ -23,7 +23,7 @@ from realmops.answering.answer import InvalidRequest
 from realmops.answering.record import Record, passage_record
 from realmops.artifacts import canonical_json
 from realmops.corpus.snapshot_reader import Snapshot, parse_extra
-from realmops.model.retriever import DENSE_ONLY, Retriever
+from realmops.model.retriever import DENSE_ONLY, FusionWeights, Retriever
 from realmops.search.bm25 import STOP_WORDS, Bm25, split_words, stem, stems, words_with_offsets
 from realmops.search.embed import embed, query_sequences, text_queries
 from realmops.search.exact import PassageIndex
@@ -110,11 +110,9 @@ class MetadataFilters:
             if field not in fields:
                 raise InvalidRequest(f"no document has the field {field!r}; available: {', '.join(sorted(fields))}")
         for field, condition in where.items():
-            column, has_U = (
-                self._column(field),
-                np.zeros(len(self._coded(DOCUMENT_ID if field == DOCUMENT_ID else "extra")[0]), bool),
-            )
-            has_U[self._codes(field)[passes_P]] = True
+            column, code_P = self._column(field), self._codes(field)
+            has_U = np.zeros(code_P.max(initial=-1) + 1, bool)
+            has_U[code_P[passes_P]] = True
             values = [column.values[n] for n in np.unique(column.number_N[has_U[column.row_N]])]
             _check_kinds(field, condition, values)
 
@@ -253,6 +251,19 @@ def _check_kinds(field: str, condition: Any, values: Sequence[Any]) -> None:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class PassageQuery:
+    """A search request; filters (:class:`MetadataFilters`) are applied before ranking."""
+
+    query: str  # of at least one word
+    k: int = 10  # passages, 1 to ``MAX_RESULTS``
+    filters: Sequence[Where] = ()
+    by: RankBy = "run"  # as the run's retriever ranks; the others rank by one of both only
+
+
+Ranking = tuple[Ids, list[float], list[float | None]]  # passages, their scores and scaled inner products, best first
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class PassageSearch:
     """Passage search with BM25 and, if there is a retriever, its embeddings.
@@ -274,45 +285,38 @@ class PassageSearch:
         object.__setattr__(self, "filters", MetadataFilters(self.snapshot))
 
     def search(self, query: str, k: int = 10, filters: Sequence[Where] = (), by: RankBy = "run") -> Record:
-        """Return the top ``k`` passages with their locations, best first.
+        """Return what :meth:`search_batch` returns for one query."""
+        return self.search_batch([PassageQuery(query, k, filters, by)])[0]
 
-        Args:
-            query: text of at least one word.
-            k: number of passages, 1 to ``MAX_RESULTS``.
-            filters: conditions on the documents (:class:`MetadataFilters`), applied before ranking.
-            by: ``run`` ranks as the run's retriever does, ``embeddings`` and ``words`` by one of both only.
+    def search_batch(self, requests: Sequence[PassageQuery]) -> list[Record]:
+        """Return a record of each query: query, versions, and the top passages with their locations, best first.
 
-        Returns:
-            Query, versions, and passages. Each passage has ``score``, by which it is ranked, ``embeddings`` (the scaled
-            inner product, the paper's f(x, z)), ``words`` (BM25), and ``highlights``: character offsets of query words.
+        Each passage has ``score``, by which it is ranked, ``embeddings`` (the scaled inner product, the paper's
+        f(x, z)), ``words`` (BM25), and ``highlights``: character offsets of query words.
+
+        Raises:
+            InvalidRequest: a query is invalid (:meth:`check`).
+        """
+        rankings = zip(requests, self.rank(requests), strict=True)
+        return [self._result(request.query, *ranking) for request, ranking in rankings]
+
+    def check(self, request: PassageQuery) -> Ids | None:
+        """Return the passages that satisfy the filters; None without filters.
 
         Raises:
             InvalidRequest: query, k or a filter is invalid, or embeddings are requested and there are none.
         """
-        ids, score, dense = self.rank(query, k, filters, by)
-        bm25, query_stems = (
-            self.bm25.score_passages(query, ids).tolist(),
-            stem_query(query, self.bm25.query_languages(query)),
-        )
-        columns = zip(ids.tolist(), score, dense, bm25, strict=True)
-        records = [self._record(*row, query_stems=query_stems) for row in columns]
-        return {"query": query, "passages": records, "model": self.about}
-
-    def rank(
-        self, query: str, k: int, filters: Sequence[Where] = (), by: RankBy = "run"
-    ) -> tuple[Ids, list[float], list[float | None]]:
-        """Return numbers, scores and scaled inner products of the passages of ``search``, with its arguments."""
-        if not query.strip():
+        if not request.query.strip():
             raise InvalidRequest("the query is empty; send at least one word")
         try:
-            query.encode()
+            request.query.encode()
         except UnicodeEncodeError:
             raise InvalidRequest("the query contains an unpaired surrogate; send valid Unicode") from None
-        if not 1 <= k <= MAX_RESULTS:
-            raise InvalidRequest(f"k is {k}; allowed: 1 to {MAX_RESULTS}")
-        if by == "embeddings" and self.retriever is None:
+        if not 1 <= request.k <= MAX_RESULTS:
+            raise InvalidRequest(f"k is {request.k}; allowed: 1 to {MAX_RESULTS}")
+        if request.by == "embeddings" and self.retriever is None:
             raise InvalidRequest(NO_EMBEDDINGS)
-        return self._best(query, k, self.filters.passages(filters) if any(filters) else None, by)
+        return self.filters.passages(request.filters) if any(request.filters) else None
 
     def embed(self, texts: Sequence[str], *, documents: bool = False) -> Tensor:
         """Compute embeddings of texts [N, E] (fp32): as queries, or as passages without a title, of one vector each."""
@@ -322,46 +326,73 @@ class PassageSearch:
         tower = self.retriever.document if documents else self.retriever.query
         return embed(tower, query_sequences(text_queries(self.snapshot, texts, limit, documents=documents)), self.dtype)
 
-    def _best(self, query: str, k: int, allowed: Ids | None, by: RankBy) -> tuple[Ids, list[float], list[float | None]]:
-        """Return passages, scores and scaled inner products, best first."""
-        if by == "words" or self.retriever is None or self.passages is None:
-            return _best_by_words(query, k, allowed, self.bm25)
-        mixture = DENSE_ONLY if by == "embeddings" else self.retriever.mixture
-        query_E = self.embed([query])
-        if allowed is None:
-            hybrid = HybridSearch(self.passages, self.bm25, mixture, self.retriever.scale)
-            hits = hybrid.search(query_E, [query], k, max(k, DEPTH) if mixture.lexical else k)
-            is_hit = hits.id_QK[0] >= 0
-            ids, dense = hits.id_QK[0][is_hit].numpy(), hits.dense_QK[0][is_hit]
-            return ids, hits.relevance(mixture)[0][is_hit].tolist(), dense.tolist()
+    def rank(self, requests: Sequence[PassageQuery]) -> list[Ranking]:
+        """Rank passages for each query: queries share an embedding batch, and those without filters share searches."""
+        allowed = [self.check(request) for request in requests]
+        has_index = self.retriever is not None and self.passages is not None
+        dense = [row for row, request in enumerate(requests) if has_index and request.by != "words"]
+        query_E = dict(zip(dense, self.embed([requests[row].query for row in dense]), strict=True)) if dense else {}
+        rankings: dict[int, Ranking] = {}
+        groups: dict[tuple[FusionWeights, int], list[int]] = {}  # rows that share a search
+        for row, (request, ids) in enumerate(zip(requests, allowed, strict=True)):
+            if row not in query_E or self.retriever is None:
+                rankings[row] = _best_by_words(request.query, request.k, ids, self.bm25)
+                continue
+            mixture = DENSE_ONLY if request.by == "embeddings" else self.retriever.mixture
+            if ids is None:
+                groups.setdefault((mixture, request.k), []).append(row)
+            else:
+                rankings[row] = self._best_allowed(ids, query_E[row], request, mixture)
+        for (mixture, k), rows in groups.items():
+            query_QE, queries = torch.stack([query_E[row] for row in rows]), [requests[row].query for row in rows]
+            rankings |= zip(rows, self._best(query_QE, queries, k, mixture), strict=True)
+        return [rankings[row] for row in range(len(requests))]
+
+    def _best(self, query_QE: Tensor, queries: Sequence[str], k: int, mixture: FusionWeights) -> Iterator[Ranking]:
+        assert self.retriever is not None
+        assert self.passages is not None
+        hybrid = HybridSearch(self.passages, self.bm25, mixture, self.retriever.scale)
+        hits = hybrid.search(query_QE, queries, k, max(k, DEPTH) if mixture.lexical else k)
+        for ids, score, dense in zip(hits.id_QK, hits.relevance(mixture), hits.dense_QK, strict=True):
+            is_hit = ids >= 0
+            yield ids[is_hit].numpy(), score[is_hit].tolist(), dense[is_hit].tolist()
+
+    def _best_allowed(self, allowed: Ids, query_E: Tensor, request: PassageQuery, mixture: FusionWeights) -> Ranking:
+        assert self.retriever is not None
         dense = self.retriever.scale * self._inner_products(query_E, allowed)
         lexical = torch.zeros(len(allowed))
         if mixture.lexical and len(allowed):
-            score_A = self.bm25.score_passages(query, allowed)  # normalised to 1 for the best one that passes
+            score_A = self.bm25.score_passages(request.query, allowed)  # normalised to 1 for the best one that passes
             lexical = torch.from_numpy(score_A / max(float(score_A.max()), 1e-6))
         score = mixture.combine(dense, lexical)
-        order = torch.argsort(score, descending=True, stable=True)[:k]
+        order = torch.argsort(score, descending=True, stable=True)[: request.k]
         return allowed[order.numpy()], score[order].tolist(), dense[order].tolist()
 
-    def _inner_products(self, query_1E: Tensor, ids: Ids) -> Tensor:
+    def _inner_products(self, query_E: Tensor, ids: Ids) -> Tensor:
         """Compute the query's largest inner product with a vector of each passage, [A], on the CPU."""
         assert self.passages is not None
         batches = []
         for first in range(0, len(ids), _BATCH):
             batch = torch.from_numpy(ids[first : first + _BATCH])
-            vectors = self.passages.vectors(batch).float().view(len(batch), -1, query_1E.shape[1])
-            batches.append((vectors @ query_1E[0].to(vectors.device)).amax(-1).cpu())
+            vectors = self.passages.vectors(batch).float().view(len(batch), -1, len(query_E))
+            batches.append((vectors @ query_E.to(vectors.device)).amax(-1).cpu())
         return torch.cat(batches) if batches else torch.empty(0)
 
+    def _result(self, query: str, ids: Ids, score: list[float], dense: list[float | None]) -> Record:
+        words = self.bm25.score_passages(query, ids).tolist()
+        query_stems = stem_query(query, self.bm25.query_languages(query))
+        rows = zip(ids.tolist(), score, dense, words, strict=True)
+        return {"query": query, "passages": [self._record(*row, query_stems) for row in rows], "model": self.about}
+
     def _record(
-        self, passage: int, score: float, dense: float | None, bm25: float, *, query_stems: StemsByLanguage
+        self, passage: int, score: float, dense: float | None, bm25: float, query_stems: StemsByLanguage
     ) -> Record:
         record = passage_record(self.snapshot, passage) | {"extra": self.snapshot.extra(passage)}
-        scores = {"score": score, "embeddings": dense, "words": bm25}
-        return {**record, **scores, "highlights": highlights(record["text"], query_stems)}
+        record |= {"score": score, "embeddings": dense, "words": bm25}
+        return {**record, "highlights": highlights(record["text"], query_stems)}
 
 
-def _best_by_words(query: str, k: int, allowed: Ids | None, words: Bm25) -> tuple[Ids, list[float], list[float | None]]:
+def _best_by_words(query: str, k: int, allowed: Ids | None, words: Bm25) -> Ranking:
     if allowed is None:
         score_QK, id_QK = words.search([query], k)
         is_hit = id_QK[0] >= 0

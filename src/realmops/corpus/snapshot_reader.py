@@ -6,10 +6,11 @@ Snapshots are content-addressed: a passage's id depends only on its title and te
 import json
 from bisect import bisect_right
 from collections.abc import Iterator
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
+from weakref import proxy
 
 import numpy as np
 import pyarrow as pa
@@ -120,7 +121,8 @@ class Snapshot:
         self._continues: NDArray[np.bool_] | None = load_npy(folder / CONTINUES) if has_continues else None
         self._texts = map_texts(folder)
         self._columns = {name: self._texts.column(name) for name in TEXT_COLUMNS}
-        self._forms = lru_cache(_FORM_CACHE_SIZE)(self.forms)
+        # With a cycle, only the garbage collector would free a snapshot that a server has replaced.
+        self._forms = lru_cache(_FORM_CACHE_SIZE)(partial(type(self).forms, proxy(self)))
 
     @classmethod
     def open(cls, folder: Path, *, verify: bool = True) -> Self:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from realmops import __version__, artifacts
-from realmops.answering.passage_search import PassageSearch, RankBy, Where
+from realmops.answering.passage_search import PassageQuery, PassageSearch, RankBy, Where
 from realmops.corpus.cloze import SourcePassages
 from realmops.corpus.question_sets import read_search_questions
 from realmops.corpus.relevance import RelevantPassages
@@ -51,7 +51,7 @@ def rank_file(
     run = {}
     for question in questions:
         excluded = sources.of(question)
-        ids = search.rank(question.question, depth, filters, by)[0].tolist()
+        ids = search.rank([PassageQuery(question.question, depth, filters, by)])[0][0].tolist()
         run[question.id] = rank_documents((p for p in ids if p not in excluded), relevant.document_of)
         bar(1)
     qrels = relevant.qrels(questions)

@@ -133,10 +133,14 @@ class MaxSimIndex(InMemory):
 
 
 def prepare_for_serving(passages: PassageIndex) -> PassageIndex:
-    """Return the index configured for serving: it also makes a copy that speeds up searches with few queries."""
+    """Return the index configured for serving, with the copies that speed up searches, so that no search makes them."""
     if isinstance(passages, MaxSimIndex):
         return replace(passages, vector_index=prepare_for_serving(passages.vector_index))
-    return replace(passages, use_int8=True) if isinstance(passages, ExactIndex) else passages
+    if not isinstance(passages, ExactIndex):
+        return passages
+    index = replace(passages, use_int8=True)
+    _ = index.int8_copy, index.bf16_copy
+    return index
 
 
 def exact_index(embedding_PX: Tensor, vectors: int) -> PassageIndex:

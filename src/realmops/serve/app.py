@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
@@ -18,6 +19,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from realmops import __version__
 from realmops.answering.answer import InvalidRequest
 from realmops.answering.opened_model import Query
+from realmops.answering.passage_search import PassageQuery
 from realmops.answering.record import Record
 from realmops.serve import feedback_routes, open_inference, page, reference, search_routes
 from realmops.serve.batching import Busy, Closed, PendingAnswer, RequestBatcher
@@ -92,18 +94,29 @@ class AnswerService:
         longest = max((len(query.question) for query in queries), default=0)
         if longest > QUESTION_LIMIT:
             raise HTTPException(422, f"the question has {longest} characters; at most {QUESTION_LIMIT} are allowed")
-        try:
+        with _http_errors():
             return self.batcher.submit(queries, served)
-        except InvalidRequest as error:
-            raise HTTPException(422, str(error)) from None
-        except Busy as error:
-            raise HTTPException(429, str(error), {"Retry-After": "1"}) from None
-        except Closed as error:
-            raise HTTPException(503, str(error), {"Retry-After": "1"}) from None
+
+    async def search(self, query: PassageQuery) -> Record:
+        """Return the record of a search; raise HTTPException as ``submit``."""
+        with _http_errors():
+            return await asyncio.wrap_future(self.batcher.search(query).record)
 
     async def answer(self, queries: Sequence[Query]) -> list[Record]:
         """Return the records in the order of the questions."""
         return [await asyncio.wrap_future(pending.record) for pending in self.submit(queries)]
+
+
+@contextmanager
+def _http_errors() -> Iterator[None]:
+    try:
+        yield
+    except InvalidRequest as error:
+        raise HTTPException(422, str(error)) from None
+    except Busy as error:
+        raise HTTPException(429, str(error), {"Retry-After": "1"}) from None
+    except Closed as error:
+        raise HTTPException(503, str(error), {"Retry-After": "1"}) from None
 
 
 def without_folders(text: str) -> str:

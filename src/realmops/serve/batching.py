@@ -1,7 +1,8 @@
-"""Dynamic batching: one thread answers the questions of concurrent requests in batches, each by one served model.
+"""Dynamic batching: threads process concurrent requests in batches, each of one served model.
 
-Requests are queued; the thread takes those that arrived while it was busy, retrieves passages for all of them at once
-and reads them as packed sequences. No question waits for a batch to fill.
+Requests are queued; a thread takes those that arrived while it was busy, and retrieves passages for all of them at
+once. Questions and searches have a queue each, so that searches do not wait for reading. No request waits for a batch
+to fill, and requests start in the order of their arrival.
 """
 
 import asyncio
@@ -12,18 +13,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
-from realmops.answering.answer import RetrievedPassages
+from realmops.answering.answer import InvalidRequest, RetrievedPassages
 from realmops.answering.opened_model import Query
+from realmops.answering.passage_search import PassageQuery
 from realmops.answering.record import Record
 from realmops.serve.served_model import ServedModel
 
 _LOG = logging.getLogger(__name__)
-WAITING = 256  # accepted and unanswered questions of all requests
+WAITING = 256  # accepted and unanswered questions of all requests, and as many searches
+_SEARCHES = 32  # per batch
 
 
 class Busy(Exception):
-    """Error: too many questions are pending."""
+    """Error: too many requests are pending."""
 
 
 class Closed(Exception):
@@ -31,18 +35,39 @@ class Closed(Exception):
 
 
 @dataclass(eq=False)
-class PendingAnswer:
-    """An accepted question with futures of its retrieved passages and its record."""
+class Pending:
+    """An accepted request with a future of its record."""
 
-    query: Query
     served: ServedModel
-    retrieved: Future[RetrievedPassages] = field(default_factory=Future)
     record: Future[Record] = field(default_factory=Future)
     is_cancelled: bool = False  # the client disconnected
 
     def __post_init__(self) -> None:
-        for future in (self.retrieved, self.record):  # a disconnecting client cannot cancel running futures
-            future.set_running_or_notify_cancel()
+        self.record.set_running_or_notify_cancel()  # a disconnecting client cannot cancel a running future
+
+    def fail(self, error: BaseException) -> None:
+        """Set an error on the unfinished futures."""
+        if not self.record.done():
+            self.record.set_exception(error)
+
+
+@dataclass(eq=False, kw_only=True)
+class PendingSearch(Pending):
+    """An accepted search."""
+
+    query: PassageQuery
+
+
+@dataclass(eq=False, kw_only=True)
+class PendingAnswer(Pending):
+    """An accepted question, also with a future of its retrieved passages."""
+
+    query: Query
+    retrieved: Future[RetrievedPassages] = field(default_factory=Future)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.retrieved.set_running_or_notify_cancel()
 
     async def sources(self) -> Record:
         """Return the sources of the answer once its passages are retrieved."""
@@ -50,38 +75,125 @@ class PendingAnswer:
 
     def fail(self, error: BaseException) -> None:
         """Set an error on the unfinished futures."""
-        for future in (self.retrieved, self.record):
-            if not future.done():
-                future.set_exception(error)
+        super().fail(error)
+        if not self.retrieved.done():
+            self.retrieved.set_exception(error)
+
+
+P = TypeVar("P", PendingSearch, PendingAnswer)
+
+
+class BatchQueue(Generic[P]):
+    """Bounded queue of requests with a thread that processes them in batches.
+
+    Args:
+        name: of the requests, in messages.
+        process: completes the requests of a batch.
+        batch_size: the largest batch for a served model.
+        waiting: maximum number of accepted and unanswered requests.
+    """
+
+    def __init__(
+        self, name: str, process: Callable[[list[P]], None], batch_size: Callable[[ServedModel], int], waiting: int
+    ) -> None:
+        self._process: Callable[[list[P]], None] = process
+        self._name, self._batch_size, self._waiting = name, batch_size, waiting
+        self._queue: deque[P] = deque()
+        self.depth = 0  # accepted and unanswered requests
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, pending: Sequence[P]) -> None:
+        """Accept requests, all or none; raise Busy or Closed."""
+        with self._changed:
+            if self._closed:
+                raise Closed("the server is shutting down; retry on another replica")
+            if self.depth + len(pending) > self._waiting:
+                raise Busy(
+                    f"too many pending {self._name}: {self.depth}; at most {self._waiting} are allowed; retry later"
+                )
+            self.depth += len(pending)
+            self._queue.extend(pending)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Accept no more requests, and block until the accepted ones are answered."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while self._wait():
+            self._process_batch()
+
+    def _wait(self) -> bool:
+        """Wait for a request; return False after ``close``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closed)
+            return bool(self._queue)
+
+    def _process_batch(self) -> None:
+        """Process the next batch; afterwards the thread refers to no request, and so to no replaced model."""
+        batch = self._next_batch()
+        try:
+            self._process([pending for pending in batch if not pending.is_cancelled])
+        except Exception as error:
+            self._process_singly(batch, error)
+        finally:
+            with self._changed:
+                self.depth -= len(batch)
+
+    def _process_singly(self, batch: list[P], error: Exception) -> None:
+        """Retry a failed batch one request at a time, so that one request's error does not fail the others."""
+        for pending in (pending for pending in batch if not pending.record.done()):
+            try:
+                if len(batch) == 1:
+                    raise error
+                self._process([pending])
+            except Exception as own_error:
+                _LOG.error("serve: no answer to %r", pending.query, exc_info=own_error)
+                pending.fail(own_error)
+
+    def _next_batch(self) -> list[P]:
+        """Collect pending requests into a batch for one served model."""
+        with self._changed:
+            batch = [self._queue.popleft()]
+            size = self._batch_size(batch[0].served)
+            while self._queue and len(batch) < size and self._queue[0].served is batch[0].served:
+                batch.append(self._queue.popleft())
+            return batch
 
 
 class RequestBatcher:
-    """Queue that answers questions in batches by the served model, which can be replaced at any time.
+    """Answers questions and searches in batches by the served model, which can be replaced at any time.
 
-    A question is answered by the model that was served when it was accepted.
+    A request is answered by the model that was served when it was accepted.
 
     Args:
         served: the initial model.
-        waiting: maximum number of accepted and unanswered questions.
+        waiting: maximum number of accepted and unanswered questions, and of searches.
         on_batch: called with the number of questions of a batch and its seconds.
     """
 
     def __init__(
         self, served: ServedModel, *, waiting: int = WAITING, on_batch: Callable[[int, float], None] | None = None
     ) -> None:
-        self.served = served  # the model of new questions
-        self._waiting, self._on_batch = waiting, on_batch
-        self._queue: deque[PendingAnswer] = deque()
-        self.depth = 0  # accepted and unanswered questions
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
-        self._thread.start()
+        self.served = served  # the model of new requests
+        self._on_batch = on_batch
+        self._answers = BatchQueue[PendingAnswer]("questions", self._answer, lambda served: served.batch_size, waiting)
+        self._searches = BatchQueue[PendingSearch]("searches", self._search, lambda served: _SEARCHES, waiting)
+
+    @property
+    def depth(self) -> int:
+        """Number of accepted and unanswered questions."""
+        return self._answers.depth
 
     def swap(self, served: ServedModel) -> None:
-        """Serve this model to new questions."""
-        with self._changed:
-            self.served = served
+        """Serve this model to new requests."""
+        self.served = served
 
     def submit(self, queries: Sequence[Query], served: ServedModel | None = None) -> list[PendingAnswer]:
         """Accept questions, all or none, for one model.
@@ -98,61 +210,35 @@ class RequestBatcher:
         served = served or self.served
         for query in queries:
             served.check(query)
-        pending = [PendingAnswer(query, served) for query in queries]
-        with self._changed:
-            if self._closed:
-                raise Closed("the server is shutting down; retry on another replica")
-            if self.depth + len(pending) > self._waiting:
-                raise Busy(
-                    f"too many pending questions: {self.depth}; at most {self._waiting} are allowed; retry later"
-                )
-            self.depth += len(pending)
-            self._queue.extend(pending)
-            self._changed.notify()
+        pending = [PendingAnswer(served, query=query) for query in queries]
+        self._answers.put(pending)
+        return pending
+
+    def search(self, query: PassageQuery) -> PendingSearch:
+        """Accept a search; an invalid one gets InvalidRequest in its future. Raise Busy or Closed as ``submit``."""
+        pending = PendingSearch(self.served, query=query)
+        self._searches.put([pending])
         return pending
 
     def close(self) -> None:
-        """Accept no more questions, and block until the accepted ones are answered."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join()
+        """Accept no more requests, and block until the accepted ones are answered."""
+        self._answers.close()
+        self._searches.close()
 
-    def _work(self) -> None:
-        while batch := self._next_batch():
+    def _search(self, batch: list[PendingSearch]) -> None:
+        valid = []
+        for pending in batch:
             try:
-                self._answer(batch)
-            except Exception as error:
-                self._answer_singly(batch, error)
-            finally:
-                with self._changed:
-                    self.depth -= len(batch)
-
-    def _answer_singly(self, batch: list[PendingAnswer], error: Exception) -> None:
-        """Retry a failed batch one question at a time, so that one question's error does not fail the others."""
-        for pending in (pending for pending in batch if not pending.record.done()):
-            try:
-                if len(batch) == 1:
-                    raise error
-                self._answer([pending])
-            except Exception as own_error:
-                _LOG.error("serve: no answer to %r", pending.query.question, exc_info=own_error)
-                pending.fail(own_error)
-
-    def _next_batch(self) -> list[PendingAnswer]:
-        """Collect pending questions into a batch for one served model; return an empty batch after ``close``."""
-        with self._changed:
-            while not self._queue and not self._closed:
-                self._changed.wait()
-            batch: list[PendingAnswer] = []
-            while self._queue and len(batch) < self._queue[0].served.batch_size:
-                if batch and self._queue[0].served is not batch[0].served:
-                    break
-                batch.append(self._queue.popleft())
-            return batch
+                pending.served.shared_search.check(pending.query)
+                valid.append(pending)
+            except InvalidRequest as error:
+                pending.fail(error)
+        if valid:
+            records = valid[0].served.shared_search.search_batch([pending.query for pending in valid])
+            for pending, record in zip(valid, records, strict=True):
+                pending.record.set_result(record)
 
     def _answer(self, batch: list[PendingAnswer]) -> None:
-        batch = [pending for pending in batch if not pending.is_cancelled]
         if not batch:
             return
         started = time.perf_counter()

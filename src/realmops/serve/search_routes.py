@@ -2,12 +2,11 @@
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from realmops.answering.answer import InvalidRequest
-from realmops.answering.passage_search import MAX_RESULTS
+from realmops.answering.passage_search import MAX_RESULTS, PassageQuery
 from realmops.serve.guard import QUESTION_LIMIT
 
 Text = Annotated[str, Field(max_length=QUESTION_LIMIT)]
@@ -28,13 +27,10 @@ class SearchRequest(BaseModel):
 
 
 @router.post("/v1/search", summary="Find passages", response_model=None)
-def search(request: Request, body: SearchRequest) -> Response:
+async def search(request: Request, body: SearchRequest) -> Response:
     """Return the best passages with their documents, dense and BM25 scores, and the positions of query words.
 
     Filters are applied before ranking: the result is the top k of the passages that match.
     """
-    served = request.app.state.service.batcher.served
-    try:
-        return JSONResponse(served.shared_search.search(body.query, body.k, [body.filters], body.by))
-    except InvalidRequest as error:
-        raise HTTPException(422, str(error)) from None
+    query = PassageQuery(body.query, body.k, [body.filters], body.by)
+    return JSONResponse(await request.app.state.service.search(query))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from collections.abc import Callable
@@ -82,6 +83,7 @@ def serve(
         batcher = RequestBatcher(served, on_batch=metrics.batch)
         watcher = ModelWatcher(source, batcher, mark, metrics.model_changed)
         app = make_app(batcher, watcher, metrics, token, limits)
+        gc.freeze()  # a pass over all imported modules would stop requests for a quarter of a second
         url = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
 
         class Server(uvicorn.Server):
