@@ -18,6 +18,7 @@ from realmops.devices import configure_process, device_and_dtype, freeze_linear_
 from realmops.model.checkpoint_files import load_retriever
 from realmops.search.bm25 import Bm25
 from realmops.search.embeddings import load_passages
+from realmops.search.saved_graphs import SavedGraphs, has_openvino
 
 KIND = "reader.json"  # in the folder of a stage; names the class of the model
 KINDS: dict[str, type[AnswerModel]] = {kind.kind: kind for kind in (OpenQa, ExtractiveQa, SearchOnly, t5.ClosedBook)}
@@ -41,10 +42,21 @@ def open_tuned(
     device: torch.device,
     dtype: torch.dtype,
     index: Path | None = None,
+    *,
+    reads: bool = True,
+    graphs: SavedGraphs | None = None,
 ) -> AnswerModel:
     """Open the model of stage ``finetune`` in eval mode.
 
-    ``index`` is the folder of the index if it is a different one, that of an update.
+    Args:
+        folder: output of the stage.
+        options: options of the stage.
+        snapshot: corpus of the index.
+        device: device of both models.
+        dtype: dtype of matrix products.
+        index: folder of the index if it is a different one, that of an update.
+        reads: False to open a model that retrieves passages without its reader.
+        graphs: opens the models as graphs, where they have one.
 
     Raises:
         ValueError: if ``finetune.reader`` asks for a closed-book model and the folder has none, or the reverse.
@@ -55,12 +67,14 @@ def open_tuned(
             f"{folder} has a model of the class {name!r}, which finetune.reader={options.reader} does not have: run "
             "finetune with that option first, or remove it"
         )
-    kind = KINDS[name]
+    kind = KINDS[name] if reads or name == t5.ClosedBook.kind else SearchOnly
     if not issubclass(kind, RetrieveAndRead):
         assert kind is t5.ClosedBook
         return t5.ClosedBook.open(folder, snapshot, device)
-    retriever = load_retriever(folder, snapshot.vocabulary_hash)
-    reader = kind.load_reader(folder, snapshot)
+    load = load_retriever if graphs is None else graphs.retriever
+    retriever = load(folder, snapshot.vocabulary_hash)
+    has_graph = graphs is not None and kind is ExtractiveQa
+    reader = graphs.reader(folder) if graphs is not None and has_graph else kind.load_reader(folder, snapshot)
     for network in (retriever, *([reader] if reader is not None else [])):
         freeze_linear_weights(network.eval(), dtype)
     path = PathRetriever.load(folder, snapshot, options, device, dtype) if options.retriever == "path" else None
@@ -74,15 +88,26 @@ def open_tuned(
 
 
 def open_reader_model(
-    folder: Path, options: Finetune, run: RunOptions, snapshot: Snapshot, index: Path | None = None
+    folder: Path,
+    options: Finetune,
+    run: RunOptions,
+    snapshot: Snapshot,
+    index: Path | None = None,
+    *,
+    reads: bool = True,
+    graphs: Path | None = None,
 ) -> RetrieveAndRead:
     """Open a fine-tuned model as ``open_tuned`` does, on the device of its run.
+
+    ``graphs`` is the folder of graphs, which are used on a CPU if OpenVINO is installed.
 
     Raises:
         ClosedBookModel: if the model reads no passages.
     """
     configure_process(run.threads)
-    model = open_tuned(folder, options, snapshot, *device_and_dtype(run), index=index)
+    device, dtype = device_and_dtype(run)
+    saved = SavedGraphs(graphs) if graphs is not None and device.type == "cpu" and has_openvino() else None
+    model = open_tuned(folder, options, snapshot, device, dtype, index, reads=reads, graphs=saved)
     if not isinstance(model, RetrieveAndRead):
         raise ClosedBookModel(
             f"{folder} answers without reading passages (finetune.reader is {options.reader}), so its answers have no "
