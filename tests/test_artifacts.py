@@ -40,6 +40,32 @@ def test_digests_are_sha256(tmp_path: Path) -> None:
     assert digest_of({"b": 1, "a": 2}) == digest_of({"a": 2, "b": 1})
 
 
+def test_a_large_file_is_read_again_when_it_may_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A remembered digest (here: a wrong one) counts while size, times, inode and device are those of the reading."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    large, small = tmp_path / "large", tmp_path / "small"
+    large.write_bytes(b"a" * artifacts.REMEMBERED_SIZE)
+    small.write_bytes(b"a" * (artifacts.REMEMBERED_SIZE - 1))
+    digest = sha256_file(large)
+    assert not (tmp_path / "cache").exists(), "changed a moment ago: the next change may have the same time"
+    monkeypatch.setattr(artifacts, "_SETTLED_NS", -1)
+    assert sha256_file(large) == digest
+    sha256_file(small)
+    [memory] = artifacts.digest_cache().iterdir()
+    memory.write_text("0" * 64)
+    assert sha256_file(large) == "0" * 64
+    assert sha256_file(large, reread=True) == digest == memory.read_text()
+    memory.write_text("0" * 10)  # damaged
+    assert sha256_file(large) == digest
+
+    time = large.stat()
+    large.write_bytes(b"b" * artifacts.REMEMBERED_SIZE)
+    os.utime(large, ns=(time.st_atime_ns, time.st_mtime_ns))  # the time of a change of status cannot be set back
+    assert sha256_file(large) != digest
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")  # no folder can be made there
+    assert sha256_file(large) != digest
+
+
 def test_a_pipe_has_no_digest(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="pipe: cannot be read: it is a pipe, expected a regular file"):

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from realmops.config import RunOptions
+from realmops.corpus.phrases import Entity
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import configure_malloc, device_and_dtype
 from realmops.model.checkpoint_files import retriever_files
@@ -12,7 +13,7 @@ from realmops.model.retriever import Retriever
 from realmops.refresh.shards import ShardSettings, Work, compute_in_shards
 from realmops.search.embeddings import join_shards, make_shard_embedder
 from realmops.stages import Job
-from realmops.train.tagger import Entity, make_span_finder, read_spans
+from realmops.train.tagger import make_span_finder, read_spans
 
 EMBEDDING, TAGGING = "embedding", "tagging"
 WORKS: Mapping[str, Work] = {EMBEDDING: make_shard_embedder, TAGGING: make_span_finder}
