@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from realmops import artifacts
 from realmops.artifacts import (
@@ -22,6 +23,7 @@ from realmops.artifacts import (
     write_json,
     write_manifest,
 )
+from realmops.cli import main
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -64,6 +66,26 @@ def test_a_large_file_is_read_again_when_it_may_have_changed(tmp_path: Path, mon
     assert sha256_file(large) != digest
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc")  # no folder can be made there
     assert sha256_file(large) != digest
+
+
+def test_verify_reads_every_file_of_a_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(artifacts, "_SETTLED_NS", -1)
+    with pytest.raises(ValueError, match=r"has no manifest.json; name the folder of a run with --root"):
+        artifacts.verify_manifests(tmp_path)
+    for name in ("a", "b"):
+        (folder := tmp_path / "root" / name).mkdir(parents=True)
+        (folder / "large").write_bytes(name.encode() * artifacts.REMEMBERED_SIZE)
+        write_manifest(folder, name)
+    assert artifacts.verify_manifests(tmp_path / "root") == 2
+    original = sha256_file(folder / "large")
+    (folder / "large").write_bytes(b"c" * artifacts.REMEMBERED_SIZE)
+    changed = sha256_file(folder / "large")
+    [memory] = [path for path in artifacts.digest_cache().iterdir() if path.read_text() == changed]
+    memory.write_text(original)  # as after an error of the disk, which changes no time
+    read_manifest(folder, "b")
+    result = CliRunner().invoke(main, ["verify", "--root", str(tmp_path / "root")])
+    assert (result.exit_code, "b/large has sha256" in result.output) == (2, True), result.output
 
 
 def test_a_pipe_has_no_digest(tmp_path: Path) -> None:

@@ -304,6 +304,20 @@ def read_manifest(folder: Path, kind: str, *, verify: bool = True, reread: bool 
     return manifest
 
 
+def verify_manifests(root: Path) -> int:
+    """Read every file of all manifests below a folder, compare it with its digest, and return the number of files.
+
+    Raises:
+        ValueError: as :func:`read_manifest`, or there is no manifest.
+    """
+    folders = [path.parent for path in sorted(root.rglob(MANIFEST)) if WORK_FOLDER not in path.relative_to(root).parts]
+    if not folders:
+        raise ValueError(f"{root} has no {MANIFEST}; name the folder of a run with --root")
+    manifests = [read_json(folder / MANIFEST) for folder in folders]
+    kinds = [str(manifest.get("kind")) if isinstance(manifest, dict) else "" for manifest in manifests]
+    return sum(len(read_manifest(*pair, reread=True)["files"]) for pair in zip(folders, kinds, strict=True))
+
+
 def read_bound_manifest(
     folder: Path, kind: str, corpus_hash: str | None, stage: str, *, verify: bool = True
 ) -> dict[str, Any]:

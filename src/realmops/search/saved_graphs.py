@@ -143,7 +143,9 @@ class GraphTower(Tower):
     def forward(self, batch: PackedBatch, vectors: int = 1) -> Tensor:
         """Compute embeddings B x E of sequences without a second segment."""
         assert vectors == 1, vectors
-        return torch.cat([self.graph(tokens_L[None])[0] for tokens_L in batch.tokens_T.split(batch.lengths.tolist())])
+        return torch.cat(
+            [self.graph(tokens_L[None])[0] for tokens_L in torch.split(batch.tokens_T, batch.lengths.tolist())]
+        )
 
 
 class GraphReader(ExtractiveReader):
@@ -203,7 +205,7 @@ class _SpanScores(nn.Module):
 
 def _save_tower(path: Path, tower: Tower) -> bool:
     assert isinstance(tower, Embedder)
-    examples = [(_random_tokens(1, length, tower.encoder.vocabulary),) for _, length in _SHAPES]
+    examples: list[tuple[Tensor, ...]] = [(_random_tokens(1, n, tower.encoder.vocabulary),) for _, n in _SHAPES]
     with torch.no_grad(), disable_autocast(tower.device):
         expected = [[tower.eval()(PackedBatch([tokens_1L[0].numpy()]))] for [tokens_1L] in examples]
         model = tower.encoder.model

@@ -2,6 +2,7 @@
 
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from realmops.search.saved_graphs import FOLDER
 from realmops.stages import JOURNAL, METRICS, STAGES, Report
 from realmops.stages.corpus_states import UPDATES, CorpusState, newest_state, pipeline_state
 from realmops.stages.trained import trained_options, trained_sections, tuned_steps
-from realmops.stages.tuned_model import ClosedBookModel, open_reader_model
+from realmops.stages.tuned_model import ClosedBookModel, open_reader_model, read_kind
 
 TRIES = 3  # attempts to open a run whose folders are being replaced
 EMBEDDINGS = "search"  # below the work folder: embeddings by a retriever that is not fine-tuned yet
@@ -104,7 +105,8 @@ def open_search(root: Path, report: Report, *, by_graphs: bool = False) -> Passa
         ValueError: if the run has no snapshot.
     """
     if opened := open_if_tuned(root, reads=False, by_graphs=by_graphs):
-        return opened.passage_search()
+        search = opened.passage_search()
+        return replace(search, about=search.about | {"reader": read_kind(opened.folder)})
     snapshot = Snapshot.open(root / STAGES["snapshot"].folder / "corpus")
     about = {"snapshot": snapshot.corpus_hash, "stage": "snapshot"}
     bm25 = Bm25.of(snapshot)

@@ -61,7 +61,7 @@ def open_tuned(
     Raises:
         ValueError: if ``finetune.reader`` asks for a closed-book model and the folder has none, or the reverse.
     """
-    name = _read_kind(folder)
+    name = read_kind(folder)
     if (name == t5.ClosedBook.kind) == options.reads_passages or name not in KINDS:
         raise ValueError(
             f"{folder} has a model of the class {name!r}, which finetune.reader={options.reader} does not have: run "
@@ -117,7 +117,7 @@ def open_reader_model(
     return model
 
 
-def _read_kind(folder: Path) -> str:
+def read_kind(folder: Path) -> str:
     """Return the class of a model, which imported models do not store."""
     if (folder / KIND).is_file():
         return str(read_json(folder / KIND)["class"])
