@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import yaml
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
@@ -111,6 +112,15 @@ def write_text(project: Path, text: str) -> None:
     others = [{"title": title, "text": text} for title, text, _ in DOCUMENTS[1:]]
     new = write_json_lines(project / ".documents", [{"title": "Anna Berg", "text": text}, *others])
     new.rename(project / "documents.jsonl")
+
+
+def near(value: Any) -> Any:
+    """An expected record whose numbers may differ as those of a model and of its graph, which ``ask`` computes with."""
+    if isinstance(value, dict):
+        return {key: near(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [near(part) for part in value]
+    return pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value
 
 
 def cli(*arguments: str | Path) -> Result:

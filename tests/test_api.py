@@ -18,7 +18,7 @@ import small_project
 import yaml
 from mcp import Client, StdioServerParameters
 from serving import served
-from small_project import cli, wait_for
+from small_project import cli, near, wait_for
 
 import realmops
 from realmops import Answerer, Citation, Passage, Searcher, api
@@ -40,16 +40,14 @@ def test_a_program_searches_and_asks(root: Path) -> None:
     answerer = Answerer.open(root)
     found = answerer.answer(QUESTION)
     [record] = [json.loads(line) for line in cli("ask", QUESTION, "--root", root, "--json").stdout.splitlines()]
-    assert (found.text, found.score, found.probability, found.abstained) == (
-        record["answer"],
-        record["score"],
-        record["probability"],
-        record["abstained"],
-    )
+    assert (found.text, found.abstained) == (record["answer"], record["abstained"])
+    assert (found.score, found.probability) == pytest.approx((record["score"], record["probability"]), rel=1e-4)
     assert [type(one) for one in found.citations] == [Citation] * len(record["citations"])
-    assert [(one.quote, one.start, one.p_z_given_y) for one in found.citations] == [
-        (one["quote"], one["start"], one["p_z_given_y"]) for one in record["citations"]
+    assert [(one.quote, one.start) for one in found.citations] == [
+        (one["quote"], one["start"]) for one in record["citations"]
     ]
+    p_z = [one["p_z_given_y"] for one in record["citations"]]
+    assert [one.p_z_given_y for one in found.citations] == pytest.approx(p_z, rel=1e-4)
     assert found.quote is not None
     assert (found.quote.quote, found.quote.start) == (record["quote"]["quote"], record["quote"]["start"])
     assert [one.passage_id for one in found.passages] == [one["passage_id"] for one in record["passages"]]
@@ -59,9 +57,8 @@ def test_a_program_searches_and_asks(root: Path) -> None:
     assert [type(one) for one in passages] == [Passage] * 3
     assert passages == answerer.searcher().search(QUESTION, 3)
     shown = json.loads(cli("search", QUESTION, "--root", root, "-k", "3", "--json").stdout)["passages"]
-    assert [(one.passage_id, one.score, one.words) for one in passages] == [
-        (one["passage_id"], one["score"], one["words"]) for one in shown
-    ]
+    assert [(one.passage_id, one.words) for one in passages] == [(one["passage_id"], one["words"]) for one in shown]
+    assert [one.score for one in passages] == pytest.approx([one["score"] for one in shown], rel=1e-4)
     by = Searcher.open(root).search(QUESTION, 2, by="embeddings", filters={"document_id": passages[0].document_id})
     assert {one.document_id for one in by} == {passages[0].document_id}
 
@@ -154,10 +151,10 @@ async def tools_and_calls(client: Client) -> tuple[list[str], dict[str, Any]]:
 
 
 def is_right(results: dict[str, Any], root: Path) -> None:
-    assert results["search"] == json.loads(cli("search", QUESTION, "--root", root, "-k", "2", "--json").stdout)
+    assert results["search"] == near(json.loads(cli("search", QUESTION, "--root", root, "-k", "2", "--json").stdout))
     assert {"document_id", "start", "end", "uri"} < results["search"]["passages"][0].keys()
     if "answer" in results:
-        assert results["answer"] == json.loads(cli("ask", QUESTION, "--root", root, "--json").stdout)
+        assert results["answer"] == near(json.loads(cli("ask", QUESTION, "--root", root, "--json").stdout))
 
 
 def test_an_assistant_starts_it_and_calls_its_tools(root: Path) -> None:

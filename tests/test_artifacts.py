@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from realmops import artifacts
 from realmops.artifacts import (
@@ -22,6 +23,7 @@ from realmops.artifacts import (
     write_json,
     write_manifest,
 )
+from realmops.cli import main
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -38,6 +40,52 @@ def test_digests_are_sha256(tmp_path: Path) -> None:
     known = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, example B.1
     assert sha256_file(tmp_path / "a") == known
     assert digest_of({"b": 1, "a": 2}) == digest_of({"a": 2, "b": 1})
+
+
+def test_a_large_file_is_read_again_when_it_may_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A remembered digest (here: a wrong one) counts while size, times, inode and device are those of the reading."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    large, small = tmp_path / "large", tmp_path / "small"
+    large.write_bytes(b"a" * artifacts.REMEMBERED_SIZE)
+    small.write_bytes(b"a" * (artifacts.REMEMBERED_SIZE - 1))
+    digest = sha256_file(large)
+    assert not (tmp_path / "cache").exists(), "changed a moment ago: the next change may have the same time"
+    monkeypatch.setattr(artifacts, "_SETTLED_NS", -1)
+    assert sha256_file(large) == digest
+    sha256_file(small)
+    [memory] = artifacts.digest_cache().iterdir()
+    memory.write_text("0" * 64)
+    assert sha256_file(large) == "0" * 64
+    assert sha256_file(large, reread=True) == digest == memory.read_text()
+    memory.write_text("0" * 10)  # damaged
+    assert sha256_file(large) == digest
+
+    time = large.stat()
+    large.write_bytes(b"b" * artifacts.REMEMBERED_SIZE)
+    os.utime(large, ns=(time.st_atime_ns, time.st_mtime_ns))  # the time of a change of status cannot be set back
+    assert sha256_file(large) != digest
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")  # no folder can be made there
+    assert sha256_file(large) != digest
+
+
+def test_verify_reads_every_file_of_a_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(artifacts, "_SETTLED_NS", -1)
+    with pytest.raises(ValueError, match=r"has no manifest.json; name the folder of a run with --root"):
+        artifacts.verify_manifests(tmp_path)
+    for name in ("a", "b"):
+        (folder := tmp_path / "root" / name).mkdir(parents=True)
+        (folder / "large").write_bytes(name.encode() * artifacts.REMEMBERED_SIZE)
+        write_manifest(folder, name)
+    assert artifacts.verify_manifests(tmp_path / "root") == 2
+    original = sha256_file(folder / "large")
+    (folder / "large").write_bytes(b"c" * artifacts.REMEMBERED_SIZE)
+    changed = sha256_file(folder / "large")
+    [memory] = [path for path in artifacts.digest_cache().iterdir() if path.read_text() == changed]
+    memory.write_text(original)  # as after an error of the disk, which changes no time
+    read_manifest(folder, "b")
+    result = CliRunner().invoke(main, ["verify", "--root", str(tmp_path / "root")])
+    assert (result.exit_code, "b/large has sha256" in result.output) == (2, True), result.output
 
 
 def test_a_pipe_has_no_digest(tmp_path: Path) -> None:

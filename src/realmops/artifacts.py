@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import stat
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,6 +20,8 @@ WORK_FOLDER = ".realmops"  # folder below a root for unfinished work, locks and 
 MANIFEST = "manifest.json"
 DIGEST_KEY = "manifest_digest"
 JSON_LIMIT = 1 << 28  # bytes
+REMEMBERED_SIZE = 1 << 20  # bytes of a file whose digest is remembered
+_SETTLED_NS = 2_000_000_000  # age of a file's last change after which a further change has another time, on any disk
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
@@ -40,10 +43,38 @@ def open_regular(path: Path) -> BufferedReader:
     return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
-def sha256_file(path: Path) -> str:
-    """Return the sha256 of a regular file as hexadecimal digits."""
+def sha256_file(path: Path, *, reread: bool = False) -> str:
+    """Return the sha256 of a regular file as hexadecimal digits.
+
+    That of a large file is remembered in the user's cache folder until its size, times, inode or device change; with
+    ``reread`` the file is read all the same.
+    """
     with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        identity = _identity(file)
+        if identity[0] < REMEMBERED_SIZE:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        memory = digest_cache() / digest_of([os.path.realpath(path), *identity])
+        if not reread:
+            with suppress(OSError):
+                if len(digest := memory.read_text("ascii", "replace")) == 64:
+                    return digest
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if _identity(file) == identity and time.time_ns() - max(identity[1:3]) > _SETTLED_NS:
+            with suppress(OSError):  # a read-only or full disk: the file is read again next time
+                make_folder(memory.parent)
+                write_bytes(memory, digest.encode())
+        return digest
+
+
+def _identity(file: IO[Any]) -> tuple[int, ...]:
+    """Return size, times, inode and device of an open file."""
+    status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev
+
+
+def digest_cache() -> Path:
+    """Return the folder of remembered digests."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "realmops" / "digests"
 
 
 def canonical_json(value: Any) -> bytes:
@@ -223,10 +254,11 @@ def write_manifest(folder: Path, kind: str, **fields: Any) -> dict[str, Any]:
     return manifest
 
 
-def read_manifest(folder: Path, kind: str, *, verify: bool = True) -> dict[str, Any]:
+def read_manifest(folder: Path, kind: str, *, verify: bool = True, reread: bool = False) -> dict[str, Any]:
     """Read the manifest of a folder and check all files against it: by size, with ``verify`` also by sha256.
 
-    A file may be a symbolic link, as from DVC with ``cache.type: symlink``; its sha256 is always compared.
+    A file may be a symbolic link, as from DVC with ``cache.type: symlink``; its sha256 is always compared. ``reread``
+    is that of :func:`sha256_file`.
 
     Raises:
         ValueError: the folder has another kind or schema, or a file is missing, truncated, changed, or in a folder
@@ -264,12 +296,26 @@ def read_manifest(folder: Path, kind: str, *, verify: bool = True) -> dict[str, 
                 f"{file} has {file.stat().st_size} bytes, its manifest lists {expected['bytes']}; "
                 "it was truncated or changed: run the stage that makes it again"
             )
-        if (verify or file.is_symlink()) and (digest := sha256_file(file)) != expected["sha256"]:
+        if (verify or file.is_symlink()) and (digest := sha256_file(file, reread=reread)) != expected["sha256"]:
             raise ValueError(
                 f"{file} has sha256 {digest}, its manifest lists {expected['sha256']}; "
                 "it was changed: run the stage that makes it again"
             )
     return manifest
+
+
+def verify_manifests(root: Path) -> int:
+    """Read every file of all manifests below a folder, compare it with its digest, and return the number of files.
+
+    Raises:
+        ValueError: as :func:`read_manifest`, or there is no manifest.
+    """
+    folders = [path.parent for path in sorted(root.rglob(MANIFEST)) if WORK_FOLDER not in path.relative_to(root).parts]
+    if not folders:
+        raise ValueError(f"{root} has no {MANIFEST}; name the folder of a run with --root")
+    manifests = [read_json(folder / MANIFEST) for folder in folders]
+    kinds = [str(manifest.get("kind")) if isinstance(manifest, dict) else "" for manifest in manifests]
+    return sum(len(read_manifest(*pair, reread=True)["files"]) for pair in zip(folders, kinds, strict=True))
 
 
 def read_bound_manifest(

@@ -426,7 +426,7 @@ def test_the_server_finds_what_the_terminal_finds(server: tuple[Served, Path]) -
     wanted = found(
         folder, "Who built Item7?", "-k", "4", *(w for t in ("team=a", "team=b", "year>=1952") for w in ("--where", t))
     )
-    assert reply == wanted
+    assert reply == small_project.near(wanted)
     assert len(reply["passages"]) == 4
     for wrong, told in (
         ({"query": ""}, "the query is empty"),

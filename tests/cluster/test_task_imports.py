@@ -35,6 +35,10 @@ TASKS = {
         "for stage in ('sample', 'snapshot'): tasks.run_stage(stage, options, 'root', one, two)",
         {"pandas", "pyarrow"},
     ),
+    "spans by rules": (
+        "for stage in ('sample', 'snapshot', 'tag'): tasks.run_stage(stage, options, 'root', one, two)",
+        {"pandas", "pyarrow"},
+    ),
     "stages with a model": (
         "from realmops.stages import runner, tag, ict, pretrain, finetune, evaluate",
         {"pyarrow", "torch"},
@@ -47,9 +51,9 @@ TASKS = {
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_task_imports_what_it_needs(task: str, tmp_path: Path) -> None:
-    """The first four do their work here; the others are at its beginning."""
+    """The first five do their work here; the others are at its beginning."""
     code, needed = TASKS[task]
-    options = {"sample": {"subjects": 60}}
+    options = {"sample": {"subjects": 60}, "tag": {"method": "phrases"}}
     command = [sys.executable, "-c", f"{START}{code}\n{PRINT}", json.dumps(options), " ".join(sorted(HEAVY))]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "KUBECONFIG"))}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

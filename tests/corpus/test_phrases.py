@@ -9,7 +9,7 @@ from small_corpus import corpus
 from small_world import section
 
 from realmops.corpus.cloze import clause_around_gap, cloze_questions, find_numbers, format_question, question_word
-from realmops.corpus.phrases import NAME, NUMBER, PHRASE, PhraseFinder
+from realmops.corpus.phrases import DATE, NAME, NUMBER, PHRASE, PhraseFinder, find_phrases_and_dates
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.checkpoint_files import build_models
 from realmops.search.corpus_statistics import init_lexical_features
@@ -17,7 +17,7 @@ from realmops.text.conll import read_conll
 from realmops.text.languages import load_languages
 from realmops.text.spans import token_spans
 from realmops.text.vocabulary import SPECIAL_TOKENS, build_tokenizer, is_continuation
-from realmops.train.tagger import DATE, _encode, _runs, find_phrases_and_dates, tag_names
+from realmops.train.tagger import _encode, _runs, tag_names
 
 GERMAN = [
     "Der Maler lebte in Bergen. Dort sah Karl Lund die große Stadt und eine Brücke.",

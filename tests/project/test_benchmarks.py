@@ -206,7 +206,7 @@ def test_a_difference_has_an_interval_over_seeds_and_questions(shared: bool, que
     assert words.endswith(f" (paired by seed and question, 2 seeds and their {questions} questions).")
 
 
-@pytest.mark.parametrize("name", ["against", *BENCHMARKS, "quality", "real_text", "seeds", "whole_run"])
+@pytest.mark.parametrize("name", ["against", *BENCHMARKS, "quality", "real_text", "seeds", "whole_run", "first_second"])
 def test_help_answers(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
     with pytest.raises(SystemExit) as ended:

@@ -18,6 +18,7 @@ from small_project import Quiet, command, stage, toy_values, wait_for, write_pro
 from small_world import DOCUMENTS, World, build_world, section, tiny_models
 
 from realmops.artifacts import read_json
+from realmops.corpus.phrases import DATE
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.checkpoint_files import build_encoder, retriever_files
 from realmops.refresh import shards
@@ -31,7 +32,7 @@ from realmops.search.embeddings import embed_corpus, join_shards, make_shard_emb
 from realmops.stages import STAGES
 from realmops.stages.runner import shard_offer_path
 from realmops.stages.sharded_work import WORKS
-from realmops.train.tagger import DATE, Tagger, find_entities, make_span_finder, read_spans, tagger_files
+from realmops.train.tagger import Tagger, find_entities, make_span_finder, read_spans, tagger_files
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 ROWS = 5  # of a shard: 12 passages are three

@@ -84,13 +84,14 @@ class OpenedModel:
         pairs = zip(self.find(queries), queries, strict=True)
         return [self.read([retrieved], [query.y])[0] for retrieved, query in pairs]
 
-    def probe(self) -> None:
-        """Answer a test question; raise ValueError if the model cannot serve."""
+    def probe(self, query: Query = Query(PROBE)) -> Record:
+        """Answer a question, by default a test question; raise ValueError if the model cannot serve."""
         snapshot = self.model.snapshot
         _ = snapshot.places, snapshot.continues_word  # cached properties, loaded before the first request
-        [record] = self.answer([Query(PROBE)])
+        [record] = self.answer([query])
         if not 0 <= record["score"] <= 1:  # also false for NaN
             raise ValueError(f"p(y|x) of a first answer is {record['score']}: the weights are damaged")
+        return record
 
     def passage_search(self) -> PassageSearch:
         """Build a search over the model's corpus."""

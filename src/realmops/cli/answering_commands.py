@@ -59,7 +59,9 @@ def search(
 
     if (query is None) == (file is None) or (file is None) != (run is None):
         raise ValueError("give QUERY, or --from FILE with --run FOLDER")
-    passages = open_model(root, model).passage_search() if model else open_search(root, Console())
+    passages = (
+        open_model(root, model).passage_search() if model else open_search(root, Console(), by_graphs=file is None)
+    )
     if file is not None and run is not None:
         yield from rank_file(passages, file, run, [parse_filter(where)], by, Console().progress)
         return
@@ -141,19 +143,29 @@ def mcp(root: Path, model: str | None, http: bool, port: int) -> None:
 
 
 @main.command()
-@click.argument("answers", type=option.PATH)
-@click.argument("documents", type=option.PATH)
+@click.argument("answers", type=option.PATH, required=False)
+@click.argument("documents", type=option.PATH, required=False)
+@option.existing_root
 @click.option("--format", default="auto", metavar="NAME", help="The format of the documents, as in snapshot.format.")
 @option.file("--boxes", metavar="FILE", help="Write the bounding boxes of quotations in PDF pages, as JSON lines.")
-def verify(**options: Any) -> Iterator[str]:
-    """Check that every quotation is in its source.
+def verify(answers: Path | None, documents: Path | None, root: Path, **options: Any) -> Iterator[str]:
+    """Check that every quotation is in its source, or every file of a run.
+
+    Without arguments, all files of the run are read and compared with the digests in their manifests. Other commands
+    read a large file again only if its size, times or inode changed.
 
     ANSWERS is a file of lines from "realmops ask --json" or POST /v1/answer, DOCUMENTS the path in snapshot.documents.
     Each citation and each passage is compared with the document's text. The exit code is 1 if one differs.
     """
+    from realmops.artifacts import verify_manifests
     from realmops.commands.verify import verify
 
-    verdict = verify(progress=Console().progress, **options)
+    if answers is None:
+        yield f"{verify_manifests(root)} files in {root} checked"
+        return
+    if documents is None:
+        raise ValueError("give ANSWERS and DOCUMENTS, or neither to check the files of the run")
+    verdict = verify(answers, documents, progress=Console().progress, **options)
     yield (
         f"{verdict.answers} answers, {verdict.quotations} quotations in {verdict.documents} documents checked, "
         f"{len(verdict.problems)} wrong"

@@ -28,17 +28,18 @@ def ask(
     from_file = [] if file is None else read_questions([file], format="auto", unanswerable=unanswerable)
     if not queries and not from_file:
         raise ValueError("no questions: give QUESTION, or --from with a file that has some")
-    opened = open_model(root, model)
-    opened.probe()
+    opened = open_model(root, model, by_graphs=file is None)
     for query in queries:
         opened.check(query)
+    first = [opened.probe(*queries[:1])]
     if not opened.model.gives_answers:
         log("ask: search, not answers: the run has no reader; set reader.init, and run finetune again")
     elif opened.confidence:
         log(f"ask: p is the probability that an answer is right, {opened.confidence.description}")
     else:
         log("ask: the model was not calibrated on questions of people: a score ranks answers, and is no probability")
-    for query in queries:
+    yield from first[: len(queries)]
+    for query in queries[1:]:
         yield from opened.answer([query])
     people, correct, abstained = rows_of_people(from_file), 0, 0
     for question in assign_languages([*from_file, *unanswerable], opened.model.snapshot.common_languages):

@@ -20,9 +20,10 @@ import numpy as np
 
 from realmops.corpus.masking import MAX_PASSAGES
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.text.dates import find_dates
 from realmops.text.languages import LETTERS, NO_BLANKS, compile_regex, find_with_offsets, load_languages
 
-NAME, PHRASE, NUMBER = "NAME", "PHRASE", "NUMBER"
+NAME, PHRASE, NUMBER, DATE = "NAME", "PHRASE", "NUMBER", "DATE"
 MAX_WORDS, MAX_CHARACTERS = 4, 8  # per phrase: words, or characters of scripts without spaces
 MIN_COHESION = 4.0  # pointwise mutual information of a phrase's parts, in nats
 MAX_NOUN_SHARE = 0.1  # a German word that follows an article or adjective more often is not a name
@@ -247,3 +248,16 @@ def _match_phrases(text: str, units: Sequence[Unit], phrases: dict[str, float]) 
         if all(high <= start or end <= low for start, end in spans):
             spans.append((low, high))
     return spans
+
+
+def with_dates(snapshot: Snapshot, passage: int, entities: Sequence[Entity], dates: bool) -> list[Entity]:
+    """Return the dates of a passage, if ``dates`` is set, followed by the entities that overlap none."""
+    date_spans = find_dates(snapshot.text(passage), snapshot.language_of(passage)) if dates else []
+    disjoint = [e for e in entities if not any(e[0] < stop and start < e[1] for start, stop in date_spans)]
+    return [*((start, stop, DATE) for start, stop in date_spans), *disjoint]
+
+
+def find_phrases_and_dates(snapshot: Snapshot, dates: bool) -> Iterator[list[Entity]]:
+    """Yield the spans of each passage without a tagger: names, phrases, numbers and, if ``dates`` is set, dates."""
+    phrases = PhraseFinder(snapshot)
+    return (with_dates(snapshot, passage, phrases.of(passage), dates) for passage in range(len(snapshot)))

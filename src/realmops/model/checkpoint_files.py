@@ -337,19 +337,19 @@ def _save_encoder(folder: Path, encoder: Encoder, head: MaskedWordHead | None, t
 
 def load_models(folder: Path, vocabulary_hash: str) -> tuple[Retriever, Reader]:
     """Load both models; raise ValueError if their vocabulary or their version of realmops differs."""
-    with _open_description(folder, vocabulary_hash) as description:
+    with open_description(folder, vocabulary_hash) as description:
         return _load_retriever(folder, description), _load_reader(folder, description)
 
 
 def load_retriever(folder: Path, vocabulary_hash: str) -> Retriever:
     """Load the retriever alone; raise ValueError as ``load_models`` does."""
-    with _open_description(folder, vocabulary_hash) as description:
+    with open_description(folder, vocabulary_hash) as description:
         return _load_retriever(folder, description)
 
 
 def load_reader(folder: Path, vocabulary_hash: str) -> Reader:
     """Load the reader alone; raise ValueError as ``load_models`` does."""
-    with _open_description(folder, vocabulary_hash) as description:
+    with open_description(folder, vocabulary_hash) as description:
         return _load_reader(folder, description)
 
 
@@ -386,7 +386,8 @@ def identifying_files(folder: Path, *parts: str) -> list[Path]:
 
 
 @contextmanager
-def _open_description(folder: Path, vocabulary_hash: str) -> Iterator[dict[str, Any]]:
+def open_description(folder: Path, vocabulary_hash: str) -> Iterator[dict[str, Any]]:
+    """Context manager: read :func:`describe_models`, and report an error in the block as one of the folder."""
     description = json.loads((folder / MODEL).read_text())
     if description["vocabulary_hash"] != vocabulary_hash:
         raise ValueError(

@@ -64,7 +64,7 @@ class OpenVinoGraph:
             "NUM_STREAMS": threads,  # one thread each, so that results do not depend on their number
             "ENABLE_CPU_PINNING": False,  # trainer and index builder would be pinned to the same cores
         }
-        openvino = _openvino()
+        openvino = import_openvino()
         lengths = [min(_EXAMPLE, tower.bert.positions), 2]
         example = self._inputs([(np.zeros(length, np.int64),) * 2 for length in lengths])
         with (
@@ -216,7 +216,7 @@ class _RotaryTable(nn.Module):
         return tuple(F.embedding(position_ids, table_PE) for table_PE in self.tables[key])
 
 
-def _openvino() -> Any:
+def import_openvino() -> Any:
     """Import OpenVINO without its telemetry, which would report every import and every graph."""
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     import openvino

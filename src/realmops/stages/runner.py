@@ -143,7 +143,7 @@ def _run_locked(
         origin: dict[str, Any] = {"sections": fingerprint_options(stage, values), "presets": [*presets]} | (
             {"code": image_commit()} if image_commit() else {}
         )
-        if "run" in stage.sections:
+        if _uses_torch(stage, values):
             origin["threads"] = _threads(values, work)
         artifacts.write_manifest(out, name, fingerprint=key, **origin)
         if tracker is not None:
@@ -164,7 +164,7 @@ def image_commit() -> str:
 
 def _run_worker(stage: Stage, values: Values, project: Path, root: Path, force: bool) -> dict[str, Any]:
     """Take part in the training of a stage that rank 0 runs, without logs and output."""
-    if stage.name in TRAINS_NOTHING:
+    if stage.name in TRAINS_NOTHING or not _uses_torch(stage, values):
         return {}
     sections, inputs = (
         parse_sections(stage, resolve_models(values, project)),
@@ -183,7 +183,7 @@ def _run_worker(stage: Stage, values: Values, project: Path, root: Path, force: 
 
 def _run_tuned(stage: Stage, values: Values, job: Job) -> dict[str, Any]:
     """Run a stage with threads and allocator tuned for this process."""
-    if "run" in stage.sections:
+    if _uses_torch(stage, values):
         from realmops.devices import configure_process
 
         configure_process(_threads(values, job.work))
@@ -199,6 +199,11 @@ def _threads(values: Values, work: Path) -> int:
         artifacts.write_json(path, resolve_threads(values["run"]["threads"]))
     threads: int = artifacts.read_json(path)
     return threads
+
+
+def _uses_torch(stage: Stage, values: Values) -> bool:
+    """Return whether a stage computes with torch, which takes seconds to import; salient spans by rules need none."""
+    return "run" in stage.sections and (stage.name != "tag" or values["tag"]["method"] not in ("given", "phrases"))
 
 
 def stage_inputs(stage: Stage, values: Values, project: Path, root: Path) -> dict[str, Path]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from realmops.config import RunOptions, Tag
+from realmops.corpus.phrases import Entity
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import configure_malloc, device_and_dtype
 from realmops.model.checkpoint_files import retriever_files
@@ -13,7 +14,7 @@ from realmops.model.retriever import Retriever
 from realmops.refresh.shards import ShardSettings, Work, compute_in_shards
 from realmops.search.embeddings import join_shards, make_shard_embedder
 from realmops.stages import Job
-from realmops.train.tagger import Entity, Tagger, make_span_finder, read_spans, tagger_files
+from realmops.train.tagger import Tagger, make_span_finder, read_spans, tagger_files
 
 EMBEDDING, TAGGING = "embedding", "tagging"
 WORKS: Mapping[str, Work] = {EMBEDDING: make_shard_embedder, TAGGING: make_span_finder}

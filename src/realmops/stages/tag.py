@@ -1,31 +1,22 @@
 """Stage ``tag``: salient spans of the corpus and the warm-up text."""
 
+from __future__ import annotations
+
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from realmops.artifacts import seed_for
 from realmops.config import BertOptions, Optimiser, RunOptions, Tag
+from realmops.corpus.phrases import Entity, find_phrases_and_dates
 from realmops.corpus.snapshot_reader import GIVEN_SPANS, Snapshot
-from realmops.devices import device_and_dtype
-from realmops.model.checkpoint_files import build_encoder
 from realmops.stages import INIT, Job
-from realmops.stages.common import StageTrainings, open_snapshot
-from realmops.stages.sharded_work import tag_in_shards
 from realmops.text.conll import entity_scores, read_conll
 from realmops.text.spans import Spans, SpansWriter
-from realmops.train.parallel import process_group
-from realmops.train.tagger import (
-    Entity,
-    Tagger,
-    find_phrases_and_dates,
-    predict_words,
-    tag_names,
-    train_tagger,
-)
+
+if TYPE_CHECKING:  # torch takes seconds to import, and only a tagger needs it
+    from realmops.train.tagger import Tagger
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -33,19 +24,29 @@ def run(job: Job) -> dict[str, Any]:
     options = job.section(Tag)
     tagger: Tagger | None = None
     metrics: dict[str, Any] = {}
-    if options.method == "tagger":
-        tagger, metrics = _train(job, options)
-    if not process_group().is_main_process:
-        return {}
+    if options.method in ("tagger", "dates"):
+        from realmops.train.parallel import process_group
+
+        if options.method == "tagger":
+            tagger, metrics = _train(job, options)
+        if not process_group().is_main_process:
+            return {}
     for name in ("corpus", "warmup"):
         if (job.inputs["snapshot"] / name).is_dir():
-            snapshot = open_snapshot(job, name)
+            snapshot = Snapshot.open(job.inputs["snapshot"] / name, verify=False)  # verified with the stage's manifest
             counts = _tag(job, options, tagger, snapshot, job.out / name)
             metrics |= {("" if name == "corpus" else f"{name}_") + key: value for key, value in counts.items()}
     return metrics
 
 
 def _train(job: Job, options: Tag) -> tuple[Tagger, dict[str, Any]]:
+    import torch
+
+    from realmops.devices import device_and_dtype
+    from realmops.model.checkpoint_files import build_encoder
+    from realmops.stages.common import StageTrainings, open_snapshot
+    from realmops.train.tagger import Tagger, predict_words, tag_names, train_tagger
+
     snapshot = open_snapshot(job)
     training, held_out = read_conll(job.inputs["tag.train"]), read_conll(job.inputs["tag.dev"])
     run, size = job.section(RunOptions), snapshot.tokenizer.get_vocab_size()
@@ -82,6 +83,8 @@ def _tag(job: Job, options: Tag, tagger: Tagger | None, snapshot: Snapshot, fold
     if options.method == "phrases":
         spans = find_phrases_and_dates(snapshot, options.dates)
     else:
+        from realmops.stages.sharded_work import tag_in_shards
+
         spans = tag_in_shards(job, tagger, options, snapshot)
     with SpansWriter(folder) as writer:
         for passage, entities in enumerate(spans):

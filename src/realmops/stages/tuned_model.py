@@ -16,6 +16,7 @@ from realmops.devices import configure_process, device_and_dtype, freeze_linear_
 from realmops.model.checkpoint_files import load_retriever
 from realmops.search.bm25 import Bm25
 from realmops.search.embeddings import load_passages
+from realmops.search.saved_graphs import SavedGraphs, has_openvino
 
 KIND = "reader.json"  # in the folder of a stage; names the class of the model
 KINDS: dict[str, type[AnswerModel]] = {kind.kind: kind for kind in (OpenQa, ExtractiveQa, SearchOnly, t5.ClosedBook)}
@@ -33,27 +34,43 @@ def save_tuned(folder: Path, model: AnswerModel) -> None:
 
 
 def open_tuned(
-    folder: Path, options: Finetune, run: RunOptions, snapshot: Snapshot, index: Path | None = None
+    folder: Path,
+    options: Finetune,
+    run: RunOptions,
+    snapshot: Snapshot,
+    index: Path | None = None,
+    *,
+    reads: bool = True,
+    graphs: SavedGraphs | None = None,
 ) -> AnswerModel:
     """Open the model of stage ``finetune`` in eval mode, on the device and in the dtype of its run.
 
-    ``index`` is the folder of the index if it is a different one, that of an update.
+    Args:
+        folder: output of the stage.
+        options: options of the stage.
+        run: device and precision.
+        snapshot: corpus of the index.
+        index: folder of the index if it is a different one, that of an update.
+        reads: False to open a model that retrieves passages without its reader.
+        graphs: opens the models as graphs, where they have one.
 
     Raises:
         ValueError: if ``finetune.reader`` asks for a closed-book model and the folder has none, or the reverse.
     """
-    name = _read_kind(folder)
+    name = read_kind(folder)
     if (name == t5.ClosedBook.kind) == options.reads_passages or name not in KINDS:
         raise ValueError(
             f"{folder} has a model of the class {name!r}, which finetune.reader={options.reader} does not have: run "
             "finetune with that option first, or remove it"
         )
-    kind = KINDS[name]
+    kind = KINDS[name] if reads or name == t5.ClosedBook.kind else SearchOnly
     if not issubclass(kind, RetrieveAndRead):
         assert kind is t5.ClosedBook
         return t5.ClosedBook.open(folder, snapshot, resolve_device(run.device))
-    retriever = load_retriever(folder, snapshot.vocabulary_hash)
-    reader = kind.load_reader(folder, snapshot)
+    load = load_retriever if graphs is None else graphs.retriever
+    retriever = load(folder, snapshot.vocabulary_hash)
+    has_graph = graphs is not None and kind is ExtractiveQa
+    reader = graphs.reader(folder) if graphs is not None and has_graph else kind.load_reader(folder, snapshot)
     device, dtype = device_and_dtype(run, retriever, reader)
     for network in (retriever, *([reader] if reader is not None else [])):
         freeze_linear_weights(network.eval(), dtype)
@@ -68,15 +85,26 @@ def open_tuned(
 
 
 def open_reader_model(
-    folder: Path, options: Finetune, run: RunOptions, snapshot: Snapshot, index: Path | None = None
+    folder: Path,
+    options: Finetune,
+    run: RunOptions,
+    snapshot: Snapshot,
+    index: Path | None = None,
+    *,
+    reads: bool = True,
+    graphs: Path | None = None,
 ) -> RetrieveAndRead:
     """Open a fine-tuned model as ``open_tuned`` does, after :func:`configure_process`.
+
+    ``graphs`` is the folder of graphs, which are used on a CPU if OpenVINO is installed.
 
     Raises:
         ClosedBookModel: if the model reads no passages.
     """
     configure_process(run.threads)
-    model = open_tuned(folder, options, run, snapshot, index)
+    on_cpu = resolve_device(run.device).type == "cpu"
+    saved = SavedGraphs(graphs) if graphs is not None and on_cpu and has_openvino() else None
+    model = open_tuned(folder, options, run, snapshot, index, reads=reads, graphs=saved)
     if not isinstance(model, RetrieveAndRead):
         raise ClosedBookModel(
             f"{folder} answers without reading passages (finetune.reader is {options.reader}), so its answers have no "
@@ -86,7 +114,7 @@ def open_reader_model(
     return model
 
 
-def _read_kind(folder: Path) -> str:
+def read_kind(folder: Path) -> str:
     """Return the class of a model, which imported models do not store."""
     if (folder / KIND).is_file():
         return str(read_json(folder / KIND)["class"])

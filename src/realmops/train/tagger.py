@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from realmops.config import Optimiser, Tag
-from realmops.corpus.phrases import PhraseFinder
+from realmops.corpus.phrases import Entity, with_dates
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import autocast
 from realmops.model.checkpoint_files import cpu_state
@@ -29,15 +29,11 @@ from realmops.model.packed import PackedBatch, batch_by_length
 from realmops.model.sequences import SpecialTokens
 from realmops.search.embed import MakeShard, Progress
 from realmops.text.conll import TaggedSentence
-from realmops.text.dates import find_dates
 from realmops.train.loop import TrainingContext, fit
 from realmops.train.optimiser import Group
 
-DATE = "DATE"
 TAGGER, WEIGHTS, SPANS = "tagger.json", "tagger.safetensors", "spans.json"
 _CHUNK = 2048  # passages whose sentences are batched by length together
-Entity = tuple[int, int, str]
-"""(first character, end character, type)"""
 
 
 class Tagger(nn.Module):
@@ -178,24 +174,11 @@ def make_span_finder(
         for low in range(first, end, _CHUNK):
             passages = range(low, min(low + _CHUNK, end))
             entities = find_entities(tagger, snapshot, passages, settings["wordpieces"], dtype) if tagger else {}
-            spans += [_with_dates(snapshot, p, entities.get(p, []), settings["dates"]) for p in passages]
+            spans += [with_dates(snapshot, p, entities.get(p, []), settings["dates"]) for p in passages]
             progress(len(passages))
         return {SPANS: json.dumps(spans).encode()}
 
     return make
-
-
-def _with_dates(snapshot: Snapshot, passage: int, entities: Sequence[Entity], dates: bool) -> list[Entity]:
-    """Return the dates of a passage, if ``dates`` is set, followed by the entities that overlap none."""
-    date_spans = find_dates(snapshot.text(passage), snapshot.language_of(passage)) if dates else []
-    disjoint = [e for e in entities if not any(e[0] < stop and start < e[1] for start, stop in date_spans)]
-    return [*((start, stop, DATE) for start, stop in date_spans), *disjoint]
-
-
-def find_phrases_and_dates(snapshot: Snapshot, dates: bool) -> Iterator[list[Entity]]:
-    """Yield the spans of each passage without a tagger: names, phrases, numbers and, if ``dates`` is set, dates."""
-    phrases = PhraseFinder(snapshot)
-    return (_with_dates(snapshot, passage, phrases.of(passage), dates) for passage in range(len(snapshot)))
 
 
 def read_spans(files: Mapping[str, bytes]) -> list[list[Entity]]:
