@@ -101,7 +101,7 @@ class SavedGraphs:
         return load() if loaded is None else loaded
 
 
-def hasimport_openvino() -> bool:
+def has_openvino() -> bool:
     """Return whether OpenVINO is installed."""
     return find_spec("openvino") is not None
 
