@@ -113,8 +113,8 @@ def test_killed_in_each_of_its_parts_it_ends_with_the_same_bytes(
     embedded: list[int] = []
     usual = embeddings.make_document_embedder
 
-    def counted(*given: Any, many: bool) -> Any:
-        make = usual(*given, many=many)
+    def counted(*given: Any) -> Any:
+        make = usual(*given)
         return lambda rows, progress: (embedded.append(len(rows)), make(rows, progress))[1]
 
     monkeypatch.setattr(embeddings, "make_document_embedder", counted)

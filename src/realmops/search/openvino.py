@@ -151,7 +151,7 @@ def _log_unsupported(encoder: str) -> None:
 
 def _quantise(model: Any, inputs: Sequence[tuple[np.ndarray, ...]]) -> Any:
     """Return a graph in int8 whose scales suit the given inputs."""
-    # nncf prints bars of its own.
+    # nncf shows progress bars.
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         import nncf
 
