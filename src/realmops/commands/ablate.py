@@ -162,6 +162,10 @@ def ablate(
 
 def train(ablation: Ablation, *, jobs: int, report: Report, existing_only: bool = False) -> dict[Task, str]:
     """Train like :func:`ablate` without summary files: other processes may train other variants in the same folder."""
+    if jobs > 1:  # run.threads=auto of the stages, which share the CPUs
+        from realmops.devices import resolve_threads
+
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, resolve_threads("auto") // jobs)))
     locks: dict[Path, threading.Lock] = {}
     progress_lock, stopped = threading.Lock(), threading.Event()
     tasks = {task: _with_copies(task, ablation.out, report) for task in ablation.tasks}
