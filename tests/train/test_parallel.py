@@ -26,9 +26,10 @@ from realmops.cluster import tasks
 from realmops.journal import Journal
 from realmops.model.retriever import Retriever
 from realmops.search.exact import ExactIndex
-from realmops.stages import JOURNAL, STAGES, Job, common, finetune_retriever, parse_sections, tag
+from realmops.stages import JOURNAL, STAGES, Job, common, finetune_retriever, parse_sections
 from realmops.stages import finetune as stages_finetune
 from realmops.stages.runner import stage_inputs
+from realmops.train import parallel
 from realmops.train.index_source import IndexGeneration
 from realmops.train.parallel import ProcessGroup, join_process_group
 from realmops.train.training_exchange import SharedIndexSource
@@ -230,7 +231,7 @@ def test_those_that_helped_write_and_answer_nothing(
 ) -> None:
     name = next(iter(changes))
     helper = Helper(1, 1)
-    for module in (common, tag, stages_finetune, finetune_retriever):
+    for module in (common, parallel, stages_finetune, finetune_retriever):
         monkeypatch.setattr(module, "process_group", lambda: helper)
     values = small_project.toy_values(**changes)
     inputs = stage_inputs(STAGES[name], values, trained, trained / "one")
