@@ -149,7 +149,7 @@ def mcp(root: Path, model: str | None, http: bool, port: int) -> None:
 @click.option("--format", default="auto", metavar="NAME", help="The format of the documents, as in snapshot.format.")
 @option.file("--boxes", metavar="FILE", help="Write the bounding boxes of quotations in PDF pages, as JSON lines.")
 def verify(answers: Path | None, documents: Path | None, root: Path, **options: Any) -> Iterator[str]:
-    """Check that every quotation is in its source, or every file of a run.
+    """Check quotations against their sources, or the files of a run.
 
     Without arguments, all files of the run are read and compared with the digests in their manifests. Other commands
     read a large file again only if its size, times or inode changed.
