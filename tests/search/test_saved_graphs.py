@@ -15,6 +15,7 @@ from small_open_qa import FP32
 from small_readers import ANSWER, LIMIT, questions_and_passages, write_left_padded, write_reader
 from small_world import World, tiny_models
 
+from realmops import artifacts
 from realmops.model import checkpoint_files
 from realmops.model.encoder import Encoder
 from realmops.model.extractive_reader import ExtractiveReader, load_extractive_reader
@@ -104,6 +105,7 @@ def test_a_search_imports_no_transformers_after_the_first(copy: Path) -> None:
     )
     command = [sys.executable, "-c", program, "search", "Where?", "--root", str(copy / "root"), "--json"]
     records = []
+    shutil.rmtree(copy / "root" / artifacts.WORK_FOLDER / saved_graphs.FOLDER, ignore_errors=True)
     for is_imported in ("True", "False"):
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=copy)
         record, imported = done.stdout.splitlines()

@@ -155,7 +155,7 @@ def _quantise(model: Any, inputs: Sequence[tuple[np.ndarray, ...]]) -> Any:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         import nncf
 
-        nncf.set_log_level(logging.ERROR)
+        logging.getLogger("nncf").setLevel(logging.ERROR)
         smooth = nncf.AdvancedSmoothQuantParameters(matmul=_SMOOTHING)
         return nncf.quantize(
             model,
