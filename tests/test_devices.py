@@ -108,5 +108,9 @@ def test_auto_is_the_cpus_of_the_process(
         monkeypatch.setenv(name, value)
     assert devices.resolve_threads("auto") == threads
     assert devices.resolve_threads(3) == 3
+    for has_amx in (False, True):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_amx=has_amx: has_amx)
+        assert devices.resolve_threads("auto", 128) == (threads if has_amx or "OMP_NUM_THREADS" in environment else 1)
+        assert devices.resolve_threads("auto", 129) == threads
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     assert devices.resolve_threads("auto") <= 8

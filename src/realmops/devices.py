@@ -172,16 +172,19 @@ def to_host(*tensors: Tensor) -> list[Tensor]:
     ]
 
 
-def resolve_threads(threads: int | Literal["auto"]) -> int:
+def resolve_threads(threads: int | Literal["auto"], width: float = math.inf) -> int:
     """Return the number of CPU threads of ``run.threads``.
 
     ``auto`` is OMP_NUM_THREADS if that is set, else the CPUs that scheduler and cgroup (v2) give this process, shared
-    among the processes of torchrun, and at most ``_MOST_THREADS``.
+    among the processes of torchrun, and at most ``_MOST_THREADS``. For encoders of a ``width`` up to ``NARROW`` it is
+    1, except with AMX: a second thread was measured slower there (benchmarks/LOG.md).
     """
     if threads != "auto":
         return threads
     if (chosen := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() and int(chosen) > 0:
         return int(chosen)
+    if width <= NARROW and not torch.cpu._is_amx_tile_supported():
+        return 1
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):  # no cgroup v2, or its quota is "max"
         quota, period = map(int, _CPU_QUOTA.read_text().split())

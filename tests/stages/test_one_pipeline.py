@@ -260,7 +260,7 @@ def finishes(work: Callable[[], Any], error: type[Exception]) -> bool:
 
 def test_a_resumed_stage_keeps_its_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    values = {"run": {"threads": "auto"}}
+    values = {"run": {"threads": "auto"}, "bert": {"width": 64}, "retriever": {"init": "small"}}
     assert runner._threads(values, tmp_path) == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert runner._threads(values, tmp_path) == 2

@@ -196,7 +196,8 @@ def _threads(values: Values, work: Path) -> int:
 
     path = work / THREADS
     if not path.is_file():
-        artifacts.write_json(path, resolve_threads(values["run"]["threads"]))
+        width = values["bert"]["width"] if get_option(values, INIT) == "small" else math.inf
+        artifacts.write_json(path, resolve_threads(values["run"]["threads"], width))
     threads: int = artifacts.read_json(path)
     return threads
 
