@@ -85,20 +85,22 @@ class SavedGraphs:
         files = [artifacts.sha256_file(path) for path in identifying_files(folder, part)]
         key = artifacts.digest_of([files, version("openvino"), version("transformers"), version("torch")])
         graphs = self.folder / f"{part}-{key[:16]}"
-        loaded = None
-        if not graphs.is_dir():
-            loaded = load()
-            try:
-                with artifacts.atomic_folder(graphs) as draft:
-                    artifacts.write_manifest(draft, KIND, supported=save(draft, loaded))
-            except OSError:  # a read-only or full disk
-                return loaded
-            for other in self.folder.glob(f"{part}-*"):  # of another model
-                if other != graphs:
-                    shutil.rmtree(other, ignore_errors=True)
-        if artifacts.read_manifest(graphs, KIND)["supported"]:
-            return graphs
-        return load() if loaded is None else loaded
+        try:
+            is_supported = artifacts.read_manifest(graphs, KIND)["supported"]
+        except ValueError:  # missing or damaged
+            is_supported = None
+        if is_supported is not None:
+            return graphs if is_supported else load()
+        try:
+            with artifacts.atomic_folder(graphs) as draft:
+                is_supported = save(draft, load())
+                artifacts.write_manifest(draft, KIND, supported=is_supported)
+        except OSError:  # a read-only or full disk
+            return load()
+        for other in self.folder.glob(f"{part}-*"):  # of another model
+            if other != graphs:
+                shutil.rmtree(other, ignore_errors=True)
+        return graphs if is_supported else load()  # again: saving changes the attention of what it is given
 
 
 def has_openvino() -> bool:
