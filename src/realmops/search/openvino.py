@@ -132,7 +132,7 @@ def compile_graph(
     is_int8 = dtype == torch.int8 and work >= MIN_WORK[dtype]
     if not is_int8 and (work < MIN_WORK[torch.bfloat16] or not tower.encoder.packs or not supports_bf16()):
         return None
-    if find_spec("openvino") is None or not all(bool(part.isfinite().all()) for part in tower.parameters()):
+    if not has_openvino() or not all(bool(part.isfinite().all()) for part in tower.parameters()):
         return None
     try:
         return OpenVinoGraph(tower, vectors, sample(CALIBRATION) if is_int8 else ())
@@ -214,6 +214,11 @@ class _RotaryTable(nn.Module):
             all_1P = torch.arange(self.positions)[None]
             self.tables[key] = tuple(table_1PE[0] for table_1PE in self.rotary(x, all_1P, *args, **kwargs))
         return tuple(F.embedding(position_ids, table_PE) for table_PE in self.tables[key])
+
+
+def has_openvino() -> bool:
+    """Return whether OpenVINO is installed."""
+    return find_spec("openvino") is not None
 
 
 def import_openvino() -> Any:

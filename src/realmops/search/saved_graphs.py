@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -101,11 +100,6 @@ class SavedGraphs:
             if other != graphs:
                 shutil.rmtree(other, ignore_errors=True)
         return graphs if is_supported else load()  # again: saving changes the attention of what it is given
-
-
-def has_openvino() -> bool:
-    """Return whether OpenVINO is installed."""
-    return find_spec("openvino") is not None
 
 
 class Graph:

@@ -16,7 +16,8 @@ from realmops.devices import configure_process, device_and_dtype, freeze_linear_
 from realmops.model.checkpoint_files import load_retriever
 from realmops.search.bm25 import Bm25
 from realmops.search.embeddings import load_passages
-from realmops.search.saved_graphs import SavedGraphs, has_openvino
+from realmops.search.openvino import has_openvino
+from realmops.search.saved_graphs import SavedGraphs
 
 KIND = "reader.json"  # in the folder of a stage; names the class of the model
 KINDS: dict[str, type[AnswerModel]] = {kind.kind: kind for kind in (OpenQa, ExtractiveQa, SearchOnly, t5.ClosedBook)}
