@@ -193,6 +193,25 @@ def test_a_second_run_does_nothing(finished: Path) -> None:
     assert times(finished) == before
 
 
+def test_stages_of_a_new_run_share_one_import_of_torch(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all stages are there, most likely none runs, and torch is not imported for nothing."""
+    preloaded = []
+
+    def run_in_process(name: str, module: str, work: Any) -> int:
+        preloaded.append(module)
+        return 3
+
+    monkeypatch.setattr("realmops.refresh.child_processes.run_in_process", run_in_process)
+    for root in (tmp_path / "new", finished):
+        assert cli("run", "all", "--params", PARAMS, "--root", root, *settings(EMBEDDED)).exit_code == 3
+    assert preloaded == ["realmops.commands.preload", "realmops.commands.run"]
+    modules = f"import sys, {preloaded[0]}; print(sys.modules.keys() >= set(sys.argv[1:]))"
+    heavy = ["torch", "transformers.modeling_utils", *(f"realmops.stages.{name}" for name in ("ict", "evaluate"))]
+    assert subprocess.check_output([sys.executable, "-c", modules, *heavy], text=True) == "True\n"
+
+
 def test_a_stage_of_a_new_version_runs_again(tmp_path: Path) -> None:
     values, root = load_params(write_project(tmp_path)), tmp_path / "root"
     snapshot = STAGES["snapshot"]

@@ -96,9 +96,11 @@ def _run_in_child_processes(names: Sequence[str], **options: Any) -> None:
     end_on_sigterm()
     if (parent := options.pop("watch_parent")) is not None:
         end_with(parent)
+    finished = all((options["root"] / STAGES[name].folder).is_dir() for name in names if name in STAGES)
+    module = "realmops.commands.run" if finished else "realmops.commands.preload"  # which imports PyTorch for all
     for name in names:
         work = partial(_explained_run, names, only_step=name, **options)
-        if code := run_in_process(f"the {'stage' if name in STAGES else 'step'} {name}", "realmops.commands.run", work):
+        if code := run_in_process(f"the {'stage' if name in STAGES else 'step'} {name}", module, work):
             sys.exit(code)
 
 

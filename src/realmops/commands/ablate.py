@@ -222,7 +222,7 @@ def _run_stage(stage: Stage, task: Task, home: Path, report: Report, stopped: th
         arguments += [f"--preset={preset}" for preset in task.presets]
         arguments += [f"--set={setting}" for setting in (*task.settings, "tracking.enabled=false")]
         log_file = home / "log.txt"
-        process = WorkerProcess("realmops.commands.run", partial(run_realmops, arguments, log_file))
+        process = WorkerProcess("realmops.commands.preload", partial(run_realmops, arguments, log_file))
         while not (process.wait(POLL_SECONDS) or lease.lost or stopped.is_set()):
             pass
         if not (status := process.end()):
