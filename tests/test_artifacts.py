@@ -54,16 +54,20 @@ def test_a_large_file_is_read_again_when_it_may_have_changed(tmp_path: Path, mon
     assert sha256_file(large) == digest
     sha256_file(small)
     [memory] = artifacts.digest_cache().iterdir()
-    memory.write_text("0" * 64)
+    right = memory.read_text()
+    memory.write_text(right.replace(digest, "0" * 64))
     assert sha256_file(large) == "0" * 64
-    assert sha256_file(large, reread=True) == digest == memory.read_text()
-    memory.write_text("0" * 10)  # damaged
-    assert sha256_file(large) == digest
+    assert sha256_file(large, reread=True) == digest
+    assert memory.read_text() == right
+    for damaged in ("", right[:-1], right[1:], "\x00" * len(right)):
+        memory.write_text(damaged)
+        assert sha256_file(large) == digest
 
     time = large.stat()
     large.write_bytes(b"b" * artifacts.REMEMBERED_SIZE)
     os.utime(large, ns=(time.st_atime_ns, time.st_mtime_ns))  # the time of a change of status cannot be set back
     assert sha256_file(large) != digest
+    assert [*artifacts.digest_cache().iterdir()] == [memory], "one for each path, whatever its versions"
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc")  # no folder can be made there
     assert sha256_file(large) != digest
 
@@ -81,8 +85,8 @@ def test_verify_reads_every_file_of_a_run_again(tmp_path: Path, monkeypatch: pyt
     original = sha256_file(folder / "large")
     (folder / "large").write_bytes(b"c" * artifacts.REMEMBERED_SIZE)
     changed = sha256_file(folder / "large")
-    [memory] = [path for path in artifacts.digest_cache().iterdir() if path.read_text() == changed]
-    memory.write_text(original)  # as after an error of the disk, which changes no time
+    [memory] = [path for path in artifacts.digest_cache().iterdir() if path.read_text().endswith(changed)]
+    memory.write_text(memory.read_text().replace(changed, original))  # as after an error of the disk: no time changes
     read_manifest(folder, "b")
     result = CliRunner().invoke(main, ["verify", "--root", str(tmp_path / "root")])
     assert (result.exit_code, "b/large has sha256" in result.output) == (2, True), result.output

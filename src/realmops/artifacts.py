@@ -53,16 +53,17 @@ def sha256_file(path: Path, *, reread: bool = False) -> str:
         identity = _identity(file)
         if identity[0] < REMEMBERED_SIZE:
             return hashlib.file_digest(file, "sha256").hexdigest()
-        memory = digest_cache() / digest_of([os.path.realpath(path), *identity])
+        memory, version = digest_cache() / digest_of(os.path.realpath(path)), digest_of(identity)
         if not reread:
             with suppress(OSError):
-                if len(digest := memory.read_text("ascii", "replace")) == 64:
+                remembered, _, digest = memory.read_text("ascii", "replace").partition(" ")
+                if remembered == version and len(digest) == 64:
                     return digest
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         if _identity(file) == identity and time.time_ns() - max(identity[1:3]) > _SETTLED_NS:
             with suppress(OSError):  # a read-only or full disk: the file is read again next time
                 make_folder(memory.parent)
-                write_bytes(memory, digest.encode())
+                write_bytes(memory, f"{version} {digest}".encode())
         return digest
 
 

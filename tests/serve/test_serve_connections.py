@@ -154,4 +154,5 @@ def test_probes_are_answered_when_no_more_requests_are(answering: Path) -> None:
     with client_of(answering / "root", Limits(answering=0)) as client:
         refused = client.post("/v1/answer", json={"question": "Who?"})
         assert (refused.status_code, "retry later" in refused.json()["error"]["message"]) == (503, True)
+        assert refused.headers["retry-after"] == "1"
         assert [client.get(path).status_code for path in probes] == [200] * 3

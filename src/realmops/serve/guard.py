@@ -130,6 +130,7 @@ class Guard:
         async def reject(status: int, message: str) -> None:
             headers = {"connection": "close"} if status in (408, 413) else {}
             headers |= {"www-authenticate": "Bearer"} if status == 401 else {}
+            headers |= {"retry-after": "1"} if status == 503 else {}
             await JSONResponse(problem(path, status, message), status, headers)(scope, receive, send)
 
         if self._token is None and _is_rebound(request):
