@@ -196,7 +196,10 @@ def test_a_second_run_does_nothing(finished: Path) -> None:
 def test_stages_of_a_new_run_share_one_import_of_torch(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where all stages are there, most likely none runs, and torch is not imported for nothing."""
+    """Where all stages are there, most likely none runs, and torch is not imported for nothing.
+
+    What is imported before processes are forked asks for no GPU: CUDA cannot be used after a fork.
+    """
     preloaded = []
 
     def run_in_process(name: str, module: str, work: Any) -> int:
@@ -207,7 +210,8 @@ def test_stages_of_a_new_run_share_one_import_of_torch(
     for root in (tmp_path / "new", finished):
         assert cli("run", "all", "--params", PARAMS, "--root", root, *settings(EMBEDDED)).exit_code == 3
     assert preloaded == ["realmops.commands.preload", "realmops.commands.run"]
-    modules = f"import sys, {preloaded[0]}; print(sys.modules.keys() >= set(sys.argv[1:]))"
+    no_gpu = "import sys, torch; torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = None"
+    modules = f"{no_gpu}; import {preloaded[0]}; print(sys.modules.keys() >= set(sys.argv[1:]))"
     heavy = ["torch", "transformers.modeling_utils", *(f"realmops.stages.{name}" for name in ("ict", "evaluate"))]
     assert subprocess.check_output([sys.executable, "-c", modules, *heavy], text=True) == "True\n"
 

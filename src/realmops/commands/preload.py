@@ -1,4 +1,7 @@
-"""Imports of all stages, for the fork server: a stage forked from it does not import PyTorch and transformers again."""
+"""Imports of all stages, for the fork server: a stage forked from it does not import PyTorch and transformers again.
+
+Nothing imported here may use CUDA, which cannot be used after a fork.
+"""
 
 from realmops.commands import run
 from realmops.model.transformers_models import import_transformers
