@@ -81,7 +81,7 @@ setup:  ## make .venv with the pinned versions (only when pyproject.toml or cons
 
 run: setup  ## train and evaluate REALM on the sample corpus, then print the report
 	@$(ACTIVATE)
-	echo "realmops: sample, snapshot, tag, ict, pretrain, finetune, evaluate; the longest is pretrain, all take 4 to 12 minutes on 2 cores that do nothing else, by processor"
+	echo "realmops: sample, snapshot, tag, ict, pretrain, finetune, evaluate; the longest is pretrain, all take 3 to 12 minutes on 2 cores that do nothing else, by processor"
 	dvc repro || { code=$$?; echo "realmops: stopped; what is done is kept, and the same call goes on from there" >&2; exit $$code; }
 	realmops report
 
