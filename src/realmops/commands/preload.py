@@ -3,10 +3,16 @@
 Nothing imported here may use CUDA, which cannot be used after a fork.
 """
 
-from realmops.commands import run
-from realmops.model.transformers_models import import_transformers
-from realmops.stages import evaluate, finetune, ict, pretrain, tag
+import gc
+
+gc.disable()  # the imports leave no garbage
+
+from realmops.commands import run  # noqa: E402
+from realmops.model.transformers_models import import_transformers  # noqa: E402
+from realmops.stages import evaluate, finetune, ict, pretrain, tag  # noqa: E402
 
 __all__ = ["evaluate", "finetune", "ict", "pretrain", "run", "tag"]
 
 import_transformers().BertModel  # noqa: B018  # resolving the name imports what all models share
+gc.freeze()  # collections in a forked process skip what is imported
+gc.enable()
