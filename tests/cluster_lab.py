@@ -164,7 +164,7 @@ def serve(lab: Lab, kubeconfig: Path) -> Iterator[Lab]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     write_kubeconfig(kubeconfig, {"server": f"http://127.0.0.1:{server.server_port}"}, {}, NAMESPACE)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield lab
     finally:
