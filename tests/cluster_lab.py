@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+import forked
 import yaml
+from forked import Forked
 from manifests import find, kubectl, render_all
-from small_project import command
 
 NAMESPACE, DEPLOYMENT = "lab", "realmops-index-builder"
 SCALE = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/{DEPLOYMENT}/scale"
@@ -40,7 +41,7 @@ class Output:
 class Lab:
     """One Deployment: ``replicas`` as they were asked for, one after another."""
 
-    def __init__(self, start: Callable[[int], subprocess.Popen[bytes]] | None = None) -> None:
+    def __init__(self, start: Callable[[int], Forked] | None = None) -> None:
         self.replicas: list[int] = []
         self.status = 200  # of every answer
         self.away = 0  # so many requests are left without an answer
@@ -48,7 +49,7 @@ class Lab:
         self.objects: dict[tuple[str, str], list[dict[str, Any]]] = {}  # by resource and namespace
         self.requests: list[tuple[str, str]] = []
         self._start = start
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Forked] = []
 
     def put(self, resource: str, namespace: str, name: str, labels: Any = None, **content: Any) -> None:
         one = {"metadata": {"name": name, "namespace": namespace, "labels": labels or {}}, **content}
@@ -84,12 +85,13 @@ class Lab:
             self._processes.append(self._start(len(self._processes)))
 
 
-def follower(assignment: Path) -> Callable[[int], subprocess.Popen[bytes]]:
+def follower(assignment: Path) -> Callable[[int], Forked]:
     """What starts a replica: an index builder that follows this file."""
 
-    def start(number: int) -> subprocess.Popen[bytes]:
+    def start(number: int) -> Forked:
         environment = {**os.environ, "HOSTNAME": f"replica-{number}"}
-        return subprocess.Popen(command("index-builder", "--follow", assignment), env=environment)
+        log = assignment.with_name(f"replica-{number}.txt")
+        return forked.realmops("index-builder", "--follow", assignment, env=environment, log=log)
 
     return start
 
@@ -162,7 +164,7 @@ def serve(lab: Lab, kubeconfig: Path) -> Iterator[Lab]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     write_kubeconfig(kubeconfig, {"server": f"http://127.0.0.1:{server.server_port}"}, {}, NAMESPACE)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield lab
     finally:

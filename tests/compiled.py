@@ -11,15 +11,6 @@ import yaml
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "realmops"
 PIPELINES = ROOT / "pipelines"
-# runs a compiled pipeline here by Kubeflow's local runner: its file, a folder for outputs, arguments
-RUN = """
-import json, sys
-from kfp import components, local
-from kfp.local.orchestrator import task_executor
-task_executor.time.sleep = lambda seconds: None  # before another try
-local.init(runner=local.SubprocessRunner(use_venv=False), pipeline_root=sys.argv[2])
-components.load_component_from_file(sys.argv[1])(**json.loads(sys.argv[3]))
-"""
 
 
 def file_of(pipeline: str) -> Path:

@@ -285,7 +285,7 @@ def running_hub(folder: Path, has_xet: bool = False) -> Iterator[Hub]:
     hub = Hub(folder / "xet")
     with ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub})) as server:
         hub.url = f"http://127.0.0.1:{server.server_port}"
-        Thread(target=server.serve_forever, daemon=True).start()
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         values = {
             "ENDPOINT": hub.url,
             "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",

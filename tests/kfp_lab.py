@@ -354,7 +354,7 @@ def serve(lab: KfpLab) -> Iterator[KfpLab]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     lab.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield lab
     finally:

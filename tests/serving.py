@@ -4,18 +4,20 @@ import json
 import os
 import re
 import subprocess
-import sys
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forked
 import small_project
 import yaml
 from fastapi.testclient import TestClient
+from forked import Forked, run_code
 
 from realmops.answering.confidence import OWN_QUESTIONS, Confidence
 from realmops.config import merge_options
@@ -112,7 +114,7 @@ def every_call(client: TestClient) -> Iterator[tuple[str, Any]]:
 class Served:
     """A process of ``realmops serve``; ``log`` is what it said so far."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str] | Forked) -> None:
         self.process = process
         self.log: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -148,15 +150,19 @@ class Served:
 
 
 @contextmanager
-def served(root: Path, *options: str, limits: dict[str, float] | None = None, **variables: str) -> Iterator[Served]:
-    process = subprocess.Popen(
-        small_project.command("serve", "--root", root, "--port", "0", "--every", "0.1", *options)
-        if limits is None
-        else [sys.executable, "-c", LIMITED, str(root), json.dumps(limits)],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **variables},
-    )
+def served(
+    root: Path, *options: str, limits: dict[str, float] | None = None, starts: bool = False, **variables: str
+) -> Iterator[Served]:
+    """A process of ``realmops serve``, which starts as a user's, or is forked."""
+    words = ["serve", "--root", str(root), "--port", "0", "--every", "0.1", *options]
+    environment = {**os.environ, **variables}
+    process: subprocess.Popen[str] | Forked
+    if starts:
+        process = subprocess.Popen(small_project.command(*words), stderr=subprocess.PIPE, text=True, env=environment)
+    elif limits is not None:
+        process = Forked(partial(run_code, LIMITED, [str(root), json.dumps(limits)]), env=environment)
+    else:
+        process = forked.realmops(*words, env=environment)
     try:
         yield Served(process)
     finally:

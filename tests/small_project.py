@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from forked import Forked
 from safetensors.torch import load_file
 from small_world import DOCUMENTS, write_documents
 from torch import Tensor
@@ -254,7 +255,7 @@ def litter(root: Path) -> list[Path]:
     return [p for p in root.rglob(".*") if p != root / ".realmops" and root / ".realmops" not in p.parents]
 
 
-def wait_for(what: Callable[[], Any], seconds: float, process: subprocess.Popen[str] | None = None) -> Any:
+def wait_for(what: Callable[[], Any], seconds: float, process: subprocess.Popen[str] | Forked | None = None) -> Any:
     """What ``what`` gives once it is true, within ``seconds`` on a free machine; a busy one has ten times as many."""
     seconds *= 10
     end = time.monotonic() + seconds

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import small_project
@@ -164,14 +167,14 @@ def test_an_assistant_starts_it_and_calls_its_tools(root: Path) -> None:
     is_right(results, root)
 
 
-@pytest.fixture
+@contextmanager
 def http(root: Path) -> Iterator[str]:
+    """The address of ``realmops mcp``."""
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = small_project.command("mcp", "--root", root, "--http", "--port", port)
-    process = subprocess.Popen([str(word) for word in words], stderr=subprocess.DEVNULL)
+    process = forked.realmops("mcp", "--root", root, "--http", "--port", str(port), log=Path(os.devnull))
 
     def answers() -> bool:
         try:
@@ -186,8 +189,9 @@ def http(root: Path) -> Iterator[str]:
     process.wait()
 
 
-def test_programs_of_this_machine_call_it_over_http(root: Path, http: str) -> None:
-    names, results = asyncio.run(tools_and_calls(Client(http)))
+def test_programs_of_this_machine_call_it_over_http(root: Path) -> None:
+    with http(root) as address:
+        names, results = asyncio.run(tools_and_calls(Client(address)))
     assert names == ["search", "answer"]
     is_right(results, root)
 
@@ -252,7 +256,7 @@ def test_a_command_that_needs_passages_says_what_a_closed_book_run_can_do(
 
 
 def test_an_assistant_of_a_closed_book_run_has_the_tool_search_alone(closed_book: Path) -> None:
-    words = ["-m", "realmops", "mcp", "--root", str(closed_book / "root")]
-    names, results = asyncio.run(tools_and_calls(Client(StdioServerParameters(command=sys.executable, args=words))))
+    with http(closed_book / "root") as address:
+        names, results = asyncio.run(tools_and_calls(Client(address)))
     assert names == ["search"]
     is_right(results, closed_book / "root")

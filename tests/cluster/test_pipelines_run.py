@@ -7,40 +7,48 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cluster_lab
 import component_pages
+import local_pipelines
 import pytest
 import small_project
 from cluster_lab import DEPLOYMENT, Lab, Output
-from compiled import RUN, compiled, file_of, options
+from compiled import compiled, file_of, options
+from forked import Forked
 
 from realmops.cluster import ablation_tasks, tasks
 from realmops.stages import HEADLINE_METRICS, METRICS, STAGES, STEPS, planned_steps
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(tmp_path_factory: pytest.TempPathFactory, mlflow_database: Path) -> Path:
     folder = tmp_path_factory.mktemp("pipeline")
     small_project.write_project(folder)
+    shutil.copy(mlflow_database, folder / "mlflow.db")
     return folder
 
 
-def run_pipeline(pipeline: str, folder: Path, **arguments: Any) -> subprocess.CompletedProcess[str]:
+def run_pipeline(
+    pipeline: str, folder: Path, *, forks: bool = True, **arguments: Any
+) -> subprocess.CompletedProcess[str]:
+    """Exit code and output of the local runner; without ``forks`` each task starts a Python, as in a pod."""
     arguments |= {"runs": str(folder / "runs")}
-    code = [sys.executable, "-c", RUN, file_of(pipeline), folder / "outputs", json.dumps(arguments)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
     environment |= {
         "KUBECONFIG": str(folder / "kubeconfig"),
         "PYTHONPATH": os.pathsep.join(sys.path),
         "MLFLOW_TRACKING_URI": mlflow_of(folder),
     }
-    return subprocess.run(
-        [str(word) for word in code], capture_output=True, text=True, env=environment, cwd=folder, timeout=1200
-    )
+    work = partial(local_pipelines.run, file_of(pipeline), folder / "outputs", arguments, forks=forks)
+    with tempfile.NamedTemporaryFile() as log:
+        code = Forked(work, log=Path(log.name), cwd=folder, env=environment).wait()
+        return subprocess.CompletedProcess([], code, Path(log.name).read_text(), "")
 
 
 def mlflow_of(project: Path) -> str:
@@ -219,7 +227,7 @@ def test_refresh_embeds_what_changed_and_shows_the_answers(project: Path, run: P
     values = json.loads(options(project))
     values["snapshot"]["documents"] = str(project / "new.jsonl")
     trained = {path: path.read_bytes() for path in sorted((run / "models").rglob("*")) if path.is_file()}
-    done = run_pipeline("refresh", project, run="one", options=json.dumps(values))
+    done = run_pipeline("refresh", project, run="one", options=json.dumps(values), forks=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {path: path.read_bytes() for path in trained} == trained
     [folder] = (run / "updates").iterdir()

@@ -1,6 +1,7 @@
 """The rendered index builder and a trainer as pods: what they may do, and that they outlive kill -9."""
 
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -198,9 +199,10 @@ def test_a_training_in_pods_goes_on_after_kill_9_of_either_as_if_nothing_had_bee
     assert podman.logs(BUILDER).count("published the index") >= 2
 
     project = tmp_path / "undisturbed"
-    small_project.write_project(project.parent)
-    for name in ("snapshot", "tag", "ict", "pretrain"):
-        small_project.stage(name, values, project.parent, project)
+    shutil.copytree(root, project, ignore=shutil.ignore_patterns(".realmops", "exchange", "pretrain"))
+    options = {**values["pretrain"], "builder": "external", "exchange": str(project / "exchange")}
+    with small_project.builder_beside(project / "exchange", project / "data/snapshot/corpus"):
+        small_project.stage("pretrain", {**values, "pretrain": options}, project, project)
     for file in (project / STAGES["pretrain"].folder).glob("*.safetensors"):
         assert (root / STAGES["pretrain"].folder / file.name).read_bytes() == file.read_bytes(), file.name
 

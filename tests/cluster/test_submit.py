@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import cluster_lab
+import forked
 import kfp_lab
 import kubernetes_validate
 import pytest
@@ -226,10 +227,10 @@ def test_another_key_gets_its_own_run(project: Path, lab: KfpLab) -> None:
 
 def test_who_comes_after_one_that_was_killed_makes_the_run(project: Path, lab: KfpLab) -> None:
     lab.hold = asked = threading.Event()
-    words = small_project.command("submit", "--params", project / "params.yaml", "--once")
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL) as killed:
-        assert asked.wait(100)
-        killed.kill()
+    killed = forked.realmops("submit", "--params", project / "params.yaml", "--once", log=project / "killed.txt")
+    assert asked.wait(100)
+    killed.kill()
+    killed.wait()
     assert (len(lab.kept["versions"]), len(lab.runs)) == (1, 0)
     result = submitted(project, "--once")
     assert result.exit_code == 0

@@ -31,15 +31,18 @@ TEST = [{"id": f"t{n}", "question": q, "answers": [a]} for n, (q, a) in enumerat
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("MLFLOW_ENABLE_ASYNC_TRACE_LOGGING", "false")  # each flush of its queue takes one or two seconds
 
 
 @pytest.fixture(scope="module")
-def project(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(trained: Path, mlflow_database: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with results, of which MLflow was sent the figures."""
     folder = Path(shutil.copytree(trained, tmp_path_factory.mktemp("promote") / "project"))
     values = yaml.safe_load((folder / "params.yaml").read_text())
     (folder / "params.yaml").write_text(yaml.safe_dump({**values, "tracking": {**values["tracking"], "enabled": True}}))
     write_json_lines(folder / "questions.test.jsonl", TEST)
+    mlflow_folder(folder).mkdir(parents=True, exist_ok=True)
+    shutil.copy(mlflow_database, mlflow_folder(folder))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", "/bin/true")  # the child process that sends ends at once
         for name in ("finetune", "evaluate"):

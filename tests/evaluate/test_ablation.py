@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import forked
 import numpy as np
 import pytest
 import small_project
@@ -202,20 +203,31 @@ def test_the_page_needs_no_network_and_escapes() -> None:
 # Trained
 
 
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(tmp_path_factory: pytest.TempPathFactory, mlflow_database: Path) -> Path:
     folder = tmp_path_factory.mktemp("ablated")
     small_project.write_project(folder, tracking={"enabled": True})
     (folder / "nothing.yaml").write_text("{}\n")
+    tracking = tracking_folder(folder / "out")
+    tracking.mkdir(parents=True)
+    shutil.copy(mlflow_database, tracking / "mlflow.db")
     return folder
 
 
+def words_of(project: Path, *more: str | Path) -> list[str | Path]:
+    return ["ablate", "--params", project / "params.yaml", "--preset", project / "nothing.yaml", *more]
+
+
 def ablate(project: Path, *more: str | Path) -> tuple[int, str, str]:
-    words = ["ablate", "--params", project / "params.yaml", "--preset", project / "nothing.yaml"]
-    words += ["--out", project / "out"]
-    variables = {name: "" for name in os.environ if name.startswith("MLFLOW_")}
-    done = small_project.run_command(*words, "--jobs", "2", *more, **variables)
-    return done.returncode, done.stdout, done.stderr
+    """The command in this process, whose fork server all calls share; stages are processes."""
+    done = small_project.cli(*words_of(project, "--out", project / "out", "--jobs", "2", *more))
+    return done.exit_code, done.stdout, done.stderr
 
 
 CHOSEN = ("--variant", "realm", "--variant", "baseline", "--variant", "random_token")
@@ -371,9 +383,13 @@ def test_a_second_call_trains_nothing_and_a_lost_stage_alone_is_made_again(proje
 
 
 def test_killed_its_stages_end_with_it_and_the_next_call_goes_on(project: Path, tmp_path: Path) -> None:
-    words = ["ablate", "--params", project / "params.yaml", "--preset", project / "nothing.yaml", "--out", tmp_path]
-    words += ["--variant", "realm", "--set", "pretrain.steps=60", "--set", "tracking.enabled=false"]
-    killed = subprocess.Popen(small_project.command(*words), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    """The stages before pre-training are those of ``project``."""
+    for home in (project / "out/store").iterdir():
+        if home.name.startswith(("snapshot-", "tag-", "ict-")):
+            shutil.copytree(home, tmp_path / "store" / home.name, symlinks=True)
+    words = words_of(project, "--out", tmp_path, "--variant", "realm")
+    words += ["--set", "pretrain.steps=60", "--set", "tracking.enabled=false"]
+    killed = forked.realmops(*words, log=tmp_path / "killed.txt")
     work = "store/pretrain-*/.realmops/work/*/metrics.jsonl"
     small_project.wait_for(lambda: any(path.read_text().count("\n") > 9 for path in tmp_path.glob(work)), 120)
     killed.kill()
@@ -394,8 +410,8 @@ def test_killed_its_stages_end_with_it_and_the_next_call_goes_on(project: Path, 
     kept = begun.read_text().splitlines()[:8]
     taken = begun.read_text().count("\n")
     assert 9 < taken < 60
-    done = small_project.run_command(*words)
-    assert done.returncode == 0, done.stderr
+    done = small_project.cli(*words)
+    assert done.exit_code == 0, done.stderr
     steps = small_project.journal(tmp_path / "realm/seed-0/models/pretrain")
     assert [line["step"] for line in steps] == list(range(60))
     assert [line["time"] for line in steps[:8]] == [json.loads(line)["time"] for line in kept], "not trained again"
@@ -464,14 +480,11 @@ def test_two_calls_at_once_train_a_stage_once(project: Path, tmp_path: Path) -> 
     before = (lost / "manifest.json").read_text()
     shutil.rmtree(lost)
     logs = {path: path.read_text() for path in (out / "store").glob("*/log.txt")}
-    words = ["ablate", "--params", project / "params.yaml", "--preset", project / "nothing.yaml", "--out", out]
-    words += ["--variant", "realm", "--set", "tracking.enabled=false"]
-    command = small_project.command(*words)
+    words = words_of(project, "--out", out, "--variant", "realm", "--set", "tracking.enabled=false")
     files = [tmp_path / f"{number}.txt" for number in range(2)]
-    with contextlib.ExitStack() as stack, lease.acquire_lease(lost.parents[1] / ".realmops/claim", print):
-        streams = [stack.enter_context(path.open("w")) for path in files]
-        calls = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream) for stream in streams]
-        small_project.wait_for(lambda: all("waiting for" in path.read_text() for path in files), 250)
+    with lease.acquire_lease(lost.parents[1] / ".realmops/claim", print):
+        calls = [forked.realmops(*words, log=path) for path in files]
+        small_project.wait_for(lambda: all(path.is_file() and "waiting for" in path.read_text() for path in files), 250)
     assert [call.wait() for call in calls] == [0, 0], [path.read_text() for path in files]
     for path in files:
         holder = rf"waiting for .*/claim, which .*, process {os.getpid()} holds, since 0 s"

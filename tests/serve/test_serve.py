@@ -28,7 +28,7 @@ SECOND = "Who wrote a novel?"
 
 @pytest.fixture(scope="module")
 def server(answering: Path) -> Iterator[Served]:
-    with served(answering / "root") as one:
+    with served(answering / "root", starts=True) as one:
         yield one
 
 

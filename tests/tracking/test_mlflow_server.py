@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
+import forked
 import pytest
 import small_project
 from manifest_rules import ANSWERS
@@ -141,9 +142,7 @@ def test_a_training_that_loses_the_server_loses_no_point(
     params = small_project.write_project(tmp_path, ict={"steps": 60}, tracking={"enabled": True})
     for name in ("snapshot", "tag"):
         small_project.stage(name, read_yaml(params), tmp_path, tmp_path)
-    training = subprocess.Popen(
-        small_project.command("run", "ict", "--params", params, "--root", tmp_path), stderr=subprocess.PIPE, text=True
-    )
+    training = forked.realmops("run", "ict", "--params", params, "--root", tmp_path)
     try:
         [journal] = wait_for(lambda: list((tmp_path / ".realmops" / "work").glob("ict-*/metrics.jsonl")), 120, training)
         wait_for(lambda: journal.read_bytes().count(b"\n") >= 10, 120, training)
@@ -193,12 +192,15 @@ def documented_settings() -> str:
     return "".join(f"{line}\n" for line in re.findall(r"^#   (\[mlflow\]|\w+ = .+)$", text, re.MULTILINE))
 
 
-def test_with_sign_in_only_those_with_the_password_use_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_sign_in_only_those_with_the_password_use_mlflow(
+    tmp_path: Path, mlflow_database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kubelet, which has none, still finds out whether it is healthy."""
     for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
         monkeypatch.delenv(name)
     secrets = {"mlflow-auth": {**SIGN_IN, "basic_auth.ini": documented_settings()}}
     server = Server(tmp_path, "local", secrets, ["monitoring", "mlflow-auth"])
+    shutil.copy(mlflow_database, server.database)
     server.start(600)
     try:
         search = "/api/2.0/mlflow/experiments/search"

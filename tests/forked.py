@@ -1,0 +1,124 @@
+"""Processes of the command line without the start of Python: forked from one that has imported PyTorch and the stages.
+
+For tests whose claim is what processes do to each other, and not how one starts. The server is that from which
+``realmops`` forks stages, one for each process of pytest; there it has imported ``fork_server``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from multiprocessing import Pipe, forkserver
+from pathlib import Path
+from resource import RLIMIT_NOFILE, getrlimit, setrlimit
+from runpy import run_module
+from subprocess import TimeoutExpired
+from typing import Any, TextIO
+from unittest import mock
+
+from realmops.refresh import child_processes
+
+_STARTING = threading.Lock()
+
+
+class Forked:
+    """Work in a forked process, with as much of ``subprocess.Popen`` as tests use.
+
+    ``work`` is a function of a module; ``log`` the file that standard output and error are appended to, without which
+    they are piped to ``stderr``; ``env`` is in the place of the environment of this process.
+    """
+
+    def __init__(
+        self, work: Callable[[], None], *, log: Path | None = None, cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        inherited = dict(os.environ if env is None else env), cwd or Path.cwd(), getrlimit(RLIMIT_NOFILE)
+        with ExitStack() as stack:
+            reader, writer = (stack.enter_context(end) for end in Pipe(duplex=False))
+            self._worker = child_processes.WorkerProcess(__name__, partial(_run, work, log or writer, *inherited))
+            self.stderr: TextIO | None = None if log else os.fdopen(os.dup(reader.fileno()), encoding="utf-8")
+        self._process = self._worker._process
+        self._process._config["daemon"] = True  # type: ignore[attr-defined]  # it ends with pytest
+        assert self._process.pid
+        self.pid: int = self._process.pid
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self._worker.wait(timeout):
+            raise TimeoutExpired("forked", timeout or 0.0)
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.wait(0) if self._worker.wait(0) else None
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self) -> tuple[str, str]:
+        """Wait for the end; what was piped is in the second place."""
+        assert self.stderr
+        with self.stderr:
+            told = self.stderr.read()
+        self.wait()
+        return "", told
+
+
+def realmops(*words: str | Path, **options: Any) -> Forked:
+    """``realmops`` with these words; ``options`` are those of ``Forked``."""
+    return Forked(partial(run_program, "realmops", [str(word) for word in words]), **options)
+
+
+def run_program(module: str, words: list[str]) -> None:
+    """``python -m module`` with these words, in this process."""
+    sys.argv = [module, *words]
+    run_module(module, run_name="__main__", alter_sys=True)
+
+
+def run_code(code: str, words: list[str]) -> None:
+    """``python -c code`` with these words, in this process."""
+    sys.argv = ["-c", *words]
+    exec(code, {"__name__": "__main__"})
+
+
+def redirect(output: Path | int) -> None:
+    """Send standard output and error of this process to a file, or to its descriptor."""
+    target = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if isinstance(output, Path) else output
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    for number in (1, 2):
+        os.dup2(target, number)
+
+
+def _run(work: Callable[[], None], output: Any, env: Mapping[str, str], cwd: Path, files: tuple[int, int]) -> None:
+    redirect(output if isinstance(output, Path) else output.fileno())
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    setrlimit(RLIMIT_NOFILE, files)
+    work()
+
+
+def _start_server(modules: list[str]) -> None:
+    """Start the server, if it does not run, with our module in the place of these."""
+    with _STARTING, mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        forkserver._forkserver.set_forkserver_preload(["fork_server"])  # type: ignore[attr-defined]
+        forkserver.ensure_running()
+
+
+forkserver.set_forkserver_preload = _start_server  # type: ignore[assignment]
