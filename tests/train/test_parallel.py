@@ -17,6 +17,7 @@ import small_project
 import torch
 import torch.distributed as dist
 from cluster_lab import Output
+from ranks import run_together
 from safetensors.torch import load_file
 from small_world import PAPERS_READER, World, tiny_models
 from torch import Tensor
@@ -67,16 +68,6 @@ def torchrun(processes: int, *arguments: str | Path) -> list[str]:
     return [sys.executable, *started, *map(str, arguments)]
 
 
-def run(project: Path, root: Path, stage: str, processes: int, **variables: str) -> str:
-    """Run a stage, or all of them, which is one start of Python; what was said."""
-    arguments = ["run", stage, "--params", project / "params.yaml", "--root", root]
-    words = torchrun(processes, *arguments) if processes > 1 else small_project.command(*arguments)
-    environment = {**os.environ, **variables}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
 def same_models(project: Path, model: str) -> None:
     """Those that one process trained and two."""
     files = sorted((project / "one/models" / model).rglob("*.safetensors"))
@@ -92,8 +83,7 @@ def same_models(project: Path, model: str) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project that was run by one process, and by two."""
     folder = tmp_path_factory.mktemp("together")
-    small_project.run_all_here(small_project.write_project(folder, **TOGETHER), folder / "one")
-    run(folder, folder / "two", "all", 2)
+    run_together(small_project.write_project(folder, **TOGETHER), {folder / "one": 1, folder / "two": 2})
     return folder
 
 
@@ -110,8 +100,7 @@ def otherwise(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     params = small_project.write_project(folder, **OTHERWISE)
     for name in ("one", "two"):
         shutil.copytree(trained / "one/data", folder / name / "data")
-    small_project.run_all_here(params, folder / "one")
-    run(folder, folder / "two", "all", 2)
+    run_together(params, {folder / "one": 1, folder / "two": 2})
     return folder
 
 
@@ -143,9 +132,9 @@ def test_two_processes_learn_what_one_learns_on_a_lesser_processor(trained: Path
     """Whose sums are rounded elsewhere: what nothing but rounding decides comes out differently on one of them."""
     if (here := torch.backends.cpu.get_cpu_capability()) not in ("AVX2", "AVX512"):
         pytest.skip(f"not run: torch has no more than {here} here")
-    for name, processes in (("one", 1), ("two", 2)):
+    for name in ("one", "two"):
         shutil.copytree(trained / "one/data", tmp_path / name / "data")
-        run(trained, tmp_path / name, "all", processes, **LESSER)
+    run_together(trained / "params.yaml", {tmp_path / "one": 1, tmp_path / "two": 2}, **LESSER)
     for model in ("ict", "pretrain", "finetune"):
         same_models(tmp_path, model)
     held, free = (folder / "one/models/finetune/reader_encoder/model.safetensors" for folder in (tmp_path, trained))
@@ -171,16 +160,18 @@ def test_nothing_is_left_of_those_that_helped(trained: Path) -> None:
 
 
 def test_a_killed_training_of_two_goes_on_to_the_same_weights(trained: Path) -> None:
+    """Killed under torchrun, which ends what one of its processes left."""
     root = trained / "killed"
     shutil.copytree(trained / "two", root, ignore=shutil.ignore_patterns("pretrain", "finetune"))
-    arguments = ["run", "pretrain", "--params", trained / "params.yaml", "--root", root]
+    arguments = ["run", "all", "--params", trained / "params.yaml", "--root", root]
     process = subprocess.Popen(torchrun(2, *arguments), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     small_project.wait_for(lambda: list(root.glob(".realmops/work/*/exchange/checkpoints/v-*")), 100)
     workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(workers[1]), signal.SIGKILL)
     assert process.wait() != 0
     assert not (root / "models/pretrain").exists()
-    said = run(trained, root, "pretrain", 2)
+    run_together(trained / "params.yaml", {root: 2}, stage="pretrain")
+    said = root.with_suffix(".log").read_text()
     assert said.count("pre-training: 12 of 12") == 1, said
     for path in (trained / "two/models/pretrain").rglob("*.safetensors"):
         assert (root / path.relative_to(trained / "two")).read_bytes() == path.read_bytes(), path.name

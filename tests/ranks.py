@@ -1,0 +1,109 @@
+"""Processes that train together as under torchrun, forked from a process that has imported PyTorch and transformers.
+
+    python tests/ranks.py PORT STAGE PARAMS [ROOT PROCESSES]...
+
+does the same in a process with variables of its own, which the library may read as it is imported.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+
+from realmops.refresh import child_processes
+from realmops.refresh.child_processes import run_realmops
+
+PRELOAD = "realmops.commands.preload"
+
+
+def forked(work: Any, *arguments: Any) -> BaseProcess:
+    context = get_context("forkserver")
+    context.set_forkserver_preload([PRELOAD])
+    process = context.Process(target=work, args=arguments)
+    process.start()
+    return process
+
+
+class ForkedCommand:
+    """What ``SupervisedProcess`` uses of ``subprocess.Popen``: a command of realmops, forked and not started."""
+
+    def __init__(self, command: Sequence[str], *, stdout: IO[bytes], env: dict[str, str], **_: Any) -> None:
+        arguments = command[command.index("realmops") + 1 :]
+        self._process = forked(as_child, list(arguments), stdout.name, dict(env))
+        self.terminate, self.kill = self._process.terminate, self._process.kill
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, seconds: float | None = None) -> int:
+        self._process.join(seconds)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("realmops", seconds or 0.0)
+        return self._process.exitcode
+
+
+def as_child(arguments: list[str], log: str, environment: dict[str, str]) -> None:
+    """The process that ``--watch-parent`` names is the parent of a started process; that of this one is another."""
+    os.environ.clear()
+    os.environ.update(environment)
+    arguments[arguments.index("--watch-parent") + 1] = str(os.getppid())
+    run_realmops(arguments, Path(log))
+
+
+def as_rank(arguments: list[str], log: Path, variables: dict[str, str]) -> None:
+    os.environ.update(variables)
+    calls = SimpleNamespace(Popen=ForkedCommand, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+    child_processes.subprocess = calls  # type: ignore[assignment]
+    run_realmops(arguments, log)
+
+
+def run_roots(port: int, stage: str, params: Path, processes: Mapping[Path, int]) -> list[int | None]:
+    """Run a stage under each root by so many processes, which meet at the store of this port; return exit codes.
+
+    The output is appended to a log named as the root. Once one has failed, all are ended, as torchrun does.
+    """
+    ranks = []
+    for root, size in processes.items():
+        variables = {  # as torchrun sets them
+            "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+        }  # fmt: skip
+        words = ["run", stage, "--params", str(params), "--root", str(root)]
+        for rank in range(size):
+            own = {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(forked(as_rank, words, root.with_suffix(".log"), own))
+    waiting = {rank.sentinel: rank for rank in ranks}
+    while waiting:
+        for sentinel in connection.wait([*waiting]):
+            ended = waiting.pop(sentinel)  # type: ignore[index]
+            ended.join()
+            if ended.exitcode:
+                for rank in waiting.values():
+                    rank.terminate()
+    return [rank.exitcode for rank in ranks]
+
+
+def run_together(params: Path, processes: Mapping[Path, int], *, stage: str = "all", **variables: str) -> None:
+    """Run stages by several processes under each root; with variables, forked from a process that started with them."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5))
+    if variables:
+        words = [sys.executable, __file__, str(store.port), stage, params]
+        words += [word for root, size in processes.items() for word in (root, str(size))]
+        codes: list[int | None] = [subprocess.run(words, env={**os.environ, **variables}).returncode]
+    else:
+        codes = run_roots(store.port, stage, params, processes)
+    assert not any(codes), (codes, [root.with_suffix(".log").read_text() for root in processes])
+
+
+if __name__ == "__main__":
+    meeting, asked, options, *rest = sys.argv[1:]
+    sizes = dict(zip(map(Path, rest[::2]), map(int, rest[1::2]), strict=True))
+    sys.exit(any(run_roots(int(meeting), asked, Path(options), sizes)))
