@@ -20,8 +20,8 @@ from realmops import artifacts
 from realmops.cluster import builders, kube, tasks
 from realmops.config import load_params
 from realmops.refresh import shards
-from realmops.refresh.builder_process import assign_exchange
 from realmops.refresh.exchange import FencedError
+from realmops.refresh.follower import assign_exchange
 from realmops.refresh.lease import acquire_lease
 from realmops.refresh.shards import ShardWorker
 from realmops.stages import STAGES

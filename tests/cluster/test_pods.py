@@ -22,7 +22,7 @@ DEPLOYMENT = "realmops-index-builder"
 BUILDER = f"{DEPLOYMENT}-pod-0-index-builder"  # as podman calls the container of a Deployment's first pod
 TRAINER = "trainer-trainer"
 LIMIT = 180.0  # seconds for what takes a few on a machine that does nothing else
-OPTIONS = {"pretrain": {"steps": 24, "refresh_every": 4, "shard_rows": 1}}
+OPTIONS = {"pretrain": {"steps": 16, "refresh_every": 4, "shard_rows": 1}}
 # No API server answers here: the Deployment has its replica already.
 TRAIN = f"""import sys
 from realmops.cluster import builders, tasks

@@ -30,7 +30,9 @@ LIGHT_UNITS = {
     "tracking": {"pydantic", "yaml"},
 }  # fmt: skip
 # The protocol between trainer and builder: checked, collected and watched by processes that have no torch.
-WITHOUT_TORCH = ("builder", "child_processes", "exchange", "heartbeat", "lease", "shared_files", "trainer", "versions")
+WITHOUT_TORCH = (
+    "builder", "child_processes", "exchange", "follower", "heartbeat", "lease", "shared_files", "trainer", "versions",
+)  # fmt: skip
 ROOM_LINES = 3500
 IN_ONE_MODULE = ("mlflow", "faiss", "kfp", "kubernetes")
 MODEL_CODE = (

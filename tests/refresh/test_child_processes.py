@@ -14,8 +14,8 @@ import pytest
 from small_project import wait_for
 
 from realmops.refresh import child_processes
-from realmops.refresh.builder_process import builder_command
 from realmops.refresh.child_processes import SupervisedProcess, run_in_process
+from realmops.refresh.follower import builder_command
 
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(99)"

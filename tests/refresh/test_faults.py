@@ -267,7 +267,7 @@ def endure(kind: str, path: Path, read: Callable[[], Any], *, alike: int = 1, ma
 
 def test_damage_to_files_that_carry_no_digest_ends_no_process(tmp_path: Path) -> None:
     from realmops.journal import read_journal
-    from realmops.refresh.builder_process import Follower, assign_exchange
+    from realmops.refresh.follower import Follower, assign_exchange
 
     exchange = exchange_with_everything(tmp_path / "e")
     for role, holder in (("trainer", "trainer"), ("builder", "builder-0")):
@@ -292,7 +292,7 @@ def test_damage_to_files_that_carry_no_digest_ends_no_process(tmp_path: Path) ->
     ],
 )  # fmt: skip
 def test_an_assignment_that_nobody_of_ours_wrote_is_passed_over(tmp_path: Path, content: bytes) -> None:
-    from realmops.refresh.builder_process import Follower
+    from realmops.refresh.follower import Follower
 
     (tmp_path / "assignment.json").write_bytes(content)
     follower = Follower(tmp_path / "assignment.json", None)
@@ -374,7 +374,7 @@ def test_a_pickle_planted_anywhere_is_never_run(stage_folders: dict[str, Path], 
     from realmops.evaluate.predictions import read_predictions
     from realmops.hub import read_weights
     from realmops.model.checkpoint_files import load_models, retriever_from_files
-    from realmops.refresh.builder_process import Follower
+    from realmops.refresh.follower import Follower
     from realmops.search.embeddings import load_index
     from realmops.train.checkpoints import FolderCheckpoints
     from realmops.train.loop import STATE, TENSORS, _restore

@@ -49,7 +49,7 @@ from realmops.corpus.word_counts import train_vocabulary
 from realmops.evaluate.predictions import read_predictions
 from realmops.evaluate.recall import first_hit_ranks
 from realmops.model.checkpoint_files import load_models
-from realmops.refresh.builder_process import assign_exchange
+from realmops.refresh.follower import assign_exchange
 from realmops.search.bm25 import Bm25, rank, titled_texts
 from realmops.search.embed import embed, query_sequences
 from realmops.search.embeddings import embed_corpus, load_index

@@ -38,7 +38,8 @@ def free_port() -> int:
 class Server:
     """The container's process with the volumes it mounts in a folder, on a loopback port.
 
-    The overlay is extended by components; the keys of a mounted Secret become files.
+    The overlay is extended by components; the keys of a mounted Secret become files. Each of MLflow's ``workers``,
+    four unless they are given, imports MLflow.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Server:
         overlay: str = "local",
         secrets: Mapping[str, Mapping[str, str]] = {},
         components: Sequence[str] = (),
+        workers: int = 0,
     ) -> None:
         fields = {"resources": [f"../overlays/{overlay}"], "components": [f"../components/{one}" for one in components]}
         objects = render_all(folder / "k8s", {"realmops": fields})["realmops"]
@@ -72,7 +74,7 @@ class Server:
         self.address = f"http://127.0.0.1:{self.port}"
         self.database = Path(moved(environment["MLFLOW_BACKEND_STORE_URI"]).removeprefix("sqlite:///"))
         self._command = ["mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
-        self._command += [moved(word) for word in command[6:]]
+        self._command += [moved(word) for word in command[6:]] + (["--workers", str(workers)] if workers else [])
         self._environment = {name: moved(value) for name, value in environment.items()}
         self._environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         self._log = folder / "log"
@@ -113,7 +115,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, mlflow_database: Path) -> Iterator[Server]:
-    found = Server(tmp_path_factory.mktemp("server"))
+    found = Server(tmp_path_factory.mktemp("server"), workers=1)
     shutil.copy(mlflow_database, found.database)
     found.start()
     yield found

@@ -148,14 +148,15 @@ def index_builder(
     With --follow a file names the run, and after one run the builder waits for the next. With --follow
     .realmops/STAGE.shards.json it computes shards for the stage tag, finetune or evaluate.
     """
-    from realmops.refresh.builder_process import Follower, run_index_builder
-
     if follow is not None:
         if exchange or snapshot:
             raise ValueError("--follow names a file with exchange and snapshot; leave out --exchange and --snapshot")
+        from realmops.refresh.follower import Follower
+
         Follower(follow, alive).run()
     if exchange is None or snapshot is None:
         raise ValueError("--exchange and --snapshot are required; give both, or --follow with a file that names them")
+    from realmops.refresh.builder_process import run_index_builder
     from realmops.stages.sharded_work import WORKS
 
     sys.exit(run_index_builder(exchange, snapshot, works=WORKS, **options))

@@ -136,7 +136,7 @@ def scale_up_builders(
     Raises:
         TimeoutError: if fewer are alive after ``wait_seconds``; the message has the reasons that Kubernetes reports.
     """
-    from realmops.refresh.builder_process import HEARTBEATS_FOLDER, assign_exchange
+    from realmops.refresh.follower import HEARTBEATS_FOLDER, assign_exchange
 
     assignment = assignment_path(root)
     with acquire_lease(assignment.parent / SCALING, log):
@@ -183,7 +183,7 @@ def shard_helpers(
     if pods < 2 or not deployment:
         yield
         return
-    from realmops.refresh.builder_process import assign_exchange
+    from realmops.refresh.follower import assign_exchange
     from realmops.stages.runner import shard_offer_path
 
     offer, assignment, ended = shard_offer_path(root, stage), assignment_path(root), threading.Event()

@@ -17,9 +17,10 @@ from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import PRECISIONS
 from realmops.model.retriever import Retriever
 from realmops.refresh.builder import MISCONFIGURED
-from realmops.refresh.builder_process import builder_command, exchange_identity
+from realmops.refresh.builder_process import exchange_identity
 from realmops.refresh.child_processes import SupervisedProcess
 from realmops.refresh.exchange import Exchange, FencedError
+from realmops.refresh.follower import builder_command
 from realmops.refresh.trainer import TrainerSide
 from realmops.search.embeddings import EMBEDDINGS
 from realmops.search.exact import PassageIndex
