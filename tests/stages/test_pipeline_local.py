@@ -10,8 +10,9 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import small_project
 import torch
+from ranks import forked
 from small_project import (
     Quiet,
     builder_beside,
@@ -50,6 +52,7 @@ from realmops.evaluate.predictions import read_predictions
 from realmops.evaluate.recall import first_hit_ranks
 from realmops.model.checkpoint_files import load_models
 from realmops.refresh.builder_process import assign_exchange
+from realmops.refresh.child_processes import run_realmops
 from realmops.search.bm25 import Bm25, rank, titled_texts
 from realmops.search.embed import embed, query_sequences
 from realmops.search.embeddings import embed_corpus, load_index
@@ -667,10 +670,16 @@ def test_trainer_and_its_child_builder_end_together_or_go_on(lived: tuple[Path, 
     shutil.copytree(lived[0] / "data", root / "data")
     shutil.copytree(lived[0] / "models/ict", root / "models/ict")
     write_project(tmp_path)
-    words = command("run", "pretrain", "--params", tmp_path / "params.yaml", "--root", root)
+    words = ["run", "pretrain", "--params", str(tmp_path / "params.yaml"), "--root", str(root)]
+    log = tmp_path / "log.txt"
 
-    def trainer() -> subprocess.Popen[str]:
-        return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    def start_trainer() -> BaseProcess:
+        return forked(run_realmops, words, log)
+
+    def await_while_alive(what: Callable[[], Any], trainer: BaseProcess) -> Any:
+        found = wait_for(lambda: what() or not trainer.is_alive(), 60)
+        assert found is not True, log.read_text()
+        return found
 
     def indexes() -> list[Path]:
         return list((root / ".realmops" / "work").glob("*/exchange/indexes/v-*"))
@@ -678,28 +687,29 @@ def test_trainer_and_its_child_builder_end_together_or_go_on(lived: tuple[Path, 
     def checkpoints() -> list[Path]:
         return list((root / ".realmops" / "work").glob("*/exchange/checkpoints/v-*"))
 
-    with trainer() as process:
-        wait_for(lambda: builders(root), 60, process)
-        process.kill()
+    trainer = start_trainer()
+    await_while_alive(lambda: builders(root), trainer)
+    trainer.kill()
     wait_for(lambda: not builders(root), 60)
 
-    with trainer() as process:
-        wait_for(indexes, 60, process)
-        process.terminate()
-        assert process.wait() == 128 + signal.SIGTERM, process.communicate()
+    trainer = start_trainer()
+    await_while_alive(indexes, trainer)
+    trainer.terminate()
+    trainer.join()
+    assert trainer.exitcode == 128 + signal.SIGTERM, log.read_text()
     wait_for(lambda: not builders(root), 60)
     assert not (root / "models/pretrain").exists()
     assert litter(root) == []
 
-    with trainer() as process:
-        wait_for(checkpoints, 60, process)
-        process.kill()
+    trainer = start_trainer()
+    await_while_alive(checkpoints, trainer)
+    trainer.kill()
     wait_for(lambda: not builders(root), 60)
 
-    with trainer() as process:
-        os.kill(wait_for(lambda: builders(root), 60, process)[0], signal.SIGKILL)
-        _, told = process.communicate()
-        assert process.returncode == 0, told
+    trainer = start_trainer()
+    os.kill(await_while_alive(lambda: builders(root), trainer)[0], signal.SIGKILL)
+    trainer.join()
+    assert trainer.exitcode == 0, log.read_text()
     assert not builders(root)
     assert model_files(root / "models/pretrain") == model_files(lived[0] / "models/pretrain")
     steps = [line["step"] for line in journal(root / "models/pretrain")]
