@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection, forkserver, get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,14 +20,42 @@ from realmops.refresh import child_processes
 from realmops.refresh.child_processes import run_realmops
 
 PRELOAD = "realmops.commands.preload"
+SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
 
 
 def forked(work: Any, *arguments: Any) -> BaseProcess:
+    """A process of a fork server that has imported PyTorch and transformers, unless this process has another one."""
     context = get_context("forkserver")
-    context.set_forkserver_preload([PRELOAD])
+    context.set_forkserver_preload([PRELOAD])  # no effect on a fork server that runs
     process = context.Process(target=work, args=arguments)
     process.start()
     return process
+
+
+def start_forked(arguments: Sequence[str | Path], log: Path, **variables: str) -> BaseProcess:
+    """Start a command of realmops, forked; its output is appended to ``log``."""
+    get_context("forkserver").set_forkserver_preload([PRELOAD])
+    SERVER.ensure_running()
+    return forked(as_command, [str(word) for word in arguments], log, variables, SERVER._forkserver_address)
+
+
+def run_forked(arguments: Sequence[str | Path], log: Path) -> str:
+    """Run a command of realmops that succeeds, with its stages in the same process, as under torchrun; its output."""
+    process = start_forked(arguments, log, TORCHELASTIC_RUN_ID="none")
+    process.join()
+    assert process.exitcode == 0, log.read_text()
+    return log.read_text()
+
+
+def as_command(arguments: list[str], log: Path, variables: dict[str, str], server: str) -> None:
+    """Do so in this process, whose children are forked from the same fork server: Python would start another one."""
+    os.environ.update(variables)
+    if not hasattr(SERVER, "_forkserver_authkey"):  # as of Python 3.14, which starts one
+        SERVER._forkserver_address, SERVER.ensure_running = server, lambda: None
+        child_processes.ensure_running = SERVER.ensure_running
+    calls = SimpleNamespace(Popen=ForkedCommand, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+    child_processes.subprocess = calls  # type: ignore[assignment]
+    run_realmops(arguments, log)
 
 
 class ForkedCommand:
@@ -56,13 +84,6 @@ def as_child(arguments: list[str], log: str, environment: dict[str, str]) -> Non
     run_realmops(arguments, Path(log))
 
 
-def as_rank(arguments: list[str], log: Path, variables: dict[str, str]) -> None:
-    os.environ.update(variables)
-    calls = SimpleNamespace(Popen=ForkedCommand, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
-    child_processes.subprocess = calls  # type: ignore[assignment]
-    run_realmops(arguments, log)
-
-
 def run_roots(port: int, stage: str, params: Path, processes: Mapping[Path, int]) -> list[int | None]:
     """Run a stage under each root by so many processes, which meet at the store of this port; return exit codes.
 
@@ -77,7 +98,7 @@ def run_roots(port: int, stage: str, params: Path, processes: Mapping[Path, int]
         words = ["run", stage, "--params", str(params), "--root", str(root)]
         for rank in range(size):
             own = {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(forked(as_rank, words, root.with_suffix(".log"), own))
+            ranks.append(start_forked(words, root.with_suffix(".log"), **own))
     waiting = {rank.sentinel: rank for rank in ranks}
     while waiting:
         for sentinel in connection.wait([*waiting]):

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import transformers
 import yaml
+from ranks import run_forked
 from small_encoders import write_encoder
 from small_project import (
     QUESTIONS,
@@ -25,7 +26,6 @@ from small_project import (
     command,
     litter,
     run_all_here,
-    run_command,
     stage,
     wait_for,
     write_json_lines,
@@ -87,15 +87,13 @@ def options(inputs: Path) -> list[str | Path]:
 
 
 @pytest.fixture(scope="module")
-def done(inputs: Path) -> subprocess.CompletedProcess[str]:
-    """The command, which writes the folder ``reader`` next to its inputs."""
-    result = run_command("reader", inputs / "reader", *options(inputs))
-    assert result.returncode == 0, result.stderr
-    return result
+def done(inputs: Path) -> str:
+    """The output of the command, which writes the folder ``reader`` next to its inputs."""
+    return run_forked(["reader", inputs / "reader", *options(inputs)], inputs / "reader.log")
 
 
 @pytest.fixture(scope="module")
-def reader(inputs: Path, done: subprocess.CompletedProcess[str]) -> Path:
+def reader(inputs: Path, done: str) -> Path:
     return inputs / "reader"
 
 
@@ -130,7 +128,7 @@ def test_transformers_opens_the_folder_as_its_card_shows(reader: Path) -> None:
     assert names["scores"].start_logits.shape == names["inputs"]["input_ids"].shape
 
 
-def test_the_card_has_the_numbers_of_the_training(reader: Path, done: subprocess.CompletedProcess[str]) -> None:
+def test_the_card_has_the_numbers_of_the_training(reader: Path, done: str) -> None:
     _, front, text = (reader / "README.md").read_text().split("---\n", 2)
     about = yaml.safe_load(front)
     assert (about["license"], about["datasets"]) == ("unknown", ["rajpurkar/squad"])
@@ -145,7 +143,7 @@ def test_the_card_has_the_numbers_of_the_training(reader: Path, done: subprocess
     assert questions == QUESTIONS_ASKED
     assert articles <= paragraphs <= QUESTIONS_ASKED // 2
     assert articles > ARTICLES // 2, "few articles would teach less"
-    assert f"{questions} questions about {articles} articles of SQuAD 1.1 train it, 24 about other" in done.stderr
+    assert f"{questions} questions about {articles} articles of SQuAD 1.1 train it, 24 about other" in done
     assert facts["encoder"] == "encoder"
     assert facts["calibration"].startswith("24 questions of SQuAD about other articles; ")
     assert json.loads((reader / CONFIDENCE).read_text())["questions"] == 24
@@ -154,7 +152,7 @@ def test_the_card_has_the_numbers_of_the_training(reader: Path, done: subprocess
     read = int(facts["read"].split()[0])
     assert 0 < read <= questions
     assert facts["epochs; steps"] == f"2; {2 * math.ceil(read / 12)}"
-    em = re.findall(r"dev_em=([\d.]+)", done.stdout)[0]
+    em = re.findall(r"dev_em=([\d.]+)", done)[0]
     assert float(facts["EM; F1 of these questions"].split(";")[0].split()[-1]) == pytest.approx(float(em), abs=6e-4)
     assert "CC BY-SA 4.0" in text
 
@@ -171,9 +169,7 @@ def test_a_killed_command_resumes_and_writes_the_same_reader(inputs: Path, reade
     assert not (inputs / "other").exists()
     with stage_lock(work / artifacts.WORK_FOLDER, "reader"):
         assert "another process runs the stage reader" in cli(*words).stderr
-    again = run_command(*words)
-    assert again.returncode == 0, again.stderr
-    assert "snapshot: nothing to do" in again.stderr
+    assert "snapshot: nothing to do" in run_forked(words, inputs / "other.log")
     assert contents(inputs / "other") == contents(reader)
     assert not work.exists()
 

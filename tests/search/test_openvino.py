@@ -2,7 +2,6 @@
 
 import gc
 import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_world import World, tiny_models
+from ranks import forked
+from small_world import World, at_once, tiny_models
 from torch import Tensor
 from transformers import AutoConfig, AutoModel
 
@@ -282,42 +282,43 @@ def test_a_graph_that_goes_leaves_nothing_behind() -> None:
     assert left[-1] - left[1] < 60, left
 
 
+def use_threads() -> None:
+    towers, texts = [tower("modernbert"), tower("bert")], sequences()
+
+    def make(one: Embedder) -> Tensor:
+        return embed(one, texts, AUTO, graph=OpenVinoGraph(one, 1))
+
+    calls = [partial(make, one) for one in towers * 4]
+    alone = [make(one) for one in towers] * 4
+    for _ in range(2):
+        assert all(map(torch.equal, at_once(*calls), alone))
+    graph = OpenVinoGraph(towers[0], 1)
+    calls = [partial(embed, towers[0], texts[n:], AUTO, graph=graph) for n in range(8)]
+    alone = [call() for call in calls]
+    for _ in range(5):
+        assert all(map(torch.equal, at_once(*calls), alone))
+    assert all(one.training for one in towers)
+    os._exit(0)
+
+
 def test_graphs_are_made_and_used_in_several_threads() -> None:
     """In a process of its own: what is traced is known to all of a process, which may crash."""
-    script = """
-import os, torch
-from functools import partial
-from small_world import at_once
-from test_openvino import OpenVinoGraph, AUTO, embed, sequences, tower
+    process = forked(use_threads)
+    process.join()
+    assert process.exitcode == 0
 
-towers, texts = [tower("modernbert"), tower("bert")], sequences()
-make = lambda one: embed(one, texts, AUTO, graph=OpenVinoGraph(one, 1))
-calls = [partial(make, one) for one in towers * 4]
-alone = [call() for call in calls]
-for _ in range(2):
-    assert all(map(torch.equal, at_once(*calls), alone))
-graph = OpenVinoGraph(towers[0], 1)
-calls = [partial(embed, towers[0], texts[n:], AUTO, graph=graph) for n in range(8)]
-alone = [call() for call in calls]
-for _ in range(5):
-    assert all(map(torch.equal, at_once(*calls), alone))
-assert all(one.training for one in towers)
-os._exit(0)
-"""
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    subprocess.run([sys.executable, "-c", script], check=True, env=os.environ | {"PYTHONPATH": path})
+
+def make_at(home: Path) -> None:
+    os.environ["HOME"] = str(home)
+    assert "openvino" not in sys.modules
+    OpenVinoGraph(tower(), 1, sequences())
+    assert "openvino" in sys.modules
+    assert sys.modules["openvino_telemetry"] is None  # type: ignore[comparison-overlap]
 
 
 def test_no_graph_is_told_to_anybody(tmp_path: Path) -> None:
     """OpenVINO's telemetry keeps its number of this machine in the home folder."""
-    script = (
-        "import sys, test_openvino; from realmops.search.openvino import OpenVinoGraph; "
-        "OpenVinoGraph(test_openvino.tower(), 1, test_openvino.sequences()); "
-        "sys.exit('openvino' not in sys.modules or sys.modules['openvino_telemetry'] is not None)"
-    )
-    environment = os.environ | {
-        "HOME": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
-    }
-    subprocess.run([sys.executable, "-c", script], check=True, env=environment)
+    process = forked(make_at, tmp_path)
+    process.join()
+    assert process.exitcode == 0
     assert not list(tmp_path.iterdir())

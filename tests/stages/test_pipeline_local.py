@@ -10,8 +10,9 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import small_project
 import torch
+from ranks import forked
 from small_project import (
     Quiet,
     builder_beside,
@@ -49,6 +51,7 @@ from realmops.corpus.word_counts import train_vocabulary
 from realmops.evaluate.predictions import read_predictions
 from realmops.evaluate.recall import first_hit_ranks
 from realmops.model.checkpoint_files import load_models
+from realmops.refresh.child_processes import run_realmops
 from realmops.refresh.follower import assign_exchange
 from realmops.search.bm25 import Bm25, rank, titled_texts
 from realmops.search.embed import embed, query_sequences
@@ -102,12 +105,12 @@ EMBEDDED |= {"tag": {"steps": 10}, "bert": {**small_project.SMALL["bert"], "voca
 EMBEDDED |= {"pretrain": {**small_project.SMALL["pretrain"], "shard_rows": 200, "retriever_delay": 0}}
 
 
-def run_embedded(root: Path, name: str = "all", *more: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return run_command("run", name, "--params", PARAMS, "--root", root, *settings(EMBEDDED), *more, **variables)
+def run_embedded(root: Path) -> subprocess.CompletedProcess[str]:
+    return run_command("run", "all", "--params", PARAMS, "--root", root, *settings(EMBEDDED))
 
 
 def embedded(root: Path, name: str, *more: str) -> str:
-    """The same in this process; what it printed."""
+    """Run a stage in this process; what it printed."""
     result = cli("run", name, "--params", PARAMS, "--root", root, *settings(EMBEDDED), *more)
     assert result.exit_code == 0, result.output
     return result.output
@@ -645,7 +648,9 @@ def test_a_builder_that_follows_a_file_serves_one_trainer_after_another(project:
             exchange = root / "exchange"
             assign_exchange(work, exchange, root / "data/snapshot/corpus", "")
             values = toy_values(pretrain={"builder": "external", "exchange": str(exchange)})
-            os.kill(wait_for(lambda place=exchange: builders(place), 60)[0], signal.SIGKILL)
+            wait_for(lambda place=exchange: builders(place), 60)
+            if number == 0:
+                os.kill(builders(exchange)[0], signal.SIGKILL)
             assert stage("pretrain", values, project, root)["refreshes"] > 0
             wait_for(lambda place=exchange: not builders(place), 60)
         wait_for(lambda: "is done" in said.read_text().splitlines()[-1], 60)
@@ -671,10 +676,16 @@ def test_trainer_and_its_child_builder_end_together_or_go_on(lived: tuple[Path, 
     shutil.copytree(lived[0] / "data", root / "data")
     shutil.copytree(lived[0] / "models/ict", root / "models/ict")
     write_project(tmp_path)
-    words = command("run", "pretrain", "--params", tmp_path / "params.yaml", "--root", root)
+    words = ["run", "pretrain", "--params", str(tmp_path / "params.yaml"), "--root", str(root)]
+    log = tmp_path / "log.txt"
 
-    def trainer() -> subprocess.Popen[str]:
-        return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    def start_trainer() -> BaseProcess:
+        return forked(run_realmops, words, log)
+
+    def await_while_alive(what: Callable[[], Any], trainer: BaseProcess) -> Any:
+        found = wait_for(lambda: what() or not trainer.is_alive(), 60)
+        assert found is not True, log.read_text()
+        return found
 
     def indexes() -> list[Path]:
         return list((root / ".realmops" / "work").glob("*/exchange/indexes/v-*"))
@@ -682,28 +693,29 @@ def test_trainer_and_its_child_builder_end_together_or_go_on(lived: tuple[Path, 
     def checkpoints() -> list[Path]:
         return list((root / ".realmops" / "work").glob("*/exchange/checkpoints/v-*"))
 
-    with trainer() as process:
-        wait_for(lambda: builders(root), 60, process)
-        process.kill()
+    trainer = start_trainer()
+    await_while_alive(lambda: builders(root), trainer)
+    trainer.kill()
     wait_for(lambda: not builders(root), 60)
 
-    with trainer() as process:
-        wait_for(indexes, 60, process)
-        process.terminate()
-        assert process.wait() == 128 + signal.SIGTERM, process.communicate()
+    trainer = start_trainer()
+    await_while_alive(indexes, trainer)
+    trainer.terminate()
+    trainer.join()
+    assert trainer.exitcode == 128 + signal.SIGTERM, log.read_text()
     wait_for(lambda: not builders(root), 60)
     assert not (root / "models/pretrain").exists()
     assert litter(root) == []
 
-    with trainer() as process:
-        wait_for(checkpoints, 60, process)
-        process.kill()
+    trainer = start_trainer()
+    await_while_alive(checkpoints, trainer)
+    trainer.kill()
     wait_for(lambda: not builders(root), 60)
 
-    with trainer() as process:
-        os.kill(wait_for(lambda: builders(root), 60, process)[0], signal.SIGKILL)
-        _, told = process.communicate()
-        assert process.returncode == 0, told
+    trainer = start_trainer()
+    os.kill(await_while_alive(lambda: builders(root), trainer)[0], signal.SIGKILL)
+    trainer.join()
+    assert trainer.exitcode == 0, log.read_text()
     assert not builders(root)
     assert model_files(root / "models/pretrain") == model_files(lived[0] / "models/pretrain")
     steps = [line["step"] for line in journal(root / "models/pretrain")]
@@ -714,14 +726,15 @@ def test_trainer_and_its_child_builder_end_together_or_go_on(lived: tuple[Path, 
 # MLflow
 
 
-def test_the_stages_of_one_variant_are_one_mlflow_run(finished: Path, tmp_path: Path) -> None:
+def test_the_stages_of_one_variant_are_one_mlflow_run(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = tmp_path / "root"
     shutil.copytree(finished, root)
-    variables = {"MLFLOW_TRACKING_URI": "", "MLFLOW_RUN_ID": "", "DVC_EXP_NAME": ""}
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "DVC_EXP_NAME"):
+        monkeypatch.setenv(name, "")
     for name in ("ict", "evaluate"):
-        process = run_embedded(root, name, "--force", "--set", "tracking.enabled=true", **variables)
-        assert process.returncode == 0, process.stderr
-        assert "warning" not in process.stderr, process.stderr
+        assert "warning" not in embedded(root, name, "--force", "--set", "tracking.enabled=true")
     with contextlib.closing(sqlite3.connect(root / ".realmops/mlflow/mlflow.db")) as database:
 
         def rows(query: str) -> list[Any]:
