@@ -8,7 +8,8 @@ does the same in a process with variables of its own, which the library may read
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import connection, forkserver, get_context
 from multiprocessing.process import BaseProcess
@@ -53,9 +54,8 @@ def as_command(arguments: list[str], log: Path, variables: dict[str, str], serve
     if not hasattr(SERVER, "_forkserver_authkey"):  # as of Python 3.14, which starts one
         SERVER._forkserver_address, SERVER.ensure_running = server, lambda: None
         child_processes.ensure_running = SERVER.ensure_running
-    calls = SimpleNamespace(Popen=ForkedCommand, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
-    child_processes.subprocess = calls  # type: ignore[assignment]
-    run_realmops(arguments, log)
+    with forked_builders():
+        run_realmops(arguments, log)
 
 
 class ForkedCommand:
@@ -82,6 +82,27 @@ def as_child(arguments: list[str], log: str, environment: dict[str, str]) -> Non
     os.environ.update(environment)
     arguments[arguments.index("--watch-parent") + 1] = str(os.getppid())
     run_realmops(arguments, Path(log))
+
+
+def start_command(command: Sequence[str], **how: Any) -> Any:
+    """Fork the builder of a stage; start any other process."""
+    is_child = "--watch-parent" in command and how["stdout"] is not None
+    return ForkedCommand(command, **how) if is_child else subprocess.Popen(command, **how)
+
+
+CALLS = SimpleNamespace(Popen=start_command, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+
+
+@contextmanager
+def forked_builders() -> Iterator[None]:
+    """Let the stages of this process fork their index builders, which then import nothing."""
+    usual: Any = child_processes.subprocess
+    child_processes.subprocess = CALLS  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if usual is not CALLS:  # else another thread does this
+            child_processes.subprocess = usual
 
 
 def run_roots(port: int, stage: str, params: Path, processes: Mapping[Path, int]) -> list[int | None]:

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 from forked import Forked
+from ranks import forked_builders
 from safetensors.torch import load_file
 from small_world import DOCUMENTS, write_documents
 from torch import Tensor
@@ -136,8 +137,9 @@ def run_all_here(params: Path, root: Path, *settings: str, report: Quiet | None 
     """The names of the stages that ``realmops run all`` runs, all in this process."""
     values = config.load_params(params, presets=[], settings=settings)
     told = report or Quiet()
-    done = run_stages(planned_steps(values), values, project=params.parent, root=root, report=told, force=False)
-    return [name for name, _ in done]
+    with forked_builders():
+        done = run_stages(planned_steps(values), values, project=params.parent, root=root, report=told, force=False)
+        return [name for name, _ in done]
 
 
 def command(*arguments: str | Path) -> list[str]:
@@ -169,7 +171,8 @@ class Quiet:
 
 def stage(name: str, values: Values, project: Path, root: Path, report: Quiet | None = None) -> dict[str, Any]:
     """Run one stage in this process."""
-    return run_stage(name, values, project=project, root=root, report=report or Quiet())
+    with forked_builders():
+        return run_stage(name, values, project=project, root=root, report=report or Quiet())
 
 
 @contextlib.contextmanager
