@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing import Pipe, forkserver
 from pathlib import Path
 from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 from runpy import run_module
-from subprocess import TimeoutExpired
+from types import SimpleNamespace
 from typing import Any, TextIO
 from unittest import mock
 
@@ -49,12 +50,17 @@ class Forked:
 
     def wait(self, timeout: float | None = None) -> int:
         if not self._worker.wait(timeout):
-            raise TimeoutExpired("forked", timeout or 0.0)
+            raise subprocess.TimeoutExpired("forked", timeout or 0.0)
         assert self._process.exitcode is not None
         return self._process.exitcode
 
     def poll(self) -> int | None:
         return self.wait(0) if self._worker.wait(0) else None
+
+    @property
+    def sentinel(self) -> int:
+        """What ``multiprocessing.connection.wait`` waits for."""
+        return self._process.sentinel
 
     @property
     def returncode(self) -> int | None:
@@ -82,6 +88,32 @@ class Forked:
 def realmops(*words: str | Path, **options: Any) -> Forked:
     """``realmops`` with these words; ``options`` are those of ``Forked``."""
     return Forked(partial(run_program, "realmops", [str(word) for word in words]), **options)
+
+
+def start_builder(command: list[str], *, stdin: int, stdout: Any, stderr: Any, env: Mapping[str, str] | None) -> Forked:
+    """The index builder of a stage, which ends with this process; ``subprocess.Popen`` for those that stages start."""
+    python, words = command[:4], command[4:]
+    assert python == [sys.executable, "-P", "-m", "realmops"], command
+    if "--watch-parent" in words:  # this process is not its parent
+        at = words.index("--watch-parent")
+        del words[at : at + 2]
+    log = Path(stdout.name if stdout else f"/proc/{os.getpid()}/fd/1")
+    return Forked(partial(run_program, "realmops", words), log=log, env=env)
+
+
+FORKS: Any = SimpleNamespace(Popen=start_builder, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+
+
+@contextmanager
+def forked_builders() -> Iterator[None]:
+    """Let the stages of this process fork their index builders."""
+    usual: Any = child_processes.subprocess
+    child_processes.subprocess = FORKS
+    try:
+        yield
+    finally:
+        if usual is not FORKS:  # else another thread does this
+            child_processes.subprocess = usual
 
 
 def run_program(module: str, words: list[str]) -> None:

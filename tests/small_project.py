@@ -18,8 +18,7 @@ from unittest import mock
 import pytest
 import yaml
 from click.testing import CliRunner, Result
-from forked import Forked
-from ranks import forked_builders
+from forked import Forked, forked_builders
 from safetensors.torch import load_file
 from small_world import DOCUMENTS, write_documents
 from torch import Tensor

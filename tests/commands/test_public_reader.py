@@ -13,10 +13,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import transformers
 import yaml
-from ranks import run_forked
 from small_encoders import write_encoder
 from small_project import (
     QUESTIONS,
@@ -89,7 +89,14 @@ def options(inputs: Path) -> list[str | Path]:
 @pytest.fixture(scope="module")
 def done(inputs: Path) -> str:
     """The output of the command, which writes the folder ``reader`` next to its inputs."""
-    return run_forked(["reader", inputs / "reader", *options(inputs)], inputs / "reader.log")
+    return forked_output("reader", inputs / "reader", *options(inputs), log=inputs / "reader.log")
+
+
+def forked_output(*words: str | Path, log: Path) -> str:
+    """What a command prints, with that of its stages, which are not forked under torchrun."""
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "none"}
+    assert forked.realmops(*words, log=log, env=environment).wait() == 0, log.read_text()
+    return log.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +176,7 @@ def test_a_killed_command_resumes_and_writes_the_same_reader(inputs: Path, reade
     assert not (inputs / "other").exists()
     with stage_lock(work / artifacts.WORK_FOLDER, "reader"):
         assert "another process runs the stage reader" in cli(*words).stderr
-    assert "snapshot: nothing to do" in run_forked(words, inputs / "other.log")
+    assert "snapshot: nothing to do" in forked_output(*words, log=inputs / "other.log")
     assert contents(inputs / "other") == contents(reader)
     assert not work.exists()
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import forked
+from forked import Forked
 from small_world import World, at_once, tiny_models
 from torch import Tensor
 from transformers import AutoConfig, AutoModel
@@ -301,11 +301,9 @@ def use_threads() -> None:
     os._exit(0)
 
 
-def test_graphs_are_made_and_used_in_several_threads() -> None:
+def test_graphs_are_made_and_used_in_several_threads(tmp_path: Path) -> None:
     """In a process of its own: what is traced is known to all of a process, which may crash."""
-    process = forked(use_threads)
-    process.join()
-    assert process.exitcode == 0
+    assert Forked(use_threads, log=tmp_path / "log.txt").wait() == 0, (tmp_path / "log.txt").read_text()
 
 
 def make_at(home: Path) -> None:
@@ -318,7 +316,6 @@ def make_at(home: Path) -> None:
 
 def test_no_graph_is_told_to_anybody(tmp_path: Path) -> None:
     """OpenVINO's telemetry keeps its number of this machine in the home folder."""
-    process = forked(make_at, tmp_path)
-    process.join()
-    assert process.exitcode == 0
-    assert not list(tmp_path.iterdir())
+    (home := tmp_path / "home").mkdir()
+    assert Forked(partial(make_at, home), log=tmp_path / "log.txt").wait() == 0, (tmp_path / "log.txt").read_text()
+    assert not list(home.iterdir())

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from multiprocessing.process import BaseProcess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import small_project
 import torch
-from ranks import forked
+from forked import Forked
 from small_project import (
     Quiet,
     builder_beside,
@@ -51,6 +51,7 @@ from realmops.corpus.word_counts import train_vocabulary
 from realmops.evaluate.predictions import read_predictions
 from realmops.evaluate.recall import first_hit_ranks
 from realmops.model.checkpoint_files import load_models
+from realmops.refresh import child_processes
 from realmops.refresh.child_processes import run_realmops
 from realmops.refresh.follower import assign_exchange
 from realmops.search.bm25 import Bm25, rank, titled_texts
@@ -669,6 +670,12 @@ def test_a_builder_that_follows_a_file_serves_one_trainer_after_another(project:
     assert lines.startswith(f"index builder: waiting for work: {work} names none")
 
 
+def run_with_started_builder(words: list[str], log: Path) -> None:
+    """A process of the command line whose index builder starts as a user's."""
+    child_processes.subprocess = subprocess  # type: ignore[attr-defined]
+    run_realmops(words, log)
+
+
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are found in /proc")
 def test_trainer_and_its_child_builder_end_together_or_go_on(lived: tuple[Path, Path], tmp_path: Path) -> None:
     """Killed while the builder starts, told to end, killed in the middle; at last the builder alone is killed."""
@@ -679,11 +686,11 @@ def test_trainer_and_its_child_builder_end_together_or_go_on(lived: tuple[Path, 
     words = ["run", "pretrain", "--params", str(tmp_path / "params.yaml"), "--root", str(root)]
     log = tmp_path / "log.txt"
 
-    def start_trainer() -> BaseProcess:
-        return forked(run_realmops, words, log)
+    def start_trainer() -> Forked:
+        return Forked(partial(run_with_started_builder, words, log), log=log)
 
-    def await_while_alive(what: Callable[[], Any], trainer: BaseProcess) -> Any:
-        found = wait_for(lambda: what() or not trainer.is_alive(), 60)
+    def await_while_alive(what: Callable[[], Any], trainer: Forked) -> Any:
+        found = wait_for(lambda: what() or trainer.poll() is not None, 60)
         assert found is not True, log.read_text()
         return found
 
@@ -701,8 +708,7 @@ def test_trainer_and_its_child_builder_end_together_or_go_on(lived: tuple[Path, 
     trainer = start_trainer()
     await_while_alive(indexes, trainer)
     trainer.terminate()
-    trainer.join()
-    assert trainer.exitcode == 128 + signal.SIGTERM, log.read_text()
+    assert trainer.wait() == 128 + signal.SIGTERM, log.read_text()
     wait_for(lambda: not builders(root), 60)
     assert not (root / "models/pretrain").exists()
     assert litter(root) == []
@@ -714,8 +720,7 @@ def test_trainer_and_its_child_builder_end_together_or_go_on(lived: tuple[Path, 
 
     trainer = start_trainer()
     os.kill(await_while_alive(lambda: builders(root), trainer)[0], signal.SIGKILL)
-    trainer.join()
-    assert trainer.exitcode == 0, log.read_text()
+    assert trainer.wait() == 0, log.read_text()
     assert not builders(root)
     assert model_files(root / "models/pretrain") == model_files(lived[0] / "models/pretrain")
     steps = [line["step"] for line in journal(root / "models/pretrain")]
