@@ -42,6 +42,7 @@ def _convert(module: str, name: str, raw: RawRecord) -> Outcome:
     except BaseException:  # a late reply would be taken for that of the next file
         child.kill()
         _start_child.cache_clear()
+        child.communicate()  # closes the pipes
         raise
     if reply:
         kind, fields = json.loads(reply)
