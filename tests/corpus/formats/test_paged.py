@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 import zipfile
@@ -30,6 +29,7 @@ from realmops.corpus.formats.pdf import bounding_boxes
 from realmops.corpus.snapshot_reader import REJECTS, SOURCES, read_rejects
 from realmops.serve.page import _passages
 
+PAGED = "realmops.corpus.formats.paged"
 WORDS = (
     "Anna Berg was born in Oslo. She wrote The Cold\nSea in 1931.",
     "It rained. Karl Lund lives in Bergen.",
@@ -48,7 +48,7 @@ def test_threads_that_read_at_once_get_each_their_own_file(tmp_path: Path, monke
     """The first one is held up between its request and its reply, until the second one has had time for both."""
     paths = [written(tmp_path / f"{n}.docx", docx(f"Text of number {n}.")) for n in range(2)]
     assert [read(path).text for path in paths] == ["Text of number 0.", "Text of number 1."]
-    child = sandbox._start_child("realmops.corpus.formats.paged", os.getpid())
+    child = sandbox._start_child(PAGED)
     asked = Event()
 
     class Held:
@@ -293,10 +293,10 @@ def test_characters_are_counted_over_all_pages_and_cells(tmp_path: Path, monkeyp
 
 def test_a_file_that_ends_its_reader_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "MEMORY_LIMIT", 100 << 20)
-    sandbox._start_child.cache_clear()
+    sandbox._stop_child(PAGED)
     good, bad = written(tmp_path / "a.pdf", pdf("x")), written(tmp_path / "b.pdf", drawn_forms(10, 6))
     before, ended, after = (read(path) for path in (good, bad, good))
-    sandbox._start_child.cache_clear()  # it ends, and the next one has the limit of before
+    sandbox._stop_child(PAGED)  # it ends, and the next one has the limit of before
     assert before.text == after.text == "x"
     assert (ended.kind, "takes more than 100 MiB of memory" in ended.problem) == ("broken_pdf", True)
 

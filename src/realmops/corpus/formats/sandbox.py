@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 
 from realmops.corpus.documents import Document, Dropped, Outcome, RawRecord, Rejected
@@ -21,6 +20,7 @@ from realmops.corpus.documents import Document, Dropped, Outcome, RawRecord, Rej
 MEMORY_LIMIT = 2 << 30  # bytes of data, in addition to those of a freshly started child
 _OUTCOMES = {kind.__name__: kind for kind in (Document, Dropped, Rejected)}
 _OUT_OF_MEMORY = 3  # exit status
+_CHILDREN: dict[tuple[str, int], "subprocess.Popen[bytes]"] = {}  # by module and process: a fork starts its own
 _LOCK = threading.Lock()  # the child replies in order: one request at a time
 
 
@@ -31,7 +31,7 @@ def convert_in_child(module: str, name: str, raw: RawRecord) -> Outcome:
 
 
 def _convert(module: str, name: str, raw: RawRecord) -> Outcome:
-    child = _start_child(module, os.getpid())
+    child = _start_child(module)
     assert child.stdin is not None
     assert child.stdout is not None
     try:
@@ -40,9 +40,7 @@ def _convert(module: str, name: str, raw: RawRecord) -> Outcome:
             child.stdin.flush()
         reply = child.stdout.readline()
     except BaseException:  # a late reply would be taken for that of the next file
-        child.kill()
-        _start_child.cache_clear()
-        child.communicate()  # closes the pipes
+        _stop_child(module)
         raise
     if reply:
         kind, fields = json.loads(reply)
@@ -51,8 +49,8 @@ def _convert(module: str, name: str, raw: RawRecord) -> Outcome:
             fields |= {key: tuple(map(tuple, fields[key])) for key in ("spans", "omitted")}
         outcome: Outcome = _OUTCOMES[kind](**fields)
         return outcome
-    _start_child.cache_clear()
-    child.communicate()
+    child.wait()
+    _stop_child(module)
     if child.returncode == _OUT_OF_MEMORY:
         problem = f"reading the file takes more than {MEMORY_LIMIT >> 20:,} MiB of memory; split it"
         return Rejected(raw.place, problem, kind="too_large")
@@ -61,12 +59,22 @@ def _convert(module: str, name: str, raw: RawRecord) -> Outcome:
     return Rejected(raw.place, problem, kind=f"broken_{name}")
 
 
-@cache
-def _start_child(module: str, parent: int) -> "subprocess.Popen[bytes]":
-    """Start the child of the process ``parent``; a fork starts its own. The child exits at the end of its input."""
+def _start_child(module: str) -> "subprocess.Popen[bytes]":
+    """Return this process's child for a module, started if needed. The child exits at the end of its input."""
+    if child := _CHILDREN.get((module, os.getpid())):
+        return child
     code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import convert; from {__name__} import run_child; "
     code += f"run_child(convert, {MEMORY_LIMIT})"
-    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    _CHILDREN[module, os.getpid()] = child
+    return child
+
+
+def _stop_child(module: str) -> None:
+    """End this process's child for a module, if there is one, and close its pipes."""
+    if child := _CHILDREN.pop((module, os.getpid()), None):
+        child.kill()
+        child.communicate()
 
 
 def run_child(convert: Callable[[str, RawRecord], Outcome], memory: int) -> None:
