@@ -96,7 +96,7 @@ def _run_in_child_processes(names: Sequence[str], **options: Any) -> None:
     end_on_sigterm()
     if (parent := options.pop("watch_parent")) is not None:
         end_with(parent)
-    finished = all((options["root"] / STAGES[name].folder).is_dir() for name in names if name in STAGES)
+    finished = all(os.path.isdir(options["root"] / STAGES[name].folder) for name in names if name in STAGES)
     module = "realmops.commands.run" if finished else "realmops.commands.preload"  # which imports PyTorch for all
     for name in names:
         work = partial(_explained_run, names, only_step=name, **options)
