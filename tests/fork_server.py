@@ -1,4 +1,4 @@
-"""What pytest's fork server imports (``forked``): the modules of all stages.
+"""Imports of pytest's fork server (``forked``): the modules of all stages.
 
 What is forked from there forks its own stages and index builders from there, too.
 """

@@ -59,7 +59,7 @@ class Forked:
 
     @property
     def sentinel(self) -> int:
-        """What ``multiprocessing.connection.wait`` waits for."""
+        """Handle for ``multiprocessing.connection.wait``."""
         return self._process.sentinel
 
     @property

@@ -40,7 +40,7 @@ def run(pipeline: Path, outputs: Path, arguments: dict[str, Any], *, forks: bool
 
 
 class Tasks:
-    """What runs tasks; its process, from which they are forked, has no threads, as that of the runner has."""
+    """Runner of tasks; its process, from which they are forked, has no threads, as that of the runner has."""
 
     def __init__(self, show: Path) -> None:
         self._show = show

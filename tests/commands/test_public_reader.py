@@ -93,7 +93,7 @@ def done(inputs: Path) -> str:
 
 
 def forked_output(*words: str | Path, log: Path) -> str:
-    """What a command prints, with that of its stages, which are not forked under torchrun."""
+    """Return the output of a command and of its stages, which are not forked under torchrun."""
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "none"}
     assert forked.realmops(*words, log=log, env=environment).wait() == 0, log.read_text()
     return log.read_text()
