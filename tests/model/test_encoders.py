@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from small_project import Quiet, run_all_here, stage, toy_values, write_project
-from small_world import section
+from small_world import at_once, section
 from transformers import BertTokenizerFast
 
 from realmops.corpus.snapshot_reader import Snapshot
@@ -29,8 +30,8 @@ from realmops.hub import (
     unused_modules,
 )
 from realmops.model.checkpoint_files import build_models
-from realmops.model.encoder_files import build_small_encoder, load_encoder, save_encoder
-from realmops.model.retriever import Embedder
+from realmops.model.encoder_files import build_small_encoder, encoder_from_description, load_encoder, save_encoder
+from realmops.model.retriever import Embedder, initialise_projection
 from realmops.stages import check_inputs
 from realmops.text.pretrained import read_encoder_vocabulary
 from realmops.text.vocabulary import SPECIAL_TOKENS, Casing, build_tokenizer, vocabulary_bytes
@@ -45,6 +46,29 @@ def write_encoder(folder: Path, pieces: list[str] | None = None) -> Path:
     save_encoder(folder, *build_small_encoder(options, len(pieces), torch.Generator().manual_seed(0)))
     (folder / "vocab.txt").write_bytes(vocabulary_bytes(pieces))
     return folder
+
+
+def test_threads_that_build_at_once_initialise_and_leave_torch_as_it_was(tmp_path: Path) -> None:
+    """transformers replaces torch's functions while it builds a model, and puts back what it found."""
+    folder, functions = write_encoder(tmp_path / "encoder"), dict(vars(torch.nn.init))
+    options = section("bert", width=8, layers=1, heads=2, intermediate=16, positions=64, dropout=0.0)
+
+    def build() -> Any:
+        return build_small_encoder(options, 40, torch.Generator().manual_seed(0))[0]
+
+    def build_tower() -> torch.Tensor:
+        tower = Embedder(build(), 8, "paper", projection="orthogonal")
+        initialise_projection(tower, torch.Generator().manual_seed(0))
+        assert tower.projection is not None
+        return tower.projection.weight
+
+    alone = build_tower()
+    for _ in range(4):
+        calls = [partial(load_encoder, folder), build_tower, partial(encoder_from_description, build().describe())]
+        found = at_once(*calls * 2)
+        assert torch.equal(found[1], alone)
+        assert torch.equal(found[4], alone)
+        assert dict(vars(torch.nn.init)) == functions
 
 
 # ---- finding a folder

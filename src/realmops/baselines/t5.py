@@ -28,6 +28,7 @@ from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import autocast
 from realmops.hub import CONFIG, T5, TOKENIZER, encoder_folder, read_config
 from realmops.model.sequences import SpecialTokens
+from realmops.model.transformers_models import BUILD_LOCK, import_transformers
 from realmops.train.fine_tuning import finetune_steps
 from realmops.train.loop import DeferredMetrics, TrainingContext, epoch_rows, fit
 from realmops.train.optimiser import Group
@@ -163,7 +164,7 @@ class ClosedBook(AnswerModel):
         """
         assert not any(target_answers), "a closed-book model cannot score given answers"
         self.net.eval()
-        greedy = _transformers().GenerationConfig(
+        greedy = import_transformers().GenerationConfig(
             max_new_tokens=self.answer_wordpieces,
             do_sample=False,
             num_beams=1,
@@ -290,15 +291,6 @@ def finetune(
     return fit(context, groups, optimiser, step_loss, steps=steps, checkpoint_every=every)
 
 
-def _transformers() -> Any:
-    """Import transformers without its log messages and progress bars."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    return transformers
-
-
 def _add_sentinels(snapshot: Snapshot) -> Tokenizer:
     """Return a copy of the snapshot's tokenizer with additional ids for sentinels, and for ``JOIN`` with WordPiece."""
     tokenizer = Tokenizer.from_str(snapshot.tokenizer.to_str())
@@ -314,7 +306,7 @@ def _add_sentinels(snapshot: Snapshot) -> Tokenizer:
 
 def _build_small(tokenizer: Tokenizer, shape: Any, seed: int) -> Any:
     """Build a T5 whose encoder and decoder have the shape of an encoder's configuration, initialised as in T5."""
-    transformers, special = _transformers(), SpecialTokens.of(tokenizer)
+    transformers, special = import_transformers(), SpecialTokens.of(tokenizer)
     config = transformers.T5Config(
         vocab_size=tokenizer.get_vocab_size(),
         d_model=shape.hidden_size,
@@ -328,14 +320,14 @@ def _build_small(tokenizer: Tokenizer, shape: Any, seed: int) -> Any:
         decoder_start_token_id=special.padding,
         attn_implementation="eager",
     )
-    with torch.random.fork_rng(devices=[]):
+    with BUILD_LOCK, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(seed, "closed_book"))
         return transformers.T5ForConditionalGeneration(config)
 
 
 def _open(folder: Path) -> tuple[Any, Tokenizer]:
     """Load model and tokenizer of a folder; raise ValueError if it is damaged or not a T5."""
-    transformers = _transformers()
+    transformers = import_transformers()
     family = read_config(folder).get("model_type")
     if family != "t5":
         raise ValueError(
@@ -343,14 +335,15 @@ def _open(folder: Path) -> tuple[Any, Tokenizer]:
             "example google-t5/t5-base"
         )
     try:
-        net, loading_info = transformers.T5ForConditionalGeneration.from_pretrained(
-            folder,
-            use_safetensors=True,
-            local_files_only=True,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            output_loading_info=True,
-        )
+        with BUILD_LOCK:
+            net, loading_info = transformers.T5ForConditionalGeneration.from_pretrained(
+                folder,
+                use_safetensors=True,
+                local_files_only=True,
+                dtype=torch.float32,
+                attn_implementation="eager",
+                output_loading_info=True,
+            )
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
     except Exception as error:  # the libraries raise many types for damaged files
         reason = " ".join(str(error).split())[:200]

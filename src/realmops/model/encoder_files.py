@@ -22,6 +22,7 @@ from realmops.model.encoder import Encoder, is_near, set_dropout
 from realmops.model.masked_word_head import MaskedWordHead
 from realmops.model.packed import PackedBatch
 from realmops.model.transformers_models import (
+    BUILD_LOCK,
     ENCODER,
     MASKED_WORDS,
     SUGGESTED_ENCODERS,
@@ -134,7 +135,7 @@ def build_small_encoder(
         model = transformers.BertForMaskedLM(config)
     model.tie_weights()
     embeddings, transform = model.bert.embeddings, model.cls.predictions.transform
-    with torch.no_grad():
+    with BUILD_LOCK, torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
         for part in model.modules():

@@ -74,7 +74,7 @@ class LexicalFeatures(nn.Module):
         self.register_buffer("first_F", torch.from_numpy(first_F[:-1]), persistent=False)
         self.register_buffer("bounds", torch.tensor(DISTANCES), persistent=False)
         self.vectors = nn.Embedding(int(first_F[-1]), width)
-        nn.init.zeros_(self.vectors.weight)
+        self.vectors.weight.data.zero_()
 
     def learn_words(
         self,

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from realmops.devices import disable_autocast, to_device
 from realmops.model.encoder import Encoder
 from realmops.model.packed import PackedBatch
+from realmops.model.transformers_models import BUILD_LOCK
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {  # activations of dense layers, by their names in sentence-transformers
     "torch.nn.modules.linear.Identity": nn.Identity,
@@ -356,7 +357,7 @@ def initialise_projection(embedder: Embedder, generator: torch.Generator) -> Non
     Gaussian of variance 1/E, preserves them in expectation. ``pca`` is fitted later to the passages
     (``search.corpus_statistics``) and is orthogonal until then.
     """
-    with torch.no_grad():
+    with BUILD_LOCK, torch.no_grad():
         if embedder.projection is not None and embedder.start == "random":
             embedder.projection.weight.normal_(0.0, 1 / math.sqrt(embedder.width), generator=generator)
         elif embedder.projection is not None:

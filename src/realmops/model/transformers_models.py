@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
 from torch import Tensor
 
+BUILD_LOCK = RLock()  # transformers replaces functions of torch.nn.init, for all threads, while it builds a model
 _ALTERNATIVES = {  # supported models, by a substring of an unsupported model_type
     "t5": "FacebookAI/roberta-base, or with several languages FacebookAI/xlm-roberta-base",
     "bart": "FacebookAI/roberta-base",
@@ -86,7 +88,7 @@ def load_transformers_model(
         own_values = {name: value for name, value in values.items() if name != "auto_map"}  # refers to custom code
         config = transformers.AutoConfig.for_model(**{**own_values, "model_type": model_type_of(values)})
         state_dict = {f"bert.{name[6:]}" if name.startswith("realm.") else name: t for name, t in state.items()}
-        with torch.random.fork_rng(devices=[]):  # CPU only: otherwise a context is created on every GPU
+        with BUILD_LOCK, torch.random.fork_rng(devices=[]):  # CPU only: otherwise a context is created on every GPU
             model, report = (
                 getattr(transformers, auto_class)
                 ._model_mapping[type(config)]
@@ -104,10 +106,13 @@ def load_transformers_model(
 
 @contextmanager
 def skip_weight_init() -> Iterator[None]:
-    """Context manager: build transformers models without initialising weights or advancing torch's generator."""
+    """Context manager: build transformers models without initialising weights or advancing torch's generator.
+
+    One thread at a time: two at once would leave the functions of ``torch.nn.init`` replaced.
+    """
     from transformers.initialization import no_init_weights
 
-    with torch.random.fork_rng(devices=[]), no_init_weights():
+    with BUILD_LOCK, torch.random.fork_rng(devices=[]), no_init_weights():
         yield
 
 
