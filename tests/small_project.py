@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -18,7 +17,7 @@ from unittest import mock
 import pytest
 import yaml
 from click.testing import CliRunner, Result
-from forked import Forked, forked_builders
+from forked import Forked, forked_builders, realmops
 from safetensors.torch import load_file
 from small_world import DOCUMENTS, write_documents
 from torch import Tensor
@@ -29,7 +28,6 @@ from realmops.commands.run import run_stages
 from realmops.config import merge_options
 from realmops.evaluate.predictions import read_predictions, write_predictions
 from realmops.model.checkpoint_files import MODEL, identifying_files
-from realmops.refresh.builder_process import run_index_builder
 from realmops.stages import planned_steps
 from realmops.stages.runner import run_stage
 from realmops.train.index_source import ExchangeSource
@@ -176,16 +174,14 @@ def stage(name: str, values: Values, project: Path, root: Path, report: Quiet | 
 
 @contextlib.contextmanager
 def builder_beside(exchange: Path, corpus: Path) -> Iterator[None]:
-    """An index builder in a thread of this process, until the trainer has finished."""
-    thread = threading.Thread(
-        target=run_index_builder, args=(exchange, corpus), kwargs={"watch_parent": None, "works": {}}
-    )
-    thread.start()
+    """An index builder in a forked process, until the trainer has finished."""
+    builder = realmops("index-builder", "--exchange", exchange, "--snapshot", corpus)
     try:
         yield
+        assert builder.wait(60) == 0
     finally:
-        thread.join(60)
-        assert not thread.is_alive()
+        builder.kill()
+        print(builder.communicate()[1])  # shown where a test fails
 
 
 @contextlib.contextmanager

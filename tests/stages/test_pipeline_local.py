@@ -293,7 +293,7 @@ def test_a_changed_option_runs_again_what_it_touches(
     assert started == again
 
 
-# Options that take another way, on the documents of ``small_world``; the index builder is a thread of this process
+# Options that take another way, on the documents of ``small_world``; the index builder is a forked process
 
 
 @pytest.fixture(scope="module")
