@@ -4,7 +4,7 @@
     python benchmarks/growth.py --sizes 20000 200000 2000000 --last snapshot --repeats 1
     python benchmarks/growth.py --sizes 10000 100000 1000000 --last served --repeats 1 --documents FILE FILE
 
-Generated passages of about 30 wordpieces and encoders of one layer and width 32, so that 200,000 passages take minutes.
+Generated passages of about 30 wordpieces and encoders of one narrow layer, so that 200,000 passages take minutes.
 Each size is a fresh root: the stages snapshot and tag, the embedding of all passages, 10 searches of 64 queries each,
 evaluate's ranking of questions with all its match rules; then the fine-tuned model as a server has it: until it opens,
 the median of an answer, and an update after one document was edited; at last the stage pretrain with its index builder:
@@ -48,10 +48,8 @@ SPACES = (MEMORY, OWN, SNAPSHOTS_MEMORY, ANSWERS_MEMORY)
 PROJECT = Path(__file__).parents[1]
 SMALL = {
     "run.device": "cpu",
-    "bert.width": 32,
     "bert.layers": 1,
     "bert.heads": 2,
-    "bert.intermediate": 64,
     "sample.subjects": 60,
     "sample.warmup_worlds": 1,
     "snapshot.use_warmup": False,
@@ -70,13 +68,14 @@ SMALL = {
 REAL = {"tag.method": "dates", "snapshot.block_wordpieces": 288}
 UNTRAINED = {"pretrain.steps": 0}
 ANSWERED = 40
+SETTINGS = "settings.json"  # in a root: options of params.yaml beside those of SMALL
 
 
 def values_of(root: Path, **more: Any) -> dict[str, dict[str, Any]]:
     """params.yaml made small, over the documents of the root."""
     from realmops import config
 
-    small = SMALL | (REAL if (root / "real").exists() else {}) | more
+    small = SMALL | json.loads((root / SETTINGS).read_text()) | more
     settings = [f"{name}={json.dumps(value)}" for name, value in small.items()]
     return config.load_params(
         PROJECT / "params.yaml", settings=[*settings, f"snapshot.documents={root / 'documents.jsonl'}"]
@@ -218,7 +217,7 @@ def write_repeated(path: Path, documents: Sequence[Path], size: int) -> None:
             out.write(json.dumps(line) + "\n")
 
 
-def run(size: int, parts: Sequence[str], documents: Sequence[Path]) -> dict[str, float]:
+def run(size: int, parts: Sequence[str], documents: Sequence[Path], width: int) -> dict[str, float]:
     """One size once: seconds of each part, and MiB."""
     import generated
 
@@ -226,9 +225,10 @@ def run(size: int, parts: Sequence[str], documents: Sequence[Path]) -> dict[str,
     with tempfile.TemporaryDirectory() as folder:
         if documents:
             write_repeated(Path(folder) / "documents.jsonl", documents, size)
-            (Path(folder) / "real").touch()
         else:
             generated.write_documents(Path(folder) / "documents.jsonl", size, 2)
+        settings = {"bert.width": width, "bert.intermediate": 2 * width} | (REAL if documents else {})
+        (Path(folder) / SETTINGS).write_text(json.dumps(settings))
         for part in parts:
             words = [sys.executable, __file__, "--part", part, folder]
             told = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -260,7 +260,9 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     for turn in range(arguments.repeats):
         for size in sizes:
             if turn < max(1, TURNS_OF // size):
-                found = run(size, list(PARTS)[: list(PARTS).index(arguments.last) + 1], arguments.documents)
+                found = run(
+                    size, list(PARTS)[: list(PARTS).index(arguments.last) + 1], arguments.documents, arguments.width
+                )
                 whole = sum(seconds for part, seconds in found.items() if part not in SPACES)
                 turns[size].append({**found, "all parts": whole})
                 shown = ", ".join(f"{part} {value:.5g}" for part, value in turns[size][-1].items())
@@ -274,6 +276,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     """What this benchmark takes."""
     parser.add_argument("--sizes", type=int, nargs="+", default=[2_000, 20_000, 200_000], help="passages (%(default)s)")
     parser.add_argument("--last", choices=PARTS, default="trainer", help="measure no part behind it (%(default)s)")
+    parser.add_argument("--width", type=int, default=32, help="of the encoders (%(default)s)")
     parser.add_argument("--documents", type=Path, nargs="+", default=[], help="JSON lines with title and text")
 
 

@@ -75,7 +75,7 @@ def test_without_documents_it_is_the_sample_and_the_chain_is_ours(tmp_path: Path
 def test_documents_alone_have_questions_made_and_no_sample(tmp_path: Path) -> None:
     folder = with_documents(tmp_path / "mine")
     told = made(folder, "--documents", folder / "documents.jsonl")
-    assert "documents: 1 of jsonl" in told
+    assert "documents: 1 jsonl" in told
     assert told.startswith("search, not answers: no reader can be loaded: give one with --reader\n")
     assert "encoder: from scratch (presets: squad)" in told
     assert "questions: none" in told
@@ -127,7 +127,7 @@ def test_encoder_gpu_and_size_choose_the_presets(
         file.truncate(max(7, size))
     told = made(tmp_path / "mine", "--documents", documents, "--encoder", encoder)
     assert f"(presets: {', '.join(presets)})" in told
-    assert "documents: 1 of jsonl, 1 of txt," in told
+    assert "documents: 1 jsonl, 1 txt," in told
     assert (f"GPU: {gpu}" in told) == bool(gpu)
     values = yaml.safe_load((tmp_path / "mine" / "params.yaml").read_text())
     assert values["presets"] == [*presets, "documents"]
@@ -217,7 +217,7 @@ def test_pipes_among_documents_are_counted_and_as_questions_refused(tmp_path: Pa
     os.mkfifo(folder / "pipe.jsonl")
     result = cli("init", folder, "--documents", folder, "--questions", folder / "pipe.jsonl")
     assert (result.exit_code, "pipe.jsonl: cannot be read: it is a pipe" in result.stderr) == (2, True)
-    assert "documents: 1 of jsonl, 1 of unread, " in made(folder, "--documents", folder)
+    assert "documents: 1 jsonl, 1 unread, " in made(folder, "--documents", folder)
 
 
 @pytest.mark.parametrize(
@@ -473,7 +473,7 @@ def test_a_beir_folder_has_documents_and_judged_questions(
 ) -> None:
     told = made(tmp_path / "mine", "--documents", beir_folder(tmp_path / "beir", splits), "--encoder", "small")
     assert told.startswith("search, not answers: the questions have relevance judgements; --reader adds a reader\n")
-    assert "documents: 1 of beir" in told
+    assert "documents: 1 beir" in told
     values = config.load_params(tmp_path / "mine" / "params.yaml")
     files = {split: tmp_path / "mine" / "questions" / f"{split}.jsonl" for split in counts}
     parts = {split: read_questions([file], format="auto") for split, file in files.items()}

@@ -49,9 +49,9 @@ def their_rows(model: torch.nn.Module, tokens: list[np.ndarray]) -> Tensor:
 def test_hidden_states_and_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     """To 1e-5; in one group and in several, with gradients and recomputed activations."""
     folder = write_encoder(tmp_path, family)
-    encoder, head, found = load_encoder(folder, 0.0)
+    encoder, head = load_encoder(folder, 0.0)
     assert encoder.packs is (family not in PADDED)
-    assert (head is not None, found) == (family not in DECODERS,) * 2
+    assert (head is not None and head.is_trained) == (family not in DECODERS)
     encoder.eval()
     model = peer_of(folder, family).base_model
     tokens = sequences(encoder.vocabulary)
@@ -96,9 +96,9 @@ def test_logits_are_those_of_transformers_with_the_word_vectors_and_with_another
             weights = load_file(folder / "model.safetensors")
             kept = {name: tensor for name, tensor in weights.items() if not name.endswith("decoder.bias")}
             save_file(kept if family != "modernbert" else weights, folder / "model.safetensors", {"format": "pt"})
-        encoder, head, found = load_encoder(folder, 0.0)
-        assert found
+        encoder, head = load_encoder(folder, 0.0)
         assert head is not None
+        assert head.is_trained
         tokens = sequences(encoder.vocabulary)
         with torch.no_grad():
             logits_TV = their_rows(peer_of(folder, family), tokens)
@@ -163,8 +163,8 @@ def test_a_head_that_is_missing_starts_near_the_word_vectors(family: str, tmp_pa
     for left in (rf"{encoders}|.*decoder\.|vocab_projector|generator_lm_head", encoders):
         kept = {name: tensor for name, tensor in weights.items() if re.match(left, name)}
         save_file(kept, folder / "model.safetensors", {"format": "pt"})
-        encoder, head, found = load_encoder(folder, 0.0)
-        assert not found
+        encoder, head = load_encoder(folder, 0.0)
+        assert not head.is_trained
         like_words_VD = F.pad(encoder.word_vectors, (0, encoder.width - encoder.added_width))
         heads.append(head(like_words_VD, encoder.word_vectors).detach())
         counts.append(len(kept))
@@ -235,7 +235,7 @@ def test_hidden_states_of_any_size_are_compared_by_their_size(family: str, tmp_p
     weights = load_file(folder / "model.safetensors")
     last = f"{family}.encoder.layer.1.output.LayerNorm.weight"
     save_file({**weights, last: 1e5 * weights[last]}, folder / "model.safetensors", {"format": "pt"})
-    encoder, _, _ = load_encoder(folder)
+    encoder, _ = load_encoder(folder)
     assert float(encoder.eval()(PackedBatch(sequences(encoder.vocabulary))).detach().abs().max()) > 1e4
     assert encoder.packs == (family == "bert")
 
@@ -253,14 +253,14 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None
 
 def test_an_encoder_under_the_names_of_realm_is_a_bert(tmp_path: Path) -> None:
     folder = write_encoder(tmp_path, "bert")
-    encoder, _, _ = load_encoder(folder, 0.0)
+    encoder, _ = load_encoder(folder, 0.0)
     weights = {name.replace("bert.", "realm.", 1): one for name, one in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(values | {"model_type": "realm"}))
-    again, head, found = load_encoder(folder, 0.0)
-    assert found
+    again, head = load_encoder(folder, 0.0)
     assert head is not None
+    assert head.is_trained
     batch = PackedBatch(sequences(encoder.vocabulary))
     with torch.no_grad():
         assert torch.equal(again.eval()(batch), encoder.eval()(batch))
@@ -282,8 +282,9 @@ def test_code_in_a_folder_is_not_run(tmp_path: Path) -> None:
     values = json.loads((folder / "config.json").read_text())
     classes = {"AutoConfig": "mine.Config", "AutoModel": "mine.Model", "AutoModelForMaskedLM": "mine.Model"}
     (folder / "config.json").write_text(json.dumps(values | {"auto_map": classes}))
-    encoder, _, found = load_encoder(folder)
-    assert found
+    encoder, head = load_encoder(folder)
+    assert head is not None
+    assert head.is_trained
     assert "auto_map" not in encoder.describe()["config"]
     assert not target.exists()
     exec(code, {})
@@ -293,7 +294,7 @@ def test_code_in_a_folder_is_not_run(tmp_path: Path) -> None:
 def test_random_numbers_are_not_drawn(tmp_path: Path) -> None:
     folder = write_encoder(tmp_path, "bert", head=False)
     before = torch.random.get_rng_state()
-    encoder, _, _ = load_encoder(folder)
+    encoder, _ = load_encoder(folder)
     encoder_from_description(encoder.describe())
     assert torch.equal(torch.random.get_rng_state(), before)
 
@@ -309,6 +310,17 @@ def test_run_opens_an_encoder_before_the_first_stage(family: str, tmp_path: Path
         check_encoders(["ict"], values)
 
 
+def test_an_untrained_head_is_warned_of_where_masked_words_are_learned(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "encoder", "bert", max_position_embeddings=130)
+    encoder_alone = {k: v for k, v in load_file(folder / "model.safetensors").items() if k.startswith("bert.")}
+    save_file(encoder_alone, folder / "model.safetensors", {"format": "pt"})
+    values = toy_values(bert={"positions": 128}, retriever={"init": str(folder)}, ict={"reader_steps": 0})
+    for steps, warnings in ((0, []), (1, [True])):
+        values["pretrain"]["steps"] = steps
+        found = check_encoders(["ict", "pretrain"], values)
+        assert ["has no masked word head" in warning for warning in found] == warnings
+
+
 @pytest.mark.parametrize("family", DECODERS)
 def test_a_decoder_retrieves_and_predicts_no_masked_words(family: str, tmp_path: Path) -> None:
     folder = write_encoder(tmp_path / "encoder", family, max_position_embeddings=130)
@@ -320,6 +332,6 @@ def test_a_decoder_retrieves_and_predicts_no_masked_words(family: str, tmp_path:
         with pytest.raises(ValueError, match=message):
             check_encoders(["ict", stage], toy_values(**changes, **{"ict": {"reader_steps": 0}, **steps}))
     assert check_encoders(["ict"], toy_values(**changes, ict={"reader_steps": 0})) == []
-    reader = Reader(*load_encoder(folder)[:2])
+    reader = Reader(*load_encoder(folder))
     with pytest.raises(ValueError, match=rf"the reader has a {family}, which predicts no masked words; set ict\."):
         reader._log_vocabulary(torch.zeros(1, reader.encoder.width), None)

@@ -141,6 +141,12 @@ def check_encoders(names: Collection[str], values: Values) -> list[str]:
                     f"{folder}: a {kind} is a causal model, which cannot predict masked words and is supported only "
                     f"for retrieval; set {key}=0, or choose a bidirectional encoder, for example {SUGGESTED_ENCODERS}"
                 )
+        learns = values["ict"]["reader_steps"] or values["pretrain"]["steps"]
+        if "ict" in names and learns and built.masked_words is not None and not built.masked_words.is_trained:
+            warnings.append(
+                f"{folder} has no masked word head: the reader's head starts untrained, over the word embeddings; set "
+                "more ict.reader_steps than for a BERT with a pre-trained head"
+            )
         if not built.encoder.packs:
             warnings.append(
                 f"retriever.init is a {kind}, whose batches are padded: it is slower than a family that supports the "

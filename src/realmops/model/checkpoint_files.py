@@ -63,15 +63,13 @@ WEIGHTS = SAFETENSORS[0]  # in each folder of ENCODERS
 SPARE_WORDPIECES = 128  # rows that an embedding matrix may have beyond its tokenizer's vocabulary, as padding
 
 
-def build_encoder(
-    init: str, options: BertOptions, vocabulary: int, seed: int, warn: Callable[[str], None] | None = None
-) -> tuple[Encoder, MaskedWordHead | None]:
-    """Build the encoder of ``retriever.init`` with its masked word head; call ``warn`` if that head is untrained."""
+def build_encoder(init: str, options: BertOptions, vocabulary: int, seed: int) -> tuple[Encoder, MaskedWordHead | None]:
+    """Build the encoder of ``retriever.init`` with its masked word head."""
     generator = torch.Generator().manual_seed(seed_for(seed, "bert"))
     if init == "small":
         return build_small_encoder(options, vocabulary, generator)
     folder = encoder_folder(init)
-    encoder, head, is_trained = load_encoder(folder, options.dropout)
+    encoder, head = load_encoder(folder, options.dropout)
     if not vocabulary <= encoder.vocabulary <= vocabulary + SPARE_WORDPIECES:
         raise ValueError(
             f"{folder}: the encoder has {encoder.vocabulary} wordpieces, the snapshot {vocabulary}; "
@@ -81,11 +79,6 @@ def build_encoder(
         raise ValueError(
             f"{folder}: the encoder has {encoder.positions} positions, bert.positions is {options.positions}; "
             f"set bert.positions={encoder.positions}"
-        )
-    if head is not None and not is_trained and warn is not None:
-        warn(
-            f"{folder} has no masked word head: the reader's head starts untrained, over the word embeddings; "
-            "set more ict.reader_steps than for a BERT with a pre-trained head"
         )
     return encoder, head
 
@@ -103,7 +96,7 @@ def build_models(
     The word vectors of a `BagOfWords`, a projection by PCA and the statistics of `LexicalFeatures` are filled later
     from the passages (``search.corpus_statistics``).
     """
-    encoder, head = build_encoder(retriever.init, bert, vocabulary, seed, warn)
+    encoder, head = build_encoder(retriever.init, bert, vocabulary, seed)
     generator = torch.Generator().manual_seed(seed_for(seed, "projection"))
     query: Tower
     if retriever.tower == "bag":

@@ -35,7 +35,7 @@ from realmops.model.transformers_models import (
 )
 
 
-def load_encoder(folder: Path, dropout: float | None = None) -> tuple[Encoder, MaskedWordHead | None, bool]:
+def load_encoder(folder: Path, dropout: float | None = None) -> tuple[Encoder, MaskedWordHead | None]:
     """Load an encoder from a published folder, without executing code of that folder.
 
     Args:
@@ -43,8 +43,8 @@ def load_encoder(folder: Path, dropout: float | None = None) -> tuple[Encoder, M
         dropout: dropout probability that replaces the configured one.
 
     Returns:
-        The encoder, its masked word head (None for a decoder, which sees no word after a mask), and whether the folder
-        has all weights of that head. Missing ones start near the identity, over the word embeddings.
+        The encoder and its masked word head, None for a decoder, which sees no word after a mask. Weights of the head
+        that the folder lacks start near the identity, over the word embeddings.
 
     Raises:
         ValueError: a file is missing or damaged, or the model is not supported.
@@ -79,7 +79,7 @@ def load_encoder(folder: Path, dropout: float | None = None) -> tuple[Encoder, M
         raise ValueError(
             f"{folder}: {values.get('model_type')} {reason}; use a supported encoder, for example {SUGGESTED_ENCODERS}"
         )
-    return encoder, MaskedWordHead(model) if predicts else None, predicts and not head_missing
+    return encoder, MaskedWordHead(model, is_trained=not head_missing) if predicts else None
 
 
 def open_encoder(folder: Path, packs: bool, *, predicts: bool = False) -> tuple[Encoder, MaskedWordHead | None]:

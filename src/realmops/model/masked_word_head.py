@@ -19,10 +19,12 @@ class MaskedWordHead(nn.Module):
 
     Args:
         model: masked language model, as opened by AutoModelForMaskedLM; its encoder is removed in place.
+        is_trained: whether all weights of the head were trained.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, is_trained: bool = True) -> None:
         super().__init__()
+        self.is_trained = is_trained
         base = model.base_model
         decoder = model.get_output_embeddings()
         self.tied = decoder is not None and decoder.weight is base.get_input_embeddings().weight

@@ -19,7 +19,7 @@ def add_documents(project: Project, documents: Path) -> int:
     files = list_sources(documents, "auto")
     counts = Counter(_kind(source) for source in files)
     size = sum(source.size for source in files)
-    kinds = ", ".join(f"{count} of {name}" for name, count in sorted(counts.items()))
+    kinds = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
     project.lines.append(f"documents: {kinds}, {size / 1e6:,.1f} MB")
     project.lines += _inspect_records(project, files)
     project.put("snapshot.documents", path_in_params(project, documents))
