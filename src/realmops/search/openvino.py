@@ -32,9 +32,10 @@ from realmops.model.packed import PaddedBatch
 from realmops.model.retriever import Embedder, Tower
 
 _LOG = logging.getLogger(__name__)
-# Least work, in passages times weights of the encoder's linear layers: with less, making a graph takes longer than it
-# saves (benchmarks/LOG.md). A MiniLM has 10.6 million.
-MIN_WORK = {torch.bfloat16: 6e9, torch.int8: 1e11}
+# Least work, in passages times outputs of the encoder's linear layers per wordpiece and ``OF_ANY_WIDTH``: with less,
+# making a graph may take longer than it saves (benchmarks/LOG.md). A MiniLM has 20,736 outputs.
+MIN_WORK = {torch.bfloat16: 1.2e7, torch.int8: 2e8}
+OF_ANY_WIDTH = 500  # outputs that take torch as long as the calls of a batch, shared by its wordpieces
 CALIBRATION = 100  # passages of the sample
 _SMOOTHING = 0.95  # how far large numbers move from inputs into weights
 _LENGTH_MULTIPLE = 8  # of padded lengths: OpenVINO caches one plan per length
@@ -128,7 +129,8 @@ def compile_graph(
     """
     if not isinstance(tower, Embedder) or tower.device.type != "cpu" or dtype == torch.float32:
         return None
-    work = passages * sum(layer.weight.numel() for layer in tower.encoder.modules() if isinstance(layer, nn.Linear))
+    outputs = sum(layer.out_features for layer in tower.encoder.modules() if isinstance(layer, nn.Linear))
+    work = passages * (OF_ANY_WIDTH + outputs)
     is_int8 = dtype == torch.int8 and work >= MIN_WORK[dtype]
     if not is_int8 and (work < MIN_WORK[torch.bfloat16] or not tower.encoder.packs or not supports_bf16()):
         return None
