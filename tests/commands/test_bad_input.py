@@ -144,6 +144,16 @@ def test_passages_longer_than_the_reader_sees_are_told_of(project: Path) -> None
     assert "finetune.reader_wordpieces=128: raise it to 352" in second
 
 
+def test_without_mlflow_a_run_says_once_where_its_metrics_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = toy_values(tracking={"enabled": True})
+    assert list(option_warnings(STAGES, values)) == []
+    monkeypatch.setattr("realmops.commands.run.has_mlflow", lambda: False)
+    [told] = option_warnings(STAGES, values)
+    assert "MLflow is not installed: metrics are only in metrics.jsonl" in told
+    assert list(option_warnings(("sample", "snapshot", "tag"), values)) == []
+    assert list(option_warnings(STAGES, toy_values(tracking={"enabled": False}))) == []
+
+
 def laid_over(*presets: str) -> dict[str, dict[str, Any]]:
     return apply_presets(default_options(), [preset_path(name, Path("params.yaml")) for name in presets])
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -176,9 +174,7 @@ def start_tracking(
 ) -> Tracker | None:
     """Start tracking a stage until ``stack`` is closed; return None if it is not tracked."""
     options = values["tracking"]
-    if not options["enabled"] or name in UNTRACKED:
-        return None
-    if not _has_mlflow():
+    if not options["enabled"] or name in UNTRACKED or not has_mlflow():
         return None
     corpus = inputs.get("snapshot")
     corpus_hash = read_json(corpus / "corpus" / MANIFEST)["corpus_hash"] if corpus else ""
@@ -200,15 +196,9 @@ def start_tracking(
     return stack.enter_context(Tracker(journal.path, name, run, tracking_folder(root)))
 
 
-@cache
-def _has_mlflow() -> bool:
-    """Return whether MLflow is installed; print a warning once if not."""
-    is_installed = find_spec("mlflow") is not None
-    if not is_installed:
-        advice = "pip install 'realmops[tracking]', or set tracking.enabled=false"
-        message = f"warning: MLflow is not installed: metrics are only in metrics.jsonl of the stages; {advice}"
-        print(message, file=sys.stderr, flush=True)
-    return is_installed
+def has_mlflow() -> bool:
+    """Return whether MLflow is installed."""
+    return find_spec("mlflow") is not None
 
 
 def run_name(variant: str, seed: int, corpus_hash: str) -> str:
