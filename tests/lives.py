@@ -1,6 +1,4 @@
-"""Run every stage twice: undisturbed under CALM, and under KILLED in processes that are killed again and again.
-
-    python tests/lives.py PROJECT CALM KILLED
+"""Run every stage twice: undisturbed, and in processes that are killed again and again.
 
 A life dies by SIGKILL just before its n-th durable operation (fsync, rename, replace), each life of a stage some
 operations later than the one before; at last one comes to its end.  Prints, as JSON, the exit status of every
@@ -11,7 +9,6 @@ life costs no start-up.
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +27,7 @@ from realmops.stages.runner import run_stage
 LOADED = (  # once, for all lives
     sample, snapshot, tag, ict, pretrain, finetune, evaluate, transformers.AutoModel, transformers.BertForMaskedLM
 )  # fmt: skip
-LATER = {"sample": 7, "snapshot": 13, "tag": 7, "ict": 1, "pretrain": 5, "finetune": 3, "evaluate": 20}
+LATER = {"sample": 7, "snapshot": 13, "tag": 7, "ict": 2, "pretrain": 6, "finetune": 5, "evaluate": 20}
 
 
 def die_at(number: int, *more: tuple[Any, str]) -> None:
@@ -83,8 +80,7 @@ def run_all(project: Path, root: Path, *, killed: bool) -> dict[str, list[int]]:
     return found
 
 
-if __name__ == "__main__":
+def main(project: Path, calm: Path, disturbed: Path) -> None:
     torch.set_num_threads(1)
     lease.HEARTBEAT_SECONDS, lease.EXPIRY_SECONDS = 0.5, 5.0  # a life may die before the first heartbeat of its lease
-    place, calm, disturbed = map(Path, sys.argv[1:])
-    print(json.dumps([run_all(place, calm, killed=False), run_all(place, disturbed, killed=True)]))
+    print(json.dumps([run_all(project, calm, killed=False), run_all(project, disturbed, killed=True)]), flush=True)

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lives
 import pyarrow.parquet as pq
 import pytest
 import small_project
@@ -562,11 +563,9 @@ def lived(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("lives")
     write_project(folder)
     calm, killed = folder / "calm", folder / "killed"
-    process = subprocess.run(
-        [sys.executable, HERE / "lives.py", folder, calm, killed], capture_output=True, text=True, timeout=280
-    )
-    assert process.returncode == 0, process.stderr
-    undisturbed, disturbed = json.loads(process.stdout)
+    log = folder / "lives.log"
+    assert Forked(partial(lives.main, folder, calm, killed), log=log).wait(280) == 0, log.read_text()
+    undisturbed, disturbed = json.loads(log.read_text().splitlines()[-1])
     assert all(statuses == [0] for statuses in undisturbed.values()), undisturbed
     assert disturbed.pop("index-builder") == [0]
     for name, statuses in disturbed.items():
