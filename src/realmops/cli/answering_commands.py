@@ -189,7 +189,8 @@ def update(**options: Any) -> None:
     report = Console()
     if result := update(report=report, **options):
         folder, metrics = result
-        show(changes_table(folder).to_rich_table())
+        if metrics["answers_changed"]:
+            show(changes_table(folder).to_rich_table())
         report.metrics("update", metrics)
 
 

@@ -254,7 +254,6 @@ def _embed(task: _Task, new: Snapshot, out: Path) -> dict[str, Any]:
         "passages_new": len(new_rows) - in_old_documents,
         "passages_removed": len(old) - (len(new) - len(new_rows)),
         "seconds_embedding": round(seconds, 2),
-        "seconds_embedding_all_at_that_rate": round(seconds * len(new) / max(len(new_rows), 1), 2),
     }
 
 
