@@ -256,6 +256,15 @@ def test_what_variants_share_is_trained_once(project: Path) -> None:
     assert (out / "table.csv").read_text().count("\n") == 4
 
 
+def test_without_mlflow_ablations_say_where_their_metrics_are(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realmops.tracking.runs.has_mlflow", lambda: False)
+    status, printed, told = ablate(project, *CHOSEN)
+    assert status == 0, told
+    assert told.count("MLflow") == 1
+    assert "MLflow is not installed: metrics are only in metrics.jsonl" in told
+    assert "| REALM | " in printed
+
+
 def test_variants_of_documents_alone_share_their_generated_questions(tmp_path: Path) -> None:
     files = {split: f"data/cloze/questions.{split}.jsonl" for split in ("train", "dev", "test")}
     small_project.write_project(tmp_path, questions=files, pretrain={"steps": 0})

@@ -156,7 +156,10 @@ def ablate(
         for name, text in zip(WRITTEN, texts, strict=True):
             artifacts.write_bytes(ablation.out / name, text.encode())
     if completed and ablation.tasks[0].values["tracking"]["enabled"]:
-        _track(ablation, completed, rows, report)
+        if runs.has_mlflow():
+            _track(ablation, completed, rows, report)
+        else:
+            report.warn(runs.WITHOUT_MLFLOW)
     return rows, list(failures.values())
 
 

@@ -18,7 +18,7 @@ from realmops.stages import CLOZE_STEP, INIT, STAGES, Report, resolve_models
 from realmops.stages.check_inputs import check_inputs
 from realmops.stages.runner import run_stage
 from realmops.text.pretrained import read_encoder_tokenizer
-from realmops.tracking.runs import UNTRACKED, has_mlflow
+from realmops.tracking.runs import UNTRACKED, WITHOUT_MLFLOW, has_mlflow
 
 
 def run_stages(
@@ -84,10 +84,7 @@ def option_warnings(stages: Collection[str], values: Values) -> Iterator[str]:
             )
     yield from _learning_rate_warnings(stages, values)
     if values["tracking"]["enabled"] and not set(stages) <= set(UNTRACKED) and not has_mlflow():
-        yield (
-            "MLflow is not installed: metrics are only in metrics.jsonl of the stages; pip install "
-            "'realmops[tracking]', or set tracking.enabled=false"
-        )
+        yield WITHOUT_MLFLOW
 
 
 FROM_SCRATCH, PRE_TRAINED = 2.5e-4, 2.0e-4  # lowest and highest learning rates of reader and tagger that trained well

@@ -19,7 +19,7 @@ class MaskedWordHead(nn.Module):
 
     Args:
         model: masked language model, as opened by AutoModelForMaskedLM; its encoder is removed in place.
-        is_trained: whether all weights of the head were trained.
+        is_trained: whether the folder that it comes from has all weights of the head.
     """
 
     def __init__(self, model: Any, *, is_trained: bool = True) -> None:

@@ -23,6 +23,10 @@ from realmops.tracking.sender import PARENT_RUN_VARIABLE, OutboxEntry, warn_unse
 
 EXIT_TIMEOUT_SECONDS = 60.0  # for the sender at the end of a stage
 ROWS_SHOWN = 1000  # of the predictions table; MLflow's UI loads the whole table
+WITHOUT_MLFLOW = (
+    "MLflow is not installed: metrics are only in metrics.jsonl of the stages; pip install 'realmops[tracking]', or "
+    "set tracking.enabled=false"
+)
 UNTRACKED = ("sample", "snapshot", "tag")  # stages too short to wait for MLflow
 _PARAM_LIMIT = 6000  # characters, MLflow's own limit
 HEADLINES = {
