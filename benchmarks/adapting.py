@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 
 from realmops.config import BertOptions, ReaderOptions, RetrieverOptions
 from realmops.config_rules import ENCODER
-from realmops.corpus.question_sets import Question, read_questions
-from realmops.corpus.relevance import RelevantPassages
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import configure_process, resolve_precision
 from realmops.evaluate.exact_match import bootstrap_interval
@@ -30,6 +28,8 @@ from realmops.evaluate.ranking_measures import DEPTH, measure_run, passage_depth
 from realmops.evaluate.recall import first_relevant_ranks
 from realmops.model.checkpoint_files import build_models, load_retriever
 from realmops.model.retriever import DENSE_ONLY, FusionWeights, Retriever
+from realmops.questions.question_sets import Question, read_questions
+from realmops.questions.relevance import RelevantPassages
 from realmops.search.bm25 import Bm25, rank
 from realmops.search.embed import embed, embed_documents, query_sequences, text_queries
 from realmops.search.embeddings import INDEX, load_passages

@@ -61,8 +61,8 @@ def random_model(folder: Path, shape: str) -> None:
     import generated
     import torch
 
+    from realmops.corpus.vocabulary import vocabulary_bytes
     from realmops.model.encoder_files import save_encoder
-    from realmops.text.vocabulary import vocabulary_bytes
 
     torch.manual_seed(0)
     save_encoder(folder, generated.random_bert(shape, std=0.05)[0])
@@ -87,12 +87,12 @@ class Ours:
     """The model of a folder as many passages are embedded with it; ``texts`` calibrate int8."""
 
     def __init__(self, folder: Path, dtype: Any, device: str = "cpu", texts: list[str] | None = None) -> None:
+        from realmops.corpus.vocabulary import build_tokenizer, open_tokenizer
         from realmops.model.encoder_files import load_encoder
+        from realmops.model.pretrained import read_encoder_tokenizer
         from realmops.model.retriever import Embedder
         from realmops.model.sequences import SpecialTokens
         from realmops.search.openvino import compile_graph
-        from realmops.text.pretrained import read_encoder_tokenizer
-        from realmops.text.vocabulary import build_tokenizer, open_tokenizer
 
         self.bert: Any = load_encoder(folder, 0.0)[0].eval().to(device)
         how = {"pooling": "mean", "projection": "identity", "segments": "one"}

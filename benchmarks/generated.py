@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from realmops.corpus.sample.corpus import build_world
+from realmops.corpus.vocabulary import bert_words, build_tokenizer, learn_pieces
 from realmops.model.encoder import Encoder
 from realmops.model.masked_word_head import MaskedWordHead
 from realmops.model.transformers_models import remove_pooler, skip_weight_init
-from realmops.text.vocabulary import bert_words, build_tokenizer, learn_pieces
+from realmops.sample.corpus import build_world
 
 VOCABULARY = 30_522
 LEARNED = 3_000  # pieces that the invented text has a use for

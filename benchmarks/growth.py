@@ -107,11 +107,11 @@ def chain(root: Path) -> dict[str, float]:
     """Everything between the snapshot and the trainer: seconds of each part."""
     import torch
 
-    from realmops.corpus.question_sets import read_questions
     from realmops.corpus.snapshot_reader import Snapshot
     from realmops.devices import resolve_precision
     from realmops.evaluate.recall import RECALL_AT, hit_ranks_by_rule
     from realmops.model.checkpoint_files import load_models
+    from realmops.questions.question_sets import read_questions
     from realmops.search.embeddings import embed_corpus
     from realmops.search.exact import ExactIndex, search
     from realmops.stages.common import question_queries, rank_passages
@@ -165,7 +165,7 @@ def served(root: Path) -> dict[str, float]:
     """What a server does with a fine-tuned model: seconds of each part, MiB of this process."""
     from realmops.answering.opened_model import Query
     from realmops.commands.update import update
-    from realmops.corpus.question_sets import read_questions
+    from realmops.questions.question_sets import read_questions
     from realmops.serve.served_model import ServedModel
     from realmops.stages.open_run import open_run
 

@@ -37,9 +37,9 @@ _INGEST = """
 import json, os, sys, time
 from pathlib import Path
 from realmops.artifacts import atomic_folder
-from realmops.corpus.formats import list_sources
+from realmops.readers.sources import list_sources
 from realmops.corpus.snapshot_writer import write_snapshot
-from realmops.text.vocabulary import read_vocabulary
+from realmops.corpus.vocabulary import read_vocabulary
 corpus, folder, work, vocabulary, workers = sys.argv[1:]
 start, before = time.perf_counter(), os.times()
 with atomic_folder(Path(folder)) as stage:
@@ -77,7 +77,7 @@ def write_copies(files: list[Path], copies: int, path: Path) -> float:
 def tokenizer_rate(files: list[Path], vocabulary: Path, megabytes: float) -> float:
     """MB/s of one core: ``tokenizers`` over the sentences of the first documents, processor time."""
     from realmops.corpus.passages import split_sentences
-    from realmops.text.vocabulary import build_tokenizer, read_vocabulary
+    from realmops.corpus.vocabulary import build_tokenizer, read_vocabulary
 
     tokenizer = build_tokenizer(read_vocabulary(vocabulary))
     size = seconds = 0.0
@@ -192,9 +192,9 @@ def write_generated(out: Path) -> Path:
 
 def train(documents: list[Path], out: Path) -> Path:
     """A vocabulary of BERT's size of the documents."""
-    from realmops.corpus.formats import list_sources
+    from realmops.corpus.vocabulary import vocabulary_bytes
     from realmops.corpus.word_counts import train_vocabulary
-    from realmops.text.vocabulary import vocabulary_bytes
+    from realmops.readers.sources import list_sources
 
     path = out / "vocab.txt"
     found = [source for file in documents for source in list_sources(file, "auto")]

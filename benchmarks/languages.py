@@ -22,23 +22,23 @@ import numpy.typing as npt
 import torch
 
 from realmops.config import merge_options, parse_section
-from realmops.corpus.formats import list_sources
-from realmops.corpus.question_sets import Question, read_questions
+from realmops.corpus.languages import AUTO, load_languages
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
+from realmops.corpus.vocabulary import UNCASED
 from realmops.corpus.word_counts import train_vocabulary
 from realmops.devices import resolve_precision
 from realmops.model.checkpoint_files import build_models
+from realmops.model.pretrained import read_encoder_tokenizer
 from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, DENSE_ONLY, Retriever
+from realmops.questions.question_sets import Question, read_questions
+from realmops.readers.sources import list_sources
 from realmops.search import bm25
 from realmops.search.bm25 import Bm25, rank, split_words, titled_texts
 from realmops.search.bm25_writer import write_bm25
 from realmops.search.embed import embed, embed_documents, query_sequences, text_queries
 from realmops.search.exact import exact_index
 from realmops.search.hybrid import HybridSearch
-from realmops.text.languages import AUTO, load_languages
-from realmops.text.pretrained import read_encoder_tokenizer
-from realmops.text.vocabulary import UNCASED
 
 AT = (1, 5, 20)
 QUERY = 64  # wordpieces at most

@@ -189,7 +189,7 @@ def ask(server: Server, questions: list[str], callers: int, *, seconds: float = 
 
 def alone(model: Any, questions: list[str], seconds: float) -> Turn:
     """The model in this process, one question after another."""
-    from realmops.corpus.question_sets import Question
+    from realmops.questions.question_sets import Question
 
     latency: list[float] = []
     begin, processor = time.perf_counter(), time.process_time()
@@ -259,7 +259,7 @@ def theirs(root: Path) -> Iterator[Server]:
 
 def opened(root: Path, arguments: argparse.Namespace) -> tuple[Any, list[str]]:
     """The model of a run, and the questions to ask."""
-    from realmops.corpus.question_sets import read_questions
+    from realmops.questions.question_sets import read_questions
     from realmops.stages.open_run import open_run
 
     file = arguments.questions or root / "data" / "sample" / "questions.test.jsonl.gz"
@@ -304,9 +304,9 @@ class Edits:
     """The documents of a run in a file, of which the first one is edited again and again."""
 
     def __init__(self, root: Path, values: dict[str, Any], file: Path) -> None:
-        from realmops.corpus.documents import Document
-        from realmops.corpus.formats import list_sources
         from realmops.corpus.ingest import iter_batches, parse_records
+        from realmops.readers.documents import Document
+        from realmops.readers.sources import list_sources
 
         documents = list_sources(PROJECT / values["snapshot"]["documents"], values["snapshot"]["format"])
         records = [

@@ -34,9 +34,9 @@ def corpus(folder: Path, passages: int) -> Any:
     import numpy as np
 
     from realmops.artifacts import atomic_folder
-    from realmops.corpus.formats import list_sources
     from realmops.corpus.snapshot_reader import Snapshot
     from realmops.corpus.snapshot_writer import write_snapshot
+    from realmops.readers.sources import list_sources
 
     rng = np.random.default_rng(0)
     lines = [json.dumps({"title": f"title {n}", "text": generated.text_of(40, rng)}) for n in range(passages)]

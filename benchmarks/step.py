@@ -173,9 +173,9 @@ def snapshot_of(folder: Path, count: int, sentences: list[int]) -> Any:
     import numpy as np
 
     from realmops.artifacts import atomic_folder
-    from realmops.corpus.formats import list_sources
     from realmops.corpus.snapshot_reader import Snapshot
     from realmops.corpus.snapshot_writer import write_snapshot
+    from realmops.readers.sources import list_sources
 
     rng = np.random.default_rng(0)
     lengths = [*generated.lognormal_lengths(count, rng).tolist(), *sentences]

@@ -48,7 +48,7 @@ def make_pipeline(tagger: Any, folder: Path) -> Any:
     import generated
     from transformers import BertForTokenClassification, BertTokenizerFast, pipeline
 
-    from realmops.text.vocabulary import vocabulary_bytes
+    from realmops.corpus.vocabulary import vocabulary_bytes
 
     (folder / "vocab.txt").write_bytes(vocabulary_bytes(generated.vocabulary()))
     config = copy.deepcopy(tagger.bert.model.config)
@@ -71,7 +71,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
 
     from realmops import config
     from realmops.devices import resolve_precision
-    from realmops.text.conll import TaggedSentence
+    from realmops.train.conll import TaggedSentence
     from realmops.train.tagger import predict_words
 
     known = generated.sentences()[: 2 * arguments.sentences]

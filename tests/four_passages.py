@@ -1,6 +1,6 @@
 """Four passages and three questions about them: one asked by name, one by number, one without an answer."""
 
-from realmops.corpus.question_sets import Question
+from realmops.questions.question_sets import Question
 
 TEXTS = [
     "The mill burned in 1995.",

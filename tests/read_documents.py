@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from realmops.corpus.documents import Document, Outcome
-from realmops.corpus.formats import list_sources
 from realmops.corpus.ingest import iter_batches, parse_records
+from realmops.readers.documents import Document, Outcome
+from realmops.readers.sources import list_sources
 
 
 def outcomes_of(path: Path) -> list[Outcome]:

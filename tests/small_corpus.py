@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from realmops.artifacts import atomic_folder
-from realmops.corpus.formats import list_sources
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.word_counts import train_vocabulary
+from realmops.readers.sources import list_sources
 from realmops.search import bm25
 from realmops.search.bm25_writer import write_bm25
 

@@ -13,7 +13,7 @@ import transformers
 from small_world import DOCUMENTS
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from realmops.text.vocabulary import SPECIAL_TOKENS
+from realmops.corpus.vocabulary import SPECIAL_TOKENS
 
 PROMPTS = "Query: Passage: Find: one two three four"
 TEXTS = [PROMPTS, *(part for title, text, _ in DOCUMENTS for part in (title, text))] * 3

@@ -23,19 +23,19 @@ from realmops.config import (
     default_options,
     parse_section,
 )
-from realmops.corpus.formats import list_sources
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
+from realmops.corpus.spans import Spans
 from realmops.corpus.word_counts import train_vocabulary
 from realmops.model.checkpoint_files import build_models
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import SpecialTokens
+from realmops.readers.sources import list_sources
 from realmops.search import bm25
 from realmops.search.bm25_writer import write_bm25
 from realmops.search.embed import embed_documents
 from realmops.search.exact import exact_index
-from realmops.text.spans import Spans
 from realmops.train.index_source import Index
 from realmops.train.loop import TrainingContext
 

@@ -9,8 +9,8 @@ from small_world import World
 
 from realmops.answering.decoding import minimum_bayes_risk
 from realmops.answering.openqa import OpenQa
-from realmops.corpus.question_sets import Question
-from realmops.text.answer_matching import exact_match, token_f1
+from realmops.questions.answer_matching import exact_match, token_f1
+from realmops.questions.question_sets import Question
 
 WORDS = ("the port", "of", "Bergen", "1992", "May", "in")
 

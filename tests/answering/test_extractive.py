@@ -17,12 +17,12 @@ from small_world import DOCUMENTS, World, build_world, tiny_models
 from realmops.answering.answer import InvalidRequest
 from realmops.answering.extractive import ExtractiveQa
 from realmops.answering.search_only import SearchOnly
-from realmops.corpus.question_sets import Question
 from realmops.model.extractive_reader import ExtractiveReader, load_extractive_reader
 from realmops.model.retriever import FusionWeights
+from realmops.questions.answer_matching import normalize_answer, token_f1
+from realmops.questions.question_sets import Question
 from realmops.search.embed import document_sequences, embed
 from realmops.search.exact import ExactIndex
-from realmops.text.answer_matching import normalize_answer, token_f1
 
 BORN = Question("born", "Where was Anna Berg born?", ("Oslo",))
 BUILT = Question("built", "Who built the Star?", ("Jon Vik",))

@@ -25,7 +25,7 @@ from realmops.answering.feedback import (
     read_feedback,
 )
 from realmops.answering.own_questions import Label, save_labels
-from realmops.corpus.question_sets import read_questions
+from realmops.questions.question_sets import read_questions
 from realmops.serve.app import make_app
 from realmops.serve.guard import COOKIE, Limits, Token
 from realmops.serve.metrics import Metrics

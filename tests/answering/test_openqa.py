@@ -8,7 +8,7 @@ from small_open_qa import open_qa
 from small_world import DOCUMENTS, build_world
 
 from realmops.answering.span_answers import CITATION_MARK
-from realmops.corpus.question_sets import Question
+from realmops.questions.question_sets import Question
 
 CITING = ("Anna Berg", "Anna Berg was born in 1901 [26, 3]. She [7] wrote 12 books [in 1931].", ("Anna Berg",))
 

@@ -40,12 +40,12 @@ from realmops.baselines.t5 import (
     span_corruption,
 )
 from realmops.config import ClosedBookOptions
-from realmops.corpus.formats import list_sources
-from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.hub import T5, encoder_files
-from realmops.text.answer_matching import normalize_answer
+from realmops.questions.answer_matching import normalize_answer
+from realmops.questions.question_sets import Question
+from realmops.readers.sources import list_sources
 from realmops.train.fine_tuning import finetune_steps
 from realmops.train.loop import TENSORS
 

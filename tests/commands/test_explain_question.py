@@ -15,12 +15,12 @@ from realmops.answering.record import Record
 from realmops.artifacts import write_manifest
 from realmops.commands.explain import split_questions
 from realmops.commands.masked import explain_sentence
-from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.predictions import read_results
+from realmops.questions.answer_matching import normalize_answer
+from realmops.questions.question_sets import Question
 from realmops.stages.corpus_states import CorpusState, before_and_after, pipeline_state
 from realmops.stages.open_run import open_run
-from realmops.text.answer_matching import normalize_answer
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from realmops import __version__, config
 from realmops.answering.own_questions import WHAT_THEY_BRING
 from realmops.commands import init
 from realmops.config_yaml import read_params
-from realmops.corpus.question_sets import read_questions
+from realmops.questions.question_sets import read_questions
 from realmops.stages import STAGES, stages_to_run
 from realmops.starter import choose_models
 from realmops.starter.choose_questions import match_splits

@@ -37,9 +37,9 @@ from realmops import artifacts
 from realmops.answering.confidence import ALWAYS_ABSTAIN
 from realmops.answering.confidence import FILE as CONFIDENCE
 from realmops.config_yaml import read_params
-from realmops.corpus.public_data import stable_hash
 from realmops.model.checkpoint_files import READER_FOLDER
 from realmops.stages.runner import stage_lock
+from realmops.starter.public_data import stable_hash
 
 QUESTIONS_ASKED, ARTICLES, PARAGRAPHS = 30, 12, 3
 TOWNS = [f"{begin}{end}" for begin in ("Bren", "Cald", "Dorn", "Falt", "Grun", "Hald") for end in ("ac", "berg", "ov")]

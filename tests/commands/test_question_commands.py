@@ -10,8 +10,8 @@ from small_project import Quiet, cli, stage, toy_values, write_json_lines
 
 from realmops.artifacts import read_manifest
 from realmops.commands.report import ask_commands
-from realmops.corpus.question_sets import is_in_orqa_dev, read_questions
 from realmops.evaluate.predictions import FAILED_AT, read_results, write_predictions
+from realmops.questions.question_sets import is_in_orqa_dev, read_questions
 
 TREC = "".join(f"{'lfb' if n % 4 == 0 else 't'}{n}\tfactoid\tquestion {n}?\tyear {n}\n" for n in range(100))
 
@@ -113,7 +113,7 @@ def test_ceilings_need_no_model(project: Path) -> None:
 
 def test_expressions_go_from_training_to_the_explanation(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fine-tuned and evaluated on regular expressions, of which one never ends; the run tells its id and goes on."""
-    monkeypatch.setattr("realmops.text.answer_matching.MATCH_SECONDS", 0.05)
+    monkeypatch.setattr("realmops.questions.answer_matching.MATCH_SECONDS", 0.05)
     slow = r"(.*)(.*)(.*)(.*)(.*)(.*)(.*)\1\2[#%]"
     (project / "train.tsv").write_text("1\tx\tWhere was the poet Anna Berg born?\tOslo?\n2\tx\tWhen?\t19\\d\\d\n")
     (project / "test.tsv").write_text(

@@ -13,9 +13,9 @@ from small_project import Quiet, cli, stage, toy_values, write_params
 
 from realmops.answering.answer import Span
 from realmops.answering.record import _context, enclosing_sentence
-from realmops.corpus.question_sets import read_questions
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.text.spans import Spans
+from realmops.corpus.spans import Spans
+from realmops.questions.question_sets import read_questions
 
 NAMES = ("安娜贝格", "卡尔伦德", "玛丽霍姆", "约恩维克", "奥拉斯塔")
 NAMES += ("英格费尔", "比约舍夫", "索菲丽塔", "拉斯莫恩", "尼尔斯科")

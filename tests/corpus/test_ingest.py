@@ -18,12 +18,12 @@ from yaml import safe_load
 from realmops.artifacts import atomic_folder
 from realmops.console import Console
 from realmops.corpus import ingest, word_counts
-from realmops.corpus.formats import list_sources
 from realmops.corpus.ingest import Progress, iter_batches
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
+from realmops.corpus.vocabulary import SPECIAL_TOKENS
 from realmops.corpus.word_counts import count_words
-from realmops.text.vocabulary import SPECIAL_TOKENS
+from realmops.readers.sources import list_sources
 
 EXAMPLES = int(os.environ.get("REALMOPS_FUZZ", "40"))
 PIECES = [*SPECIAL_TOKENS, *"abcdefghijklmnopqrstuvwxyz.,", *(f"##{c}" for c in "abcdefgh")]

@@ -2,10 +2,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realmops.corpus.documents import Document
 from realmops.corpus.passages import cut_passages, pack_sentences, passage_digest, split_sentences
-from realmops.text.tokenizer import CachedTokenizer
-from realmops.text.vocabulary import SPECIAL_TOKENS, build_tokenizer
+from realmops.corpus.tokenizer import CachedTokenizer
+from realmops.corpus.vocabulary import SPECIAL_TOKENS, build_tokenizer
+from realmops.readers.documents import Document
 
 PLAIN = build_tokenizer([*SPECIAL_TOKENS, *"abcdefghijklmnopqrstuvwxyz.", *(f"##{c}" for c in "abcdefgh")])
 TOKENIZER = CachedTokenizer(PLAIN)

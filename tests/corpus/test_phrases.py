@@ -8,15 +8,15 @@ import pytest
 from small_corpus import corpus
 from small_world import section
 
-from realmops.corpus.cloze import clause_around_gap, cloze_questions, find_numbers, format_question, question_word
+from realmops.corpus.languages import load_languages
 from realmops.corpus.phrases import DATE, NAME, NUMBER, PHRASE, PhraseFinder, find_phrases_and_dates
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.corpus.spans import token_spans
+from realmops.corpus.vocabulary import SPECIAL_TOKENS, build_tokenizer, is_continuation
 from realmops.model.checkpoint_files import build_models
+from realmops.questions.cloze import clause_around_gap, cloze_questions, find_numbers, format_question, question_word
 from realmops.search.corpus_statistics import init_lexical_features
-from realmops.text.conll import read_conll
-from realmops.text.languages import load_languages
-from realmops.text.spans import token_spans
-from realmops.text.vocabulary import SPECIAL_TOKENS, build_tokenizer, is_continuation
+from realmops.train.conll import read_conll
 from realmops.train.tagger import _encode, _runs, tag_names
 
 GERMAN = [

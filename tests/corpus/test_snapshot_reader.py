@@ -16,13 +16,13 @@ from small_world import labels_of
 
 from realmops.artifacts import atomic_folder
 from realmops.corpus import document_cutter, ingest, snapshot_writer
-from realmops.corpus.formats import list_sources
+from realmops.corpus.npy_files import AppendOnlyFile
 from realmops.corpus.passages import passage_digest
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
+from realmops.corpus.vocabulary import SPECIAL_TOKENS, list_pieces, open_tokenizer, vocabulary_hash
 from realmops.corpus.word_counts import train_vocabulary
-from realmops.text.npy_files import AppendOnlyFile
-from realmops.text.vocabulary import SPECIAL_TOKENS, list_pieces, open_tokenizer, vocabulary_hash
+from realmops.readers.sources import list_sources
 
 VOCABULARY = [*SPECIAL_TOKENS, *"abcdefghijklmnopqrstuvwxyz.0123456789", *(f"##{c}" for c in "abcdefgh0123456789")]
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realmops.corpus.documents import read_json_lines
 from realmops.corpus.tfrecord import convert_blocks, read_records
+from realmops.readers.documents import read_json_lines
 
 
 def frame(data: bytes) -> bytes:

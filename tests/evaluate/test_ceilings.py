@@ -9,9 +9,9 @@ from four_passages import QUESTIONS, TEXTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realmops.corpus.question_sets import Question
 from realmops.evaluate.ceilings import answer_fits_reader, answered_in_corpus, reader_can_answer
-from realmops.text.answer_matching import compile_expression, contains_answer
+from realmops.questions.answer_matching import compile_expression, contains_answer
+from realmops.questions.question_sets import Question
 
 
 def test_answered_in_corpus_looks_only_for_open_questions() -> None:
@@ -80,7 +80,7 @@ def test_an_expression_that_gives_nothing_back_ends_with_its_passage() -> None:
 
 def test_an_expression_that_is_slow_over_many_passages_is_looked_for_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a slow match in one passage counts against it."""
-    monkeypatch.setattr("realmops.text.answer_matching.MATCH_SECONDS", 0.02)
+    monkeypatch.setattr("realmops.questions.answer_matching.MATCH_SECONDS", 0.02)
     question = Question("q", "?", (r"(a+)+b?c",), is_regex=True)
     texts = ["a" * 11 + "!"] * 4000 + ["aac"]
     assert answered_in_corpus([question], texts, rule="regex_search").tolist() == [True]

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from scipy.stats import t
 
-from realmops.corpus.question_sets import Question
 from realmops.evaluate.exact_match import (
     bootstrap_interval,
     closed_book_floor,
@@ -12,6 +11,7 @@ from realmops.evaluate.exact_match import (
     paired_bootstrap,
     score_predictions,
 )
+from realmops.questions.question_sets import Question
 
 QUESTIONS = [
     Question("q1", "Where was Ada Vell born?", ("Tor Hollow", "Torhollow")),

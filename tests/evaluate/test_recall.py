@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from four_passages import QUESTIONS, TEXTS
 
-from realmops.corpus.question_sets import Question
 from realmops.evaluate.recall import first_hit_ranks, hit_ranks_by_rule, recall_metrics
+from realmops.questions.question_sets import Question
 
 RANKED = np.array([[3, 1, 0, 2], [0, 3, 1, 2], [2, 1, 0, 3]])
 

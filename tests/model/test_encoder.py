@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PreTrained
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 
 from realmops.config import Pretrain
+from realmops.corpus.vocabulary import vocabulary_bytes
 from realmops.model.checkpoint_files import (
     add_span_head,
     build_encoder,
@@ -30,7 +31,6 @@ from realmops.model.packed import PackedBatch
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
 from realmops.search.embed import document_sequences, embed
-from realmops.text.vocabulary import vocabulary_bytes
 from realmops.train.examples import Examples
 from realmops.train.realm import Realm
 from realmops.train.tagger import Tagger

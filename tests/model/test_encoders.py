@@ -19,6 +19,7 @@ from small_world import at_once, section
 from transformers import BertTokenizerFast
 
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.corpus.vocabulary import SPECIAL_TOKENS, Casing, build_tokenizer, vocabulary_bytes
 from realmops.hub import (
     BERT,
     T5,
@@ -31,10 +32,9 @@ from realmops.hub import (
 )
 from realmops.model.checkpoint_files import build_models
 from realmops.model.encoder_files import build_small_encoder, encoder_from_description, load_encoder, save_encoder
+from realmops.model.pretrained import read_encoder_vocabulary
 from realmops.model.retriever import Embedder, initialise_projection
 from realmops.stages import check_inputs
-from realmops.text.pretrained import read_encoder_vocabulary
-from realmops.text.vocabulary import SPECIAL_TOKENS, Casing, build_tokenizer, vocabulary_bytes
 
 CASED = [*SPECIAL_TOKENS, "Oslo", "oslo", "Z", "##ü", "##rich", "z", "##u", "a", "in", "is", "##n", ".", "B", "b"]
 

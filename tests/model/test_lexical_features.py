@@ -9,14 +9,14 @@ import torch
 from small_world import World, section, tiny_context, tiny_models, tiny_optimiser
 
 from realmops.answering.openqa import OpenQa
-from realmops.corpus.question_sets import Question
+from realmops.corpus.word_shape import WordShape, classify_word, classify_words
 from realmops.model.checkpoint_files import add_span_head, load_models, save_models
 from realmops.model.lexical_features import SIZES, UNITS, LexicalFeatures
 from realmops.model.packed import SHAPE_STEP, PackedBatch
 from realmops.model.reader import MaskedSentences, Reader
 from realmops.model.sequences import SpecialTokens, join_reader
+from realmops.questions.question_sets import Question
 from realmops.search.corpus_statistics import init_lexical_features
-from realmops.text.word_shape import WordShape, classify_word, classify_words
 from realmops.train.examples import Examples
 from realmops.train.inverse_cloze import train_reader
 from realmops.train.realm import Realm

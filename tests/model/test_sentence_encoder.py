@@ -12,12 +12,12 @@ from small_world import DOCUMENTS
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from realmops.config import parse_section
-from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.corpus.vocabulary import SPECIAL_TOKENS, vocabulary_bytes
 from realmops.model.checkpoint_files import build_models
+from realmops.questions.question_sets import Question
 from realmops.search.embed import document_sequences, embed, query_sequences
 from realmops.stages.common import question_queries
-from realmops.text.vocabulary import SPECIAL_TOKENS, vocabulary_bytes
 
 POOLINGS: dict[str, dict[str, Any]] = {
     "mean": {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": False},

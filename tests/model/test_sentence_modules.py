@@ -16,13 +16,13 @@ from small_encoders import write_encoder
 from small_project import QUESTIONS, stage, toy_values, write_project
 
 from realmops.config import parse_section
-from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.hub import encoder_files, sentence_prompts
 from realmops.model.checkpoint_files import build_models, retriever_files, retriever_from_files
 from realmops.model.portable import write_retriever
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import SpecialTokens
+from realmops.questions.question_sets import Question
 from realmops.search.embed import document_sequences, embed, embed_documents, query_sequences, text_queries
 from realmops.stages.common import question_queries
 

@@ -23,8 +23,8 @@ from seeds import difference
 from small_project import cli, model_files, write_project
 from transformers import BertConfig, BertModel
 
+from realmops.corpus.vocabulary import vocabulary_bytes
 from realmops.search import openvino
-from realmops.text.vocabulary import vocabulary_bytes
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 ROW = Row("embedding", "another", "docs/s", (10.0, 20.0, 60.0), (5.0, 5.0, 10.0), Goal(4))  # ratios 2, 4 and 6

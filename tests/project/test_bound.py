@@ -18,6 +18,7 @@ from small_project import cli, stage, toy_values
 from realmops.artifacts import WORK_FOLDER, read_json
 from realmops.commands.promote import read_run
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.corpus.spans import Spans
 from realmops.search.bm25 import FOLDER, Bm25
 from realmops.search.embeddings import INDEX, load_index, save_index, view_embeddings
 from realmops.serve.served_model import RunFolder
@@ -25,7 +26,6 @@ from realmops.stages import STAGES
 from realmops.stages.corpus_states import newest_state, pipeline_state
 from realmops.stages.open_run import open_run
 from realmops.stages.runner import stage_inputs
-from realmops.text.spans import Spans
 
 VALUES = toy_values()
 Refusal = tuple[str, Callable[[Path, Path], object]]  # what the message names, and what opens the artifact

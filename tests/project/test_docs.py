@@ -18,8 +18,8 @@ import realmops
 from realmops import config
 from realmops.cli import main
 from realmops.commands.init import ALWAYS, PLACES
-from realmops.corpus import formats
-from realmops.corpus.formats import question_files
+from realmops.questions import question_files
+from realmops.readers import sources as formats
 from realmops.stages import STAGES
 
 ROOT = Path(__file__).parents[2]

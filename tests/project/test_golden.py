@@ -23,11 +23,11 @@ from small_world import PAPERS_READER, section, tiny_context, tiny_optimiser
 
 from realmops.artifacts import digest_of, seed_for
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.corpus.spans import Spans
 from realmops.model import reader as reader_module
 from realmops.model.checkpoint_files import build_models
 from realmops.model.packed import PackedBatch
 from realmops.search.exact import ExactIndex
-from realmops.text.spans import Spans
 from realmops.train import inverse_cloze
 from realmops.train.examples import Examples
 from realmops.train.index_source import Index

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from realmops.answering.answer import Answer, ReadPassage, RetrievedPassages, Span
 from realmops.answering.record import answer_record, enclosing_sentence
 from realmops.answering.retrieval import RetrieveAndRead
-from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.checkpoint_files import load_models, load_reader, save_models
 from realmops.model.packed import PackedBatch
 from realmops.model.reader import Reader
 from realmops.model.sequences import join_reader
+from realmops.questions.question_sets import Question
 from realmops.search import approximate
 from realmops.search.approximate import ApproximateIndex
 from realmops.search.embeddings import embed_corpus, load_passages, save_passages

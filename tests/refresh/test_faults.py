@@ -126,9 +126,9 @@ def test_an_error_of_the_disk_at_any_write_of_a_checkpoint(tmp_path: Path, kind:
 def test_an_error_of_the_disk_at_any_write_of_a_snapshot(tmp_path: Path, kind: str) -> None:
     from small_world import write_documents
 
-    from realmops.corpus.formats import list_sources
     from realmops.corpus.snapshot_writer import write_snapshot
     from realmops.corpus.word_counts import train_vocabulary
+    from realmops.readers.sources import list_sources
 
     corpus = list_sources(write_documents(tmp_path / "documents.jsonl"), "auto")
     pieces = train_vocabulary(corpus, size=150, min_count=1)
@@ -332,8 +332,8 @@ def test_damage_to_what_a_stage_handed_over(stage_folders: dict[str, Path], kind
 
 
 def test_damage_to_the_progress_of_a_killed_snapshot_starts_it_over(world: Any, tmp_path: Path) -> None:
-    from realmops.corpus.formats import list_sources
     from realmops.corpus.snapshot_writer import _restore_checkpoint, write_snapshot
+    from realmops.readers.sources import list_sources
 
     corpus = list_sources(world.folder / "documents.jsonl", "auto")
     with atomic_folder(tmp_path / "s") as stage:

@@ -21,15 +21,15 @@ from power import Disk
 import realmops
 from realmops import artifacts
 from realmops.corpus import ingest, snapshot_writer
-from realmops.corpus.formats import list_sources
 from realmops.corpus.snapshot_reader import GIVEN_SPANS
+from realmops.corpus.spans import SpansWriter
+from realmops.corpus.vocabulary import SPECIAL_TOKENS
 from realmops.journal import Journal
+from realmops.readers.sources import list_sources
 from realmops.refresh.exchange import Exchange
 from realmops.refresh.shared_files import Files
 from realmops.refresh.trainer import RefreshPolicy, TrainerSide
 from realmops.refresh.versions import MAX_QUARANTINED, CorruptVersionError, VersionStore
-from realmops.text.spans import SpansWriter
-from realmops.text.vocabulary import SPECIAL_TOKENS
 from realmops.train.checkpoints import FolderCheckpoints
 
 # The recorder

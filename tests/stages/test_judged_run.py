@@ -15,11 +15,11 @@ from small_world import DOCUMENTS
 
 from realmops.commands.promote import read_run
 from realmops.commands.report import summary
-from realmops.corpus.question_sets import read_questions
-from realmops.corpus.relevance import RelevantPassages
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.compare import compare_runs, deciding_metric
 from realmops.model.checkpoint_files import load_retriever
+from realmops.questions.question_sets import read_questions
+from realmops.questions.relevance import RelevantPassages
 from realmops.search.embeddings import embed_corpus, load_index
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -45,13 +45,14 @@ from realmops.artifacts import read_manifest
 from realmops.baselines.links import LinkedBm25, PassageLinks
 from realmops.baselines.tfidf import TfIdf
 from realmops.config import load_params
-from realmops.corpus.formats import list_sources
-from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.corpus.vocabulary import vocabulary_bytes
 from realmops.corpus.word_counts import train_vocabulary
 from realmops.evaluate.predictions import read_predictions
 from realmops.evaluate.recall import first_hit_ranks
 from realmops.model.checkpoint_files import load_models
+from realmops.questions.question_sets import Question
+from realmops.readers.sources import list_sources
 from realmops.refresh import child_processes
 from realmops.refresh.child_processes import run_realmops
 from realmops.refresh.follower import assign_exchange
@@ -61,7 +62,6 @@ from realmops.search.embeddings import embed_corpus, load_index
 from realmops.stages import HEADLINE_METRICS, STAGES, Job, fingerprint, ict
 from realmops.stages.common import question_queries
 from realmops.stages.runner import run_stage, stage_inputs
-from realmops.text.vocabulary import vocabulary_bytes
 
 HERE = Path(__file__).parents[1]
 # What other stages, the report and people compare runs by; recall@k comes under both match rules.

@@ -16,10 +16,10 @@ from small_world import Killed, write_documents
 from realmops.answering.answer import Answer
 from realmops.answering.openqa import OpenQa
 from realmops.commands.masked import _build_example, explain_sentence, load_pretrained
-from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.journal import Journal
 from realmops.model.checkpoint_files import load_models
+from realmops.questions.question_sets import Question
 from realmops.refresh import shards
 from realmops.refresh.versions import VersionStore
 from realmops.search import embeddings

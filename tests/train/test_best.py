@@ -16,11 +16,11 @@ from small_world import Killed, World, section, tiny_models
 
 from realmops.artifacts import seed_for
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.corpus.spans import Spans
 from realmops.model.retriever import FusionWeights
 from realmops.search.embed import embed_documents
 from realmops.search.exact import ExactIndex
 from realmops.stages import ict as stages_ict
-from realmops.text.spans import Spans
 from realmops.train import held_out as module
 from realmops.train.examples import Example, Examples
 from realmops.train.held_out import BestCheckpoint, held_out_rows

@@ -14,11 +14,11 @@ from small_world import MemoryJournal, World, build_world, tiny_context, tiny_op
 from torch import Tensor
 
 from realmops.answering.openqa import OpenQa
-from realmops.corpus.question_sets import Question
 from realmops.model.packed import PackedBatch
 from realmops.model.retriever import FusionWeights
 from realmops.model.sequences import join_query, join_reader
-from realmops.text.answer_matching import normalize_answer
+from realmops.questions.answer_matching import normalize_answer
+from realmops.questions.question_sets import Question
 from realmops.train import fine_tuning as module
 from realmops.train.fine_tuning import finetune, finetune_steps, query_steps, question_loss, train_query_tower
 

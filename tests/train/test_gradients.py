@@ -30,15 +30,15 @@ from realmops.baselines import t5 as closed_book
 from realmops.baselines.path import PathRetriever
 from realmops.baselines.t5 import ClosedBook
 from realmops.config import ClosedBookOptions
-from realmops.corpus.question_sets import Question
 from realmops.model.checkpoint_files import add_span_head, build_encoder
 from realmops.model.extractive_reader import load_extractive_reader
 from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, HEADS, Retriever
+from realmops.questions.question_sets import Question
 from realmops.search.bm25 import Bm25
 from realmops.search.exact import PassageIndex
-from realmops.text.conll import TaggedSentence
 from realmops.train import fine_tuning, passage_batches, pretraining, reader_training, tagger, windows
 from realmops.train import inverse_cloze as ict
+from realmops.train.conll import TaggedSentence
 from realmops.train.examples import Examples
 from realmops.train.loop import TrainingContext, fit
 from realmops.train.optimiser import BertAdamW, Group

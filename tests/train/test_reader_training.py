@@ -25,9 +25,9 @@ from small_world import (
 )
 
 from realmops.answering.extractive import ExtractiveQa
-from realmops.corpus.question_sets import Question
 from realmops.model.extractive_reader import ExtractiveReader, load_extractive_reader
-from realmops.text.answer_matching import matched_spans
+from realmops.questions.answer_matching import matched_spans
+from realmops.questions.question_sets import Question
 from realmops.train import reader_training as module
 from realmops.train.reader_training import (
     build_passage_examples,

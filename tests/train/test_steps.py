@@ -19,12 +19,12 @@ from elsewhere import ELSEWHERE, Counts, recorded
 from small_world import World, build_world, section, tiny_context, tiny_models, tiny_optimiser
 
 from realmops.answering.openqa import OpenQa
-from realmops.corpus.question_sets import Question
 from realmops.devices import to_device, to_host
 from realmops.model import packed
 from realmops.model.checkpoint_files import add_span_head
 from realmops.model.packed import PackedBatch
 from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, FusionWeights, Retriever
+from realmops.questions.question_sets import Question
 from realmops.search.bm25 import Bm25
 from realmops.search.embed import document_sequences, embed, embed_documents, embed_on_device, query_sequences
 from realmops.search.exact import ExactIndex, PassageIndex, exact_index

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from realmops.corpus.question_sets import Question
+from realmops.questions.question_sets import Question
 
 
 class InvalidRequest(ValueError):

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from realmops.text.answer_matching import normalize_answer, words_f1
-from realmops.text.languages import ENGLISH
+from realmops.corpus.languages import ENGLISH
+from realmops.questions.answer_matching import normalize_answer, words_f1
 
 
 def minimum_bayes_risk(texts: Sequence[str], p: NDArray[np.float64], language: str = ENGLISH) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 
 from realmops.answering.own_questions import Label, check_label_file, save_labels, usage_lines
 from realmops.artifacts import WORK_FOLDER, make_folder, sync_folder
-from realmops.corpus.documents import read_json_lines
-from realmops.corpus.question_sets import text_key
+from realmops.questions.question_sets import text_key
+from realmops.readers.documents import read_json_lines
 
 FILE = "feedback.jsonl"
 LINE_LIMIT = 1 << 15  # bytes of one entry

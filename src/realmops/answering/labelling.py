@@ -7,8 +7,8 @@ from realmops.answering.answer import InvalidRequest
 from realmops.answering.own_questions import Label, progress_line, read_labels, save_labels
 from realmops.answering.passage_search import format_passages
 from realmops.answering.record import Record
-from realmops.corpus.question_sets import text_key
-from realmops.text.answer_matching import token_boundary_spans
+from realmops.questions.answer_matching import token_boundary_spans
+from realmops.questions.question_sets import text_key
 
 SHOWN = 5  # passages for each question
 Search = Callable[[str, int], Record]

@@ -10,7 +10,7 @@ from realmops.answering.confidence import Confidence
 from realmops.answering.passage_search import PassageSearch
 from realmops.answering.record import Record, answer_record, sources_record
 from realmops.answering.retrieval import RetrieveAndRead
-from realmops.corpus.question_sets import Question
+from realmops.questions.question_sets import Question
 from realmops.search.bm25 import Bm25
 
 PROBE = "Where?"  # test question for a model before it serves

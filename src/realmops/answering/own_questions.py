@@ -14,8 +14,8 @@ from typing import Any
 
 from realmops.answering.confidence import MIN_CALIBRATION
 from realmops.artifacts import digest_of, make_folder, write_bytes
-from realmops.corpus.documents import read_json_lines
-from realmops.corpus.question_sets import read_questions, text_key
+from realmops.questions.question_sets import read_questions, text_key
+from realmops.readers.documents import read_json_lines
 
 OWN_QUESTIONS = Path("questions/own.jsonl")  # default file, next to params.yaml
 WHAT_THEY_BRING = (  # figures of bootstrap_interval

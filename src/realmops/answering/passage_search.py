@@ -22,13 +22,13 @@ from torch import Tensor
 from realmops.answering.answer import InvalidRequest
 from realmops.answering.record import Record, passage_record
 from realmops.artifacts import canonical_json
+from realmops.corpus.languages import ENGLISH, load_languages
 from realmops.corpus.snapshot_reader import Snapshot, parse_extra
 from realmops.model.retriever import DENSE_ONLY, FusionWeights, Retriever
 from realmops.search.bm25 import STOP_WORDS, Bm25, split_words, stem, stems, words_with_offsets
 from realmops.search.embed import embed, query_sequences, text_queries
 from realmops.search.exact import PassageIndex
 from realmops.search.hybrid import HybridSearch
-from realmops.text.languages import ENGLISH, load_languages
 
 RankBy = Literal["run", "embeddings", "words"]
 Where = Mapping[str, Any]

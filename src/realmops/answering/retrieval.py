@@ -20,10 +20,8 @@ from torch import Tensor
 
 from realmops.answering.answer import Answer, InvalidRequest, RetrievedPassages
 from realmops.config import Finetune
-from realmops.corpus.cloze import SourcePassages
-from realmops.corpus.question_sets import Question
-from realmops.corpus.relevance import RelevantPassages
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.corpus.special_tokens import prompt_separator
 from realmops.devices import autocast, to_device
 from realmops.model.checkpoint_files import save_models
 from realmops.model.likelihood import log_prior
@@ -31,12 +29,14 @@ from realmops.model.packed import PackedBatch
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import SpecialTokens, join_query
+from realmops.questions.cloze import SourcePassages
+from realmops.questions.question_sets import Question
+from realmops.questions.relevance import RelevantPassages
 from realmops.search.bm25 import Bm25
 from realmops.search.embed import Progress, embed, no_progress, query_sequences
 from realmops.search.embeddings import save_passages
 from realmops.search.exact import PassageIndex
 from realmops.search.hybrid import Hits, HybridSearch
-from realmops.text.special_tokens import prompt_separator
 
 HYBRID_DEPTH = 100  # candidates from embeddings and from BM25 each, before fusion
 _QUESTIONS_IN_MEMORY = 1024

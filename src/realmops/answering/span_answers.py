@@ -17,8 +17,8 @@ from torch import Tensor
 from realmops.answering.answer import Answer, ReadPassage, RetrievedPassages, Span
 from realmops.answering.decoding import minimum_bayes_risk
 from realmops.answering.retrieval import RetrieveAndRead
-from realmops.corpus.question_sets import Question
-from realmops.text.answer_matching import match_normal_form, matched_spans
+from realmops.questions.answer_matching import match_normal_form, matched_spans
+from realmops.questions.question_sets import Question
 
 CITATION_MARK = re.compile(r"\[\s*\d+(?:\s*[,;\u2013-]\s*\d+)*\s*\]")  # "[26]", "[3, 7]", "[4-6]"
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from realmops.corpus.languages import normalize_unicode
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.search.bm25 import Bm25, Scores, top_k
-from realmops.text.languages import normalize_unicode
 
 SEEDS = 20  # passages whose links are followed
 LINKED_SHARE = 0.5  # of a seed's score, added to the passages that it is linked with

@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from realmops.artifacts import seed_for
 from realmops.baselines.links import PassageLinks
 from realmops.config import Finetune, Optimiser
-from realmops.corpus.cloze import SourcePassages
-from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import autocast
 from realmops.model.checkpoint_files import cpu_state
@@ -32,8 +30,10 @@ from realmops.model.encoder_files import encoder_from_description
 from realmops.model.likelihood import marginal_span_loss
 from realmops.model.packed import PackedBatch
 from realmops.model.sequences import SpecialTokens, join_reader
+from realmops.questions.answer_matching import contains_answer
+from realmops.questions.cloze import SourcePassages
+from realmops.questions.question_sets import Question
 from realmops.search.bm25 import Bm25, Rows, rank, top_k
-from realmops.text.answer_matching import contains_answer
 from realmops.train.fine_tuning import finetune_steps
 from realmops.train.loop import TrainingContext, epoch_rows, fit
 from realmops.train.optimiser import Group

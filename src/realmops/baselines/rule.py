@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from realmops.corpus.question_sets import Question
+from realmops.corpus.languages import WordSpan, find_with_offsets, normalize_unicode
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.questions.question_sets import Question
 from realmops.search.bm25 import STOP_WORDS, stems
-from realmops.text.languages import WordSpan, find_with_offsets, normalize_unicode
 
 MAX_DISTANCE = 20  # words; also the distance of a word that the passage lacks
 _WORD = re.compile(r"\d+(?:[.,:]\d+)*\w*|[^\W\d_]+(?:['’.-]?[^\W_]+)*")

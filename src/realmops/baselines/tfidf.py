@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from realmops.corpus.languages import normalize_unicode
 from realmops.search.bm25 import Scores
-from realmops.text.languages import normalize_unicode
 
 BUCKETS = 1 << 24  # of hashed unigrams and bigrams
 

@@ -168,7 +168,7 @@ def public_data(**options: Any) -> Iterator[str]:
     "ner" has sentences with tagged names (wikigold, Universal NER, WNUT-17), for the tagger. "squad" has paragraphs of
     Wikipedia with questions, for the preset squad. "nq" has the questions of NQ-Open, for the presets nq and paper.
     """
-    from realmops.corpus.public_data import fetch_data_sets
+    from realmops.starter.public_data import fetch_data_sets
 
     yield from fetch_data_sets(**options)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
+from realmops.inputs.redaction import redact
 from realmops.inputs.store import walk_content
-from realmops.text.redaction import redact
 
 MD5 = "md5"  # of DVC 3; records of DVC 2 have no key "hash"
 

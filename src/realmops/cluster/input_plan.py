@@ -17,6 +17,7 @@ from realmops.cluster.polling import Log
 from realmops.config import Values
 from realmops.inputs.addresses import MODELS, InputError, is_address, listed_inputs, parse, version_of
 from realmops.inputs.lock_file import NAME, StoredInput, read_lock, write_lock
+from realmops.inputs.redaction import redact
 from realmops.inputs.store import (
     STORE_EXAMPLE,
     LocalInput,
@@ -27,7 +28,6 @@ from realmops.inputs.store import (
     upload,
 )
 from realmops.stages import HUB
-from realmops.text.redaction import redact
 
 _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 _ON_THIS_MACHINE = ("file://", "local://")

@@ -26,6 +26,7 @@ from realmops.artifacts import WORK_FOLDER
 from realmops.commands.report import browser_command
 from realmops.config import CLOSED_BOOK, Values, preset_path
 from realmops.config_yaml import read_yaml
+from realmops.corpus.languages import ENGLISH
 from realmops.evaluate import ablation as tables
 from realmops.evaluate.ablation import REFERENCE, STALENESS, TITLES, Row, VariantOutcome
 from realmops.evaluate.predictions import FIRST_HITS, PREDICTIONS, read_hits, read_predictions
@@ -50,7 +51,6 @@ from realmops.stages import (
     stages_to_run,
 )
 from realmops.stages.runner import stage_inputs
-from realmops.text.languages import ENGLISH
 from realmops.tracking import runs
 from realmops.tracking.mlflow_views import view_url
 from realmops.tracking.sender import sync

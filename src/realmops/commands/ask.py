@@ -7,8 +7,8 @@ from realmops.answering.answer import InvalidRequest
 from realmops.answering.opened_model import Query
 from realmops.answering.record import Record
 from realmops.commands.open_model import open_model
-from realmops.corpus.question_sets import Question, assign_languages, read_questions, rows_of_people
 from realmops.evaluate.exact_match import is_exact_match
+from realmops.questions.question_sets import Question, assign_languages, read_questions, rows_of_people
 
 
 def ask(

@@ -13,6 +13,7 @@ from realmops import __version__, artifacts
 from realmops.answering.confidence import OWN_QUESTIONS
 from realmops.answering.opened_model import OpenedModel
 from realmops.commands.report import read_metrics
+from realmops.corpus.special_tokens import prompt_separator
 from realmops.evaluate.model_index import reader_index, retriever_index
 from realmops.evaluate.run_report import headline_rows
 from realmops.model.portable import model_input_names, similarity
@@ -20,7 +21,6 @@ from realmops.model.retriever import Embedder, Retriever
 from realmops.stages import STAGES, fingerprint
 from realmops.stages.runner import stage_inputs
 from realmops.stages.trained import trained_sections
-from realmops.text.special_tokens import prompt_separator
 
 CARD = "README.md"
 _ONNX = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids": "type_ids"}

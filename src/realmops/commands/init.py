@@ -9,7 +9,7 @@ from pathlib import Path
 from realmops import artifacts
 from realmops.answering.own_questions import WHAT_THEY_BRING
 from realmops.config_rules import check_rules, option_rules
-from realmops.corpus.question_sets import read_judged_questions
+from realmops.questions.question_sets import read_judged_questions
 from realmops.resources import resource_folder
 from realmops.stages import get_option
 from realmops.starter.choose_models import choose_model, choose_reader, fetch_tagged

@@ -15,16 +15,16 @@ from realmops import artifacts
 from realmops.artifacts import WORK_FOLDER
 from realmops.commands.open_model import CORPUS, FINETUNE, STEPS_TAG
 from realmops.config import CLOSED_BOOK, Tracking, Values, parse_section
-from realmops.corpus.question_sets import REGEX_RULE, assign_languages, read_questions
+from realmops.corpus.languages import ENGLISH
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.compare import SAME_ORIGIN, compare_runs, deciding_metric, format_comparison, question_origin
 from realmops.evaluate.exact_match import em_rules
 from realmops.evaluate.predictions import PREDICTIONS
+from realmops.questions.question_sets import REGEX_RULE, assign_languages, read_questions
 from realmops.search import bm25
 from realmops.stages import JOURNAL, METRICS, STAGES, fingerprint
 from realmops.stages.runner import stage_inputs, stage_lock
 from realmops.stages.trained import tuned_steps
-from realmops.text.languages import ENGLISH
 from realmops.tracking.registry import COPIED_TAG, DIGEST_TAG, PROMOTED, ModelVersion, Registry
 from realmops.tracking.runs import tracking_folder
 from realmops.tracking.sender import find_sent_run

@@ -10,11 +10,11 @@ from typing import Any
 
 from realmops import artifacts, config
 from realmops.config import PACKAGE, Values
-from realmops.corpus.public_data import SQUAD, download, read_squad, stable_hash, write_squad
 from realmops.hub import READER, encoder_folder, is_sentence_encoder
 from realmops.stages import METRICS, STAGES, Report
 from realmops.stages.runner import stage_lock
 from realmops.starter.choose_models import ENCODER, is_wide
+from realmops.starter.public_data import SQUAD, download, read_squad, stable_hash, write_squad
 
 PRESET = "public-reader"
 TRAINED = ("snapshot", "ict", "pretrain", "finetune")

@@ -7,9 +7,16 @@ from typing import Any
 from realmops import artifacts
 from realmops.answering.own_questions import check_label_file, usage_lines
 from realmops.config import Finetune
-from realmops.corpus.cloze import KIND, cloze_questions, split_questions
+from realmops.corpus.languages import ENGLISH
 from realmops.corpus.masking import SentencesWithSpans
-from realmops.corpus.question_sets import (
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.corpus.spans import Spans
+from realmops.evaluate.ceilings import answer_fits_reader, answered_in_corpus, reader_can_answer
+from realmops.evaluate.recall import RECALL_AT, hit_ranks_by_rule
+from realmops.inputs.addresses import CLOZE
+from realmops.questions.answer_matching import REGEX_RULES, WORD_RULES, compile_expression
+from realmops.questions.cloze import KIND, cloze_questions, split_questions
+from realmops.questions.question_sets import (
     JUDGED_RULE,
     Question,
     is_in_orqa_dev,
@@ -17,15 +24,8 @@ from realmops.corpus.question_sets import (
     read_questions,
     to_json_line,
 )
-from realmops.corpus.snapshot_reader import Snapshot
-from realmops.evaluate.ceilings import answer_fits_reader, answered_in_corpus, reader_can_answer
-from realmops.evaluate.recall import RECALL_AT, hit_ranks_by_rule
-from realmops.inputs.addresses import CLOZE
 from realmops.search.bm25 import Bm25, rank
 from realmops.stages import STAGES, Report
-from realmops.text.answer_matching import REGEX_RULES, WORD_RULES, compile_expression
-from realmops.text.languages import ENGLISH
-from realmops.text.spans import Spans
 
 CLOZE_LIMIT = 20_000
 

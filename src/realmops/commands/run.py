@@ -13,11 +13,11 @@ from realmops.hub import READER, T5, encoder_files, encoder_folder
 from realmops.inputs.addresses import FILES
 from realmops.inputs.fetch import local_cache
 from realmops.inputs.run_inputs import recorded_inputs, take_inputs
+from realmops.model.pretrained import read_encoder_tokenizer
 from realmops.refresh.child_processes import end_with
 from realmops.stages import CLOZE_STEP, INIT, STAGES, Report, resolve_models
 from realmops.stages.check_inputs import check_inputs
 from realmops.stages.runner import run_stage
-from realmops.text.pretrained import read_encoder_tokenizer
 from realmops.tracking.runs import UNTRACKED, WITHOUT_MLFLOW, has_mlflow
 
 

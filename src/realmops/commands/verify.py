@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from realmops.corpus.documents import Document, check_text, read_json_lines
-from realmops.corpus.formats import list_sources
-from realmops.corpus.formats.paged import PDF
-from realmops.corpus.formats.pdf import bounding_boxes as boxes_of
 from realmops.corpus.ingest import iter_batches, parse_records
 from realmops.corpus.snapshot_reader import document_name
+from realmops.readers.documents import Document, check_text, read_json_lines
+from realmops.readers.paged import PDF
+from realmops.readers.pdf import bounding_boxes as boxes_of
+from realmops.readers.sources import list_sources
 
 Progress = Callable[[int], None]
 

@@ -1,1 +1,1 @@
-"""Documents, passages, salient spans and questions; does not import torch."""
+"""Passages, tokens, salient spans and masks of a snapshot; does not import torch."""

@@ -6,14 +6,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from realmops.corpus.documents import Document, Dropped, Outcome, Rejected, call_guarded
 from realmops.corpus.incremental import EarlierSnapshot
 from realmops.corpus.ingest import Records, parse_records
 from realmops.corpus.passages import PassageBatch, cut_passages
 from realmops.corpus.snapshot_reader import DOCUMENTS
-from realmops.text.special_tokens import SpecialTokens
-from realmops.text.tokenizer import build_batch_tokenizer
-from realmops.text.vocabulary import Casing, build_tokenizer, open_tokenizer
+from realmops.corpus.special_tokens import SpecialTokens
+from realmops.corpus.tokenizer import build_batch_tokenizer
+from realmops.corpus.vocabulary import Casing, build_tokenizer, open_tokenizer
+from realmops.readers.documents import Document, Dropped, Outcome, Rejected, call_guarded
 
 _REPEATED = 64 << 20  # characters; bounds the title and extra columns that every passage of a document repeats
 

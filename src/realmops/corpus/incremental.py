@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from realmops.corpus.documents import Document
+from realmops.corpus.npy_files import load_npy
 from realmops.corpus.passages import Passage, PassageBatch, passage_digest, text_digest
 from realmops.corpus.snapshot_reader import DOCUMENTS, Snapshot, map_texts
-from realmops.text.npy_files import load_npy
+from realmops.readers.documents import Document
 
 # Shape legend: D documents of the earlier snapshot, P its passages.
 

@@ -15,8 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from realmops.corpus.documents import PAGE_WITHOUT_TEXT, Document, Dropped, Outcome, RawRecord, Rejected, printable_path
-from realmops.corpus.formats import FORMATS, Source
+from realmops.readers.documents import (
+    PAGE_WITHOUT_TEXT,
+    Document,
+    Dropped,
+    Outcome,
+    RawRecord,
+    Rejected,
+    printable_path,
+)
+from realmops.readers.sources import FORMATS, Source
 
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_RECORDS = 1024

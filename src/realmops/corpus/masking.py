@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.text.spans import Spans
+from realmops.corpus.spans import Spans
 
 MASKED_SHARE = 0.15
 SPAN_CONTINUATION = 0.8  # a random span ends after each word with probability 0.2

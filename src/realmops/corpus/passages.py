@@ -20,9 +20,9 @@ import sentencex
 from numpy.typing import NDArray
 
 from realmops.artifacts import canonical_json
-from realmops.corpus.documents import Document
-from realmops.text.languages import AUTO, ENGLISH, detect_language
-from realmops.text.tokenizer import CachedTokenizer, UncachedTokenizer
+from realmops.corpus.languages import AUTO, ENGLISH, detect_language
+from realmops.corpus.tokenizer import CachedTokenizer, UncachedTokenizer
+from realmops.readers.documents import Document
 
 # Shape legend: T wordpieces, S sentences, P passages of a batch of documents.
 

@@ -18,10 +18,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from realmops.corpus.dates import find_dates
+from realmops.corpus.languages import LETTERS, NO_BLANKS, compile_regex, find_with_offsets, load_languages
 from realmops.corpus.masking import MAX_PASSAGES
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.text.dates import find_dates
-from realmops.text.languages import LETTERS, NO_BLANKS, compile_regex, find_with_offsets, load_languages
 
 NAME, PHRASE, NUMBER, DATE = "NAME", "PHRASE", "NUMBER", "DATE"
 MAX_WORDS, MAX_CHARACTERS = 4, 8  # per phrase: words, or characters of scripts without spaces

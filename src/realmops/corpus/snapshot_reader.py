@@ -19,12 +19,10 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from realmops.artifacts import digest_of, read_manifest
-from realmops.corpus.documents import PAGES, Document
-from realmops.hub import TOKENIZER, VOCABULARY
-from realmops.text.languages import AUTO, ENGLISH
-from realmops.text.npy_files import load_npy
-from realmops.text.spans import Spans
-from realmops.text.vocabulary import (
+from realmops.corpus.languages import AUTO, ENGLISH
+from realmops.corpus.npy_files import load_npy
+from realmops.corpus.spans import Spans
+from realmops.corpus.vocabulary import (
     Casing,
     build_tokenizer,
     is_continuation,
@@ -33,7 +31,9 @@ from realmops.text.vocabulary import (
     read_vocabulary,
     surface_forms,
 )
-from realmops.text.word_shape import SHAPE_STEP, classify_words
+from realmops.corpus.word_shape import SHAPE_STEP, classify_words
+from realmops.hub import TOKENIZER, VOCABULARY
+from realmops.readers.documents import PAGES, Document
 
 # Shape legend: P passages, T wordpieces of all bodies, S sentences; t and s: wordpieces and sentences of one passage.
 

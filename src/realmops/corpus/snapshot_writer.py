@@ -33,9 +33,9 @@ from realmops.artifacts import (
     write_manifest,
 )
 from realmops.corpus.document_cutter import DocumentCutter
-from realmops.corpus.documents import PAGES, Document, Outcome, Rejected, printable_path
-from realmops.corpus.formats import Source
 from realmops.corpus.ingest import Batch, OutcomeCounts, Progress, iter_batches, workers_in_order
+from realmops.corpus.languages import AUTO, ENGLISH, check_language
+from realmops.corpus.npy_files import AppendOnlyFile, NpyWriter, OffsetsWriter
 from realmops.corpus.passages import SPECIAL_TOKENS_PER_DOCUMENT, PassageBatch, length
 from realmops.corpus.seen_ids import SeenIds
 from realmops.corpus.snapshot_reader import (
@@ -53,12 +53,12 @@ from realmops.corpus.snapshot_reader import (
     document_name,
     read_rejects,
 )
+from realmops.corpus.spans import SpansWriter
+from realmops.corpus.tokenizer import is_inside_word
+from realmops.corpus.vocabulary import UNCASED, Casing, vocabulary_bytes, vocabulary_hash
 from realmops.hub import TOKENIZER, VOCABULARY
-from realmops.text.languages import AUTO, ENGLISH, check_language
-from realmops.text.npy_files import AppendOnlyFile, NpyWriter, OffsetsWriter
-from realmops.text.spans import SpansWriter
-from realmops.text.tokenizer import is_inside_word
-from realmops.text.vocabulary import UNCASED, Casing, vocabulary_bytes, vocabulary_hash
+from realmops.readers.documents import PAGES, Document, Outcome, Rejected, printable_path
+from realmops.readers.sources import Source
 
 _TEXTS = "passages.arrows"  # rows of passages.arrow during writing: an Arrow IPC stream
 _IDS = "ids.sqlite"

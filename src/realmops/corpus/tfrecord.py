@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+from realmops.compressed import open_raw
 from realmops.corpus.passages import passage_digest
 from realmops.corpus.seen_ids import SeenIds
-from realmops.text.compressed import open_raw
 
 _MAX_RECORD = 16 << 20  # bytes
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from realmops.corpus.documents import Document, RawRecord, Rejected
-from realmops.corpus.formats import Source
 from realmops.corpus.ingest import Progress, Records, iter_batches, parse_records, workers_in_order
-from realmops.text.vocabulary import bert_words, learn_pieces
+from realmops.corpus.vocabulary import bert_words, learn_pieces
+from realmops.readers.documents import Document, RawRecord, Rejected
+from realmops.readers.sources import Source
 
 _SAMPLE_BYTES = 256 << 20
 _DISTINCT_LIMIT = 4_000_000  # words in memory

@@ -13,16 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.recall import Rows
-from realmops.text.answer_matching import (
+from realmops.questions.answer_matching import (
     TOKEN_SEPARATOR,
     answer_token_spans,
     compile_expression,
     contains_answer,
     token_bytes,
 )
+from realmops.questions.question_sets import Question
 
 # With these in an expression, a passage can match alone but not within joined passages.
 _NEEDS_CONTEXT = re.compile(r"\\[AZBGK]|\(\?(?!:)|[*+?}]\+")

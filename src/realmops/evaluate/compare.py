@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from realmops.evaluate.exact_match import Difference, paired_bootstrap
 from realmops.evaluate.predictions import Prediction, read_results
-from realmops.text.answer_matching import REGEX_RULES, WORD_RULES
+from realmops.questions.answer_matching import REGEX_RULES, WORD_RULES
 
 SAME_ORIGIN = (
     "EM is measured on questions of people, and questions generated from the documents measure retrieval only; "

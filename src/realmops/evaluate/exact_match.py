@@ -2,8 +2,8 @@
 
 Exact match is the Open-QA metric of the paper's section 4: the share of questions whose prediction equals one of the
 reference answers after normalisation, or matches one of them if they are regular expressions (``EM_RULES``;
-``text/answer_matching.py`` has the rules). F1 is that of SQuAD: token overlap of prediction and reference, the maximum
-over references. For regular expressions it is exact match, 0 or 1.
+``questions/answer_matching.py`` has the rules). F1 is that of SQuAD: token overlap of prediction and reference, the
+maximum over references. For regular expressions it is exact match, 0 or 1.
 """
 
 from collections import Counter
@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from realmops.artifacts import seed_for
-from realmops.corpus.question_sets import Question, answers_are_regex
-from realmops.text.answer_matching import REGEX_RULES, contains_answer, exact_match, normalize_answer, token_f1
-from realmops.text.languages import ENGLISH
+from realmops.corpus.languages import ENGLISH
+from realmops.questions.answer_matching import REGEX_RULES, contains_answer, exact_match, normalize_answer, token_f1
+from realmops.questions.question_sets import Question, answers_are_regex
 
 EM_RULES = ("exact_match", *REGEX_RULES)
 RESAMPLES = 10_000

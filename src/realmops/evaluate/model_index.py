@@ -5,7 +5,7 @@ from typing import Any
 
 from realmops.evaluate.ranking_measures import MEASURES
 from realmops.evaluate.recall import SHOWN_AT
-from realmops.text.answer_matching import REGEX_RULES, WORD_RULES
+from realmops.questions.answer_matching import REGEX_RULES, WORD_RULES
 
 OWN_DATA = "unknown"  # dataset type of questions that are on no hub, as sentence-transformers writes it
 _RULES = {  # when a passage counts as relevant, by rule

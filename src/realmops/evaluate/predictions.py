@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from realmops.answering.confidence import Confidence
 from realmops.artifacts import atomic_file
-from realmops.corpus.cloze import CLOZE_ID
-from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.exact_match import Score
+from realmops.questions.cloze import CLOZE_ID
+from realmops.questions.question_sets import Question
 
 if TYPE_CHECKING:
     from realmops.answering.answer import Answer

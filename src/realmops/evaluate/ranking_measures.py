@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realmops.artifacts import make_folder, write_bytes
-from realmops.corpus.question_sets import Question
 from realmops.evaluate.exact_match import bootstrap_interval
 from realmops.evaluate.recall import RECALL_AT
+from realmops.questions.question_sets import Question
 
 Qrels = Mapping[str, Mapping[str, int]]  # grade by document, by query
 Run = Mapping[str, Sequence[str]]  # documents of each query, best first

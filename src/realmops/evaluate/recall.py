@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from realmops.corpus.question_sets import JUDGED_RULE, Question, answers_are_regex
 from realmops.evaluate.exact_match import bootstrap_interval
-from realmops.text.answer_matching import REGEX_RULES, WORD_RULES, contains_answer
+from realmops.questions.answer_matching import REGEX_RULES, WORD_RULES, contains_answer
+from realmops.questions.question_sets import JUDGED_RULE, Question, answers_are_regex
 
 RECALL_AT = (1, 5, 20, 100)
 SHOWN_AT = (1, 5, 20)  # with intervals

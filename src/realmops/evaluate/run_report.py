@@ -25,7 +25,7 @@ from realmops.evaluate.predictions import Prediction, read_predictions
 from realmops.evaluate.recall import SHOWN_AT, ZERO_SHOT
 from realmops.evaluate.report_page import render_page, render_table
 from realmops.journal import Series, metric_series, read_journal
-from realmops.text.answer_matching import REGEX_RULES, WORD_RULES
+from realmops.questions.answer_matching import REGEX_RULES, WORD_RULES
 
 if TYPE_CHECKING:
     from rich.table import Table

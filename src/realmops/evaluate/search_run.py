@@ -6,9 +6,6 @@ from pathlib import Path
 
 from realmops import __version__, artifacts
 from realmops.answering.passage_search import PassageQuery, PassageSearch, RankBy, Where
-from realmops.corpus.cloze import SourcePassages
-from realmops.corpus.question_sets import read_search_questions
-from realmops.corpus.relevance import RelevantPassages
 from realmops.evaluate.exact_match import RESAMPLES
 from realmops.evaluate.predictions import RESULTS
 from realmops.evaluate.ranking_measures import (
@@ -21,6 +18,9 @@ from realmops.evaluate.ranking_measures import (
     ranking_metrics,
     write_trec,
 )
+from realmops.questions.cloze import SourcePassages
+from realmops.questions.question_sets import read_search_questions
+from realmops.questions.relevance import RelevantPassages
 
 KIND = "trec"
 

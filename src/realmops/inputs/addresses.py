@@ -25,7 +25,7 @@ from urllib.parse import unquote, urlsplit
 
 from realmops import artifacts
 from realmops.config_rules import ENCODER, NO_READER
-from realmops.text.redaction import redact
+from realmops.inputs.redaction import redact
 
 if TYPE_CHECKING:  # the command line imports this module, and pydantic takes 0.2 s
     from realmops.config import Values

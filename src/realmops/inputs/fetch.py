@@ -37,7 +37,7 @@ from realmops.inputs.addresses import (
     shared_progress,
     version_of,
 )
-from realmops.text.redaction import redact
+from realmops.inputs.redaction import redact
 
 CACHE_VARIABLE = "REALMOPS_CACHE"
 PARTIAL = ".partial-"  # prefix of a folder with a partial copy, which is locked while it is written

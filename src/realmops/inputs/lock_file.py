@@ -10,7 +10,7 @@ import yaml
 from realmops import artifacts
 from realmops.config_yaml import locate_key, parse_yaml
 from realmops.inputs.addresses import parse
-from realmops.text.redaction import redact
+from realmops.inputs.redaction import redact
 
 NAME = "inputs.yaml"
 _HEAD = (

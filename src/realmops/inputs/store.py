@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from realmops import artifacts
-from realmops.corpus.walk import walk_files
 from realmops.inputs.addresses import (
     CHUNK,
     CONTENT_MARKS,
@@ -36,7 +35,8 @@ from realmops.inputs.addresses import (
     parse,
     shared_progress,
 )
-from realmops.text.redaction import redact
+from realmops.inputs.redaction import redact
+from realmops.readers.walk import walk_files
 
 Progress = Callable[[str, int, str], Callable[[int], None]]  # as ``progress`` of a report
 Walk = Callable[[Path], Iterable[tuple[str, list[str], list[str]]]]  # as ``os.walk``

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from realmops.corpus.word_shape import WordShape
 from realmops.model.packed import PackedBatch
-from realmops.text.word_shape import WordShape
 
 UNITS = 16  # integer weight per nat of idf
 RARITIES = 5  # classes of idf

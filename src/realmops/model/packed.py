@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realmops.corpus.word_shape import SHAPE_STEP
 from realmops.devices import async_to
-from realmops.text.word_shape import SHAPE_STEP
 
 BATCH_WORDPIECES = {"cpu": 1024, "cuda": 65_536}  # padded wordpieces per batch, by device type
 _UNGROUPED_SCORES = 1 << 20  # attention scores B x L x L of a batch; above it, attention pads in groups

@@ -19,12 +19,12 @@ from safetensors.torch import save as save_tensors
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from realmops.corpus.special_tokens import build_post_processor
 from realmops.hub import CONFIG, MODULES, SAFETENSORS, SENTENCE_CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from realmops.model.encoder import Encoder
 from realmops.model.encoder_files import save_encoder
 from realmops.model.retriever import BagOfWords, Dense, Embedder, Retriever, Tower
 from realmops.model.sequences import SpecialTokens
-from realmops.text.special_tokens import build_post_processor
 
 ROUTES = ("query", "document")
 LAYER_NORM_EPS = 1e-5  # fixed in the library's LayerNorm

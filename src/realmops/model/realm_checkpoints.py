@@ -15,15 +15,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from realmops.corpus.vocabulary import vocabulary_hash
 from realmops.hub import CONFIG, read_config, read_weights
 from realmops.model.checkpoint_files import load_pooler
 from realmops.model.encoder import Encoder
 from realmops.model.masked_word_head import MaskedWordHead
+from realmops.model.pretrained import read_encoder_vocabulary
 from realmops.model.reader import Reader, SpanHead
 from realmops.model.retriever import Embedder, Retriever
 from realmops.model.transformers_models import MASKED_WORDS, load_transformers_model, remove_pooler
-from realmops.text.pretrained import read_encoder_vocabulary
-from realmops.text.vocabulary import vocabulary_hash
 
 BLOCK_EMBEDDINGS = "block_emb"
 _BERT_NAMES = ("realm.", "cls.predictions.")

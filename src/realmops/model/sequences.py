@@ -5,7 +5,7 @@ All functions take and return one-dimensional int64 arrays of wordpiece ids with
 
 import numpy as np
 
-from realmops.text.special_tokens import SpecialTokens as SpecialTokens
+from realmops.corpus.special_tokens import SpecialTokens as SpecialTokens
 
 
 def join_query(x: np.ndarray, special: SpecialTokens, limit: int) -> np.ndarray:

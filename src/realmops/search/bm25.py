@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realmops.artifacts import read_bound_manifest
-from realmops.corpus.snapshot_reader import Snapshot
-from realmops.text.languages import (
+from realmops.corpus.languages import (
     ENGLISH,
     detect_language,
     find_with_offsets,
@@ -28,7 +27,8 @@ from realmops.text.languages import (
     normalized_words,
     word_spans,
 )
-from realmops.text.npy_files import load_npy
+from realmops.corpus.npy_files import load_npy
+from realmops.corpus.snapshot_reader import Snapshot
 
 Rows = NDArray[np.int64]
 Scores = NDArray[np.float32]

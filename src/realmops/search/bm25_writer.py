@@ -26,10 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realmops.artifacts import atomic_folder, digest_of, make_folder, read_manifest, write_manifest
+from realmops.corpus.languages import ENGLISH, NORMAL_FORM
+from realmops.corpus.npy_files import NpyWriter, load_npy
 from realmops.corpus.snapshot_reader import ROWS_PER_BATCH, Snapshot
 from realmops.search.bm25 import KIND, Bm25, split_words, stem_hashes, stems, stop_words
-from realmops.text.languages import ENGLISH, NORMAL_FORM
-from realmops.text.npy_files import NpyWriter, load_npy
 
 _PART = "part of lexical"
 _PASSAGES = 32 * ROWS_PER_BATCH  # per part

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from realmops.artifacts import seed_for
+from realmops.corpus.languages import ENGLISH, load_languages
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.reader import Reader
 from realmops.model.retriever import BagOfWords, Dense, Embedder, Retriever
 from realmops.model.sequences import SpecialTokens
 from realmops.search.bm25 import stems
 from realmops.search.embed import Progress, document_sequences, embed, no_progress
-from realmops.text.languages import ENGLISH, load_languages
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.corpus.special_tokens import prompt_separator
 from realmops.devices import autocast, eval_mode, to_device
 from realmops.model.packed import PackedBatch, batch_by_length
 from realmops.model.retriever import Embedder, Retriever, Tower
 from realmops.model.sequences import SpecialTokens, join_query, join_text
 from realmops.search.openvino import OpenVinoGraph, Sequences, compile_graph
-from realmops.text.special_tokens import prompt_separator
 
 SHARD_ROWS = 4096  # passages per shard
 _MIN_BATCHES_PER_THREAD = 2

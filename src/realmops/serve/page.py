@@ -22,10 +22,10 @@ from markupsafe import Markup
 from realmops.answering.opened_model import Query
 from realmops.answering.passage_search import StemsByLanguage, highlights, stem_query
 from realmops.answering.record import TOP_PASSAGES, Record, always_abstains, searches
+from realmops.corpus.languages import detect_language
 from realmops.evaluate.report_page import STYLE
 from realmops.serve.batching import PendingAnswer
 from realmops.serve.guard import COOKIE, FIELDS, QUESTION_LIMIT, QUESTIONS_LIMIT, SIGNED_IN_SECONDS, Token, form_of
-from realmops.text.languages import detect_language
 
 _LOG = logging.getLogger(__name__)
 PREVIEW = 60  # characters of a passage in a list

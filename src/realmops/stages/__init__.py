@@ -10,10 +10,10 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from realmops import artifacts
-from realmops.corpus.documents import printable_path
-from realmops.corpus.walk import walk_files
 from realmops.inputs.addresses import CLOZE, FILES, MODELS, NO_MODEL, STAGE_FOLDERS, is_stage_output, unused_inputs
 from realmops.journal import Journal
+from realmops.readers.documents import printable_path
+from realmops.readers.walk import walk_files
 
 JOURNAL = "metrics.jsonl"
 METRICS = "metrics.json"

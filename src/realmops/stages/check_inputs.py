@@ -4,10 +4,10 @@ from collections.abc import Collection
 from pathlib import Path
 
 from realmops.config import Values
-from realmops.corpus.formats import list_sources
-from realmops.corpus.question_sets import read_questions
+from realmops.questions.question_sets import read_questions
+from realmops.readers.sources import list_sources
 from realmops.stages import STAGES, check_files, files_in_use, option_files
-from realmops.text.conll import read_conll
+from realmops.train.conll import read_conll
 
 
 def check_inputs(steps: Collection[str], values: Values, project: Path, root: Path) -> None:

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from realmops import artifacts
 from realmops.config import IndexOptions, QuestionFiles, RunOptions
-from realmops.corpus.cloze import SourcePassages
-from realmops.corpus.question_sets import Question, assign_languages, read_questions
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.corpus.spans import Spans
 from realmops.devices import device_and_dtype, resolve_device
 from realmops.model.retriever import Retriever, Tower
+from realmops.questions.answer_matching import MATCH_SECONDS, compile_expression
+from realmops.questions.cloze import SourcePassages
+from realmops.questions.question_sets import Question, assign_languages, read_questions
 from realmops.search.approximate import RECALL_QUERIES, passage_index, unwrap_approximate
 from realmops.search.embed import embed, query_sequences, text_queries
 from realmops.search.exact import PassageIndex, multi_vector_index
 from realmops.stages import Job
-from realmops.text.answer_matching import MATCH_SECONDS, compile_expression
-from realmops.text.spans import Spans
 from realmops.train.checkpoints import FolderCheckpoints
 from realmops.train.loop import TrainingContext
 from realmops.train.parallel import process_group

@@ -15,9 +15,6 @@ from realmops.answering.retrieval import AnswerModel, Ranker, RetrieveAndRead
 from realmops.baselines.rankers import build_ranker
 from realmops.baselines.rule import answer_by_rule
 from realmops.config import Evaluate, Finetune, QuestionFiles, RunOptions, default_options
-from realmops.corpus.cloze import SourcePassages
-from realmops.corpus.question_sets import JUDGED_RULE, Question, rows_of_people
-from realmops.corpus.relevance import RelevantPassages
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype
 from realmops.evaluate.calibration import confidence_figures
@@ -52,6 +49,9 @@ from realmops.evaluate.recall import (
 from realmops.evaluate.run_report import generated_note, write_report
 from realmops.model.checkpoint_files import cpu_state, load_retriever
 from realmops.model.retriever import Retriever
+from realmops.questions.cloze import SourcePassages
+from realmops.questions.question_sets import JUDGED_RULE, Question, rows_of_people
+from realmops.questions.relevance import RelevantPassages
 from realmops.search.approximate import ApproximateIndex, unwrap_approximate
 from realmops.search.bm25 import Bm25
 from realmops.search.embed import embed, query_sequences

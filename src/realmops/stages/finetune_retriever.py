@@ -14,9 +14,6 @@ from realmops.baselines.path import PathRetriever, train_paths
 from realmops.baselines.rankers import DENSE_RETRIEVERS, build_ranker
 from realmops.config import Finetune, IndexOptions, Optimiser, RunOptions
 from realmops.config_rules import ENCODER, NO_READER
-from realmops.corpus.cloze import SourcePassages
-from realmops.corpus.question_sets import JUDGED_RULE, Question
-from realmops.corpus.relevance import RelevantPassages
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype
 from realmops.hub import READER, encoder_folder
@@ -24,6 +21,9 @@ from realmops.model.checkpoint_files import load_models
 from realmops.model.extractive_reader import ExtractiveReader, load_extractive_reader
 from realmops.model.reader import Reader
 from realmops.model.retriever import DENSE_ONLY, Retriever
+from realmops.questions.cloze import SourcePassages
+from realmops.questions.question_sets import JUDGED_RULE, Question
+from realmops.questions.relevance import RelevantPassages
 from realmops.refresh.trainer import RefreshPolicy
 from realmops.search.approximate import index_type
 from realmops.search.bm25 import Bm25

@@ -15,9 +15,9 @@ from realmops import artifacts
 from realmops.artifacts import WORK_FOLDER
 from realmops.config import CLOSED_BOOK, Values
 from realmops.config_rules import ENCODER, NO_READER
-from realmops.corpus.cloze import KIND
 from realmops.hub import READER, T5, encoder_files
 from realmops.journal import Journal
+from realmops.questions.cloze import KIND
 from realmops.stages import (
     CORPUS,
     INIT,

@@ -3,7 +3,7 @@
 from typing import Any
 
 from realmops.config import Sample
-from realmops.corpus.sample.corpus import write_sample
+from realmops.sample.corpus import write_sample
 from realmops.stages import Job
 
 

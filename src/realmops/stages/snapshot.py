@@ -10,18 +10,18 @@ import numpy as np
 
 from realmops.artifacts import write_bytes
 from realmops.config import BertOptions, SnapshotOptions
-from realmops.corpus.documents import PAGE_WITHOUT_TEXT
-from realmops.corpus.formats import Source, list_sources
+from realmops.corpus.languages import AUTO, check_language, detect_language, load_languages
 from realmops.corpus.snapshot_reader import REJECTS, SOURCES, Snapshot, read_rejects
 from realmops.corpus.snapshot_writer import write_snapshot
+from realmops.corpus.vocabulary import UNCASED, Casing, read_vocabulary, vocabulary_bytes
 from realmops.corpus.word_counts import train_vocabulary
 from realmops.hub import encoder_folder
+from realmops.model.pretrained import read_encoder_tokenizer
+from realmops.readers.documents import PAGE_WITHOUT_TEXT
+from realmops.readers.sources import Source, list_sources
 from realmops.search import bm25
 from realmops.search.bm25_writer import write_bm25
 from realmops.stages import INIT, STAGES, Job, Report
-from realmops.text.languages import AUTO, check_language, detect_language, load_languages
-from realmops.text.pretrained import read_encoder_tokenizer
-from realmops.text.vocabulary import UNCASED, Casing, read_vocabulary, vocabulary_bytes
 
 VOCABULARY = "vocab.txt"
 _SAMPLES, _MIN_CHARACTERS, _MIN_AGREEING = 50, 100, 30  # passages checked for their language

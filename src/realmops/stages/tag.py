@@ -11,9 +11,9 @@ from realmops.artifacts import seed_for
 from realmops.config import BertOptions, Optimiser, RunOptions, Tag
 from realmops.corpus.phrases import Entity, find_phrases_and_dates
 from realmops.corpus.snapshot_reader import GIVEN_SPANS, Snapshot
+from realmops.corpus.spans import Spans, SpansWriter
 from realmops.stages import INIT, Job
-from realmops.text.conll import entity_scores, read_conll
-from realmops.text.spans import Spans, SpansWriter
+from realmops.train.conll import entity_scores, read_conll
 
 if TYPE_CHECKING:  # torch takes seconds to import, and only a tagger needs it
     from realmops.train.tagger import Tagger

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from realmops import hub
 from realmops.config_rules import NO_READER
-from realmops.corpus.public_data import fetch_data_sets
+from realmops.corpus.languages import ENGLISH
 from realmops.stages import reads_spans
 from realmops.starter.new_project import Project, path_in_params
-from realmops.text.languages import ENGLISH
+from realmops.starter.public_data import fetch_data_sets
 
 ENCODER = "sentence-transformers/all-MiniLM-L6-v2"  # retriever.init of the preset minilm
 # Readers that init proposes: a small one and a better one.

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from realmops.artifacts import digest_of
-from realmops.corpus.question_sets import Question, read_questions, split_by_hash, to_json_line
+from realmops.questions.question_sets import Question, read_questions, split_by_hash, to_json_line
 from realmops.starter.new_project import Project, path_in_params
 
 SPLITS = "train", "dev", "test"

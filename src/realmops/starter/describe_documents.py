@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from realmops.corpus.documents import Document, RawRecord, Rejected
-from realmops.corpus.formats import Source, list_sources
+from realmops.corpus.languages import AUTO, ENGLISH, detect_language, load_languages
+from realmops.readers.documents import Document, RawRecord, Rejected
+from realmops.readers.sources import Source, list_sources
 from realmops.starter.new_project import Project, path_in_params
-from realmops.text.languages import AUTO, ENGLISH, detect_language, load_languages
 
 SHORT = 100  # characters; language detection is unreliable below
 SEVERAL = 0.05  # share of documents in a second language from which each document is detected on its own (auto)

@@ -9,9 +9,9 @@ from realmops.config import Pretrain
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.search.bm25 import Bm25
 from realmops.search.hybrid import HybridSearch
-from realmops.text.wordpieces import contains_run
 from realmops.train.examples import NULL, Example
 from realmops.train.index_source import Index
+from realmops.train.wordpieces import contains_run
 
 
 def retrieval_depth(options: Pretrain) -> int:

@@ -7,8 +7,8 @@ import numpy as np
 from realmops.config import Pretrain
 from realmops.corpus.masking import SentencesWithSpans, choose_mask_positions, is_recurring
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.corpus.spans import Spans
 from realmops.model.sequences import SpecialTokens
-from realmops.text.spans import Spans
 
 NULL = -1  # a passage id: the null document, or no passage of the corpus
 

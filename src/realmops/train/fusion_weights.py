@@ -8,8 +8,8 @@ import torch
 
 from realmops.answering.answer import Answer
 from realmops.answering.retrieval import RetrieveAndRead
-from realmops.corpus.question_sets import Question
 from realmops.model.retriever import FusionWeights
+from realmops.questions.question_sets import Question
 from realmops.search.hybrid import fit_fusion_weights
 
 FIT_DEPTH = 50  # passages by embeddings and by BM25 that each query contributes to the fit of a hybrid's weights

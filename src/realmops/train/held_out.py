@@ -18,11 +18,11 @@ from realmops.model.checkpoint_files import load_models, save_models
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
 from realmops.search.embed import embed, query_sequences
-from realmops.text.wordpieces import find_run
 from realmops.train.candidates import Candidates
 from realmops.train.examples import Example, Examples
 from realmops.train.index_source import Index
 from realmops.train.realm import Realm
+from realmops.train.wordpieces import find_run
 
 FIGURES = "figures.json"
 START = "start_hit_at_5"  # of the initial models

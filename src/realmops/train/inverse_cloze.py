@@ -18,6 +18,7 @@ from torch import Tensor
 from realmops.config import Ict, Optimiser
 from realmops.corpus.masking import SentencesWithSpans
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.corpus.spans import Spans
 from realmops.devices import autocast, to_device
 from realmops.model.encoder import Encoder
 from realmops.model.likelihood import in_batch_loss
@@ -27,7 +28,6 @@ from realmops.model.retriever import Retriever
 from realmops.model.sequences import SpecialTokens, join_document, join_query
 from realmops.search.bm25 import Bm25
 from realmops.search.bm25_writer import write_bm25
-from realmops.text.spans import Spans
 from realmops.train.loop import DeferredMetrics, TrainingContext, fit
 from realmops.train.optimiser import Group
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from realmops.answering.extractive import ExtractiveQa
 from realmops.config import Finetune, Optimiser
-from realmops.corpus.question_sets import Question
 from realmops.devices import autocast, to_device
 from realmops.model.extractive_reader import ExtractiveReader, PassageWindow
+from realmops.questions.answer_matching import CharSpan, answer_token_spans, matched_spans
+from realmops.questions.question_sets import Question
 from realmops.search.embed import Progress, no_progress
-from realmops.text.answer_matching import CharSpan, answer_token_spans, matched_spans
 from realmops.train.fine_tuning import finetune_steps
 from realmops.train.loop import DeferredMetrics, TrainingContext, epoch_rows, fit
 from realmops.train.optimiser import Group

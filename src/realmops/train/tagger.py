@@ -28,7 +28,7 @@ from realmops.model.encoder_files import encoder_from_description
 from realmops.model.packed import PackedBatch, batch_by_length
 from realmops.model.sequences import SpecialTokens
 from realmops.search.embed import MakeShard, Progress
-from realmops.text.conll import TaggedSentence
+from realmops.train.conll import TaggedSentence
 from realmops.train.loop import TrainingContext, fit
 from realmops.train.optimiser import Group
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from realmops.answering.openqa import OpenQa
 from realmops.config import Finetune, Optimiser
-from realmops.corpus.question_sets import Question
 from realmops.model.likelihood import marginal_span_loss
+from realmops.questions.question_sets import Question
 from realmops.search.embed import Progress, no_progress
 from realmops.train.fine_tuning import by_group, finetune_steps
 from realmops.train.loop import DeferredMetrics, TrainingContext, epoch_rows, fit

@@ -1,0 +1,229 @@
+"""File formats of question sets: detect a file's format and read its records.
+
+``FORMATS`` lists them; ``question_forms`` has the forms of JSON records. Every ValueError begins with the file and, if
+known, the line. Files whose names end in .gz or .bz2 are decompressed. UTF-8 and, with a byte order mark, UTF-16 are
+read.
+"""
+
+import csv
+import json
+import re
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
+from collections.abc import Callable, Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from realmops.compressed import DECOMPRESSION_ERRORS, describe_damage, open_compressed
+from realmops.readers.documents import Rejected, iter_lines, parse_json_object, read_json_lines
+from realmops.readers.question_forms import QuestionRecord, expect_object, iter_items, parse_literal, read_form
+
+AUTO = "auto"
+LARGEST_CONTENT = 256 << 20  # bytes of a file that is read into memory; SQuAD has 40 MB
+_HEAD = 1 << 16  # bytes read to detect a format
+_UTF16 = (BOM_UTF16_LE, BOM_UTF16_BE)
+_SEPARATOR = re.compile(r'"?sep=([,;|\t])"?\s*\n', re.IGNORECASE)  # Excel's first line
+
+
+def _json_lines(path: Path) -> Iterator[QuestionRecord]:
+    lines = _utf16_lines(path) if _read(path, 2) in _UTF16 else read_json_lines(path)
+    for place, record in lines:
+        yield from read_form(record, place)
+
+
+def _utf16_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, line in enumerate(_content(path).split(b"\n"), 1):
+        if line.strip():
+            yield f"{path}:{number}", parse_json_object(line, f"{path}:{number}")
+
+
+def _json(path: Path) -> Iterator[QuestionRecord]:
+    """Read a list of records, or one record that contains the others."""
+    value = _parse_json(path)
+    if not isinstance(value, list):
+        yield from read_form(expect_object(value, f"{path}: the file"), str(path))
+        return
+    for place, record in iter_items(value, path):
+        yield from read_form(record, place)
+
+
+def _curatedtrec(path: Path) -> Iterator[QuestionRecord]:
+    """Read lines of id, kind, question and regular expression between tabs."""
+    for place, columns in _columns(path, 4, "id, kind, question, regular expression"):
+        yield QuestionRecord(place, columns[0], columns[2], [columns[3]], is_regex=True)
+
+
+def _dpr(path: Path) -> Iterator[QuestionRecord]:
+    """Read lines of question and Python list of answers between tabs; either may be quoted as in CSV."""
+    for place, columns in _columns(path, 2, "question, list of answers"):
+        question, literal = map(_unquote, columns)
+        yield QuestionRecord(place, None, question, parse_literal(literal, place))
+
+
+def _csv(path: Path) -> Iterator[QuestionRecord]:
+    """Read a table whose first line names the columns: question, answer or answers, optionally id and passage_id.
+
+    A cell of ``answers`` holds one answer, several separated by semicolons, or a list in brackets.
+    """
+    text = _text(path)
+    mark = _SEPARATOR.match(text)
+    delimiter = _detect_delimiter(text)
+    problem = f"{path}:1: the first line of a table names its columns, including 'question' and 'answer' (or 'answers')"
+    if delimiter is None:
+        raise ValueError(problem)
+    skipped = 1 if mark else 0
+    table = StringIO(text[mark.end() :] if mark else text, newline="")
+    rows = csv.reader(table, delimiter=delimiter, skipinitialspace=True, strict=True)
+    names: list[str] = []
+    line = 1 + skipped
+    try:
+        for row in rows:
+            place, line = f"{path}:{line}", rows.line_num + 1 + skipped
+            if not names:
+                names = [name.strip().lower() for name in row]
+                if "question" not in names or not {"answer", "answers"} & {*names}:  # only csv unquotes the names
+                    raise ValueError(problem)
+            elif any(cell.strip() for cell in row):
+                if len(row) != len(names):
+                    raise ValueError(f"{place}: {len(row)} columns, expected {len(names)} ({', '.join(names)})")
+                cells = dict(zip(names, row, strict=True))
+                answers = [cells["answer"]] if "answer" in cells else _split_answers(cells["answers"], place)
+                question_id, passage = cells.get("id") or None, cells.get("passage_id") or None
+                yield QuestionRecord(place, question_id, cells["question"], answers, passage)
+    except csv.Error as error:
+        raise ValueError(f"{path}:{line}: invalid CSV line ({error}); correct it") from None
+
+
+def _detect_delimiter(text: str) -> str | None:
+    """Return the delimiter of a table; None if its first line does not name the required columns."""
+    mark = _SEPARATOR.match(text)
+    first = text[mark.end() if mark else 0 :].partition("\n")[0]
+    for delimiter in mark[1] if mark else ",;\t|":
+        names = [name.strip().strip('"').strip().lower() for name in first.split(delimiter)]
+        if "question" in names and ("answer" in names or "answers" in names):
+            return delimiter
+    return None
+
+
+def _split_answers(cell: str, place: str) -> list[Any]:
+    if cell.lstrip().startswith("["):
+        return parse_literal(cell, place)
+    return [answer.strip() for answer in cell.split(";")]
+
+
+FORMATS: dict[str, Callable[[Path], Iterator[QuestionRecord]]] = {
+    "jsonl": _json_lines,
+    "json": _json,
+    "curatedtrec": _curatedtrec,
+    "dpr": _dpr,
+    "csv": _csv,
+}
+_COLUMNS = {4: "curatedtrec", 2: "dpr"}
+
+
+def find_question_reader(path: Path, format: str) -> Callable[[Path], Iterator[QuestionRecord]]:
+    """Return the function that reads a file in a format of ``FORMATS``, or ``AUTO``: detected by its first bytes."""
+    name = _detect_format(path) if format == AUTO else format
+    if name not in FORMATS:
+        raise ValueError(f"question format {name!r} is unknown; choose one of {AUTO}, {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def _detect_format(path: Path) -> str:
+    head = _content(path, _HEAD).removeprefix(BOM_UTF8).lstrip()
+    if not head or head.startswith(b"{"):
+        return "jsonl" if not head or _has_json_lines(path) else "json"
+    if head.startswith(b"["):
+        return "json"
+    text = head.decode(errors="replace")
+    if _detect_delimiter(text):
+        return "csv"
+    first = text.partition("\n")[0]
+    columns = first.count("\t") + 1
+    if columns not in _COLUMNS:
+        raise ValueError(
+            f"{path}:1: unknown format, {columns} columns found in {first.strip()[:60]!r}; allowed are JSON, a table "
+            "that names the columns question and answer (or answers) in its first line, and 2 (DPR) or 4 (CuratedTREC) "
+            f"columns between tabs; name the format ({', '.join(FORMATS)}) or convert the file"
+        )
+    return _COLUMNS[columns]
+
+
+def _has_json_lines(path: Path) -> bool:
+    """Return whether the first line of a file that begins with a brace is a whole JSON object, or should be one."""
+    if _read(path, 2) in _UTF16:
+        line = _content(path).removeprefix(BOM_UTF8).lstrip().partition(b"\n")[0]
+    else:
+        raw = next(iter_lines(path))
+        if isinstance(raw, Rejected):
+            return raw.ends_file
+        line = raw.data
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return line.rstrip().endswith(b"}")  # damaged; the line of an indented file ends otherwise
+    return True
+
+
+def _read(path: Path, limit: int) -> bytes:
+    try:
+        with open_compressed(path) as (file, _):
+            return file.read(limit)
+    except DECOMPRESSION_ERRORS as error:
+        raise ValueError(f"{path}: {describe_damage(error, path)}") from None
+
+
+def _content(path: Path, limit: int | None = None) -> bytes:
+    """Return the decompressed file, or what its first ``limit`` bytes contain; UTF-16 becomes UTF-8."""
+    content = _read(path, LARGEST_CONTENT + 1 if limit is None else limit)
+    if len(content) > LARGEST_CONTENT:
+        raise ValueError(f"{path}: more than {LARGEST_CONTENT >> 20} MiB; split it or convert it to JSON lines")
+    if content[:2] not in _UTF16:
+        return content
+    try:
+        return content.decode("utf-16", errors="strict" if limit is None else "replace").encode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: invalid UTF-16 at byte {error.start}; save the file as UTF-8") from None
+
+
+def _text(path: Path) -> str:
+    try:
+        return _content(path).removeprefix(BOM_UTF8).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: invalid UTF-8 at byte {error.start}; save the file as UTF-8") from None
+
+
+def _parse_json(path: Path) -> Any:
+    text = _text(path)
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{path}: JSON nested too deeply; not a question file") from None
+    except ValueError as error:
+        line = getattr(error, "lineno", 1)
+        raise ValueError(
+            f"{path}:{line}: not valid JSON ({error}); download the file again or name its format"
+        ) from None
+
+
+def _columns(path: Path, count: int, names: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield (``file:line``, columns) for each line that is not blank."""
+    for number, line in enumerate(_content(path).removeprefix(BOM_UTF8).split(b"\n"), 1):
+        place = f"{path}:{number}"
+        try:
+            text = line.decode().removesuffix("\r")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{place}: invalid UTF-8 at byte {error.start} of the line; save the file as UTF-8"
+            ) from None
+        if text.strip():
+            columns = text.split("\t")
+            if len(columns) != count:
+                raise ValueError(f"{place}: {len(columns)} columns, expected {count} with tabs between them ({names})")
+            yield place, columns
+
+
+def _unquote(column: str) -> str:
+    """Remove the quotes of a CSV column and undouble those inside; return any other column unchanged."""
+    quoted = re.fullmatch(r'"((?:[^"]|"")*)"', column)
+    return quoted[1].replace('""', '"') if quoted else column

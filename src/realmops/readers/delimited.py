@@ -1,0 +1,90 @@
+"""CSV and TSV files: the first line names the columns, which include text, and title and id if there are any."""
+
+import csv
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from realmops.compressed import DECOMPRESSION_ERRORS, describe_damage, open_text
+from realmops.readers.documents import (
+    LINE_LIMIT,
+    Format,
+    Outcome,
+    RawRecord,
+    Rejected,
+    parse_document_or_drop,
+    reject_remainder,
+)
+
+_NAMES = ("title", "text", "id")
+_DELIMITERS = (",", "\t", ";", "|")  # Excel writes semicolons where the locale has a decimal comma
+_SEPARATOR = re.compile(r"sep=(.)\r?\n?")  # Excel's first line
+_MAX_COMMENTS = 100  # lines before the header
+
+
+def _records(path: Path) -> Iterator[RawRecord | Rejected]:
+    csv.field_size_limit(LINE_LIMIT)  # process-wide; the default is 128 KiB
+    line = size = 0
+    delimiters: Sequence[str] = _DELIMITERS
+    with open_text(path, "surrogateescape") as (text, position):
+        try:
+            head, before = text.readline(LINE_LIMIT), 1
+            if separator := _SEPARATOR.fullmatch(head):
+                head, delimiters, before = text.readline(LINE_LIMIT), (separator[1],), 2
+            while head.startswith("#") and before < _MAX_COMMENTS and "text" not in _header(head, delimiters)[0]:
+                head, before = text.readline(LINE_LIMIT), before + 1
+            columns, delimiter = _header(head, delimiters)
+            named = [name for name in columns if name]
+            if "text" not in columns or len(set(named)) < len(named):
+                excerpt = head.strip()[:200].encode(errors="backslashreplace").decode()
+                problem = "the first line must name the columns, including text, each once"
+                yield Rejected(str(path), f"{problem} (found: {excerpt}); correct it", ends_file=True)
+                return
+
+            def lines() -> Iterator[str]:
+                nonlocal size
+                while part := text.readline(LINE_LIMIT):
+                    size += len(part)
+                    if size > LINE_LIMIT:
+                        raise csv.Error(f"the row is longer than {LINE_LIMIT >> 20} Mi characters")
+                    yield part
+
+            rows = csv.reader(lines(), delimiter=delimiter, strict=True, skipinitialspace=True)
+            for row in rows:
+                place, line, size = f"{path}:{line + before + 1}", rows.line_num, 0
+                if len(row) == len(columns):
+                    yield RawRecord(place, dict(zip(columns, row, strict=True)), position())
+                elif row:
+                    yield Rejected(place, f"the row has {len(row)} columns, expected {len(columns)} as in the header")
+        except csv.Error as error:
+            remedy = "double the quotation marks in quoted values, and quote values with delimiters or line breaks"
+            yield reject_remainder(f"{path}:{line + before + 1}", f"no valid CSV ({error})", remedy)
+        except DECOMPRESSION_ERRORS as error:
+            yield Rejected(f"{path}:{line + before + 1}", describe_damage(error, path), ends_file=True)
+
+
+def _header(line: str, delimiters: Sequence[str]) -> tuple[list[str], str]:
+    """Return the names of the columns, and the delimiter that gives a column ``text``, or else the first one.
+
+    "Text" and " text" are names of that column, too.
+    """
+    found: list[tuple[list[str], str]] = []
+    for delimiter in delimiters:
+        row = next(csv.reader([line], delimiter=delimiter, skipinitialspace=True), [])
+        names = [name.strip() for name in row]
+        lower = [name.lower() for name in names]
+        names = [low if low in _NAMES and low not in names else name for name, low in zip(names, lower, strict=True)]
+        found.append((names, delimiter))
+    return next((one for one in found if "text" in one[0]), found[0])
+
+
+def _parse_record(raw: RawRecord) -> Outcome:
+    for name, value in raw.data.items():
+        if not value.isascii() and any("\udc80" <= character <= "\udcff" for character in value):
+            name = name.encode(errors="backslashreplace").decode()
+            return Rejected(raw.place, f"{name!r} is invalid UTF-8; save the file as UTF-8")
+    record = {name: value for name, value in raw.data.items() if name not in ("", "spans") and (value or name != "id")}
+    return parse_document_or_drop(record, raw.place)
+
+
+CSV = Format("csv", _records, _parse_record)

@@ -1,0 +1,298 @@
+"""Word, PowerPoint and Excel files: the text that a person sees, and counts of what is left out.
+
+Deleted and moved-away text, the reading aids of ruby and copies for old programs are not text. Equations are read as
+their characters, charts as a table of their values, diagrams as their paragraphs.
+"""
+
+import re
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from datetime import date, datetime, time
+from io import BytesIO
+from itertools import zip_longest
+from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
+
+from realmops.readers.containers import parse_page, parse_xml, read_mime
+from realmops.readers.contents import PARAGRAPH, Contents, UnreadableError, check_remaining, open_package
+from realmops.readers.documents import LINE_LIMIT
+from realmops.readers.html import flow_text
+
+_OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006"
+_WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
+_DRAWING = "{http://schemas.openxmlformats.org/drawingml/2006/main}"
+_SLIDE = "{http://schemas.openxmlformats.org/presentationml/2006/main}"
+_CHART = "{http://schemas.openxmlformats.org/drawingml/2006/chart}"
+_CHART_2014 = "{http://schemas.microsoft.com/office/drawing/2014/chartex}"
+_DIAGRAM = "{http://schemas.openxmlformats.org/drawingml/2006/diagram}"
+_MATH = f"{{{_OFFICE}/math}}"
+_RELATION = f"{{{_OFFICE}/relationships}}"
+_PICTURE = "{http://schemas.openxmlformats.org/drawingml/2006/picture}"
+_OLD_DRAWING, _OLD_OFFICE = "{urn:schemas-microsoft-com:vml}", "{urn:schemas-microsoft-com:office:office}"
+_FALLBACK = "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"
+_SHEET_DRAWING = "{http://schemas.openxmlformats.org/drawingml/2006/spreadsheetDrawing}"
+
+_DROPPED = (_FALLBACK, f"{_WORD}del", f"{_WORD}moveFrom", f"{_WORD}rt")
+_ELEMENT_TEXT = {"tab": "\t", "ptab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}
+_OBJECTS = (f"{_OLD_OFFICE}OLEObject", f"{_SLIDE}oleObj")
+_PICTURES = (f"{_PICTURE}pic", f"{_SLIDE}pic", f"{_OLD_DRAWING}imagedata")
+_OBJECT_FRAMES = (f"{_WORD}object", f"{_SLIDE}oleObj")  # with a picture of the object
+_OFF = ("0", "false", "off")
+_CHUNK_DEPTH = 3  # Word files within Word files
+
+_STRICT = b"http://purl.oclc.org/ooxml/"
+_STRICT_NAME = re.compile(rb"http://purl\.oclc\.org/ooxml/(\w+)/(relationships/)?(\w+)")
+_STRICT_NAMES = {b"extendedProperties": b"extended-properties", b"customProperties": b"custom-properties"}
+
+_CELL_LIMIT = 10_000_000  # per workbook, including empty cells between others
+_WITHOUT_VALUE = re.compile(rb"(?:</(?:\w+:)?f>|<(?:\w+:)?f\b[^>]*/>)\s*(?:<v\s*/>|<v>\s*</v>)?\s*</(?:\w+:)?c>")
+_LINK = re.compile(r'=\s*HYPERLINK\s*\(\s*"(?:[^"]|"")*"\s*(?:[,;]\s*"((?:[^"]|"")*)"\s*)?\)', re.IGNORECASE)
+
+
+def _open_office(data: bytes) -> tuple[BytesIO, ZipFile]:
+    """Open an Office file within the limits; a Strict one is converted to the names that the libraries know."""
+    package = open_package(data, "a file of Office 2007 or later")
+    if "_rels/.rels" in package.namelist() and _STRICT in package.read("_rels/.rels"):
+        converted = BytesIO()
+        with ZipFile(converted, "w", ZIP_DEFLATED) as out:
+            for name in package.namelist():
+                content = package.read(name)
+                if name.endswith((".xml", ".rels")):
+                    content = _STRICT_NAME.sub(_transitional_name, content)
+                out.writestr(name, content)
+        data = converted.getvalue()
+        package = ZipFile(converted)
+    return BytesIO(data), package
+
+
+def _transitional_name(match: re.Match[bytes]) -> bytes:
+    family, relation, name = match[1], match[2] or b"", match[3]
+    name = _STRICT_NAMES.get(name, name)
+    if family == b"drawingml" and name not in (b"main", b"chart", b"diagram", b"picture", b"lockedCanvas"):
+        return b"http://schemas.openxmlformats.org/drawingml/2006/" + name
+    return b"http://schemas.openxmlformats.org/%s/2006/%s%s" % (family, relation, name)
+
+
+def read_docx(data: bytes) -> Contents:
+    """Return the contents of a Word file as one page: the body, then footnotes and endnotes."""
+    import docx
+
+    return _read_word(docx.Document(_open_office(data)[0]), 0)
+
+
+def _read_word(document: Any, depth: int) -> Contents:
+    omitted: Counter[str] = Counter()
+    paragraphs = [*_paragraphs(document.part, document.element.body, _WORD, omitted, depth)]
+    parts = defaultdict(list)
+    for relation in document.part.rels.values():
+        if not relation.is_external:
+            parts[relation.reltype.rpartition("/")[2]].append(relation.target_part)
+    for part in parts["footnotes"] + parts["endnotes"]:
+        root = parse_xml(part.blob)
+        for note in root.iterchildren(f"{_WORD}footnote", f"{_WORD}endnote"):
+            if note.get(f"{_WORD}type", "normal") == "normal":  # others are the lines between text and notes
+                paragraphs += _paragraphs(part, note, _WORD, omitted, depth)
+    omitted["comment"] += sum(len(parse_xml(part.blob)) for part in parts["comments"])
+    for part in parts["header"] + parts["footer"]:
+        omitted["header or footer"] += any(_paragraphs(part, parse_xml(part.blob), _WORD, Counter(), depth))
+    return Contents(document.core_properties.title, [PARAGRAPH.join(paragraphs)], omitted)
+
+
+def read_pptx(data: bytes) -> Contents:
+    """Return the contents of a PowerPoint file: each slide with its notes is a page."""
+    import pptx
+
+    slides = pptx.Presentation(_open_office(data)[0])
+    omitted: Counter[str] = Counter()
+
+    def texts() -> Iterator[str]:
+        for slide in slides.slides:
+            paragraphs = [*_paragraphs(slide.part, slide.element, _DRAWING, omitted)]
+            if slide.has_notes_slide and (notes := slide.notes_slide.notes_text_frame):
+                paragraphs.append(notes.text)
+            for relation in slide.part.rels.values():
+                if relation.reltype.endswith("/comments"):
+                    omitted["comment"] += len(parse_xml(relation.target_part.blob))
+            yield PARAGRAPH.join(paragraphs)
+
+    return Contents(slides.core_properties.title, texts(), omitted)
+
+
+def _paragraphs(part: Any, root: Any, namespace: str, omitted: Counter[str], depth: int = 0) -> Iterator[str]:
+    """Yield the paragraphs in document order, including tables, text boxes and content controls, without fields.
+
+    Args:
+        part: the part of the file that ``root`` is in, which resolves references to other parts.
+        root: an element; what is not text is removed from it.
+        namespace: that of its paragraphs.
+        omitted: counts what is left out.
+        depth: number of Word files that contain this one.
+    """
+    for node in list(root.iter(*_DROPPED)):
+        node.getparent().remove(node)
+    for mark in list(root.iter(f"{_WORD}vanish")):
+        run = mark.getparent().getparent()
+        if run.tag == f"{_WORD}r" and mark.get(f"{_WORD}val") not in _OFF:
+            omitted["hidden text"] += any(node.text for node in run.iter(f"{_WORD}t"))
+            run.getparent().remove(run)
+    _count_objects(root, omitted)
+    paragraph_tag, text_tag, run_tag = f"{namespace}p", f"{namespace}t", f"{namespace}r"
+    math_tag = f"{_MATH}t"
+    replacements = {f"{namespace}{name}": text for name, text in _ELEMENT_TEXT.items()}
+    others = (f"{_WORD}altChunk", f"{_CHART}chart", f"{_DIAGRAM}relIds")
+    for paragraph in root.iter(paragraph_tag, *others):
+        if paragraph.tag != paragraph_tag:
+            yield from _related_paragraphs(part, paragraph, omitted, depth)
+            continue
+        text = "".join(
+            replacements.get(node.tag) or node.text or ""
+            for node in paragraph.iter(text_tag, math_tag, *replacements)
+            if (node.tag == math_tag or node.getparent().tag in (run_tag, paragraph_tag))
+            and next(node.iterancestors(paragraph_tag)) is paragraph
+        ).strip()
+        if text:
+            yield text
+
+
+def _count_objects(root: Any, omitted: Counter[str]) -> None:
+    for node in root.iter(*_OBJECTS):
+        is_equation = node.get("ProgID", node.get("progId", "")).startswith("Equation")
+        omitted["equation" if is_equation else "embedded object"] += 1
+    omitted["image"] += sum(next(node.iterancestors(*_OBJECT_FRAMES), None) is None for node in root.iter(*_PICTURES))
+    omitted["symbol"] += sum(1 for _ in root.iter(f"{_WORD}sym"))  # a character of a font of pictures
+    omitted["chart"] += sum(1 for _ in root.iter(f"{_CHART_2014}chart"))
+
+
+def _related_paragraphs(part: Any, node: Any, omitted: Counter[str], depth: int) -> Iterator[str]:
+    """Yield the paragraphs of another part: a chart, a diagram, or text in another format (``altChunk``)."""
+    relation = part.rels.get(node.get(f"{_RELATION}dm" if node.tag == f"{_DIAGRAM}relIds" else f"{_RELATION}id"))
+    target = None if relation is None or relation.is_external else relation.target_part
+    if node.tag == f"{_WORD}altChunk":
+        chunk = None if target is None else _read_chunk(target, depth)
+        if chunk is None:
+            omitted["embedded object"] += 1
+        else:
+            yield from chunk.pages
+            omitted.update(chunk.omitted)
+    elif target is None:
+        omitted["chart" if node.tag == f"{_CHART}chart" else "embedded object"] += 1
+    elif node.tag == f"{_CHART}chart":
+        yield from _chart_rows(parse_xml(target.blob))
+    else:
+        yield from _paragraphs(target, parse_xml(target.blob), _DRAWING, omitted)
+
+
+def _read_chunk(part: Any, depth: int) -> Contents | None:
+    """Return the contents of an ``altChunk``; None in a format that is not read, such as RTF."""
+    import docx
+
+    kind, data = part.content_type.partition(";")[0].lower(), part.blob
+    if kind in ("text/html", "application/xhtml+xml"):
+        text, omitted = flow_text(parse_page(data))
+        return Contents("", [text], omitted)
+    if kind == "text/plain":
+        return Contents("", [data.decode("utf-8-sig", "replace").strip()])
+    if kind in ("message/rfc822", "multipart/related", "application/x-mimearchive"):
+        return read_mime(data)
+    if "wordprocessingml" in kind and depth < _CHUNK_DEPTH:
+        return _read_word(docx.Document(_open_office(data)[0]), depth + 1)
+    return None
+
+
+def _chart_rows(root: Any) -> Iterator[str]:
+    """Yield title and axes' titles of a chart, then its values as a table: a row for each category."""
+    for title in root.iter(f"{_CHART}title"):
+        yield "".join(node.text or "" for node in title.iter(f"{_DRAWING}t", f"{_CHART}v"))
+    names: list[str] = []
+    rows: dict[int, list[str]] = defaultdict(list)  # category, and the value of each series
+    for series in root.iter(f"{_CHART}ser"):
+        names.append(
+            " ".join(node.text or "" for head in series.iterchildren(f"{_CHART}tx") for node in head.iter(f"{_CHART}v"))
+        )
+        for axis, column in (("cat", 0), ("xVal", 0), ("val", len(names)), ("yVal", len(names))):
+            for value in (v for data in series.iterchildren(f"{_CHART}{axis}") for v in data.iter(f"{_CHART}v")):
+                row = rows[int(value.getparent().get("idx", 0))]
+                row += [""] * (column + 1 - len(row))
+                if column or value.text not in row[0].split("\t"):  # every series repeats the categories
+                    row[column] = f"{row[column]}\t{_format_number(value.text or '')}".strip("\t")
+    yield from filter(str.strip, ("\t".join(["", *names]), *("\t".join(rows[index]) for index in sorted(rows))))
+
+
+def _format_number(text: str) -> str:
+    try:
+        return f"{float(text):.15g}"
+    except ValueError:
+        return text
+
+
+def read_xlsx(data: bytes) -> Contents:
+    """Return the contents of an Excel file: each sheet is a page."""
+    import openpyxl
+
+    file, package = _open_office(data)
+    sheets = [name for name in package.namelist() if name.startswith("xl/worksheets/") and name.endswith(".xml")]
+    has_gaps = any(_WITHOUT_VALUE.search(package.read(name)) for name in sheets)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # openpyxl warns of parts without text
+        book = openpyxl.load_workbook(file, read_only=True, data_only=True)
+        formulas = openpyxl.load_workbook(file, read_only=True) if has_gaps else None
+    omitted: Counter[str] = Counter()
+    for name in package.namelist():
+        if name.startswith("xl/drawings/") and name.endswith(".xml"):
+            _count_drawing(package.read(name), omitted)
+        elif re.fullmatch(r"xl/(?:comments\w*|threadedComments/\w+)\.xml", name):
+            omitted["comment"] += len(re.findall(rb"<(?:\w+:)?(?:comment|threadedComment)\b", package.read(name)))
+        omitted["embedded object"] += name.startswith("xl/embeddings/")
+    return Contents(book.properties.title or "", _sheets(book, formulas, omitted), omitted)
+
+
+def _count_drawing(data: bytes, omitted: Counter[str]) -> None:
+    root = parse_xml(data)
+    omitted["image"] += sum(1 for _ in root.iter(f"{_SHEET_DRAWING}pic"))
+    omitted["chart"] += sum(1 for _ in root.iter(f"{_CHART}chart", f"{_CHART_2014}chart"))
+    boxes = root.iter(f"{_SHEET_DRAWING}sp")
+    omitted["text box"] += sum(any(node.text for node in box.iter(f"{_DRAWING}t")) for box in boxes)
+
+
+def _sheets(book: Any, formulas: Any, omitted: Counter[str]) -> Iterator[str]:
+    """Yield each sheet: its name, then its rows with tabs between the cells.
+
+    Characters are counted before a row is joined, because many cells may share one long string.
+    """
+    cells, remaining = 0, LINE_LIMIT
+    for number, sheet in enumerate(book.worksheets):
+        sheet.reset_dimensions()  # the declared dimensions may be wrong
+        of_formulas: Iterator[Any] = iter(())
+        if formulas is not None:
+            formulas.worksheets[number].reset_dimensions()
+            of_formulas = formulas.worksheets[number].iter_rows()
+        rows = []
+        for row, formula_row in zip_longest(sheet.iter_rows(), of_formulas, fillvalue=()):
+            cells += 1 + len(row)
+            if cells > _CELL_LIMIT:
+                raise UnreadableError("too_large", f"the workbook has more than {_CELL_LIMIT:,} cells; split it")
+            texts = [_format_cell(cell.value) for cell in row]
+            for column, (cell, formula) in enumerate(zip(row, formula_row, strict=False)):
+                if cell.value is None and cell.data_type == "n" and formula.data_type == "f":
+                    link = _LINK.fullmatch(str(formula.value))
+                    texts[column] = (link[1] or "").replace('""', '"') if link else ""
+                    omitted["formula without value"] += not texts[column]
+            remaining -= sum(map(len, texts))
+            check_remaining(remaining)
+            if line := "\t".join(texts).strip():
+                rows.append(line)
+        yield PARAGRAPH.join([sheet.title, *rows]) if rows else ""
+
+
+def _format_cell(value: Any) -> str:
+    match value:
+        case None:
+            return ""
+        case datetime() if value.time() == time():
+            return value.date().isoformat()
+        case date() | time():
+            return value.isoformat()
+        case float() if value.is_integer():
+            return str(int(value))
+    return str(value)

@@ -1,0 +1,115 @@
+"""Formats whose files are one document each, read in a child process with a memory limit (``sandbox``).
+
+PDF, PowerPoint and Excel have pages: slides and sheets count as such. Word files do not record page breaks; books,
+messages and notebooks have none. A worker receives the path of a file, so that large files are not all in memory at
+once. Nothing is unpacked to disk, and a file cannot reference another file to read.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+
+from realmops.compressed import open_raw
+from realmops.readers.containers import read_eml, read_epub, read_ipynb
+from realmops.readers.contents import PARAGRAPH, Contents, UnreadableError, check_remaining
+from realmops.readers.documents import (
+    LINE_LIMIT,
+    PAGE_WITHOUT_TEXT,
+    Document,
+    Format,
+    Outcome,
+    RawRecord,
+    Rejected,
+    parse_document_or_drop,
+    printable_path,
+)
+from realmops.readers.office import read_docx, read_pptx, read_xlsx
+from realmops.readers.pdf import read_pdf
+from realmops.readers.sandbox import convert_in_child
+
+PDF = "pdf"  # the name of the format
+_FILE_LIMIT = 512 << 20  # bytes
+# Titles that programs write instead of a person: defaults, and names of files.
+_PROGRAM_TITLE = re.compile(
+    r"|\(?(?:anonymous|none|null|unbenannt|unknown|unnamed|unspecified|untitled|sans titre)\)?(?:[ -]?\d+)?"
+    r"|(?:(?:book|doc|document|dokument|folie|mappe|slide|tabelle) ?\d*)|word document"
+    r"|microsoft (?:office )?(?:excel|outlook|powerpoint|publisher|visio|word)(?: - .*)?"
+    r"|powerpoint[- ]pr\w+|\w+ (?:d[eio] )?powerpoint"
+    r"|.*\.(?:docx?|dvi|eps|indd|odt|pages|pdf|pptx?|ps|qxd|rtf|tex|wpd|xlsx?)",
+    re.IGNORECASE,
+)
+_READERS: dict[str, tuple[Callable[[bytes], Contents], str]] = {  # reader, and the package that it needs
+    PDF: (read_pdf, "pypdfium2"),
+    "docx": (read_docx, "docx"),
+    "pptx": (read_pptx, "pptx"),
+    "xlsx": (read_xlsx, "openpyxl"),
+    "epub": (read_epub, ""),
+    "eml": (read_eml, ""),
+    "ipynb": (read_ipynb, ""),
+}
+_WITH_PAGES = (PDF, "pptx", "xlsx")
+
+
+def _records(path: Path) -> Iterator[RawRecord | Rejected]:
+    with open_raw(path) as file:
+        size = os.fstat(file.fileno()).st_size
+    yield RawRecord(str(path), path, size)
+
+
+def convert(name: str, raw: RawRecord) -> Outcome:
+    """Convert the file at ``raw.data``, in a format of ``PAGED``, to a document; ``Rejected`` if it cannot be read."""
+    try:
+        with open_raw(raw.data) as file:
+            if os.fstat(file.fileno()).st_size > _FILE_LIMIT:
+                raise UnreadableError("too_large", f"the file is larger than {_FILE_LIMIT >> 20} MiB; split it")
+            data = file.read()  # read(n) would allocate n bytes up front, which count against the memory limit
+        contents = _READERS[name][0](data)
+        title = " ".join(contents.title.replace("\0", "").split())
+        if _PROGRAM_TITLE.fullmatch(title):
+            title = printable_path(raw.data.stem).replace("_", " ")
+        return _join_pages(name, replace(contents, title=title), raw.place)
+    except UnreadableError as error:
+        return Rejected(raw.place, str(error), kind=error.kind)
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # the libraries raise any exception for broken files
+        problem = f"the {name} file cannot be read ({type(error).__name__}: {str(error)[:200]}); save it again"
+        return Rejected(raw.place, problem.encode(errors="backslashreplace").decode(), kind=f"broken_{name}")
+
+
+def _join_pages(name: str, contents: Contents, place: str) -> Outcome:
+    texts: list[str] = []
+    remaining = LINE_LIMIT
+    for page in contents.pages:
+        texts.append(page.strip())
+        remaining -= len(page)
+        check_remaining(remaining)
+    omitted = contents.omitted
+    if name == PDF:
+        omitted[PAGE_WITHOUT_TEXT] = texts.count("")
+    if not any(texts):
+        raise UnreadableError("no_text", _missing_text(name, {kind: count for kind, count in omitted.items() if count}))
+    parts = [text and text + PARAGRAPH for text in texts]
+    record = {"title": contents.title, "text": "".join(parts).strip()}
+    outcome = parse_document_or_drop(record, place, dict(sorted(omitted.items())))
+    if name in _WITH_PAGES and isinstance(outcome, Document):
+        outcome = replace(outcome, pages=tuple(accumulate(map(len, parts[:-1]), initial=0)))
+    return outcome
+
+
+def _missing_text(name: str, omitted: dict[str, int]) -> str:
+    """Return the problem of a file without text, and what it contains instead."""
+    if name == PDF:
+        return "no page contains text; run OCR on scanned pages first"
+    found = ", ".join(f"{kind} {count}" for kind, count in sorted(omitted.items())) or "nothing"
+    return f"the file contains no text (left out: {found}); add text, or run OCR on pictures of text"
+
+
+PAGED = tuple(
+    Format(name, _records, partial(convert_in_child, __name__, name), is_document=True, needs=needs)
+    for name, (_, needs) in _READERS.items()
+)

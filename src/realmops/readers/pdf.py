@@ -1,0 +1,151 @@
+"""PDF by pypdfium2: the text of each page as printed, with the values of forms, and its places on the page."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from realmops.compressed import open_raw
+from realmops.readers.contents import PARAGRAPH, Contents, UnreadableError, check_remaining
+from realmops.readers.documents import LINE_LIMIT
+
+Box = tuple[float, float, float, float]  # left, bottom, right, top: points from the lower left corner of the page
+
+# PDFium writes U+FFFE for a hyphen at a line end, with the line break; other signs than - keep theirs.
+_REMOVED = re.compile("\r(?=\n)|\0|(?P<hyphen>\ufffe|(?<=\\w)[\xad\u2010]\r\n(?=\\w))")
+_BEFORE, _AFTER = re.compile(r"[\w-]+\Z"), re.compile(r"[\w-]+")
+_WORD = re.compile(r"(?<![\w\ufffe-])\w+(?:-\w+)*(?![\w\ufffe-])")  # not broken at a line end
+_LONGEST_WORD = 64  # characters
+_CONJUNCTIONS = {"and", "or", "und", "oder"}  # "pre- and post-war"
+_FIRST_WORDS = {"all", "cross", "half", "self", "well"}  # of English compounds with a hyphen
+_SUFFIX = 3  # characters of the longest ending: selfish, crossing
+
+
+def read_pdf(data: bytes) -> Contents:
+    """Return the contents of a PDF."""
+    import pypdfium2
+
+    try:
+        document = pypdfium2.PdfDocument(data)
+    except pypdfium2.PdfiumError as error:
+        if "password" in str(error) or "security" in str(error):
+            raise UnreadableError("encrypted", "the PDF needs a password; save it without one") from None
+        raise
+    document.init_forms()
+    omitted = Counter({"embedded object": document.count_attachments()})
+
+    def texts() -> Iterator[str]:
+        with document:
+            printed = [text for _, text in _pages(document, omitted)]
+            words = _whole_words(printed)
+            for text in printed:
+                yield _REMOVED.sub(lambda match: "-" * _keeps_hyphen(match, words), text)
+
+    return Contents(document.get_metadata_value("Title"), texts(), omitted)
+
+
+def _pages(document: Any, omitted: Counter[str]) -> Iterator[tuple[Any, str]]:
+    """Yield the text of each page with its characters, forms' values and other text of annotations last."""
+    import pypdfium2.raw as pdfium
+
+    remaining = LINE_LIMIT
+    for number in range(len(document)):
+        page = document[number]
+        is_drawn = False  # whether annotations print text on the page
+        for index in range(pdfium.FPDFPage_GetAnnotCount(page)):
+            annotation = pdfium.FPDFPage_GetAnnot(page, index)
+            kind = pdfium.FPDFAnnot_GetSubtype(annotation)
+            is_visible = pdfium.FPDFAnnot_HasKey(annotation, b"AP")
+            if kind in (pdfium.FPDF_ANNOT_WIDGET, pdfium.FPDF_ANNOT_FREETEXT, pdfium.FPDF_ANNOT_STAMP) and is_visible:
+                is_drawn = True
+            elif kind == pdfium.FPDF_ANNOT_FILEATTACHMENT:
+                omitted["embedded object"] += 1
+            elif kind not in (pdfium.FPDF_ANNOT_WIDGET, pdfium.FPDF_ANNOT_LINK, pdfium.FPDF_ANNOT_POPUP):
+                # Two bytes are the end of an empty text.
+                omitted["annotation"] += pdfium.FPDFAnnot_GetStringValue(annotation, b"Contents", None, 0) > 2
+            pdfium.FPDFPage_CloseAnnot(annotation)
+        objects = map(partial(pdfium.FPDFPage_GetObject, page), range(pdfium.FPDFPage_CountObjects(page)))
+        omitted["image"] += sum(pdfium.FPDFPageObj_GetType(item) == pdfium.FPDF_PAGEOBJ_IMAGE for item in objects)
+        if is_drawn:
+            page.flatten()
+            page.close()
+            page = document[number]  # the annotations are part of its content now
+        characters = page.get_textpage()
+        text = characters.get_text_range()
+        remaining -= len(text)
+        check_remaining(remaining)
+        yield characters, text
+        page.close()
+
+
+def _whole_words(texts: Sequence[str]) -> set[str]:
+    """Return the words of a document that no line end breaks; none if it breaks no word."""
+    if not any(match["hyphen"] for text in texts for match in _REMOVED.finditer(text)):
+        return set()
+    return {match[0].lower() for text in texts for match in _WORD.finditer(text)}
+
+
+def _keeps_hyphen(match: re.Match[str], words: set[str]) -> bool:
+    """Return whether a hyphen at a line end belongs to a compound, and not to the word that it breaks.
+
+    It does before a capital or next to a digit (Anglo-Saxon, COVID-19) and before "and". If the joined word is not
+    elsewhere in the document, it also does if the compound is, after the first word of many compounds (well-known), and
+    within a longer compound (state-of-the-art).
+    """
+    if not match["hyphen"]:
+        return False
+    start, end = match.span()
+    first = _BEFORE.search(match.string, max(0, start - _LONGEST_WORD), start)
+    second = _AFTER.match(match.string, end, end + _LONGEST_WORD)
+    if first is None or second is None:
+        return False
+    left, right = first[0], second[0]
+    if (right[0].isupper() and not left.isupper()) or right[0].isdigit() or left[-1].isdigit():
+        return True
+    left, right = left.lower(), right.lower()
+    if right in _CONJUNCTIONS:
+        return True
+    if f"{left}{right}" in words:
+        return False
+    if f"{left}-{right}" in words or (left in _FIRST_WORDS and len(right) > _SUFFIX):
+        return True
+    return "-" in left + right and left.rpartition("-")[2] in words
+
+
+def bounding_boxes(path: Path, start: int, end: int) -> Iterator[tuple[int, Box]]:
+    """Yield the bounding boxes of the characters ``start`` to ``end`` of a PDF's text.
+
+    A snapshot does not store them: locating a few citations costs less than recording every character.
+
+    Yields:
+        (page number from 1, box), at least one for each line.
+    """
+    import pypdfium2
+
+    with open_raw(path) as file, pypdfium2.PdfDocument(file.read()) as document:
+        document.init_forms()
+        words = _whole_words([text for _, text in _pages(document, Counter())])
+        page_start = 0  # in characters of the document's text
+        for number, (characters, text) in enumerate(_pages(document, Counter()), start=1):
+            units = [*accumulate((len(c.encode("utf-16-le", "surrogatepass")) // 2 for c in text), initial=0)]
+            removed = {
+                position
+                for match in _REMOVED.finditer(text)
+                for position in range(match.start() + _keeps_hyphen(match, words), match.end())
+            }
+            positions = [position for position in range(len(text)) if position not in removed]
+            remaining = "".join(text[position] for position in positions)
+            first = len(remaining) - len(remaining.lstrip())
+            positions = positions[first : first + len(remaining.strip())]
+            cited = positions[max(0, start - page_start) : max(0, end - page_start)]
+            if cited:
+                character = pypdfium2.raw.FPDFText_GetCharIndexFromTextIndex
+                low, high = (character(characters.raw, units[position]) for position in (cited[0], cited[-1]))
+                for rectangle in range(characters.count_rects(low, high - low + 1)):
+                    yield number, characters.get_rect(rectangle)
+            page_start += len(positions) + len(PARAGRAPH) if positions else 0
+            if page_start >= end:
+                return

@@ -1,0 +1,103 @@
+"""A child process with a memory limit, for formats whose files may take far more memory than their size.
+
+A PDF of 2 KiB may produce text of any length, and PDFium aborts its process when memory runs out. A file that ends the
+child process is rejected, and a new child reads the next one.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from realmops.readers.documents import Document, Dropped, Outcome, RawRecord, Rejected
+
+MEMORY_LIMIT = 2 << 30  # bytes of data, in addition to those of a freshly started child
+_OUTCOMES = {kind.__name__: kind for kind in (Document, Dropped, Rejected)}
+_OUT_OF_MEMORY = 3  # exit status
+_CHILDREN: dict[tuple[str, int], "subprocess.Popen[bytes]"] = {}  # by module and process: a fork starts its own
+_LOCK = threading.Lock()  # the child replies in order: one request at a time
+
+
+def convert_in_child(module: str, name: str, raw: RawRecord) -> Outcome:
+    """Run ``module.convert(name, raw)`` in the child process; return the outcome, or ``Rejected`` if it ended."""
+    with _LOCK:
+        return _convert(module, name, raw)
+
+
+def _convert(module: str, name: str, raw: RawRecord) -> Outcome:
+    child = _start_child(module)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        with suppress(BrokenPipeError):
+            child.stdin.write(json.dumps([name, raw.place, os.fspath(raw.data), raw.position]).encode() + b"\n")
+            child.stdin.flush()
+        reply = child.stdout.readline()
+    except BaseException:  # a late reply would be taken for that of the next file
+        _stop_child(module)
+        raise
+    if reply:
+        kind, fields = json.loads(reply)
+        if kind == Document.__name__:
+            fields["pages"] = tuple(fields["pages"])
+            fields |= {key: tuple(map(tuple, fields[key])) for key in ("spans", "omitted")}
+        outcome: Outcome = _OUTCOMES[kind](**fields)
+        return outcome
+    child.wait()
+    _stop_child(module)
+    if child.returncode == _OUT_OF_MEMORY:
+        problem = f"reading the file takes more than {MEMORY_LIMIT >> 20:,} MiB of memory; split it"
+        return Rejected(raw.place, problem, kind="too_large")
+    problem = f"the process that read the file ended with exit status {child.returncode}: the file is damaged or"
+    problem += f" takes more than {MEMORY_LIMIT >> 20:,} MiB of memory; save it again or split it"
+    return Rejected(raw.place, problem, kind=f"broken_{name}")
+
+
+def _start_child(module: str) -> "subprocess.Popen[bytes]":
+    """Return this process's child for a module, started if needed. The child exits at the end of its input."""
+    if child := _CHILDREN.get((module, os.getpid())):
+        return child
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import convert; from {__name__} import run_child; "
+    code += f"run_child(convert, {MEMORY_LIMIT})"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    _CHILDREN[module, os.getpid()] = child
+    return child
+
+
+def _stop_child(module: str) -> None:
+    """End this process's child for a module, if there is one, and close its pipes."""
+    if child := _CHILDREN.pop((module, os.getpid()), None):
+        child.kill()
+        child.communicate()
+
+
+def run_child(convert: Callable[[str, RawRecord], Outcome], memory: int) -> None:
+    """Convert the files named on standard input until its end, using at most ``memory`` bytes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops this process
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # output of libraries must not mix with replies
+    _limit_memory(memory)
+    for request in sys.stdin.buffer:
+        name, place, path, position = json.loads(request)
+        try:
+            outcome = convert(name, RawRecord(place, Path(path), position))
+            reply = json.dumps([type(outcome).__name__, asdict(outcome)]).encode()
+        except MemoryError:
+            os._exit(_OUT_OF_MEMORY)
+        replies.write(reply + b"\n")
+        replies.flush()
+
+
+def _limit_memory(memory: int) -> None:
+    with suppress(ImportError, OSError, ValueError):  # only Linux limits mapped memory
+        import resource
+
+        used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_DATA, (used + memory, used + memory))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

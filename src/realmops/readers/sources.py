@@ -1,0 +1,231 @@
+"""Document file formats: list the files of a corpus and detect the format of each."""
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from realmops.artifacts import special_file_kind
+from realmops.compressed import DECOMPRESSION_ERRORS, open_compressed, open_raw
+from realmops.readers import tables, text
+from realmops.readers.beir import BEIR, corpus_file
+from realmops.readers.delimited import CSV
+from realmops.readers.documents import Format, RawRecord, Rejected, parse_json_object
+from realmops.readers.jsonl import JSONL, iter_objects
+from realmops.readers.mediawiki import MEDIAWIKI
+from realmops.readers.paged import PAGED
+from realmops.readers.rst import RST
+from realmops.readers.tables import DATASET, PARQUET
+from realmops.readers.text import TEXT
+from realmops.readers.walk import walk_files
+from realmops.readers.warc import WARC
+
+_FORMATS = (JSONL, PARQUET, CSV, TEXT, RST, *PAGED, MEDIAWIKI, WARC, BEIR, DATASET)
+FORMATS: dict[str, Format] = {entry.name: entry for entry in _FORMATS}
+_BY_SUFFIX = {
+    **dict.fromkeys((".jsonl", ".json", ".ndjson"), "jsonl"),
+    **dict.fromkeys((*text.PLAIN_SUFFIXES, *text.MARKDOWN_SUFFIXES, *text.HTML_SUFFIXES), "text"),
+    ".parquet": "parquet",
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    ".rst": "rst",
+    **{f".{paged.name}": paged.name for paged in PAGED},
+    ".xml": "mediawiki",
+    ".warc": "warc",
+}
+_BY_FIRST_BYTES = {b"PAR1": "parquet", b"WARC/": "warc", b"<mediawiki": "mediawiki", b"%PDF-": "pdf"}
+_EXTRACT = b"<doc "  # start of the output of tools that extract text from a Wikipedia dump
+_HEAD = 1024  # bytes read to detect a format
+_EXTRACT_PROBLEM = (
+    "it begins with <doc, like text extracted from a Wikipedia dump; name the dump itself (.xml.bz2), which the format "
+    "mediawiki reads"
+)
+_LOCKS = ("~$", ".~lock.")  # first characters of the names of lock files
+_KIND = re.compile(r"[a-z0-9]{1,10}")  # suffixes under which files without a known format are counted
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input file of a corpus, or one split of a dataset."""
+
+    path: Path  # the file, the split's folder, or ``hf:owner/name:split``
+    format: Format  # the format that reads it
+    size: int  # bytes on disk
+    broken: str = ""  # the kind under which the file is counted if it cannot be read; "" if that ends the stage
+
+
+def list_sources(documents: Path, format: str) -> list[Source]:
+    """List the files of a corpus in sorted order.
+
+    Args:
+        documents: a file, a folder (searched recursively, unless it is one of BEIR), a dataset saved on disk, or
+            ``hf:owner/name[:split]``.
+        format: a name of ``FORMATS``, or "auto" to detect the format of each file from its content and name. For a
+            folder, a name selects the files of that format; for a file, it overrides detection.
+
+    Returns:
+        One source per file. A file of unknown format becomes a source that yields one ``Rejected`` with its kind.
+
+    Raises:
+        ValueError: no file has a known format, or the package that a format needs is not installed.
+    """
+    listed = _list_sources(documents, format)
+    for source in listed:
+        if source.format.needs and find_spec(source.format.needs) is None:
+            raise ValueError(
+                f"{source.path}: reading {source.format.name} needs the package {source.format.needs}; "
+                "pip install 'realmops[documents]', or set the format to read only files of that format"
+            )
+    return listed
+
+
+def _list_sources(documents: Path, format: str) -> list[Source]:
+    if format != "auto" and format not in FORMATS:
+        raise ValueError(f"unknown format {format!r}; allowed are auto, {', '.join(FORMATS)}")
+    if str(documents).startswith(tables.HUB):
+        _check_dataset(documents, format)
+        return [Source(Path(name), DATASET, size) for name, size in tables.list_hub_splits(str(documents))]
+    if not documents.exists():
+        raise ValueError(f"{documents}: there is no such file or folder; check the path")
+    splits = _dataset_splits(documents)
+    if splits:
+        _check_dataset(documents, format)
+        return [Source(split, DATASET, _dataset_size(split)) for split in splits]
+    if format in ("auto", BEIR.name) and (corpus := corpus_file(documents)) is not None:
+        return [Source(corpus, BEIR, _kind_and_size(corpus)[1])]
+    if not documents.is_dir():
+        open_raw(documents).close()
+        name = _detect_format(documents) if format == "auto" else format
+        return [Source(documents, FORMATS[_require_format(documents, name)], _kind_and_size(documents)[1])]
+    kinds = {path: _kind_and_size(path)[0] for path in walk_files(documents)}
+    format_of = {path: _detect_format(path) for path in kinds}
+    if format != "auto":  # an unreadable subfolder may hold files of this format, so it stays in the list
+        format_of = {path: name for path, name in format_of.items() if name == format or kinds[path] == "folder"}
+    formats = {name for path, name in format_of.items() if not kinds[path]}
+    if not formats:
+        of_format = "" if format == "auto" else f" of the format {format}"
+        first = next((f"; {path} is a {kinds[path]}, which is not read" for path in format_of), "")
+        raise ValueError(f"{documents}: the folder holds no file{of_format}{first}; check the path")
+    if formats == {None}:
+        _require_format(next(path for path in format_of if not kinds[path]), None)
+    is_strict = len(formats) == 1 and (format != "auto" or not FORMATS[str(*formats)].is_document)
+    return [_folder_source(path, name, kinds[path], is_strict) for path, name in format_of.items()]
+
+
+def _kind_and_size(path: Path) -> tuple[str, int]:
+    """Return (kind, bytes); the kind is "" for a regular file and for a broken link, which fails when it is opened."""
+    try:
+        status = path.stat()
+    except OSError:
+        return "", 0
+    return special_file_kind(status.st_mode), status.st_size
+
+
+def _dataset_size(folder: Path) -> int:
+    """Return the bytes of a split; raise ValueError if it holds a pipe or another special file."""
+    total = 0
+    for path in walk_files(folder):
+        kind, size = _kind_and_size(path)
+        if kind:
+            raise ValueError(f"{path}: is a {kind}, and a saved dataset holds only regular files; save it again")
+        total += size
+    return total
+
+
+def _dataset_splits(folder: Path) -> list[Path]:
+    """Return the folders of a saved dataset's splits; empty for any other folder."""
+    if tables.is_dataset_folder(folder):
+        return [folder]
+    if (folder / "dataset_dict.json").is_file():
+        folders = sorted({path.parent for path in walk_files(folder)})
+        return [path for path in folders if path.parent == folder and tables.is_dataset_folder(path)]
+    return []
+
+
+def _check_dataset(documents: Path, format: str) -> None:
+    if format not in ("auto", DATASET.name):
+        raise ValueError(f"{documents}: is a Hugging Face dataset, not {format}; set the format to dataset")
+
+
+def _require_format(path: Path, name: str | None) -> str:
+    if name is None and _first_bytes(path).startswith(_EXTRACT):
+        raise ValueError(f"{path}: {_EXTRACT_PROBLEM}")
+    if name is None:
+        raise ValueError(
+            f"{path}: unknown format (checked: suffix and first bytes); allowed are {', '.join(FORMATS)}; "
+            "set the format, or keep only documents in the folder"
+        )
+    return name
+
+
+def _folder_source(path: Path, name: str | None, special: str, is_strict: bool) -> Source:
+    """Return the source of a file in a folder.
+
+    ``special`` is the kind of a file that is not regular, else ""; such a file is never opened, and counted as unread.
+    With ``is_strict`` an unreadable file ends the stage: all files are tables or dumps of one format, or the user set
+    the format.
+    """
+    if special:
+        is_folder = special == "folder"
+        problem = "cannot be listed; check its permissions" if is_folder else "only regular files are read"
+        return _unreadable_source(path, f"it is a {special}; {problem}", special)
+    if path.name.startswith(_LOCKS):
+        return _unreadable_source(path, "an office program keeps it while a document is open", "lock_file")
+    size = _kind_and_size(path)[1]
+    if name is not None and is_strict:
+        return Source(path, FORMATS[name], size)
+    suffix = path.suffix[1:].lower()
+    kind = suffix if _KIND.fullmatch(suffix) else "other"
+    problem = "unknown format (checked: suffix and first bytes)"
+    try:
+        open_raw(path).close()
+        if name == "jsonl" and not _begins_with_document(path):
+            problem = "its first record is not a JSON object with a text"
+        elif name is None and _first_bytes(path).startswith(_EXTRACT):
+            problem = _EXTRACT_PROBLEM
+        elif name is not None:
+            return Source(path, FORMATS[name], size, f"broken_{name}")
+    except ValueError as error:
+        problem = str(error).removeprefix(f"{path}: ")
+        kind = f"broken_{name}" if name else kind
+    return _unreadable_source(path, problem, kind)
+
+
+def _unreadable_source(path: Path, problem: str, kind: str) -> Source:
+    """Return a source that yields one ``Rejected``, which counts the file under ``kind``."""
+    rejected = Rejected(str(path), problem, kind=kind)
+    return Source(path, replace(TEXT, name="unread", records=lambda _: iter([rejected])), 0)
+
+
+def _begins_with_document(path: Path) -> bool:
+    """Return whether the first record has a text; a broken first record counts unless the suffix is .json."""
+    for record in iter_objects(path):
+        with suppress(ValueError):
+            if isinstance(record, RawRecord):
+                return "text" in parse_json_object(record.data, record.place)
+        break
+    return ".json" not in path.suffixes
+
+
+def _first_bytes(path: Path) -> bytes:
+    """Return the first bytes of a file, decompressed, without byte order mark, leading blanks and XML declaration."""
+    try:
+        with open_compressed(path) as (file, _):
+            head = file.read(_HEAD)
+    except (*DECOMPRESSION_ERRORS, ValueError):  # reported when the file is read
+        head = b""
+    bare = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    return bare.partition(b"?>")[2].lstrip() if bare.startswith(b"<?xml") else bare
+
+
+def _detect_format(path: Path) -> str | None:
+    """Return the format detected from a file's first bytes, else from its suffix; None if unknown."""
+    bare = _first_bytes(path)
+    if bare.startswith(_EXTRACT):
+        return None
+    for magic, name in _BY_FIRST_BYTES.items():
+        if bare.startswith(magic):
+            return name
+    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in (".gz", ".bz2")]
+    by_suffix = _BY_SUFFIX.get(suffixes[-1]) if suffixes else None
+    return by_suffix or ("jsonl" if bare.startswith((b"{", b"[{")) else None)

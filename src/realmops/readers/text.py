@@ -1,0 +1,146 @@
+"""Text, Markdown and HTML files, one document each; they may be compressed."""
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from datetime import date
+from pathlib import Path, PurePath
+from typing import Any
+
+import yaml
+
+from realmops.compressed import (
+    DECOMPRESSION_ERRORS,
+    bare_name,
+    describe_damage,
+    open_compressed,
+    utf_16_encoding,
+)
+from realmops.readers.documents import (
+    LINE_LIMIT,
+    RESERVED_KEYS,
+    Dropped,
+    Format,
+    Outcome,
+    RawRecord,
+    Rejected,
+    parse_document_or_drop,
+    printable_path,
+)
+from realmops.readers.html import decode_page, flow_text, page_to_document
+
+_MDX = ".mdx"  # Markdown with elements of React
+PLAIN_SUFFIXES = (".txt", ".text")
+MARKDOWN_SUFFIXES = (".md", ".markdown", _MDX)
+HTML_SUFFIXES = (".html", ".htm", ".xhtml")
+_MARKDOWN_LIMIT = 2 << 20  # characters
+_MARKS = re.compile(r"[\[*_`#|]")
+_MARK_LIMIT = 50_000  # markdown-it takes quadratic time for marks that never close
+# Metadata before the text: YAML between lines of hyphens, or TOML between lines of plus signs.
+_FRONT_MATTER = re.compile(r"\A(---|\+\+\+)[ \t]*\n(.*?)^(?:\1|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL | re.MULTILINE)
+_FRONT_LINE = re.compile(r"^(\w[\w -]*?)[ \t]*:[ \t]*(.*?)[ \t]*$", re.MULTILINE)
+_FRONT_LIMIT = 64 << 10  # characters
+_MODULE_LINES = re.compile(r"\s*(?:(?:import|export)\b.*\n\s*)*")  # at the beginning of a file of React
+_MAX_NULS = 0.05  # share of the bytes; more are in binary files, and in UTF-16 without a mark and Latin letters
+_DUMP_INDEX = re.compile(r"\A\d+:\d+:.+\n")  # of a multistream dump of Wikipedia
+
+
+def read_whole_file(path: Path) -> Iterator[RawRecord | Rejected]:
+    """Yield the file as one record with its name and bytes; ``Rejected`` if it exceeds ``LINE_LIMIT`` bytes."""
+    try:
+        with open_compressed(path) as (file, position):
+            data, end = file.read(LINE_LIMIT + 1), position()
+    except DECOMPRESSION_ERRORS as error:
+        yield Rejected(str(path), describe_damage(error, path))
+        return
+    if len(data) > LINE_LIMIT:
+        yield Rejected(str(path), f"the file is larger than {LINE_LIMIT >> 20} MiB; split it into documents")
+    else:
+        yield RawRecord(str(path), {"name": printable_path(bare_name(path)), "bytes": data}, end)
+
+
+def _parse_record(raw: RawRecord) -> Outcome:
+    name, data = PurePath(raw.data["name"]), raw.data["bytes"]
+    suffix = name.suffix.lower()
+    stem = name.stem.replace("_", " ")
+    text = decode_text(data, is_html=suffix in HTML_SUFFIXES)
+    if suffix in HTML_SUFFIXES:
+        return page_to_document(text, raw.place, title=stem)
+    if suffix in MARKDOWN_SUFFIXES:
+        return parse_markdown(text, stem, raw.place, has_modules=suffix == _MDX)
+    if "multistream-index" in stem and _DUMP_INDEX.match(text):
+        return Dropped(raw.place, "dump_index")
+    return parse_document_or_drop({"title": stem, "text": text.strip()}, raw.place)
+
+
+def decode_text(data: bytes, *, is_html: bool) -> str:
+    """Decode a text file, UTF-8 or UTF-16, or an HTML page as browsers do.
+
+    Raises:
+        ValueError: a text file has invalid bytes, or many of them are NUL.
+    """
+    if is_html:
+        return decode_page(data, None)
+    encoding = utf_16_encoding(data) or "utf-8-sig"
+    is_utf_8, nuls = encoding == "utf-8-sig", data.count(0)
+    problem = ""
+    try:
+        text = data.decode(encoding).replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        problem = f"invalid {'UTF-8' if is_utf_8 else 'UTF-16'} at byte {error.start}; save the file as UTF-8"
+    if is_utf_8 and (nuls > _MAX_NULS * len(data) or (nuls and problem)):
+        problem = f"binary data that begins with {data[:8]!r}; unpack it if it is compressed, or save text as UTF-8"
+    if problem:
+        raise ValueError(problem)
+    return text
+
+
+def parse_markdown(source: str, name: str, place: str, *, has_modules: bool = False) -> Outcome:
+    """Parse Markdown with HTML in it; the title is the front matter's, or the first heading, or the file's name."""
+    import lxml.html
+    from markdown_it import MarkdownIt
+
+    if len(source) > _MARKDOWN_LIMIT or sum(1 for _ in _MARKS.finditer(source)) > _MARK_LIMIT:
+        raise ValueError(
+            f"the Markdown is longer than {_MARKDOWN_LIMIT >> 20} Mi characters or has more than "
+            f"{_MARK_LIMIT:,} marks; split it into documents"
+        )
+    columns, source = _split_front_matter(source)
+    if has_modules:
+        source = _MODULE_LINES.sub("", source, count=1)
+    body = lxml.html.fromstring(f"<div>{MarkdownIt().enable('table').render(source)}</div>")
+    title = columns.pop("title", "")
+    title = "" if isinstance(title, list) else str(title).strip()
+    heading = next((node for node in body.iter("h1", "h2", "h3", "h4", "h5", "h6")), None)
+    if heading is not None and (words := " ".join(flow_text(heading)[0].split())) and title in ("", words):
+        title = words
+        heading.drop_tree()
+    text, omitted = flow_text(body)
+    return parse_document_or_drop({**columns, "title": title or name, "text": text}, place, omitted)
+
+
+def _split_front_matter(source: str) -> tuple[dict[str, Any], str]:
+    """Return the metadata before the text, without keys that mean something else in a document, and the text.
+
+    A rule (``---``) at the beginning is not metadata, nor is what YAML or TOML does not read as keys with values.
+    """
+    front = _FRONT_MATTER.match(source)
+    if front is None or len(front[2]) > _FRONT_LIMIT:
+        return {}, source
+    try:
+        values = yaml.safe_load(front[2]) if front[1] == "---" else tomllib.loads(front[2])
+    except (yaml.YAMLError, ValueError, RecursionError):
+        values = dict(_FRONT_LINE.findall(front[2]))  # "title: Harbour: rules" is no YAML, yet people write it
+    if not values or not isinstance(values, Mapping):
+        return {}, source
+    kept = {str(key): value for key, value in values.items() if str(key) not in RESERVED_KEYS - {"title"}}
+    return {key: value for key, value in kept.items() if _is_plain(value)}, source[front.end() :]
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a string, a number, a date, or a list of them; deeper YAML may unfold without end."""
+    items = value if isinstance(value, list) else [value]
+    return all(isinstance(item, str | int | float | date) for item in items)
+
+
+TEXT = Format("text", read_whole_file, _parse_record, is_document=True)

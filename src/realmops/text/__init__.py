@@ -1,1 +1,0 @@
-"""Languages, dates, tokenizers, vocabularies and spans: text processing without documents."""

@@ -1,0 +1,349 @@
+"""Question files in every format: what is read, what is complained about and where, and ORQA's split."""
+
+import csv
+import gzip
+import json
+import re
+import typing
+from collections.abc import Callable
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from damaged_files import SEEDS, damage, fuzz
+from four_passages import QUESTIONS, TEXTS
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from realmops.config import QuestionFiles
+from realmops.evaluate.ceilings import answered_in_corpus
+from realmops.evaluate.exact_match import closed_book_floor, score_predictions
+from realmops.evaluate.recall import hit_ranks_by_rule, pad_rankings
+from realmops.questions.question_files import AUTO, FORMATS
+from realmops.questions.question_sets import (
+    Question,
+    answers_are_regex,
+    is_in_orqa_dev,
+    read_questions,
+    to_json_line,
+)
+
+GOOD = {"id": "q1", "question": " Who? ", "answers": ["Ann", "Anna"], "passage_id": "p7", "extra": 1}
+
+
+def write(path: Path, *records: Any) -> Path:
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return path
+
+
+def read(*paths: Path, format: str = AUTO) -> list[Question]:
+    return read_questions(paths, format=format)
+
+
+def test_questions_are_read_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl.gz"
+    path.write_bytes(gzip.compress(f"{json.dumps(GOOD)}\n".encode()))
+    more = write(tmp_path / "more.jsonl", {"id": 2, "question": "When?", "answers": ["1999"]})
+    assert read(path, more) == [Question("q1", "Who?", ("Ann", "Anna"), "p7"), Question("2", "When?", ("1999",))]
+
+
+def test_a_question_without_id_gets_one_from_its_content(tmp_path: Path) -> None:
+    who, when = {"question": "Who?", "answer": ["Ann"]}, {"answer": ["1999"], "question": "When?"}
+    first = read(write(tmp_path / "a.jsonl", who, when))
+    second = read(write(tmp_path / "b.jsonl", when, {"answers": ["Ann"], "question": " Who?"}, who))
+    assert [q.id for q in second] == [first[1].id, first[0].id, f"{first[0].id}-2"]
+    assert re.fullmatch("q-[0-9a-f]{16}", first[0].id)
+    assert first[0].id != first[1].id
+
+
+# ---- the published formats
+
+BRMSON = [{"qId": "w1", "answers": ["Ann", "Bo"], "qText": "who?"}, {"qId": "w2", "answers": ["5"], "qText": "how?"}]
+ORIGINAL = [
+    {"url": "u", "utterance": "who?", "targetValue": '(list (description "Ann B.") (description Bo))'},
+    {"url": "u", "utterance": "how?", "targetValue": r'(list (description "5 \"big\" ones"))'},
+]
+SQUAD = {
+    "version": "v2.0",
+    "data": [
+        {
+            "title": "T",
+            "paragraphs": [
+                {
+                    "context": "Ann met Bo.",
+                    "qas": [
+                        {"id": "s1", "question": "who?", "answers": [{"text": "Ann", "answer_start": 0}] * 2},
+                        {"id": "s2", "question": "why?", "answers": [], "is_impossible": True},
+                    ],
+                },
+                {"context": "", "qas": [{"question": "whom?", "answers": [{"text": "Bo"}]}]},
+            ],
+        }
+    ],
+}
+TREC = "1\tfactoid\tWho?\tAnn( B\\.)?|Bo\n\nlfb2\tx\tWhen?\t19\\d\\d\r\n"
+DPR = 'who?\t[\'Ann\', \'Bo\']\nwhat?\t"[""Bo\'s"", \'x\']"\n"he said ""go"""\t["y"]\n'
+
+
+def texts(questions: list[Question]) -> list[tuple[str, tuple[str, ...]]]:
+    return [(q.question, q.answers) for q in questions]
+
+
+PUBLISHED: dict[str, tuple[str, str, list[tuple[str, tuple[str, ...]]]]] = {
+    "brmson": ("json", json.dumps(BRMSON), [("who?", ("Ann", "Bo")), ("how?", ("5",))]),
+    "original": ("json", json.dumps(ORIGINAL), [("who?", ("Ann B.", "Bo")), ("how?", ('5 "big" ones',))]),
+    "squad": ("json", json.dumps(SQUAD, indent=1), [("who?", ("Ann",)), ("whom?", ("Bo",))]),
+    "trec": ("curatedtrec", TREC, [("Who?", ("Ann( B\\.)?|Bo",)), ("When?", ("19\\d\\d",))]),
+    "dpr": ("dpr", DPR, [("who?", ("Ann", "Bo")), ("what?", ("Bo's", "x")), ('he said "go"', ("y",))]),
+    "nq": ("jsonl", '{"question": "who", "answer": ["Ann"]}\n', [("who", ("Ann",))]),
+    "one": ("jsonl", '{"question": "who", "answer": "Ann"}\n', [("who", ("Ann",))]),
+    "csv": (
+        "csv",
+        'Question,note,Answer\r\n"who, then?",x,"Ann ""A"" Bo; Co"\r\n\r\nwhere?,,"in\nOslo"\r\n',
+        [("who, then?", ('Ann "A" Bo; Co',)), ("where?", ("in\nOslo",))],
+    ),
+    "semicolons": (
+        "csv",
+        "\"question\";\"answers\"\nwho?;\"Ann; Bo\"\nwhat?;['a; b', 'c']\nhow?;'x'\n".replace("[", '"[').replace(
+            "]", ']"'
+        ),
+        [("who?", ("Ann", "Bo")), ("what?", ("a; b", "c")), ("how?", ("'x'",))],
+    ),
+    "tabs": ("csv", "answers\tquestion\nAnn\twho?\n", [("who?", ("Ann",))]),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_format_is_known_by_its_content(tmp_path: Path, name: str) -> None:
+    form, content, expected = PUBLISHED[name]
+    plain, packed = tmp_path / "questions.txt", tmp_path / "questions.gz"
+    plain.write_bytes(b"\xef\xbb\xbf" + content.encode())
+    packed.write_bytes(gzip.compress(content.encode()))
+    found = read(plain)
+    assert texts(found) == expected
+    assert found == read(packed) == read(plain, format=form)
+    assert all(q.is_regex == (name == "trec") for q in found)
+
+
+def test_ids_come_from_the_file_where_it_has_them(tmp_path: Path) -> None:
+    ids = {}
+    for name, (_, content, _) in PUBLISHED.items():
+        (tmp_path / name).write_text(content)
+        ids[name] = [q.id for q in read(tmp_path / name)]
+    assert ids["brmson"] == ["w1", "w2"]
+    assert ids["trec"] == ["1", "lfb2"]
+    assert ids["squad"][0] == "s1"
+    assert [name for name in ids if all(i.startswith("q-") for i in ids[name])] == [
+        *("original", "dpr", "nq", "one", "csv", "semicolons", "tabs")
+    ]
+    (tmp_path / "named.csv").write_text("id,passage_id,question,answer\n7,p1,who?,Ann\n,,where?,Oslo\n")
+    named, unnamed = read(tmp_path / "named.csv")
+    assert (named.id, named.passage_id) == ("7", "p1")
+    assert (unnamed.id.startswith("q-"), unnamed.passage_id) == (True, None)
+
+
+def test_questions_without_answers_are_apart(tmp_path: Path) -> None:
+    unanswerable: list[Question] = []
+    (tmp_path / "dev.json").write_text(json.dumps(SQUAD))
+    found = read_questions([tmp_path / "dev.json"], format=AUTO, unanswerable=unanswerable)
+    assert len(found) == 2
+    assert unanswerable == [Question("s2", "why?", ())]
+    (tmp_path / "lines").write_bytes(b"".join(map(to_json_line, [*found, *unanswerable])))
+    again: list[Question] = []
+    assert read_questions([tmp_path / "lines"], format="jsonl", unanswerable=again) == found
+    assert again == unanswerable
+
+
+def test_the_options_name_the_formats() -> None:
+    assert typing.get_args(typing.get_type_hints(QuestionFiles)["format"]) == (AUTO, *FORMATS)
+
+
+def test_answers_are_all_expressions_or_none() -> None:
+    plain, expression = Question("a", "?", ("A",)), Question("b", "?", ("B",), is_regex=True)
+    assert answers_are_regex([expression, expression])
+    assert not answers_are_regex([plain])
+    with pytest.raises(ValueError, match="of 'b' are regular expressions, those of 'a' are not"):
+        answers_are_regex([plain, expression])
+
+
+def test_a_question_comes_back_from_its_line(tmp_path: Path) -> None:
+    questions = [
+        Question("a", "Où?", ("Besançon",), "p1", language="fr"),
+        Question("b", "When?", (r"19\d\d", "never"), is_regex=True, not_in=("p1", "p2")),
+    ]
+    path = tmp_path / "questions.jsonl"
+    path.write_bytes(b"".join(map(to_json_line, questions)))
+    assert read(path) == questions
+
+
+# ---- ORQA's split
+
+
+def test_orqas_split_goes_by_farmhash_of_the_question() -> None:
+    """Of the last five digits only the last counts: those that end in 0 are dev, about one of ten."""
+    import farmhash
+
+    assert farmhash.fingerprint64(b"a") == 12917804110809363939  # so that another hash would be seen
+    assert not is_in_orqa_dev("a")
+    numbers = [n for n in range(200) if is_in_orqa_dev(f"question {n}?")]
+    assert [farmhash.fingerprint64(f"question {n}?".encode()) % 10 for n in numbers] == [0] * len(numbers)
+    assert 8 <= len(numbers) <= 35
+    assert is_in_orqa_dev("Où?") == (farmhash.fingerprint64("Où?".encode()) % 10 == 0)
+
+
+# ---- any bytes: questions or a ValueError
+
+
+def check(path: Path, content: bytes, form: str) -> None:
+    """Read questions, which come back as they are from a file of theirs, or a message that names the file."""
+    path.write_bytes(content)
+    try:
+        found = read_questions([path], format=form)
+    except ValueError as error:
+        if str(path) not in str(error):
+            raise
+        str(error).encode()
+        return
+    assert len({q.id for q in found}) == len(found) > 0
+    for one in found:
+        assert one.id
+        assert one.question.strip() == one.question != ""
+        assert one.answers
+        assert all(answer.strip() for answer in one.answers)
+    again = path.with_name("again.jsonl")
+    again.write_bytes(b"".join(map(to_json_line, found)))
+    assert read(again, format="jsonl") == found
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.timeout(0)
+def test_damaged_files_give_questions_or_a_message(tmp_path: Path, name: str) -> None:
+    form, content, _ = PUBLISHED[name]
+    whole, packed = content.encode(), gzip.compress(content.encode(), mtime=0)
+
+    @fuzz
+    @given(SEEDS, st.sampled_from([form, AUTO]), st.integers(0, 3))
+    def read_one(seed: int, asked: str, way: int) -> None:
+        """Damaged as it is, twice as often as before or after it is packed."""
+        data = damage(packed if way == 3 else whole, seed)
+        data = gzip.compress(data, 1) if way == 2 else data
+        check(tmp_path / f"questions{'.gz' if way > 1 else ''}", data, asked)
+
+    read_one()
+
+
+# ---- any records: read whole and written as they are, or refused
+
+
+Record = tuple[Any, Any, Any]  # id, question, answers
+
+
+def json_lines(records: list[Record]) -> str:
+    return "".join(f"{json.dumps({'id': i, 'question': q, 'answers': a})}\n" for i, q, a in records)
+
+
+def squad(records: list[Record]) -> str:
+    found = [
+        {"id": i, "question": q, "answers": [{"text": x} for x in a] if isinstance(a, list) else a}
+        for i, q, a in records
+    ]
+    return json.dumps({"data": [{"paragraphs": [{"qas": found}]}]})
+
+
+def brmson(records: list[Record]) -> str:
+    return json.dumps([{"qId": i, "qText": q, "answers": a} for i, q, a in records])
+
+
+def curatedtrec(records: list[Record]) -> str:
+    return "".join(f"{i}\tkind\t{q}\t{'|'.join(map(str, a)) if isinstance(a, list) else a}\n" for i, q, a in records)
+
+
+def dpr(records: list[Record]) -> str:
+    return "".join(f"{q}\t{a!r}\n" for _, q, a in records)
+
+
+def table(records: list[Record]) -> str:
+    text = StringIO()
+    csv.writer(text).writerows([("id", "question", "answers"), *((i, q, repr(a)) for i, q, a in records)])
+    return text.getvalue()
+
+
+WRITERS: dict[str, Callable[[list[Record]], str]] = {
+    "jsonl": json_lines,
+    "squad": squad,
+    "brmson": brmson,
+    "curatedtrec": curatedtrec,
+    "dpr": dpr,
+    "csv": table,
+}
+
+
+ODD_TEXTS = [
+    "", " ", "\u00a0\u3000", "\0", "\x1b[2J", "\ud800", "\u200b", "\u202eabc", "x" * 100_000, "a\tb\nc", "'\"\\",
+    "(a",
+]  # fmt: skip
+
+
+odd = st.sampled_from([*ODD_TEXTS, "1", 1, 1.5, True, None, [], {}, 10**30]) | st.text(max_size=8)
+
+
+records = st.lists(st.tuples(odd, odd, st.lists(odd, max_size=3) | odd), max_size=4)
+
+
+@pytest.mark.parametrize("form", WRITERS)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(given=records)
+@example(given=[("1", "Who?", ["Ann"]), (1, "When?", ["1999"])])
+@example(given=[("1", "Who?", ["\ud800"])])
+@example(given=[("1", "Who?", ["\0", "\x85"])])
+@example(given=[("1", "\ud800", ["Ann"])])
+@example(given=[("\ud800", "Who?", ["Ann"])])
+def test_records_of_any_texts_are_read_or_refused(tmp_path: Path, form: str, given: list[Record]) -> None:
+    check(tmp_path / "questions", WRITERS[form](given).encode("utf-8", "surrogatepass"), AUTO)
+
+
+def test_an_id_comes_once_in_the_files_of_one_set(tmp_path: Path) -> None:
+    """1 and "1" are one id; other sets may have it too."""
+    train = write(tmp_path / "train.jsonl", {"id": "1", "question": "Who?", "answers": ["Ann"]})
+    dev = write(tmp_path / "dev.jsonl", {"id": 1, "question": "When?", "answers": ["1999"]})
+    assert read(train)[0].id == read(dev)[0].id == "1"
+    with pytest.raises(ValueError, match="the id '1' was used at"):
+        read(train, dev)
+
+
+def test_ten_thousand_answers_are_ten_thousand(tmp_path: Path) -> None:
+    answers = [f"name {n}" for n in range(10_000)]
+    [found] = read(write(tmp_path / "a.jsonl", {"question": "Who?", "answers": answers * 2}))
+    assert list(found.answers) == answers
+    assert answered_in_corpus([found], ["Not here.", "It was name 9999."], rule="token_boundary").all()
+    assert score_predictions([found], ["Name 9999!"], seed=0).em.mean == 1.0
+
+
+@pytest.mark.parametrize("answer", ["The", "!!!", "a"])
+def test_nothing_said_is_never_right(answer: str) -> None:
+    """Such answers have no words in their normal form, as what was not said has none."""
+    question = Question("1", "Who?", (answer,))
+    for said, right in (("", 0.0), (answer, 1.0)):
+        score = score_predictions([question], [said], seed=0)
+        assert (score.em.mean, score.f1.mean) == (right, right)
+
+
+@settings(deadline=None, max_examples=50)
+@given(ids=st.lists(st.text(min_size=1, max_size=3), min_size=3, max_size=3, unique=True))
+@example(ids=["1", "01", "1 "])
+def test_ids_decide_nothing(ids: list[str]) -> None:
+    named = [replace(question, id=name) for question, name in zip(QUESTIONS, ids, strict=True)]
+    ranked = pad_rankings([[2, 1, 0, 3], [0, 3], [1]], 100)
+    said = ["Tor Hollow", "2", ""]
+    results = []
+    for questions in (QUESTIONS, named):
+        ranks = hit_ranks_by_rule(questions, ranked, TEXTS.__getitem__)
+        score = score_predictions(questions, said, seed=0)
+        answered = answered_in_corpus(questions, TEXTS, rule="token_boundary")
+        floor = closed_book_floor(questions, questions)
+        results.append(({k: v.tolist() for k, v in ranks.items()}, score.em, score.f1, answered.tolist(), floor))
+    assert results[0] == results[1]
+    assert np.isfinite(results[0][1].mean)

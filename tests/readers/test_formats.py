@@ -1,0 +1,901 @@
+"""Each reader on small files of every kind: what is kept, what is dropped by which reason, what is rejected."""
+
+import bz2
+import contextlib
+import gzip
+import json
+import math
+import os
+import socket
+import sys
+import tracemalloc
+import zlib
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import brotli
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from realmops.readers.documents import Document, Dropped, RawRecord, Rejected
+from realmops.readers.html import decode_page
+from realmops.readers.sources import FORMATS, list_sources
+from realmops.readers.warc import parse_headers
+from realmops.readers.wikitext import wikitext_to_text
+
+Outcome = Document | Dropped | Rejected
+
+
+def read(path: Path, format: str = "auto") -> list[Outcome]:
+    """All outcomes of a file or folder, places relative to it."""
+    found = []
+    for source in list_sources(path, format):
+        last = 0
+        for raw in source.format.records(source.path):
+            if isinstance(raw, RawRecord):
+                assert last <= raw.position <= source.size, "progress runs from 0 to the file's size"
+                last = raw.position
+            found.append(source.format.convert(raw) if isinstance(raw, RawRecord) else raw)
+    return found
+
+
+def write(path: Path, data: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    raw = data.encode() if isinstance(data, str) else data
+    packed = {".gz": gzip.compress, ".bz2": bz2.compress}.get(path.suffix.lower(), lambda plain: plain)(raw)
+    path.write_bytes(packed)
+    return path
+
+
+def kept(outcomes: list[Outcome]) -> list[tuple[str, str]]:
+    return [(one.title, one.text) for one in outcomes if isinstance(one, Document)]
+
+
+def kinds(outcomes: list[Outcome]) -> list[str]:
+    """ "kept", the reason, or "rejected"."""
+    return [
+        "kept" if isinstance(one, Document) else one.reason if isinstance(one, Dropped) else "rejected"
+        for one in outcomes
+    ]
+
+
+def problem(outcome: Outcome) -> str:
+    assert isinstance(outcome, Rejected), outcome
+    return outcome.problem
+
+
+# Which format
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "format"),
+    [
+        ("a.jsonl", '{"title": "A"}', "jsonl"),
+        ("a.json.gz", '{"title": "A"}', "jsonl"),
+        ("noname", '\n {"title": "A"}', "jsonl"),
+        ("a.parquet", "PAR1", "parquet"),
+        ("part-0", "PAR1", "parquet"),
+        ("A.JSONL.GZ", '{"title": "A"}', "jsonl"),
+        ("a.jsonl.BZ2", '{"title": "A"}', "jsonl"),
+        ("a.txt", "plain", "text"),
+        ("a.MD", "# A", "text"),
+        ("a.htm", "<html>", "text"),
+        ("dump.xml-p10p30.bz2", '<?xml version="1.0"?>\n<mediawiki>', "mediawiki"),
+        ("a.xml", "", "mediawiki"),
+        ("a.warc.gz", "WARC/1.0", "warc"),
+        ("CC-NEWS-1", "WARC/1.0", "warc"),
+    ],
+)
+def test_the_format_is_told_by_content_then_name(tmp_path: Path, name: str, content: str, format: str) -> None:
+    (source,) = list_sources(write(tmp_path / name, content), "auto")
+    assert source.format is FORMATS[format]
+    assert source.size == source.path.stat().st_size
+
+
+def test_a_folder_gives_its_files_in_sorted_order(tmp_path: Path) -> None:
+    for name in ("b/2.txt", "b/10.txt", "a.md", "c.html", ".hidden.txt", ".git/x.txt"):
+        write(tmp_path / name, "text")
+    found = [str(one.path.relative_to(tmp_path)) for one in list_sources(tmp_path, "auto")]
+    assert found == ["a.md", "c.html", "b/10.txt", "b/2.txt"]
+
+
+def test_a_folder_of_several_formats_is_read_each_by_its_own_or_by_choice(tmp_path: Path) -> None:
+    write(tmp_path / "README.md", "about")
+    lines = write(tmp_path / "a.jsonl", '{"title": "A", "text": "a"}')
+    found = [(one.path.name, one.format.name, one.broken) for one in list_sources(tmp_path, "auto")]
+    assert found == [("README.md", "text", "broken_text"), ("a.jsonl", "jsonl", "broken_jsonl")]
+    assert [(one.path, one.broken) for one in list_sources(tmp_path, "jsonl")] == [(lines, "")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind"),
+    [
+        ("a.jsonl", '{"title": "A", "text": "a"}', ""),
+        ("a.jsonl", "broken", ""),  # one broken line of many, perhaps
+        ("a.json", '\n{"title": "A", "text": "a"}', ""),
+        ("a.json.gz", "{", "gz"),
+        ("a.json", '[{"title": "A", "text": "a"}]', ""),
+        ("a.json", '{\n  "version": 1\n}', "json"),
+        ("a.ndjson", '{"name": "A"}', "ndjson"),
+        ("noname", '{"name": "A"}', "other"),
+        ("a.j@", "a", "other"),
+    ],
+)
+def test_json_that_holds_no_documents_is_left_out_of_mixed_files(
+    tmp_path: Path, name: str, content: str, kind: str
+) -> None:
+    write(tmp_path / "README.md", "about")
+    path = write(tmp_path / name, content)
+    [source] = [one for one in list_sources(tmp_path, "auto") if one.path == path]
+    found = [one.kind for one in source.format.records(path) if isinstance(one, Rejected)]
+    assert found == ([kind] if kind else [])
+
+
+def test_what_is_unknown_or_absent_is_named(tmp_path: Path) -> None:
+    odd = write(tmp_path / "a.odt", b"PK\x03\x04")
+    for asked in (odd, tmp_path):
+        with pytest.raises(
+            ValueError, match=r"a\.odt.*jsonl, parquet, csv, text, rst, pdf, docx, pptx, xlsx, epub, eml, ipynb, med"
+        ):
+            list_sources(asked, "auto")
+    with pytest.raises(ValueError, match="no file of the format warc"):
+        list_sources(tmp_path, "warc")
+    with pytest.raises(ValueError, match="'odt'; allowed are auto, jsonl"):
+        list_sources(odd, "odt")
+    with pytest.raises(ValueError, match="no such file"):
+        list_sources(tmp_path / "absent", "auto")
+
+
+def special(folder: Path) -> dict[str, str]:
+    """Put what is no regular file into a folder; the kind of each by its name."""
+    os.mkfifo(folder / "1.jsonl")
+    with socket.socket(socket.AF_UNIX) as bound, contextlib.chdir(folder):
+        bound.bind("2.jsonl")
+    (folder / "3.jsonl").symlink_to("/dev/zero")
+    return {"1.jsonl": "pipe", "2.jsonl": "socket", "3.jsonl": "device"}
+
+
+@pytest.mark.parametrize("others", ["a.jsonl", "a.txt"])
+def test_pipes_sockets_and_devices_are_counted_as_unread(tmp_path: Path, others: str) -> None:
+    expected = special(tmp_path)
+    write(tmp_path / others, '{"title": "A", "text": "a"}')
+    outcomes = read(tmp_path)
+    assert len(kept(outcomes)) == 1
+    assert {Path(one.place).name: one.kind for one in outcomes if isinstance(one, Rejected)} == expected
+    assert problem(outcomes[0]) == "it is a pipe; only regular files are read"
+    if others == "a.jsonl":
+        assert kinds(read(tmp_path, "jsonl")) == ["rejected"] * 3 + ["kept"]
+    else:
+        with pytest.raises(ValueError, match=r"no file of the format jsonl; .*1\.jsonl is a pipe, which is not read"):
+            list_sources(tmp_path, "jsonl")
+
+
+def test_a_broken_link_is_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    """Among JSON lines alone it ends the stage as any of them does that is damaged; in a mixed folder it is counted."""
+    write(tmp_path / "a.jsonl", '{"title": "A", "text": "a"}')
+    (tmp_path / "b.jsonl").symlink_to("nowhere")
+    for format in ("auto", "jsonl"):
+        with pytest.raises(ValueError, match=r"b\.jsonl: cannot be read \(No such file or directory\)"):
+            read(tmp_path, format)
+    write(tmp_path / "c.txt", "c")
+    assert [one.kind for one in read(tmp_path) if isinstance(one, Rejected)] == ["broken_jsonl"]
+
+
+@pytest.mark.parametrize("name", sorted({*FORMATS} - {"beir", "dataset"}))  # which have no suffix
+def test_a_broken_link_ends_the_stage_where_its_format_is_named(tmp_path: Path, name: str) -> None:
+    suffix = {"text": "txt", "mediawiki": "xml"}.get(name, name)
+    (tmp_path / f"a.{suffix}").symlink_to("nowhere")
+    with pytest.raises(ValueError, match=rf"a\.{suffix}: cannot be read \(.*No such file or directory"):
+        read(tmp_path, name)
+
+
+@pytest.mark.usefixtures("unlistable")
+def test_a_folder_that_cannot_be_listed_is_counted_as_unread(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "closed/b.jsonl"):
+        write(tmp_path / name, '{"title": "A", "text": "a"}')
+    for format in ("auto", "jsonl"):
+        document, closed = read(tmp_path, format)
+        assert isinstance(document, Document)
+        assert isinstance(closed, Rejected)
+        assert (closed.kind, closed.problem) == ("folder", "it is a folder; cannot be listed; check its permissions")
+
+
+# JSON lines, CSV, reStructuredText
+
+
+def test_documents_come_in_the_order_of_lines_with_ids_and_spans(tmp_path: Path) -> None:
+    spans = '{"title": "C", "text": "c", "spans": [[0, 1, "X"]]}'
+    lines = f'\ufeff{{"title": "A", "text": "é 東京 😀", "id": 7}}\n \n{spans}\n\n'
+    path = write(tmp_path / "a.jsonl.gz", lines)
+    assert read(path) == [
+        Document("A", "é 東京 😀", "7", (), f"{path}:1"),
+        Document("C", "c", None, ((0, 1, "X"),), f"{path}:3"),
+    ]
+
+
+def test_json_lines_keep_their_other_columns(tmp_path: Path) -> None:
+    row = {"text": "b", "title": "é", "url": None, "domain": "en.wikinews.org", "tags": ["x", {"k": 1.5}], "big": 1e999}
+    path = write(
+        tmp_path / "news.jsonl.gz",
+        json.dumps(row).replace("Infinity", "1e999") + '\n\n{"title": "B", "text": " "}\n{"title": "C"}\n',
+    )
+    outcomes = read(path)
+    assert kinds(outcomes) == ["kept", "empty_text", "rejected"]
+    first = outcomes[0]
+    assert isinstance(first, Document)
+    assert first.extra == '{"big":null,"domain":"en.wikinews.org","tags":["x",{"k":1.5}],"url":null}'
+    assert outcomes[2].place == f"{path}:4"
+    assert problem(outcomes[2]).startswith("the key 'text' is missing")
+
+
+@pytest.mark.parametrize("sign", [",", ";", "\t"])
+def test_tables_as_text_name_their_columns(tmp_path: Path, sign: str) -> None:
+    rows = [
+        ["id", "title", "text", "n"],
+        ["7", "A", f'"a{sign} ""b""\r\nc"', "1"],
+        ["", "", "d", ""],
+        ["", "e", " ", ""],
+    ]
+    lines = "\ufeff" + "".join(sign.join(row) + "\n" for row in [*rows, ["x", "y"], [], ["", "\xe9", "z", ""]])
+    path = write(tmp_path / "a.csv", lines.encode() + sign.join(["", "f", "caf", ""]).encode() + b"\xe9")
+    found = read(path)
+    assert kept(found) == [("A", f'a{sign} "b"\r\nc'), ("", "d"), ("\xe9", "z")]
+    assert kinds(found) == ["kept", "kept", "empty_text", "rejected", "kept", "rejected"]
+    first, second = (one for one in found[:2] if isinstance(one, Document))
+    assert (first.id, first.extra, second.id) == ("7", '{"n":"1"}', None)
+    assert [one.place.rpartition(":")[2] for one in found] == ["2", "4", "5", "6", "8", "9"]
+    assert "2 columns, expected 4" in problem(found[3])
+    assert "'n' is invalid UTF-8" in problem(found[5])
+
+
+def test_a_row_of_many_lines_that_is_too_long_ends_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("csv.field_size_limit", lambda _: 0)  # of the process: other tests read longer fields
+    monkeypatch.setattr("realmops.readers.delimited.LINE_LIMIT", 30)
+    head, fits = "title,text\n", 'A,"a\nb\nc"\n' * 3  # each of ten characters
+    assert kinds(read(write(tmp_path / "a.csv", head + fits))) == ["kept"] * 3
+    outcomes = read(write(tmp_path / "b.csv", f'{head}{fits}B,"{"d" * 26}"\nC,"{"d" * 26}e"\n'))
+    assert kinds(outcomes) == ["kept"] * 4 + ["rejected"]
+    outcomes = read(write(tmp_path / "c.csv", f"{head}{fits}C," + '"\n",' * 9))
+    assert kinds(outcomes) == ["kept"] * 3 + ["rejected"]
+    assert "the row is longer than" in problem(outcomes[-1])
+
+
+def test_restructured_text_is_what_a_reader_sees(tmp_path: Path) -> None:
+    secret = write(tmp_path / "secret", "SECRET")
+    source = f"""
+.. comment
+
+The *Title*
+===========
+
+:author: nobody
+
+Of *emphasis*, ``code``, `a link <http://x>`_, _`a place`, :class:`~a.B` and :ref:`a part <x>`.
+
+.. note:: Take note.
+
+.. function:: foo(x)
+
+   Does foo.
+
+.. toctree::
+
+   other
+
+.. include:: {secret}
+.. raw:: html
+   :file: {secret}
+
+.. code-block:: python
+
+   print(1)
+
+Part
+----
+
+- one
+
+=== ===
+A   B
+=== ===
+"""
+    path = write(tmp_path / "a.rst", source)
+    blocks = [
+        "Of emphasis, code, a link, a place, a.B and a part.",
+        "Take note.",
+        "foo(x)",
+        "Does foo.",
+        "print(1)",
+        "Part",
+        "one",
+        "A\tB",
+    ]
+    assert kept(read(path)) == [("The Title", "\n\n".join(blocks))]
+    assert kept(read(write(tmp_path / "no_title.rst", "words"))) == [("no title", "words")]
+
+
+@pytest.mark.parametrize(
+    ("source", "limit", "kind"),
+    [
+        ("a b\n" * (1 << 13), 1 << 14, "rejected"),
+        (":aaaa" * 300, 1 << 14, "rejected"),  # a long line
+        ("*a `b\n" * 1100, 1 << 14, "rejected"),  # many marks
+        ("".join(" " * n + "- a\n\n" for n in range(400)), 1 << 18, "rejected"),  # nested too deeply for docutils
+        ("\n\n".join(":aaaa" * 190 for _ in range(9)), 1 << 14, "kept"),
+    ],
+)
+def test_restructured_text_that_takes_long_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, limit: int, kind: str
+) -> None:
+    for name, value in (("_LIMIT", limit), ("_LINE_LIMIT", 1000), ("_MARK_LIMIT", 2000)):
+        monkeypatch.setattr(f"realmops.readers.rst.{name}", value)
+    assert kinds(read(write(tmp_path / "a.rst", source))) == [kind]
+
+
+def test_substitutions_and_lists_of_headings_make_no_text_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("realmops.readers.rst._LIMIT", 100)
+    named = ".. |a| replace:: 12345678\n.. |b| replace:: |a| x\n\n"  # 9 characters with a blank, 11 of |b|
+    texts = (("|a| " * 10, "kept"), ("|a| " * 11, "rejected"), ("|b| " * 8, "kept"), ("|b| " * 9, "rejected"))
+    for uses, expected in texts:  # 9 in the definition of |b|, and 90 or 99; and 88 or 99
+        assert kinds(read(write(tmp_path / "a.rst", named + uses))) == [expected], uses
+    heading = "A\n=\n\nB\n=\n\n.. contents::\n\n.. contents::\n\n.. sectnum::\n\n.. sectnum::\n"
+    [(title, text)] = kept(read(write(tmp_path / "b.rst", heading)))
+    assert (title, text.replace("\xa0", "")) == ("1 A", "2B\n\nContents\n\nContents\n\n1A\n\n2B")
+
+
+# Parquet and datasets
+
+
+ROWS: list[dict[str, Any]] = [
+    {"title": "A", "text": "a", "id": 7, "when": datetime(2020, 1, 2), "score": math.nan, "image": b"\xff"},
+    {"title": "B", "text": "", "id": None, "when": None, "score": 1.0, "image": None},
+    {"title": None, "text": "c", "id": None, "when": None, "score": 1.0, "image": None},
+]
+
+
+def test_parquet_rows_keep_their_columns_but_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=2)
+    outcomes = read(path)
+    assert kinds(outcomes) == ["kept", "empty_text", "kept"]
+    first = outcomes[0]
+    assert isinstance(first, Document)
+    assert (first.id, first.place) == ("7", f"{path}:row 1")
+    assert json.loads(first.extra) == {"score": None, "when": "2020-01-02 00:00:00.000000"}
+
+
+def test_rows_of_a_batch_count_as_read_together(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"title": ["T"] * 512, "text": ["x"] * 512}), path)
+    size = path.stat().st_size
+    positions = [raw.position for raw in FORMATS["parquet"].records(path) if isinstance(raw, RawRecord)]
+    assert positions == [size // 2] * 256 + [size] * 256
+
+
+def test_a_string_that_is_no_utf8_costs_its_row_only(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    texts = pa.array([b"good", b"\xff\xfe", b"fine"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"title": ["A", "B", "C"], "text": texts}), path)
+    assert kinds(read(path)) == ["kept", "rejected", "kept"]
+
+
+STRINGS = pa.array(["x", "y" * 50, None])
+VALUES = {  # of three rows: the second holds 50 characters and values or more, the others fewer
+    "strings": STRINGS,
+    "large strings": STRINGS.cast(pa.large_string()),
+    "shared": STRINGS.dictionary_encode(),
+    "lists": pa.array([[1], [7] * 50, None]),
+    "lists of strings": pa.array([["x"], ["y" * 25, "z" * 25], None]),
+    "structs": pa.array([{"a": "x", "b": [1]}, {"a": "y" * 25, "b": [7] * 25}, None]),
+    "maps": pa.array([[("a", 1)], [("b" * 50, 2)], None], pa.map_(pa.string(), pa.int64())),
+    "more lists": pa.array([[[1]], [[7] * 25, [], [8] * 25], [[]]]),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_row_that_holds_too_much_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, first: int
+) -> None:
+    monkeypatch.setattr("realmops.readers.tables.LINE_LIMIT", 45)
+    monkeypatch.setattr("realmops.readers.tables._SLICE", 30)
+    chosen = [(first + n) % 3 for n in range(3)]
+    table = pa.table({"title": ["T"] * 3, "text": ["x"] * 3, "more": VALUES[name]}).take(chosen)
+    pq.write_table(table, tmp_path / "a.parquet")
+    outcomes = read(tmp_path / "a.parquet")
+    assert kinds(outcomes) == ["rejected" if row == 1 else "kept" for row in chosen]
+    assert "it has more than" in problem(outcomes[chosen.index(1)])
+
+
+@pytest.mark.parametrize("decoded", [1 << 30, 100])
+def test_texts_that_rows_share_are_those_of_each_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoded: int
+) -> None:
+    monkeypatch.setattr("realmops.readers.tables._DECODED", decoded)
+    rows = [{"title": f"T{n % 2}", "text": "ab" * 20, "more": ["c" * 30, None], "n": n} for n in range(600)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=300)
+    outcomes = read(tmp_path / "a.parquet")
+    assert kept(outcomes) == [(f"T{n % 2}", "ab" * 20) for n in range(600)]
+    assert [json.loads(one.extra)["n"] for one in outcomes if isinstance(one, Document)] == list(range(600))
+    assert isinstance(outcomes[0], Document)
+    assert json.loads(outcomes[0].extra) == {"more": ["c" * 30, None], "n": 0}
+
+
+def test_a_column_of_lists_that_may_be_too_long_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realmops.readers.tables._LIST_VALUES", 10)
+    rows = {"title": ["T"] * 2, "text": ["x"] * 2, "ten": [[1] * 9, [2]], "eleven": [[1], [2] * 10], "n": [3, 4]}
+    pq.write_table(pa.table(rows), tmp_path / "a.parquet")
+    first = read(tmp_path / "a.parquet")[0]
+    assert isinstance(first, Document)
+    assert json.loads(first.extra) == {"n": 3, "ten": [1] * 9}
+
+
+def test_datasets_saved_on_disk_are_read_with_all_their_splits(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    rows = datasets.Dataset.from_list(ROWS)
+    rows.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "two"))
+    assert kinds(read(tmp_path / "one")) == ["kept", "empty_text", "kept"]
+    assert [one.path.name for one in list_sources(tmp_path / "two", "auto")] == ["test", "train"]
+    assert kinds(read(tmp_path / "two", "dataset")) == ["kept", "empty_text", "kept"] * 2
+    with pytest.raises(ValueError, match="set the format to dataset"):
+        list_sources(tmp_path / "one", "parquet")
+    (tmp_path / "two" / "linked").symlink_to(tmp_path / "one")
+    assert [one.path.name for one in list_sources(tmp_path / "two", "auto")] == ["linked", "test", "train"]
+    os.mkfifo(tmp_path / "two" / "test" / "data-00001-of-00002.arrow")
+    with pytest.raises(ValueError, match=r"data-00001-of-00002\.arrow: is a pipe, and a saved dataset holds"):
+        list_sources(tmp_path / "two", "auto")
+
+
+def test_a_hub_name_without_a_hub_says_what_to_copy() -> None:
+    pytest.importorskip("datasets")
+    with pytest.raises(ValueError, match=r"hf:nobody/nothing: .*load_dataset\('nobody/nothing'\)\.save_to_disk"):
+        list_sources(Path("hf:nobody/nothing"), "auto")
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"pip install 'realmops\[datasets\]'"):
+        list_sources(Path("hf:owner/name:train"), "dataset")
+
+
+# Text, Markdown and HTML
+
+
+def test_text_files_take_their_title_from_heading_page_or_name(tmp_path: Path) -> None:
+    write(tmp_path / "a_b.txt", "\ufeffOne line.\r\nTwo.\r\n")
+    write(
+        tmp_path / "c.md", "# The *title*\n\nSome **bold** [link](http://x) &amp; `code`\nhere. ![image](y)\n\n- item\n"
+    )
+    write(tmp_path / "d.md", "---\ntitle: 'Front'\n---\n# Head\n\ntext\n")
+    write(tmp_path / "e.html", "<html><title>Page</title><body><p>Short.</p></body></html>")
+    write(tmp_path / "f.html", "<p>Only a piece</p>")
+    assert kept(read(tmp_path)) == [
+        ("a b", "One line.\nTwo."), ("The title", "Some bold link & code here.\n\nitem"), ("Front", "Head\n\ntext"),
+        ("Page", "Short."), ("f", "Only a piece"),
+    ]  # fmt: skip
+
+
+def test_a_paragraph_like_the_title_stays_unless_it_is_the_first(tmp_path: Path) -> None:
+    write(tmp_path / "a.md", "---\ntitle: Oslo\n---\n# Oslo\n\nA city.\n\nOslo\n\nEnd.")
+    assert kept(read(tmp_path / "a.md")) == [("Oslo", "A city.\n\nOslo\n\nEnd.")]
+
+
+def test_text_files_that_hold_no_text(tmp_path: Path) -> None:
+    write(tmp_path / "a.html", "<html><title>Page</title><body><img src=x></body></html>")
+    write(tmp_path / "b.html", "<p>" * 60_000)
+    write(tmp_path / "c.md", "[" * 60_000)
+    write(tmp_path / "d.txt", b"caf\xe9")
+    write(tmp_path / "e.txt", " \n")
+    outcomes = read(tmp_path)
+    assert kinds(outcomes) == ["no_main_text", "too_long", "rejected", "rejected", "empty_text"]
+    assert problem(outcomes[3]) == "invalid UTF-8 at byte 3; save the file as UTF-8"
+
+
+UTF_8_WRONG = "<p>Le café de Genève, où «Zoé» naît.</p>".encode()
+SHIFT_JIS = '<meta http-equiv="Content-Type" content="text/html; charset=shift_jis">'
+
+
+@pytest.mark.parametrize(
+    ("data", "declared", "shown"),
+    [
+        ("<p>é東</p>".encode(), None, "é東"),
+        ('<meta charset="iso-8859-2"><p>ěš</p>'.encode("iso-8859-2"), None, "ěš"),
+        (f"{SHIFT_JIS}<p>東京</p>".encode("shift_jis"), None, "東京"),
+        (f"{SHIFT_JIS}<p>東".encode("shift_jis") + b"\xfd</p>", None, "東\ufffd"),
+        ("<p>é“</p>".encode("cp1252"), None, "é“"),
+        (b'<meta charset="utf-8"><p>caf\xe9</p>', None, "caf\ufffd"),
+        (b"<p>caf\xe9</p>", "UTF-8", "caf\ufffd"),
+        (b"<p>caf\xe9</p>", "utf8", "caf\ufffd"),
+        (b"<p>caf\xe9</p>", None, "café"),
+        (UTF_8_WRONG + b"\xff", None, "Le café de Genève, où «Zoé» naît."),
+        (UTF_8_WRONG + b"\xff", "iso-8859-1", "Le café de Genève, où «Zoé» naît."),  # what servers say of any page
+        (UTF_8_WRONG[:-5] + "é".encode()[:1], None, "où «Zoé» naît\ufffd"),  # cut in a character
+        ("<p>über été, où</p>".encode("cp1252"), None, "über été, où"),
+        ("<p>Мир и мы</p>".encode("cp1251"), "windows-1251", "Мир и мы"),
+        ("\n<p>大阪</p>".encode("utf-16-be"), "UTF-16BE", "\n<p>大阪</p>"),
+        ("\n<p>大阪</p>".encode(), "UTF-16", "\n<p>大阪</p>"),
+        (b"<meta charset=utf-16><p>caf\xe9</p>", None, "caf\ufffd</p>"),  # as browsers read it
+    ],
+)
+def test_pages_are_decoded_as_they_declare_and_wrong_bytes_cost_a_character(
+    data: bytes, declared: str | None, shown: str
+) -> None:
+    text = decode_page(data, declared)
+    assert shown in text
+    assert "Ã" not in text
+
+
+UTF16 = (
+    '<html><head><meta charset="utf-8"><title>Ōsaka 大阪</title></head><body><p>An old city: 大阪.</p></body></html>'
+)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("first", ["", '<?xml version="1.0" encoding="UTF-16"?>\n', "\ufeff\n"])
+def test_a_page_in_utf16_keeps_its_title(tmp_path: Path, encoding: str, first: str) -> None:
+    path = write(tmp_path / "a.html", (first + UTF16).encode(encoding))
+    assert kept(read(path)) == [("Ōsaka 大阪", "An old city: 大阪.")]
+
+
+def test_pages_that_are_not_what_they_declare_are_read_as_browsers_do() -> None:
+    """A name that is none of an encoding is passed over: Python's other codecs would unpack data."""
+    packed = zlib.compress(b"<p>text</p>")
+    assert decode_page(packed, "zlib") == decode_page(packed, None)
+    assert decode_page(b"caf\xe9 \x81", "utf-8") == "café \ufffd"
+
+
+# MediaWiki
+
+
+PAGE = "<page><title>A</title><ns>0</ns><id>1</id><revision><id>2</id><text>'''A''' is a.</text></revision></page>\n"
+
+
+def dump(pages: str) -> str:
+    namespaces = '<namespace key="0" /><namespace key="6">Datei</namespace>'
+    return f"<mediawiki><siteinfo><namespaces>{namespaces}</namespaces></siteinfo>{pages}</mediawiki>"
+
+
+def page(title: str, inside: str, text: str = "text", namespace: int = 0) -> str:
+    revision = f"<revision><id>1</id><text>{text}</text></revision>"
+    return f"<page><title>{title}</title><ns>{namespace}</ns><id>5</id>{inside}{revision}</page>"
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".bz2"])
+def test_a_dump_keeps_articles_only(tmp_path: Path, suffix: str) -> None:
+    pages = [
+        page("Oslo", "", "'''Oslo''' is a [[city]].[[Datei:a.jpg|thumb|b]]"),
+        page("Christiania", '<redirect title="Oslo" />', "#REDIRECT [[Oslo]]"),
+        page("Old", "", "#redirect [[Oslo]]"),
+        page("Talk:Oslo", "", "words", namespace=1),
+        page("Empty", "", "{{stub}}"),
+        page("Long", "", "a " * (1 << 20) + "b"),
+        page("Deep", "", "{{" * 50 + "}}" * 50),
+    ]
+    path = write(tmp_path / f"dump.xml{suffix}", dump("".join(pages)))
+    outcomes = read(path)
+    assert kinds(outcomes) == ["kept", "redirect", "redirect", "other_namespace", "empty_text", "rejected", "rejected"]
+    assert outcomes[0] == Document("Oslo", "Oslo is a city.", "5", (), f"{path}:page 5 (Oslo)")
+    assert "nested deeper than 40" in problem(outcomes[6])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_page_may_have_any_number_of_revisions_but_none_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr("realmops.readers.mediawiki.LINE_LIMIT", 100_000)
+    revision = f"<revision><id>1</id><text>{'old ' * 15_000}</text></revision>"
+    path = write(tmp_path / "a.xml", dump(page("A", revision * count, "new") + PAGE))
+    assert kept(read(path)) == [("A", "new"), ("A", "A is a.")]
+    for odd in ("<x>{}</x>", "<page>{}</page>", "<revision>{}</revision>", "<page><revision>{}</revision></page>"):
+        outcomes = read(write(tmp_path / "b.xml", dump(PAGE + odd.format("<a/>" * 40_000))))
+        assert kinds(outcomes) == ["kept", "rejected"], odd
+        assert "a revision takes more than" in problem(outcomes[1])
+
+
+def test_of_several_revisions_the_last_counts(tmp_path: Path) -> None:
+    first = "<revision><id>1</id><text>old</text></revision>"
+    assert kept(read(write(tmp_path / "a.xml", dump(page("A", first, "new"))))) == [("A", "new")]
+
+
+def test_a_dump_without_end_of_namespaces_ends(tmp_path: Path) -> None:
+    for count, expected in ((1000, ["kept"]), (1001, ["rejected"])):
+        names = "".join(f'<namespace key="6">N{n}</namespace>' for n in range(count))
+        content = f"<mediawiki><siteinfo><namespaces>{names}</namespaces></siteinfo>{PAGE}</mediawiki>"
+        assert kinds(read(write(tmp_path / "a.xml", content))) == expected
+
+
+def test_other_models_than_wikitext_are_dropped(tmp_path: Path) -> None:
+    revision = "<revision><id>1</id><model>json</model><text>{}</text></revision>"
+    pages = f"<page><title>A</title><ns>0</ns><id>5</id>{revision}</page>"
+    assert kinds(read(write(tmp_path / "a.xml", dump(pages)))) == ["other_model"]
+
+
+def test_a_dump_is_read_in_flat_memory(tmp_path: Path) -> None:
+    def peak(pages: int) -> int:
+        path = write(tmp_path / f"{pages}.xml", dump(PAGE * pages))
+        tracemalloc.start()
+        for _ in FORMATS["mediawiki"].records(path):
+            pass
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return most
+
+    peak(400)  # imports, and what is made once and kept
+    assert peak(1600) < 1.5 * peak(400)
+
+
+PIECES = [
+    ("'''Oslo''' is ''the'' [[capital city|capital]] of [[Norway]]s.", "Oslo is the capital of Norways."),
+    ("a{{ref|[[b]]|{{c}}}}d<ref name=x>e {{f}}</ref><ref name=x /> g<!-- [[h\n -->.", "ad g."),
+    ("A city ({{IPA-no|ɔ|lang}}; {{lang-no|by}}, {{pron}}).", "A city (by)."),
+    ("A city ({{IPA-no|ɔ}}, {{audio|x}}) here ( ) .", "A city here."),
+    (
+        "It is {{convert|5|km|mi}} long, {{convert|2|to|3|C}}, {{convert|1.5|x|2|m|ft|abbr=on}}.",
+        "It is 5 km long, 2 to 3 °C, 1.5 × 2 m.",
+    ),
+    ("{{Infobox\n| a = {{b|[[c]]}}\n| d = [[File:e.jpg|f]]\n}}\nText", "Text"),
+    ("[[File:a.jpg|thumb|left|A [[big]] {{nowrap|b}}]]Text[[Category:X| ]][[Image:a.png]]", "Text"),
+    ("[[Datei:a.jpg|mini]][[datei:b.jpg]][[:Category:X|the X]] [[:File:a.jpg]]", "the X File:a.jpg"),
+    ("Text [[fr:Oslo]] [[zh-min-nan:Oslo]] [[wikt:by|town]]", "Text town"),
+    ("{| class=wikitable\n|-\n! a !! b\n|-\n| c || {{d}}\n{|\n| nested\n|}\n|}\nText", "Text"),
+    (":{|\n|a\n|}\n{{a|b=|}}Text", "Text"),
+    ("* one\n** [[two]]\n# three\n; term : four\n----\n: five", "one\ntwo\nthree\nterm: four\n\nfive"),
+    ("a&nbsp;b &amp; c&ndash;d &lt;e&gt; &#233; &shy;", "a b & c–d <e> é"),
+    ("[http://a.b/c the site] and [https://a.b] and http://c.d/e?f=1 (http://g.h).", "the site and and."),
+    ("a<br>b<br />c <small>d</small> <span style='x'>e</span><p>f</p>", "a\nb\nc d e\nf"),
+    (
+        "<gallery>\nFile:a.jpg|b\n</gallery><math>\\frac{a}{b}</math> <math>n = 1</math> <timeline>x</timeline>a",
+        "n = 1 a",
+    ),
+    ("<nowiki>[[a]] ''b'' {{c}}</nowiki> __NOTOC__ {{DEFAULTSORT:a}}", "[[a]] ''b'' {{c}}"),
+    ("broken [[a and {{b or ]] }} c]] '' <ref> |} {| <b", "broken a and b or c <b"),
+    (
+        "{{lang|fr|''mot''}} {{nowrap|1=a = b}} {{as of|2014}} {{As of|2013|April|lc=y}} {{circa|1766}} {{frac|3|1|4}}",
+        "mot a = b As of 2014 as of April 2013 c. 1766 3 1/4",
+    ),
+    ("Call f() or g(x); [()[ a[] [].", "Call f() or g(x); [()[ a[]."),
+    (
+        "a{{ndash}}b{{snd}}c {{'s}} {{chem|H|2|O}} {{HMS|Ajax|22}} {{formatnum:3003}} {{transl|ar|DIN|abd}}",
+        "a–b –c 's H2O HMS Ajax 3003 abd",
+    ),
+    ("In {{formatnum:{{age|1}}}} {{US-stub}}years", "In years"),
+    ("{{cquote|A [[long]] word.|author}} {{quote|text=no}}", "A long word."),
+    ("{{{1|default}}} {{{2}}} x", "x"),
+    ("'''!Kung''' is a language.", "!Kung is a language."),
+    ("'''|Xam''' is another.", "|Xam is another."),
+    ("''''' !Kung''''' people", "!Kung people"),
+    ("[[!Kung people|!Kung]] live here.", "!Kung live here."),
+    ("{{lang|ktz|!Kung}} is a name.", "!Kung is a name."),
+    ("* !Kung and [[b]]\n: '''!Xóõ''' too", "!Kung and b\n!Xóõ too"),
+    ("Lead.\n== !Kung ==\nText of [[it]].", "Lead.\n\n!Kung\n\nText of it."),
+    ("Text\n! head !! [[b]]\n|-\n| '''cell''' || [[b]]\n|}", "Text"),  # of a table that is cut
+    ("{|\n! head\n| '''cell'''", ""),
+    ("x<y and z>w, a <b and c> d", "x<y and z>w, a <b and c> d"),
+    ("a<b then c>d, <i>e</i> and <B >f</B >", "a<b then c>d, e and f"),
+    ("List<String> of <me@site.org>", "List<String> of <me@site.org>"),
+    ("<a href='x'>a</a> <font color=red>b</font> <Span class=x>c</SPAN> <u/>d", "a b c d"),
+    ("<poem>a</poem><h2 id=x>b</h2><wbr>c <ol reversed>\n<li>d</li></ol>", "abc\n\nd"),
+]
+
+
+@pytest.mark.parametrize(("wikitext", "shown"), PIECES)
+def test_wikitext_becomes_what_a_reader_sees(wikitext: str, shown: str) -> None:
+    assert wikitext_to_text(wikitext, ["Datei"]) == shown
+
+
+def test_sections_of_references_and_empty_ones_go() -> None:
+    wikitext = """Lead.
+== History ==
+=== Early ===
+{{main|x}}
+Old days.
+=== Late ===
+{{stub}}
+== See also ==
+* [[a]]
+=== More ===
+* [[b]]
+== ''Economy'' ==
+Money.
+== External links ==
+* [http://a b]
+=References=
+<references/>
+"""
+    assert wikitext_to_text(wikitext) == "Lead.\n\nHistory\n\nEarly\n\nOld days.\n\nEconomy\n\nMoney."
+
+
+@pytest.mark.parametrize(
+    "piece", ["{{a|", "[[a|", "{|\n|a\n", "<b>", "<ref>", "[//a ", "{{{a|", "[[a\n{{", "==a", "<nowiki>", "(,"]
+)
+def test_time_grows_with_length_not_with_its_square(piece: str) -> None:
+    """Measured in calls: the parser sees no bracket that never closes."""
+    seen = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal seen
+        seen += event in ("call", "c_call")
+
+    def calls(copies: int) -> int:
+        nonlocal seen
+        seen = 0
+        sys.setprofile(count)
+        try:
+            wikitext_to_text(piece * copies)
+        except ValueError:
+            pass
+        finally:
+            sys.setprofile(None)
+        return seen
+
+    calls(10)
+    assert calls(2000) < 12 * calls(200) + 100
+
+
+# Text extracted from a dump
+
+
+@pytest.mark.parametrize("name", ["wiki_00", "wiki_00.bz2", "wiki_00.txt"])
+def test_text_extracted_from_a_dump_is_refused_with_the_name_of_the_dump(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "in/AA" / name, '<doc id="1" url="u" title="A">\nA\n\nText.\n</doc>\n')
+    for documents in (path, tmp_path / "in"):
+        with pytest.raises(ValueError, match=rf"{name}: it begins with <doc.*name the dump itself.*mediawiki"):
+            list_sources(documents, "auto")
+    write(tmp_path / "in/a.md", "about")
+    [source] = [one for one in list_sources(tmp_path / "in", "auto") if one.path == path]
+    [outcome] = source.format.records(path)
+    assert isinstance(outcome, Rejected)
+    assert "name the dump itself" in outcome.problem
+
+
+# WARC
+
+
+HTML = "<html><head><title>Oslo</title></head><body><p>Oslo is the capital of Norway.</p></body></html>"
+
+
+def record(block: str, kind: str = "response", **headers: str) -> bytes:
+    length = {"WARC_Type": kind, "Content_Length": str(len(block.encode())), **headers}
+    head = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in length.items())
+    return f"WARC/1.0\r\n{head}\r\n{block}\r\n\r\n".encode()
+
+
+def http(body: str, status: str = "200 OK", media: str = "text/html") -> str:
+    return f"HTTP/1.1 {status}\r\nContent-Type: {media}\r\n\r\n{body}"
+
+
+URL = {"WARC_Target_URI": "http://a.no/oslo", "WARC_Date": "2020-01-02T03:04:05Z"}
+WARC = [
+    record("software: none", "warcinfo"), record("GET / HTTP/1.1\r\n\r\n", "request"), record(http(HTML), **URL),
+    record(http(HTML, status="404 Not Found"), **URL), record(http("%PDF", media="application/pdf"), **URL),
+    record(http("<html><body></body></html>"), **URL),
+    record(http("plain words", media="text/plain; charset=utf-8"), **URL),
+    record(HTML, "resource", Content_Type="text/html", **URL),
+]  # fmt: skip
+WARC_KINDS = ["record_type", "record_type", "kept", "status", "content_type", "no_main_text", "kept", "kept"]
+
+
+def pack(records: list[bytes], name: str) -> bytes:
+    """Plain, gzipped by record, as one gzip member, or with a member's end inside of a record."""
+    if name == "plain":
+        return b"".join(records)
+    if name == "records":
+        return b"".join(gzip.compress(one) for one in records)
+    cut = {"one": 0, "split": len(records[0]) + 50}[name]
+    whole = b"".join(records)
+    return b"".join(gzip.compress(part) for part in (whole[:cut], whole[cut:]) if part)
+
+
+@pytest.mark.parametrize("packed", ["plain", "records", "one", "split"])
+def test_warc_records_by_reason(tmp_path: Path, packed: str) -> None:
+    path = tmp_path / "a.warc.gz"
+    path.write_bytes(pack(WARC, packed))
+    outcomes = read(path)
+    assert kinds(outcomes) == WARC_KINDS
+    extra = '{"date":"2020-01-02","url":"http://a.no/oslo"}'
+    assert outcomes[2] == Document("Oslo", "Oslo is the capital of Norway.", None, (), f"{path}:record 3", extra)
+    assert kept(outcomes)[1:] == [("http://a.no/oslo", "plain words"), ("Oslo", "Oslo is the capital of Norway.")]
+
+
+WHOLE = b"".join(WARC)
+MEMBERS = [gzip.compress(one) for one in WARC]
+DAMAGED = bytes([*MEMBERS[3][:20], MEMBERS[3][20] ^ 0xFF, *MEMBERS[3][21:]])
+
+
+@pytest.mark.parametrize(
+    ("data", "expected", "report"),
+    [
+        (b"".join([*MEMBERS[:3], DAMAGED, *MEMBERS[4:]]), [*WARC_KINDS[:3], "rejected", *WARC_KINDS[4:]], "damaged"),
+        (b"".join(MEMBERS)[:-30], [*WARC_KINDS[:-1], "rejected"], "the gzip data is damaged or truncated"),
+        (bytes(600).join(MEMBERS) + bytes(600), WARC_KINDS, ""),  # zeros between members are no damage
+        (WHOLE[:-40], [*WARC_KINDS[:-1], "rejected"], "truncated in this record"),
+        (
+            WHOLE.replace(b"Content-Length: 14", b"Content-Length: -1", 1),
+            ["rejected", *WARC_KINDS[1:]],
+            "Content-Length is b'-1'",
+        ),
+        (
+            WHOLE.replace(b"Content-Length: 18", b"Content-Length: 5", 1),
+            [*WARC_KINDS[:2], "rejected", *WARC_KINDS[2:]],
+            "expected a line 'WARC/1.0'",
+        ),
+        (
+            WHOLE.replace(b"WARC/1.0\r\nWARC-Type: request", b"xARC/1.0\r\nWARC-Type: request", 1),
+            [WARC_KINDS[0], "rejected", *WARC_KINDS[2:]],
+            "expected a line 'WARC/1.0'",
+        ),
+    ],
+    ids=["member", "last member", "zeros", "cut", "length", "short", "version"],
+)
+def test_damage_to_a_warc_costs_one_record(tmp_path: Path, data: bytes, expected: list[str], report: str) -> None:
+    (tmp_path / "a.warc").write_bytes(data)
+    outcomes = read(tmp_path / "a.warc")
+    assert kinds(outcomes) == expected
+    assert all(report in one.problem for one in outcomes if isinstance(one, Rejected))
+
+
+def packed_page(body: bytes, encoding: str, transfer: bytes = b"") -> bytes:
+    """A record of a page in a Content-Encoding."""
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Encoding: {encoding}\r\n".encode()
+    block = head + transfer + b"\r\n" + body
+    record = b"WARC/1.0\r\nWARC-Type: response\r\nWARC-Target-URI: http://a.no/\r\nContent-Length: %d\r\n\r\n%b\r\n\r\n"
+    return record % (len(block), block)
+
+
+def chunked(body: bytes) -> bytes:
+    parts = [body[first : first + 50] for first in range(0, len(body), 50)]
+    return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in [*parts, b""])
+
+
+def test_compressed_pages_of_a_warc_are_unpacked(tmp_path: Path) -> None:
+    packers = {"gzip": gzip.compress, "deflate": zlib.compress, "br": brotli.compress, "BR": brotli.compress}
+    page = HTML.replace("Norway", "Norway " + "and a city " * 9_000).encode()  # more than a block of warcio's
+    records = [packed_page(packer(page), encoding) for encoding, packer in packers.items()]
+    records.append(packed_page(chunked(brotli.compress(page)), "br", b"Transfer-Encoding: chunked\r\n"))
+    path = tmp_path / "a.warc"
+    path.write_bytes(b"".join(records))
+    outcomes = read(path)
+    assert kinds(outcomes) == ["kept"] * 5
+    assert len({text for _, text in kept(outcomes)}) == 1
+
+
+@pytest.mark.parametrize("encoding", ["br", "gzip"])
+def test_a_page_that_unpacks_to_too_much_is_dropped_in_little_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    monkeypatch.setattr("realmops.readers.warc.RECORD_LIMIT", 1 << 20)
+    path, page = tmp_path / "a.warc", b" " * (96 << 20)
+    packed = brotli.compress(page, quality=1) if encoding == "br" else gzip.compress(page, 1)
+    path.write_bytes(packed_page(packed, encoding))
+    tracemalloc.start()
+    try:
+        assert kinds(read(path)) == ["too_long"]
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_page_that_is_cut_in_its_brotli_is_kept_as_far_as_it_goes(tmp_path: Path) -> None:
+    page = HTML.replace("Norway", " ".join(map(str, range(9_000)))).encode()
+    path = tmp_path / "a.warc"
+    path.write_bytes(packed_page(brotli.compress(page)[:-500], "br"))
+    ((title, text),) = kept(read(path))
+    assert title == "Oslo"
+    assert text.startswith("Oslo is the capital of 0 1 2 3")
+
+
+RUN = 4 << 20  # of a length for which quadratic time is hours: the suite's own limit ends it
+
+
+def test_a_run_of_blanks_in_a_head_or_title_costs_no_more_than_its_length(tmp_path: Path) -> None:
+    head = b"WARC/1.0\r\nWARC-Type: warcinfo\r\nX: a" + b" " * RUN + b"b\r\n"
+    assert parse_headers(head)[b"x"].startswith(b"a ")
+    title = "a" + " " * (1 << 20) + "b"
+    assert kinds(read(write(tmp_path / "m" / "a.md", f"---\ntitle: '{title}'\n---\ntext\n"))) == ["kept"]
+    assert wikitext_to_text("[//" + "a" * 2000 + " " * (1 << 20) + "b").endswith("b")

@@ -1,0 +1,203 @@
+"""Public data sets are brought to where the presets look, from their homes or from a folder."""
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_project import cli
+
+from realmops.config_yaml import read_yaml
+from realmops.starter import public_data
+
+ROOT = Path(__file__).parents[2]
+CONTENT = b"Paris B-LOC\n"
+
+
+def article(title: str, paragraphs: int = 5) -> dict[str, Any]:
+    """An article of SQuAD's form with three questions a paragraph."""
+    asked = [
+        {"id": "x", "question": f"  Which {q}? ", "answers": [{"answer_start": 0, "text": title}]} for q in range(3)
+    ]
+    return {"title": title, "paragraphs": [{"context": f"{title} {p}", "qas": asked} for p in range(paragraphs)]}
+
+
+def records(folder: Path, name: str) -> list[dict[str, Any]]:
+    with gzip.open(folder / f"{name}.jsonl.gz", "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+class Answer(io.BytesIO):
+    """What ``urlopen`` gives."""
+
+    url = "https://example.org/"
+
+    def geturl(self) -> str:
+        return self.url
+
+
+def home(monkeypatch: pytest.MonkeyPatch, answer: Callable[[], Answer]) -> None:
+    """The data set ``ner`` is one file, whose home answers so."""
+    original = public_data.PublishedFile("https://example.org/names.conll", hashlib.sha256(CONTENT).hexdigest())
+    monkeypatch.setattr(public_data, "COPIED", {"ner": (original,)})
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: answer())
+
+
+def test_a_file_is_known_by_sha256_or_by_what_git_calls_it() -> None:
+    for digest in ("e69de29bb2d1d6434b8b29ae775ad8c2e48c5391", hashlib.sha256().hexdigest()):
+        original = public_data.PublishedFile("https://example.org/names.conll", digest)
+        assert original.has_digest_of(b"")
+        assert not original.has_digest_of(b"a")
+
+
+def no_network() -> Answer:
+    raise OSError("no network")
+
+
+def brought(*words: str | Path) -> str:
+    """What ``realmops public-data`` prints."""
+    result = cli("public-data", *words)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refused(*words: str | Path) -> str:
+    result = cli("public-data", *words)
+    assert result.exit_code == 2, result.output
+    return result.stderr
+
+
+def test_squad_becomes_passages_and_three_parts_of_questions(tmp_path: Path) -> None:
+    titles = [f"Article_{n:02d}" for n in range(40)] + ["St._John%27s"]
+    twice = article("Twice", 2)
+    twice["paragraphs"][1]["context"] = twice["paragraphs"][0]["context"]
+    original = {"data": [*map(article, reversed(titles)), twice], "version": "1.1"}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/train-v1.1.json").write_text(json.dumps(original))
+    words = ["squad", "--from", str(tmp_path / "mine"), "--to", str(tmp_path), "--passages", "1000"]
+    brought(*words)
+
+    passages = records(tmp_path / "squad", "passages")
+    assert passages[0] == {"id": "sqt-000-000", "title": "Article 00", "text": "Article_00 0"}
+    assert [row["title"] for row in passages[200:206]] == ["St. John's"] * 5 + ["Twice"]
+    assert len(passages) == 206
+
+    parts = {name: records(tmp_path / "squad", f"questions.{name}") for name in ("train", "dev", "dev_seen")}
+    assert sum(map(len, parts.values())) == 41 * 15 + 6
+    asked = {row["id"]: row for rows in parts.values() for row in rows}
+    assert asked["sqt-003-002-q01"] == {
+        "id": "sqt-003-002-q01", "question": "Which 1?", "answers": ["Article_03"], "passage_id": "sqt-003-002",
+    }  # fmt: skip
+    assert asked["sqt-041-001-q00"]["passage_id"] == "sqt-041-000"
+    articles = {name: {row["passage_id"][:7] for row in rows} for name, rows in parts.items()}
+    assert articles["dev"]
+    assert articles["dev_seen"]
+    assert not articles["dev"] & (articles["train"] | articles["dev_seen"])
+
+    before = (tmp_path / "squad/passages.jsonl.gz").read_bytes()
+    brought(*words)
+    assert (tmp_path / "squad/passages.jsonl.gz").read_bytes() == before
+
+
+def test_a_cut_takes_whole_articles_with_a_share_for_dev() -> None:
+    sizes = {f"Article {n}": 10 for n in range(100)}
+    dev = {title for title in sizes if title.endswith("7")}
+    chosen = public_data.choose_articles(sizes, dev, 200)
+    assert len(chosen) == 20
+    assert len(chosen & dev) == 3  # 30 passages are the first that reach 12 % of 200
+    assert chosen < public_data.choose_articles(sizes, dev, 400)
+
+
+def test_the_articles_of_dev_are_those_of_the_documented_figures() -> None:
+    """Their choice is a hash: another one would measure other questions under the same name."""
+    titles = ["51st state", "2008 Sichuan earthquake", "Spanish language in the United States"]
+    assert [public_data.stable_hash(f"dev:{title}") % 10 == 0 for title in titles] == [True, False, False]
+    assert public_data.stable_hash("seen:sqt-000-000-q07") % 20 == 0
+
+
+def test_a_file_is_downloaded_once_its_digest_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home(monkeypatch, lambda: Answer(CONTENT))
+    brought("ner", "--to", tmp_path)
+    assert (tmp_path / "ner/names.conll").read_bytes() == CONTENT
+    assert [path.name for path in tmp_path.rglob("*")] == ["ner", "names.conll"]
+
+
+def led_astray() -> Answer:
+    answer = Answer(CONTENT)
+    answer.url = "http://example.org/"
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (no_network, "cannot be downloaded (no network); download names.conll from there manually into a folder"),
+        (lambda: Answer(CONTENT[:-1]), "the transfer was cut or changed"),
+        (led_astray, ", not https"),
+    ],
+)
+def test_what_cannot_be_downloaded_is_told_and_leaves_nothing(
+    answer: Callable[[], Answer],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    home(monkeypatch, answer)
+    told = refused("ner", "--to", tmp_path)
+    assert message in told
+    assert "https://example.org/names.conll" in told
+    assert "--from FOLDER" in told
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_there_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home(monkeypatch, no_network)
+    mine = tmp_path / "mine/deeper"
+    mine.mkdir(parents=True)
+    words = ["ner", "--from", str(tmp_path / "mine"), "--to", str(tmp_path / "to")]
+    assert "has no names.conll or names.conll.gz; download it from https://example.org/" in refused(*words)
+    (mine / "names.conll.gz").write_bytes(gzip.compress(CONTENT))
+    assert "is not the file" not in brought(*words)
+    assert (tmp_path / "to/ner/names.conll").read_bytes() == CONTENT
+    (mine / "names.conll.gz").write_bytes(gzip.compress(b"other"))
+    assert "is not the file at https://example.org/names.conll" in brought(*words)
+    monkeypatch.setattr(public_data, "MAX_BYTES", 4)
+    assert "more than 4 bytes" in refused(*words)
+
+
+def test_a_file_in_a_linked_folder_is_found_and_a_pipe_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home(monkeypatch, no_network)
+    for name in ("mine", "elsewhere"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "mine/linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/names.conll").write_bytes(CONTENT)
+    words = ["ner", "--from", str(tmp_path / "mine"), "--to", str(tmp_path / "to")]
+    brought(*words)
+    assert (tmp_path / "to/ner/names.conll").read_bytes() == CONTENT
+    (tmp_path / "elsewhere/names.conll").unlink()
+    os.mkfifo(tmp_path / "mine/names.conll")
+    assert "names.conll: cannot be read: it is a pipe" in refused(*words)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"data": [{"title": "A"}]}'])
+def test_what_is_no_squad_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "train-v1.1.json").write_bytes(content)
+    told = refused("squad", "--from", tmp_path, "--to", tmp_path)
+    assert "train-v1.1.json is not the file of SQuAD 1.1" in told
+
+
+def test_the_presets_look_where_the_files_are_brought() -> None:
+    brought = {f"data/public/{name}/{file.name}" for name, files in public_data.COPIED.items() for file in files}
+    brought |= {f"data/public/squad/{name}.jsonl.gz" for name in public_data.build_open_squad([], 0)}
+    for path in sorted((ROOT / "src/realmops/presets").rglob("*.yaml")):
+        sections = read_yaml(path).values()
+        named = {value for section in sections for value in section.values() if str(value).startswith("data/public/")}
+        assert named <= brought, path
