@@ -92,7 +92,7 @@ class MemoryFiles(Files):
         except FileNotFoundError:
             return []
 
-    def read(self, path: Path, limit: int, *, copied: bool = False) -> bytes:
+    def read(self, path: Path, limit: int, *, copied: bool = False, depth: int = 1) -> bytes:
         content: bytes = self._around("read", path, lambda: self._at(path).data)
         if len(content) > limit:
             raise ValueError(f"{path} has {len(content)} bytes, more than the expected {limit}")
@@ -143,10 +143,15 @@ class MemoryFiles(Files):
         self._at(folder).durable_names = dict(self._folder(folder))
 
     def unlink(self, path: Path) -> None:
-        self._around("unlink", path, lambda: self._remove(path))
+        self._around("unlink", path, lambda: self._unlink(path))
 
     def rmdir(self, folder: Path) -> None:
         self._around("rmdir", folder, lambda: self._remove(folder))
+
+    def _unlink(self, path: Path) -> None:
+        if self._at(path).names is not None:
+            raise IsADirectoryError(errno.EISDIR, "a folder", str(path))
+        self._remove(path)
 
     def _remove(self, path: Path) -> None:
         if self._at(path).names:

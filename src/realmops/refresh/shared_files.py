@@ -52,18 +52,19 @@ class Files:
         except FileNotFoundError:
             return []
 
-    def read(self, path: Path, limit: int, *, copied: bool = False) -> Any:
+    def read(self, path: Path, limit: int, *, copied: bool = False, depth: int = 1) -> Any:
         """Return the bytes of a regular file.
 
         Args:
             path: the file.
             limit: the most bytes that it may have.
             copied: memory-map a local copy of a large file, if the local disk has room for one (mapped.py).
+            depth: the number of folders above the file that must not be symbolic links.
 
         Raises:
-            ValueError: the file is a symbolic link, not a regular file, or longer than ``limit``.
+            ValueError: the file or a folder of it is a symbolic link, or the file is not regular or too long.
         """
-        return self._around("read", path, lambda: _read(path, limit, copied))
+        return self._around("read", path, lambda: _read(path, limit, copied, depth))
 
     def write(self, path: Path, content: Content) -> None:
         """Create a new file and make its bytes durable.
@@ -113,12 +114,15 @@ class Files:
         self._around("unlink", path, lambda: os.unlink(path))
 
     def delete(self, folder: Path) -> None:
-        """Delete a folder of regular files, file by file; of a symbolic link only the link."""
+        """Delete a folder file by file; of a symbolic link only the link."""
         if os.path.islink(folder):
             self.unlink(folder)
             return
         for name in self.listdir(folder):
-            self.unlink(folder / name)
+            try:
+                self.unlink(folder / name)
+            except (IsADirectoryError, PermissionError):  # the second is that of macOS
+                self.delete(folder / name)
         self.rmdir(folder)
 
     def rmdir(self, folder: Path) -> None:
@@ -126,9 +130,10 @@ class Files:
         self._around("rmdir", folder, lambda: os.rmdir(folder))
 
 
-def _read(path: Path, limit: int, copied: bool) -> Content:
-    if os.path.islink(path.parent):
-        raise ValueError(f"{path.parent} is a symbolic link, expected a folder")
+def _read(path: Path, limit: int, copied: bool, depth: int) -> Content:
+    for folder in path.parents[:depth]:
+        if os.path.islink(folder):
+            raise ValueError(f"{folder} is a symbolic link, expected a folder")
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

@@ -34,7 +34,7 @@ SCHEMA = 1
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 1 << 20
 NAME = re.compile(r"v-\d{6}(-\d{8}(-\d{10}-\d{10})?)?")
-FILE = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+FILE = re.compile(r"(\w[\w.-]{0,63}/){0,3}\w[\w.-]{0,63}", re.ASCII)  # in folders too; no "..", nothing absolute
 HOLDER = re.compile(r"(trainer|builder)(-[a-z0-9-]{1,40})?")
 ROLES = ("trainer", "builder")
 SECOND_READ_SECONDS = 0.2  # before a version that seems damaged or removed is read again
@@ -224,7 +224,8 @@ class VersionStore:
         for file, entry in version.listing.items():
             path = self.folder / name / file
             try:
-                files[file] = content = self.files.read(path, entry["bytes"], copied=file in mapped)
+                is_copied, depth = file in mapped, 1 + file.count("/")
+                files[file] = content = self.files.read(path, entry["bytes"], copied=is_copied, depth=depth)
             except ValueError as error:
                 raise CorruptVersionError(str(error)) from error
             if len(content) != entry["bytes"]:
@@ -287,8 +288,6 @@ class VersionStore:
         draft = self.folder / f".stage.{self.holder}.{nonce}"
         is_committed = False
         try:
-            with suppress(FileExistsError):  # the nonce is unique: mkdir was done and its reply lost
-                self.files.mkdir(draft)
             self._write_draft(draft, contents, self._build_manifest(name, nonce, contents, meta))
             guard()
             is_committed = self._commit(draft, name, nonce)
@@ -309,10 +308,15 @@ class VersionStore:
         return canonical_json({**fields, "digest": digest_of(fields), "schema": SCHEMA})
 
     def _write_draft(self, draft: Path, contents: Mapping[str, Content], manifest: bytes) -> None:
+        below = sorted({draft / folder for file in contents for folder in Path(file).parents} - {draft})
+        for folder in (draft, *below):
+            with suppress(FileExistsError):  # the draft's nonce is unique: mkdir was done and its reply lost
+                self.files.mkdir(folder)
         for file, content in contents.items():
             self.files.write(draft / file, content)
         self.files.write(draft / MANIFEST, manifest)
-        self.files.sync_folder(draft)
+        for folder in (*reversed(below), draft):
+            self.files.sync_folder(folder)
 
     def _commit(self, draft: Path, name: str, nonce: str) -> bool:
         """Rename the draft to its final name; after an error, list the folder: the rename may have been applied."""

@@ -31,6 +31,7 @@ class FolderCheckpoints:
         """Commit a checkpoint and delete all but the last two."""
         with artifacts.atomic_folder(self.folder / f"step-{step:08d}") as stage:
             for name, content in files.items():
+                (stage / name).parent.mkdir(parents=True, exist_ok=True)
                 (stage / name).write_bytes(content)
             artifacts.write_manifest(stage, _KIND, step=step)
         for old in sorted(self.folder.glob("step-*"))[:-_KEEP_LAST]:
