@@ -30,7 +30,7 @@ from typing import Any
 BENCHMARKS = ("encode", "step", "search", "big_index", "lexical", "ingest", "tagging", "refresh", "shards", "growth")
 BENCHMARKS += ("serve", "find", "read", "precision", "gpu")
 PACKAGES = ("torch", "transformers", "tokenizers", "sentence-transformers", "faiss-cpu", "bm25s", "mlflow")
-PACKAGES += ("onnxruntime", "openvino", "nncf")
+PACKAGES += ("onnxruntime", "openvino")
 REPEATS = 5
 OUT = Path("build/bench")
 

@@ -2,8 +2,7 @@
 
     python benchmarks/encode.py --shapes MiniLM-L6 --documents 128
     python benchmarks/encode.py --model FOLDER --passages passages.jsonl.gz --questions questions.jsonl.gz
-    python benchmarks/encode.py --precision int8 --peers none
-    python benchmarks/encode.py --precisions bf16 int8
+    python benchmarks/encode.py --precision bf16 --peers none
 
 All sides tokenise the same texts, run the same BERT or MPNet, take the mean over wordpieces and normalise it; one
 thread each, processor time, in turns. Without --model the weights are random, saved as a model folder that all sides
@@ -41,7 +40,6 @@ SHARE = Goal(0.6)
 BEST = Goal(0.97)
 LOST = 0.003  # of recall@5, at most, by what counts as equal
 NEIGHBOURS, FOUND = 10, 5
-CALIBRATION = 100  # texts
 PEERS = ("sentence-transformers", "onnxruntime", "openvino")
 
 
@@ -84,9 +82,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class Ours:
-    """The model of a folder as many passages are embedded with it; ``texts`` calibrate int8."""
+    """The model of a folder as many passages are embedded with it."""
 
-    def __init__(self, folder: Path, dtype: Any, device: str = "cpu", texts: list[str] | None = None) -> None:
+    def __init__(self, folder: Path, dtype: Any, device: str = "cpu") -> None:
         from realmops.corpus.vocabulary import build_tokenizer, open_tokenizer
         from realmops.model.encoder_files import load_encoder
         from realmops.model.pretrained import read_encoder_tokenizer
@@ -100,8 +98,7 @@ class Ours:
         pieces, casing, text = read_encoder_tokenizer(folder)
         self.tokenizer = open_tokenizer(text) if text else build_tokenizer(pieces, casing)
         self.special, self.dtype = SpecialTokens.of(self.tokenizer), dtype
-        many = 1_000_000
-        self.graph = compile_graph(self.tower, 1, dtype, many, lambda count: self.sequences((texts or [])[:count]))
+        self.graph = compile_graph(self.tower, 1, dtype, passages=1_000_000)
 
     def sequences(self, documents: list[str]) -> list[Any]:
         """[CLS] text [SEP] of each, cut as the peer cuts."""
@@ -138,11 +135,8 @@ def encoding(library: Any) -> Callable[[list[str]], Any]:
     return encode
 
 
-def peers_of(folder: Path, width: int, named: list[str], texts: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """By name with version, encode() in fp32 first: a peer's precision and what encodes; by name: why one is left out.
-
-    ``texts`` are for those that calibrate.
-    """
+def peers_of(folder: Path, width: int, named: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """By name with version, encode() in fp32 first: a peer's precision, its encoder; by name: why one is left out."""
     import sentence_transformers
     import torch
 
@@ -162,7 +156,7 @@ def peers_of(folder: Path, width: int, named: list[str], texts: list[str]) -> tu
                 if name == "onnxruntime":
                     graphs = exported.by_onnx_runtime(make, Path(temporary))
                 elif name == "openvino":
-                    graphs = exported.by_openvino(make, texts, LIMIT)
+                    graphs = exported.by_openvino(make)
                 else:
                     continue
             except ModuleNotFoundError as error:
@@ -208,17 +202,16 @@ def compare(
     import generated
     import torch
 
-    from realmops.devices import DTYPES, PRECISIONS, resolve_precision, supports_bf16, supports_int8
+    from realmops.devices import DTYPES, PRECISIONS, resolve_precision, supports_bf16
 
     dtype = resolve_precision(arguments.precision, torch.device("cpu"))
-    precision, multiplied = PRECISIONS[dtype], torch.bfloat16 if dtype == torch.int8 else dtype
-    able = {"fp32": True, "bf16": supports_bf16(), "int8": supports_int8()}
+    precision = PRECISIONS[dtype]
+    able = {"fp32": True, "bf16": supports_bf16()}
     mine = [p for p in DTYPES if p == precision or (arguments.peers and able[p] and p in arguments.precisions)]
     documents = spread_batches(texts, arguments.documents) if len(texts) > arguments.documents else texts
-    some = texts[:: max(1, len(texts) // CALIBRATION)][:CALIBRATION]
-    ours: dict[str, Any] = {p: Ours(folder, DTYPES[p], texts=some) for p in mine}
+    ours: dict[str, Any] = {p: Ours(folder, DTYPES[p]) for p in mine}
     one = ours[precision]
-    others, left_out = peers_of(folder, one.bert.width, arguments.peers, some)
+    others, left_out = peers_of(folder, one.bert.width, arguments.peers)
     plain = next(iter(others))
     others = {what: other for what, other in others.items() if what == plain or other[0] in arguments.precisions}
     sides = ours | {what: side for what, (_, side) in others.items()}
@@ -236,19 +229,18 @@ def compare(
 
     for side in sides.values():
         side(documents[:BATCH])
-    turns = against.interleave([*map(turn, sides), against.GemmRate(multiplied)], arguments.repeats)
+    turns = against.interleave([*map(turn, sides), against.GemmRate(dtype)], arguments.repeats)
     rates, products = dict(zip(sides, turns, strict=False)), turns[-1]
     cosine = float((found[precision] * found[plain]).sum(-1).min())
-    least = Goal(0.98) if dtype == torch.int8 else LEAST_COSINE
     what = f"embedding, {name}"
     useful = tuple(gflop * rate / len(documents) for rate in rates[precision])
     note = (
         f"{len(documents)} documents of {sum(lengths) / len(lengths):.0f} wordpieces in the mean, ours in {precision}"
     )
-    product = f"fastest product, {PRECISIONS[multiplied]}"
+    product = f"fastest product, {precision}"
     rows = [
         Row(what, "sentence-transformers encode()", "docs/s", rates[precision], rates[plain], goal, note),
-        Row(f"{what}: least cosine of both", "1", "", (cosine,), (1.0,), least),
+        Row(f"{what}: least cosine of both", "1", "", (cosine,), (1.0,), LEAST_COSINE),
         Row(f"{what}: useful operations", product, "GFLOP/s", useful, products, SHARE),
     ]
     if not arguments.peers:
@@ -307,14 +299,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     """What this benchmark takes."""
     parser.add_argument("--shapes", nargs="+", choices=list(GOALS), default=list(GOALS))
     parser.add_argument("--documents", type=int, default=128, help="half as many at BERT-base (%(default)s)")
-    parser.add_argument(
-        "--precision", choices=("auto", "fp32", "bf16", "int8"), default="auto", help="ours (%(default)s)"
-    )
+    parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="ours (%(default)s)")
     parser.add_argument(
         "--peers", nargs="+", choices=(*PEERS, "none"), default=list(PEERS), help="beside encode() in fp32 (all)"
     )
     parser.add_argument(
-        "--precisions", nargs="+", choices=("fp32", "bf16", "int8"), default=["fp32", "bf16", "int8"],
+        "--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"],
         help="of both sides, beside encode() in fp32 (all)",
     )  # fmt: skip
     parser.add_argument("--model", type=Path, help="a folder with a BERT encoder, in the place of random weights")

@@ -2,8 +2,7 @@
 
 sentence-transformers has both as backends by packages that do not install beside its newest version. So the graph is
 exported here, with torch's exporter and OpenVINO's, and put in the place of the model; all else of encode() stays. ONNX
-Runtime's graph gets its own optimiser's fused attention, LayerNorm and GELU. Its int8 is dynamic, a scale for each
-output of a weight. OpenVINO's is static, calibrated by nncf with the library's settings for such models.
+Runtime's graph gets its own optimiser's fused attention, LayerNorm and GELU.
 
 Shape suffixes: B texts, L wordpieces of the longest, D width.
 """
@@ -14,7 +13,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ import numpy as np
 import torch
 
 INPUTS = ("input_ids", "attention_mask")
-SMOOTHING = 0.95  # how far large numbers move from inputs into weights, optimum-intel's default
 
 Run = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """Ids and mask B x L to hidden states B x L x D."""
@@ -78,12 +76,11 @@ def _silence() -> Any:
 def by_onnx_runtime(make: Callable[..., Any], folder: Path) -> dict[str, tuple[str, Any]]:
     """``make`` gives a SentenceTransformer, by keywords of transformers; by precision, a name with version and one."""
     import onnxruntime
-    from onnxruntime.quantization import QuantType, quantize_dynamic
     from onnxruntime.transformers import optimizer
 
     library = make(attn_implementation="eager")  # whose attention the optimiser knows
     config = library[0].model.config
-    files = {name: folder / f"{name}.onnx" for name in ("exported", "fp32", "int8")}
+    files = {name: folder / f"{name}.onnx" for name in ("exported", "fp32")}
     axes = {name: {0: "texts", 1: "wordpieces"} for name in (*INPUTS, "hidden")}
     with _silence():
         torch.onnx.export(
@@ -93,64 +90,39 @@ def by_onnx_runtime(make: Callable[..., Any], folder: Path) -> dict[str, tuple[s
         heads, width = config.num_attention_heads, config.hidden_size
         fused = optimizer.optimize_model(str(files["exported"]), "bert", heads, width, opt_level=0)
         fused.save_model_to_file(str(files["fp32"]))
-        vnni = torch.cpu._is_vnni_supported()  # without it, sums of products of eight bits are cut off
-        quantize_dynamic(
-            files["fp32"], files["int8"], per_channel=True, reduce_range=not vnni, weight_type=QuantType.QInt8,
-            extra_options={"DefaultTensorType": 1},
-        )  # fmt: skip
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
-    found: dict[str, tuple[str, Any]] = {}
-    for precision in ("fp32", "int8"):
-        session = onnxruntime.InferenceSession(str(files[precision]), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(str(files["fp32"]), options, providers=["CPUExecutionProvider"])
 
-        def run(ids_BL: np.ndarray, mask_BL: np.ndarray, session: Any = session) -> np.ndarray:
-            hidden_BLD: np.ndarray = session.run(None, dict(zip(INPUTS, (ids_BL, mask_BL), strict=True)))[0]
-            return hidden_BLD
+    def run(ids_BL: np.ndarray, mask_BL: np.ndarray) -> np.ndarray:
+        hidden_BLD: np.ndarray = session.run(None, dict(zip(INPUTS, (ids_BL, mask_BL), strict=True)))[0]
+        return hidden_BLD
 
-        how = {"fp32": "fp32", "int8": "int8, dynamic"}[precision]
-        name = f"ONNX Runtime {onnxruntime.__version__}, {how}"
-        found[precision] = name, _put(make(), run)
-    return found
+    return {"fp32": (f"ONNX Runtime {onnxruntime.__version__}, fp32", _put(make(), run))}
 
 
-def by_openvino(make: Callable[..., Any], texts: Sequence[str], limit: int) -> dict[str, tuple[str, Any]]:
-    """The same by OpenVINO; ``bf16`` is what it takes by itself where a processor has it. ``texts`` calibrate int8."""
-    import nncf
+def by_openvino(make: Callable[..., Any]) -> dict[str, tuple[str, Any]]:
+    """The same by OpenVINO; ``bf16`` is what it takes by itself where a processor has it."""
     import openvino
 
     library = make()
 
-    def features() -> Any:
-        for text in texts:
-            found = library.tokenizer([text], truncation=True, max_length=limit, return_tensors="np")
-            yield {name: found[name].astype(np.int64) for name in INPUTS}
-
     with _silence():
         example = dict(zip(INPUTS, _example(library), strict=True))
         graph = openvino.convert_model(_Hidden(library[0].model).eval(), example_input=example)
-        smooth = nncf.AdvancedQuantizationParameters(
-            smooth_quant_alphas=nncf.AdvancedSmoothQuantParameters(matmul=SMOOTHING)
-        )
-        whole = nncf.quantize(
-            graph, nncf.Dataset(list(features())), subset_size=len(texts), model_type=nncf.ModelType.TRANSFORMER,
-            advanced_parameters=smooth,
-        )  # fmt: skip
     core, version = openvino.Core(), metadata.version("openvino")
     settings = {"INFERENCE_NUM_THREADS": 1, "NUM_STREAMS": 1}
     found: dict[str, tuple[str, Any]] = {}
-    for one, hint in ((graph, "f32"), (graph, None), (whole, None)):
-        compiled = core.compile_model(one, "CPU", settings | ({"INFERENCE_PRECISION_HINT": hint} if hint else {}))
+    for hint in ("f32", None):
+        compiled = core.compile_model(graph, "CPU", settings | ({"INFERENCE_PRECISION_HINT": hint} if hint else {}))
         chosen = compiled.get_property("INFERENCE_PRECISION_HINT")
-        precision = "int8" if one is whole else "bf16" if chosen == openvino.Type.bf16 else "fp32"
+        precision = "bf16" if chosen == openvino.Type.bf16 else "fp32"
         request = compiled.create_infer_request()
 
         def run(ids_BL: np.ndarray, mask_BL: np.ndarray, request: Any = request) -> np.ndarray:
             hidden_BLD: np.ndarray = request.infer([ids_BL, mask_BL])[0].copy()
             return hidden_BLD
 
-        how = {"int8": f"int8, static by nncf {nncf.__version__}", "bf16": "bf16, its default"}.get(
-            precision, precision
-        )
+        how = {"bf16": "bf16, its default"}.get(precision, precision)
         found[precision] = f"OpenVINO {version}, {how}", run
     return {precision: (name, _put(make(), run)) for precision, (name, run) in found.items()}

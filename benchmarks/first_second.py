@@ -3,9 +3,8 @@
     python benchmarks/first_second.py RUN
     python benchmarks/first_second.py RUN --peer PYTHON
 
-RUN is the folder of a fine-tuned run. Files are in the page cache, and graphs are saved, as each command runs once
-before. PYTHON is that of an environment with another version of realmops, whose commands take turns with ours. Writes
-OUT/first_second.json.
+RUN is the folder of a fine-tuned run. Files are in the page cache, as each command runs once before. PYTHON is that of
+an environment with another version of realmops, whose commands take turns with ours. Writes OUT/first_second.json.
 """
 
 from __future__ import annotations

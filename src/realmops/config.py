@@ -55,7 +55,7 @@ class RunOptions(Section, name="run"):
 
     seed: Count
     device: Literal["auto", "cpu", "cuda"]
-    precision: Literal["auto", "fp32", "bf16", "int8"]
+    precision: Literal["auto", "fp32", "bf16"]
     threads: Size | Literal["auto"]
 
 

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
 from typing import Literal
@@ -18,8 +17,7 @@ from torch import Tensor, nn
 
 from realmops.config import RunOptions
 
-# By the names of run.precision. int8 is used to embed many passages; all else is in bf16 if supported.
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the names of run.precision
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 _EVALUATING: WeakKeyDictionary[nn.Module, tuple[int, bool]] = WeakKeyDictionary()  # callers; mode before them
 _EVALUATING_LOCK = Lock()
@@ -43,23 +41,12 @@ def resolve_precision(name: str, device: torch.device, width: float = math.inf) 
     """Return the dtype of ``run.precision``; ``auto`` is bf16 on hardware with bf16 products, else fp32.
 
     With AMX it is fp32 up to a width of ``NARROW``, where fp32 was measured faster (benchmarks/LOG.md).
-    Without int8 products ``int8`` falls back to ``auto``, so that a model trained with it runs on any machine.
 
     Args:
         name: value of ``run.precision``.
         device: device of the models.
         width: of the widest encoder that computes in this dtype.
-
-    Raises:
-        ValueError: ``int8`` without OpenVINO.
     """
-    if name == "int8" and (device.type != "cpu" or not supports_int8()):
-        name = "auto"
-    if name == "int8" and not (find_spec("openvino") and find_spec("nncf")):
-        raise ValueError(
-            "run.precision is 'int8', but OpenVINO or nncf is not installed: pip install 'realmops[openvino]', or set "
-            "run.precision=auto"
-        )
     if name != "auto":
         return DTYPES[name]
     if device.type == "cuda":
@@ -89,14 +76,9 @@ def device_and_dtype(run: RunOptions, *models: nn.Module | None) -> tuple[torch.
 
 @contextmanager
 def autocast(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Context manager: autocast matrix products to ``dtype``, int8 to bf16 if supported; no-op for fp32."""
-    dtype = _product_dtype(dtype)
+    """Context manager: autocast matrix products to ``dtype``; no-op for fp32."""
     with torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext():
         yield
-
-
-def _product_dtype(dtype: torch.dtype) -> torch.dtype:
-    return resolve_precision("auto", torch.device("cpu")) if dtype == torch.int8 else dtype
 
 
 @contextmanager
@@ -115,7 +97,7 @@ def freeze_linear_weights(module: nn.Module, dtype: torch.dtype) -> None:
     """
     for part in module.modules():
         if isinstance(part, nn.Linear):
-            part.requires_grad_(False).to(_product_dtype(dtype))
+            part.requires_grad_(False).to(dtype)
 
 
 @contextmanager

@@ -59,9 +59,7 @@ def search(
 
     if (query is None) == (file is None) or (file is None) != (run is None):
         raise ValueError("give QUERY, or --from FILE with --run FOLDER")
-    passages = (
-        open_model(root, model).passage_search() if model else open_search(root, Console(), by_graphs=file is None)
-    )
+    passages = open_model(root, model).passage_search() if model else open_search(root, Console())
     if file is not None and run is not None:
         yield from rank_file(passages, file, run, [parse_filter(where)], by, Console().progress)
         return

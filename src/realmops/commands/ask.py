@@ -28,7 +28,7 @@ def ask(
     from_file = [] if file is None else read_questions([file], format="auto", unanswerable=unanswerable)
     if not queries and not from_file:
         raise ValueError("no questions: give QUESTION, or --from with a file that has some")
-    opened = open_model(root, model, by_graphs=file is None)
+    opened = open_model(root, model)
     for query in queries:
         opened.check(query)
     first = [opened.probe(*queries[:1])]

@@ -21,9 +21,9 @@ STEPS_TAG = "realmops.weights_step"
 _ALIAS = re.compile(rf"models:/([\w-]+)@{CHAMPION}")
 
 
-def open_model(root: Path, model: str | None = None, *, by_graphs: bool = False) -> OpenedModel:
+def open_model(root: Path, model: str | None = None) -> OpenedModel:
     """Open the champion in ``model`` (models:/NAME@champion) or, if None, the newest model as ``open_run`` does."""
-    return open_run(root, by_graphs=by_graphs) if model is None else Champion(model, root).open()
+    return open_run(root) if model is None else Champion(model, root).open()
 
 
 class Champion:

@@ -70,8 +70,7 @@ def run_index_builder(root: Path, folder: Path, *, watch_parent: int | None, wor
             return _run_shard_helper(root, run, snapshot, works)
         shared = {key: run[key] for key in ("run_key", "embedding_width", "precision", "threads", "part_rows")}
         device = resolve_device("auto")
-        precision = "auto" if run["precision"] == "int8" else run["precision"]  # new weights would calibrate it again
-        dtype = resolve_precision(precision, device)
+        dtype = resolve_precision(run["precision"], device)
     except (CorruptVersionError, KeyError, ValueError) as error:
         print_status(f"the exchange {root} cannot be served on this machine: {error}")
         return MISCONFIGURED

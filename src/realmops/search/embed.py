@@ -183,17 +183,9 @@ def text_queries(snapshot: Snapshot, texts: Sequence[str], limit: int, *, docume
 def make_document_embedder(
     retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, passages: int
 ) -> Callable[[Sequence[int], Progress], Tensor]:
-    """Return a function that embeds passages by their rows, N x X; many ``passages`` are embedded by a graph.
-
-    In int8 a sample of the whole snapshot calibrates the graph, whichever rows follow.
-    """
+    """Return a function that embeds passages by their rows, N x X; many ``passages`` are embedded by a graph."""
     tower, vectors = retriever.document, retriever.vectors
-
-    def sample(count: int) -> Sequences:
-        rows = np.random.default_rng(0).permutation(len(snapshot))[:count]
-        return document_sequences(snapshot, sorted(rows.tolist()))
-
-    graph = compile_graph(tower, vectors, dtype, passages, sample)
+    graph = compile_graph(tower, vectors, dtype, passages)
 
     def make(rows: Sequence[int], progress: Progress) -> Tensor:
         sequences = document_sequences(snapshot, rows)

@@ -21,7 +21,6 @@ from realmops.model.retriever import Retriever
 from realmops.search.bm25 import Bm25
 from realmops.search.embeddings import INDEX, embed_corpus, load_passages, save_passages
 from realmops.search.exact import exact_index
-from realmops.search.saved_graphs import FOLDER
 from realmops.stages import JOURNAL, METRICS, STAGES, Report
 from realmops.stages.corpus_states import UPDATES, CorpusState, newest_state, pipeline_state
 from realmops.stages.trained import trained_options, trained_sections, tuned_steps
@@ -32,16 +31,13 @@ EMBEDDINGS = "search"  # below the work folder: embeddings by a retriever that i
 QUERY_WORDPIECES: int = default_options()["finetune"]["query_wordpieces"]  # query length before fine-tuning
 
 
-def open_run(
-    root: Path, state: CorpusState | None = None, *, reads: bool = True, by_graphs: bool = False
-) -> OpenedModel:
+def open_run(root: Path, state: CorpusState | None = None, *, reads: bool = True) -> OpenedModel:
     """Open a run's fine-tuned model over a corpus, in eval mode, with the digest of every file verified.
 
     Args:
         root: folder of the run.
         state: the corpus, by default the newest one.
         reads: False to open the model without its reader, for search alone.
-        by_graphs: compute with graphs that are saved below the root, which opens faster and answers slower.
 
     Raises:
         ValueError: if a stage has not run, a file does not match its digest, or folders keep being replaced.
@@ -50,7 +46,7 @@ def open_run(
     for _ in range(TRIES):
         before = manifest_stats(root)
         try:
-            opened = _open_once(root, state, reads, by_graphs)
+            opened = _open_once(root, state, reads)
         except (OSError, ValueError, KeyError):
             if manifest_stats(root) == before:  # otherwise files of two versions were mixed
                 raise
@@ -72,13 +68,13 @@ def manifest_stats(root: Path) -> tuple[tuple[str | int, ...], ...]:
     return tuple(stats)
 
 
-def _open_once(root: Path, state: CorpusState | None, reads: bool, by_graphs: bool) -> OpenedModel:
+def _open_once(root: Path, state: CorpusState | None, reads: bool) -> OpenedModel:
     tuned = pipeline_state(root).finetune  # the copy in an update may have an old calibration
     files = artifacts.read_manifest(tuned, "finetune")["files"]
     state = state or newest_state(root)
     options, run = trained_options(root, ("finetune", "evaluate"), ("finetune", "run"))
-    snapshot, graphs = Snapshot.open(state.snapshot / "corpus"), root / WORK_FOLDER / FOLDER if by_graphs else None
-    model = open_reader_model(tuned, options, run, snapshot, state.finetune, reads=reads, graphs=graphs)
+    snapshot = Snapshot.open(state.snapshot / "corpus")
+    model = open_reader_model(tuned, options, run, snapshot, state.finetune, reads=reads)
     read = {name: entry["sha256"] for name, entry in files.items() if name not in (INDEX, JOURNAL, METRICS)}
     version = artifacts.digest_of([read, model.options.model_dump(), str(model.dtype)])[:12]
     indexed = artifacts.read_json(state.snapshot.parent / MANIFEST)["files"] if state.number else files
@@ -87,24 +83,23 @@ def _open_once(root: Path, state: CorpusState | None, reads: bool, by_graphs: bo
     return OpenedModel(model, version, tuned_steps(root), state.number, Confidence.load(tuned), content, tuned)
 
 
-def open_if_tuned(root: Path, *, reads: bool = True, by_graphs: bool = False) -> OpenedModel | None:
+def open_if_tuned(root: Path, *, reads: bool = True) -> OpenedModel | None:
     """Open a run's fine-tuned model as ``open_run`` does; None if there is none, or if it reads no passages."""
     if _is_done(root, "finetune"):
         with suppress(ClosedBookModel):  # retrievers of earlier stages remain
-            return open_run(root, reads=reads, by_graphs=by_graphs)
+            return open_run(root, reads=reads)
     return None
 
 
-def open_search(root: Path, report: Report, *, by_graphs: bool = False) -> PassageSearch:
+def open_search(root: Path, report: Report) -> PassageSearch:
     """Open the search of a run's corpus, by the newest trained retriever, or by BM25 only if there is none.
 
-    ``by_graphs`` is that of ``open_run``. For a retriever that is not fine-tuned, the embeddings of the passages are
-    computed once and cached under the root.
+    For a retriever that is not fine-tuned, the embeddings of the passages are computed once and cached under the root.
 
     Raises:
         ValueError: if the run has no snapshot.
     """
-    if opened := open_if_tuned(root, reads=False, by_graphs=by_graphs):
+    if opened := open_if_tuned(root, reads=False):
         search = opened.passage_search()
         return replace(search, about=search.about | {"reader": read_kind(opened.folder)})
     snapshot = Snapshot.open(root / STAGES["snapshot"].folder / "corpus")

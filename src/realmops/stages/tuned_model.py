@@ -16,8 +16,6 @@ from realmops.devices import configure_process, device_and_dtype, freeze_linear_
 from realmops.model.checkpoint_files import load_retriever
 from realmops.search.bm25 import Bm25
 from realmops.search.embeddings import load_passages
-from realmops.search.openvino import has_openvino
-from realmops.search.saved_graphs import SavedGraphs
 
 KIND = "reader.json"  # in the folder of a stage; names the class of the model
 KINDS: dict[str, type[AnswerModel]] = {kind.kind: kind for kind in (OpenQa, ExtractiveQa, SearchOnly, t5.ClosedBook)}
@@ -42,7 +40,6 @@ def open_tuned(
     index: Path | None = None,
     *,
     reads: bool = True,
-    graphs: SavedGraphs | None = None,
 ) -> AnswerModel:
     """Open the model of stage ``finetune`` in eval mode, on the device and in the dtype of its run.
 
@@ -53,7 +50,6 @@ def open_tuned(
         snapshot: corpus of the index.
         index: folder of the index if it is a different one, that of an update.
         reads: False to open a model that retrieves passages without its reader.
-        graphs: opens the models as graphs, where they have one.
 
     Raises:
         ValueError: if ``finetune.reader`` asks for a closed-book model and the folder has none, or the reverse.
@@ -68,10 +64,8 @@ def open_tuned(
     if not issubclass(kind, RetrieveAndRead):
         assert kind is t5.ClosedBook
         return t5.ClosedBook.open(folder, snapshot, resolve_device(run.device))
-    load = load_retriever if graphs is None else graphs.retriever
-    retriever = load(folder, snapshot.vocabulary_hash)
-    has_graph = graphs is not None and kind is ExtractiveQa
-    reader = graphs.reader(folder) if graphs is not None and has_graph else kind.load_reader(folder, snapshot)
+    retriever = load_retriever(folder, snapshot.vocabulary_hash)
+    reader = kind.load_reader(folder, snapshot)
     device, dtype = device_and_dtype(run, retriever, reader)
     for network in (retriever, *([reader] if reader is not None else [])):
         freeze_linear_weights(network.eval(), dtype)
@@ -93,19 +87,14 @@ def open_reader_model(
     index: Path | None = None,
     *,
     reads: bool = True,
-    graphs: Path | None = None,
 ) -> RetrieveAndRead:
     """Open a fine-tuned model as ``open_tuned`` does, after :func:`configure_process`.
-
-    ``graphs`` is the folder of graphs, which are used on a CPU if OpenVINO is installed.
 
     Raises:
         ClosedBookModel: if the model reads no passages.
     """
     configure_process(run.threads)
-    on_cpu = resolve_device(run.device).type == "cpu"
-    saved = SavedGraphs(graphs) if graphs is not None and on_cpu and has_openvino() else None
-    model = open_tuned(folder, options, run, snapshot, index, reads=reads, graphs=saved)
+    model = open_tuned(folder, options, run, snapshot, index, reads=reads)
     if not isinstance(model, RetrieveAndRead):
         raise ClosedBookModel(
             f"{folder} answers without reading passages (finetune.reader is {options.reader}), so its answers have no "
