@@ -40,11 +40,11 @@ from realmops.artifacts import atomic_folder
 from realmops.readers.sources import list_sources
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.vocabulary import read_vocabulary
-corpus, folder, work, vocabulary, workers = sys.argv[1:]
+corpus, folder, vocabulary, workers = sys.argv[1:]
 start, before = time.perf_counter(), os.times()
 with atomic_folder(Path(folder)) as stage:
     manifest = write_snapshot(
-        list_sources(Path(corpus), "auto"), stage, work=Path(work), vocabulary=read_vocabulary(Path(vocabulary)),
+        list_sources(Path(corpus), "auto"), stage, vocabulary=read_vocabulary(Path(vocabulary)),
         block_wordpieces=288, workers=int(workers),
     )
 wall, after = time.perf_counter() - start, os.times()
@@ -115,10 +115,9 @@ def tree_memory(pid: int) -> float:
 
 def ingest(corpus: Path, out: Path, vocabulary: Path, workers: int) -> dict[str, Any]:
     """One snapshot in a process of its own: counts, wall and CPU seconds, MiB of all processes at most."""
-    folders = [out / "snapshot", out / "work"]
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
-    command = [sys.executable, "-c", _INGEST, corpus, *folders, vocabulary, str(workers)]
+    folder = out / "snapshot"
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [sys.executable, "-c", _INGEST, corpus, folder, vocabulary, str(workers)]
     child = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True)
     peak = 0.0
 
@@ -134,8 +133,7 @@ def ingest(corpus: Path, out: Path, vocabulary: Path, workers: int) -> dict[str,
     watcher.join()
     if child.returncode:
         raise SystemExit(f"the ingestion ended with exit code {child.returncode}")
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     return {**json.loads(told), "mib": peak}
 
 

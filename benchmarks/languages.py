@@ -52,7 +52,7 @@ def snapshot_of(folder: Path, files: Sequence[Path], language: str, encoder: Pat
         (train_vocabulary(found, size=2000), UNCASED, None) if encoder is None else read_encoder_tokenizer(encoder)
     )
     write_snapshot(
-        found, folder / "snapshot", work=folder / "work", vocabulary=vocabulary, casing=casing, tokenizer=tokenizer,
+        found, folder / "snapshot", vocabulary=vocabulary, casing=casing, tokenizer=tokenizer,
         block_wordpieces=288, whole_documents=True, language=language,
     )  # fmt: skip
     snapshot = Snapshot.open(folder / "snapshot")

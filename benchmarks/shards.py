@@ -44,7 +44,7 @@ def corpus(folder: Path, passages: int) -> Any:
     documents.write_text("\n".join(lines) + "\n")
     with atomic_folder(folder / "corpus") as stage:
         write_snapshot(
-            list_sources(documents, "auto"), stage, work=folder / "work", vocabulary=generated.vocabulary(),
+            list_sources(documents, "auto"), stage, vocabulary=generated.vocabulary(),
             block_wordpieces=64,
         )  # fmt: skip
     return Snapshot.open(folder / "corpus")

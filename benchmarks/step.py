@@ -186,7 +186,7 @@ def snapshot_of(folder: Path, count: int, sentences: list[int]) -> Any:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     with atomic_folder(folder / "snapshot") as stage:
         write_snapshot(
-            list_sources(path, "jsonl"), stage, work=folder / "work", vocabulary=generated.vocabulary(),
+            list_sources(path, "jsonl"), stage, vocabulary=generated.vocabulary(),
             block_wordpieces=DOCUMENT, whole_documents=True,
         )  # fmt: skip
     return Snapshot.open(folder / "snapshot")

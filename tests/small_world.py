@@ -115,7 +115,7 @@ def build_snapshot(folder: Path, documents: Path, block_wordpieces: int = 48, wo
     with atomic_folder(folder / "snapshot") as stage:
         vocabulary = train_vocabulary(corpus, size=150, min_count=1, workers=workers)
         options: Any = {"block_wordpieces": block_wordpieces, "workers": workers}
-        write_snapshot(corpus, stage, work=folder / "work", vocabulary=vocabulary, **options)
+        write_snapshot(corpus, stage, vocabulary=vocabulary, **options)
     return Snapshot.open(folder / "snapshot")
 
 

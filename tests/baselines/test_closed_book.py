@@ -245,7 +245,7 @@ def other_passages(folder: Path, world: World) -> Snapshot:
     """Half of the passages, with the vocabulary of all."""
     corpus = list_sources(write_documents(folder / "documents.jsonl", DOCUMENTS[6:]), "auto")
     with atomic_folder(folder / "snapshot") as stage:
-        write_snapshot(corpus, stage, work=folder / "work", vocabulary=world.snapshot.vocabulary, block_wordpieces=48)
+        write_snapshot(corpus, stage, vocabulary=world.snapshot.vocabulary, block_wordpieces=48)
     return Snapshot.open(folder / "snapshot")
 
 

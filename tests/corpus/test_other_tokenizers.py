@@ -34,11 +34,9 @@ def opened(folder: Path, kind: str, special: tuple[str, ...] = ROBERTAS) -> Toke
 
 def write(folder: Path, documents: Path, tokenizer: str, pieces: list[str]) -> Snapshot:
     with atomic_folder(folder) as stage:
-        work = folder.parent / f"work of {folder.name}"
         write_snapshot(
             list_sources(documents, "auto"),
             stage,
-            work=work,
             vocabulary=pieces,
             tokenizer=tokenizer,
             block_wordpieces=60,

@@ -3,20 +3,17 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from exchange_lab import end_of, forked
 from small_encoders import byte_bpe
 from small_world import labels_of
 
 from realmops.artifacts import atomic_folder
-from realmops.corpus import document_cutter, ingest, snapshot_writer
-from realmops.corpus.npy_files import AppendOnlyFile
+from realmops.corpus import document_cutter
 from realmops.corpus.passages import passage_digest
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
@@ -35,10 +32,8 @@ def write_corpus(path: Path, *documents: dict[str, Any]) -> Path:
 
 def snapshot(paths: list[Path], folder: Path, **options: Any) -> Snapshot:
     found = [source for path in paths for source in list_sources(path, "auto")]
-    work = folder.with_name(f"{folder.name}.work")
     with atomic_folder(folder) as stage:
-        write_snapshot(found, stage, work=work, **{"vocabulary": VOCABULARY, "block_wordpieces": 13, **options})
-    shutil.rmtree(work)
+        write_snapshot(found, stage, **{"vocabulary": VOCABULARY, "block_wordpieces": 13, **options})
     return Snapshot.open(folder)
 
 
@@ -265,72 +260,6 @@ def test_sources_are_counted_one_by_one(tmp_path: Path) -> None:
         ("z/empty.jsonl", 0, 0, {}),
     ]
     assert found.column("extra") == ["", "", '{"n":1,"url":"x"}']
-
-
-# Kills
-
-
-def odd_corpus(folder: Path) -> Path:
-    """Two files with spans, ids, copies, lists and some broken lines."""
-    generator = np.random.default_rng(2)
-    folder.mkdir()
-    for name in "ab":
-        documents = [
-            {
-                "title": "List of t" if n % 31 == 0 else f"t{n % 7}",
-                "text": " ".join(f"Word{i} ab cd." for i in generator.integers(0, 5, 6)),
-                "spans": [[0, 4, "WX"[n % 2]]] if name == "b" and n % 3 else [],
-                **({"id": f"{name}{n}"} if n % 2 else {}),
-            }
-            for n in range(210)
-        ]
-        documents[150] = documents[149] if name == "a" else {"title": 1}
-        write_corpus(folder / f"{name}.jsonl", *documents)
-    return folder
-
-
-def test_a_killed_writer_goes_on_and_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By SIGKILL just before a write to a growing file or a durable operation, each life some later than the last."""
-    from lives import die_at
-
-    corpus, work, found, status = odd_corpus(tmp_path / "corpus"), tmp_path / "work", list[int](), -1
-    options = {"vocabulary": train_vocabulary(list_sources(corpus, "auto"), size=120)}
-    options |= {"block_wordpieces": 24, "drop_titles": True}
-    calm = snapshot([corpus], tmp_path / "calm", **options)
-    assert calm.manifest["rejected"] == 2
-    assert calm.given_spans() is not None
-    assert any("-2" in name for name in calm.column("passage_id"))
-    monkeypatch.setattr(ingest, "_BATCH_RECORDS", 60)
-    monkeypatch.setattr(snapshot_writer, "_CHECKPOINT_SECONDS", 0.0)
-
-    def life() -> int:
-        die_at(27 * len(found), (os, "link"), (AppendOnlyFile, "write"))
-        with atomic_folder(tmp_path / "killed") as stage:
-            write_snapshot(list_sources(corpus, "auto"), stage, work=work, **options)
-        return 0
-
-    while status < 0:
-        checkpoint = work / "checkpoint.json"
-        found.append(json.loads(checkpoint.read_bytes())["total"]["records"] if checkpoint.is_file() else 0)
-        status = end_of(forked(life))
-    assert status == 0
-    assert len(found) > 4
-    assert found == sorted(found)
-    assert len(set(found)) > 3  # it did not start over
-    assert contents(tmp_path / "killed") == contents(tmp_path / "calm")
-    assert sorted(os.listdir(tmp_path)) == ["calm", "corpus", "killed", "work"]
-
-
-def test_work_whose_files_are_gone_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    corpus = many_documents(tmp_path / "corpus.jsonl", 30)
-    work = tmp_path / "work"
-    for damaged in ("tokens.npy", "checkpoint.json"):
-        with atomic_folder(tmp_path / "s") as stage:
-            write_snapshot(list_sources(corpus, "auto"), stage, work=work, vocabulary=VOCABULARY, block_wordpieces=13)
-        (work / damaged).write_bytes(b"")
-    with atomic_folder(tmp_path / "again") as stage:
-        write_snapshot(list_sources(corpus, "auto"), stage, work=work, vocabulary=VOCABULARY, block_wordpieces=13)
-    assert contents(tmp_path / "again") == contents(tmp_path / "s")
 
 
 def _of_many_kinds(change: bool) -> list[dict[str, Any]]:

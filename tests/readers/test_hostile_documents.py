@@ -45,7 +45,7 @@ TEXTS = st.lists(st.one_of(PIECES, st.text(max_size=6)), max_size=40).map("".joi
 def snapshot(documents: Path, folder: Path, **options: Any) -> Snapshot:
     options = {"block_wordpieces": 30, **options}
     with atomic_folder(folder / "snapshot") as out:
-        write_snapshot(list_sources(documents, "auto"), out, work=folder / "work", vocabulary=VOCABULARY, **options)
+        write_snapshot(list_sources(documents, "auto"), out, vocabulary=VOCABULARY, **options)
     return Snapshot.open(folder / "snapshot")
 
 

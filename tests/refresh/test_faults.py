@@ -135,7 +135,7 @@ def test_an_error_of_the_disk_at_any_write_of_a_snapshot(tmp_path: Path, kind: s
 
     def write(folder: Path) -> dict[str, bytes]:
         with atomic_folder(folder / "s") as stage:
-            write_snapshot(corpus, stage, work=folder / "work", vocabulary=pieces, block_wordpieces=48)
+            write_snapshot(corpus, stage, vocabulary=pieces, block_wordpieces=48)
         return read(folder)
 
     def read(folder: Path) -> dict[str, bytes]:
@@ -152,7 +152,7 @@ def test_an_error_of_the_disk_at_any_write_of_a_snapshot(tmp_path: Path, kind: s
                 found = write(folder)
             except OSError:
                 assert disk.failed
-                left = {path.name for path in folder.iterdir()} - {"work"}
+                left = {path.name for path in folder.iterdir()}
                 assert not left or (left == {"s"} and read(folder) == expected), "half a snapshot was left"
                 found = None
         assert (found or write(folder)) == expected, at
@@ -329,25 +329,6 @@ def test_damage_to_what_a_stage_handed_over(stage_folders: dict[str, Path], kind
     for path in paths:
         alike = sum(path.suffix == other.suffix for other in paths)
         endure(f"{kind}: {path.relative_to(folder)}", path, lambda: read_manifest(folder, kind), alike=alike)
-
-
-def test_damage_to_the_progress_of_a_killed_snapshot_starts_it_over(world: Any, tmp_path: Path) -> None:
-    from realmops.corpus.snapshot_writer import _restore_checkpoint, write_snapshot
-    from realmops.readers.sources import list_sources
-
-    corpus = list_sources(world.folder / "documents.jsonl", "auto")
-    with atomic_folder(tmp_path / "s") as stage:
-        write_snapshot(corpus, stage, work=tmp_path / "w", vocabulary=world.snapshot.vocabulary, block_wordpieces=48)
-    shutil.copytree(tmp_path / "w", tmp_path / "kept")
-    path = tmp_path / "w" / "checkpoint.json"
-    whole, wanted = path.read_bytes(), _restore_checkpoint(tmp_path / "w")
-    for content in damaged(whole, times(40, 10_000), random.Random(0)):
-        path.write_bytes(content)
-        if _restore_checkpoint(tmp_path / "w") not in (wanted, {}):
-            raise AssertionError(content)
-        if not path.exists():
-            shutil.copytree(tmp_path / "kept", tmp_path / "w", dirs_exist_ok=True, copy_function=os.link)
-            path.unlink()
 
 
 # Pickles

@@ -5,7 +5,6 @@ the folder that holds the name. tests/power.py records it on real folders.
 """
 
 import ast
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -13,19 +12,13 @@ from os import rename as renamed_by_another_name
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from exchange_lab import IDENTITY, Plan, StillClock, builder_on, life
 from power import Disk
 
 import realmops
 from realmops import artifacts
-from realmops.corpus import ingest, snapshot_writer
-from realmops.corpus.snapshot_reader import GIVEN_SPANS
-from realmops.corpus.spans import SpansWriter
-from realmops.corpus.vocabulary import SPECIAL_TOKENS
 from realmops.journal import Journal
-from realmops.readers.sources import list_sources
 from realmops.refresh.exchange import Exchange
 from realmops.refresh.shared_files import Files
 from realmops.refresh.trainer import RefreshPolicy, TrainerSide
@@ -141,47 +134,6 @@ def test_a_checkpoint_and_the_journal_up_to_it_are_safe_before_older_ones_go(tmp
                 assert not disk.lost(folder / f"step-{step:08d}")
     assert sorted(os.listdir(folder)) == ["step-00000003", "step-00000004"]
     assert sum(path.parent == folder for path in disk.commits) == 4
-
-
-# The snapshot
-
-
-def test_a_snapshot_goes_on_from_what_is_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot_writer, "_CHECKPOINT_SECONDS", -1.0)
-    monkeypatch.setattr(ingest, "_BATCH_RECORDS", 50)
-    corpus, work, final = tmp_path / "corpus.jsonl", tmp_path / "work" / "growing", tmp_path / "corpus"
-    documents = [{"title": "a", "text": f"Ab cd {n}.", "spans": [[0, 2, "x"]], "id": n} for n in range(200)]
-    corpus.write_text("".join(json.dumps(document) + "\n" for document in documents) + "{broken\n")
-    checkpoints = []
-
-    def published(path: Path) -> None:
-        if path.name != "checkpoint.json":
-            return
-        state = json.loads(next(path.parent.glob(".checkpoint.json.*")).read_bytes())
-        spans = {f"{GIVEN_SPANS}/{span_files[name]}": size for name, size in state["spans"]["bytes"].items()}
-        for name, size in {**state["bytes"], **spans}.items():
-            lost = [one for one in disk.lost(work / name) if not one.startswith("the bytes")]
-            assert not lost, lost
-            assert disk.safe_bytes(work / name)[:size] == (work / name).read_bytes()[:size], name
-            assert (work / name).stat().st_size >= size
-        checkpoints.append(state["total"]["records"])
-
-    span_files = {"spans": "spans.npy", "labels": "span_labels.npy", "offsets": "span_offsets.npy"}
-    with Disk(tmp_path, published=published) as disk, artifacts.atomic_folder(final) as stage:
-        snapshot_writer.write_snapshot(
-            list_sources(corpus, "auto"), stage, work=work, vocabulary=[*SPECIAL_TOKENS, *"abcd.", "##b", "##d"],
-            block_wordpieces=13,
-        )  # fmt: skip
-    assert checkpoints == [50, 100, 150, 200, 201, 201], "the last one is that of the end"
-    assert not disk.lost(final)
-
-
-def test_spans_that_are_written_are_safe_with_their_names(tmp_path: Path) -> None:
-    (tmp_path / "spans").mkdir()
-    with Disk(tmp_path) as disk, SpansWriter(tmp_path / "spans") as writer:
-        writer.add([(0, 2, "x")], np.array([[0, 2]], np.int32), np.array([[0, 1]], np.int32), 0)
-        writer.sync()
-        assert not disk.lost(tmp_path / "spans")
 
 
 # The exchange

@@ -186,7 +186,6 @@ def _read_corpus(task: _Task, documents: Path) -> Snapshot:
             manifest = write_snapshot(
                 files,
                 stage,
-                work=work / "growing",
                 vocabulary=old.vocabulary,
                 tokenizer=old.tokenizer_json,
                 broken_share=options.broken_share,
@@ -201,7 +200,6 @@ def _read_corpus(task: _Task, documents: Path) -> Snapshot:
     warn_of_rejects(task.report, "corpus", manifest, final, f"snapshot/corpus/{REJECTS} of the update")
     warn_of_omitted(task.report, "corpus", manifest, f"snapshot/corpus/{SOURCES} of the update")
     artifacts.write_json(figures, {"vocabulary": len(old.vocabulary), **snapshot_counts(manifest)})
-    shutil.rmtree(work / "growing")
     return Snapshot.open(final)
 
 

@@ -70,8 +70,8 @@ class OutcomeCounts:
             self.rejected += isinstance(outcome, Rejected)
 
 
-def iter_batches(sources: Sequence[Source], source: int = 0, record: int = 0) -> Iterator[Batch]:
-    """Yield the records of all sources in batches, starting at a given record of a given source.
+def iter_batches(sources: Sequence[Source]) -> Iterator[Batch]:
+    """Yield the records of all sources in batches.
 
     Raises:
         ValueError: If a file cannot be read to its end, because the number of lost records is unknown. A source with
@@ -79,14 +79,12 @@ def iter_batches(sources: Sequence[Source], source: int = 0, record: int = 0) ->
     """
     batch: Batch = []
     weight = count = 0
-    for number in range(source, len(sources)):
+    for number, source in enumerate(sources):
         records: list[RawRecord | Rejected] = []
         batch.append((number, records))
-        stream = sources[number].format.records(sources[number].path)
-        first = record if number == source else 0
-        for read, item in enumerate(itertools.islice(stream, first, None), start=first):
-            if isinstance(item, Rejected) and item.ends_file and sources[number].broken:
-                item = replace(item, kind=sources[number].broken)
+        for read, item in enumerate(source.format.records(source.path)):
+            if isinstance(item, Rejected) and item.ends_file and source.broken:
+                item = replace(item, kind=source.broken)
             elif isinstance(item, Rejected) and item.ends_file:
                 raise ValueError(
                     f"{printable_path(item.place)}: {item.problem} ({read} records of the file were read before); "

@@ -1,10 +1,6 @@
-"""Append-only files written in constant memory, resumable after a crash: plain bytes and .npy arrays.
-
-To resume, a file is truncated to the size that the caller recorded after the last ``sync``.
-"""
+"""Append-only files written in constant memory: plain bytes and .npy arrays."""
 
 import io
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,24 +10,19 @@ from numpy.typing import DTypeLike, NDArray
 
 
 class AppendOnlyFile:
-    """An append-only file of ``size`` bytes; given a ``size``, an existing file is truncated to it and resumed."""
+    """A new append-only file; ``size`` is its current length in bytes."""
 
-    def __init__(self, path: Path, size: int | None = None) -> None:
-        self._file = open(path, "xb" if size is None else "r+b")  # noqa: SIM115 (closed by ``close``)
-        self.size = size or 0
-        if size is not None:
-            self._file.truncate(size)
-            self._file.seek(size)
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "xb")  # noqa: SIM115 (closed by ``close``)
+        self.size = 0
 
     def write(self, content: Any) -> None:
         """Append bytes."""
         self.size += self._file.write(content)
 
-    def sync(self) -> int:
-        """Flush to disk (fsync) and return the size in bytes, from which the file can be resumed."""
+    def flush(self) -> None:
+        """Pass all bytes to the system, so that others can read them."""
         self._file.flush()
-        os.fsync(self._file.fileno())
-        return self.size
 
     def close(self) -> None:
         """Close the file; further calls do nothing."""
@@ -44,14 +35,13 @@ class NpyWriter(AppendOnlyFile):
     ``close`` rewrites the header with the final length, for which numpy's header leaves room.
     """
 
-    def __init__(self, path: Path, dtype: DTypeLike, row_shape: tuple[int, ...] = (), size: int | None = None) -> None:
-        super().__init__(path, size)
+    def __init__(self, path: Path, dtype: DTypeLike, row_shape: tuple[int, ...] = ()) -> None:
+        super().__init__(path)
         self._dtype: np.dtype[Any] = np.dtype(dtype)
         self._row_shape = row_shape
         self._row_bytes = self._dtype.itemsize * int(np.prod(row_shape))
         self._header_bytes = len(self._header(0))
-        if size is None:
-            self.write(self._header(0))
+        self.write(self._header(0))
 
     def __len__(self) -> int:
         return (self.size - self._header_bytes) // self._row_bytes
@@ -85,14 +75,10 @@ class NpyWriter(AppendOnlyFile):
 class OffsetsWriter(NpyWriter):
     """Row offsets int64 [P + 1], written item by item: item i has the rows from entry i to entry i + 1."""
 
-    def __init__(self, path: Path, size: int | None = None) -> None:
-        super().__init__(path, np.int64, size=size)
-        if size is None:
-            self._last = 0
-            self.append(np.zeros(1, np.int64))
-        else:
-            self._file.seek(size - self._row_bytes)
-            self._last = int(np.frombuffer(self._file.read(self._row_bytes), np.int64)[0])
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, np.int64)
+        self._last = 0
+        self.append(np.zeros(1, np.int64))
 
     @property
     def items(self) -> int:

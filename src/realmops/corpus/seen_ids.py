@@ -2,7 +2,6 @@
 
 import errno
 import sqlite3
-from collections.abc import Sequence
 from pathlib import Path
 
 _DATABASE_KIB = 64 << 10  # page cache of SQLite
@@ -37,13 +36,6 @@ class SeenIds:
         statement = "INSERT INTO passages VALUES (?, 1) ON CONFLICT DO UPDATE SET copies = copies + 1 RETURNING copies"
         ((copies,),) = self._execute(statement, (bytes.fromhex(digest),)).fetchall()
         return digest if copies == 1 else f"{digest}-{copies}"
-
-    def remember(self, passages: Sequence[str], documents: Sequence[str], places: Sequence[str]) -> None:
-        """Add passage ids and document ids that an interrupted writer has written."""
-        for passage, document, place in zip(passages, documents, places, strict=True):
-            self.passage_id(passage.partition("-")[0])
-            if place:
-                self.check_document(document, place)
 
     def _execute(self, statement: str, values: tuple[str | bytes, ...] = ()) -> sqlite3.Cursor:
         try:

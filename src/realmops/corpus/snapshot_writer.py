@@ -1,37 +1,25 @@
 """Writer of the corpus snapshot: one pass over the documents, in constant memory.
 
-Workers process batches of records in order, results are appended to files, and duplicate ids are found with a temporary
-database on disk. A checkpoint (synced files and their lengths) is written periodically; an interrupted writer resumes
-from it. The same documents and settings give the same bytes for any number of workers.
+Workers process batches of records in order, results are appended to the snapshot's files, and duplicate ids are found
+with a temporary database on disk. The same documents and settings give the same bytes for any number of workers.
 """
 
 import hashlib
 import itertools
 import json
 import os
-import shutil
-import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import DTypeLike
 
-from realmops.artifacts import (
-    add_digest,
-    canonical_json,
-    has_valid_digest,
-    link_or_copy,
-    make_folder,
-    read_json,
-    sync_folder,
-    write_json,
-    write_manifest,
-)
+from realmops.artifacts import canonical_json, write_manifest
 from realmops.corpus.document_cutter import DocumentCutter
 from realmops.corpus.ingest import Batch, OutcomeCounts, Progress, iter_batches, workers_in_order
 from realmops.corpus.languages import AUTO, ENGLISH, check_language
@@ -60,22 +48,17 @@ from realmops.hub import TOKENIZER, VOCABULARY
 from realmops.readers.documents import PAGES, Document, Outcome, Rejected, printable_path
 from realmops.readers.sources import Source
 
-_TEXTS = "passages.arrows"  # rows of passages.arrow during writing: an Arrow IPC stream
 _IDS = "ids.sqlite"
-_CHECKPOINT = "checkpoint.json"
-_CHECKPOINT_SECONDS = 30.0
 _RECORDS_BETWEEN_CHECKS = 1000
 _REJECTS_SHOWN = 10
-_PLACE = "place"  # column for the message about duplicate ids; not in passages.arrow
-File = TypeVar("File", bound=AppendOnlyFile)
-_SCHEMA = pa.schema([(name, pa.string()) for name in (*TEXT_COLUMNS, _PLACE)])
+# 64-bit offsets: whole documents may exceed 2 GiB in a batch
+_SCHEMA = pa.schema([(name, pa.large_string()) for name in TEXT_COLUMNS])
 
 
 def write_snapshot(
     sources: Sequence[Source],
     folder: Path,
     *,
-    work: Path,
     vocabulary: Sequence[str],
     block_wordpieces: int,
     casing: Casing = UNCASED,
@@ -95,8 +78,6 @@ def write_snapshot(
     Args:
         sources: files of the corpus.
         folder: folder of the snapshot.
-        work: folder for growing files, used by this snapshot only and on the same disk. After a kill the same call
-            resumes from it and gives the same bytes. The caller removes it; invalid input removes it at once.
         vocabulary: wordpieces in the order of their ids.
         block_wordpieces: maximum wordpieces of [CLS] title [SEP] body [SEP]; the paper uses 288.
         casing: normalisation of BERT's WordPiece.
@@ -127,79 +108,66 @@ def write_snapshot(
         "drop_titles": drop_titles,
         "language": language,
     }
-    try:
-        with (
-            closing(_Writer(work, vocabulary, tokenizer, sources, broken_share, language == AUTO)) as writer,
-            workers_in_order(workers, sources, DocumentCutter(vocabulary, tokenizer, settings, earlier)) as cut,
-        ):
-            advance = Progress(sources, progress)
-            for batch, (outcomes, passages) in cut(iter_batches(sources, writer.source, writer.counts.records)):
-                writer.append(batch, outcomes, passages)
-                advance(batch)
-            return writer.finish(folder, settings)
-    except ValueError:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
+    with (
+        closing(_Writer(folder, vocabulary, tokenizer, sources, broken_share, language == AUTO)) as writer,
+        workers_in_order(workers, sources, DocumentCutter(vocabulary, tokenizer, settings, earlier)) as cut,
+    ):
+        advance = Progress(sources, progress)
+        for batch, (outcomes, passages) in cut(iter_batches(sources)):
+            writer.append(batch, outcomes, passages)
+            advance(batch)
+        return writer.finish(settings)
 
 
 class _Writer:
-    """Writer that appends to files in ``work`` and hard-links them into the snapshot at the end.
-
-    ``source`` and ``counts.records`` are the position at which to resume reading.
-    """
+    """Writer that appends to the files of a snapshot in ``folder``."""
 
     def __init__(
         self,
-        work: Path,
+        folder: Path,
         vocabulary: Sequence[str],
         tokenizer: str | None,
         sources: Sequence[Source],
         broken_share: float,
         languages: bool,
     ) -> None:
-        self._work = work
+        self._folder = folder
         self._vocabulary, self._tokenizer = vocabulary, tokenizer
         self._sources = sources
         self._broken_share = broken_share
-        state = _restore_checkpoint(work)
-        sizes: dict[str, int] = state.get("bytes", {})
-        self._files: dict[str, AppendOnlyFile] = {}
-
-        def growing(name: str, kind: Callable[..., File], *shape: Any) -> File:
-            self._files[name] = file = kind(work / name, *shape, size=sizes.get(name))
-            opened.callback(file.close)
-            return file
-
         wordpiece = np.uint16 if len(vocabulary) <= 1 << 16 else np.int32
         with ExitStack() as opened:  # closes open files if the disk is full
-            self._tokens = growing("tokens.npy", NpyWriter, wordpiece)
-            self._token_chars = growing("token_chars.npy", NpyWriter, np.int32, (2,))
-            self._continues = None if tokenizer is None else growing(CONTINUES, NpyWriter, np.bool_)
-            self._token_offsets = growing("token_offsets.npy", OffsetsWriter)
-            self._title_tokens = growing("title_tokens.npy", NpyWriter, wordpiece)
-            self._title_offsets = growing("title_offsets.npy", OffsetsWriter)
-            self._sentences = growing("sentences.npy", NpyWriter, np.int32, (3,))
-            self._sentence_offsets = growing("sentence_offsets.npy", OffsetsWriter)
-            self._places = growing(PLACES, NpyWriter, np.int64, (2,))
-            self._documents = growing(DOCUMENTS, NpyWriter, np.uint64, (2,))
-            self._languages = growing(LANGUAGES, NpyWriter, np.uint8, (2,)) if languages else None
-            logs = (growing(name, AppendOnlyFile) for name in (_TEXTS, REJECTS, SOURCES))
-            self._texts, self._rejects, self._source_lines = logs
-            (work / GIVEN_SPANS).mkdir(exist_ok=True)
-            self._spans = SpansWriter(work / GIVEN_SPANS, state.get("spans"))
-            opened.callback(self._spans.abandon)
-            self._seen = SeenIds(work / _IDS)
-            opened.callback(self._seen.close)
-            self._spans_given: bool = state.get("spans_given", False)
-            self.source: int = state.get("source", 0)
-            self.counts = OutcomeCounts(**state.get("counts", {}))  # of the current source
-            self._total = OutcomeCounts(**state.get("total", {}))
-            if not self._texts.size:
-                self._texts.write(_SCHEMA.serialize())
-            for rows in self._read_texts() if state else ():
-                self._seen.remember(*(rows.column(name).to_pylist() for name in ("passage_id", "document_id", _PLACE)))
-            self.close = opened.pop_all().close
-        self._synced = time.monotonic()
+
+            def array(name: str, dtype: DTypeLike, *shape: int) -> NpyWriter:
+                return opened.enter_context(closing(NpyWriter(folder / name, dtype, shape)))
+
+            def offsets(name: str) -> OffsetsWriter:
+                return opened.enter_context(closing(OffsetsWriter(folder / name)))
+
+            self._tokens = array("tokens.npy", wordpiece)
+            self._token_chars = array("token_chars.npy", np.int32, 2)
+            self._continues = None if tokenizer is None else array(CONTINUES, np.bool_)
+            self._token_offsets = offsets("token_offsets.npy")
+            self._title_tokens = array("title_tokens.npy", wordpiece)
+            self._title_offsets = offsets("title_offsets.npy")
+            self._sentences = array("sentences.npy", np.int32, 3)
+            self._sentence_offsets = offsets("sentence_offsets.npy")
+            self._places = array(PLACES, np.int64, 2)
+            self._documents = array(DOCUMENTS, np.uint64, 2)
+            self._languages = array(LANGUAGES, np.uint8, 2) if languages else None
+            self._rejects = opened.enter_context(closing(AppendOnlyFile(folder / REJECTS)))
+            self._source_lines = opened.enter_context(closing(AppendOnlyFile(folder / SOURCES)))
+            self._seen = opened.enter_context(closing(SeenIds(folder / _IDS)))
+            texts = opened.enter_context(pa.OSFile(str(folder / TEXTS), "wb"))
+            self._texts = opened.enter_context(pa.ipc.new_file(texts, _SCHEMA))
+            self._opened = opened.pop_all()
+        self.close = self._opened.close
+        self._pending = _SCHEMA.empty_table()  # rows of passages.arrow that do not fill a batch yet
+        self._corpus = hashlib.sha256()
+        self._spans: SpansWriter | None = None  # until a document gives spans
+        self._source = 0
+        self._counts = OutcomeCounts()  # of the current source
+        self._total = OutcomeCounts()
 
     def append(self, batch: Batch, outcomes: Sequence[Outcome], passages: PassageBatch) -> None:
         """Count the outcomes of a batch and append its passages; raise ValueError if too many records are broken."""
@@ -214,17 +182,18 @@ class _Writer:
                 text = documents[passage.document].text[slice(*passage.chars)]
                 self._continues.append(is_inside_word(text, passages.chars[slice(*passage.tokens)]))
         self._append_spans(documents, passages)
-        if time.monotonic() - self._synced > _CHECKPOINT_SECONDS:
-            self._checkpoint()
 
-    def finish(self, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    def finish(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Close the files, and write the vocabulary and the manifest, which is returned."""
+        folder = self._folder
         self._finish_sources(len(self._sources))
         self._check_rejects()
         passages, sentences, tokens = self._token_offsets.items, len(self._sentences), len(self._tokens)
         if passages == 0:
             raise ValueError(self._empty_corpus_message())
-        self._checkpoint()
-        corpus = self._write_texts(folder)
+        if self._pending.num_rows:
+            self._texts.write_table(self._pending.combine_chunks())
+        corpus = self._corpus.hexdigest()
         if self._tokenizer is None:
             vocabulary = vocabulary_hash(self._vocabulary)
             (folder / VOCABULARY).write_bytes(vocabulary_bytes(self._vocabulary))
@@ -232,13 +201,8 @@ class _Writer:
             vocabulary = hashlib.sha256(self._tokenizer.encode()).hexdigest()
             (folder / TOKENIZER).write_text(self._tokenizer, encoding="utf-8")
         self.close()  # all files; also removes the temporary database
-        for name in sorted(self._files.keys() - {_TEXTS}):
-            link_or_copy(self._work / name, folder / name)
-        if self._spans_given:
+        if self._spans is not None:
             self._spans.close(corpus_hash=corpus, vocabulary_hash=vocabulary, source="the corpus")
-            (folder / GIVEN_SPANS).mkdir()
-            for path in sorted((self._work / GIVEN_SPANS).iterdir()):
-                link_or_copy(path, folder / GIVEN_SPANS / path.name)
         return write_manifest(
             folder,
             KIND,
@@ -267,7 +231,7 @@ class _Writer:
                 is_file = self._sources[source].format.is_document
                 if isinstance(outcome, Rejected) and is_file and not outcome.kind:
                     outcome = replace(outcome, kind=self._sources[source].broken)
-                for counts in (self.counts, self._total):
+                for counts in (self._counts, self._total):
                     counts.add(outcome)
                 if isinstance(outcome, Rejected):
                     line = {"place": outcome.place, "problem": outcome.problem}
@@ -279,22 +243,22 @@ class _Writer:
         return duplicates
 
     def _finish_sources(self, source: int) -> None:
-        if self.source < source:
+        if self._source < source:
             base = os.path.commonpath([item.path.absolute().parent for item in self._sources])
-        while self.source < source:
-            item = self._sources[self.source]
+        while self._source < source:
+            item = self._sources[self._source]
             name = printable_path(item.path.absolute().relative_to(base).as_posix())
-            line = {"source": name, "format": item.format.name, "bytes": item.size, **asdict(self.counts)}
+            line = {"source": name, "format": item.format.name, "bytes": item.size, **asdict(self._counts)}
             self._source_lines.write(canonical_json(line) + b"\n")
-            self.source, self.counts = self.source + 1, OutcomeCounts()
+            self._source, self._counts = self._source + 1, OutcomeCounts()
 
     def _check_rejects(self) -> None:
         """Raise ValueError with the first broken records if there are too many."""
         rejected, records = self._total.rejected, self._total.records
         if rejected <= self._broken_share * records:
             return
-        self._rejects.sync()
-        first = list(itertools.islice(read_rejects(self._work), _REJECTS_SHOWN))
+        self._rejects.flush()
+        first = list(itertools.islice(read_rejects(self._folder), _REJECTS_SHOWN))
         raise ValueError(
             "\n  ".join(f"{reject['place']}: {reject['problem']}" for reject in first)
             + f"\n  {rejected} of the first {records} records are broken, more than snapshot.broken_share="
@@ -306,8 +270,8 @@ class _Writer:
         if self._total.records == 0:
             remedy = 'give at least one line of the form {"title": "...", "text": "..."}, or another format'
             return f"the corpus holds no documents ({names}): {remedy}"
-        self._rejects.sync()
-        unread = itertools.islice(read_rejects(self._work, unread=True), _REJECTS_SHOWN)
+        self._rejects.flush()
+        unread = itertools.islice(read_rejects(self._folder, unread=True), _REJECTS_SHOWN)
         return (
             f"no passage is left of {self._total.records} documents in {names} (dropped: {self._total.dropped}); "
             "give documents with text" + "".join(f"\n  {reject['place']}: {reject['problem']}" for reject in unread)
@@ -337,23 +301,31 @@ class _Writer:
         self._sentences.append(np.column_stack([np.repeat(passages, sentences), batch.sentences]))
 
     def _append_texts(self, documents: Sequence[Document], batch: PassageBatch) -> None:
+        """Append rows to passages.arrow, in batches of ``ROWS_PER_BATCH``."""
         names = {index: document_name(documents[index]) for index in batch.documents()}
         rows = []
         for passage in batch.passages:
             document, name = documents[passage.document], names[passage.document]
             identifier, text = self._seen.passage_id(passage.digest), document.text[slice(*passage.chars)]
-            extra, place = _extra(document, passage.chars), document.place if document.id else ""
-            rows.append((identifier, name, document.title, text, extra, place))
+            self._corpus.update(f"{identifier}\n".encode())
+            rows.append((identifier, name, document.title, text, _extra(document, passage.chars)))
         if rows:
-            columns = [pa.array(column, pa.string()) for column in zip(*rows, strict=True)]
-            self._texts.write(pa.record_batch(columns, _SCHEMA).serialize())
+            columns = [pa.array(column, pa.large_string()) for column in zip(*rows, strict=True)]
+            self._pending = pa.concat_tables([self._pending, pa.table(columns, schema=_SCHEMA)])
+        while self._pending.num_rows >= ROWS_PER_BATCH:
+            self._texts.write_table(self._pending.slice(0, ROWS_PER_BATCH).combine_chunks())
+            self._pending = self._pending.slice(ROWS_PER_BATCH)
 
     def _append_spans(self, documents: Sequence[Document], batch: PassageBatch) -> None:
         """Append the spans given by documents, each to the passage in which it begins."""
         if not any(document.spans for document in documents):
-            self._spans.add_without(len(batch.passages))
+            if self._spans is not None:
+                self._spans.add_without(len(batch.passages))
             return
-        self._spans_given = True
+        if self._spans is None:
+            (self._folder / GIVEN_SPANS).mkdir()
+            self._spans = self._opened.enter_context(SpansWriter(self._folder / GIVEN_SPANS))
+            self._spans.add_without(self._token_offsets.items - len(batch.passages))
         first_sentence = len(self._sentences) - len(batch.sentences)
         for row, passage in enumerate(batch.passages):
             document = documents[passage.document]
@@ -369,40 +341,6 @@ class _Writer:
                 first_sentence + passage.sentences[0],
             )
 
-    def _checkpoint(self) -> None:
-        state = {
-            "bytes": {name: file.sync() for name, file in self._files.items()},
-            "spans": self._spans.sync(),
-            "spans_given": self._spans_given,
-            "source": self.source,
-            "counts": asdict(self.counts),
-            "total": asdict(self._total),
-        }
-        sync_folder(self._work)
-        write_json(self._work / _CHECKPOINT, add_digest(state))
-        self._synced = time.monotonic()
-
-    def _read_texts(self) -> Iterator[pa.RecordBatch]:
-        with pa.OSFile(str(self._work / _TEXTS)) as file, pa.ipc.open_stream(file) as reader:
-            yield from reader
-
-    def _write_texts(self, folder: Path) -> str:
-        """Write passages.arrow in batches of ``ROWS_PER_BATCH`` rows and return the corpus hash."""
-        digest = hashlib.sha256()
-        # 64-bit offsets: whole documents may exceed 2 GiB in a batch
-        schema = pa.schema([(name, pa.large_string()) for name in TEXT_COLUMNS])
-        pending = schema.empty_table()
-        with pa.OSFile(str(folder / TEXTS), "wb") as file, pa.ipc.new_file(file, schema) as out:
-            for rows in self._read_texts():
-                digest.update("".join(f"{name}\n" for name in rows.column("passage_id").to_pylist()).encode())
-                pending = pa.concat_tables([pending, pa.Table.from_batches([rows.select(TEXT_COLUMNS)]).cast(schema)])
-                while pending.num_rows >= ROWS_PER_BATCH:
-                    out.write_table(pending.slice(0, ROWS_PER_BATCH).combine_chunks())
-                    pending = pending.slice(ROWS_PER_BATCH)
-            if pending.num_rows:
-                out.write_table(pending.combine_chunks())
-        return digest.hexdigest()
-
 
 def _extra(document: Document, chars: tuple[int, int]) -> str:
     """Return the document's extra columns, with the pages of a passage for ``Snapshot.page``."""
@@ -412,15 +350,3 @@ def _extra(document: Document, chars: tuple[int, int]) -> str:
     begins = [[first, 0], *([page + 1, document.pages[page] - chars[0]] for page in range(first, end))]
     fields = json.loads(document.extra) if document.extra else {}
     return canonical_json({**fields, PAGES: begins}).decode()
-
-
-def _restore_checkpoint(work: Path) -> dict[str, Any]:
-    """Return the checkpoint of an interrupted writer if its files are complete; otherwise empty ``work``."""
-    with suppress(OSError, ValueError):
-        state: dict[str, Any] = read_json(work / _CHECKPOINT)
-        sizes = state["bytes"] if has_valid_digest(state) else {}
-        if DOCUMENTS in sizes and all((work / name).stat().st_size >= size for name, size in sizes.items()):
-            return state
-    shutil.rmtree(work, ignore_errors=True)
-    make_folder(work)
-    return {}

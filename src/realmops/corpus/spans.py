@@ -4,7 +4,7 @@ Files: spans.npy int32 [N, 6] (columns ``COLUMNS``), span_labels.npy uint8 [N] (
 ``labels``), span_offsets.npy int64 [P + 1] (rows by passage).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from realmops.artifacts import read_bound_manifest, sync_folder, write_manifest
+from realmops.artifacts import read_bound_manifest, write_manifest
 from realmops.corpus.npy_files import NpyWriter, OffsetsWriter, load_npy
 
 # Shape legend: N spans, P passages, n spans of one passage, t wordpieces and s sentences of one passage.
@@ -54,32 +54,20 @@ def token_spans(
 
 
 class SpansWriter:
-    """Writer of a spans folder, passage by passage in constant memory; a context manager that closes the files.
+    """Writer of a spans folder, passage by passage in constant memory; a context manager that closes the files."""
 
-    ``state`` is the result of ``sync`` of a writer that was killed, to resume its work.
-    """
-
-    def __init__(self, folder: Path, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        state = state or {"bytes": {}, "names": [], "dropped": 0}
-        sizes = state["bytes"]
         with ExitStack() as stack:  # closes the open files if another cannot be opened
-            self._spans = NpyWriter(folder / "spans.npy", np.int32, (len(COLUMNS),), size=sizes.get("spans"))
+            self._spans = NpyWriter(folder / "spans.npy", np.int32, (len(COLUMNS),))
             stack.callback(self._spans.close)
-            self._labels = NpyWriter(folder / "span_labels.npy", np.uint8, size=sizes.get("labels"))
+            self._labels = NpyWriter(folder / "span_labels.npy", np.uint8)
             stack.callback(self._labels.close)
-            self._offsets = OffsetsWriter(folder / "span_offsets.npy", sizes.get("offsets"))
+            self._offsets = OffsetsWriter(folder / "span_offsets.npy")
             stack.callback(self._offsets.close)
             self._open_files = stack.pop_all()
-        self._names = {name: number for number, name in enumerate(state["names"])}
-        self._dropped: int = state["dropped"]
-
-    def sync(self) -> dict[str, Any]:
-        """Flush all files to disk (fsync) and return the state to resume from, as JSON values."""
-        files = {"spans": self._spans, "labels": self._labels, "offsets": self._offsets}
-        sizes = {name: file.sync() for name, file in files.items()}
-        sync_folder(self.folder)
-        return {"bytes": sizes, "names": list(self._names), "dropped": self._dropped}
+        self._names: dict[str, int] = {}
+        self._dropped = 0
 
     def add(self, spans: Sequence[tuple[int, int, str]], chars: Ints, sentences: Ints, first_sentence: int) -> int:
         """Add the next passage, which may have no spans; return the number of spans written.

@@ -59,7 +59,6 @@ def _write(
         manifest = write_snapshot(
             group,
             folder,
-            work=job.work / name,
             vocabulary=vocabulary,
             casing=casing,
             tokenizer=tokenizer,
