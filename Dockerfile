@@ -37,7 +37,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
         fi; \
     fi \
     && python -m pip --python /opt/realmops/bin/python install --no-cache-dir "$@" \
-        ".[baselines,cluster,documents,$search]" \
+        ".[cluster,documents,$search]" \
     && python -m pip --python /opt/realmops/bin/python uninstall --yes realmops
 
 FROM packages AS build

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from serving import calibration
-from sklearn.linear_model import LogisticRegression
 from small_project import Quiet, cli, question_records, stage, toy_values, write_json_lines
 
 from realmops import artifacts
@@ -57,17 +56,16 @@ def test_log_odds_by_hand() -> None:
     assert odds[4] == -math.inf
 
 
-def test_the_curve_is_that_of_scikit_learn() -> None:
-    """Its logistic regression without a penalty, each answer once as right and once as wrong, as Platt weighs them."""
+def test_the_curve_has_the_largest_likelihood_of_platts_targets() -> None:
+    """The gradient in slope and intercept is 0; a fit of swapped labels has the slope 0 and their mean target."""
     odds, correct = drawn(300)
     right, wrong = (correct.sum() + 1) / (correct.sum() + 2), 1 / ((~correct).sum() + 2)
-    share = np.where(correct, right, wrong)
-    slow = LogisticRegression(C=1e12, tol=1e-10, max_iter=10_000).fit(
-        np.concatenate([odds, odds])[:, None],
-        np.repeat([1, 0], len(odds)),
-        sample_weight=np.concatenate([share, 1 - share]),
-    )
-    assert platt_scaling(odds, correct) == pytest.approx((slow.coef_[0, 0], slow.intercept_[0]), rel=1e-3)
+    slope, intercept = platt_scaling(odds, correct)
+    residual = 1 / (1 + np.exp(-(slope * odds + intercept))) - np.where(correct, right, wrong)
+    assert (abs(residual.sum()), abs((residual * odds).sum())) < (1e-4, 1e-4)
+    slope, intercept = platt_scaling(-odds, correct)
+    assert slope == 0
+    assert 1 / (1 + math.exp(-intercept)) == pytest.approx(np.where(correct, right, wrong).mean())
 
 
 def test_where_all_are_right_or_wrong_every_answer_gets_platts_share() -> None:

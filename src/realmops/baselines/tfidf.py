@@ -18,10 +18,7 @@ class TfIdf:
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
-        try:
-            from sklearn.feature_extraction.text import HashingVectorizer
-        except ImportError:
-            raise ValueError("TF-IDF needs the package scikit-learn; run: pip install 'realmops[baselines]'") from None
+        from sklearn.feature_extraction.text import HashingVectorizer
 
         self._vectorizer = HashingVectorizer(
             stop_words="english",

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from realmops.answering.answer import Answer
-from realmops.answering.confidence import ALWAYS_ABSTAIN, OWN_QUESTIONS, Confidence, Floats, log_odds, sigmoid
+from realmops.answering.confidence import ALWAYS_ABSTAIN, OWN_QUESTIONS, Confidence, Floats, log_odds
 from realmops.artifacts import seed_for
 from realmops.evaluate.exact_match import RESAMPLES, bootstrap_interval
 
@@ -40,21 +40,22 @@ def platt_scaling(odds_Q: Floats, correct_Q: Bools) -> tuple[float, float]:
     parameters finite if all answers are correct, all are wrong, or both are separable. The slope is at least 0: if the
     score is uninformative, every answer gets the same probability. Log odds of -inf are ignored.
     """
-    from scipy.optimize import minimize
+    from sklearn.linear_model import LogisticRegression
 
     is_finite_Q = np.isfinite(odds_Q)
     x, correct = odds_Q[is_finite_Q], correct_Q[is_finite_Q]
     target = np.where(correct, (correct.sum() + 1) / (correct.sum() + 2), 1 / ((~correct).sum() + 2))
-
-    def loss(curve: Floats) -> tuple[float, Floats]:
-        odds = curve[0] * x + curve[1]
-        residual = sigmoid(odds) - target
-        value = np.logaddexp(0.0, odds) - target * odds
-        return float(value.sum()), np.array([(residual * x).sum(), residual.sum()])
-
-    bounds = [(0.0, None), (None, None)]
-    fitted = minimize(loss, np.array([1.0, 0.0]), jac=True, bounds=bounds, options={"ftol": 1e-15, "gtol": 1e-9})
-    return float(fitted.x[0]), float(fitted.x[1])
+    if not len(x):
+        return 1.0, 0.0
+    # A target between 0 and 1 is one correct and one wrong answer, weighted by it; C: no regularisation.
+    fitted = LogisticRegression(C=np.inf, tol=1e-10, max_iter=10_000).fit(
+        np.concatenate([x, x])[:, None],
+        np.repeat([True, False], len(x)),
+        sample_weight=np.concatenate([target, 1 - target]),
+    )
+    slope, intercept = float(fitted.coef_[0, 0]), float(fitted.intercept_[0])
+    # The likelihood is concave: if its maximum has a negative slope, that of slopes from 0 is at 0.
+    return (slope, intercept) if slope >= 0 else (0.0, math.log(target.mean() / (1 - target.mean())))
 
 
 def threshold_for(probability_Q: Floats, correct_Q: Bools, target_precision: float) -> float:

@@ -21,7 +21,7 @@ from realmops.questions.question_sets import Question, answers_are_regex
 EM_RULES = ("exact_match", *REGEX_RULES)
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
-_DRAWS_PER_CHUNK = 1 << 22  # limits memory
+_DRAWS_PER_BATCH = 1 << 22  # limits memory
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,20 @@ def is_exact_match(prediction: str, question: Question, rule: str | None = None)
     return contains_answer(prediction, question.answers, rule)
 
 
-def bootstrap_interval(values: npt.ArrayLike, *, seed: int, resamples: int = RESAMPLES) -> Interval:
+def bootstrap_interval(values: npt.ArrayLike, *, seed: int, resamples: int = RESAMPLES) -> Difference:
     """Return the mean of one value per question with its 95 % percentile bootstrap interval over questions."""
+    from scipy.stats import bootstrap
+
     sample = np.asarray(values, np.float64)
-    return _interval(sample, _resampled_means(sample, seed, resamples))
+    if sample.size == 0:
+        raise ValueError("no questions: an interval needs at least one value")
+    mean = float(sample.mean())
+    means, low, high = np.full(1, mean), mean, mean
+    if sample.size > 1 and np.isfinite(mean):
+        rng, batch = np.random.default_rng(seed_for(seed, "bootstrap")), max(1, _DRAWS_PER_BATCH // sample.size)
+        drawn = bootstrap((sample,), np.mean, n_resamples=resamples, batch=batch, method="percentile", rng=rng)
+        means, (low, high) = drawn.bootstrap_distribution, map(float, drawn.confidence_interval)
+    return Difference(mean, low, high, float((means > 0).mean() + (means == 0).mean() / 2))
 
 
 def paired_bootstrap(first: npt.ArrayLike, second: npt.ArrayLike, *, seed: int) -> Difference:
@@ -114,7 +124,7 @@ def paired_bootstrap(first: npt.ArrayLike, second: npt.ArrayLike, *, seed: int) 
     first, second = np.asarray(first, np.float64), np.asarray(second, np.float64)
     if first.shape != second.shape:
         raise ValueError(f"the runs have {first.size} and {second.size} questions; compare runs on the same ones")
-    return _bootstrap_difference(first - second, seed, RESAMPLES)
+    return bootstrap_interval(first - second, seed=seed)
 
 
 def interval_over_seeds(
@@ -144,7 +154,7 @@ def interval_over_seeds(
 
     samples = [np.asarray(seed_values, np.float64) for seed_values in values]
     if len(samples) == 1:
-        return _bootstrap_difference(samples[0], seed, resamples)
+        return bootstrap_interval(samples[0], seed=seed, resamples=resamples)
     means_S = np.array([seed_values.mean() for seed_values in samples])
     mean = float(means_S.mean())
     variance, freedom = [means_S.var(ddof=1) / len(samples)], [len(samples) - 1]  # of the mean, from a_s and e_sq
@@ -163,32 +173,6 @@ def interval_over_seeds(
     half = error * float(np.average(t.ppf((1 + CONFIDENCE) / 2, freedom), weights=variance))
     p_better = float(np.average(t.cdf(mean / error, freedom), weights=variance))
     return Difference(mean, max(mean - half, least), min(mean + half, 1.0), p_better)
-
-
-def _bootstrap_difference(sample: npt.NDArray[np.float64], seed: int, resamples: int) -> Difference:
-    means = _resampled_means(sample, seed, resamples)
-    interval = _interval(sample, means)
-    p_better = float((means > 0).mean() + (means == 0).mean() / 2)
-    return Difference(interval.mean, interval.low, interval.high, p_better)
-
-
-def _interval(sample: npt.NDArray[np.float64], means: npt.NDArray[np.float64]) -> Interval:
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(means, [tail, 1 - tail])
-    return Interval(float(sample.mean()), float(low), float(high))
-
-
-def _resampled_means(sample: npt.NDArray[np.float64], seed: int, resamples: int) -> npt.NDArray[np.float64]:
-    """Return the means of ``resamples`` bootstrap samples of the questions, [R]."""
-    if sample.ndim != 1 or not sample.size:
-        raise ValueError(f"a bootstrap needs one value for each question, at least one; got shape {sample.shape}")
-    generator = np.random.default_rng(seed_for(seed, "bootstrap"))
-    means = [np.empty(0)]
-    rows = max(1, _DRAWS_PER_CHUNK // sample.size)
-    for start in range(0, resamples, rows):
-        draws = generator.integers(len(sample), size=(min(rows, resamples - start), len(sample)))
-        means.append(sample[draws].mean(axis=1))
-    return np.concatenate(means)
 
 
 def closed_book_floor(training: Sequence[Question], test: Sequence[Question]) -> tuple[str, float]:
