@@ -19,8 +19,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from realmops.config import BertOptions, ReaderOptions, RetrieverOptions
-from realmops.config_rules import ENCODER
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import configure_process, resolve_precision
 from realmops.evaluate.exact_match import bootstrap_interval
@@ -28,6 +26,7 @@ from realmops.evaluate.ranking_measures import DEPTH, measure_run, passage_depth
 from realmops.evaluate.recall import first_relevant_ranks
 from realmops.model.checkpoint_files import build_models, load_retriever
 from realmops.model.retriever import DENSE_ONLY, FusionWeights, Retriever
+from realmops.options import ENCODER, BertOptions, ReaderOptions, RetrieverOptions
 from realmops.questions.question_sets import Question, read_questions
 from realmops.questions.relevance import RelevantPassages
 from realmops.search.bm25 import Bm25, rank

@@ -148,7 +148,7 @@ def ours(path: Path, query_QE: Any, arguments: argparse.Namespace) -> dict[str, 
 
     import torch
 
-    from realmops.config import IndexOptions
+    from realmops.options import IndexOptions
     from realmops.search.approximate import ApproximateIndex, passage_index
     from realmops.search.embeddings import view_embeddings
     from realmops.search.memory_map import map_file

@@ -174,7 +174,7 @@ def searching(arguments: argparse.Namespace) -> list[Row]:
     """Exact search of many passages."""
     import torch
 
-    from realmops.config import IndexOptions
+    from realmops.options import IndexOptions
     from realmops.search.approximate import passage_index
 
     passage_PE, query_QE = vectors(arguments.passages)

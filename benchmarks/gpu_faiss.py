@@ -47,7 +47,7 @@ def compare(kind: str, passage_PE: Tensor, query_QE: Tensor, repeats: int) -> No
     """Build and search a type on both, print what that took, and fail where they find other passages."""
     import faiss
 
-    from realmops.config import IndexOptions
+    from realmops.options import IndexOptions
     from realmops.search.approximate import ApproximateIndex, passage_index
 
     options = IndexOptions(type=kind, target_recall=TARGET)

@@ -28,8 +28,9 @@ def encoder_of(width: int) -> Any:
     """An untrained encoder."""
     import torch
 
-    from realmops.config import BertOptions, default_options
+    from realmops.config import default_options
     from realmops.model.encoder_files import build_small_encoder
+    from realmops.options import BertOptions
 
     shape = {"width": width, "heads": width // 32, "intermediate": 4 * width, "layers": 2}
     options = BertOptions(**default_options()["bert"] | shape)

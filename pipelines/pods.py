@@ -7,7 +7,7 @@ from kfp import dsl, kubernetes
 
 from realmops import config
 from realmops.cluster import VOLUME
-from realmops.cluster.options import pack_options
+from realmops.cluster.packed_options import pack_options
 
 PARAMS = Path(__file__).parents[1] / "params.yaml"
 OPTIONS = pack_options(config.load_params(PARAMS))

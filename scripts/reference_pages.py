@@ -1,7 +1,7 @@
 """Write the generated pages.
 
-docs/commands.md comes from the commands' help, docs/options.md from defaults.yaml, docs/components.md and
-docs/components/NAME.md from the Kubeflow components.
+docs/commands.md comes from the commands' help, docs/options.md and the comments of params.yaml from the options,
+docs/components.md and docs/components/NAME.md from the Kubeflow components.
 
 python scripts/reference_pages.py
 """
@@ -9,6 +9,7 @@ python scripts/reference_pages.py
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,11 +17,12 @@ from typing import Any
 
 import click
 import component_pages
+from pydantic.fields import FieldInfo
 
 from realmops.cli import HEADINGS
 from realmops.cli import main as realmops
-from realmops.config import DEFAULTS
 from realmops.config_yaml import read_params
+from realmops.options import SECTIONS
 
 ROOT = Path(__file__).parents[1]
 MADE = "<!-- Written by `make docs`: change {source} and call it again. -->"
@@ -32,8 +34,8 @@ Set an option in params.yaml, in a preset or with `--set`. Its default and the p
 italics are rarely changed; they are not in the project's params.yaml."""
 # Options explained once, at the top of docs/commands.md, with a command that has each.
 SHARED = dict.fromkeys(("--params", "--preset", "--set", "--root"), "realmops run") | {"--model": "realmops ask"}
-SECTION = re.compile(r"(?P<name>\w+):(?:\s+# (?P<text>.*))?")
-OPTION = re.compile(r"  (?P<name>\w+): (?P<value>.+?)(?:\s+# (?P<text>.*))?")
+SECTION = re.compile(r"(?P<name>\w+):(?:\s+#.*)?")
+OPTION = re.compile(r"(?P<assignment>  (?P<name>\w+): .+?)(?:\s+#.*)?")
 
 
 def row(*cells: str) -> str:
@@ -96,32 +98,48 @@ def commands_page() -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 
 
-def options_page(options: str, common: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the text of docs/options.md; options not in ``common`` are in italics. ValueError names a bad line."""
-    lines = ["# Options", "", MADE.format(source="src/realmops/defaults.yaml"), ""]
-    lines += [NOTATION, ""]
-    for number, line in enumerate(options.splitlines(), start=1):
-        if not line or line.startswith("#"):
-            continue
-        if section := SECTION.fullmatch(line):
-            section_options = common.get(section["name"], {})
-            lines += ["", f"## `{section['name']}`", ""] + [section["text"] or "", ""] * bool(section["text"])
-        elif option := OPTION.fullmatch(line):
-            what, _, paper = (option["text"] or "").partition("paper: ")
-            facts = [f"`{option['value']}`", *([f"paper: {paper}"] if paper else [])]
-            name = f"`{option['name']}`" if option["name"] in section_options else f"*`{option['name']}`*"
-            line = f"- {name} ({', '.join(facts)}): {what}"
-            lines.append(line.rstrip("; :"))
-        else:
-            expected = "expected 'section:' or '  key: value  # description'"
-            raise ValueError(f"defaults.yaml, line {number}: {expected}: {line}")
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
+def options_page(common: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the text of docs/options.md; options not in ``common`` are in italics."""
+    lines = ["# Options", "", MADE.format(source="src/realmops/options.py"), "", NOTATION]
+    for section, options in SECTIONS.items():
+        lines += ["", f"## `{section}`", "", str(options.__doc__), ""]
+        for key, field in options.model_fields.items():
+            name = f"`{key}`" if key in common.get(section, {}) else f"*`{key}`*"
+            paper = f", paper: {paper_value(field)}" if paper_value(field) else ""
+            default = field.default if field.default and isinstance(field.default, str) else json.dumps(field.default)
+            lines.append(f"- {name} (`{default}`{paper}): {field.description}".rstrip(": "))
+    return "\n".join(lines) + "\n"
+
+
+def commented_params(text: str) -> str:
+    """Return a params file with the sentences of its options as comments."""
+    lines, section = [], ""
+    for line in text.splitlines():
+        if match := SECTION.fullmatch(line):
+            section = match["name"]
+        elif match := OPTION.fullmatch(line):
+            field = SECTIONS[section].model_fields[match["name"]]
+            paper = [f"paper: {paper_value(field)}"] if paper_value(field) else []
+            comment = "; ".join([*([field.description] if field.description else []), *paper])
+            line = f"{match['assignment']:<25}  # {comment}"
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def paper_value(field: FieldInfo) -> str:
+    """Return the paper's value of an option."""
+    extra = field.json_schema_extra
+    return str(extra["paper"]) if isinstance(extra, dict) else ""
 
 
 def pages() -> dict[Path, str]:
     """Return the text of each generated page by its path."""
-    options = options_page(DEFAULTS.read_text(encoding="utf-8"), read_params(ROOT / "params.yaml")[1])
-    texts = {ROOT / "docs/commands.md": commands_page(), ROOT / "docs/options.md": options}
+    params = ROOT / "params.yaml"
+    texts = {
+        ROOT / "docs/commands.md": commands_page(),
+        ROOT / "docs/options.md": options_page(read_params(params)[1]),
+        params: commented_params(params.read_text(encoding="utf-8")),
+    }
     return texts | component_pages.pages(lambda source: MADE.format(source=source), row)
 
 

@@ -6,8 +6,8 @@ import torch
 from small_world import World, section, tiny_models
 
 from realmops.answering.openqa import OpenQa
-from realmops.config import Finetune
 from realmops.model.checkpoint_files import add_span_head
+from realmops.options import Finetune
 from realmops.questions.question_sets import Question
 from realmops.search.embed import document_sequences, embed
 from realmops.search.exact import ExactIndex

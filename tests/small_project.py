@@ -73,11 +73,19 @@ SMALL: dict[str, dict[str, Any]] = {
     "evaluate": {"bootstrap": 20},
     "tracking": {"enabled": False},
 }  # fmt: skip
+# Lengths for an encoder of 64 positions.
+SHORT: dict[str, dict[str, Any]] = {
+    "bert": {"positions": 64},
+    "tag": {"wordpieces": 64},
+    "ict": {"reader_wordpieces": 64},
+    "pretrain": {"query_wordpieces": 64, "reader_wordpieces": 64},
+    "finetune": {"query_wordpieces": 32, "reader_wordpieces": 64},
+}
 Values = dict[str, dict[str, Any]]
 
 
 def toy_values(**changes: Mapping[str, Any]) -> Values:
-    """All sections of defaults.yaml, made small, with changes."""
+    """All options, made small, with changes."""
     return merge_options(changes, "the test", merge_options(SMALL, "small_project.py"))
 
 

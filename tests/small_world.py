@@ -14,15 +14,7 @@ import numpy as np
 import torch
 
 from realmops.artifacts import atomic_folder
-from realmops.config import (
-    SECTIONS,
-    BertOptions,
-    Optimiser,
-    ReaderOptions,
-    RetrieverOptions,
-    default_options,
-    parse_section,
-)
+from realmops.config import default_options, parse_section
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.spans import Spans
@@ -31,6 +23,7 @@ from realmops.model.checkpoint_files import build_models
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import SpecialTokens
+from realmops.options import SECTIONS, BertOptions, Optimiser, ReaderOptions, RetrieverOptions
 from realmops.readers.sources import list_sources
 from realmops.search import bm25
 from realmops.search.bm25_writer import write_bm25
@@ -131,7 +124,7 @@ def labels_of(spans: Spans, passage: int) -> list[str]:
 
 
 def section(name: str, **changes: Any) -> Any:
-    """A section of defaults.yaml with changes."""
+    """A section with changes of its defaults."""
     assert name in SECTIONS
     return parse_section(name, {**_params()[name], **changes})
 

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,17 @@ from realmops import config
 from realmops.artifacts import write_json
 from realmops.cli import main
 from realmops.commands.params import rewritten
-from realmops.config import (
-    PACKAGE,
-    SECTIONS,
-    Pretrain,
-    load_params,
-    merge_options,
-    parse_section,
-    parse_setting,
-    preset_path,
-)
+from realmops.config import PACKAGE, load_params, merge_options, parse_section, parse_setting, preset_path
 from realmops.config_yaml import LARGEST_FILE, read_params, read_yaml
+from realmops.options import SECTIONS, Options, Pretrain
 
 ROOT = Path(__file__).parents[1]
 PARAMS = ROOT / "params.yaml"
-TEXT = config.DEFAULTS.read_text(encoding="utf-8")
+TEXT = ""  # a params.yaml with every option
+for section, kind in SECTIONS.items():
+    TEXT += f"{section}:\n"
+    for key, field in kind.model_fields.items():
+        TEXT += f"  {key}: {json.dumps(field.default)} # {field.description}\n"
 
 
 @pytest.fixture
@@ -64,7 +61,7 @@ def test_the_projects_params_are_whole_and_typed() -> None:
 
 
 def test_values_are_the_same_as_yaml_as_json_and_however_a_number_is_written(params: Path) -> None:
-    values = load_params(replaced(params, "retriever_learning_rate: 2.0e-4 ", "retriever_learning_rate: 5e-5 "))
+    values = load_params(replaced(params, "retriever_learning_rate: 0.0002 ", "retriever_learning_rate: 5e-5 "))
     assert values["pretrain"]["retriever_learning_rate"] == 5e-5
     assert load_params(PARAMS, settings=["pretrain.retriever_learning_rate=5.0e-5"]) == values
     write_json(params, values)
@@ -72,10 +69,10 @@ def test_values_are_the_same_as_yaml_as_json_and_however_a_number_is_written(par
     assert load_params(params) == values
 
 
-def test_code_has_no_defaults() -> None:
-    for section in SECTIONS.values():
-        for name, field in section.model_fields.items():
-            assert field.is_required(), f"{section.__name__}.{name}"
+def test_every_option_has_a_valid_default() -> None:
+    values = Options().model_dump()
+    assert Options.model_validate(values) == Options()
+    assert values == config.default_options()
 
 
 @pytest.mark.parametrize(
@@ -84,13 +81,13 @@ def test_code_has_no_defaults() -> None:
         (
             "  seed: 0 ",
             "  sed: 0 ",
-            r"line 7: unknown key run\.sed; allowed keys are seed, device, .*; closest match: seed",
+            r"line 2: unknown key run\.sed; allowed keys are seed, device, .*; closest match: seed",
         ),
         ("ict:\n", "itc:\n", r"line \d+: unknown section 'itc'; sections are run, bert, .*; closest match: ict"),
         (
-            "  device: auto ",
+            """  device: "auto" """,
             "  device: gpu ",
-            r"line 8: run\.device is 'gpu' \(str\); it must be 'auto', 'cpu' or",
+            r"line 3: run\.device is 'gpu' \(str\); it must be 'auto', 'cpu' or",
         ),
         ("  heads: 4 ", "  heads: ", r"bert\.heads is None \(NoneType\); it must be a valid integer"),
         ("  heads: 4 ", "  heads: 0 ", r"bert\.heads is 0 \(int\); it must be greater than 0"),
@@ -109,11 +106,6 @@ def test_code_has_no_defaults() -> None:
         ("  dropout: 0.0 ", "  dropout: .nan ", r"bert\.dropout is nan \(float\); it must be a finite number"),
         ("  dropout: 0.0 ", "  dropout: 1e999 ", r"bert\.dropout is inf \(float\); it must be a finite number"),
         ("  candidates: 8 ", "  candidates: 0 ", r"pretrain\.candidates is 0 \(int\); it must be greater than 0"),
-        (
-            "bert:\n",
-            "bert:\n  init: small\n",
-            r"line \d+: unknown key bert\.init, which was renamed; set retriever\.init instead$",
-        ),
     ],
 )
 def test_a_wrong_value_names_file_key_and_what_is_allowed(params: Path, old: str, new: str, message: str) -> None:
@@ -169,12 +161,6 @@ def test_a_number_may_be_whole_or_in_quotation_marks(value: Any, number: float) 
 def test_of_several_errors_an_unknown_key_comes_first_then_the_first_option(changes: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^params: {message}"):
         parse_section("bert", config.default_options()["bert"] | changes)
-
-
-def test_a_section_that_lacks_a_key_is_rejected() -> None:
-    values = {key: value for key, value in config.default_options()["bert"].items() if key != "heads"}
-    with pytest.raises(ValueError, match=r"^params: the key bert\.heads is missing; docs/options\.md has its default$"):
-        parse_section("bert", values)
 
 
 def test_a_section_does_not_change_and_is_equal_to_another_of_the_same_values() -> None:
@@ -271,7 +257,7 @@ def test_the_width_of_an_encoder_in_a_folder_is_not_guessed(params: Path) -> Non
     )
 
 
-@pytest.mark.parametrize("text", ["", "run:\n  seed: 0\n", TEXT[: TEXT.index("tracking:")]])
+@pytest.mark.parametrize("text", ["", "run:\n  seed: 0\n", TEXT[: TEXT.index("tracking:\n")]])
 def test_what_a_file_lacks_has_its_default(params: Path, text: str) -> None:
     params.write_text(text, encoding="utf-8")
     assert load_params(params) == config.default_options()
@@ -294,8 +280,6 @@ def test_the_projects_params_show_some_options_of_every_section_as_the_defaults_
     assert shown.keys() == SECTIONS.keys(), "DVC follows the options by their sections"
     assert all(shown.values())
     assert load_params(PARAMS) == config.default_options()
-    comments = {line for line in PARAMS.read_text(encoding="utf-8").splitlines() if line.startswith("  ")}
-    assert comments <= set(TEXT.splitlines()), "the words on an option are those of defaults.yaml"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from realmops.config import RunOptions
+from realmops.options import RunOptions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the names of run.precision
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}

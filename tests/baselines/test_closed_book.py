@@ -39,10 +39,10 @@ from realmops.baselines.t5 import (
     pretrain,
     span_corruption,
 )
-from realmops.config import ClosedBookOptions
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.hub import T5, encoder_files
+from realmops.options import ClosedBookOptions
 from realmops.questions.answer_matching import normalize_answer
 from realmops.questions.question_sets import Question
 from realmops.readers.sources import list_sources

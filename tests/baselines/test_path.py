@@ -21,7 +21,7 @@ from small_world import (
 
 from realmops.baselines import path as paths
 from realmops.baselines.path import PathExample, PathRetriever, train_paths
-from realmops.config import Finetune
+from realmops.options import Finetune
 from realmops.questions.question_sets import Question
 from realmops.search.bm25 import top_k
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from realmops.cluster.options import pack_options, packed_versions, unpack_options
+from realmops.cluster.packed_options import pack_options, packed_versions, unpack_options
 from realmops.config import PACKAGE, default_options, load_params
 
 

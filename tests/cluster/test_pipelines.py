@@ -19,7 +19,7 @@ from compiled import PACKAGE, ROOT, compiled, documents, file_of
 
 from realmops import cluster, config
 from realmops.cluster import builders, task_context
-from realmops.cluster.options import unpack_options
+from realmops.cluster.packed_options import unpack_options
 from realmops.stages import STAGES, STEPS
 
 PIPELINES = ("train", "ablations", "refresh")

@@ -11,7 +11,7 @@ import yaml
 from cluster_lab import Output
 from compiled import ROOT, compiled
 from small_encoders import write_encoder
-from small_project import Quiet, toy_values, write_project
+from small_project import SHORT, Quiet, toy_values, write_project
 from small_readers import write_reader
 
 from realmops import config
@@ -39,7 +39,7 @@ KINDS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     ),
     "questions and a published reader": (NO_SPANS | {"reader": {"init": READER}}, f"snapshot {TRAIN}"),
     "questions, search alone": (NO_SPANS | {"reader": {"init": "none"}}, f"snapshot {TRAIN}"),
-    "an encoder's folder": ({"bert": {"positions": 64}, "retriever": {"init": ENCODER}}, f"snapshot tag {TRAIN}"),
+    "an encoder's folder": (SHORT | {"retriever": {"init": ENCODER}}, f"snapshot tag {TRAIN}"),
     "another language": (
         {"snapshot": {"language": "de"}, "tag": {"method": "phrases"}},
         f"snapshot tag {TRAIN}",

@@ -27,7 +27,7 @@ from test_key import key
 from realmops.cluster import IMAGE, submit
 from realmops.cluster import kfp_client as server
 from realmops.cluster.kfp_client import KfpClient
-from realmops.cluster.options import unpack_options
+from realmops.cluster.packed_options import unpack_options
 from realmops.cluster.pod_namespace import place_of
 from realmops.cluster.submit import Pipeline
 from realmops.config import load_params

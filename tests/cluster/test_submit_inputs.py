@@ -12,7 +12,7 @@ from compiled import project_with_pipeline
 
 from realmops.cluster import input_plan, submit
 from realmops.cluster.input_plan import plan_inputs, send_inputs
-from realmops.cluster.options import packed_versions
+from realmops.cluster.packed_options import packed_versions
 from realmops.cluster.submit import Pipeline, Submission
 from realmops.config import load_params
 from realmops.inputs.lock_file import read_lock

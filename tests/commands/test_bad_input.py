@@ -17,7 +17,7 @@ from small_project import Quiet, cli, litter, run_all_here, run_command, toy_val
 
 from realmops import artifacts
 from realmops.commands.run import option_warnings
-from realmops.config import apply_presets, default_options, preset_path
+from realmops.config import parse_options, preset_layers, preset_path
 from realmops.console import Console
 from realmops.stages import STAGES
 
@@ -155,7 +155,7 @@ def test_without_mlflow_a_run_says_once_where_its_metrics_are(monkeypatch: pytes
 
 
 def laid_over(*presets: str) -> dict[str, dict[str, Any]]:
-    return apply_presets(default_options(), [preset_path(name, Path("params.yaml")) for name in presets])
+    return parse_options(*preset_layers(preset_path(name, Path("params.yaml")) for name in presets)).model_dump()
 
 
 def test_rates_for_another_kind_of_encoder_are_told_of() -> None:

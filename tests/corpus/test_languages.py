@@ -9,10 +9,9 @@ from small_corpus import corpus
 from small_project import Quiet, stage, toy_values, write_json_lines
 from small_world import World
 
-from realmops import config
 from realmops.answering.passage_search import highlights, stem_query
 from realmops.artifacts import read_manifest
-from realmops.corpus.languages import AUTO, ENGLISH, check_language, detect_language, load_languages, word_spans
+from realmops.corpus.languages import AUTO, check_language, detect_language, load_languages, word_spans
 from realmops.corpus.passages import split_sentences
 from realmops.corpus.snapshot_reader import LANGUAGES, Snapshot
 from realmops.search import bm25
@@ -117,15 +116,6 @@ def test_one_language_that_is_named_needs_no_file(tmp_path: Path, world: World) 
     assert LANGUAGES not in german.manifest["files"]
     assert Bm25.of(german).manifest["languages"] == ["de"]
     assert "languages" not in read_manifest(world.folder / bm25.FOLDER, bm25.KIND)
-
-
-def test_english_makes_the_keys_of_before_and_another_language_others() -> None:
-    values = {name: dict(keys) for name, keys in config.default_options().items()}
-    assert values["snapshot"]["language"] == ENGLISH
-    before = {key: value for key, value in values["snapshot"].items() if key != "language"}
-    assert config.cache_key_options(values)["snapshot"] == before
-    values["snapshot"]["language"] = "de"
-    assert config.cache_key_options(values)["snapshot"] == values["snapshot"]
 
 
 def test_words_are_found_by_the_stems_of_the_language(tmp_path: Path) -> None:

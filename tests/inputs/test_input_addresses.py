@@ -18,10 +18,8 @@ from realmops.stages import STAGES
 
 
 def options(**settings: str) -> dict[str, dict[str, object]]:
-    return config.apply_settings(
-        {name: dict(keys) for name, keys in config.default_options().items()},
-        [f"{key.replace('__', '.')}={value}" for key, value in settings.items()],
-    )
+    layers = config.setting_layers(f"{key.replace('__', '.')}={value}" for key, value in settings.items())
+    return config.parse_options(*layers).model_dump()
 
 
 def test_outputs_and_files_are_those_of_the_stages() -> None:

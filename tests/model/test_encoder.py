@@ -15,7 +15,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 
-from realmops.config import Pretrain
 from realmops.corpus.vocabulary import vocabulary_bytes
 from realmops.model.checkpoint_files import (
     add_span_head,
@@ -30,6 +29,7 @@ from realmops.model.encoder_files import encoder_from_description
 from realmops.model.packed import PackedBatch
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
+from realmops.options import Pretrain
 from realmops.search.embed import document_sequences, embed
 from realmops.train.examples import Examples
 from realmops.train.realm import Realm

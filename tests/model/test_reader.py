@@ -16,13 +16,13 @@ import torch
 from small_world import MemoryJournal, OneIndex, World, build_world, section, tiny_context, tiny_models, tiny_optimiser
 from torch import Tensor
 
-from realmops.config import Pretrain
 from realmops.model import likelihood
 from realmops.model.packed import PackedBatch
 from realmops.model.reader import READERS as CLASSES
 from realmops.model.reader import MaskedSentences, Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import join_document, join_query, join_reader
+from realmops.options import Pretrain
 from realmops.train.candidates import Candidates
 from realmops.train.examples import NULL, Example, Examples
 from realmops.train.inverse_cloze import train_reader

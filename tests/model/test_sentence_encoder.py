@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_project import QUESTIONS, stage, toy_values, write_project
+from small_project import QUESTIONS, SHORT, stage, toy_values, write_project
 from small_world import DOCUMENTS
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
@@ -65,7 +65,7 @@ def test_vectors_and_ranking_are_those_of_sentence_transformers(tmp_path: Path, 
     folder = write_sentence_encoder(tmp_path / "encoder", pooling)
     write_project(tmp_path)
     changes = {"init": str(folder), "projection": "identity", "embedding_width": 0, "head": "cosine"}
-    values = toy_values(bert={"positions": 64}, retriever=changes)
+    values = toy_values(**SHORT, retriever=changes)
     stage("snapshot", values, tmp_path, tmp_path)
     snapshot = Snapshot.open(tmp_path / "data/snapshot/corpus")
     bert, options, reading = (parse_section(name, values[name]) for name in ("bert", "retriever", "reader"))

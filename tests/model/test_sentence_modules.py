@@ -13,7 +13,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Transformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
 from small_encoders import write_encoder
-from small_project import QUESTIONS, stage, toy_values, write_project
+from small_project import QUESTIONS, SHORT, stage, toy_values, write_project
 
 from realmops.config import parse_section
 from realmops.corpus.snapshot_reader import Snapshot
@@ -57,7 +57,7 @@ def published(
 def ours(folder: Path, project: Path, changes: dict[str, Any]) -> tuple[Retriever, Snapshot]:
     write_project(project)
     options = {"init": str(folder), "projection": "identity", "embedding_width": 0, "head": "cosine", **changes}
-    values = toy_values(bert={"positions": 64}, retriever=options)
+    values = toy_values(**SHORT, retriever=options)
     stage("snapshot", values, project, project)
     snapshot = Snapshot.open(project / "data/snapshot/corpus")
     bert, retriever, reader = (parse_section(name, values[name]) for name in ("bert", "retriever", "reader"))

@@ -13,14 +13,15 @@ def test_a_generated_page_is_up_to_date(path: Path, text: str) -> None:
     assert path.read_text(encoding="utf-8") == text, f"{path.name} differs from its source; call: make docs"
 
 
-def test_an_option_comes_with_its_value_its_comment_and_the_papers_value() -> None:
-    page = reference_pages.options_page(
-        "# head\n\nict:  # of crops\n  removal: 0.5  # a|b; paper: 0.9 (words)\n  steps: 3\n", {"ict": {"removal": 0.5}}
+def test_an_option_has_its_default_its_sentence_and_the_papers_value() -> None:
+    page = reference_pages.options_page({"bert": {"width": 64}})
+    assert "\n## `evaluate`\n\nBootstrap" in page
+    assert "\n- `width` (`128`, paper: 768): for small\n- *`layers`* (`2`, paper: 12): for small\n" in page
+
+
+def test_an_option_of_params_has_its_sentence_as_comment() -> None:
+    text = reference_pages.commented_params("# Ours\n\nict: # x\n  steps: 7  # few\n  learning_rate: 5.0e-4\n")
+    assert text == (
+        "# Ours\n\nict: # x\n  steps: 7                 # maximum training steps of the retriever; paper: 100000\n"
+        "  learning_rate: 5.0e-4    # paper: 1e-4\n"
     )
-    assert "\n## `ict`\n\nof crops\n\n" in page
-    assert "\n- `removal` (`0.5`, paper: 0.9 (words)): a|b\n- *`steps`* (`3`)\n" in page
-
-
-def test_a_line_of_another_form_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"defaults\.yaml, line 2: expected 'section:'"):
-        reference_pages.options_page("ict:\n    - 3\n", {})

@@ -18,10 +18,10 @@ from four_passages import QUESTIONS, TEXTS
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from realmops.config import QuestionFiles
 from realmops.evaluate.ceilings import answered_in_corpus
 from realmops.evaluate.exact_match import closed_book_floor, score_predictions
 from realmops.evaluate.recall import hit_ranks_by_rule, pad_rankings
+from realmops.options import QuestionFiles
 from realmops.questions.question_files import AUTO, FORMATS
 from realmops.questions.question_sets import (
     Question,

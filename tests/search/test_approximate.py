@@ -15,7 +15,7 @@ import torch
 from small_world import section
 from torch import Tensor
 
-from realmops.config import IndexOptions, RunOptions
+from realmops.options import IndexOptions, RunOptions
 from realmops.search import approximate, faiss_gpu
 from realmops.search.approximate import (
     MAX_EXACT_PASSAGES,

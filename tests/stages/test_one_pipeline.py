@@ -16,6 +16,7 @@ from small_encoders import write_encoder
 from small_project import cli, stage, toy_values, write_project
 
 from realmops import config
+from realmops.options import SECTIONS
 from realmops.stages import STAGES, Stage, files_in_use, parse_sections, runner, stages_to_run
 
 ROOT = Path(__file__).parents[2]
@@ -88,13 +89,13 @@ def test_the_stages_fit_together() -> None:
     for place, (name, one) in enumerate(STAGES.items()):
         assert one.name == name
         assert {*one.needs} <= {*list(STAGES)[:place]}, "what comes before it"
-        assert {*one.sections} <= config.SECTIONS.keys()
+        assert {*one.sections} <= SECTIONS.keys()
         for section, _, option in (key.partition(".") for key in one.files):
             assert section in one.sections
-            assert option in config.SECTIONS[section].model_fields
+            assert option in SECTIONS[section].model_fields
         for section, _, option in (key.partition(".") for key in one.options):
             assert section not in one.sections
-            assert option in config.SECTIONS[section].model_fields
+            assert option in SECTIONS[section].model_fields
     folders = [Path(one.folder) for one in STAGES.values()]
     assert len({*folders}) == len(folders)
     assert not [(a, b) for a in folders for b in folders if a in b.parents]
@@ -141,7 +142,7 @@ def read_names() -> set[str]:
 
 def test_every_option_is_read_somewhere() -> None:
     names = read_names()
-    for name, section in config.SECTIONS.items():
+    for name, section in SECTIONS.items():
         for key in section.model_fields if name not in ALL_STAGES else ():
             assert names & {key, f"{name}.{key}"}, f"{name}.{key}"
 

@@ -22,11 +22,12 @@ from small_world import (
 from torch import Tensor
 
 from realmops.artifacts import seed_for
-from realmops.config import Ict, apply_presets, default_options, preset_path
+from realmops.config import parse_options, preset_layers, preset_path
 from realmops.corpus.masking import SentencesWithSpans
 from realmops.model.encoder import Encoder
 from realmops.model.packed import PackedBatch
 from realmops.model.reader import Reader
+from realmops.options import Ict
 from realmops.train import inverse_cloze
 from realmops.train.inverse_cloze import (
     cloze_batch,
@@ -352,7 +353,7 @@ def test_steps_follow_a_small_corpus() -> None:
     assert ict_steps(170, few.model_copy(update={"epochs": 0.5})) == (3, 6)
     known = {(): 2_340, ("ablation",): 1_170, ("squad",): 2_052, ("squad", "minilm"): 2_052, ("squad", "large"): 60_000}
     for presets, passages in known.items():
-        values = apply_presets(default_options(), [preset_path(name, Path("params.yaml")) for name in presets])
+        values = parse_options(*preset_layers(preset_path(name, Path("params.yaml")) for name in presets)).model_dump()
         whole = section("ict", **values["ict"])
         text = passages * (4 if "squad" not in presets else 1)  # the sample has four warm-up worlds
         assert ict_steps(passages, whole)[0] == whole.steps, presets

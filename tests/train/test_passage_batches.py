@@ -23,10 +23,10 @@ from small_world import (
 )
 from torch import Tensor
 
-from realmops.config import Finetune
 from realmops.model.packed import PackedBatch
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import join_query
+from realmops.options import Finetune
 from realmops.questions.question_sets import Question
 from realmops.search.embed import document_sequences, embed
 from realmops.train import passage_batches as module

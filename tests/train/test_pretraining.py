@@ -24,12 +24,12 @@ from small_world import (
 )
 from torch import Tensor
 
-from realmops.config import Pretrain
 from realmops.model.encoder import Encoder
 from realmops.model.packed import PackedBatch
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import join_query
+from realmops.options import Pretrain
 from realmops.search.embed import document_sequences, embed, query_sequences
 from realmops.search.exact import ExactIndex
 from realmops.train import realm as module

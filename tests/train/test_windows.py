@@ -21,11 +21,11 @@ from small_world import (
 )
 
 from realmops.answering.openqa import OpenQa
-from realmops.config import Finetune
 from realmops.model.checkpoint_files import add_span_head
 from realmops.model.packed import PackedBatch
 from realmops.model.retriever import FusionWeights
 from realmops.model.sequences import join_reader
+from realmops.options import Finetune
 from realmops.questions.question_sets import Question
 from realmops.train import windows as module
 from realmops.train.loop import TrainingContext

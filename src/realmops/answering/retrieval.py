@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from realmops.answering.answer import Answer, InvalidRequest, RetrievedPassages
-from realmops.config import Finetune
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.special_tokens import prompt_separator
 from realmops.devices import autocast, to_device
@@ -29,6 +28,7 @@ from realmops.model.packed import PackedBatch
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import SpecialTokens, join_query
+from realmops.options import Finetune
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import Question
 from realmops.questions.relevance import RelevantPassages

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from realmops.artifacts import seed_for
 from realmops.baselines.links import PassageLinks
-from realmops.config import Finetune, Optimiser
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import autocast
 from realmops.model.checkpoint_files import cpu_state
@@ -30,6 +29,7 @@ from realmops.model.encoder_files import encoder_from_description
 from realmops.model.likelihood import marginal_span_loss
 from realmops.model.packed import PackedBatch
 from realmops.model.sequences import SpecialTokens, join_reader
+from realmops.options import Finetune, Optimiser
 from realmops.questions.answer_matching import contains_answer
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import Question

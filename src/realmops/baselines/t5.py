@@ -22,12 +22,12 @@ from torch.nn.utils.rnn import pad_sequence
 from realmops.answering.answer import Answer, RetrievedPassages
 from realmops.answering.retrieval import AnswerModel
 from realmops.artifacts import read_json, seed_for, write_json
-from realmops.config import ClosedBookOptions, Optimiser
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import autocast
 from realmops.hub import CONFIG, T5, TOKENIZER, encoder_folder, read_config
 from realmops.model.sequences import SpecialTokens
 from realmops.model.transformers_models import BUILD_LOCK, import_transformers
+from realmops.options import ClosedBookOptions, Optimiser
 from realmops.questions.question_sets import Question
 from realmops.train.fine_tuning import finetune_steps
 from realmops.train.loop import DeferredMetrics, TrainingContext, epoch_rows, fit

@@ -50,7 +50,7 @@ def init(reader: str | None, no_reader: bool, **options: Any) -> Iterator[str]:
     presets are chosen by your documents and questions. No file is overwritten.
     """
     from realmops.commands.init import init
-    from realmops.config_rules import NO_READER
+    from realmops.options import NO_READER
 
     if reader and no_reader:
         raise ValueError("--reader and --no-reader exclude each other; give one of them")
@@ -142,7 +142,7 @@ def show_params(
     for warning in unlisted_presets(params.parent):
         Console().warn(warning)
     if for_kfp:
-        from realmops.cluster.options import pack_options
+        from realmops.cluster.packed_options import pack_options
 
         # "kfp run create" parses JSON, but the server expects a string
         return [canonical_json(pack_options(option.load_values(params, presets, settings))).decode()]

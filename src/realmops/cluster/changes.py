@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from realmops.cluster.kfp_client import KfpClient
-from realmops.cluster.options import packed_versions, unpack_options
+from realmops.cluster.packed_options import packed_versions, unpack_options
 from realmops.cluster.submit import Submission, describe_run
 from realmops.config import Values, cache_key_options
 from realmops.inputs.addresses import is_address, listed_inputs, parse, replace_inputs

@@ -22,7 +22,7 @@ from realmops.cluster.input_plan import PlannedInput, notes_of, plan_inputs, ver
 from realmops.cluster.key import content_key, image_note, training_key
 from realmops.cluster.kfp_client import KfpClient
 from realmops.cluster.kube import describe_pods
-from realmops.cluster.options import pack_options
+from realmops.cluster.packed_options import pack_options
 from realmops.cluster.pod_namespace import KINDS, OPTIONAL, RUN_LABEL, check
 from realmops.cluster.polling import Log, poll_until
 from realmops.cluster.project_image import check_placeholders, find_image

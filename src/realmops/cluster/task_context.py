@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from realmops import artifacts
-from realmops.cluster.options import unpack_options
+from realmops.cluster.packed_options import unpack_options
 from realmops.config import Values
 from realmops.console import end_on_sigterm, exit_on_user_error
 from realmops.inputs.run_inputs import recorded_inputs

@@ -16,7 +16,7 @@ from realmops import artifacts
 from realmops.cluster import INPUTS
 from realmops.cluster.builders import release_builders, scaled_builders, shard_helpers
 from realmops.cluster.kfp_client import KfpClient
-from realmops.cluster.options import packed_versions, unpack_options
+from realmops.cluster.packed_options import packed_versions, unpack_options
 from realmops.cluster.polling import poll_until
 from realmops.cluster.submit import find_older_run
 from realmops.cluster.task_context import (

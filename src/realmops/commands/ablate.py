@@ -24,7 +24,7 @@ import numpy as np
 from realmops import artifacts, config
 from realmops.artifacts import WORK_FOLDER
 from realmops.commands.report import browser_command
-from realmops.config import CLOSED_BOOK, Values, preset_path
+from realmops.config import Values, preset_path
 from realmops.config_yaml import read_yaml
 from realmops.corpus.languages import ENGLISH
 from realmops.evaluate import ablation as tables
@@ -35,6 +35,7 @@ from realmops.inputs.addresses import CLOZE
 from realmops.inputs.fetch import local_cache
 from realmops.inputs.run_inputs import take_inputs
 from realmops.journal import metric_series, read_journal
+from realmops.options import CLOSED_BOOK
 from realmops.refresh.child_processes import WorkerProcess, describe_exit, run_realmops
 from realmops.refresh.lease import acquire_lease
 from realmops.refresh.shared_files import Files

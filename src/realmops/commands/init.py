@@ -8,7 +8,6 @@ from pathlib import Path
 
 from realmops import artifacts
 from realmops.answering.own_questions import WHAT_THEY_BRING
-from realmops.config_rules import check_rules, option_rules
 from realmops.questions.question_sets import read_judged_questions
 from realmops.resources import resource_folder
 from realmops.stages import get_option
@@ -73,7 +72,6 @@ def init(
     elif questions or encoder or reader:
         raise ValueError("--questions, --encoder and --reader need --documents; the sample corpus has its own")
     project.put("tracking.experiment", folder.resolve().name or "realmops")
-    check_rules(option_rules(project.values))
     places = dict(PLACES)
     if (folder / "README.md").exists():
         del places["README.md"]

@@ -7,8 +7,7 @@ from typing import Any
 
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
-from realmops.config import apply_presets, apply_settings, default_options, merge_options, preset_path
-from realmops.config_rules import check_rules, option_rules
+from realmops.config import merge_options, parse_options, preset_layers, preset_path, setting_layers
 from realmops.config_yaml import read_params
 from realmops.starter.yaml_text import yaml_editor
 
@@ -22,7 +21,7 @@ def rewritten(path: Path, presets: Sequence[str], settings: Sequence[str]) -> tu
     named, own = read_params(path)
     names = list(presets) or named
     was, now = (
-        apply_presets(default_options(), [preset_path(name, path) for name in selection])
+        parse_options(*preset_layers(preset_path(name, path) for name in selection)).model_dump()
         for selection in (named, names)
     )
     before = merge_options(own, path, was)
@@ -30,8 +29,7 @@ def rewritten(path: Path, presets: Sequence[str], settings: Sequence[str]) -> tu
         section: {key: before[section][key] for key in keys if before[section][key] != was[section][key]}
         for section, keys in own.items()
     }
-    after = apply_settings(merge_options(customised, path, now), settings)
-    check_rules(option_rules(after))
+    after = parse_options(("", now), (path, customised), *setting_layers(settings)).model_dump()
 
     editor, text, changes = yaml_editor(), StringIO(), []
     document: Any = editor.load(path.read_text(encoding="utf-8")) or CommentedMap()

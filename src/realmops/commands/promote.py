@@ -14,12 +14,13 @@ from typing import Any
 from realmops import artifacts
 from realmops.artifacts import WORK_FOLDER
 from realmops.commands.open_model import CORPUS, FINETUNE, STEPS_TAG
-from realmops.config import CLOSED_BOOK, Tracking, Values, parse_section
+from realmops.config import Values, parse_section
 from realmops.corpus.languages import ENGLISH
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.compare import SAME_ORIGIN, compare_runs, deciding_metric, format_comparison, question_origin
 from realmops.evaluate.exact_match import em_rules
 from realmops.evaluate.predictions import PREDICTIONS
+from realmops.options import CLOSED_BOOK, Tracking
 from realmops.questions.question_sets import REGEX_RULE, assign_languages, read_questions
 from realmops.search import bm25
 from realmops.stages import JOURNAL, METRICS, STAGES, fingerprint

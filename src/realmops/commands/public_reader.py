@@ -127,5 +127,5 @@ def _options(init: str, encoder: Path) -> dict[str, dict[str, Any]]:
         own["retriever"]["pooling"] = "mean"  # their [CLS] retrieves little
     if is_wide(str(encoder)):
         own["finetune"] = {"reader_learning_rate": WIDE_LEARNING_RATE}
-    preset = config.apply_presets(config.default_options(), [PACKAGE / "presets" / f"{PRESET}.yaml"])
-    return config.merge_options(own, "realmops reader", preset)
+    preset = config.preset_layers([PACKAGE / "presets" / f"{PRESET}.yaml"])
+    return config.parse_options(*preset, ("realmops reader", own)).model_dump()

@@ -6,7 +6,6 @@ from typing import Any
 
 from realmops import artifacts
 from realmops.answering.own_questions import check_label_file, usage_lines
-from realmops.config import Finetune
 from realmops.corpus.languages import ENGLISH
 from realmops.corpus.masking import SentencesWithSpans
 from realmops.corpus.snapshot_reader import Snapshot
@@ -14,6 +13,7 @@ from realmops.corpus.spans import Spans
 from realmops.evaluate.ceilings import answer_fits_reader, answered_in_corpus, reader_can_answer
 from realmops.evaluate.recall import RECALL_AT, hit_ranks_by_rule
 from realmops.inputs.addresses import CLOZE
+from realmops.options import Finetune
 from realmops.questions.answer_matching import REGEX_RULES, WORD_RULES, compile_expression
 from realmops.questions.cloze import KIND, cloze_questions, split_questions
 from realmops.questions.question_sets import (

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from realmops.commands.questions import write_cloze_questions
-from realmops.config import CLOSED_BOOK, Values, parse_section
-from realmops.config_rules import ENCODER, NO_READER
+from realmops.config import Values, parse_section
 from realmops.hub import READER, T5, encoder_files, encoder_folder
 from realmops.inputs.addresses import FILES
 from realmops.inputs.fetch import local_cache
 from realmops.inputs.run_inputs import recorded_inputs, take_inputs
 from realmops.model.pretrained import read_encoder_tokenizer
+from realmops.options import CLOSED_BOOK, ENCODER, NO_READER
 from realmops.refresh.child_processes import end_with
 from realmops.stages import CLOZE_STEP, INIT, STAGES, Report, resolve_models
 from realmops.stages.check_inputs import check_inputs

@@ -18,7 +18,7 @@ import numpy as np
 
 from realmops import artifacts
 from realmops.artifacts import WORK_FOLDER
-from realmops.config import CLOSED_BOOK, SnapshotOptions, Values, parse_section
+from realmops.config import Values, parse_section
 from realmops.corpus.snapshot_reader import PLACES, REJECTS, SOURCES, TEXTS, Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.devices import configure_process, device_and_dtype
@@ -28,6 +28,7 @@ from realmops.inputs.fetch import local_cache
 from realmops.inputs.run_inputs import take_inputs
 from realmops.journal import Journal
 from realmops.model.checkpoint_files import load_retriever
+from realmops.options import CLOSED_BOOK, SnapshotOptions
 from realmops.questions.question_sets import assign_languages, read_questions, text_key
 from realmops.readers.sources import list_sources
 from realmops.search import bm25

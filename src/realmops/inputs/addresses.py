@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from realmops import artifacts
-from realmops.config_rules import ENCODER, NO_READER
 from realmops.inputs.redaction import redact
 
 if TYPE_CHECKING:  # the command line imports this module, and pydantic takes 0.2 s
@@ -37,7 +36,7 @@ FILES = (
 MODELS = ("retriever.init", "reader.init", "closed_book.init")
 NO_MODEL = {  # values that name no model
     "retriever.init": ("small",),
-    "reader.init": (ENCODER, NO_READER),
+    "reader.init": ("encoder", "none"),
     "closed_book.init": ("small",),
 }
 PUBLISHED = "data/published"  # passages imported with a checkpoint
@@ -82,7 +81,7 @@ def is_stage_output(value: str) -> bool:
 
 def unused_inputs(values: Values) -> set[str]:
     """Return the keys of the inputs that no stage reads with these options."""
-    from realmops.config import CLOSED_BOOK
+    from realmops.options import CLOSED_BOOK
 
     unused = set() if values["snapshot"]["use_warmup"] else {"snapshot.warmup"}
     unused |= set() if values["tag"]["method"] == "tagger" else {"tag.train", "tag.dev"}

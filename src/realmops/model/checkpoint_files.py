@@ -16,8 +16,6 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from realmops.artifacts import seed_for
-from realmops.config import BertOptions, ReaderOptions, RetrieverOptions
-from realmops.config_rules import check_rules, vector_rules, width_rules
 from realmops.hub import (
     CONFIG,
     MODULES,
@@ -53,6 +51,7 @@ from realmops.model.retriever import (
     Tower,
     initialise_projection,
 )
+from realmops.options import BertOptions, ReaderOptions, RetrieverOptions
 
 MODEL = "model.json"
 RETRIEVER = "retriever.safetensors"
@@ -114,7 +113,7 @@ def build_models(
 
 def _build_bag(options: RetrieverOptions, vocabulary: int, generator: torch.Generator) -> BagOfWords:
     assert options.head == "cosine", options.head
-    assert options.embedding_width, "config_rules.option_rules"
+    assert options.embedding_width, "RetrieverOptions"
     if options.embedding_width > vocabulary:
         raise ValueError(
             f"retriever.embedding_width is {options.embedding_width}; a bag has at most one dimension per wordpiece "
@@ -144,7 +143,7 @@ def _build_embedder(
                 f"{folder / MODULES} names {', '.join(unused)} in addition to the encoder and its pooling ({POOLING}): "
                 "these modules are ignored, and the retriever starts below the quality of this encoder"
             )
-    check_rules(vector_rules(retriever.document_vectors, retriever.pooling, pooling))
+    retriever.check_vectors(pooling)
     if segments == "auto":
         is_single = encoder.segments < 2 or (folder is not None and is_sentence_encoder(folder))
         segments = "one" if is_single else "two"
@@ -157,7 +156,7 @@ def _build_embedder(
         layers = [_dense_layer(path) for path in sentence_layers(folder)]
     shapes = [shape for shape, _ in layers]
     width = shapes[-1].outputs if shapes else encoder.width
-    check_rules(width_rules(retriever.projection, retriever.embedding_width, width))
+    retriever.check_width(width)
     tower = Embedder(
         encoder,
         retriever.embedding_width or width,

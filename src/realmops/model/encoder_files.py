@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from realmops.config import BertOptions
 from realmops.devices import eval_mode
 from realmops.hub import CONFIG, read_config, read_weights
 from realmops.model.encoder import Encoder, is_near, set_dropout
@@ -33,6 +32,7 @@ from realmops.model.transformers_models import (
     remove_pooler,
     skip_weight_init,
 )
+from realmops.options import BertOptions
 
 
 def load_encoder(folder: Path, dropout: float | None = None) -> tuple[Encoder, MaskedWordHead | None]:

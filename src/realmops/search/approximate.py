@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realmops.config import IndexOptions
+from realmops.options import IndexOptions
 from realmops.search import faiss_gpu
 from realmops.search.exact import ExactIndex, InMemory, MaxSimIndex, PassageIndex, search
 from realmops.search.memory_map import memory_bytes, release_pages

@@ -33,7 +33,8 @@ HEADLINE_METRICS = {  # metrics printed for stages that have many
 READER_SHAPE = ("reader.copies", "reader.apart", "reader.matches")  # options of the reader of masked words
 
 if TYPE_CHECKING:  # the command line imports this module, and pydantic takes 0.2 s
-    from realmops.config import Section, Values
+    from realmops.config import Values
+    from realmops.options import Section
 Options = TypeVar("Options", bound="Section")
 
 

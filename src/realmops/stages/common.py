@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from realmops import artifacts
-from realmops.config import IndexOptions, QuestionFiles, RunOptions
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.spans import Spans
 from realmops.devices import device_and_dtype, resolve_device
 from realmops.model.retriever import Retriever, Tower
+from realmops.options import IndexOptions, QuestionFiles, RunOptions
 from realmops.questions.answer_matching import MATCH_SECONDS, compile_expression
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import Question, assign_languages, read_questions

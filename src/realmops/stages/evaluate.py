@@ -14,7 +14,7 @@ from realmops.answering.confidence import Confidence
 from realmops.answering.retrieval import AnswerModel, Ranker, RetrieveAndRead
 from realmops.baselines.rankers import build_ranker
 from realmops.baselines.rule import answer_by_rule
-from realmops.config import Evaluate, Finetune, QuestionFiles, RunOptions, default_options
+from realmops.config import default_options
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype
 from realmops.evaluate.calibration import confidence_figures
@@ -49,6 +49,7 @@ from realmops.evaluate.recall import (
 from realmops.evaluate.run_report import generated_note, write_report
 from realmops.model.checkpoint_files import cpu_state, load_retriever
 from realmops.model.retriever import Retriever
+from realmops.options import Evaluate, Finetune, QuestionFiles, RunOptions
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import JUDGED_RULE, Question, rows_of_people
 from realmops.questions.relevance import RelevantPassages

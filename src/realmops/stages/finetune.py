@@ -15,8 +15,6 @@ from realmops.answering.retrieval import AnswerModel, RetrieveAndRead
 from realmops.answering.search_only import SearchOnly
 from realmops.answering.span_answers import SpanAnswers
 from realmops.baselines import t5
-from realmops.config import ClosedBookOptions, Finetune, Optimiser, RunOptions
-from realmops.config_rules import ENCODER, NO_READER
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import configure_malloc, device_and_dtype
 from realmops.evaluate.calibration import confidence_figures, fit_confidence
@@ -26,6 +24,7 @@ from realmops.hub import READER, encoder_folder
 from realmops.journal import JournalValues
 from realmops.model.checkpoint_files import add_span_head, load_models
 from realmops.model.extractive_reader import ExtractiveReader
+from realmops.options import ENCODER, NO_READER, ClosedBookOptions, Finetune, Optimiser, RunOptions
 from realmops.questions.question_sets import Question, rows_of_people
 from realmops.search.approximate import ApproximateIndex, unwrap_approximate
 from realmops.search.embed import embed, query_sequences

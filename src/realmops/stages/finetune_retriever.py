@@ -12,8 +12,6 @@ from torch import Tensor
 from realmops.answering.retrieval import Ranker
 from realmops.baselines.path import PathRetriever, train_paths
 from realmops.baselines.rankers import DENSE_RETRIEVERS, build_ranker
-from realmops.config import Finetune, IndexOptions, Optimiser, RunOptions
-from realmops.config_rules import ENCODER, NO_READER
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype
 from realmops.hub import READER, encoder_folder
@@ -21,6 +19,7 @@ from realmops.model.checkpoint_files import load_models
 from realmops.model.extractive_reader import ExtractiveReader, load_extractive_reader
 from realmops.model.reader import Reader
 from realmops.model.retriever import DENSE_ONLY, Retriever
+from realmops.options import ENCODER, NO_READER, Finetune, IndexOptions, Optimiser, RunOptions
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import JUDGED_RULE, Question
 from realmops.questions.relevance import RelevantPassages

@@ -3,13 +3,12 @@
 from statistics import fmean
 from typing import Any
 
-from realmops.config import BertOptions, Ict, Optimiser, ReaderOptions, RetrieverOptions, RunOptions
-from realmops.config_rules import ENCODER
 from realmops.devices import device_and_dtype
 from realmops.journal import JournalValues
 from realmops.model.checkpoint_files import build_models, save_models
 from realmops.model.reader import Reader
 from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, Retriever
+from realmops.options import ENCODER, BertOptions, Ict, Optimiser, ReaderOptions, RetrieverOptions, RunOptions
 from realmops.search.corpus_statistics import init_lexical_features, init_towers
 from realmops.stages import READER_SHAPE, Job
 from realmops.stages.common import StageTrainings, open_snapshot, open_spans

@@ -13,11 +13,12 @@ from realmops.answering.confidence import Confidence
 from realmops.answering.opened_model import OpenedModel
 from realmops.answering.passage_search import PassageSearch
 from realmops.artifacts import MANIFEST, WORK_FOLDER
-from realmops.config import RunOptions, default_options, parse_section
+from realmops.config import default_options, parse_section
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import configure_process, device_and_dtype, freeze_linear_weights
 from realmops.model.checkpoint_files import identifying_files, load_retriever
 from realmops.model.retriever import Retriever
+from realmops.options import RunOptions
 from realmops.search.bm25 import Bm25
 from realmops.search.embeddings import INDEX, embed_corpus, load_passages, save_passages
 from realmops.search.exact import exact_index

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from realmops.artifacts import seed_for
-from realmops.config import IndexOptions, Optimiser, Pretrain, RunOptions
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype
 from realmops.evaluate.recall import first_relevant_ranks
 from realmops.journal import JournalValues
 from realmops.model.checkpoint_files import copy_models, load_models, save_models
 from realmops.model.retriever import Retriever
+from realmops.options import IndexOptions, Optimiser, Pretrain, RunOptions
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import answers_are_regex
 from realmops.questions.relevance import RelevantPassages

@@ -13,10 +13,10 @@ from typing import Any
 
 from realmops import artifacts
 from realmops.artifacts import WORK_FOLDER
-from realmops.config import CLOSED_BOOK, Values
-from realmops.config_rules import ENCODER, NO_READER
+from realmops.config import Values
 from realmops.hub import READER, T5, encoder_files
 from realmops.journal import Journal
+from realmops.options import CLOSED_BOOK, ENCODER, NO_READER
 from realmops.questions.cloze import KIND
 from realmops.stages import (
     CORPUS,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from realmops.config import Sample
+from realmops.options import Sample
 from realmops.sample.corpus import write_sample
 from realmops.stages import Job
 

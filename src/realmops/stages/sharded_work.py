@@ -5,12 +5,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from realmops.config import RunOptions, Tag
 from realmops.corpus.phrases import Entity
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import configure_malloc, device_and_dtype
 from realmops.model.checkpoint_files import retriever_files
 from realmops.model.retriever import Retriever
+from realmops.options import RunOptions, Tag
 from realmops.refresh.shards import ShardSettings, Work, compute_in_shards
 from realmops.search.embeddings import join_shards, make_shard_embedder
 from realmops.stages import Job

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from realmops.artifacts import seed_for
-from realmops.config import BertOptions, Optimiser, RunOptions, Tag
 from realmops.corpus.phrases import Entity, find_phrases_and_dates
 from realmops.corpus.snapshot_reader import GIVEN_SPANS, Snapshot
 from realmops.corpus.spans import Spans, SpansWriter
+from realmops.options import BertOptions, Optimiser, RunOptions, Tag
 from realmops.stages import INIT, Job
 from realmops.train.conll import entity_scores, read_conll
 

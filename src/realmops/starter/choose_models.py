@@ -6,8 +6,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from realmops import hub
-from realmops.config_rules import NO_READER
 from realmops.corpus.languages import ENGLISH
+from realmops.options import NO_READER
 from realmops.stages import reads_spans
 from realmops.starter.new_project import Project, path_in_params
 from realmops.starter.public_data import fetch_data_sets

@@ -26,8 +26,9 @@ class Project:
     @property
     def values(self) -> dict[str, dict[str, Any]]:
         """All sections with the project's presets and options applied."""
-        files = [config.preset_path(name, self.folder / "params.yaml") for name in self.presets]
-        return config.merge_options(self.own, "params.yaml", config.apply_presets(config.default_options(), files))
+        params = self.folder / "params.yaml"
+        presets = config.preset_layers(config.preset_path(name, params) for name in self.presets)
+        return config.parse_options(*presets, ("params.yaml", self.own)).model_dump()
 
 
 def path_in_params(project: Project, path: Path) -> str:

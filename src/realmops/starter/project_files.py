@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from realmops import __version__, config
+from realmops import __version__
 from realmops.config import PACKAGE, Values
 from realmops.inputs.addresses import CLOZE
+from realmops.options import SECTIONS
 from realmops.stages import CLOZE_STEP, HUB, STAGES, files_in_use, planned_steps
 from realmops.starter.cluster_files import BASES, fill_cluster_template
 from realmops.starter.git_origin import GitOrigin
@@ -57,7 +58,7 @@ def fill_template(name: str, folder: Path, origin: GitOrigin, cluster: str) -> s
 def params_text(presets: Sequence[str], own: Values) -> str:
     """Return a params.yaml of differences; sections without any are written empty, as DVC needs all of them."""
     lines = [PARAMS_HEAD, f"presets: [{', '.join(presets)}]", ""]
-    sections = {name: own.get(name, {}) for name in config.SECTIONS}
+    sections = {name: own.get(name, {}) for name in SECTIONS}
     for name, keys in sorted(sections.items(), key=lambda section: not section[1]):
         lines.append(as_yaml({name: dict(keys)}).rstrip("\n"))
     return "\n".join(lines) + "\n"

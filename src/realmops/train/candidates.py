@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from realmops.config import Pretrain
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.options import Pretrain
 from realmops.search.bm25 import Bm25
 from realmops.search.hybrid import HybridSearch
 from realmops.train.examples import NULL, Example

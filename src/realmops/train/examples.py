@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from realmops.config import Pretrain
 from realmops.corpus.masking import SentencesWithSpans, choose_mask_positions, is_recurring
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.spans import Spans
 from realmops.model.sequences import SpecialTokens
+from realmops.options import Pretrain
 
 NULL = -1  # a passage id: the null document, or no passage of the corpus
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from realmops.answering.openqa import OpenQa
 from realmops.answering.retrieval import RetrieveAndRead
-from realmops.config import ClosedBookOptions, Finetune, Optimiser
 from realmops.devices import to_device
 from realmops.model.likelihood import hard_em_span_loss, marginal_span_loss
+from realmops.options import ClosedBookOptions, Finetune, Optimiser
 from realmops.questions.question_sets import Question
 from realmops.train.loop import DeferredMetrics, TrainingContext, epoch_rows, fit
 from realmops.train.optimiser import Group

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realmops.config import Ict, Optimiser
 from realmops.corpus.masking import SentencesWithSpans
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.spans import Spans
@@ -26,6 +25,7 @@ from realmops.model.packed import PackedBatch
 from realmops.model.reader import MaskedSentences, Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import SpecialTokens, join_document, join_query
+from realmops.options import Ict, Optimiser
 from realmops.search.bm25 import Bm25
 from realmops.search.bm25_writer import write_bm25
 from realmops.train.loop import DeferredMetrics, TrainingContext, fit

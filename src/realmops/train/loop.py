@@ -15,9 +15,9 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from realmops.artifacts import seed_for
-from realmops.config import Optimiser
 from realmops.devices import configure_malloc, to_host
 from realmops.journal import Journal
+from realmops.options import Optimiser
 from realmops.train.optimiser import BertAdamW, Group, Schedule
 from realmops.train.parallel import SINGLE_PROCESS, ProcessGroup
 

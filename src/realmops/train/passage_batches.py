@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realmops.config import Finetune, Optimiser
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import autocast, to_device
 from realmops.model.likelihood import in_batch_loss
 from realmops.model.packed import PackedBatch
 from realmops.model.retriever import Retriever
+from realmops.options import Finetune, Optimiser
 from realmops.questions.question_sets import Question
 from realmops.questions.relevance import RelevantPassages
 from realmops.search.embed import document_sequences, embed, query_sequences, text_queries

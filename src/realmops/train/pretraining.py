@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from realmops.config import Optimiser
+from realmops.options import Optimiser
 from realmops.search.embed import embed, embed_on_device, query_sequences
 from realmops.search.exact import exact_index
 from realmops.train.candidates import Candidates

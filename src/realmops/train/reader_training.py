@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from realmops.answering.extractive import ExtractiveQa
-from realmops.config import Finetune, Optimiser
 from realmops.devices import autocast, to_device
 from realmops.model.extractive_reader import ExtractiveReader, PassageWindow
+from realmops.options import Finetune, Optimiser
 from realmops.questions.answer_matching import CharSpan, answer_token_spans, matched_spans
 from realmops.questions.question_sets import Question
 from realmops.search.embed import Progress, no_progress

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realmops.config import Pretrain
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import autocast, to_device
 from realmops.model import likelihood
@@ -22,6 +21,7 @@ from realmops.model.packed import PackedBatch
 from realmops.model.reader import MaskedSentences, Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import SpecialTokens, join_document, join_query
+from realmops.options import Pretrain
 from realmops.search.bm25 import Bm25
 from realmops.search.embed import document_sequences
 from realmops.search.hybrid import normalised_bm25

@@ -18,7 +18,6 @@ from safetensors.torch import save as save_tensors
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from realmops.config import Optimiser, Tag
 from realmops.corpus.phrases import Entity, with_dates
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import autocast
@@ -27,6 +26,7 @@ from realmops.model.encoder import Encoder
 from realmops.model.encoder_files import encoder_from_description
 from realmops.model.packed import PackedBatch, batch_by_length
 from realmops.model.sequences import SpecialTokens
+from realmops.options import Optimiser, Tag
 from realmops.search.embed import MakeShard, Progress
 from realmops.train.conll import TaggedSentence
 from realmops.train.loop import TrainingContext, fit

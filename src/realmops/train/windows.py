@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from realmops.answering.openqa import OpenQa
-from realmops.config import Finetune, Optimiser
 from realmops.model.likelihood import marginal_span_loss
+from realmops.options import Finetune, Optimiser
 from realmops.questions.question_sets import Question
 from realmops.search.embed import Progress, no_progress
 from realmops.train.fine_tuning import by_group, finetune_steps

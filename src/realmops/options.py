@@ -1,0 +1,545 @@
+"""Options: each is one pydantic field with its type, bounds, default, sentence and the paper's value.
+
+docs/options.md and the comments of params.yaml come from the fields (``make docs``). Sentences use the notation of
+docs/options.md: x is the question or the masked sentence, z a passage, f(x, z) the retriever's score.
+"""
+
+from contextlib import suppress
+from itertools import product
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+LARGEST_INTEGER = 2**63 - 1  # maximum of int64 arrays
+CLOSED_BOOK = ("t5",)  # values of finetune.reader whose models read no passages
+ENCODER, NO_READER = "encoder", "none"  # values of reader.init: the encoder's own reader; search without a reader
+
+
+def _parse_quoted_number(value: Any) -> Any:
+    """Return a quoted number as float: YAML 1.1 writers put quotation marks around 1e-05."""
+    with suppress(ValueError):
+        return float(value) if isinstance(value, str) else value
+    return value
+
+
+Size = Annotated[int, Field(gt=0, le=LARGEST_INTEGER)]
+Count = Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]
+Number = Annotated[float, BeforeValidator(_parse_quoted_number)]
+Amount = Annotated[Number, Field(ge=0)]
+PositiveAmount = Annotated[Number, Field(gt=0)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+PositiveShare = Annotated[Number, Field(gt=0, le=1)]
+
+
+def option(default: Any, text: str = "", *, paper: str = "") -> Any:
+    """Declare an option with its default, its sentence, and the value of Guu et al. (2020) or of its released code."""
+    return Field(default, description=text, json_schema_extra={"paper": paper})
+
+
+class Section(BaseModel):
+    """Options of one section."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    section: ClassVar[str]  # name in YAML
+
+    def __init_subclass__(cls, name: str) -> None:
+        cls.section = name
+
+
+class RunOptions(Section, name="run"):
+    """Seed, device, dtype and threads of a run."""
+
+    seed: Count = option(0, "seed of all random generators")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto, cpu or cuda")
+    precision: Literal["auto", "fp32", "bf16"] = option(
+        "auto",
+        "auto (bf16 if the processor supports it natively, else fp32; with AMX fp32 up to a width of 128), fp32, "
+        "or bf16",
+    )
+    threads: Size | Literal["auto"] = option(
+        "auto",
+        "CPU threads of a trainer and of a builder; auto: OMP_NUM_THREADS, or the CPUs of the process (8 at most; "
+        "1 for narrow encoders without AMX); the number affects rounding, a resumed stage keeps its own",
+    )
+
+
+class BertOptions(Section, name="bert"):
+    """Shape of a new encoder; positions and dropout of any encoder."""
+
+    vocabulary: Size = option(2400, "maximum size of the vocabulary; for small", paper="30522")
+    width: Size = option(128, "for small", paper="768")
+    layers: Size = option(2, "for small", paper="12")
+    heads: Size = option(4, "for small", paper="12")
+    intermediate: Size = option(512, "for small", paper="3072")
+    positions: Size = option(512, "for small", paper="512")
+    dropout: Share = option(
+        0.0, "for any encoder; takes a third of a step on a CPU; see also finetune.reader_dropout", paper="0.1"
+    )
+
+
+class Sample(Section, name="sample"):
+    """Size and splits of the generated sample corpus."""
+
+    seed: Count = option(0, "seed of the generated world")
+    subjects: Annotated[int, Field(ge=60, le=800)] = option(300, "entities; 300 give about 2,300 documents")
+    warmup_worlds: Size = option(4, "number of other worlds, for the reader's warm-up text (warmup.jsonl.gz)")
+    test_share: PositiveShare = option(0.37, "share of the subjects in test questions")
+    dev_share: PositiveShare = option(0.21, "share of the subjects in dev questions")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (shares := self.test_share + self.dev_share) >= 1:
+            raise ValueError(
+                f"sample.test_share + sample.dev_share is {shares}; it must be below 1 to leave subjects for training"
+            )
+        return self
+
+
+class SnapshotOptions(Section, name="snapshot"):
+    """Documents, and how they are split into passages."""
+
+    documents: str = option("data/sample/corpus.jsonl.gz", "a file, a folder, or hf:NAME for a dataset on the hub")
+    format: str = option("auto", "auto (by file name and first bytes), or a format of docs/data.md")
+    warmup: str = option("data/sample/warmup.jsonl.gz", "text for the reader's warm-up")
+    use_warmup: bool = option(True, "false: the reader's warm-up uses the documents")
+    block_wordpieces: Size = option(
+        48, "maximum length of a passage: title, text and 3 special wordpieces", paper="288"
+    )
+    language: str = option("en", "a code such as de, or auto: detected for each document")
+    whole_documents: bool = option(False, "true: a document is one passage, truncated to its maximum length")
+    wikipedia_titles: bool = option(
+        False, 'drop "List of", "Index of", "Outline of" and "(disambiguation)"', paper="true"
+    )
+    broken_share: Share = option(
+        0.01, "fraction of broken records above which the stage fails; rejects.jsonl lists them"
+    )
+    workers: Size = option(1, "processes that read and tokenise; the result does not depend on it")
+
+
+class QuestionFiles(Section, name="questions"):
+    """Question files of the three splits and their format."""
+
+    train: str = option("data/sample/questions.train.jsonl.gz", "JSON lines or another format, optionally gzipped")
+    dev: str = option(
+        "data/sample/questions.dev.jsonl.gz",
+        "for evaluation during training, and to fit the weight of BM25 and, on at least 20 questions of people, "
+        "the confidence",
+    )
+    test: str = option("data/sample/questions.test.jsonl.gz", "only read by evaluate")
+    format: Literal["auto", "jsonl", "json", "curatedtrec", "dpr", "csv"] = option(
+        "auto", "auto (by content), jsonl, json (one list or object), curatedtrec, dpr or csv"
+    )
+
+
+class Tag(Section, name="tag"):
+    """Salient span tagging, and the training of the tagger."""
+
+    method: Literal["tagger", "phrases", "given", "dates"] = option(
+        "tagger",
+        "tagger (trained by the stage), phrases (names by capitals or recurrence, and numbers), dates, or given "
+        "(spans in the documents)",
+    )
+    train: str = option("data/sample/ner.train.conll", "CoNLL format: token in the first column, tag in the last")
+    dev: str = option("data/sample/ner.dev.conll", "sentences for evaluating the tagger (seqeval's F1)")
+    dates: bool = option(True, "also dates, by regular expression", paper="true")
+    steps: Count = option(300, "training steps of the tagger")
+    batch_size: Size = option(32, "sentences")
+    learning_rate: PositiveAmount = option(0.0005, "BERT for fine-tuning: 5e-5")
+    hidden: Share = option(0.3, "fraction of wordpieces masked in training, against memorising names")
+    wordpieces: Size = option(96, "maximum length of a sentence; longer ones are truncated")
+
+
+class RetrieverOptions(Section, name="retriever"):
+    """Encoder and architecture of the retriever: tower, pooling, projection, head."""
+
+    init: str = option(
+        "small",
+        "encoder of retriever, reader and tagger, with its tokenizer: small (trained from scratch, with the shape "
+        "of section bert), a folder, or a name on the hub",
+        paper="BERT-base, uncased",
+    )
+    tower: Literal["bert", "bag"] = option(
+        "bert", "bert, or bag (sum of word vectors; needs head: cosine)", paper="bert"
+    )
+    pooling: Literal["auto", "cls", "mean", "last"] = option(
+        "auto",
+        "cls, mean (over all wordpieces), last, or auto: as in the folder of a sentence encoder "
+        "(1_Pooling/config.json), else cls",
+        paper="cls",
+    )
+    projection: Literal["orthogonal", "identity", "pca", "random", "first"] = option(
+        "orthogonal",
+        "initialisation of W: orthogonal, random (Gaussian), pca (of the passages), identity (no W), or first "
+        "(leading dimensions, for Matryoshka encoders)",
+        paper="not specified",
+    )
+    embedding_width: Count = option(128, "0: width of the encoder; for a bag 384 is suitable", paper="128")
+    head: Literal["paper", "release", "normalised", "cosine"] = option(
+        "normalised",
+        "paper (W times CLS), release (pooler, dense, LayerNorm), normalised (paper's with LayerNorm, / sqrt of "
+        "width) or cosine",
+    )
+    temperature: PositiveAmount = option(0.05, "f(x, z) = cosine / temperature, for head: cosine", paper="not used")
+    segments: Literal["auto", "one", "two"] = option(
+        "auto", "two (title 0, body 1), one (all 0), or auto: one for a sentence encoder, else two", paper="two"
+    )
+    document_vectors: Size = option(
+        1, "vectors per passage, scored by the nearest (the index grows in proportion); needs pooling: mean", paper="1"
+    )
+    share_embedders: bool = option(True, "one tower for queries and documents", paper="not specified, release: true")
+    hybrid: bool = option(False, "f(x, z) combines BM25 and embeddings, with fitted weights", paper="false")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        head, width, vectors, projection = self.head, self.embedding_width, self.document_vectors, self.projection
+        if self.tower == "bag":
+            bag = "retriever.tower is bag and retriever"
+            if head != "cosine":
+                raise ValueError(f"{bag}.head is {head}: a bag's vectors have unit length; set retriever.head=cosine")
+            if not width:
+                raise ValueError(
+                    f"{bag}.embedding_width is 0: a bag has no encoder to take the width from; set "
+                    "retriever.embedding_width=384"
+                )
+            if vectors > 1:
+                raise ValueError(
+                    f"{bag}.document_vectors is {vectors}: a bag has one vector per passage; set "
+                    "retriever.document_vectors=1, or retriever.tower=bert"
+                )
+            return self
+        self.check_vectors(self.pooling)
+        if head == "release" and (self.pooling in ("mean", "last") or projection in ("identity", "pca", "first")):
+            raise ValueError(
+                f"retriever.head is release, with retriever.pooling={self.pooling} and retriever.projection="
+                f"{projection}: the released code has a dense layer after BERT's pooler, which reads [CLS]; set "
+                "retriever.pooling=cls and retriever.projection=orthogonal, or another retriever.head"
+            )
+        return self
+
+    def check_vectors(self, pooling: str) -> None:
+        """Raise ValueError if this pooling, the encoder's for ``auto``, does not give ``document_vectors``."""
+        if self.document_vectors > 1 and pooling in ("cls", "last"):
+            source = "[CLS]" if pooling == "cls" else "the last wordpiece"
+            raise ValueError(
+                f"retriever.document_vectors is {self.document_vectors}, and retriever.pooling={self.pooling} gives "
+                f"one vector, that of {source}; set retriever.pooling=mean, or retriever.document_vectors=1"
+            )
+
+    def check_width(self, encoder_width: int) -> None:
+        """Raise ValueError if the projection of vectors of this width does not give ``embedding_width``."""
+        width, projection = self.embedding_width, self.projection
+        if projection == "identity" and width not in (0, encoder_width):
+            raise ValueError(
+                f"retriever.projection is identity, which keeps the encoder's width of {encoder_width}, and "
+                f"retriever.embedding_width is {width}; set retriever.embedding_width=0, or another "
+                "retriever.projection"
+            )
+        if projection in ("first", "pca") and width > encoder_width:
+            limit = f"{encoder_width} numbers" if projection == "first" else f"no more than {encoder_width} components"
+            raise ValueError(
+                f"retriever.projection is {projection}, and retriever.embedding_width is {width}: the encoder's "
+                f"vectors have {limit}; set retriever.embedding_width={encoder_width} or less"
+            )
+
+
+class ReaderOptions(Section, name="reader"):
+    """Architecture and initialisation of the reader."""
+
+    init: str = option(
+        "encoder",
+        "encoder (initialised as retriever.init and trained), a published reader of spans (a folder or a name on "
+        "the hub of transformers' AutoModelForQuestionAnswering), or none (search without answers)",
+    )
+    copies: bool = option(True, "copy masked words from the passage (pointer with a learned gate)", paper="false")
+    apart: bool = option(
+        True,
+        "encode sentence and passage separately (late interaction), so that all passages of a batch are "
+        "candidates of each sentence; needs copies",
+        paper="false",
+    )
+    matches: bool = option(
+        True,
+        "lexical features of the passage's wordpieces: whether in x, rarity, distance to words of x, word shape "
+        "(with apart: only in fine-tuning)",
+        paper="false",
+    )
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the reader is a published one of answer spans."""
+        return self.init not in (ENCODER, NO_READER)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.apart and not self.copies:
+            raise ValueError(
+                "reader.apart is true and reader.copies is false: a reader that encodes x and z apart needs the copy "
+                "head; set reader.copies=true, or reader.apart=false"
+            )
+        return self
+
+
+class IndexOptions(Section, name="index"):
+    """Search of pretrain and finetune; types other than exact choose candidates with FAISS."""
+
+    type: Literal["auto", "exact", "ivf", "hnsw", "pq"] = option(
+        "auto", "auto, exact, ivf, hnsw or pq; docs/operate.md explains them"
+    )
+    target_recall: PositiveShare = option(0.95, "required recall of the exact top k")
+
+
+class Ict(Section, name="ict"):
+    """Warm start of the retriever (inverse cloze task) and the reader (masked words)."""
+
+    task: Literal["cloze", "crop"] = option(
+        "cloze", "cloze (the query is a sentence) or crop (several spans of 4 to 16 words)", paper="cloze"
+    )
+    crops: Size = option(3, "for task: crop; number per passage")
+    steps: Count = option(60, "maximum training steps of the retriever", paper="100000")
+    epochs: Amount = option(
+        10, "limits steps and reader_steps to this number of epochs over the passages; 0: no limit", paper="31"
+    )
+    batch_size: Size = option(32, "passages", paper="4096")
+    learning_rate: PositiveAmount = option(0.0005, paper="1e-4")
+    query_wordpieces: Size = option(64, paper="64")
+    removal: Share = option(0.9, "probability that a query is removed from its passage", paper="0.9")
+    neighbours: Size = option(4, "consecutive passages in a batch, as hard negatives")
+    reader_steps: Count = option(
+        600, "maximum training steps of the reader on masked warm-up text", paper="BERT's pre-training"
+    )
+    reader_batch_size: Size = option(32, "pairs of sentence and passage")
+    reader_learning_rate: PositiveAmount = option(0.0005, "BERT: 1e-4")
+    reader_wordpieces: Size = option(128, "of x and the text of z together", paper="512")
+    reader_random_masks: Share = option(0.15, "fraction of wordpieces of x masked in addition to the salient span")
+    gradient_checkpointing: bool = option(
+        False, "for the retriever: less memory, same weights, steps up to 70 % longer"
+    )
+    checkpoint_every: Size = option(100, "steps; a killed stage resumes from the last one")
+
+
+class Pretrain(Section, name="pretrain"):
+    """REALM pre-training, index refresh and staleness."""
+
+    steps: Count = option(300, "training steps; 0: keep the models of ict and measure nothing", paper="200000")
+    batch_size: Size = option(16, "masked sentences", paper="512")
+    candidates: Size = option(8, "candidate passages per sentence, including the null document", paper="8")
+    retriever_learning_rate: PositiveAmount = option(0.0002, paper="3e-5")
+    reader_learning_rate: PositiveAmount = option(0.0005, paper="3e-5")
+    retriever_delay: Count = option(50, "initial steps that train only the reader", paper="0")
+    query_wordpieces: Size = option(96, paper="96")
+    reader_wordpieces: Size = option(128, "of x and the text of z together", paper="384")
+    examples: Literal["corpus", "warmup"] = option(
+        "corpus", "source of the masked sentences: corpus or warmup", paper="both"
+    )
+    masking: Literal["salient", "recurring", "random_token", "random_span", "matched_span"] = option(
+        "salient",
+        "salient, recurring (salient, and in another passage too), random_token, random_span or matched_span",
+        paper="salient",
+    )
+    max_masks: Size = option(10, "maximum masked wordpieces per example; release: 10")
+    marginal: Literal["joint", "per_token"] = option(
+        "joint", "marginalisation of p(y|x) over passages: joint (paper, equation 1) or per_token (release)"
+    )
+    null_document: bool = option(True, "an empty passage among the candidates", paper="true")
+    exclude_trivial: bool = option(True, "exclude the passage of x, and every passage that contains x", paper="true")
+    crop_weight: Amount = option(0.0, "weight in the loss of the inverse cloze task on crops", paper="0")
+    refresh_every: Size = option(25, "steps between index refreshes, each with a checkpoint", paper="about 500")
+    lag: Count = option(12, "steps from publishing weights to adopting their index (adopt: fixed_lag)")
+    adopt: Literal["fixed_lag", "as_soon_as_ready"] = option(
+        "fixed_lag", "fixed_lag (reproducible) or as_soon_as_ready (clusters)"
+    )
+    query_encoder: Literal["snapshot", "fresh"] = option(
+        "snapshot", "weights that embed x for the search: snapshot (those of the index) or fresh; release: snapshot"
+    )
+    max_staleness_steps: Size = option(5000, "maximum age of the index in steps; beyond it on_stale applies")
+    on_stale: Literal["wait", "warn", "continue"] = option("wait", "action for an older index: wait, warn or continue")
+    builder: Literal["child", "external"] = option("child", "child (the stage starts the index builder) or external")
+    builder_timeout: PositiveAmount = option(900, "timeout in seconds for an index")
+    exchange: str = option("auto", "folder shared with the builder; auto: in the work folder of the stage")
+    shard_rows: Size = option(512, "passages per shard that a builder commits")
+    staleness_queries: Count = option(
+        64, "queries for measuring the fraction of the top k that a fresh index would change; 0: off"
+    )
+    collapse_share: Share = option(0.9, "warn if the null document or one passage has more of p(z|x) than this")
+    masked_sentences: Count = option(
+        400, "held out (at most a tenth, and 1,000) to select the best checkpoint at each new index"
+    )
+    gradient_checkpointing: bool = option(False, "less memory, same weights, steps up to 40 % longer")
+
+    @property
+    def documents(self) -> int:
+        """Number of candidate passages per example, without the null document."""
+        return self.candidates - int(self.null_document)
+
+
+class Finetune(Section, name="finetune"):
+    """Fine-tuning of retriever and reader on questions."""
+
+    retriever: Literal["pretrain", "ict", "bm25", "tfidf", "graph", "path"] = option(
+        "pretrain",
+        "pretrain, ict (the ORQA baseline), path (learned paths over links), or without training: bm25, tfidf, graph",
+    )
+    reader: Literal["pretrain", "ict", "t5"] = option("pretrain", "pretrain, ict, or t5 (closed-book, see closed_book)")
+    span_loss: Literal["marginal", "hard_em", "per_passage"] = option(
+        "marginal", "marginal (paper), hard_em (only the most likely correct span) or per_passage (DrQA)"
+    )
+    retriever_training: Literal["queries", "passages"] = option(
+        "queries",
+        "queries (train the query tower: together with a reader of masked words, otherwise alone) or passages "
+        "(first train the whole retriever, in batches)",
+        paper="queries",
+    )
+    retriever_epochs: Amount = option(
+        2,
+        "for passages: epochs over the passages that answer training questions; for queries, unless reader.init "
+        "is encoder: over the questions; 0: none",
+    )
+    retriever_batch_size: Size = option(32, "batch size of retriever_epochs, in passages or questions")
+    retriever_refresh_every: Count = option(
+        0, "for passages: steps between refreshes of the hard negatives; 0: none", paper="0"
+    )
+    reader_training: Literal["passages", "windows"] = option(
+        "passages",
+        "passages (whole, as retrieved) or windows (one with the answer, later also one without it; always for a "
+        "published reader)",
+        paper="passages",
+    )
+    epochs: Amount = option(4, "over the training questions, may be fractional", paper="60 (WebQuestions)")
+    batch_size: Size = option(4, "questions", paper="1")
+    retriever_learning_rate: PositiveAmount = option(0.0001, paper="1e-5")
+    reader_learning_rate: PositiveAmount = option(0.00025, paper="1e-5")
+    span_learning_rate: PositiveAmount = option(0.001, "for windows: learning rate of the span head")
+    reader_dropout: Share = option(0.0, "dropout of the reader in fine-tuning, instead of bert.dropout", paper="0.1")
+    freeze_words: bool = option(
+        False, "freeze the reader's word embeddings: faster, for a pre-trained encoder", paper="false"
+    )
+    retriever_candidates: Size = option(5000, "passages in the early retriever loss", paper="5000")
+    reader_candidates: Size = option(5, "passages that the reader reads", paper="5")
+    query_wordpieces: Size = option(64, paper="64")
+    reader_wordpieces: Size = option(128, paper="320")
+    answer_wordpieces: Size = option(10, "maximum length of an answer span", paper="10")
+    decoding: Literal["best_span", "minimum_risk"] = option(
+        "best_span",
+        "best_span (highest score) or minimum_risk (among the top 20, the highest expected exact match and F1)",
+        paper="best_span",
+    )
+    span_width: Size = option(256, "hidden width of the span head", paper="256")
+    wanted_precision: Share = option(
+        0.8, "abstain below the confidence that reaches this precision on dev questions of people", paper="not used"
+    )
+    checkpoint_every: Size = option(100, "steps")
+
+    @property
+    def reads_passages(self) -> bool:
+        """Whether the reader answers from retrieved passages rather than from its weights alone."""
+        return self.reader not in CLOSED_BOOK
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.reader_wordpieces <= self.query_wordpieces + 1:
+            raise ValueError(
+                f"finetune.reader_wordpieces is {self.reader_wordpieces}, which leaves no room for a passage after a "
+                f"question of finetune.query_wordpieces={self.query_wordpieces}; raise finetune.reader_wordpieces"
+            )
+        return self
+
+
+class ClosedBookOptions(Section, name="closed_book"):
+    """Closed-book baseline, for finetune.reader: t5."""
+
+    init: str = option("small", "small (from scratch, with the reader's shape), a folder, or a name on the hub")
+    steps: Count = option(600, "steps of span corruption over the passages, for small; T5: 2^19")
+    batch_size: Size = option(32, "passages or questions")
+    learning_rate: PositiveAmount = option(0.001, "T5 for fine-tuning: 1e-3")
+    epochs: Amount = option(20, "over the training questions")
+    passage_wordpieces: Annotated[Size, Field(ge=8)] = option(64, "length of the corrupted title and text")
+    question_wordpieces: Annotated[Size, Field(ge=2)] = option(64, "maximum length of a question")
+    answer_wordpieces: Annotated[Size, Field(ge=2)] = option(16, "maximum length of an answer")
+    checkpoint_every: Size = option(100, "steps")
+
+
+class Optimiser(Section, name="optimiser"):
+    """Adam and the learning rate schedule."""
+
+    weight_decay: Amount = option(0.01, "except for LayerNorm and biases", paper="0.01")
+    bias_correction: bool = option(False, "bias correction of Adam", paper="false")
+    clip: PositiveAmount = option(1.0, "maximum global norm of the gradients", paper="1.0")
+    ramp_share: Share = option(
+        0.1, "warm-up of the learning rate as a fraction of steps; between ramp_min and 10000 steps", paper="0.1"
+    )
+    ramp_min: Count = option(10, "steps", paper="100")
+
+
+class Evaluate(Section, name="evaluate"):
+    """Bootstrap intervals and baselines of the evaluation."""
+
+    bootstrap: Count = option(1000, "bootstrap resamples for the 95 % intervals over questions")
+    bm25: bool = option(True, "also evaluate baselines: BM25, the reader over BM25's passages, a rule without training")
+
+
+class Inputs(Section, name="inputs"):
+    """Store of uploaded inputs."""
+
+    store: str = option(
+        "",
+        "address where submit and upload put local inputs, such as s3://bucket/prefix; credentials come from the "
+        "environment",
+    )
+
+
+class Tracking(Section, name="tracking"):
+    """MLflow tracking."""
+
+    enabled: bool = option(True, "MLflow: .realmops/mlflow/mlflow.db under the root, or MLFLOW_TRACKING_URI")
+    experiment: str = option("realmops", "experiment in MLflow; MLFLOW_EXPERIMENT_NAME takes precedence")
+
+
+class Options(BaseModel):
+    """All options by section, in the order of docs/options.md."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    run: RunOptions = RunOptions()
+    bert: BertOptions = BertOptions()
+    sample: Sample = Sample()
+    snapshot: SnapshotOptions = SnapshotOptions()
+    questions: QuestionFiles = QuestionFiles()
+    tag: Tag = Tag()
+    retriever: RetrieverOptions = RetrieverOptions()
+    reader: ReaderOptions = ReaderOptions()
+    index: IndexOptions = IndexOptions()
+    ict: Ict = Ict()
+    pretrain: Pretrain = Pretrain()
+    finetune: Finetune = Finetune()
+    closed_book: ClosedBookOptions = ClosedBookOptions()
+    optimiser: Optimiser = Optimiser()
+    evaluate: Evaluate = Evaluate()
+    inputs: Inputs = Inputs()
+    tracking: Tracking = Tracking()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Check the constraints between sections."""
+        bert, limits = self.bert, ("block_wordpieces", "wordpieces", "query_wordpieces", "reader_wordpieces")
+        for (section, options), key in product(self, limits):
+            if (length := getattr(options, key, 0)) > bert.positions:
+                raise ValueError(
+                    f"{section}.{key} is {length}, above the encoder's bert.positions={bert.positions}; lower "
+                    f"{section}.{key} or raise bert.positions"
+                )
+        if self.retriever.init == "small":
+            if bert.width % bert.heads:
+                raise ValueError(f"bert.width is {bert.width}; it must be a multiple of bert.heads={bert.heads}")
+            if self.retriever.tower != "bag":
+                self.retriever.check_width(bert.width)
+        if self.reader.is_published and (self.pretrain.steps or self.ict.reader_steps):
+            raise ValueError(
+                f"reader.init is {self.reader.init}, a reader of answer spans, with pretrain.steps="
+                f"{self.pretrain.steps} and ict.reader_steps={self.ict.reader_steps}: REALM trains with a reader that "
+                "predicts masked words, which a published reader does not; set pretrain.steps=0 and "
+                "ict.reader_steps=0 (preset reader), or reader.init=encoder"
+            )
+        return self
+
+
+SECTIONS: dict[str, type[Section]] = {name: type(section) for name, section in Options()}
