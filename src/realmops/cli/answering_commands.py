@@ -145,7 +145,6 @@ def mcp(root: Path, model: str | None, http: bool, port: int) -> None:
 @click.argument("documents", type=option.PATH, required=False)
 @option.existing_root
 @click.option("--format", default="auto", metavar="NAME", help="The format of the documents, as in snapshot.format.")
-@option.file("--boxes", metavar="FILE", help="Write the bounding boxes of quotations in PDF pages, as JSON lines.")
 def verify(answers: Path | None, documents: Path | None, root: Path, **options: Any) -> Iterator[str]:
     """Check quotations against their sources, or the files of a run.
 

@@ -1,6 +1,5 @@
 """``realmops verify``: check that every quotation is at its position in its source document."""
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,8 +9,6 @@ from typing import Any
 from realmops.corpus.ingest import iter_batches, parse_records
 from realmops.corpus.snapshot_reader import document_name
 from realmops.readers.documents import Document, check_text, read_json_lines
-from realmops.readers.paged import PDF
-from realmops.readers.pdf import bounding_boxes as boxes_of
 from realmops.readers.sources import list_sources
 
 Progress = Callable[[int], None]
@@ -38,19 +35,11 @@ class Verdict:
     problems: list[str]
 
 
-def verify(
-    answers: Path,
-    documents: Path,
-    format: str,
-    progress: Callable[[str, int, str], Progress],
-    boxes: Path | None = None,
-) -> Verdict:
+def verify(answers: Path, documents: Path, format: str, progress: Callable[[str, int, str], Progress]) -> Verdict:
     """Check the citations and passages of answers, records of ``realmops ask --json`` and ``POST /v1/answer``.
 
     Documents are streamed as by the stage ``snapshot``; the quotations of all answers are in memory. An answer, unless
     abstained, must equal the quote of its first citation.
-
-    ``boxes`` is a file to write with the bounding boxes of quotations from PDF, one JSON line each, with the page.
 
     Raises:
         ValueError: a line of ``answers`` is not an answer record.
@@ -67,31 +56,17 @@ def verify(
     if not count:
         raise ValueError(f"{answers} has no answers; write some with 'realmops ask --json'")
     files = list_sources(documents, format)
-    box_lines: list[str] = []
     bar = progress("documents", sum(source.size for source in files), "B")
     document_count = len(by_document)
     for source in files:
         for batch in iter_batches([source]):
             for outcome in parse_records([(source.format.name, records) for _, records in batch]):
                 if isinstance(outcome, Document):  # of several documents with one id the first counts
-                    quoted = by_document.pop(document_name(outcome), [])
-                    problems += _check_quotations(quoted, outcome)
-                    if boxes and source.format.name == PDF:
-                        box_lines += _boxes(quoted, outcome)
+                    problems += _check_quotations(by_document.pop(document_name(outcome), []), outcome)
         bar(source.size)
     for missing in by_document.values():
         problems += [f"{quotation.place}: {documents} has no document {quotation.document}" for quotation in missing]
-    if boxes:
-        boxes.write_text("".join(box_lines), encoding="utf-8")
     return Verdict(count, quotations, document_count, problems)
-
-
-def _boxes(quotations: list[Quotation], document: Document) -> Iterator[str]:
-    for quote in quotations:
-        if document.text[quote.start : quote.end] == quote.text:
-            span = {"quotation": quote.place, "document_id": quote.document, "start": quote.start, "end": quote.end}
-            for page, box in boxes_of(Path(document.place), quote.start, quote.end):
-                yield f"{json.dumps({**span, 'page': page, 'box': [round(edge, 2) for edge in box]})}\n"
 
 
 def _records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

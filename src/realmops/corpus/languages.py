@@ -1,4 +1,4 @@
-"""Languages: their properties (``load_languages.yaml``), language detection and word segmentation.
+"""Languages: their properties (``languages.yaml``), language detection and word segmentation.
 
 Detection uses py3langid, which needs no network. Among the languages of a corpus it misclassifies 5 of the 5,793
 questions of XQuAD and SQuAD in five languages, each below ``_CONFIDENT``, and none of 1,174 paragraphs.

@@ -26,7 +26,7 @@ def choose_mask_positions(
     ``salient`` is (start, end) of the salient span; ``is_continuation`` is bool [t], whether each wordpiece of the
     sentence continues a word. Schemes:
 
-    - ``salient`` and ``is_recurring``: the wordpieces ``salient[0]`` to ``salient[1]``, end exclusive (REALM).
+    - ``salient`` and ``recurring``: the wordpieces ``salient[0]`` to ``salient[1]``, end exclusive (REALM).
     - ``random_token``: 15 % of the wordpieces, drawn independently (BERT).
     - ``random_span``: spans of whole words with geometric length, p = 0.2, at most 10 words, until 15 %
       are masked (SpanBERT).

@@ -210,7 +210,7 @@ class Encoder(nn.Module):
         return other if bool(error < _FP16_TOLERANCE) else None
 
     def describe(self) -> dict[str, Any]:
-        """Return the configuration as JSON, for :func:`described_encoder`."""
+        """Return the configuration as JSON, for :func:`~realmops.model.encoder_files.encoder_from_description`."""
         values = json.loads(self.model.config.to_json_string(use_diff=False))
         return {"packs": self.packs, "config": {k: value for k, value in values.items() if k not in _NOT_SHAPE}}
 

@@ -1,18 +1,13 @@
-"""PDF by pypdfium2: the text of each page as printed, with the values of forms, and its places on the page."""
+"""PDF by pypdfium2: the text of each page as printed, with the values of forms."""
 
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
-from realmops.compressed import open_raw
-from realmops.readers.contents import PARAGRAPH, Contents, UnreadableError, check_remaining
+from realmops.readers.contents import Contents, UnreadableError, check_remaining
 from realmops.readers.documents import LINE_LIMIT
-
-Box = tuple[float, float, float, float]  # left, bottom, right, top: points from the lower left corner of the page
 
 # PDFium writes U+FFFE for a hyphen at a line end, with the line break; other signs than - keep theirs.
 _REMOVED = re.compile("\r(?=\n)|\0|(?P<hyphen>\ufffe|(?<=\\w)[\xad\u2010]\r\n(?=\\w))")
@@ -39,7 +34,7 @@ def read_pdf(data: bytes) -> Contents:
 
     def texts() -> Iterator[str]:
         with document:
-            printed = [text for _, text in _pages(document, omitted)]
+            printed = [*_pages(document, omitted)]
             words = _whole_words(printed)
             for text in printed:
                 yield _REMOVED.sub(lambda match: "-" * _keeps_hyphen(match, words), text)
@@ -47,8 +42,8 @@ def read_pdf(data: bytes) -> Contents:
     return Contents(document.get_metadata_value("Title"), texts(), omitted)
 
 
-def _pages(document: Any, omitted: Counter[str]) -> Iterator[tuple[Any, str]]:
-    """Yield the text of each page with its characters, forms' values and other text of annotations last."""
+def _pages(document: Any, omitted: Counter[str]) -> Iterator[str]:
+    """Yield the text of each page, forms' values and other text of annotations last."""
     import pypdfium2.raw as pdfium
 
     remaining = LINE_LIMIT
@@ -73,11 +68,10 @@ def _pages(document: Any, omitted: Counter[str]) -> Iterator[tuple[Any, str]]:
             page.flatten()
             page.close()
             page = document[number]  # the annotations are part of its content now
-        characters = page.get_textpage()
-        text = characters.get_text_range()
+        text = page.get_textpage().get_text_range()
         remaining -= len(text)
         check_remaining(remaining)
-        yield characters, text
+        yield text
         page.close()
 
 
@@ -113,39 +107,3 @@ def _keeps_hyphen(match: re.Match[str], words: set[str]) -> bool:
     if f"{left}-{right}" in words or (left in _FIRST_WORDS and len(right) > _SUFFIX):
         return True
     return "-" in left + right and left.rpartition("-")[2] in words
-
-
-def bounding_boxes(path: Path, start: int, end: int) -> Iterator[tuple[int, Box]]:
-    """Yield the bounding boxes of the characters ``start`` to ``end`` of a PDF's text.
-
-    A snapshot does not store them: locating a few citations costs less than recording every character.
-
-    Yields:
-        (page number from 1, box), at least one for each line.
-    """
-    import pypdfium2
-
-    with open_raw(path) as file, pypdfium2.PdfDocument(file.read()) as document:
-        document.init_forms()
-        words = _whole_words([text for _, text in _pages(document, Counter())])
-        page_start = 0  # in characters of the document's text
-        for number, (characters, text) in enumerate(_pages(document, Counter()), start=1):
-            units = [*accumulate((len(c.encode("utf-16-le", "surrogatepass")) // 2 for c in text), initial=0)]
-            removed = {
-                position
-                for match in _REMOVED.finditer(text)
-                for position in range(match.start() + _keeps_hyphen(match, words), match.end())
-            }
-            positions = [position for position in range(len(text)) if position not in removed]
-            remaining = "".join(text[position] for position in positions)
-            first = len(remaining) - len(remaining.lstrip())
-            positions = positions[first : first + len(remaining.strip())]
-            cited = positions[max(0, start - page_start) : max(0, end - page_start)]
-            if cited:
-                character = pypdfium2.raw.FPDFText_GetCharIndexFromTextIndex
-                low, high = (character(characters.raw, units[position]) for position in (cited[0], cited[-1]))
-                for rectangle in range(characters.count_rects(low, high - low + 1)):
-                    yield number, characters.get_rect(rectangle)
-            page_start += len(positions) + len(PARAGRAPH) if positions else 0
-            if page_start >= end:
-                return

@@ -58,7 +58,7 @@ class Files:
         Args:
             path: the file.
             limit: the most bytes that it may have.
-            copied: memory-map a local copy of a large file, if the local disk has room for one (mapped.py).
+            copied: memory-map a local copy of a large file, if the local disk has room for one (``map_file``).
             depth: the number of folders above the file that must not be symbolic links.
 
         Raises:

@@ -136,7 +136,7 @@ class TrainerSide:
             raise FencedError(f"{store.kind} of step {step} exist already under fence {self.fence}, by another trainer")
 
     def check_fence(self) -> None:
-        """Raise Fenced if another trainer has taken over, or if the exchange with this trainer's fence was removed."""
+        """Raise FencedError if another trainer has taken over, or if the exchange of this fence was removed."""
         if (newest := self.exchange.newest_fence()) > self.fence:
             raise FencedError(f"trainer {newest} has taken over {self.exchange.root} from this one, {self.fence}")
         if newest < self.fence:

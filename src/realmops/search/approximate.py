@@ -2,8 +2,8 @@
 
 The structures are FAISS indexes. They are built from the embeddings on each load, with fixed seeds, and never read from
 disk; ``ivf`` and ``pq`` are placed on the GPU if models are on one and FAISS supports it. Memory-mapped embeddings
-(mapped.py) stay on disk: a structure is trained on a sample of them and adds them in parts, and a search reads those of
-its candidates.
+(``memory_map``) stay on disk: a structure is trained on a sample of them and adds them in parts, and a search reads
+those of its candidates.
 
 Shape suffixes: Q queries, P passages, E embedding width, K results, D candidates.
 """
