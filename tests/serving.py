@@ -9,7 +9,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +16,16 @@ import forked
 import small_project
 import yaml
 from fastapi.testclient import TestClient
-from forked import Forked, run_code
+from forked import Forked
 
 from realmops.answering.confidence import OWN_QUESTIONS, Confidence
 from realmops.config import merge_options
 from realmops.serve.app import make_app
 from realmops.serve.batching import RequestBatcher
-from realmops.serve.guard import Limits
 from realmops.serve.metrics import Metrics
 from realmops.serve.model_watcher import ModelWatcher
 from realmops.serve.served_model import RunFolder, ServedModel
 
-LIMITED = """
-import json, sys
-from pathlib import Path
-from realmops.serve.guard import Limits
-from realmops.serve.served_model import model_source
-from realmops.serve.server import serve
-def log(text):
-    print(text, file=sys.stderr, flush=True)
-limits = Limits(**json.loads(sys.argv[2]))
-serve(model_source(Path(sys.argv[1]), None), host="127.0.0.1", port=0, token=None, every=60, log=log, limits=limits)
-"""  # a server with limits that no option names
 QUESTION = "Where did Jon Vik build ships?"
 
 
@@ -79,10 +66,10 @@ def watching(
 
 
 @contextmanager
-def client_of(root: Path, limits: Limits, source: Any = None, **options: Any) -> Iterator[TestClient]:
+def client_of(root: Path, source: Any = None, **options: Any) -> Iterator[TestClient]:
     """A client of the server's application in this process, which has ``state`` of its watcher at hand."""
     with watching(source or RunFolder(root)) as (batcher, watcher):
-        app = make_app(batcher, watcher, Metrics(), None, limits)
+        app = make_app(batcher, watcher, Metrics(), None)
         app.state.watcher = watcher
         yield TestClient(app, **options)
 
@@ -150,17 +137,13 @@ class Served:
 
 
 @contextmanager
-def served(
-    root: Path, *options: str, limits: dict[str, float] | None = None, starts: bool = False, **variables: str
-) -> Iterator[Served]:
+def served(root: Path, *options: str, starts: bool = False, **variables: str) -> Iterator[Served]:
     """A process of ``realmops serve``, which starts as a user's, or is forked."""
     words = ["serve", "--root", str(root), "--port", "0", "--every", "0.1", *options]
     environment = {**os.environ, **variables}
     process: subprocess.Popen[str] | Forked
     if starts:
         process = subprocess.Popen(small_project.command(*words), stderr=subprocess.PIPE, text=True, env=environment)
-    elif limits is not None:
-        process = Forked(partial(run_code, LIMITED, [str(root), json.dumps(limits)]), env=environment)
     else:
         process = forked.realmops(*words, env=environment)
     try:

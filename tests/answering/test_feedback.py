@@ -27,7 +27,7 @@ from realmops.answering.feedback import (
 from realmops.answering.own_questions import Label, save_labels
 from realmops.questions.question_sets import read_questions
 from realmops.serve.app import make_app
-from realmops.serve.guard import COOKIE, Limits, Token
+from realmops.serve.guard import COOKIE, Token
 from realmops.serve.metrics import Metrics
 from realmops.serve.page import feedback_address
 from realmops.tracking import feedback_log as sending
@@ -48,7 +48,7 @@ def client(root: Path, token: str | None = None) -> TestClient:
     """The routes over no model: none of these asks it."""
     watcher: Any = SimpleNamespace(source=SimpleNamespace(root=root, name="realmops"))
     batcher: Any = SimpleNamespace()
-    return TestClient(make_app(batcher, watcher, Metrics(), token, Limits()), follow_redirects=False)
+    return TestClient(make_app(batcher, watcher, Metrics(), token), follow_redirects=False)
 
 
 def said(root: Path) -> list[tuple[str, str, bool, str, str]]:

@@ -550,7 +550,6 @@ def test_every_route_of_a_promoted_model_answers(
     from serving import QUESTION, client_of, every_call, tuned
 
     from realmops import Answerer, Searcher
-    from realmops.serve.guard import Limits
     from realmops.serve.mcp import build_mcp_server
     from realmops.serve.served_model import RegisteredChampion
 
@@ -564,7 +563,7 @@ def test_every_route_of_a_promoted_model_answers(
         shutil.rmtree(mine / "root" / folder, ignore_errors=copy)
     model, has_embeddings = f"models:/{name}@champion", retriever == "pretrain"
     origin = RegisteredChampion(model, mine / "root")
-    with client_of(mine / "root", Limits(), origin) as client:
+    with client_of(mine / "root", origin) as client:
         for call, reply in every_call(client):
             refused = not has_embeddings and '"by": "embeddings"' in call
             assert reply.status_code == (422 if refused else 200), (call, reply.text)

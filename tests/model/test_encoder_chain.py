@@ -21,7 +21,6 @@ from small_encoders import DECODERS, FAMILIES, write_encoder
 from small_project import QUESTIONS, builder_beside, cli, stage, stopped_at, toy_values, write_project
 
 from realmops.search.embed import embed, query_sequences, text_queries
-from realmops.serve.guard import Limits
 from realmops.stages.open_run import open_run
 from realmops.train import loop
 
@@ -89,7 +88,7 @@ def test_a_folder_of_each_family_goes_through_all(family: str, tmp_path: Path) -
     for file in files:
         assert (root / file).read_bytes() == (whole / file).read_bytes(), file
 
-    with client_of(root, Limits()) as client:
+    with client_of(root) as client:
         reply = client.post("/v1/answer", json={"question": "Where was the poet Anna Berg born?"})
     assert reply.status_code == 200
     assert len(reply.json()["passages"]) > 1

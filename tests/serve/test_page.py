@@ -28,7 +28,7 @@ from realmops.answering.confidence import ALWAYS_ABSTAIN, Confidence
 from realmops.answering.feedback import feedback_file, read_feedback
 from realmops.answering.record import answer_record
 from realmops.evaluate.predictions import read_results, write_predictions
-from realmops.serve.guard import COOKIE, Limits, Token
+from realmops.serve.guard import COOKIE, Token
 from realmops.serve.page import percent, source_link
 from realmops.serve.served_model import RunFolder, ServedModel
 
@@ -79,7 +79,7 @@ def held_back(project: Path, confidence: Confidence | None) -> Iterator[Any]:
 
     origin = RunFolder(project / "root")
     batcher = RequestBatcher(ServedModel.of(replace(origin.open(), confidence=confidence)))
-    app = make_app(batcher, ModelWatcher(origin, batcher, None, print), Metrics(), None, Limits())
+    app = make_app(batcher, ModelWatcher(origin, batcher, None, print), Metrics(), None)
     yield TestClient(app)
     batcher.close()
 
@@ -275,7 +275,7 @@ def test_what_was_not_updated_has_no_before(project: Path) -> None:
 def test_documents_of_before_that_cannot_be_opened_cost_no_answer(project: Path, tmp_path: Path) -> None:
     shutil.copytree(project / "root", tmp_path / "root")
     (tmp_path / "root/data/snapshot/corpus/manifest.json").unlink()
-    with client_of(tmp_path / "root", Limits()) as client:
+    with client_of(tmp_path / "root") as client:
         page = lxml.html.fromstring(client.get(f"{ASKED}&before=1").text)
     assert texts(shown(page, "answer"), ".//p[@class='given']")[0]
     assert texts(shown(page, "before"), ".//p") == [

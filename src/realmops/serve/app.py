@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.sse import format_sse_event
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException as StarletteHTTPException
@@ -21,9 +21,9 @@ from realmops.answering.answer import InvalidRequest
 from realmops.answering.opened_model import Query
 from realmops.answering.passage_search import PassageQuery
 from realmops.answering.record import Record
-from realmops.serve import feedback_routes, open_inference, page, reference, search_routes
+from realmops.serve import feedback_routes, open_inference, page, search_routes
 from realmops.serve.batching import Busy, Closed, PendingAnswer, RequestBatcher
-from realmops.serve.guard import QUESTION_LIMIT, QUESTIONS_LIMIT, Guard, Limits, Token, problem
+from realmops.serve.guard import QUESTION_LIMIT, QUESTIONS_LIMIT, Guard, Token, problem
 from realmops.serve.metrics import Metrics
 from realmops.serve.model_watcher import ModelWatcher
 from realmops.serve.served_model import ServedModel
@@ -124,9 +124,7 @@ def without_folders(text: str) -> str:
     return _FOLDERS.sub("", text)
 
 
-def make_app(
-    batcher: RequestBatcher, watcher: ModelWatcher, metrics: Metrics, token: str | None, limits: Limits
-) -> FastAPI:
+def make_app(batcher: RequestBatcher, watcher: ModelWatcher, metrics: Metrics, token: str | None) -> FastAPI:
     """Build the application.
 
     Routes use ``app.state.service``, ``app.state.feedback`` and ``app.state.token``, the token for signing in.
@@ -135,7 +133,6 @@ def make_app(
         title="realmops",
         version=__version__,
         summary="Answers from your documents, every word with its source.",
-        docs_url=None,
         redoc_url=None,
     )
     service = app.state.service = AnswerService(batcher, watcher)
@@ -172,16 +169,12 @@ def make_app(
         metrics.waiting.set(batcher.depth)
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> HTMLResponse:
-        return HTMLResponse(reference.page(app.openapi()))
-
     app.include_router(page.router)
     app.include_router(search_routes.router)
     app.include_router(feedback_routes.router)
     app.include_router(open_inference.router)
     _explain_errors(app)
-    app.add_middleware(Guard, token=app.state.token, metrics=metrics, limits=limits)
+    app.add_middleware(Guard, token=app.state.token, metrics=metrics)
     return app
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import time
-from dataclasses import dataclass
+from contextlib import suppress
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
+from fastapi import HTTPException
 from fastapi.security.utils import get_authorization_scheme_param
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -22,25 +22,13 @@ if TYPE_CHECKING:
 BODY_LIMIT = 1 << 20  # bytes
 QUESTIONS_LIMIT = 64  # per request
 QUESTION_LIMIT = 2000  # characters
-PROBES = ("/health", "/v2/health")
-PUBLIC_PATHS = (*PROBES, "/sign-in")  # probes have no token, and a browser has no cookie before signing in
+PUBLIC_PATHS = ("/health", "/v2/health", "/sign-in")  # of probes, and of browsers before they have a cookie
 PAGE = "/"
 COOKIE_PATHS = (PAGE, "/docs", "/openapi.json")  # GET with the cookie; other routes need the token
 FEEDBACK = "/feedback"  # POST with the cookie
 COOKIE = "realmops"
 SIGNED_IN_SECONDS = 12 * 3600
 FIELDS = 16  # per form
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Time limits of requests and limits of connections, whose sum stays below 1,024 open files."""
-
-    head_seconds: float = 10.0  # to receive a request's head, from the connection or the last response
-    body_seconds: float = 30.0  # to receive its body
-    read_seconds: float = 30.0  # for the client to read the response
-    waiting: int = 512  # connections without a complete request
-    answering: int = 384  # complete requests without a response; probes do not count
 
 
 def problem(path: str, status: int, message: str) -> dict[str, object]:
@@ -88,28 +76,24 @@ class Token:
 
 
 class Guard:
-    """ASGI middleware: checks the token, buffers bodies of up to ``BODY_LIMIT`` bytes, and counts requests.
-
-    The whole body is received before the route is called.
+    """ASGI middleware: checks the token, limits bodies to ``BODY_LIMIT`` bytes, and counts requests.
 
     Args:
         app: the wrapped application.
         token: the required bearer token; None disables authentication. Its cookie is accepted for ``COOKIE_PATHS`` and
             ``FEEDBACK``.
         metrics: receives route, status and seconds of each request.
-        limits: limits of bodies and concurrent requests.
     """
 
-    def __init__(self, app: ASGIApp, token: Token | None, metrics: Metrics, limits: Limits) -> None:
-        self._app, self._token, self._metrics, self._limits = app, token, metrics, limits
-        self._answering = 0
+    def __init__(self, app: ASGIApp, token: Token | None, metrics: Metrics) -> None:
+        self._app, self._token, self._metrics = app, token, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started, status = time.perf_counter(), 500
+        started, status, size = time.perf_counter(), 500, 0
 
         async def record_status(message: Message) -> None:
             nonlocal status
@@ -117,61 +101,38 @@ class Guard:
                 status = message["status"]
             await send(message)
 
+        async def limit_body() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > BODY_LIMIT:
+                detail = f"the body has more than {BODY_LIMIT} bytes"
+                raise HTTPException(413, detail, {"connection": "close"})  # the rest is not read
+            return message
+
         try:
-            await self._guarded(scope, receive, record_status)
+            with suppress(ClientDisconnect):
+                refused = self._refuse(Request(scope))
+                await (refused or self._app)(scope, limit_body, record_status)
         finally:
             route = getattr(scope.get("route"), "path", "none")
             self._metrics.request(route, status, time.perf_counter() - started)
 
-    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
-        path = scope["path"]
-
-        async def reject(status: int, message: str) -> None:
-            headers = {"connection": "close"} if status in (408, 413) else {}
-            headers |= {"www-authenticate": "Bearer"} if status == 401 else {}
-            headers |= {"retry-after": "1"} if status == 503 else {}
-            await JSONResponse(problem(path, status, message), status, headers)(scope, receive, send)
-
+    def _refuse(self, request: Request) -> Response | None:
+        """Return the response to a request without access; None for one that has it."""
+        path = request.scope["path"]
         if self._token is None and _is_rebound(request):
             advice = "call the server as localhost, or start it with --token-file"
-            return await reject(403, f"the server has no token and accepts local requests only: {advice}")
-        if not path.startswith(PUBLIC_PATHS) and not self._is_authorized(request):
-            if path == PAGE:  # keep the question, so that it is answered after signing in
-                query = scope["query_string"].decode("latin-1")
-                location = f"sign-in?{query}" if query else "sign-in"
-                return await Response(None, 303, {"location": location, "cache-control": "no-store"})(
-                    scope, receive, send
-                )
-            return await reject(401, "missing or invalid bearer token: send 'Authorization: Bearer TOKEN'")
-        length = request.headers.get("content-length", "0")
-        if length.isdecimal() and int(length[:20]) > BODY_LIMIT:
-            return await reject(413, f"the body has {int(length[:20])} bytes; at most {BODY_LIMIT} are allowed")
-        body = bytearray()
-        try:
-            async with asyncio.timeout(self._limits.body_seconds):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > BODY_LIMIT:
-                        return await reject(413, f"the body has more than {BODY_LIMIT} bytes")
-        except ClientDisconnect:
+            message = f"the server has no token and accepts local requests only: {advice}"
+            return JSONResponse(problem(path, 403, message), 403)
+        if path.startswith(PUBLIC_PATHS) or self._is_authorized(request):
             return None
-        except TimeoutError:
-            return await reject(408, f"request body timed out: incomplete after {self._limits.body_seconds:g} s")
-        messages: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
-
-        async def replay() -> Message:
-            return messages.pop() if messages else await receive()
-
-        if path.startswith(PROBES):
-            return await self._app(scope, replay, send)
-        if self._answering >= self._limits.answering:
-            return await reject(503, f"too many concurrent requests: {self._answering}; retry later")
-        self._answering += 1
-        try:
-            await self._app(scope, replay, send)
-        finally:
-            self._answering -= 1
+        if path == PAGE:  # keep the question, so that it is answered after signing in
+            query = request.scope["query_string"].decode("latin-1")
+            location = f"sign-in?{query}" if query else "sign-in"
+            return Response(None, 303, {"location": location, "cache-control": "no-store"})
+        message = "missing or invalid bearer token: send 'Authorization: Bearer TOKEN'"
+        return JSONResponse(problem(path, 401, message), 401, {"www-authenticate": "Bearer"})
 
     def _is_authorized(self, request: Request) -> bool:
         if self._token is None:

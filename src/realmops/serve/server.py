@@ -9,16 +9,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from realmops.artifacts import canonical_json
 from realmops.serve.served_model import ModelSource, ServedModel
 
-if TYPE_CHECKING:
-    from realmops.serve.guard import Limits
-
 TOKEN = "REALMOPS_TOKEN"  # the environment variable with the bearer token
-BACKLOG = 128  # connections accepted at a time, few enough that each is read before newer ones evict it
+CONNECTIONS = 512  # open at a time; requests on more of them get 503
+KEEP_ALIVE_SECONDS = 10  # until an idle connection is closed
 DRAIN_SECONDS = 30  # for accepted requests after SIGTERM
 
 
@@ -47,7 +44,6 @@ def serve(
     token: str | None,
     every: float,
     log: Callable[[str], None],
-    limits: Limits | None = None,
 ) -> None:
     """Serve a model over HTTP until SIGTERM or SIGINT, then finish the accepted requests.
 
@@ -58,7 +54,6 @@ def serve(
         token: the bearer token that requests need; None for no authentication.
         every: seconds between two polls for a newer model.
         log: receives log lines.
-        limits: limits of connections and requests, by default ``Limits()``.
 
     Raises:
         ValueError: the first model cannot be opened, or the port is in use.
@@ -67,12 +62,10 @@ def serve(
 
     from realmops.serve.app import make_app
     from realmops.serve.batching import RequestBatcher
-    from realmops.serve.connections import connection_class
-    from realmops.serve.guard import Limits, is_loopback
+    from realmops.serve.guard import is_loopback
     from realmops.serve.metrics import Metrics
     from realmops.serve.model_watcher import ModelWatcher
 
-    limits = limits or Limits()
     with _bound(host, port) as bound:
         mark = source.mark()
         served = ServedModel.of(source.open())
@@ -82,7 +75,7 @@ def serve(
         metrics.show_model(served)
         batcher = RequestBatcher(served, on_batch=metrics.batch)
         watcher = ModelWatcher(source, batcher, mark, metrics.model_changed)
-        app = make_app(batcher, watcher, metrics, token, limits)
+        app = make_app(batcher, watcher, metrics, token)
         gc.freeze()  # a pass over all imported modules would stop requests for a quarter of a second
         url = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
 
@@ -104,9 +97,10 @@ def serve(
             log_level="warning",
             access_log=False,
             server_header=False,
-            http=connection_class(limits),
-            ws="none",  # WebSocket connections would have no limits
-            backlog=BACKLOG,
+            http="h11",
+            ws="none",
+            limit_concurrency=CONNECTIONS,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=DRAIN_SECONDS,
         )
         try:
