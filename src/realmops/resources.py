@@ -1,6 +1,7 @@
-"""Locations of the Kubernetes manifests and the compiled pipelines."""
+"""Locations of the Kubernetes manifests and the compiled pipelines, and templates of text files."""
 
 from pathlib import Path
+from typing import Any
 
 _PACKAGE = Path(__file__).parent
 
@@ -12,3 +13,17 @@ def resource_folder(name: str) -> Path:
     """
     packaged = _PACKAGE / name
     return packaged if packaged.is_dir() else _PACKAGE.parents[1] / name
+
+
+def render_template(template: Path, **values: Any) -> str:
+    """Render a Jinja template, which may extend others of its folder; a name without a value is an error."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(template.parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template(template.name).render(values)

@@ -21,7 +21,7 @@ from small_readers import write_reader
 
 from realmops import artifacts
 from realmops.commands.hub_upload import HubRepository
-from realmops.evaluate.model_index import reader_index, retriever_index
+from realmops.evaluate.model_index import reader_results, retriever_results
 
 NAME = "ann/towns"
 
@@ -214,21 +214,20 @@ def test_an_index_has_the_figures_of_this_retriever_and_of_people() -> None:
         metrics |= {f"{prefix}recall_at_{k}_token_boundary": k / 64 for prefix in ("dense_", "")}
         metrics[f"dense_recall_at_{k}_token_boundary"] += 0.5
     metrics |= {"dense_recall_at_5_token_boundary_low": 0.5, "dense_recall_at_5_token_boundary_high": 0.75}
-    [index] = retriever_index("towns", "test.jsonl", metrics, "dense_")["model-index"]
-    [result] = index["results"]
-    assert result["dataset"]["name"] == "test.jsonl (10 of 40 questions generated from the documents)"
-    assert [metric["value"] for metric in result["metrics"]] == [0.5156, 0.5781, 0.8125]
-    assert result["metrics"][1]["args"] == {"interval_95": [0.5, 0.75]}
-    [result] = reader_index("towns", "test.jsonl", metrics)["model-index"][0]["results"]
-    assert result["dataset"]["args"] == {"questions": 30}, "generated questions measure retrieval only"
-    assert [metric["value"] for metric in result["metrics"]] == [0.5, 0.625]
-    assert retriever_index("towns", "test.jsonl", metrics, "zero_shot_") == {}
+    results = retriever_results("test.jsonl", metrics, "dense_")
+    assert {row.dataset_name for row in results} == {"test.jsonl (10 of 40 questions generated from the documents)"}
+    assert [row.metric_value for row in results] == [0.5156, 0.5781, 0.8125]
+    assert results[1].metric_args == {"interval_95": [0.5, 0.75]}
+    results = reader_results("test.jsonl", metrics)
+    assert {row.dataset_args["questions"] for row in results} == {30}, "generated questions measure retrieval only"
+    assert [row.metric_value for row in results] == [0.5, 0.625]
+    assert retriever_results("test.jsonl", metrics, "zero_shot_") == []
     judged = {"questions": 7, "judged_questions": 6, "ndcg_at_10": 0.625, "ndcg_at_10_low": 0.5, "ndcg_at_10_high": 1.0}
     judged |= {"recall_at_5_judged": 0.75, "recall_at_5_judged_low": 0.5, "recall_at_5_judged_high": 1.0}
-    [result] = retriever_index("towns", "test.tsv", judged, "")["model-index"][0]["results"]
-    assert result["dataset"]["args"] == {"questions": 6}
-    assert [(m["type"], m["value"]) for m in result["metrics"]] == [("ndcg_at_10", 0.625), ("recall_at_5", 0.75)]
-    assert reader_index("towns", "test.jsonl", {"questions": 40}) == {}
+    results = retriever_results("test.tsv", judged, "")
+    assert [(row.metric_type, row.metric_value) for row in results] == [("ndcg_at_10", 0.625), ("recall_at_5", 0.75)]
+    assert results[0].dataset_args == {"questions": 6}
+    assert reader_results("test.jsonl", {"questions": 40}) == []
 
 
 def test_the_stand_in_refuses_what_the_hub_refuses(hub: Hub, tmp_path: Path) -> None:

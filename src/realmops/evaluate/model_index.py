@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from huggingface_hub import EvalResult
+
 from realmops.evaluate.ranking_measures import MEASURES
 from realmops.evaluate.recall import SHOWN_AT
 from realmops.questions.answer_matching import REGEX_RULES, WORD_RULES
@@ -17,8 +19,8 @@ _ANSWERS = {"em": ("exact_match", "Exact match of the answers"), "f1": ("f1", "F
 Metrics = Mapping[str, Any]
 
 
-def retriever_index(name: str, dataset: str, metrics: Metrics, prefix: str) -> dict[str, Any]:
-    """Return the model-index of a retriever; empty if it was not measured.
+def retriever_results(dataset: str, metrics: Metrics, prefix: str) -> list[EvalResult]:
+    """Return the figures of a retriever; empty if it was not measured.
 
     ``prefix`` is that of its metrics in ``evaluate``, for example ``dense_``.
     """
@@ -28,20 +30,18 @@ def retriever_index(name: str, dataset: str, metrics: Metrics, prefix: str) -> d
     task = ("information-retrieval", "Information retrieval")
     judged = list(_judged(metrics, prefix))
     count = metrics["judged_questions"] if judged else metrics.get("questions", 0)
-    return _index(name, task, dataset, count, judged or _recall(metrics, prefix))
+    return _results(task, dataset, count, judged or _recall(metrics, prefix))
 
 
-def reader_index(
-    name: str, dataset: str, metrics: Metrics, kind: str = OWN_DATA, split: str = "test"
-) -> dict[str, Any]:
-    """Return the model-index of a reader, whose passages the run retrieved; empty if no answers were measured.
+def reader_results(dataset: str, metrics: Metrics, kind: str = OWN_DATA, split: str = "test") -> list[EvalResult]:
+    """Return the figures of a reader, whose passages the run retrieved; empty if no answers were measured.
 
     ``kind`` is the name of the dataset on the hub, and ``split`` the one that was measured.
     """
     task = ("question-answering", "Open-domain question answering")
     rows = [_row(metrics, key, *names) for key, names in _ANSWERS.items() if key in metrics]
     people = metrics.get("questions", 0) - metrics.get("generated_questions", 0)
-    return _index(name, task, dataset, people, rows, kind, split)
+    return _results(task, dataset, people, rows, kind, split)
 
 
 def _recall(metrics: Metrics, prefix: str) -> Iterator[dict[str, Any]]:
@@ -64,12 +64,8 @@ def _row(metrics: Metrics, key: str, kind: str, name: str) -> dict[str, Any]:
     return row | ({"metric_args": {"interval_95": interval}} if interval else {})
 
 
-def _index(
-    name: str, task: Sequence[str], dataset: str, questions: int, rows: Any, kind: str = OWN_DATA, split: str = "test"
-) -> dict[str, Any]:
-    from huggingface_hub import EvalResult
-    from huggingface_hub.repocard_data import eval_results_to_model_index
-
+def _results(
+    task: Sequence[str], dataset: str, questions: int, rows: Any, kind: str = OWN_DATA, split: str = "test"
+) -> list[EvalResult]:
     about: dict[str, Any] = {"task_type": task[0], "task_name": task[1], "dataset_type": kind, "dataset_name": dataset}
-    results = [EvalResult(**about, dataset_split=split, dataset_args={"questions": questions}, **row) for row in rows]
-    return {"model-index": eval_results_to_model_index(name, results)} if results else {}
+    return [EvalResult(**about, dataset_split=split, dataset_args={"questions": questions}, **row) for row in rows]
