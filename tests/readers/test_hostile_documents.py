@@ -324,7 +324,7 @@ from realmops.readers.sources import list_sources
 from realmops.corpus.ingest import iter_batches, parse_records
 
 for name, module in sys.modules.items():
-    if name.startswith("realmops.corpus"):
+    if name.startswith(("realmops.corpus", "realmops.readers")):
         for limit, value in vars(module).items():
             if type(value) is int and value >= 10_000:
                 setattr(module, limit, value // scale)

@@ -253,7 +253,7 @@ def test_more_worlds_than_there_are_names_for_are_rejected(tmp_path: Path) -> No
 
 
 def test_the_language_is_installed_with_the_package() -> None:
-    root = Path(sample_corpus.__file__).parents[4]
+    root = Path(sample_corpus.__file__).parents[3]
     listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["realmops"]
     assert Path(sample_world.__file__).with_name(sample_world.LANGUAGE) in {
         path for pattern in listed for path in (root / "src/realmops").glob(pattern)
