@@ -404,7 +404,7 @@ def test_with_sign_in_every_client_of_ours_has_a_name_and_a_password(rendered: d
         names = {one["name"] for one in container.get("env", [])}
         clients += "MLFLOW_TRACKING_URI" in names
         assert not ("MLFLOW_TRACKING_URI" in names and wanted - names), container["name"]
-    assert clients == 3, "serve, kserve and clean"
+    assert clients == 2, "serve and kserve"
     for pipeline in (ROOT / "pipelines").glob("*.yaml"):
         assert all(f"secretKey: {name}" in pipeline.read_text(encoding="utf-8") for name in wanted), pipeline
     [endpoint] = find(rendered[FULL], "PodMonitor/mlflow")["spec"]["podMetricsEndpoints"]
@@ -522,7 +522,6 @@ MISTAKES = [
     (RETRAIN, f"{FIRST} args 3", "$(NAMESPACE)", "$(NAMESPACE) is not set"),
     (BUILDER, f"{FIRST} args 2", "/data/builder/assignment.json", "lies in no volume"),
     (CLEAN, "spec jobTemplate spec template spec containers 0 args 2", "/runs", "lies in no volume"),
-    ("NetworkPolicy/realmops-clean", "spec egress 0 ports 0 port", 80, "lets it call http://mlflow"),
     (RETRAIN, f"{FIRST} env 5 value", "/var/run/secrets/kubeflow/pipelines/tokens", "none of"),
     (QUOTA, "spec hard requests.memory", "8Gi", "requests.memory is 8Gi"),
     (SCALER, "spec maxReplicas", 200, "requests.memory is 128Gi"),

@@ -294,7 +294,15 @@ def exists(path: str, page: str) -> bool:
 
 # Names of files that runs write or people bring, which the pages say without their folder.
 WRITTEN = {
-    *("answers.jsonl", "manifest.json", "metrics.json", "metrics.jsonl", "my.jsonl", "questions/own.jsonl"),
+    *(
+        "answers.jsonl",
+        "manifest.json",
+        "metrics.json",
+        "metrics.jsonl",
+        "my.jsonl",
+        "questions/own.jsonl",
+        "realmops-run.json",
+    ),
     *("config.json", "config_sentence_transformers.json", "tokenizer.json"),  # of an encoder
     *("corpus.jsonl", "queries.jsonl", "run.txt", "bm25_run.txt", "qrels.txt"),  # of BEIR and TREC
     *ALWAYS,

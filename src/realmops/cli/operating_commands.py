@@ -176,20 +176,19 @@ def sync(root: Path) -> Iterator[str]:
 
 @main.command()
 @option.existing_folder("--runs", required=True, help="The folder of the runs, such as /realmops/runs.")
-@option.count("--keep", default=10, help="Number of the newest runs to keep.")
-@option.flag("--dry-run", help="Delete nothing, only print what would be deleted, with sizes and ages.")
-def clean(runs: Path, keep: int, dry_run: bool) -> Iterator[str]:
-    """Delete old runs and unused inputs from a volume.
+@option.count("--older-than", default=30, metavar="DAYS", help="Days since the last change of a run.")
+@option.flag("--delete", help="Delete them; without it they are only listed, with sizes and ages.")
+def clean(runs: Path, older_than: int, delete: bool) -> Iterator[str]:
+    """List or delete old runs of pipelines.
 
-    A run is kept if a version in MLflow's registry reads its files, if one of its stages is running or it changed
-    within the last hour, if it is one of the newest, or if a kept run has a symbolic link to it. Inputs that a pipeline
-    has fetched, in the folder "inputs" next to the runs, are kept if a kept run uses them. If MLFLOW_TRACKING_URI is
-    set and its server cannot be read, nothing is deleted; if it is not set, promoted runs are kept.
+    Only folders are deleted that a pipeline has marked as its run, and that have not changed for the given number of
+    days. Runs with promoted models and runs with a running
+    stage are kept.
     """
     from realmops.cluster.clean import clean
 
     problems: list[str] = []
-    yield from clean(runs, keep, dry_run=dry_run, problems=problems)
+    yield from clean(runs, older_than, delete=delete, problems=problems)
     exit_with(problems)
 
 

@@ -14,6 +14,7 @@ from realmops.console import end_on_sigterm, exit_on_user_error
 from realmops.inputs.run_inputs import recorded_inputs
 from realmops.tracking.sender import PARENT_RUN_VARIABLE
 
+MARK = "realmops-run.json"  # in the folder of a run, with its name; "realmops clean" deletes no other folder
 SETTINGS_PREFIXES = "REALMOPS_MLFLOW_TRACKING_", "REALMOPS_MLFLOW_EXPERIMENT_"
 
 
@@ -70,6 +71,8 @@ def make_run_folder(root: Path) -> None:
             "change the folder's owner"
         )
     artifacts.make_folder(root)
+    if not (root / MARK).is_file():
+        artifacts.write_json(root / MARK, {"run": root.name})
 
 
 def finite_numbers(results: Mapping[str, Any]) -> dict[str, float]:

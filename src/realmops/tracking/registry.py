@@ -140,19 +140,6 @@ class Registry:
         return ModelVersion(f"models:/{self.name}/{entry.version}", int(entry.version), dict(entry.tags))
 
 
-def registered_digests(uri: str) -> set[str]:
-    """Return the digests of all registered versions, of any model, that read their files from the folder of a run."""
-    with _one_line_errors():
-        client, token, versions = mlflow_client(uri), None, []
-        while token is None or token:
-            page = client.search_model_versions(page_token=token)
-            versions += page
-            token = page.token or ""
-    return {
-        version.tags[DIGEST_TAG] for version in versions if {DIGEST_TAG, COPIED_TAG} & {*version.tags} == {DIGEST_TAG}
-    }
-
-
 def _requirements() -> list[str]:
     """Return this package's requirements, pinned to the installed versions.
 
