@@ -36,7 +36,7 @@ from realmops.cli import main
 from realmops.cluster import IMAGE, kfp_client
 from realmops.serve.server import DRAIN_SECONDS
 from realmops.starter.git_origin import GitOrigin
-from realmops.starter.project_files import fill_template
+from realmops.starter.project_files import project_text
 
 ROOT = K8S.parent
 COMPONENTS = sorted(folder.name for folder in (K8S / "components").iterdir())
@@ -528,7 +528,7 @@ MISTAKES = [
     (TRAINING, "spec trainer numNodes", 4, "requests.nvidia.com/gpu"),
 ]  # fmt: skip
 ORIGIN = GitOrigin("https://git.test/docs.git", "main", ".")
-TEXTS = [fill_template(f"{name}.yaml", ROOT, ORIGIN, "standalone") for name in ("argo-cd", "flux")]
+TEXTS = [project_text(f"k8s/{name}.yaml", ROOT, ORIGIN, "standalone") for name in ("argo-cd", "flux")]
 OF_OTHERS = [one for text in TEXTS for one in yaml.safe_load_all(text)]
 
 

@@ -17,10 +17,11 @@ import yaml
 import realmops
 from realmops import config
 from realmops.cli import main
-from realmops.commands.init import ALWAYS, PLACES
+from realmops.commands.init import ALWAYS
 from realmops.questions import question_files
 from realmops.readers import sources as formats
 from realmops.stages import STAGES
+from realmops.starter.project_files import TEMPLATES
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -306,7 +307,7 @@ WRITTEN = {
     *("config.json", "config_sentence_transformers.json", "tokenizer.json"),  # of an encoder
     *("corpus.jsonl", "queries.jsonl", "run.txt", "bm25_run.txt", "qrels.txt"),  # of BEIR and TREC
     *ALWAYS,
-    *PLACES.values(),
+    *TEMPLATES,
 }
 
 

@@ -17,15 +17,17 @@ from realmops.starter.cluster_files import BASES, kustomization_text, own_preset
 from realmops.starter.describe_documents import add_documents
 from realmops.starter.git_origin import GitOrigin
 from realmops.starter.new_project import Project
-from realmops.starter.project_files import INPUTS_TEXT, VARIED, dvc_text, fill_template, gitignore_text, params_text
+from realmops.starter.project_files import (
+    STARTER,
+    TEMPLATES,
+    VARIED,
+    dvc_text,
+    gitignore_text,
+    params_text,
+    project_text,
+)
 
 ALWAYS = "params.yaml", "dvc.yaml", "inputs.yaml", "kustomization.yaml", f"k8s/{BASES}"
-PLACES = {  # destinations by template
-    "README.md": "README.md",
-    "argo-cd.yaml": "k8s/argo-cd.yaml",
-    "flux.yaml": "k8s/flux.yaml",
-    "retrain.yml": ".github/workflows/retrain.yml",
-}
 
 
 def init(
@@ -72,11 +74,11 @@ def init(
     elif questions or encoder or reader:
         raise ValueError("--questions, --encoder and --reader need --documents; the sample corpus has its own")
     project.put("tracking.experiment", folder.resolve().name or "realmops")
-    places = dict(PLACES)
+    places = [*TEMPLATES]
     if (folder / "README.md").exists():
-        del places["README.md"]
+        places.remove("README.md")
         project.lines.append(f"{folder / 'README.md'} exists and is kept")
-    existing = [name for name in (*ALWAYS, *places.values(), *project.files) if (folder / name).exists()]
+    existing = [name for name in (*ALWAYS, *places, *project.files) if (folder / name).exists()]
     if existing:
         raise ValueError(f"{folder / existing[0]} exists and would be overwritten; choose another folder, or move it")
     fetch_tagged(project)
@@ -85,13 +87,13 @@ def init(
         project.put(key, get_option(values, key))
     cluster_files = {
         "kustomization.yaml": kustomization_text(cluster, image, own_presets(folder)),
-        **{place: fill_template(name, folder, origin, cluster) for name, place in places.items()},
+        **{place: project_text(place, folder, origin, cluster) for place in places},
     }
     project.files |= {
         "params.yaml": params_text(project.presets, project.own),
         "dvc.yaml": dvc_text(values, project.own),
         ".gitignore": gitignore_text(folder / ".gitignore"),
-        "inputs.yaml": INPUTS_TEXT,
+        "inputs.yaml": (STARTER / "inputs.yaml").read_text(encoding="utf-8"),
         **cluster_files,
     }
     for name, text in project.files.items():
@@ -101,7 +103,7 @@ def init(
     shutil.copytree(resource_folder("k8s"), folder / "k8s" / BASES, ignore=ignored)
     yield from project.lines
     if origin.address:
-        yield f"git: {origin.address}, branch {origin.branch}, in {PLACES['argo-cd.yaml']} and {PLACES['flux.yaml']}"
+        yield f"git: {origin.address}, branch {origin.branch}, in k8s/argo-cd.yaml and k8s/flux.yaml"
     if to_set := values_to_set(cluster_files):
         yield "to set before you use a cluster:"
         yield from (f"  {line}" for line in to_set)

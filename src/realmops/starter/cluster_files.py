@@ -12,8 +12,7 @@ import yaml
 
 from realmops import __version__
 from realmops.resources import resource_folder
-from realmops.starter.git_origin import GitOrigin
-from realmops.starter.yaml_text import as_yaml
+from realmops.starter.yaml_text import yaml_scalar
 
 BASES = f"realmops-{__version__}"  # folder of the package's manifests in k8s/
 CLUSTERS = {"standalone": "kubeflow", "local": "realmops", "production": "realmops"}  # namespaces by overlay
@@ -25,7 +24,6 @@ VALUES_TO_SET = {  # in the overlays
     "value: shared-files": f"value: {PLACEHOLDER}",  # storage class
 }
 PARAMS_MAP = "realmops-params"  # ConfigMap of the Job that submits
-PLAIN = re.compile(r"[A-Za-z./][\w./:@+~-]*")  # texts that YAML's flow style reads as such
 
 
 def kustomization_text(cluster: str, image: str | None, presets: list[str]) -> str:
@@ -49,7 +47,7 @@ def kustomization_text(cluster: str, image: str | None, presets: list[str]) -> s
     return text.replace(block[0], f"images:\n{note}  - name: realmops\n{images}") + (
         "# For the Job that submits the pipeline: a changed option needs a commit, but no image. Add your presets.\n"
         f"configMapGenerator:\n  - name: {PARAMS_MAP}\n    files:\n"
-        + "".join(f"      - {_scalar(file)}\n" for file in ("params.yaml", "inputs.yaml", *presets))
+        + "".join(f"      - {yaml_scalar(file)}\n" for file in ("params.yaml", "inputs.yaml", *presets))
     )
 
 
@@ -58,7 +56,7 @@ def _image_lines(image: str) -> list[str]:
     if parts is None or not (parts["tag"] or parts["digest"]):
         raise ValueError(f"--image is {image!r}; expected NAME:TAG or NAME@sha256:DIGEST")
     version = ("digest", parts["digest"]) if parts["digest"] else ("newTag", parts["tag"])
-    return [f"{key}: {_scalar(value)}" for key, value in (("newName", parts["name"]), version)]
+    return [f"{key}: {yaml_scalar(value)}" for key, value in (("newName", parts["name"]), version)]
 
 
 def own_presets(folder: Path) -> list[str]:
@@ -82,21 +80,6 @@ def unlisted_presets(folder: Path) -> list[str]:
     ]
 
 
-def fill_cluster_template(text: str, origin: GitOrigin, cluster: str) -> str:
-    """Return a template with the project's repository, branch, folder and namespace filled in."""
-    if origin.address.startswith("ssh://"):
-        text = text.replace("  # secretRef:", "  secretRef:")
-    for mark, value in {
-        "@REPOSITORY@": origin.address or REPOSITORY_TO_SET,
-        "@BRANCH@": origin.branch,
-        "@PATH@": origin.path,
-        "@FLUX_PATH@": "./" if origin.path == "." else f"./{origin.path}",
-        "@NAMESPACE@": CLUSTERS[cluster],
-    }.items():
-        text = text.replace(mark, _scalar(value))
-    return text
-
-
 def values_to_set(files: dict[str, str]) -> list[str]:
     """Return the lines of YAML files that have a placeholder, with file and number."""
     return [
@@ -106,8 +89,3 @@ def values_to_set(files: dict[str, str]) -> list[str]:
         for number, line in enumerate(text.splitlines(), 1)
         if PLACEHOLDER in line and not line.lstrip().startswith("#")
     ]
-
-
-def _scalar(text: str) -> str:
-    written = as_yaml({"run": {"key": text}}).partition("key: ")[2].rstrip("\n")
-    return written if written != text or PLAIN.fullmatch(text) else f'"{text}"'

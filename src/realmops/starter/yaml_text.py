@@ -1,5 +1,7 @@
 """Params files as text that YAML 1.1 and YAML 1.2 parsers read alike."""
 
+import json
+import re
 from io import StringIO
 from typing import Any
 
@@ -9,6 +11,8 @@ from ruamel.yaml.representer import RoundTripRepresenter
 
 from realmops.config import Values
 from realmops.config_yaml import parse_yaml
+
+PLAIN = re.compile(r"[A-Za-z./][\w./:@+~-]*")  # texts that YAML's flow style reads as such
 
 
 class _Representer(RoundTripRepresenter):
@@ -50,3 +54,9 @@ def as_yaml(values: Values) -> str:
     text = StringIO()
     yaml_editor().dump(values, text)
     return text.getvalue()
+
+
+def yaml_scalar(text: str) -> str:
+    """Return a string as a YAML scalar of any style, in quotation marks where YAML needs them."""
+    is_plain = PLAIN.fullmatch(text) and yaml.safe_load(text) == text
+    return text if is_plain else json.dumps(text, ensure_ascii=False)
