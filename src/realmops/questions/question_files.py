@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from realmops.compressed import DECOMPRESSION_ERRORS, describe_damage, open_compressed
-from realmops.readers.documents import Rejected, iter_lines, parse_json_object, read_json_lines
-from realmops.readers.question_forms import QuestionRecord, expect_object, iter_items, parse_literal, read_form
+from realmops.questions.question_forms import QuestionRecord, expect_object, iter_items, parse_literal, read_form
+from realmops.readers.documents import Rejected, iter_lines, read_json_lines
 
 AUTO = "auto"
 LARGEST_CONTENT = 256 << 20  # bytes of a file that is read into memory; SQuAD has 40 MB
@@ -26,15 +26,8 @@ _SEPARATOR = re.compile(r'"?sep=([,;|\t])"?\s*\n', re.IGNORECASE)  # Excel's fir
 
 
 def _json_lines(path: Path) -> Iterator[QuestionRecord]:
-    lines = _utf16_lines(path) if _read(path, 2) in _UTF16 else read_json_lines(path)
-    for place, record in lines:
+    for place, record in read_json_lines(path):
         yield from read_form(record, place)
-
-
-def _utf16_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, line in enumerate(_content(path).split(b"\n"), 1):
-        if line.strip():
-            yield f"{path}:{number}", parse_json_object(line, f"{path}:{number}")
 
 
 def _json(path: Path) -> Iterator[QuestionRecord]:
@@ -151,17 +144,13 @@ def _detect_format(path: Path) -> str:
 
 def _has_json_lines(path: Path) -> bool:
     """Return whether the first line of a file that begins with a brace is a whole JSON object, or should be one."""
-    if _read(path, 2) in _UTF16:
-        line = _content(path).removeprefix(BOM_UTF8).lstrip().partition(b"\n")[0]
-    else:
-        raw = next(iter_lines(path))
-        if isinstance(raw, Rejected):
-            return raw.ends_file
-        line = raw.data
+    raw = next(iter_lines(path))
+    if isinstance(raw, Rejected):
+        return raw.ends_file
     try:
-        json.loads(line)
+        json.loads(raw.data)
     except (ValueError, RecursionError):
-        return line.rstrip().endswith(b"}")  # damaged; the line of an indented file ends otherwise
+        return bytes(raw.data).rstrip().endswith(b"}")  # damaged; the line of an indented file ends otherwise
     return True
 
 

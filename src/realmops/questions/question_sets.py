@@ -12,10 +12,11 @@ from typing import Any
 from realmops.artifacts import digest_of
 from realmops.corpus.languages import ENGLISH, detect_language, load_languages
 from realmops.questions.answer_matching import check_expression
+from realmops.questions.beir_queries import has_queries, qrels_files, read_judged_queries, read_queries
 from realmops.questions.question_files import find_question_reader
-from realmops.readers.beir import corpus_file, has_queries, qrels_files, read_judged_queries, read_queries
+from realmops.questions.question_forms import QuestionRecord
+from realmops.readers.beir import corpus_file
 from realmops.readers.documents import check_id, check_text
-from realmops.readers.question_forms import QuestionRecord
 
 REGEX_RULE = "regex"  # ``answer_rule`` of answers that are regular expressions
 JUDGED_RULE = "judged"  # ``match_rule`` of questions with relevance judgements and without answers

@@ -1,0 +1,86 @@
+"""Queries and judgements of the benchmark BEIR (Thakur et al. 2021): queries.jsonl and qrels/SPLIT.tsv of a folder.
+
+Files may be compressed (.gz, .bz2). A folder without ``qrels`` is a corpus alone.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from realmops.questions.question_forms import QuestionRecord
+from realmops.readers.beir import ENDINGS, ID, beir_file
+from realmops.readers.documents import (
+    RawRecord,
+    Rejected,
+    check_id,
+    check_text,
+    iter_lines,
+    read_json_lines,
+    require_key,
+)
+
+_QRELS = "qrels"
+_COLUMNS = 3  # query-id, corpus-id, score
+_QUERY = re.compile(rb'\s*\{\s*"_id"')
+
+
+def qrels_files(folder: Path) -> dict[str, Path]:
+    """Return the files of relevance judgements of a BEIR folder, by split."""
+    paths = sorted(path for ending in ENDINGS for path in (folder / _QRELS).glob(f"*.tsv{ending}"))
+    return {path.name.partition(".")[0]: path for path in paths}
+
+
+def read_judged_queries(folder: Path, qrels: Path) -> Iterator[QuestionRecord]:
+    """Yield the queries that a file of judgements names, in its order, with the grades of their documents.
+
+    Raises:
+        ValueError: a line is damaged, judges a pair twice, or names a query that queries.jsonl does not have.
+    """
+    grades: dict[str, dict[str, int]] = {}
+    place_of: dict[str, str] = {}
+    for place, query, document, grade in _judgements(qrels):
+        place_of.setdefault(query, place)
+        if grades.setdefault(query, {}).setdefault(document, grade) != grade:
+            raise ValueError(f"{place}: query {query!r} and document {document!r} have two grades; keep one of them")
+    queries = beir_file(folder, "queries.jsonl")
+    assert queries is not None, folder
+    texts = {query.id: query.question for query in read_queries(queries)}
+    for query, relevant in grades.items():
+        if query not in texts:
+            raise ValueError(
+                f"{place_of[query]}: the query {query!r} is not in {queries}; add it there, or remove it here"
+            )
+        yield QuestionRecord(place_of[query], query, texts[query], [], relevant=relevant)
+
+
+def has_queries(path: Path) -> bool:
+    """Return whether a file has the queries of a BEIR folder."""
+    first = next(iter_lines(path), None)
+    return isinstance(first, RawRecord) and _QUERY.match(first.data) is not None
+
+
+def read_queries(path: Path) -> Iterator[QuestionRecord]:
+    """Yield the queries of a BEIR folder, without their judgements."""
+    for place, record in read_json_lines(path):
+        query = check_id(require_key(record, ID, place), place)
+        yield QuestionRecord(place, query, check_text(require_key(record, "text", place), "text", place), [])
+
+
+def _judgements(path: Path) -> Iterator[tuple[str, str, str, int]]:
+    """Yield (place, query, document, grade) for each line after the header."""
+    for number, raw in enumerate(iter_lines(path)):
+        if isinstance(raw, Rejected):
+            raise ValueError(f"{raw.place}: {raw.problem}")
+        try:
+            cells = raw.data.decode().rstrip("\r\n").split("\t")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{raw.place}: invalid UTF-8 at byte {error.start}; save the file as UTF-8") from None
+        is_number = cells[-1].strip().removeprefix("-").isdecimal()
+        if not number and not is_number:
+            continue  # the header
+        if len(cells) != _COLUMNS or not is_number:
+            raise ValueError(
+                f"{raw.place}: found {' | '.join(cells)[:100]!r}; expected query-id, corpus-id and a whole number "
+                "(score) with tabs between them"
+            )
+        yield raw.place, cells[0], cells[1], int(cells[2])
