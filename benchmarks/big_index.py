@@ -148,10 +148,10 @@ def ours(path: Path, query_QE: Any, arguments: argparse.Namespace) -> dict[str, 
 
     import torch
 
+    from realmops.memory_map import map_file
     from realmops.options import IndexOptions
     from realmops.search.approximate import ApproximateIndex, passage_index
     from realmops.search.embeddings import view_embeddings
-    from realmops.search.memory_map import map_file
 
     with open(path, "rb") as file:
         embedding_PE = view_embeddings(map_file(file))
@@ -179,8 +179,8 @@ def flat(path: Path, query_QE: Any, arguments: argparse.Namespace) -> dict[str, 
     import faiss
     import torch
 
+    from realmops.memory_map import map_file, release_pages
     from realmops.search.embeddings import view_embeddings
-    from realmops.search.memory_map import map_file, release_pages
 
     with open(path, "rb") as file:
         embedding_PE = view_embeddings(map_file(file))
@@ -201,9 +201,9 @@ def graph(path: Path, query_QE: Any, arguments: argparse.Namespace) -> dict[str,
     import torch
     from usearch.index import Index
 
+    from realmops.memory_map import map_file
     from realmops.search.embeddings import view_embeddings
     from realmops.search.exact import search
-    from realmops.search.memory_map import map_file
 
     with open(path, "rb") as file:
         embedding_PE = view_embeddings(map_file(file))

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from realmops.files import Clock, Files
+from realmops.memory_map import SPARE_ROOM
 from realmops.refresh.builder import Builder, BuilderWork, run_builder
 from realmops.refresh.child_processes import end_with
 from realmops.refresh.exchange import Exchange
-from realmops.refresh.shared_files import Clock, Files
 from realmops.refresh.trainer import RefreshPolicy, TrainerSide
 from realmops.refresh.versions import Version
-from realmops.search.memory_map import SPARE_ROOM
 
 IDENTITY = {"corpus": "c0ffee", "vocabulary": "beef", "dimensions": 4}
 ROWS, PART_ROWS = 5, 3  # two parts
@@ -138,6 +138,12 @@ class MemoryFiles(Files):
 
     def sync_folder(self, folder: Path) -> None:
         self._around("sync_folder", folder, lambda: self.fsync_folder(folder))
+
+    def sync_folders(self, folder: Path) -> None:
+        for name, node in sorted(self._folder(folder).items()):
+            if node.names is not None:
+                self.sync_folders(folder / name)
+        self.sync_folder(folder)
 
     def fsync_folder(self, folder: Path) -> None:
         self._at(folder).durable_names = dict(self._folder(folder))

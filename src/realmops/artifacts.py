@@ -9,11 +9,13 @@ import shutil
 import stat
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
+
+from realmops.files import DISK, Files
 
 SCHEMA = 3
 WORK_FOLDER = ".realmops"  # folder below a root for unfinished work, locks and the local MLflow database
@@ -22,6 +24,7 @@ DIGEST_KEY = "manifest_digest"
 JSON_LIMIT = 1 << 28  # bytes
 REMEMBERED_SIZE = 1 << 20  # bytes of a file whose digest is remembered
 _SETTLED_NS = 2_000_000_000  # age of a file's last change after which a further change has another time, on any disk
+make_folder, sync_folder = DISK.make_folder, DISK.sync_folder
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
@@ -149,24 +152,6 @@ def atomic_file(final: Path) -> Iterator[Path]:
     sync_folder(final.parent)
 
 
-def make_folder(folder: Path) -> None:
-    """Create a folder and its missing parents, each with a durable name."""
-    if folder.is_dir():
-        return
-    make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
-    sync_folder(folder.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync a folder, which makes the names in it durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def try_lock(file: IO[Any] | int, kind: int = fcntl.LOCK_EX) -> bool | None:
     """Try to lock an open file; return False if another process holds the lock, None if the volume has no locks."""
     try:
@@ -187,45 +172,72 @@ def link_or_copy(source: str | Path, target: str | Path) -> None:
 
 
 @contextmanager
-def atomic_folder(final: Path) -> Iterator[Path]:
+def atomic_folder(
+    final: Path, *, files: Files = DISK, draft: str = "", commit: Callable[[Path], bool] | None = None
+) -> Iterator[Path]:
     """Yield a draft folder next to ``final``, which is synced and replaces it at the end of the block.
 
     Until then ``final`` is unchanged; after an error the draft is deleted. The draft of a killed process is deleted
     when ``final`` is next written.
+
+    Args:
+        final: the name of the folder.
+        files: the file layer.
+        draft: the name of the draft, which whoever gives one also sweeps.
+        commit: commits the synced draft in another way than by replacing ``final``, and returns whether it did. Its
+            caller writes the files of the draft with ``files.write``, which syncs them.
     """
-    if final.is_symlink():  # the folder is kept on another disk: replace the target, not the link
-        final = final.resolve()
-    make_folder(final.parent)
-    _remove_abandoned(final)
-    draft = final.with_name(f".{final.name}.{uuid.uuid4().hex}")
-    draft.mkdir()
-    handle = os.open(draft, os.O_RDONLY)
-    try:
-        try_lock(handle, fcntl.LOCK_SH)  # on a volume without locks, drafts are never taken for abandoned
-        yield draft
-        for path in sorted(draft.rglob("*")):
-            if path.is_file():
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())
-            else:
-                sync_folder(path)
-        sync_folder(draft)
-        old = final.with_name(f".{final.name}.{uuid.uuid4().hex}.old")
-        if final.exists():
-            os.rename(final, old)
+    if commit is None:
+        if final.is_symlink():  # the folder is kept on another disk: replace the target, not the link
+            final = final.resolve()
+        make_folder(final.parent)
+        _remove_abandoned(final)
+    path = final.with_name(draft or f".{final.name}.{uuid.uuid4().hex}")
+    is_committed = False
+    with ExitStack() as locks:
         try:
-            os.rename(draft, final)
-        except BaseException:
-            if old.exists():
-                os.rename(old, final)
-            raise
-        sync_folder(final.parent)
-        shutil.rmtree(old, ignore_errors=True)
+            with suppress(FileExistsError):  # its name is unique: mkdir was done and its reply lost
+                files.mkdir(path)
+            if commit is None:
+                _hold_lock(path, locks)
+            yield path
+            if commit is None:
+                _sync_files(path)
+            files.sync_folders(path)
+            is_committed = _replace(path, final) if commit is None else commit(path)
+        finally:
+            if not is_committed and commit is None:
+                shutil.rmtree(path, ignore_errors=True)
+            elif not is_committed:
+                files.discard(path)
+
+
+def _hold_lock(draft: Path, locks: ExitStack) -> None:
+    handle = os.open(draft, os.O_RDONLY)
+    locks.callback(os.close, handle)
+    try_lock(handle, fcntl.LOCK_SH)  # on a volume without locks, drafts are never taken for abandoned
+
+
+def _sync_files(folder: Path) -> None:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+
+
+def _replace(draft: Path, final: Path) -> bool:
+    old = final.with_name(f".{final.name}.{uuid.uuid4().hex}.old")
+    if final.exists():
+        os.rename(final, old)
+    try:
+        os.rename(draft, final)
     except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
+        if old.exists():
+            os.rename(old, final)
         raise
-    finally:
-        os.close(handle)
+    sync_folder(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+    return True
 
 
 def _remove_abandoned(final: Path) -> None:
@@ -243,6 +255,38 @@ def _remove_abandoned(final: Path) -> None:
                 os.close(handle)
 
 
+def build_manifest(kind: str, files: Mapping[str, Mapping[str, Any]], **fields: Any) -> dict[str, Any]:
+    """Return the manifest of files, given as ``{"bytes", "sha256"}`` by name, with its own digest."""
+    return add_digest({"schema": SCHEMA, "kind": kind, "files": files, **fields})
+
+
+def check_manifest(manifest: Any, kind: str) -> dict[str, Any]:
+    """Return a manifest of this kind.
+
+    Raises:
+        ValueError: it has another kind or schema, does not match its own digest, or its list of files is invalid.
+    """
+    actual = (manifest.get("kind"), manifest.get("schema")) if isinstance(manifest, dict) else type(manifest).__name__
+    if not isinstance(manifest, dict) or actual != (kind, SCHEMA):
+        writer = ": written by another version of realmops" if actual[0] == kind else ""
+        raise ValueError(f"kind and schema are {actual}, expected {(kind, SCHEMA)}{writer}")
+    if not has_valid_digest(manifest):
+        raise ValueError("it does not match its own digest")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not all(map(_is_file_entry, files.values())):
+        raise ValueError("it has no list of files with their bytes and sha256")
+    for name in files:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"the file name {name!r} leaves the folder")
+    return manifest
+
+
+def _is_file_entry(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not {"bytes", "sha256"} <= entry.keys():
+        return False
+    return type(entry["bytes"]) is int and entry["bytes"] >= 0
+
+
 def write_manifest(folder: Path, kind: str, **fields: Any) -> dict[str, Any]:
     """Write the ``manifest.json`` of a folder, with size and sha256 of each file, and with its own digest."""
     files = {
@@ -250,7 +294,7 @@ def write_manifest(folder: Path, kind: str, **fields: Any) -> dict[str, Any]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path != folder / MANIFEST
     }
-    manifest = add_digest({"schema": SCHEMA, "kind": kind, "files": files, **fields})
+    manifest = build_manifest(kind, files, **fields)
     write_json(folder / MANIFEST, manifest)
     return manifest
 
@@ -268,40 +312,25 @@ def read_manifest(folder: Path, kind: str, *, verify: bool = True, reread: bool 
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(f"{folder} holds no {MANIFEST}: it is no finished {kind}; run the stage that makes it")
-    manifest = read_json(path)
-    actual = (manifest.get("kind"), manifest.get("schema")) if isinstance(manifest, dict) else type(manifest).__name__
-    if not isinstance(manifest, dict) or actual != (kind, SCHEMA):
-        raise ValueError(
-            f"{path}: kind and schema are {actual}, expected {(kind, SCHEMA)}; run the stage that makes it again"
-        )
-    if not has_valid_digest(manifest):
-        raise ValueError(f"{path} does not match its own digest; run the stage that makes it again")
-    files = manifest.get("files")
-    if not isinstance(files, dict) or not all(
-        isinstance(e, dict) and {"bytes", "sha256"} <= e.keys() for e in files.values()
-    ):
-        raise ValueError(f"{path} has no list of files with their bytes and sha256; run the stage that makes it again")
+    content = read_json(path)
+    try:
+        manifest = check_manifest(content, kind)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; run the stage that makes it again") from None
     resolved = folder.resolve()
-    for name, expected in files.items():
+    for name, expected in manifest["files"].items():
         file = folder / name
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"{path}: the file name {name!r} leaves the folder; do not use this {kind}")
+        problem = ""
         if not os.path.isfile(file):  # False also for a name that is invalid on the disk
-            raise ValueError(f"{file} is missing (named in {path}); run the stage that makes it again")
-        if file.parent.resolve() != (resolved / name).parent:
-            raise ValueError(
-                f"{file} is in a folder that is a symbolic link, expected a folder; run the stage that makes it again"
-            )
-        if file.stat().st_size != expected["bytes"]:
-            raise ValueError(
-                f"{file} has {file.stat().st_size} bytes, its manifest lists {expected['bytes']}; "
-                "it was truncated or changed: run the stage that makes it again"
-            )
-        if (verify or file.is_symlink()) and (digest := sha256_file(file, reread=reread)) != expected["sha256"]:
-            raise ValueError(
-                f"{file} has sha256 {digest}, its manifest lists {expected['sha256']}; "
-                "it was changed: run the stage that makes it again"
-            )
+            problem = f"is missing (named in {path})"
+        elif file.parent.resolve() != (resolved / name).parent:
+            problem = "is in a folder that is a symbolic link, expected a folder"
+        elif (size := file.stat().st_size) != expected["bytes"]:
+            problem = f"has {size} bytes, its manifest lists {expected['bytes']}; it was truncated or changed"
+        elif (verify or file.is_symlink()) and (digest := sha256_file(file, reread=reread)) != expected["sha256"]:
+            problem = f"has sha256 {digest}, its manifest lists {expected['sha256']}; it was changed"
+        if problem:
+            raise ValueError(f"{file} {problem}: run the stage that makes it again")
     return manifest
 
 

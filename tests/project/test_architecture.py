@@ -14,15 +14,17 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 # Lowest first. A unit (a module or a package directly under realmops) imports itself and units of lower rows.
 LAYERS = (
-    ("__init__",), ("artifacts", "config_yaml", "options", "resources"), ("config", "journal"),
+    ("__init__",), ("memory_map",), ("files",), ("artifacts", "config_yaml", "options", "resources"),
+    ("config", "journal"),
     ("hub", "devices", "compressed"), ("readers", "sample"), ("corpus", "inputs"), ("questions", "model"), ("search",),
     ("refresh",), ("answering",), ("train",), ("baselines", "evaluate"), ("tracking",), ("stages",), ("starter",),
     ("commands",), ("serve",), ("api", "console"), ("cluster",), ("cli",), ("__main__",),
 )  # fmt: skip
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
 CORE = {
-    "artifacts", "config", "config_yaml", "options", "hub", "devices", "compressed", "journal", "readers",
-    "sample", "corpus", "questions", "model", "search", "refresh", "answering", "train", "evaluate", "inputs",
+    "memory_map", "files", "artifacts", "config", "config_yaml", "options", "hub", "devices", "compressed", "journal",
+    "readers", "sample", "corpus", "questions", "model", "search", "refresh", "answering", "train", "evaluate",
+    "inputs",
 }  # fmt: skip
 # What these may import on top, directly or through others: `realmops --help` pays for cli, a stage's start for config.
 LIGHT_UNITS = {
@@ -31,7 +33,7 @@ LIGHT_UNITS = {
 }  # fmt: skip
 # The protocol between trainer and builder: checked, collected and watched by processes that have no torch.
 WITHOUT_TORCH = (
-    "builder", "child_processes", "exchange", "follower", "heartbeat", "lease", "shared_files", "trainer", "versions",
+    "builder", "child_processes", "exchange", "follower", "heartbeat", "lease", "trainer", "versions",
 )  # fmt: skip
 ROOM_LINES = 3500
 IN_ONE_MODULE = ("mlflow", "faiss", "kfp", "kubernetes")

@@ -32,12 +32,12 @@ from exchange_lab import (
 from safetensors.torch import save
 from small_project import wait_for
 
+from realmops.files import Files
 from realmops.refresh import child_processes as process
 from realmops.refresh.builder import DONE, FAULT, MISCONFIGURED, Builder, BuilderWork, run_builder
 from realmops.refresh.builder_process import builder_name, merge
 from realmops.refresh.exchange import IDENTITY_VERSION, Exchange, part_name, row_ranges
 from realmops.refresh.follower import Follower, assign_exchange
-from realmops.refresh.shared_files import Files
 from realmops.refresh.trainer import RefreshPolicy, TrainerSide
 from realmops.refresh.versions import Version, version_name
 from realmops.search.embeddings import EMBEDDINGS, view_embeddings

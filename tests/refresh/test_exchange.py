@@ -33,6 +33,7 @@ from exchange_lab import (
 )  # fmt: skip
 from faults import times
 
+from realmops import artifacts
 from realmops.refresh import versions
 from realmops.refresh.builder import DONE, MISCONFIGURED, Builder, run_builder
 from realmops.refresh.exchange import Exchange, FencedError
@@ -589,7 +590,7 @@ def test_another_version_of_realmops_is_refused_by_the_identity_card(
 ) -> None:
     files = MemoryFiles()
     open_trainer(files)
-    monkeypatch.setattr(versions, "SCHEMA", 0)
+    monkeypatch.setattr(artifacts, "SCHEMA", 0)
     with pytest.raises(ValueError, match="written by another version of realmops"):
         Exchange.open(ROOT, IDENTITY, holder, files=files, clock=StillClock())
     if holder != "trainer":

@@ -32,9 +32,9 @@ from exchange_lab import (
 from faults import ERRORS, FailingDisk, times
 
 from realmops.artifacts import atomic_folder, read_manifest, write_manifest
+from realmops.files import Files
 from realmops.refresh.builder import Builder
 from realmops.refresh.exchange import Exchange, inspect_exchange
-from realmops.refresh.shared_files import Files
 from realmops.refresh.trainer import RefreshPolicy
 from realmops.refresh.versions import CorruptVersionError, version_name
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from small_project import wait_for
 
+from realmops.files import Clock
 from realmops.refresh import lease
 from realmops.refresh.heartbeat import LivenessTracker
 from realmops.refresh.lease import acquire_lease, try_acquire_lease
-from realmops.refresh.shared_files import Clock
 
 # Adds one to a number in a file, slowly: two at once would lose one of the additions.
 ADD = """
 import sys, time
 from pathlib import Path
-from realmops.refresh.shared_files import Clock
+from realmops.files import Clock
 from realmops.refresh.lease import acquire_lease
 with acquire_lease(Path(sys.argv[1]), print):
     file = Path(sys.argv[2])

@@ -18,9 +18,9 @@ from power import Disk
 
 import realmops
 from realmops import artifacts
+from realmops.files import Files
 from realmops.journal import Journal
 from realmops.refresh.exchange import Exchange
-from realmops.refresh.shared_files import Files
 from realmops.refresh.trainer import RefreshPolicy, TrainerSide
 from realmops.refresh.versions import MAX_QUARANTINED, CorruptVersionError, VersionStore
 from realmops.train.checkpoints import FolderCheckpoints
@@ -205,7 +205,7 @@ def test_renames_are_made_in_few_places() -> None:
     # ablate: links that may be lost; sender: a ticket that is taken away, whose journal stays; clean: before a
     # deletion, which is then repeated; fetch: synced before, fetched again if lost
     known = {
-        "artifacts.py", "refresh/shared_files.py", "commands/ablate.py", "tracking/sender.py", "cluster/clean.py",
+        "artifacts.py", "files.py", "commands/ablate.py", "tracking/sender.py", "cluster/clean.py",
         "inputs/fetch.py",
     }  # fmt: skip
     found = set()
@@ -219,4 +219,4 @@ def test_renames_are_made_in_few_places() -> None:
                 of_path = node.func.attr in ("rename", "replace") and len(node.args) == 1 and not node.keywords
                 if (of, node.func.attr) in calls or (of_path and of not in ("self", "files")):
                     found.add(path.relative_to(top).as_posix())
-    assert found - {"refresh/versions.py", "refresh/heartbeat.py"} == known, "these two ask refresh/shared_files.py"
+    assert found - {"refresh/versions.py"} == known, "it asks files.py"

@@ -31,6 +31,7 @@ from realmops.evaluate import ablation as tables
 from realmops.evaluate.ablation import REFERENCE, STALENESS, TITLES, Row, VariantOutcome
 from realmops.evaluate.predictions import FIRST_HITS, PREDICTIONS, read_hits, read_predictions
 from realmops.evaluate.recall import ZERO_SHOT
+from realmops.files import Files
 from realmops.inputs.addresses import CLOZE
 from realmops.inputs.fetch import local_cache
 from realmops.inputs.run_inputs import take_inputs
@@ -38,7 +39,6 @@ from realmops.journal import metric_series, read_journal
 from realmops.options import CLOSED_BOOK
 from realmops.refresh.child_processes import WorkerProcess, describe_exit, run_realmops
 from realmops.refresh.lease import acquire_lease
-from realmops.refresh.shared_files import Files
 from realmops.stages import (
     CLOZE_STEP,
     JOURNAL,

@@ -27,13 +27,13 @@ from realmops.commands.hub_upload import HubRepository
 from realmops.corpus.snapshot_reader import ROWS_PER_BATCH, TEXT_COLUMNS
 from realmops.evaluate.search_run import export_trec
 from realmops.hub import TOKENIZER
+from realmops.memory_map import release_pages
 from realmops.model.checkpoint_files import READER_FOLDER, load_retriever
 from realmops.model.extractive_reader import load_extractive_reader
 from realmops.model.portable import ROUTES, joining_tokenizer, model_input_names, similarity, write_retriever
 from realmops.model.retriever import Embedder, Retriever
 from realmops.search.embed import embed_documents
 from realmops.search.exact import PassageIndex
-from realmops.search.memory_map import release_pages
 
 KIND = "export"
 PASSAGES = "passages.parquet"

@@ -15,11 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from realmops.files import Clock, Files
+from realmops.memory_map import Content
 from realmops.refresh.child_processes import MAX_PAUSE_SECONDS
 from realmops.refresh.exchange import Exchange, RunMismatchError, part_name, row_ranges
-from realmops.refresh.shared_files import Clock, Files
 from realmops.refresh.versions import CorruptVersionError, Version
-from realmops.search.memory_map import Content
 
 DONE, FAULT, MISCONFIGURED = 0, 1, 2  # exit codes: do not restart, restart, do not restart
 COLLECT_SECONDS = 30.0  # between two garbage collections while nothing is built

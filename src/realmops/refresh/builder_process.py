@@ -15,6 +15,7 @@ from typing import Any
 from realmops.artifacts import digest_of
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import configure_process, resolve_device, resolve_precision
+from realmops.memory_map import Content, map_file, open_scratch
 from realmops.model.checkpoint_files import MODEL, RETRIEVER
 from realmops.refresh.builder import DONE, FAULT, MISCONFIGURED, BuilderWork, Parts, run_builder
 from realmops.refresh.child_processes import end_with
@@ -24,7 +25,6 @@ from realmops.refresh.shards import Work, corpus_identity, help_make_shards
 from realmops.refresh.versions import HOLDER, CorruptVersionError, Version
 from realmops.search.embed import no_progress
 from realmops.search.embeddings import EMBEDDINGS, index_header, make_shard_embedder, view_embeddings
-from realmops.search.memory_map import Content, map_file, open_scratch
 
 REMOVAL_SECONDS = 3.0  # a stage removes its exchange file by file
 

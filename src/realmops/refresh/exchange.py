@@ -41,10 +41,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from realmops import __version__
+from realmops.files import Clock, Files, free_bytes, is_writable, modified_time
+from realmops.memory_map import SPARE_ROOM
 from realmops.refresh.heartbeat import Heartbeat, LivenessTracker
-from realmops.refresh.shared_files import Clock, Files, free_bytes, is_writable, modified_time
 from realmops.refresh.versions import MANIFEST_LIMIT, ROLES, CorruptVersionError, Version, VersionStore, check_run
-from realmops.search.memory_map import SPARE_ROOM
 
 IDENTITY_VERSION = "v-000000"
 KINDS = ("run", "checkpoints", "weights", "parts", "indexes", "finished")
@@ -111,17 +111,9 @@ class Exchange:
     def _create(self) -> None:
         tops = [self.root / top for top in ("fences", *KINDS, "pins", "alive")]
         for folder in (*tops, *(self.root / top / role for top in ("pins", "alive") for role in ROLES)):
-            self._make(folder)
+            self.files.make_folder(folder)
         if IDENTITY_VERSION not in self.identity_store.names():
             self.stores["run"].publish(IDENTITY_VERSION, {}, {})
-
-    def _make(self, folder: Path) -> None:
-        if folder == folder.parent or folder.name in self.files.listdir(folder.parent):
-            return
-        self._make(folder.parent)
-        with suppress(FileExistsError):
-            self.files.mkdir(folder)
-        self.files.sync_folder(folder.parent)
 
     def check_identity(self) -> None:
         """Raise RunMismatchError if the exchange is another run's, FileNotFoundError if it is not there (any more)."""

@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 from realmops.artifacts import write_json
+from realmops.files import Files
 from realmops.refresh.builder import DONE, MISCONFIGURED
 from realmops.refresh.child_processes import SupervisedProcess
 from realmops.refresh.exchange import IDENTITY_VERSION
 from realmops.refresh.heartbeat import Heartbeat
-from realmops.refresh.shared_files import Files
 from realmops.refresh.versions import MANIFEST_LIMIT
 
 HEARTBEATS_FOLDER, HEARTBEAT_SECONDS = "alive", 5.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from realmops.artifacts import canonical_json
-from realmops.refresh.shared_files import Clock, Files
+from realmops.files import Clock, Files
 
 
 class Heartbeat:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
+from realmops.files import Clock, Files
 from realmops.refresh.heartbeat import Heartbeat, LivenessTracker
-from realmops.refresh.shared_files import Clock, Files
 
 POLL_SECONDS = 0.5
 HEARTBEAT_SECONDS = 5.0

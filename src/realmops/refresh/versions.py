@@ -25,13 +25,18 @@ from errno import EEXIST, ENOENT, ENOMEM, ENOTEMPTY, ESTALE
 from pathlib import Path
 from typing import Any
 
-from realmops.artifacts import canonical_json, digest_of
+from realmops.artifacts import (
+    DIGEST_KEY,
+    MANIFEST,
+    atomic_folder,
+    build_manifest,
+    canonical_json,
+    check_manifest,
+)
+from realmops.files import DEAD, Clock, Files
+from realmops.memory_map import Content, iter_blocks, memory_bytes
 from realmops.refresh.heartbeat import LivenessTracker
-from realmops.refresh.shared_files import Clock, Files
-from realmops.search.memory_map import Content, iter_blocks, memory_bytes
 
-SCHEMA = 1
-MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 1 << 20
 NAME = re.compile(r"v-\d{6}(-\d{8}(-\d{10}-\d{10})?)?")
 FILE = re.compile(r"(\w[\w.-]{0,63}/){0,3}\w[\w.-]{0,63}", re.ASCII)  # in folders too; no "..", nothing absolute
@@ -147,23 +152,19 @@ class VersionStore:
             raise CorruptVersionError(f"{path}: {error}") from error
 
     def _parse(self, name: str, content: bytes) -> Version:
-        fields = json.loads(content)
+        fields = check_manifest(json.loads(content), self.kind)
         if canonical_json(fields) != content:
             raise ValueError("the JSON is not in canonical form")
-        if (schema := fields.pop("schema")) != SCHEMA:
-            raise ValueError(f"the schema is {schema}, expected {SCHEMA}: written by another version of realmops")
-        digest = fields.pop("digest")
-        if digest != digest_of(fields):
-            raise ValueError("the digest of its content differs from the recorded one")
-        kind, version = fields.pop("kind"), Version(**fields, digest=digest)
-        if (kind, version.name) != (self.kind, name):
-            raise ValueError(f"describes {kind} {version.name}, expected {self.kind} {name}")
+        for constant in ("kind", "schema"):
+            del fields[constant]
+        version = Version(listing=fields.pop("files"), digest=fields.pop(DIGEST_KEY), **fields)
+        if version.name != name:
+            raise ValueError(f"describes {version.name}, expected {name}")
         if self.run is not None:
             check_run(version.run, self.run)
-        for file, entry in version.listing.items():
-            is_size = type(entry["bytes"]) is int and entry["bytes"] >= 0
-            if not FILE.fullmatch(file) or file == MANIFEST or not is_size:
-                raise ValueError(f"lists the file {file!r}, which is not a valid entry")
+        for file in version.listing:
+            if not FILE.fullmatch(file) or file == MANIFEST:
+                raise ValueError(f"lists the file {file!r}, which is not a valid name")
         return version
 
     # Reading
@@ -239,7 +240,7 @@ class VersionStore:
         log.warning("%s is quarantined: %s", self.folder / name, reason)
         try:
             keep = len(self.quarantined()) < MAX_QUARANTINED
-            entry = f".{f'bad.{name}' if keep else 'dead'}.{secrets.token_hex(4)}"
+            entry = f".bad.{name}.{secrets.token_hex(4)}" if keep else f"{DEAD}{secrets.token_hex(8)}"
             self.files.rename(self.folder / name, self.folder / entry)
             self.files.sync_folder(self.folder)
             if not keep:
@@ -285,15 +286,22 @@ class VersionStore:
         self, name: str, contents: Mapping[str, Content], meta: Mapping[str, Any], guard: Callable[[], None]
     ) -> bool:
         nonce = secrets.token_hex(8)
-        draft = self.folder / f".stage.{self.holder}.{nonce}"
         is_committed = False
-        try:
-            self._write_draft(draft, contents, self._build_manifest(name, nonce, contents, meta))
+
+        def commit(draft: Path) -> bool:
+            nonlocal is_committed
             guard()
             is_committed = self._commit(draft, name, nonce)
-        finally:
-            if not is_committed:
-                self._claim_and_delete(draft.name)
+            return is_committed
+
+        draft_name = f".stage.{self.holder}.{nonce}"
+        with atomic_folder(self.folder / name, files=self.files, draft=draft_name, commit=commit) as draft:
+            for folder in sorted({draft / folder for file in contents for folder in Path(file).parents} - {draft}):
+                with suppress(FileExistsError):  # done, and its reply lost
+                    self.files.mkdir(folder)
+            for file, content in contents.items():
+                self.files.write(draft / file, content)
+            self.files.write(draft / MANIFEST, self._build_manifest(name, nonce, contents, meta))
         guard()
         return is_committed
 
@@ -302,21 +310,10 @@ class VersionStore:
             file: {"bytes": len(content), "sha256": _sha256(content)} for file, content in sorted(contents.items())
         }
         fields = {
-            "kind": self.kind, "name": name, "nonce": nonce, "writer": self.holder, "run": self.run,
-            "listing": listing, "meta": dict(meta), "created_unix": self.clock.unix(),
+            "name": name, "nonce": nonce, "writer": self.holder, "run": self.run, "meta": dict(meta),
+            "created_unix": self.clock.unix(),
         }  # fmt: skip
-        return canonical_json({**fields, "digest": digest_of(fields), "schema": SCHEMA})
-
-    def _write_draft(self, draft: Path, contents: Mapping[str, Content], manifest: bytes) -> None:
-        below = sorted({draft / folder for file in contents for folder in Path(file).parents} - {draft})
-        for folder in (draft, *below):
-            with suppress(FileExistsError):  # the draft's nonce is unique: mkdir was done and its reply lost
-                self.files.mkdir(folder)
-        for file, content in contents.items():
-            self.files.write(draft / file, content)
-        self.files.write(draft / MANIFEST, manifest)
-        for folder in (*reversed(below), draft):
-            self.files.sync_folder(folder)
+        return canonical_json(build_manifest(self.kind, listing, **fields))
 
     def _commit(self, draft: Path, name: str, nonce: str) -> bool:
         """Rename the draft to its final name; after an error, list the folder: the rename may have been applied."""
@@ -359,7 +356,7 @@ class VersionStore:
         """Remove the drafts and pins that an earlier process with this holder name left; called once, at the start."""
         for entry in self.files.listdir(self.folder):
             if entry.startswith(f".stage.{self.holder}."):
-                self._claim_and_delete(entry)
+                self.files.discard(self.folder / entry)
         for folder, pin, kind, _, holder in self._pins():
             if (kind, holder) == (self.kind, self.holder):
                 self._unpin(folder / pin)
@@ -370,12 +367,12 @@ class VersionStore:
         ``keep`` is called again before anything is deleted; an error in it ends the collection.
         """
         for entry in self.files.listdir(self.folder):
-            if entry.startswith(".dead."):
+            if entry.startswith(DEAD):
                 self._delete(entry)
             elif entry.startswith(".stage."):
                 content = tuple(self.files.listdir(self.folder / entry))
                 if self._liveness.seconds_unchanged(entry, content) >= STALE_SECONDS:
-                    self._claim_and_delete(entry)
+                    self.files.discard(self.folder / entry)
         names = self.names()  # before ``keep`` and the pins are read: later versions are not considered
         in_use = self._names_in_use(keep)
         unneeded = [name for name in names if name not in in_use]
@@ -396,7 +393,7 @@ class VersionStore:
                 self._move(entry, name)
                 self.files.sync_folder(self.folder)
             else:
-                self._claim_and_delete(entry)
+                self.files.discard(self.folder / entry)
 
     def _names_in_use(self, keep: Callable[[], set[str]]) -> set[str]:
         # Pins first: a reader releases its pin only after a checkpoint names the version.
@@ -421,13 +418,6 @@ class VersionStore:
         except (FileNotFoundError, ValueError):
             heartbeat = b""
         return self._liveness.seconds_unchanged(f"pin {pin}", heartbeat)
-
-    def _claim_and_delete(self, entry: str) -> None:
-        """Claim an entry by renaming it, then delete it; if its owner committed it first, there is nothing to claim."""
-        dead = f".dead.{secrets.token_hex(8)}"
-        with suppress(OSError):
-            self.files.rename(self.folder / entry, self.folder / dead)
-        self._delete(dead)
 
     def _delete(self, entry: str) -> None:
         with suppress(OSError):  # the next collection deletes the rest

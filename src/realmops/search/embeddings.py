@@ -13,12 +13,12 @@ from torch import Tensor
 
 from realmops import artifacts
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.memory_map import Content, allocate_matrix, map_file, release_pages, view_fp32
 from realmops.model.checkpoint_files import retriever_from_files
 from realmops.model.retriever import Retriever
 from realmops.search.approximate import TYPES, Recipe, unwrap_approximate
 from realmops.search.embed import SHARD_ROWS, MakeShard, Progress, make_document_embedder, no_progress
 from realmops.search.exact import PassageIndex, exact_index, multi_vector_index
-from realmops.search.memory_map import Content, allocate_matrix, map_file, release_pages, view_fp32
 
 INDEX = "index.safetensors"
 RECIPE = "index.json"

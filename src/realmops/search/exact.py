@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realmops.devices import supports_bf16, supports_int8
-from realmops.search.memory_map import release_pages
+from realmops.memory_map import release_pages
 
 GROUP = 256
 _RESIDENT = 1 << 21  # passages of memory-mapped embeddings between two releases of their pages; at least one chunk

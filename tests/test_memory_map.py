@@ -14,9 +14,9 @@ import pytest
 import torch
 from small_world import at_once
 
-from realmops.search import memory_map
+from realmops import memory_map
+from realmops.memory_map import allocate_matrix, iter_blocks, open_scratch, release_pages, view_fp32
 from realmops.search.approximate import FaissIndex, Recipe
-from realmops.search.memory_map import allocate_matrix, iter_blocks, open_scratch, release_pages, view_fp32
 
 CPU = torch.device("cpu")
 THREADS, MAPS = 8, 150
@@ -103,7 +103,7 @@ def test_numbers_are_read_where_they_lie() -> None:
 
 ANONYMOUS = """
 import torch
-from realmops.search import memory_map
+from realmops import memory_map
 from realmops.search.approximate import FaissIndex, Recipe
 def held():
     lines = [line.split() for line in open("/proc/self/status")]

@@ -1,4 +1,4 @@
-"""The file layer of the exchange: every effect on the shared volume goes through :class:`Files`.
+"""The file layer: what is committed on a disk or a shared volume goes through :class:`Files`.
 
 Each operation passes through one hook, ``around(operation, path, effect)``, which by default only runs the effect.
 Tests inject faults there: a hook can kill the process before or after the effect, raise ENOSPC or EIO instead of it,
@@ -8,18 +8,20 @@ the clocks of two machines are never compared.
 
 import errno
 import os
+import secrets
 import shutil
 import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from realmops import artifacts
-from realmops.search.memory_map import SPARE_ROOM, Content, iter_blocks, map_file, open_scratch
+from realmops.memory_map import SPARE_ROOM, Content, iter_blocks, map_file, open_scratch
 
 Around = Callable[[str, Path, Callable[[], Any]], Any]
 
+DEAD = ".dead."  # prefix of folders that are being deleted
 _CHUNK = 1 << 22  # bytes copied at once
 
 
@@ -40,10 +42,16 @@ class Clock:
 
 
 class Files:
-    """Operations on the volume; each is one step, at which the process may fail or be killed."""
+    """Operations on the volume; each is one step, at which the process may fail or be killed.
 
-    def __init__(self, around: Around | None = None) -> None:
+    Args:
+        around: called with the name of each operation, its path and its effect.
+        folder_mode: the permissions of new folders, before the umask.
+    """
+
+    def __init__(self, around: Around | None = None, *, folder_mode: int = 0o750) -> None:
         self._around: Around = around or (lambda operation, path, effect: effect())
+        self._folder_mode = folder_mode
 
     def listdir(self, folder: Path) -> list[str]:
         """Return the sorted names in a folder, or an empty list if the folder is missing."""
@@ -58,7 +66,7 @@ class Files:
         Args:
             path: the file.
             limit: the most bytes that it may have.
-            copied: memory-map a local copy of a large file, if the local disk has room for one (``map_file``).
+            copied: memory-map a local copy of a large file, if the local disk has room for one.
             depth: the number of folders above the file that must not be symbolic links.
 
         Raises:
@@ -99,7 +107,7 @@ class Files:
 
     def mkdir(self, folder: Path) -> None:
         """Create one folder; raises FileExistsError if the name is taken."""
-        self._around("mkdir", folder, lambda: os.mkdir(folder, 0o750))
+        self._around("mkdir", folder, lambda: os.mkdir(folder, self._folder_mode))
 
     def rename(self, old: Path, new: Path) -> None:
         """Rename a folder within its parent; raises OSError if the new name is a folder that is not empty."""
@@ -107,7 +115,37 @@ class Files:
 
     def sync_folder(self, folder: Path) -> None:
         """Make the names in a folder durable."""
-        self._around("sync_folder", folder, lambda: artifacts.sync_folder(folder))
+        self._around("sync_folder", folder, lambda: _sync_folder(folder))
+
+    def make_folder(self, folder: Path) -> None:
+        """Create a folder and its missing parents, each with a durable name.
+
+        No name is looked up before it is created: NFS caches a failed lookup.
+        """
+        try:
+            self.mkdir(folder)
+        except FileExistsError:
+            return
+        except FileNotFoundError:
+            if folder == folder.parent:
+                raise
+            self.make_folder(folder.parent)
+            with suppress(FileExistsError):
+                self.mkdir(folder)
+        self.sync_folder(folder.parent)
+
+    def sync_folders(self, folder: Path) -> None:
+        """Make the names in a folder, and in all folders below it, durable."""
+        for path, _, _ in os.walk(folder, topdown=False):
+            self.sync_folder(Path(path))
+
+    def discard(self, folder: Path) -> None:
+        """Claim a folder by renaming it, then delete it; a folder that its owner has committed stays."""
+        claimed = folder.with_name(f"{DEAD}{secrets.token_hex(8)}")
+        with suppress(OSError):
+            self.rename(folder, claimed)
+        with suppress(OSError):  # a later sweep deletes the rest
+            self.delete(claimed)
 
     def unlink(self, path: Path) -> None:
         """Delete a file or a symbolic link."""
@@ -168,6 +206,14 @@ def _write_and_close(handle: int, content: bytes) -> None:
         os.close(handle)
 
 
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def is_writable(folder: Path) -> bool:
     """Return whether this process may write to a folder: False on a volume mounted read-only."""
     return os.access(folder, os.W_OK)
@@ -181,3 +227,7 @@ def modified_time(path: Path) -> float:
 def free_bytes(folder: Path) -> int:
     """Return the free bytes on the volume of ``folder``."""
     return shutil.disk_usage(folder).free
+
+
+DISK = Files(folder_mode=0o777)
+"""The file layer without a hook, for folders of this machine."""

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from exchange_lab import MemoryFiles
 
-from realmops.refresh import shared_files as layer
-from realmops.refresh.shared_files import Files
+from realmops import files as layer
+from realmops.files import Files
 
-INDEX = Path(layer.__file__).parent
+INDEX = Path(layer.__file__).parent / "refresh"
 
 
 def test_written_bytes_come_back_and_a_taken_name_is_refused(tmp_path: Path) -> None:
