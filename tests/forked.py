@@ -1,7 +1,7 @@
 """Processes of the command line without the start of Python: forked from one that has imported PyTorch and the stages.
 
-For tests whose claim is what processes do to each other, and not how one starts. The server is that from which
-``realmops`` forks stages, one for each process of pytest; there it has imported ``fork_server``.
+For tests whose claim is what processes do to each other, and not how one starts. Each process of pytest has one fork
+server, which has imported ``fork_server``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from multiprocessing import Pipe, forkserver
+from multiprocessing import Pipe, connection, forkserver, get_context, parent_process
 from pathlib import Path
 from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 from runpy import run_module
@@ -24,7 +24,7 @@ from unittest import mock
 
 from realmops.refresh import child_processes
 
-_STARTING = threading.Lock()
+_LOCK = threading.Lock()  # an exit code can be read once, and each start of a process reads those of all
 
 
 class Forked:
@@ -39,28 +39,37 @@ class Forked:
         env: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         inherited = dict(os.environ if env is None else env), cwd or Path.cwd(), getrlimit(RLIMIT_NOFILE)
-        with ExitStack() as stack:
+        with ExitStack() as stack, _LOCK:
             reader, writer = (stack.enter_context(end) for end in Pipe(duplex=False))
-            self._worker = child_processes.WorkerProcess(__name__, partial(_run, work, log or writer, *inherited))
+            _start_server()
+            process = get_context("forkserver").Process(target=_run, args=(work, log or writer, *inherited))
+            process.start()
             self.stderr: TextIO | None = None if log else os.fdopen(os.dup(reader.fileno()), encoding="utf-8")
-        self._process = self._worker._process
-        self._process._config["daemon"] = True  # type: ignore[attr-defined]  # it ends with pytest
+        self._process: Any = process
+        self._process._config["daemon"] = True  # it ends with pytest
         assert self._process.pid
         self.pid: int = self._process.pid
 
     def wait(self, timeout: float | None = None) -> int:
-        if not self._worker.wait(timeout):
+        connection.wait([self.sentinel], timeout)
+        if (code := self._exit_code()) is None:
             raise subprocess.TimeoutExpired("forked", timeout or 0.0)
-        assert self._process.exitcode is not None
-        return self._process.exitcode
+        return code
 
     def poll(self) -> int | None:
-        return self.wait(0) if self._worker.wait(0) else None
+        connection.wait([self.sentinel], 0)
+        return self._exit_code()
+
+    def _exit_code(self) -> int | None:
+        with _LOCK:
+            code: int | None = self._process.exitcode
+            return code
 
     @property
     def sentinel(self) -> int:
         """Handle for ``multiprocessing.connection.wait``."""
-        return self._process.sentinel
+        sentinel: int = self._process.sentinel
+        return sentinel
 
     @property
     def returncode(self) -> int | None:
@@ -143,14 +152,20 @@ def _run(work: Callable[[], None], output: Any, env: Mapping[str, str], cwd: Pat
     os.environ.update(env)
     os.chdir(cwd)
     setrlimit(RLIMIT_NOFILE, files)
+    threading.Thread(target=_end_with_starter, daemon=True).start()
     work()
 
 
-def _start_server(modules: list[str]) -> None:
-    """Start the server, if it does not run, with our module in the place of these."""
-    with _STARTING, mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
-        forkserver._forkserver.set_forkserver_preload(["fork_server"])  # type: ignore[attr-defined]
+def _end_with_starter() -> None:
+    """Send this process SIGTERM when the one that started it has ended; its parent is the fork server."""
+    starter = parent_process()
+    assert starter is not None
+    starter.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _start_server() -> None:
+    """Start the server of this process of pytest, if it does not run."""
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1"):
+        forkserver.set_forkserver_preload(["fork_server"])
         forkserver.ensure_running()
-
-
-forkserver.set_forkserver_preload = _start_server  # type: ignore[assignment]

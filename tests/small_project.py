@@ -157,6 +157,13 @@ def run_command(*arguments: str | Path, **variables: str) -> subprocess.Complete
     return subprocess.run(command(*arguments), capture_output=True, text=True, env=environment)
 
 
+def group_exists(group: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, 0)
+        return True
+    return False
+
+
 class Quiet:
     """A report that remembers what it was told."""
 

@@ -65,6 +65,17 @@ def end_on_sigterm() -> None:
 
 
 @contextmanager
+def resumable() -> Iterator[None]:
+    """Context manager for work that resumes: end on SIGTERM, and on Ctrl-C with one line and exit code 130."""
+    end_on_sigterm()
+    try:
+        yield
+    except KeyboardInterrupt:
+        Console().log("stopped; run the same command again: it skips completed stages and resumes from checkpoints")
+        sys.exit(130)
+
+
+@contextmanager
 def exit_on_user_error() -> Iterator[None]:
     """Exit with a one-line message on errors that the user can fix.
 

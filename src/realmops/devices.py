@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import os
 from collections.abc import Iterator
@@ -175,12 +176,20 @@ def resolve_threads(threads: int | Literal["auto"], width: float = math.inf) -> 
 
 
 def configure_process(threads: int | Literal["auto"]) -> None:
-    """Configure threads, malloc and caches of a process; call once before it computes with models."""
+    """Configure threads, malloc and caches of a process, before a stage or a server computes with models."""
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _PRIMITIVES)
     configure_malloc()
     torch.set_num_threads(resolve_threads(threads))
     # cuDNN attention plans once per shape, which takes longer than a step, and hardly two batches share a shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def release_memory() -> None:
+    """Return the memory of a finished stage to the system: of its models, of their GPU, and what malloc keeps."""
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+    configure_malloc()
 
 
 def configure_malloc() -> None:

@@ -12,10 +12,11 @@ import math
 import os
 import re
 import shutil
+import signal
 import sqlite3
 import subprocess
+import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ from realmops.evaluate.ablation import (
 from realmops.evaluate.predictions import read_predictions, write_predictions
 from realmops.journal import Series
 from realmops.refresh import lease
-from realmops.stages import STAGES, Stage
+from realmops.stages import STAGES
 from realmops.tracking.client import local_tracking_uri, mlflow_client
 from realmops.tracking.mlflow_views import experiment_tags
 from realmops.tracking.runs import tracking_folder
@@ -130,7 +131,7 @@ def test_other_questions_are_no_pairs() -> None:
 def test_an_outcome_tells_by_which_rules_its_answers_are_right(tmp_path: Path) -> None:
     """So that the same questions in another language are no pairs."""
     values = {"finetune": {"retriever": "pretrain", "reader": "t5"}}
-    task = command.Task("realm", 0, tmp_path / "params.yaml", [], [], values, tmp_path)
+    task = command.Task("realm", 0, tmp_path / "params.yaml", [], values, tmp_path)
     for stage in ("evaluate", "pretrain"):
         task.folder(stage).mkdir(parents=True)
         (task.folder(stage) / "metrics.json").write_text("{}")
@@ -225,8 +226,8 @@ def words_of(project: Path, *more: str | Path) -> list[str | Path]:
 
 
 def ablate(project: Path, *more: str | Path) -> tuple[int, str, str]:
-    """The command in this process, whose fork server all calls share; stages are processes."""
-    done = small_project.cli(*words_of(project, "--out", project / "out", "--jobs", "2", *more))
+    with small_project.forked_builders():
+        done = small_project.cli(*words_of(project, "--out", project / "out", *more))
     return done.exit_code, done.stdout, done.stderr
 
 
@@ -426,29 +427,21 @@ def test_killed_its_stages_end_with_it_and_the_next_call_goes_on(project: Path, 
     assert [line["time"] for line in steps[:8]] == [json.loads(line)["time"] for line in kept], "not trained again"
 
 
-def test_an_error_nobody_foresaw_ends_the_stages_that_run(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As an interrupt does: the stage of seed 0 sleeps for minutes, what seed 1 reads is damaged."""
-    sign = tmp_path / "sign"
-    sleep = "import os, pathlib, time; pathlib.Path(sign).write_text(str(os.getpid())); time.sleep(900)"
-
-    def inputs(stage: Stage, values: small_project.Values, *folders: Path) -> dict[str, Path]:
-        if values["run"]["seed"] == 0:
-            return {}
-        small_project.wait_for(lambda: sign.is_file() and sign.read_text(), 60)
-        raise KeyError("damaged")
-
-    monkeypatch.setattr(command, "partial", lambda *_: partial(exec, sleep, {"sign": str(sign)}))
-    monkeypatch.setattr(command, "stage_inputs", inputs)
-    settings = ("tracking.enabled=false",)
-    what = command.Ablation(
-        project / "params.yaml", [str(project / "nothing.yaml")], settings, ["realm"], [1, 0], tmp_path / "out"
-    )
-    with pytest.raises(KeyError, match="damaged"):
-        command.train(what, jobs=2, report=small_project.Quiet())
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(sign.read_text()), 0)
+def test_ctrl_c_ends_all_jobs(project: Path, tmp_path: Path) -> None:
+    """A terminal sends SIGINT to the whole process group."""
+    words = words_of(project, "--out", tmp_path, "--variant", "realm", "--seeds", "2", "--jobs", "2")
+    reset = "import os, signal, sys; signal.signal(2, signal.default_int_handler); os.execv(sys.argv[1], sys.argv[1:])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", reset, *small_project.command(*words)],
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    small_project.wait_for(lambda: process.poll() is not None or [*tmp_path.glob("store/*/log.txt")], 60)
+    os.killpg(process.pid, signal.SIGINT)
+    _, printed = process.communicate(timeout=60)
+    assert process.returncode == 130, printed
+    assert printed.splitlines()[-1].startswith("stopped; run the same command again")
+    assert "Traceback" not in printed
+    small_project.wait_for(lambda: not small_project.group_exists(process.pid), 10)  # a tracker of Python ends last
 
 
 def test_a_failed_variant_is_named_and_the_others_go_on(project: Path) -> None:
@@ -457,8 +450,8 @@ def test_a_failed_variant_is_named_and_the_others_go_on(project: Path) -> None:
     preset.write_text("pretrain: {marginal: per_token, masked_sentences: 6, builder: external, builder_timeout: 1}\n")
     status, printed, told = ablate(project, *CHOSEN, "--variant", "per_token")
     assert status == 1
-    assert "per_token, seed 0: the stage pretrain ended with exit code 1" in told
-    assert "log.txt:" in told
+    assert "per_token, seed 0: the stage pretrain is not complete" in told
+    assert "TimeoutError: " in told
     assert "| REALM | " in printed
     assert "per token" not in printed
 

@@ -17,8 +17,8 @@ LAYERS = (
     ("__init__",), ("memory_map",), ("files",), ("artifacts", "config_yaml", "options", "resources"),
     ("config", "journal"),
     ("hub", "devices", "compressed"), ("readers", "sample"), ("corpus", "inputs"), ("questions", "model"), ("search",),
-    ("refresh",), ("answering",), ("train",), ("baselines", "evaluate"), ("tracking",), ("stages",), ("starter",),
-    ("commands",), ("serve",), ("api", "console"), ("cluster",), ("cli",), ("__main__",),
+    ("refresh",), ("answering",), ("train",), ("baselines", "evaluate"), ("tracking",), ("stages",),
+    ("starter", "console"), ("commands",), ("serve",), ("api",), ("cluster",), ("cli",), ("__main__",),
 )  # fmt: skip
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
 CORE = {

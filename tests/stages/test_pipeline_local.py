@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 import small_project
 import torch
-from forked import Forked
+from forked import Forked, run_program
 from small_project import (
     Quiet,
     builder_beside,
@@ -54,7 +54,6 @@ from realmops.model.checkpoint_files import load_models
 from realmops.questions.question_sets import Question
 from realmops.readers.sources import list_sources
 from realmops.refresh import child_processes
-from realmops.refresh.child_processes import run_realmops
 from realmops.refresh.follower import assign_exchange
 from realmops.search.bm25 import Bm25, rank, titled_texts
 from realmops.search.embed import embed, query_sequences
@@ -196,29 +195,6 @@ def test_a_second_run_does_nothing(finished: Path) -> None:
     assert process.returncode == 0, process.stderr
     assert process.stderr.count("nothing to do") == len(STAGES)
     assert times(finished) == before
-
-
-def test_stages_of_a_new_run_share_one_import_of_torch(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where all stages are there, most likely none runs, and torch is not imported for nothing.
-
-    What is imported before processes are forked asks for no GPU: CUDA cannot be used after a fork.
-    """
-    preloaded = []
-
-    def run_in_process(name: str, module: str, work: Any) -> int:
-        preloaded.append(module)
-        return 3
-
-    monkeypatch.setattr("realmops.refresh.child_processes.run_in_process", run_in_process)
-    for root in (tmp_path / "new", finished):
-        assert cli("run", "all", "--params", PARAMS, "--root", root, *settings(EMBEDDED)).exit_code == 3
-    assert preloaded == ["realmops.commands.preload", "realmops.commands.run"]
-    no_gpu = "import sys, torch; torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = None"
-    modules = f"{no_gpu}; import {preloaded[0]}; print(sys.modules.keys() >= set(sys.argv[1:]))"
-    heavy = ["torch", "transformers.modeling_utils", *(f"realmops.stages.{name}" for name in ("ict", "evaluate"))]
-    assert subprocess.check_output([sys.executable, "-c", modules, *heavy], text=True) == "True\n"
 
 
 def test_a_stage_of_a_new_version_runs_again(tmp_path: Path) -> None:
@@ -575,21 +551,60 @@ def lived(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return calm, killed
 
 
+def assert_same_files(first: Path, second: Path) -> None:
+    names = sorted(p.relative_to(first) for p in first.rglob("*") if p.is_file())
+    assert names == sorted(p.relative_to(second) for p in second.rglob("*") if p.is_file())
+    have_times = {"metrics.json", "metrics.jsonl", "manifest.json", "report.html"}
+    compared = [n for n in names if n.name not in have_times or n.parts[:-1]]
+    assert compared
+    for path in compared:
+        assert (first / path).read_bytes() == (second / path).read_bytes(), path
+    if (first / "metrics.jsonl").is_file():
+        lines = journal(second)
+        assert without_clock(lines) == without_clock(journal(first))
+        assert [line["step"] for line in lines] == list(range(len(lines)))
+
+
 @pytest.mark.parametrize("name", STAGES)
 def test_a_stage_killed_again_and_again_ends_with_the_same_bytes(lived: tuple[Path, Path], name: str) -> None:
     calm, killed = (root / STAGES[name].folder for root in lived)
     read_manifest(killed, name)
-    names = sorted(p.relative_to(calm) for p in calm.rglob("*") if p.is_file())
-    assert names == sorted(p.relative_to(killed) for p in killed.rglob("*") if p.is_file())
-    told_by_a_clock = {"metrics.json", "metrics.jsonl", "manifest.json", "report.html"}
-    compared = [n for n in names if n.name not in told_by_a_clock or n.parts[:-1]]
-    assert compared
-    for path in compared:
-        assert (calm / path).read_bytes() == (killed / path).read_bytes(), path
-    if name in ("ict", "pretrain", "finetune"):  # with spans given the tagger has nothing to train
-        lines = journal(killed)
-        assert without_clock(lines) == without_clock(journal(calm))
-        assert [line["step"] for line in lines] == list(range(len(lines)))
+    assert_same_files(calm, killed)
+
+
+def test_all_stages_in_one_process_write_the_bytes_of_a_process_for_each(
+    lived: tuple[Path, Path], tmp_path: Path
+) -> None:
+    torch.manual_seed(7)
+    with small_project.forked_builders():
+        done = cli("run", "all", "--params", lived[0].parent / "params.yaml", "--root", tmp_path)
+    assert done.exit_code == 0, done.output
+    for one in STAGES.values():
+        if one.name != "sample":  # nothing reads it
+            assert_same_files(lived[0] / one.folder, tmp_path / one.folder)
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are found in /proc")
+def test_ctrl_c_ends_all_stages_with_one_line_and_no_orphan(lived: tuple[Path, Path], tmp_path: Path) -> None:
+    """A terminal sends SIGINT to the whole process group, with the index builder."""
+    project, root = lived[0].parent, tmp_path / "root"
+    for folder in ("data", "models/ict"):
+        shutil.copytree(lived[0] / folder, root / folder)
+    words = command("run", "all", "--params", project / "params.yaml", "--root", root, "--set", "pretrain.steps=5000")
+    reset = "import os, signal, sys; signal.signal(2, signal.default_int_handler); os.execv(sys.argv[1], sys.argv[1:])"
+    words = [sys.executable, "-c", reset, *words]  # a job in the background ignores SIGINT
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    steps = root / ".realmops/work"
+    wait_for(lambda: process.poll() is not None or any(p.stat().st_size for p in steps.glob("pre*/metrics.jsonl")), 60)
+    assert builders(root)
+    os.killpg(process.pid, signal.SIGINT)
+    _, printed = process.communicate(timeout=60)
+    assert process.returncode == 130
+    lines = [line for line in printed.splitlines() if "nothing to do" not in line]
+    assert lines[-1].startswith("stopped; run the same command again"), printed
+    assert not [line for line in lines if "Traceback" in line or line.startswith(" ")], printed
+    wait_for(lambda: not small_project.group_exists(process.pid), 10)  # a tracker of Python's pools ends last
+    assert litter(root) == []
 
 
 def test_killed_stages_leave_no_litter(lived: tuple[Path, Path]) -> None:
@@ -669,10 +684,10 @@ def test_a_builder_that_follows_a_file_serves_one_trainer_after_another(project:
     assert lines.startswith(f"index builder: waiting for work: {work} names none")
 
 
-def run_with_started_builder(words: list[str], log: Path) -> None:
+def run_with_started_builder(words: list[str]) -> None:
     """A process of the command line whose index builder starts as a user's."""
     child_processes.subprocess = subprocess  # type: ignore[attr-defined]
-    run_realmops(words, log)
+    run_program("realmops", words)
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are found in /proc")
@@ -686,7 +701,7 @@ def test_trainer_and_its_child_builder_end_together_or_go_on(lived: tuple[Path, 
     log = tmp_path / "log.txt"
 
     def start_trainer() -> Forked:
-        return Forked(partial(run_with_started_builder, words, log), log=log)
+        return Forked(partial(run_with_started_builder, words), log=log)
 
     def await_while_alive(what: Callable[[], Any], trainer: Forked) -> Any:
         found = wait_for(lambda: what() or trainer.poll() is not None, 60)

@@ -8,7 +8,7 @@ import click
 
 from realmops.cli import shared_options as option
 from realmops.cli.group import exit_with, main
-from realmops.console import Console, show
+from realmops.console import Console, resumable, show
 
 
 @main.command()
@@ -74,7 +74,7 @@ def ceilings(values: option.Values, project: Path, **options: Any) -> Iterable[s
 @main.command("ablate")
 @option.repeated("--variant", "variants", "NAME", "Train only this variant.")
 @option.count("--seeds", default=1, help="The number of seeds of each variant.")
-@option.count("--jobs", default=1, help="The number of stages that run in parallel.")
+@option.count("--jobs", default=1, help="The number of processes that train in parallel.")
 @option.file(
     "--out", default=Path("runs/ablations"), help="The output folder: trainings, table.md, table.csv and report.html."
 )
@@ -98,7 +98,8 @@ def run_ablations(
 
     names = variants or tuple(read_variants(params))
     ablation = Ablation(params, presets or ("ablation",), settings, names, range(seeds), out)
-    rows, failures = ablate(ablation, jobs=jobs, report=Console())
+    with resumable():
+        rows, failures = ablate(ablation, jobs=jobs, report=Console())
     yield from summary(rows, out)
     exit_with(failures)
 

@@ -1,9 +1,7 @@
 """Commands that set up a run, and train."""
 
 import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import click
 
 from realmops.cli import shared_options as option
 from realmops.cli.group import main
-from realmops.console import Console, end_on_sigterm, exit_on_user_error, show
+from realmops.console import Console, resumable, show
 from realmops.stages import METRICS, STAGES
 
 
@@ -78,7 +76,7 @@ def run(stage: str, params: Path, presets: Sequence[str], settings: Sequence[str
         _run((stage,), **options)
         return
     steps = planned_steps(values)
-    _run_in_child_processes(steps, **options)
+    _run(steps, **options)
     if os.environ.get("RANK", "0") == "0":  # torchrun starts several processes
         from realmops.commands.report import seconds_table
 
@@ -86,40 +84,13 @@ def run(stage: str, params: Path, presets: Sequence[str], settings: Sequence[str
         show(seconds_table(stages, options["root"]), columns=60)
 
 
-def _run_in_child_processes(names: Sequence[str], **options: Any) -> None:
-    """Run each step in a child process; under torchrun in this one, whose process group is initialised already."""
-    from realmops.refresh.child_processes import end_with, run_in_process
-
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        _run(names, **options)
-        return
-    end_on_sigterm()
-    if (parent := options.pop("watch_parent")) is not None:
-        end_with(parent)
-    finished = all(os.path.isdir(options["root"] / STAGES[name].folder) for name in names if name in STAGES)
-    module = "realmops.commands.run" if finished else "realmops.commands.preload"  # which imports PyTorch for all
-    for name in names:
-        work = partial(_explained_run, names, only_step=name, **options)
-        if code := run_in_process(f"the {'stage' if name in STAGES else 'step'} {name}", module, work):
-            sys.exit(code)
-
-
-def _explained_run(names: Sequence[str], **options: Any) -> None:
-    with exit_on_user_error():
-        _run(names, **options)
-
-
 def _run(names: Iterable[str], root: Path, **options: Any) -> None:
-    end_on_sigterm()
-    report = Console()
-    try:
+    with resumable():
         from realmops.commands.run import run_stages
 
+        report = Console()
         for name, metrics in run_stages(tuple(names), report=report, root=root, **options):
             report.metrics(name, metrics, root / STAGES[name].folder / METRICS)
-    except KeyboardInterrupt:
-        report.log("stopped; run the same command again: it skips completed stages and resumes from checkpoints")
-        sys.exit(130)
 
 
 @main.command("params")
@@ -190,8 +161,7 @@ def reader(**options: Any) -> Iterator[str]:
 
     with reader_training(**options, report=Console()) as training:
         folders = {"project": training.work, "root": training.work}
-        choice = {"values": training.values, "presets": [PRESET], "force": False, "watch_parent": None}
-        _run_in_child_processes(TRAINED, **choice, **folders)
+        _run(TRAINED, values=training.values, presets=[PRESET], force=False, **folders)
         yield from training.write()
 
 

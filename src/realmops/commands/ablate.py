@@ -1,21 +1,22 @@
 """Ablations: train variants of one run over several seeds, and compare them; shared stages run once.
 
-Each stage of each variant runs in a folder named by the stage's fingerprint (``store/STAGE-KEY``), by the command line
-that users have; the folder of a variant (``NAME/seed-N``) contains symlinks to its stages. So two variants that differ
+Each stage of each variant runs in a folder named by the stage's fingerprint (``store/STAGE-KEY``), by the function of
+``realmops run``; the folder of a variant (``NAME/seed-N``) contains symlinks to its stages. So two variants that differ
 only in fine-tuning share one pre-training, and a call after a kill resumes from the checkpoints. Concurrent calls, for
 example pods on one volume, share stages too: a lease lets one of them run a stage while the others wait.
 """
 
-import json
 import math
 import os
-import threading
+import signal
+import traceback
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,12 @@ import numpy as np
 
 from realmops import artifacts, config
 from realmops.artifacts import WORK_FOLDER
+from realmops.commands.questions import write_cloze_questions
 from realmops.commands.report import browser_command
+from realmops.commands.run import run_stages
 from realmops.config import Values, preset_path
 from realmops.config_yaml import read_yaml
+from realmops.console import Console, end_on_sigterm
 from realmops.corpus.languages import ENGLISH
 from realmops.evaluate import ablation as tables
 from realmops.evaluate.ablation import REFERENCE, STALENESS, TITLES, Row, VariantOutcome
@@ -37,8 +41,8 @@ from realmops.inputs.fetch import local_cache
 from realmops.inputs.run_inputs import take_inputs
 from realmops.journal import metric_series, read_journal
 from realmops.options import CLOSED_BOOK
-from realmops.refresh.child_processes import WorkerProcess, describe_exit, run_realmops
-from realmops.refresh.lease import acquire_lease
+from realmops.refresh.child_processes import end_with
+from realmops.refresh.lease import Lease, acquire_lease
 from realmops.stages import (
     CLOZE_STEP,
     JOURNAL,
@@ -49,7 +53,6 @@ from realmops.stages import (
     fingerprint,
     option_files,
     planned_steps,
-    stages_to_run,
 )
 from realmops.stages.runner import stage_inputs
 from realmops.tracking import runs
@@ -61,8 +64,7 @@ FIGURES = (*STALENESS, "hit_at_5_after", "retrieval_utility", "p_null", "margina
 MASKED = ("masked_accuracy", "masked_log_p", "masked_accuracy_without", "masked_log_p_without")  # reader metrics
 OUTCOMES = "outcomes"
 WRITTEN = ("table.md", "table.csv", "report.html")
-LAST_LINES = 5
-POLL_SECONDS = 0.1  # interval between polls of a stage's process and lease
+LOG, LAST_LINES = "log.txt", 5  # of a stage; its last lines are in the message of a failure
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +75,6 @@ class Task:
     seed: int
     params: Path
     presets: Sequence[Path]
-    settings: Sequence[str]
     values: Values
     view: Path
 
@@ -99,7 +100,7 @@ class Ablation:
         presets = [preset_path(name, self.params) for name in names]
         settings = [*self.settings, f"run.seed={seed}", f"sample.seed={seed}"]
         values = config.load_params(self.params, presets=presets, settings=settings)
-        return Task(variant, seed, self.params, presets, settings, values, run_folder(self.out, variant, seed))
+        return Task(variant, seed, self.params, presets, values, run_folder(self.out, variant, seed))
 
     @cached_property
     def tasks(self) -> list[Task]:
@@ -134,7 +135,7 @@ def ablate(
 ) -> tuple[list[Row], list[str]]:
     """Train and evaluate every variant with every seed; write outcomes, table, HTML report and MLflow runs.
 
-    Up to ``jobs`` stages run in parallel. With ``existing_only`` nothing is trained, and a missing stage is a failure.
+    Up to ``jobs`` processes train. With ``existing_only`` nothing is trained, and a missing stage is a failure.
 
     Returns:
         Rows of the table, and one message per failed task: a failed stage ends its own variant only.
@@ -166,73 +167,100 @@ def ablate(
 
 def train(ablation: Ablation, *, jobs: int, report: Report, existing_only: bool = False) -> dict[Task, str]:
     """Train like :func:`ablate` without summary files: other processes may train other variants in the same folder."""
-    if jobs > 1:  # run.threads=auto of the stages, which share the CPUs
-        from realmops.devices import resolve_threads
-
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, resolve_threads("auto") // jobs)))
-    locks: dict[Path, threading.Lock] = {}
-    progress_lock, stopped = threading.Lock(), threading.Event()
-    tasks = {task: _with_copies(task, ablation.out, report) for task in ablation.tasks}
-    stages = sum(len(stages_to_run(task.values)) for task in ablation.tasks)
-    advance = report.progress("stages", stages)
+    tasks = ablation.tasks  # an invalid one raises before anything is written
     artifacts.make_folder(ablation.out / OUTCOMES)
+    if jobs > 1 and not existing_only:
+        _train_in_processes(ablation, jobs)
+        existing_only = True
+    failures = {task: _complete(task, ablation.out, report, existing_only) for task in tasks}
+    return {task: failure for task, failure in failures.items() if failure}
 
-    def run(task: Task) -> str:
-        """Complete all steps of a task, each fingerprint once, and link them into its view; return a failure or ""."""
-        for step in planned_steps(task.values):
-            if step == CLOZE_STEP:
-                from realmops.commands.questions import write_cloze_questions
 
-                write_cloze_questions(task.view, None, seed=task.values["run"]["seed"])
-                continue
-            stage = STAGES[step]
-            key = fingerprint(stage, task.values, stage_inputs(stage, task.values, task.params.parent, task.view))
-            home = ablation.out / "store" / f"{stage.name}-{key[:16]}"
-            failure = ""
-            with locks.setdefault(home, threading.Lock()):
+def _train_in_processes(ablation: Ablation, jobs: int) -> None:
+    """Train in ``jobs`` processes, each every ``jobs``-th task; the leases let them share stages."""
+    from realmops.devices import resolve_threads
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, resolve_threads("auto") // jobs)))
+    context = get_context("spawn")
+    shares = [range(first, len(ablation.tasks), jobs) for first in range(jobs)]
+    processes = [context.Process(target=_train_share, args=(ablation, share, os.getpid())) for share in shares]
+    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all: this process ends the others
+    try:
+        for process in processes:
+            process.start()
+        signal.signal(signal.SIGINT, usual)
+        for process in processes:
+            process.join()
+    finally:
+        signal.signal(signal.SIGINT, usual)
+        for process in processes:
+            if process.pid is not None:
+                process.terminate()
+                process.join()
+
+
+def _train_share(ablation: Ablation, share: Sequence[int], parent: int) -> None:
+    end_on_sigterm()
+    end_with(parent)
+    for number in share:
+        _complete(ablation.tasks[number], ablation.out, Console())
+
+
+def _complete(task: Task, out: Path, report: Report, existing_only: bool = False) -> str:
+    """Complete all steps of a task, each fingerprint once, and link them into its view; return a failure or ""."""
+    values, _ = take_inputs(task.values, out, local_cache(), report)
+    for step in planned_steps(values):
+        if step == CLOZE_STEP:
+            write_cloze_questions(task.view, None, seed=values["run"]["seed"])
+            continue
+        stage = STAGES[step]
+        key = fingerprint(stage, values, stage_inputs(stage, values, task.params.parent, task.view))
+        home = out / "store" / f"{stage.name}-{key[:16]}"
+        if not (is_complete(home, stage) or existing_only):
+            with acquire_lease(home / WORK_FOLDER / "claim", report.log) as lease:
                 if not is_complete(home, stage):
-                    missing = f"is not complete in {home}"
-                    failure = missing if existing_only else _run_stage(stage, task, home, report, stopped)
-            if failure:
-                return f"{task.variant}, seed {task.seed}: the stage {stage.name} {failure}"
-            replace_symlink(home / stage.folder, task.view / stage.folder)
-            with progress_lock:
-                advance(1)
-        return ""
+                    report.log(f"ablate: {task.variant}, seed {task.seed}: {stage.name}, with its log in {home / LOG}")
+                    _run_stage(stage, replace(task, values=values), home, lease)
+        if not is_complete(home, stage):
+            log = home / LOG
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+            name = f"{task.variant}, seed {task.seed}: the stage {stage.name}"
+            return "\n  ".join([f"{name} is not complete in {home}", *lines[-LAST_LINES:]])
+        replace_symlink(home / stage.folder, task.view / stage.folder)
+    return ""
 
-    with ThreadPoolExecutor(jobs) as pool:
+
+class _LeasedConsole(Console):
+    """A console whose progress ends a stage that another process has taken over."""
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+
+    def progress(self, label: str, total: int, unit: str = "") -> Callable[[int], None]:
+        update = super().progress(label, total, unit)
+
+        def checked(units: int) -> None:
+            if self.lease.lost:
+                raise TimeoutError("another process has taken the stage over, since this one was suspended")
+            update(units)
+
+        return checked
+
+
+def _run_stage(stage: Stage, task: Task, home: Path, lease: Lease) -> None:
+    """Run a stage in ``home`` as ``realmops run`` does, with its output in a log; an error is in the log alone."""
+    for folder in (CLOZE, *(STAGES[need].folder for need in stage.needs)):
+        if (task.view / folder).exists():
+            replace_symlink(task.view / folder, home / folder)
+    values = {**task.values, "tracking": {**task.values["tracking"], "enabled": False}}
+    presets, report = [*map(str, task.presets)], _LeasedConsole(lease)
+    run = partial(run_stages, presets=presets, project=task.params.parent, root=home, report=report, force=False)
+    with open(home / LOG, "a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
         try:
-            failures = list(pool.map(run, tasks.values()))
-        finally:
-            stopped.set()
-    return {task: failure for task, failure in zip(tasks, failures, strict=True) if failure}
-
-
-def _with_copies(task: Task, root: Path, report: Report) -> Task:
-    values, copies = take_inputs(task.values, root, local_cache(), report)
-    settings = [f"{key}={json.dumps(str(copy.path))}" for key, copy in copies.items()]
-    return replace(task, values=values, settings=[*task.settings, *settings])
-
-
-def _run_stage(stage: Stage, task: Task, home: Path, report: Report, stopped: threading.Event) -> str:
-    """Run a stage in a child process, or wait for the process that holds its lease; return a failure or ""."""
-    with acquire_lease(home / WORK_FOLDER / "claim", report.log, stopped) as lease:
-        if is_complete(home, stage):
-            return ""
-        for folder in (CLOZE, *(STAGES[need].folder for need in stage.needs)):
-            if (task.view / folder).exists():
-                replace_symlink(task.view / folder, home / folder)
-        arguments = ["run", stage.name, f"--params={task.params}", f"--root={home}"]
-        arguments += [f"--preset={preset}" for preset in task.presets]
-        arguments += [f"--set={setting}" for setting in (*task.settings, "tracking.enabled=false")]
-        log_file = home / "log.txt"
-        process = WorkerProcess("realmops.commands.preload", partial(run_realmops, arguments, log_file))
-        while not (process.wait(POLL_SECONDS) or lease.lost or stopped.is_set()):
-            pass
-        if not (status := process.end()):
-            return ""
-        last = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
-        return "\n  ".join([f"{describe_exit(status)}; the last lines of {log_file}:", *last])
+            for name, metrics in run((stage.name,), values):
+                report.metrics(name, metrics)
+        except Exception:  # it ends its own variant only
+            traceback.print_exc()
 
 
 def summary(rows: Sequence[Row], out: Path) -> Iterator[str]:

@@ -11,7 +11,7 @@ from realmops.config import Values, parse_section
 from realmops.hub import READER, T5, encoder_files, encoder_folder
 from realmops.inputs.addresses import FILES
 from realmops.inputs.fetch import local_cache
-from realmops.inputs.run_inputs import recorded_inputs, take_inputs
+from realmops.inputs.run_inputs import take_inputs
 from realmops.model.pretrained import read_encoder_tokenizer
 from realmops.options import CLOSED_BOOK, ENCODER, NO_READER
 from realmops.refresh.child_processes import end_with
@@ -31,26 +31,21 @@ def run_stages(
     report: Report,
     force: bool,
     watch_parent: int | None = None,
-    only_step: str | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Run steps in order; yield the name and metrics of each stage, except in a process that only computes shards.
+    """Run steps in order; yield name and metrics of each stage, except in a torchrun worker that only takes part.
 
     External files are read and the encoder is opened before the first step starts, so that invalid input fails early.
-    The step ``cloze`` generates questions from the corpus. ``only_step`` limits this process to one of the steps. The
-    process ends with its ``watch_parent``, under torchrun with torchrun.
+    The step ``cloze`` generates questions from the corpus. The process ends with its ``watch_parent``, under torchrun
+    with torchrun.
     """
     if watch_parent is None and "TORCHELASTIC_RUN_ID" in os.environ:
         watch_parent = os.getppid()  # torchrun: its workers would outlive it if it is killed
     if watch_parent is not None:
         end_with(watch_parent)
     names = tuple(names)
-    reads = partial(_is_read, names)
-    if only_step in (None, names[0]):
-        values, _ = take_inputs(values, root, local_cache(), report, reads)
-        _validate_inputs(names, values, project, root, report)
-    else:
-        values = recorded_inputs(values, root, reads)
-    for name in names if only_step is None else (only_step,):
+    values, _ = take_inputs(values, root, local_cache(), report, partial(_is_read, names))
+    _validate_inputs(names, values, project, root, report)
+    for name in names:
         if name == CLOZE_STEP:
             for line in write_cloze_questions(root, None, seed=values["run"]["seed"]):
                 report.log(f"cloze: {line}")

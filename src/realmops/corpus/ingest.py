@@ -6,6 +6,7 @@ order of the batches, so that no result depends on the number of workers.
 
 import itertools
 import multiprocessing
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -176,6 +177,7 @@ _work: Callable[[Records], Any] | None = None
 def _start_worker(work: Callable[[Records], Any]) -> None:
     global _work
     _work = work
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the pool
 
 
 def _call_work(records: Records) -> Any:

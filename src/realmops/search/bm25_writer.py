@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import multiprocessing
 import shutil
+import signal
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -101,7 +102,8 @@ def _worker_pool(workers: int) -> Iterator[Callable[..., Iterator[Any]]]:
     if workers <= 1:
         yield map
         return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    context, ignore = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: for the parent
+    with ProcessPoolExecutor(workers, context, initializer=signal.signal, initargs=ignore) as pool:
         try:
             yield pool.map
         except BaseException:

@@ -182,12 +182,19 @@ def _run_worker(stage: Stage, values: Values, project: Path, root: Path, force: 
 
 
 def _run_tuned(stage: Stage, values: Values, job: Job) -> dict[str, Any]:
-    """Run a stage with threads and allocator tuned for this process."""
-    if _uses_torch(stage, values):
-        from realmops.devices import configure_process
+    """Run a stage with its threads and random state, so that it computes the same after others in one process."""
+    if not _uses_torch(stage, values):
+        return stage.run(job)
+    import torch
 
-        configure_process(_threads(values, job.work))
-    return stage.run(job)
+    from realmops.devices import configure_process, release_memory
+
+    configure_process(_threads(values, job.work))
+    torch.manual_seed(artifacts.seed_for(values["run"]["seed"], stage.name))
+    try:
+        return stage.run(job)
+    finally:
+        release_memory()
 
 
 def _threads(values: Values, work: Path) -> int:
