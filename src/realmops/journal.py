@@ -5,7 +5,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -37,6 +37,7 @@ class Journal:
             raise ValueError(f"stage name {stage!r}: only letters, digits, - and _ are allowed")
         self.path = path
         self.stage = stage
+        self.on_checkpoint: Callable[[], None] | None = None  # called once a checkpoint's lines are on the disk
         self._last_step = -1
         make_folder(path.parent)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
@@ -55,6 +56,8 @@ class Journal:
     def position(self) -> int:
         """Sync the journal and return its length in bytes, to be stored in a checkpoint."""
         os.fsync(self._file.fileno())
+        if self.on_checkpoint is not None:
+            self.on_checkpoint()
         return self.path.stat().st_size
 
     def truncate(self, position: int) -> None:

@@ -39,7 +39,7 @@ def option(default: Any, text: str = "", *, paper: str = "") -> Any:
 class Section(BaseModel):
     """Options of one section."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, validate_default=True)
     section: ClassVar[str]  # name in YAML
 
     def __init_subclass__(cls, name: str) -> None:

@@ -137,11 +137,12 @@ def test_the_server_answers_to_the_names_of_its_service_and_to_no_other(server: 
 def test_a_training_that_loses_the_server_loses_no_point(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server dies as it has stored a first batch; the training stands still meanwhile, so that more is to come."""
+    """The server is killed after a first batch, while the training is stopped, so that more follow."""
     for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.address)
-    params = small_project.write_project(tmp_path, ict={"steps": 60}, tracking={"enabled": True})
+    ict = {"steps": 60, "checkpoint_every": 10}
+    params = small_project.write_project(tmp_path, ict=ict, tracking={"enabled": True})
     for name in ("snapshot", "tag"):
         small_project.stage(name, read_yaml(params), tmp_path, tmp_path)
     training = forked.realmops("run", "ict", "--params", params, "--root", tmp_path)

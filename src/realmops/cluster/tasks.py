@@ -192,11 +192,11 @@ def evaluate(
 def lower_builders(deployment: str, root: str, owner: str) -> None:
     """Scale down the index builders, and end the MLflow run of killed stages, however the run ended."""
     from realmops.tracking.runs import tracking_folder
-    from realmops.tracking.sender import end_killed, sync
+    from realmops.tracking.sender import has_running_stage, sync
 
     release_builders(deployment, Path(root), owner, Console().log)
     folder = tracking_folder(Path(root))
-    poll_until(lambda: end_killed(folder) or None, POLL_SECONDS, KILLED_SECONDS)
+    poll_until(lambda: not has_running_stage(folder) or None, POLL_SECONDS, KILLED_SECONDS)
     for problem in sync(folder).problems:
         Console().warn(f"MLflow tracking: {problem}")
 

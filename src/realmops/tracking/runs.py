@@ -6,20 +6,20 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
-from realmops.artifacts import MANIFEST, WORK_FOLDER, digest_of, make_folder, read_json, sha256_file, write_json
+from realmops.artifacts import MANIFEST, WORK_FOLDER, digest_of, make_folder, read_json, sha256_file, try_lock
 from realmops.config import Values, cache_key_options
 from realmops.evaluate.predictions import PREDICTIONS, read_predictions
 from realmops.evaluate.recall import zero_shot_recall
 from realmops.journal import Journal
 from realmops.tracking.client import error_summary, python_process
 from realmops.tracking.mlflow_views import table_json
-from realmops.tracking.sender import PARENT_RUN_VARIABLE, OutboxEntry, warn_unsent
+from realmops.tracking.sender import PARENT_RUN_VARIABLE, SpoolEntry, warn_unsent
 
 EXIT_TIMEOUT_SECONDS = 60.0  # for the sender at the end of a stage
 ROWS_SHOWN = 1000  # of the predictions table; MLflow's UI loads the whole table
@@ -63,8 +63,8 @@ class TrackedRun:
     began: float | None = None  # Unix time in seconds, if not now
     else_named: str | None = None  # the name to use if neither ``name`` nor DVC gives one
 
-    def entry_content(self) -> dict[str, Any]:
-        """Return the content of the outbox entry; MLflow's environment variables take precedence."""
+    def description(self) -> dict[str, Any]:
+        """Return the run as JSON; MLflow's environment variables take precedence."""
         return {
             **asdict(self),
             "name": self.name or os.environ.get("DVC_EXP_NAME") or self.else_named,
@@ -87,31 +87,30 @@ def flatten_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, str
 
 
 class Tracker:
-    """Context manager that sends a journal to MLflow by a child process while a stage runs.
+    """Context manager that has a stage's journal sent to MLflow by a child process: at checkpoints and at the end.
 
     A process and not a thread: importing mlflow and creating its database take many seconds of Python, in which a
-    trainer in the same process would wait for the GIL at every tensor operation. The child recognises the end of its
-    parent, even by a kill, from the end of its standard input. With MLFLOW_RUN_ID, the stage logs to an existing run
-    and leaves its status to the process that created it. Errors of tracking are never raised: they cause one warning,
-    and the points stay in the journal. ``folder`` has the spool and, unless MLFLOW_TRACKING_URI is set, ``mlflow.db``;
-    ``interval`` is in seconds, between two batches.
+    trainer in the same process would wait for the GIL at every tensor operation. Training never waits for the child,
+    which ends at its first error, with a warning. With MLFLOW_RUN_ID, the stage logs to an existing run and leaves its
+    status to the process that created it. Errors of tracking are never raised. ``folder`` has the spool and, unless
+    MLFLOW_TRACKING_URI is set, ``mlflow.db``.
     """
 
-    def __init__(self, journal: Path, stage: str, run: TrackedRun, folder: Path, *, interval: float = 5.0) -> None:
-        self._entry = OutboxEntry.of(folder, run.key, stage)
-        self._journal, self._interval = journal.absolute(), interval
-        self._content = {"journal": str(self._journal), "stage": stage, **run.entry_content()}
+    def __init__(self, journal: Journal, run: TrackedRun, folder: Path) -> None:
+        self._entry, self._journal = SpoolEntry.of(folder, run.key, journal.stage), journal
+        self._content = {"attempt": time.time(), **run.description()}
         self._metrics: Mapping[str, Any] = {}
         self._files: Mapping[str, Path | bytes] = {}
-        self._warned = False
+        self._lock: IO[bytes] | None = None
         self._sender: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         with self._warn_on_errors():
-            make_folder(self._entry.path.parent)
-            write_json(self._entry.path, self._content)
-            arguments = str(self._entry.path), str(self._interval)
-            command, environment = python_process("realmops.tracking.sender", *arguments)
+            make_folder(self._entry.folder.parent)
+            self._lock = open(self._entry.lock, "ab")
+            try_lock(self._lock)
+            self._entry.begin(self._content, self._journal.path)
+            command, environment = python_process("realmops.tracking.sender", str(self._entry.folder))
             self._sender = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -119,33 +118,41 @@ class Tracker:
                 start_new_session=True,  # Ctrl-C stops the stage; the sender still sends its last points
                 env=environment,
             )
+            self._journal.on_checkpoint = self._send
         return self
+
+    def _send(self) -> None:
+        """Have the child send what is new."""
+        if self._sender is not None and self._sender.stdin is not None:
+            with suppress(OSError):  # it has ended
+                self._sender.stdin.write(b"\n")
+                self._sender.stdin.flush()
 
     def finish(self, metrics: Mapping[str, Any], files: Mapping[str, Path | bytes] | None = None) -> None:
         """Set the final metrics, logged without the stage's prefix, and the artifacts by name, as path or content."""
         self._metrics, self._files = metrics, files or {}
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait for the sender to send the rest in one attempt; unsent points stay in the spool."""
-        with self._warn_on_errors():
-            status = "FAILED" if kind else "FINISHED"
-            self._entry.end(self._content, status, time.time(), [self._journal], self._metrics, self._files)
-            if self._sender is not None:
-                try:
-                    self._sender.communicate(timeout=EXIT_TIMEOUT_SECONDS)
-                except subprocess.TimeoutExpired:
-                    self._sender.kill()
-                    self._sender.wait()
-                    warn_unsent(f"no answer within {EXIT_TIMEOUT_SECONDS:.0f} s", self._content["journal"])
+        """Wait for the child to send the rest, unless it had an error; unsent points stay in the spool."""
+        if self._lock is None:  # the folder cannot be written
+            return
+        with self._warn_on_errors(), self._lock:
+            status, journal = "FAILED" if kind else "FINISHED", [self._journal.path]
+            self._entry.end(self._content, status, time.time(), journal, self._metrics, self._files)
+        if self._sender is not None:
+            try:
+                self._sender.communicate(timeout=EXIT_TIMEOUT_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._sender.kill()
+                self._sender.wait()
+                warn_unsent(f"no answer within {EXIT_TIMEOUT_SECONDS:.0f} s", self._entry.journal)
 
     @contextmanager
     def _warn_on_errors(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # tracking must never end the training
-            if not self._warned:
-                warn_unsent(error_summary(error), self._content["journal"])
-            self._warned = True
+            warn_unsent(error_summary(error), self._journal.path)
 
 
 def spool_finished_run(
@@ -157,8 +164,7 @@ def spool_finished_run(
     folder: Path,
 ) -> None:
     """Spool a run that ended at Unix time ``ended``; ``sync`` sends it."""
-    content = {"stage": "whole", **run.entry_content()}
-    OutboxEntry.of(folder, run.key, "whole").end(content, "FINISHED", ended, journals, metrics, files)
+    SpoolEntry.of(folder, run.key, "whole").end(run.description(), "FINISHED", ended, journals, metrics, files)
 
 
 def tracking_folder(root: Path) -> Path:
@@ -197,7 +203,7 @@ def start_tracking(
         datasets=tracked_datasets(values, corpus_hash, inputs),
         else_named=run_name(variant, seed, corpus_hash),
     )
-    return stack.enter_context(Tracker(journal.path, name, run, tracking_folder(root)))
+    return stack.enter_context(Tracker(journal, run, tracking_folder(root)))
 
 
 def has_mlflow() -> bool:
