@@ -137,14 +137,28 @@ def test_slides_show_the_values_of_charts_and_count_pictures(tmp_path: Path) -> 
     file = BytesIO()
     deck.save(file)
     document = read(tmp_path, "a.pptx", file.getvalue())
-    assert document.text == "\teels\n\nspring\t4.5\n\nautumn\t12".strip()
+    assert document.text == "eels\nspring\t4.5\nautumn\t12"
     assert dict(document.omitted) == {"image": 1}
+
+
+def test_hidden_slides_sheets_rows_and_columns_are_left_out_and_counted(tmp_path: Path) -> None:
+    hidden = changed(pptx("Seen.", "Unseen.", "End."), "ppt/slides/slide2.xml", "<p:sld ", '<p:sld show="0" ')
+    slides = read(tmp_path, "a.pptx", hidden)
+    assert (slides.text, slides.pages, slides.omitted) == ("Seen.\n\nEnd.", (0, 7, 7), (("hidden text", 1),))
+    book = xlsx({"S": [["a", "x", "b"], ["y"], ["c", "", "d"]], "H": [["z"]]})
+    state = 'name="H" sheetId="2" state="%s"'
+    book = changed(book, "xl/workbook.xml", state % "visible", state % "hidden")
+    part = "xl/worksheets/sheet1.xml"
+    book = changed(book, part, "<sheetData>", '<cols><col min="2" max="2" hidden="1"/></cols><sheetData>')
+    book = changed(book, part, '<row r="2"', '<row r="2" hidden="1"')
+    sheets = read(tmp_path, "a.xlsx", book)
+    assert (sheets.text, sheets.omitted) == ("S\n\na\tb\nc\td", (("hidden text", 3),))
 
 
 def test_links_have_their_labels_and_formulas_without_value_are_counted(tmp_path: Path) -> None:
     rows = [["total", "=SUM(A2:A3)"], ["guide", '=HYPERLINK("https://example.org","rope guide")'], [1, 2]]
     document = read(tmp_path, "a.xlsx", xlsx({"S": rows}))
-    assert document.text == "S\n\ntotal\n\nguide\trope guide\n\n1\t2"
+    assert document.text == "S\n\ntotal\n\nguide\trope guide\n1\t2"
     assert dict(document.omitted) == {"formula without value": 1}
 
 

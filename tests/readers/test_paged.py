@@ -151,7 +151,7 @@ def test_verify_compares_quotations_with_the_documents(tmp_path: Path) -> None:
 def test_word_documents_keep_tables_and_signs(tmp_path: Path) -> None:
     path = written(tmp_path / "a.docx", docx("One\ttwo\nthree.", "Four.", cells=("Oslo", "1931")))
     found = read(path)
-    assert (found.title, found.text, found.pages) == ("a", "One\ttwo\nthree.\n\nFour.\n\nOslo\n\n1931", ())
+    assert (found.title, found.text, found.pages) == ("a", "One\ttwo\nthree.\n\nFour.\n\nOslo\t1931", ())
     assert read(written(tmp_path / "b.docx", docx("x", title=" A  title "))).title == "A title"
     inserted = "<w:ins><w:r><w:t>new</w:t></w:r></w:ins><w:del><w:r><w:delText>old</w:delText></w:r></w:del>"
     control = f"<w:sdt><w:sdtContent><w:p>{inserted}</w:p></w:sdtContent></w:sdt>"
@@ -172,7 +172,7 @@ def test_sheets_are_pages_with_their_names(tmp_path: Path) -> None:
         "Z": [[True, 1.5]],
     }
     found = read(written(tmp_path / "a.xlsx", xlsx(sheets)))
-    assert found.text == "Towns\n\nname\tsince\n\nOslo\t1948-05-01\n\n3\n\nZ\n\nTrue\t1.5"
+    assert found.text == "Towns\n\nname\tsince\nOslo\t1948-05-01\n\t3\n\nZ\n\nTrue\t1.5"
     assert [found.text[start:][:5].strip() for start in found.pages] == ["Towns", "Z\n\nTr", "Z\n\nTr"]
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from read_documents import outcomes_of, read_document
 
+from realmops.readers.contents import format_table
 from realmops.readers.documents import Document, Outcome
 from realmops.readers.html import decode_page, flow_text, page_to_document
 
@@ -148,7 +149,7 @@ def test_every_cell_of_a_table_of_restructured_text_is_read(
 ) -> None:
     rows = "".join(f"   * - {row}\n" for row in map("\n     - ".join, table))
     document = read_document(tmp_path_factory.mktemp("rst") / "a.rst", f"Text.\n\n.. list-table::\n\n{rows}")
-    assert document.text == "Text.\n\n" + "\n".join(map("\t".join, table))
+    assert document.text == f"Text.\n\n{format_table(table)}"
 
 
 # JSON

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from realmops.readers.contents import HIDDEN
 from realmops.readers.documents import (
     PAGE_WITHOUT_TEXT,
     Document,
@@ -29,7 +30,7 @@ from realmops.readers.sources import FORMATS, Source
 
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_RECORDS = 1024
-_MINOR_KINDS = ("image", "header or footer")  # most documents have some
+_MINOR_KINDS = ("image", "header or footer", HIDDEN)  # most documents have some
 _NAMED_FILES, _NAMED_PAGES = 20, 20
 
 Records = list[tuple[str, list[RawRecord | Rejected]]]  # (format name, records)
@@ -47,7 +48,9 @@ class OutcomeCounts:
     rejected: int = 0  # broken records
     dropped: dict[str, int] = field(default_factory=dict)  # dropped records by reason
     unread: dict[str, int] = field(default_factory=dict)  # unreadable files by kind
-    incomplete: int = 0  # documents of which the reader left out something other than images, headers and footers
+    incomplete: int = (
+        0  # documents of which the reader left out something other than images, headers, footers and hidden text
+    )
     omitted: dict[str, int] = field(default_factory=dict)  # what was left out of documents by kind, for example images
     # Numbers of the first pages without text, of the first files with such pages
     empty_pages: dict[str, list[int]] = field(default_factory=dict)

@@ -28,7 +28,9 @@ from realmops.readers.documents import Document
 
 _MARKS = regex.compile(r"\p{Mn}+")  # combining marks
 _SPACES = re.compile(r"[^\S\n]")
+# Paragraphs, and rows of tables, which are lines with tabs.
 _PARAGRAPHS = re.compile(r"(?<=\n\n)(?!\n)")
+_ROWS = re.compile(rf"{_PARAGRAPHS.pattern}|(?<=[^\n]\n)(?=[^\n\t]*\t)")
 SPECIAL_TOKENS_PER_DOCUMENT = 3  # [CLS] title [SEP] body [SEP]
 Ints = NDArray[np.int32]
 
@@ -95,11 +97,11 @@ def split_sentences(text: str, language: str = ENGLISH) -> list[tuple[int, int]]
 def _pieces(text: str, language: str) -> Iterator[str]:
     """Yield sentences and the whitespace between them; their concatenation is the text.
 
-    Paragraphs are segmented separately because sentencex loses paragraphs of texts over some thousand characters. Text
-    that it still loses becomes a sentence. Non-ASCII whitespace is replaced by spaces for it: sentencex panics if a
-    no-break space separates a capital and a full stop.
+    Paragraphs are segmented separately because sentencex loses paragraphs of texts over some thousand characters, and
+    rows of tables because it joins them. Text that it still loses becomes a sentence. Non-ASCII whitespace is replaced
+    by spaces for it: sentencex panics if a no-break space separates a capital and a full stop.
     """
-    for paragraph in _PARAGRAPHS.split(text):
+    for paragraph in (_ROWS if "\t" in text else _PARAGRAPHS).split(text):
         plain = _SPACES.sub(" ", paragraph)
         end = 0
         for sentence in sentencex.segment(language, plain):

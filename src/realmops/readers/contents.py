@@ -1,14 +1,25 @@
-"""Contents of a file that is one document: its title, the texts of its pages, and what its reader left out."""
+"""Contents of a file that is one document, and the rules that all readers share.
 
+A reader leaves out what a viewer hides (``is_hidden``), counts it, and writes tables in one form (``format_table``).
+"""
+
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from io import BytesIO
+from itertools import groupby
+from typing import Any
 from zipfile import BadZipFile, ZipFile
 
 from realmops.readers.documents import LINE_LIMIT
 
 PARAGRAPH = "\n\n"
+HIDDEN = "hidden text"  # kind of ``Contents.omitted``
+WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
+_SLIDE = "{http://schemas.openxmlformats.org/presentationml/2006/main}sld"
+_OFF = ("0", "false", "off")
+_HIDDEN_STYLE = re.compile(r"(?<![\w-])(?:display\s*:\s*none|visibility\s*:\s*hidden)", re.IGNORECASE)
 _UNPACKED_LIMIT = 512 << 20  # bytes of an archive with its pictures
 _XML_LIMIT = 64 << 20  # bytes of its XML, which takes about ten times as much memory when parsed
 _XML_SUFFIXES = (".xml", ".rels", ".opf", ".xhtml", ".html", ".htm")
@@ -32,6 +43,33 @@ class Contents:
     pages: Iterable[str]  # the text of each page, read while it is iterated
     # What was left out of the pages that have been iterated, by kind
     omitted: Counter[str] = field(default_factory=Counter)
+
+
+def is_hidden(node: Any) -> bool:
+    """Return whether a viewer hides an element of a web page or of Office: a run, shape, slide, sheet, row or column.
+
+    The body of a page is shown: many pages hide it until a script runs.
+    """
+    if node.get("hidden", "0") not in _OFF or node.get("state") in ("hidden", "veryHidden"):
+        return True
+    if node.tag == _SLIDE:
+        return node.get("show") in _OFF
+    if node.tag == f"{WORD}r":
+        mark = node.find(f"{WORD}rPr/{WORD}vanish")
+        return mark is not None and mark.get(f"{WORD}val") not in _OFF
+    return node.tag not in ("html", "body") and bool(_HIDDEN_STYLE.search(node.get("style", "")))
+
+
+def format_row(cells: Iterable[str]) -> str:
+    """Return a row of a table as a line: tabs between its cells, blanks for line breaks in them."""
+    return "\t".join(" ".join(cell.split()) for cell in cells).rstrip("\t")
+
+
+def format_table(rows: Iterable[Iterable[str]]) -> str:
+    """Return a table: its rows are lines, except those of one cell, which are paragraphs."""
+    lines = filter(str.strip, map(format_row, rows))
+    groups = groupby(lines, lambda line: "\t" in line)
+    return PARAGRAPH.join(("\n" if has_cells else PARAGRAPH).join(group) for has_cells, group in groups)
 
 
 def check_remaining(remaining: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import webencodings
 
+from realmops.readers.contents import HIDDEN, format_row, is_hidden
 from realmops.readers.documents import Dropped, Outcome, Rejected, call_guarded, parse_document_or_drop
 
 PAGE_LIMIT = 4 << 20  # characters; Common Crawl truncates pages at 1 MiB
@@ -37,7 +38,6 @@ _CELLS = frozenset(("td", "th"))
 _SKIPPED = dict.fromkeys(["head", "noscript", "rp", "script", "style", "template", "title"], "") | {"rt": "annotation"}
 _SKIPPED |= dict.fromkeys(["annotation", "annotation-xml"], "")  # of an equation: its TeX source
 _SKIPPED |= dict.fromkeys(["audio", "canvas", "embed", "iframe", "object", "svg", "video"], "embedded object")
-_HIDDEN = re.compile(r"display\s*:\s*none", re.IGNORECASE)
 _BLANKS = re.compile(r"[ \t\r\n\f]+")
 # Rows of a table in trafilatura's text, and the line below its header.
 _ROW, _RULE = re.compile(r"^\| (.*?) ?\| ?$", re.MULTILINE), re.compile(r"^\|(?:---\|)+\n?", re.MULTILINE)
@@ -111,7 +111,7 @@ def _has_many_attributes(tag: str) -> bool:
 
 def _extract_main_text(page: str, url: str | None) -> tuple[str, str, str | None, dict[str, int]]:
     """Return (title, main text, date, counts of what the text lacks); title and text are "" if missing."""
-    from lxml.etree import strip_elements, strip_tags
+    from lxml.etree import Element, strip_elements, strip_tags
 
     trafilatura = _trafilatura()
     if "html" not in page[:50].lower():
@@ -119,7 +119,10 @@ def _extract_main_text(page: str, url: str | None) -> tuple[str, str, str | None
     tree = trafilatura.load_html(page)
     if tree is None:
         return "", "", None, {}
-    omitted = {kind: int(tree.xpath(path)) for kind, path in _OMITTED.items()}
+    hidden = [node for node in tree.iter(Element) if is_hidden(node)]
+    for node in hidden:
+        node.drop_tree()
+    omitted = {kind: int(tree.xpath(path)) for kind, path in _OMITTED.items()} | {HIDDEN: len(hidden)}
     for path, tag in _READ_AS.items():
         for node in tree.xpath(path):
             node.tag = tag
@@ -144,12 +147,16 @@ def _extract_main_text(page: str, url: str | None) -> tuple[str, str, str | None
         extraction = max(extraction, extract(tree, fast=True) or extraction, key=lambda one: len(one.text or ""))
     text, title, date = (extraction.text, extraction.title, extraction.date) if extraction else (None, None, None)
     if text:
-        text = _ROW.sub(lambda row: row[1].replace(" | ", "\t").replace("\\|", "|").rstrip(), _RULE.sub("", text))
+        text = _ROW.sub(_table_row, _RULE.sub("", text))
     else:  # the page is too short for the extractor
         tree = trafilatura.load_html(page)
         title = tree.findtext(".//title")
         text, omitted = flow_text(tree)
     return " ".join((title or "").split()), (text or "").strip(), date, omitted
+
+
+def _table_row(row: re.Match[str]) -> str:
+    return format_row(cell.replace("\\|", "|") for cell in row[1].split(" | "))
 
 
 def flow_text(tree: Any) -> tuple[str, Counter[str]]:
@@ -187,9 +194,7 @@ class _Flow:
 
     def start(self, node: Any) -> bool:
         """Begin an element; return False for one whose content is not text."""
-        kind = _SKIPPED.get(node.tag)
-        if "hidden" in node.attrib or _HIDDEN.search(node.get("style", "")):
-            kind = "hidden text"
+        kind = HIDDEN if is_hidden(node) else _SKIPPED.get(node.tag)
         if kind is not None:
             self.omitted += Counter([kind] if kind else [])
             return False

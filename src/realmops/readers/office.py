@@ -9,18 +9,30 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from datetime import date, datetime, time
+from functools import partial
 from io import BytesIO
 from itertools import zip_longest
 from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile
 
+from lxml.etree import iterparse
+
 from realmops.readers.containers import parse_page, parse_xml, read_mime
-from realmops.readers.contents import PARAGRAPH, Contents, UnreadableError, check_remaining, open_package
+from realmops.readers.contents import (
+    HIDDEN,
+    PARAGRAPH,
+    WORD,
+    Contents,
+    UnreadableError,
+    check_remaining,
+    format_table,
+    is_hidden,
+    open_package,
+)
 from realmops.readers.documents import LINE_LIMIT
 from realmops.readers.html import flow_text
 
 _OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006"
-_WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _DRAWING = "{http://schemas.openxmlformats.org/drawingml/2006/main}"
 _SLIDE = "{http://schemas.openxmlformats.org/presentationml/2006/main}"
 _CHART = "{http://schemas.openxmlformats.org/drawingml/2006/chart}"
@@ -33,18 +45,18 @@ _OLD_DRAWING, _OLD_OFFICE = "{urn:schemas-microsoft-com:vml}", "{urn:schemas-mic
 _FALLBACK = "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"
 _SHEET_DRAWING = "{http://schemas.openxmlformats.org/drawingml/2006/spreadsheetDrawing}"
 
-_DROPPED = (_FALLBACK, f"{_WORD}del", f"{_WORD}moveFrom", f"{_WORD}rt")
+_DROPPED = (_FALLBACK, f"{WORD}del", f"{WORD}moveFrom", f"{WORD}rt")
 _ELEMENT_TEXT = {"tab": "\t", "ptab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}
 _OBJECTS = (f"{_OLD_OFFICE}OLEObject", f"{_SLIDE}oleObj")
 _PICTURES = (f"{_PICTURE}pic", f"{_SLIDE}pic", f"{_OLD_DRAWING}imagedata")
-_OBJECT_FRAMES = (f"{_WORD}object", f"{_SLIDE}oleObj")  # with a picture of the object
-_OFF = ("0", "false", "off")
+_OBJECT_FRAMES = (f"{WORD}object", f"{_SLIDE}oleObj")  # with a picture of the object
 _CHUNK_DEPTH = 3  # Word files within Word files
 
 _STRICT = b"http://purl.oclc.org/ooxml/"
 _STRICT_NAME = re.compile(rb"http://purl\.oclc\.org/ooxml/(\w+)/(relationships/)?(\w+)")
 _STRICT_NAMES = {b"extendedProperties": b"extended-properties", b"customProperties": b"custom-properties"}
 
+_COLUMNS = 1 << 14  # of a sheet
 _CELL_LIMIT = 10_000_000  # per workbook, including empty cells between others
 _WITHOUT_VALUE = re.compile(rb"(?:</(?:\w+:)?f>|<(?:\w+:)?f\b[^>]*/>)\s*(?:<v\s*/>|<v>\s*</v>)?\s*</(?:\w+:)?c>")
 _LINK = re.compile(r'=\s*HYPERLINK\s*\(\s*"(?:[^"]|"")*"\s*(?:[,;]\s*"((?:[^"]|"")*)"\s*)?\)', re.IGNORECASE)
@@ -83,19 +95,19 @@ def read_docx(data: bytes) -> Contents:
 
 def _read_word(document: Any, depth: int) -> Contents:
     omitted: Counter[str] = Counter()
-    paragraphs = [*_paragraphs(document.part, document.element.body, _WORD, omitted, depth)]
+    paragraphs = [*_paragraphs(document.part, document.element.body, WORD, omitted, depth)]
     parts = defaultdict(list)
     for relation in document.part.rels.values():
         if not relation.is_external:
             parts[relation.reltype.rpartition("/")[2]].append(relation.target_part)
     for part in parts["footnotes"] + parts["endnotes"]:
         root = parse_xml(part.blob)
-        for note in root.iterchildren(f"{_WORD}footnote", f"{_WORD}endnote"):
-            if note.get(f"{_WORD}type", "normal") == "normal":  # others are the lines between text and notes
-                paragraphs += _paragraphs(part, note, _WORD, omitted, depth)
+        for note in root.iterchildren(f"{WORD}footnote", f"{WORD}endnote"):
+            if note.get(f"{WORD}type", "normal") == "normal":  # others are the lines between text and notes
+                paragraphs += _paragraphs(part, note, WORD, omitted, depth)
     omitted["comment"] += sum(len(parse_xml(part.blob)) for part in parts["comments"])
     for part in parts["header"] + parts["footer"]:
-        omitted["header or footer"] += any(_paragraphs(part, parse_xml(part.blob), _WORD, Counter(), depth))
+        omitted["header or footer"] += any(_paragraphs(part, parse_xml(part.blob), WORD, Counter(), depth))
     return Contents(document.core_properties.title, [PARAGRAPH.join(paragraphs)], omitted)
 
 
@@ -108,6 +120,10 @@ def read_pptx(data: bytes) -> Contents:
 
     def texts() -> Iterator[str]:
         for slide in slides.slides:
+            if is_hidden(slide.element):
+                omitted[HIDDEN] += 1
+                yield ""
+                continue
             paragraphs = [*_paragraphs(slide.part, slide.element, _DRAWING, omitted)]
             if slide.has_notes_slide and (notes := slide.notes_slide.notes_text_frame):
                 paragraphs.append(notes.text)
@@ -131,17 +147,33 @@ def _paragraphs(part: Any, root: Any, namespace: str, omitted: Counter[str], dep
     """
     for node in list(root.iter(*_DROPPED)):
         node.getparent().remove(node)
-    for mark in list(root.iter(f"{_WORD}vanish")):
-        run = mark.getparent().getparent()
-        if run.tag == f"{_WORD}r" and mark.get(f"{_WORD}val") not in _OFF:
-            omitted["hidden text"] += any(node.text for node in run.iter(f"{_WORD}t"))
-            run.getparent().remove(run)
+    for node in [node for node in root.iter(f"{WORD}r", f"{_SLIDE}cNvPr") if is_hidden(node)]:
+        hidden = node if node.tag == f"{WORD}r" else node.getparent().getparent()  # the shape
+        omitted[HIDDEN] += any(text.text for text in hidden.iter(f"{WORD}t", f"{_DRAWING}t"))
+        hidden.getparent().remove(hidden)
     _count_objects(root, omitted)
+    yield from _blocks(part, root, namespace, omitted, depth)
+
+
+def _blocks(part: Any, root: Any, namespace: str, omitted: Counter[str], depth: int) -> Iterator[str]:
+    """Yield the paragraphs and tables of an element without hidden text; a table of the layout is its paragraphs."""
     paragraph_tag, text_tag, run_tag = f"{namespace}p", f"{namespace}t", f"{namespace}r"
-    math_tag = f"{_MATH}t"
+    table_tag, math_tag = f"{namespace}tbl", f"{_MATH}t"
     replacements = {f"{namespace}{name}": text for name, text in _ELEMENT_TEXT.items()}
-    others = (f"{_WORD}altChunk", f"{_CHART}chart", f"{_DIAGRAM}relIds")
-    for paragraph in root.iter(paragraph_tag, *others):
+    others = (f"{WORD}altChunk", f"{_CHART}chart", f"{_DIAGRAM}relIds")
+    table = None
+    for paragraph in root.iter(paragraph_tag, table_tag, *others):
+        if table is not None and table in paragraph.iterancestors(table_tag):
+            continue
+        if paragraph.tag == table_tag:
+            if paragraph.find(f".//{table_tag}") is None:
+                table = paragraph
+                cell_blocks = partial(_blocks, part, namespace=namespace, omitted=omitted, depth=depth)
+                yield format_table(
+                    ["\n".join(cell_blocks(cell)) for cell in row.iter(f"{namespace}tc")]
+                    for row in table.iter(f"{namespace}tr")
+                )
+            continue
         if paragraph.tag != paragraph_tag:
             yield from _related_paragraphs(part, paragraph, omitted, depth)
             continue
@@ -160,7 +192,7 @@ def _count_objects(root: Any, omitted: Counter[str]) -> None:
         is_equation = node.get("ProgID", node.get("progId", "")).startswith("Equation")
         omitted["equation" if is_equation else "embedded object"] += 1
     omitted["image"] += sum(next(node.iterancestors(*_OBJECT_FRAMES), None) is None for node in root.iter(*_PICTURES))
-    omitted["symbol"] += sum(1 for _ in root.iter(f"{_WORD}sym"))  # a character of a font of pictures
+    omitted["symbol"] += sum(1 for _ in root.iter(f"{WORD}sym"))  # a character of a font of pictures
     omitted["chart"] += sum(1 for _ in root.iter(f"{_CHART_2014}chart"))
 
 
@@ -168,7 +200,7 @@ def _related_paragraphs(part: Any, node: Any, omitted: Counter[str], depth: int)
     """Yield the paragraphs of another part: a chart, a diagram, or text in another format (``altChunk``)."""
     relation = part.rels.get(node.get(f"{_RELATION}dm" if node.tag == f"{_DIAGRAM}relIds" else f"{_RELATION}id"))
     target = None if relation is None or relation.is_external else relation.target_part
-    if node.tag == f"{_WORD}altChunk":
+    if node.tag == f"{WORD}altChunk":
         chunk = None if target is None else _read_chunk(target, depth)
         if chunk is None:
             omitted["embedded object"] += 1
@@ -216,7 +248,8 @@ def _chart_rows(root: Any) -> Iterator[str]:
                 row += [""] * (column + 1 - len(row))
                 if column or value.text not in row[0].split("\t"):  # every series repeats the categories
                     row[column] = f"{row[column]}\t{_format_number(value.text or '')}".strip("\t")
-    yield from filter(str.strip, ("\t".join(["", *names]), *("\t".join(rows[index]) for index in sorted(rows))))
+    values = ([*rows[index][0].split("\t"), *rows[index][1:]] for index in sorted(rows))
+    yield format_table([["", *names], *values])
 
 
 def _format_number(text: str) -> str:
@@ -244,7 +277,7 @@ def read_xlsx(data: bytes) -> Contents:
         elif re.fullmatch(r"xl/(?:comments\w*|threadedComments/\w+)\.xml", name):
             omitted["comment"] += len(re.findall(rb"<(?:\w+:)?(?:comment|threadedComment)\b", package.read(name)))
         omitted["embedded object"] += name.startswith("xl/embeddings/")
-    return Contents(book.properties.title or "", _sheets(book, formulas, omitted), omitted)
+    return Contents(book.properties.title or "", _sheets(package, book, formulas, omitted), omitted)
 
 
 def _count_drawing(data: bytes, omitted: Counter[str]) -> None:
@@ -255,20 +288,24 @@ def _count_drawing(data: bytes, omitted: Counter[str]) -> None:
     omitted["text box"] += sum(any(node.text for node in box.iter(f"{_DRAWING}t")) for box in boxes)
 
 
-def _sheets(book: Any, formulas: Any, omitted: Counter[str]) -> Iterator[str]:
-    """Yield each sheet: its name, then its rows with tabs between the cells.
+def _sheets(package: ZipFile, book: Any, formulas: Any, omitted: Counter[str]) -> Iterator[str]:
+    """Yield each sheet: its name, then its rows; a hidden sheet is empty.
 
     Characters are counted before a row is joined, because many cells may share one long string.
     """
+    name = next(name for name in package.namelist() if name.endswith("workbook.xml"))
+    hidden_sheets = {node.get("name") for node in parse_xml(package.read(name)).iter("{*}sheet") if is_hidden(node)}
     cells, remaining = 0, LINE_LIMIT
-    for number, sheet in enumerate(book.worksheets):
+
+    def rows(number: int, sheet: Any) -> Iterator[list[str]]:
+        nonlocal cells, remaining
         sheet.reset_dimensions()  # the declared dimensions may be wrong
         of_formulas: Iterator[Any] = iter(())
         if formulas is not None:
             formulas.worksheets[number].reset_dimensions()
             of_formulas = formulas.worksheets[number].iter_rows()
-        rows = []
-        for row, formula_row in zip_longest(sheet.iter_rows(), of_formulas, fillvalue=()):
+        hidden = _hidden_lines(package.read(sheet._worksheet_path))
+        for index, (row, formula_row) in enumerate(zip_longest(sheet.iter_rows(), of_formulas, fillvalue=()), start=1):
             cells += 1 + len(row)
             if cells > _CELL_LIMIT:
                 raise UnreadableError("too_large", f"the workbook has more than {_CELL_LIMIT:,} cells; split it")
@@ -280,9 +317,27 @@ def _sheets(book: Any, formulas: Any, omitted: Counter[str]) -> Iterator[str]:
                     omitted["formula without value"] += not texts[column]
             remaining -= sum(map(len, texts))
             check_remaining(remaining)
-            if line := "\t".join(texts).strip():
-                rows.append(line)
-        yield PARAGRAPH.join([sheet.title, *rows]) if rows else ""
+            shown = [text for column, text in enumerate(texts, 1) if {index, -column}.isdisjoint(hidden)]
+            omitted[HIDDEN] += sum(map(len, texts)) > sum(map(len, shown))
+            yield shown
+
+    for number, sheet in enumerate(book.worksheets):
+        omitted[HIDDEN] += sheet.title in hidden_sheets
+        table = "" if sheet.title in hidden_sheets else format_table(rows(number, sheet))
+        yield table and PARAGRAPH.join([sheet.title, table])
+
+
+def _hidden_lines(data: bytes) -> set[int]:
+    """Return the numbers of the hidden rows of a sheet, and those of its hidden columns as negative numbers."""
+    hidden: set[int] = set()
+    if b"hidden=" in data:
+        for _, node in iterparse(BytesIO(data), tag=("{*}row", "{*}col")):
+            if is_hidden(node) and node.tag.endswith("row"):
+                hidden.add(int(node.get("r", 0)))
+            elif is_hidden(node):
+                hidden.update(range(-min(int(node.get("max")), _COLUMNS), 1 - int(node.get("min"))))
+            node.clear()
+    return hidden
 
 
 def _format_cell(value: Any) -> str:

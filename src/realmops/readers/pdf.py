@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from realmops.readers.contents import Contents, UnreadableError, check_remaining
+from realmops.readers.contents import HIDDEN, Contents, UnreadableError, check_remaining
 from realmops.readers.documents import LINE_LIMIT
 
 # PDFium writes U+FFFE for a hyphen at a line end, with the line break; other signs than - keep theirs.
 _REMOVED = re.compile("\r(?=\n)|\0|(?P<hyphen>\ufffe|(?<=\\w)[\xad\u2010]\r\n(?=\\w))")
 _BEFORE, _AFTER = re.compile(r"[\w-]+\Z"), re.compile(r"[\w-]+")
 _WORD = re.compile(r"(?<![\w\ufffe-])\w+(?:-\w+)*(?![\w\ufffe-])")  # not broken at a line end
+_HIDDEN_FLAGS = 1 << 1 | 1 << 5  # Hidden and NoView: annotations that a viewer does not show
 _LONGEST_WORD = 64  # characters
 _CONJUNCTIONS = {"and", "or", "und", "oder"}  # "pre- and post-war"
 _FIRST_WORDS = {"all", "cross", "half", "self", "well"}  # of English compounds with a hyphen
@@ -54,13 +55,16 @@ def _pages(document: Any, omitted: Counter[str]) -> Iterator[str]:
             annotation = pdfium.FPDFPage_GetAnnot(page, index)
             kind = pdfium.FPDFAnnot_GetSubtype(annotation)
             is_visible = pdfium.FPDFAnnot_HasKey(annotation, b"AP")
-            if kind in (pdfium.FPDF_ANNOT_WIDGET, pdfium.FPDF_ANNOT_FREETEXT, pdfium.FPDF_ANNOT_STAMP) and is_visible:
+            # Two bytes are the end of an empty text.
+            has_text = pdfium.FPDFAnnot_GetStringValue(annotation, b"Contents", None, 0) > 2
+            if pdfium.FPDFAnnot_GetFlags(annotation) & _HIDDEN_FLAGS:
+                omitted[HIDDEN] += has_text
+            elif kind in (pdfium.FPDF_ANNOT_WIDGET, pdfium.FPDF_ANNOT_FREETEXT, pdfium.FPDF_ANNOT_STAMP) and is_visible:
                 is_drawn = True
             elif kind == pdfium.FPDF_ANNOT_FILEATTACHMENT:
                 omitted["embedded object"] += 1
             elif kind not in (pdfium.FPDF_ANNOT_WIDGET, pdfium.FPDF_ANNOT_LINK, pdfium.FPDF_ANNOT_POPUP):
-                # Two bytes are the end of an empty text.
-                omitted["annotation"] += pdfium.FPDFAnnot_GetStringValue(annotation, b"Contents", None, 0) > 2
+                omitted["annotation"] += has_text
             pdfium.FPDFPage_CloseAnnot(annotation)
         objects = map(partial(pdfium.FPDFPage_GetObject, page), range(pdfium.FPDFPage_CountObjects(page)))
         omitted["image"] += sum(pdfium.FPDFPageObj_GetType(item) == pdfium.FPDF_PAGEOBJ_IMAGE for item in objects)

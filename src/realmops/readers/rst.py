@@ -5,6 +5,7 @@ from functools import cache, partial
 from pathlib import PurePath
 from typing import Any
 
+from realmops.readers.contents import format_table
 from realmops.readers.documents import Format, Outcome, RawRecord, parse_document_or_drop
 from realmops.readers.text import decode_text, read_whole_file
 
@@ -63,8 +64,8 @@ def _read(source: str) -> tuple[str, str, dict[str, int]]:
     kinds = {"image": nodes.image, "comment": nodes.comment, "embedded object": nodes.raw}
     omitted = {kind: sum(1 for _ in tree.findall(node)) for kind, node in kinds.items()}
     for table in reversed(list(tree.findall(nodes.tgroup))):  # inner ones first
-        rows = ([" ".join(cell.astext().split()) for cell in row] for row in table.findall(nodes.row))
-        table.parent.replace(table, nodes.literal_block("", "\n".join(map("\t".join, rows))))
+        rows = ((cell.astext() for cell in row) for row in table.findall(nodes.row))
+        table.parent.replace(table, nodes.literal_block("", format_table(rows)))
     excluded = nodes.Invisible, nodes.docinfo, nodes.raw, nodes.system_message
     for node in [node for node in tree.findall() if isinstance(node, excluded) and not isinstance(node, nodes.target)]:
         node.parent.remove(node)
