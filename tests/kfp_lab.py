@@ -10,7 +10,6 @@ import email
 import json
 import re
 import threading
-import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -56,17 +55,11 @@ class RefusedError(Exception):
     """An answer with an error: its HTTP status, and what is wrong."""
 
 
-class HeldError(Exception):
-    """No answer at all."""
-
-
 class KfpLab:
     """The server's content, and how it behaves.
 
-    ``state`` is that of a run when it is made, ``status`` that of all answers where it is not 200. ``hold`` is told of
-    the next run that is asked for, which is then never made. ``together`` holds the uploads of versions until so many
-    want it. A version is being made for ``creating_seconds``. ``token`` is the one that it takes, if it wants one; with
-    ``multi_user`` it wants a namespace.
+    ``state`` is that of a run when it is made, ``status`` that of all answers where it is not 200. ``token`` is the one
+    that it takes, if it wants one; with ``multi_user`` it wants a namespace.
     """
 
     def __init__(self, state: str) -> None:
@@ -77,10 +70,7 @@ class KfpLab:
         self.namespace = "kubeflow"  # of the server itself
         self.multi_user = False
         self.token: str | None = None
-        self.creating_seconds = 0.0
         self.largest_page = 200
-        self.hold: threading.Event | None = None
-        self.together: threading.Barrier | None = None
         self.page_for_all = ""  # a web page in the place of every answer
         self.requests: list[tuple[str, str]] = []
         self.kept: dict[str, list[Object]] = {kind: [] for kind in FIELDS}
@@ -202,7 +192,6 @@ class KfpLab:
         }  # fmt: skip
         made = self.add("versions", ("pipeline_id", "name"), version)
         self.specs[version["pipeline_version_id"]] = text
-        time.sleep(self.creating_seconds)
         made["status"] = "READY"
         return made
 
@@ -240,15 +229,9 @@ class KfpLab:
                 made["namespace"] = self.replaced(made.get("namespace", ""))
                 return self.add("pipelines", ("display_name", "namespace"), made | {"pipeline_id": str(uuid.uuid4())})
             case "POST", ["pipelines", "upload_version"]:
-                if self.together is not None:
-                    self.together.wait(100)
                 return self.upload(query, headers, body)
             case "POST", ["runs"]:
                 made = checked(json.loads(body), "V2beta1Run")
-                if self.hold is not None:
-                    hold, self.hold = self.hold, None
-                    hold.set()
-                    raise HeldError
                 return self.add_run(made)
         raise RefusedError(404, f"there is no {method} {path}")
 
@@ -335,10 +318,6 @@ def serve(lab: KfpLab) -> Iterator[KfpLab]:
             except RefusedError as error:
                 status, reason = error.args
                 answer = {"code": status, "message": reason}
-            except HeldError:
-                self.connection.recv(1)  # until who asked is gone
-                self.close_connection = True
-                return
             content = (lab.page_for_all or json.dumps(answer)).encode()
             self.send_response(status)
             self.send_header("Content-Type", "text/html" if lab.page_for_all else "application/json")
@@ -364,9 +343,7 @@ def serve(lab: KfpLab) -> Iterator[KfpLab]:
 
 def named_by_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KfpLab]:
     """A server whose runs are RUNNING, whose clients wait for moments; no cluster is at hand."""
-    for module, name in ((submit, "POLL_SECONDS"), (submit, "WATCH_SECONDS"), (kfp_client, "POLL_SECONDS")):
-        monkeypatch.setattr(module, name, 0.05)
-    monkeypatch.setattr(submit, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(submit, "WATCH_SECONDS", 0.05)
     monkeypatch.setenv("KUBECONFIG", str(folder / "kubeconfig"))
     monkeypatch.delenv(kfp_client.TOKEN_FILE, raising=False)
     monkeypatch.delenv("KF_PIPELINES_UI_ENDPOINT", raising=False)

@@ -5,13 +5,11 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import cluster_lab
-import forked
 import kfp_lab
 import kubernetes_validate
 import pytest
@@ -24,29 +22,15 @@ from kfp_lab import KfpLab, RefusedError, arguments_of, recorded
 from manifests import OLDEST
 from test_key import key
 
-from realmops.cluster import IMAGE, submit
 from realmops.cluster import kfp_client as server
+from realmops.cluster import submit
 from realmops.cluster.kfp_client import KfpClient
 from realmops.cluster.packed_options import unpack_options
 from realmops.cluster.pod_namespace import place_of
-from realmops.cluster.submit import Pipeline
 from realmops.config import load_params
 
 COMPILED = file_of("train")
 ROOT = COMPILED.parents[1]
-EIGHT = """
-import multiprocessing, sys
-import kfp_server_api
-from realmops.cli import main
-
-fork = multiprocessing.get_context("fork")
-processes = [fork.Process(target=main, args=(sys.argv[1:],)) for _ in range(8)]
-for process in processes:
-    process.start()
-for process in processes:
-    process.join()
-print([process.exitcode for process in processes])
-"""
 
 
 @pytest.fixture
@@ -114,7 +98,6 @@ def test_a_submission_carries_options_run_and_key(project: Path, lab: KfpLab) ->
     [version] = lab.kept["versions"]
     assert version["name"] == wanted
     sent, platform = documents(lab.specs[version["pipeline_version_id"]])
-    del platform["platforms"]["kubernetes"]["pipelineConfig"]  # how long pods are kept
     assert [sent, platform] == documents(COMPILED.read_text())
     assert [one["display_name"] for one in lab.kept["experiments"]] == ["realmops"]
 
@@ -181,15 +164,32 @@ def test_parameters_without_a_default_must_be_given(project: Path, lab: KfpLab) 
 # One run for each key
 
 
-def test_eight_at_once_make_one_run(project: Path, lab: KfpLab) -> None:
-    lab.together = threading.Barrier(8)  # all of them have seen that there is no version
-    lab.creating_seconds = 0.5  # until it is listed
-    words = [sys.executable, "-c", EIGHT, "submit", "--params", str(project / "params.yaml"), "--once"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == str([0] * 8), done.stderr
-    assert lab.requests.count(("POST", "/pipelines/upload_version")) == 8
-    assert (len(lab.runs), len(lab.kept["versions"]), len(lab.kept["experiments"])) == (1, 1, 1)
-    assert done.stdout.count("nothing to submit") == 7
+def test_a_version_that_another_process_creates_is_a_matter_of_a_retry(project: Path, lab: KfpLab) -> None:
+    """It has reserved its name, and is not listed yet."""
+    submitted(project)
+    lab.kept["versions"][0]["status"] = "CREATING"
+    result = submitted(project, "--once")
+    assert result.exit_code == 1
+    assert "another process is creating it: try again" in result.stderr
+    lab.kept["versions"][0]["status"] = "READY"
+    assert "nothing to submit" in submitted(project, "--once").stdout
+
+
+def test_a_version_that_is_listed_after_a_conflict_is_taken(
+    project: Path, lab: KfpLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(project)
+    there, first = KfpClient.call, iter([True])
+
+    def listed_late(server: KfpClient, function: Any, **arguments: Any) -> Any:
+        page = there(server, function, **arguments)
+        if "list_pipeline_versions" in function.__name__ and next(first, False):
+            page.pipeline_versions = []
+        return page
+
+    monkeypatch.setattr(KfpClient, "call", listed_late)
+    assert "nothing to submit" in submitted(project, "--once").stdout
+    assert len(lab.kept["versions"]) == 1
 
 
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING", "PAUSED", "SUCCEEDED"])
@@ -225,16 +225,11 @@ def test_another_key_gets_its_own_run(project: Path, lab: KfpLab) -> None:
     assert len(lab.runs) == 3
 
 
-def test_who_comes_after_one_that_was_killed_makes_the_run(project: Path, lab: KfpLab) -> None:
-    lab.hold = asked = threading.Event()
-    killed = forked.realmops("submit", "--params", project / "params.yaml", "--once", log=project / "killed.txt")
-    assert asked.wait(100)
-    killed.kill()
-    killed.wait()
-    assert (len(lab.kept["versions"]), len(lab.runs)) == (1, 0)
-    result = submitted(project, "--once")
-    assert result.exit_code == 0
-    assert "this key has a version without a run: waiting" in result.stdout
+def test_a_version_without_a_run_gets_one(project: Path, lab: KfpLab) -> None:
+    """Its process was killed before it started the run."""
+    submitted(project, "--once")
+    lab.runs.clear()
+    assert submitted(project, "--once").exit_code == 0
     assert (len(lab.kept["versions"]), len(lab.runs)) == (1, 1)
 
 
@@ -301,7 +296,7 @@ def test_a_login_page_in_between_is_no_answer(project: Path, lab: KfpLab, monkey
     """A session that ends: the page would read as a list of no runs, and as a run without an end."""
     submitted(project, "--once")
     there, run_id = KfpClient(lab.url), lab.runs[0]["run_id"]
-    version = there.version(lab.kept["pipelines"][0]["pipeline_id"], lab.kept["versions"][0]["name"], COMPILED)[0]
+    version = there.version(lab.kept["pipelines"][0]["pipeline_id"], lab.kept["versions"][0]["name"], COMPILED)
     experiment = lab.kept["experiments"][0]["experiment_id"]
     lab.page_for_all = "<html>Log in</html>"
     for ask in (lambda: there.runs_of(version), lambda: there.start(experiment, version, "name", {})):
@@ -472,72 +467,6 @@ def test_all_pods_of_a_run_can_be_told_to_go_to_the_node_that_has_the_label(proj
     assert f"kubectl label node NODE {wanted['key']}={wanted['values'][0]}\n" in page
     file = "k8s/components/single-node/affinity.json"
     assert f'nodes=$(cat {file})\nrealmops submit --argument affinity="$nodes"\n' in page
-
-
-def config_of(spec: str) -> Any:
-    """What an uploaded pipeline says of its runs as a whole."""
-    _, platform = documents(spec)
-    return platform["platforms"]["kubernetes"].get("pipelineConfig")
-
-
-def test_pods_are_kept_for_a_week_where_the_server_can_be_told(project: Path, lab: KfpLab) -> None:
-    """As the compiler writes it; elsewhere the file is sent as it is, for the field would cost it its volumes."""
-    from kfp import compiler, dsl
-
-    @dsl.component(base_image=IMAGE)
-    def nothing():  # type: ignore[no-untyped-def]  # kfp takes the text None for the name of an output's type
-        pass
-
-    @dsl.pipeline(pipeline_config=dsl.PipelineConfig(ttl_seconds_after_finished=604800))
-    def kept():  # type: ignore[no-untyped-def]
-        nothing()
-
-    compiler.Compiler().compile(kept, str(project / "kept.yaml"))
-    wanted = config_of((project / "kept.yaml").read_text())
-    sent = (project / "pipelines" / "train.yaml").read_text()
-    said = "the server's settings decide how long pods are kept: it is older than 2.17, or reports no version"
-    cases = {"2.17.0": wanted, "2.18.1": wanted, "2.16.1": None, "": None}
-    for number, (tag, config) in enumerate(cases.items()):
-        lab.tag_name = tag
-        result = submitted(project, "--set", f"run.seed={number}")
-        assert result.exit_code == 0, result.output
-        assert (said in result.output) == (config is None)
-        spec = [*lab.specs.values()][-1]
-        assert config_of(spec) == config
-        first, second = documents(spec)
-        second["platforms"]["kubernetes"].pop("pipelineConfig", None)
-        assert [first, second] == documents(sent)
-    lab.tag_name = "2.17.0"
-    for seed, hours, config in ((7, "0", None), (8, "0.5", {"resourceTtlOnCompletion": 1800})):
-        submitted(project, "--keep-hours", hours, "--set", f"run.seed={seed}")
-        assert config_of([*lab.specs.values()][-1]) == config
-
-
-def test_a_pipeline_that_says_how_long_its_pods_are_kept_is_left_as_it_is(project: Path) -> None:
-    compiled = project / "pipelines" / "train.yaml"
-    spec, platform = documents(compiled.read_text())
-    platform["platforms"]["kubernetes"]["pipelineConfig"] = {"resourceTtlOnCompletion": 60}
-    compiled.write_text(yaml.safe_dump_all([spec, platform]))
-    with Pipeline.read(compiled).with_ttl(2.0) as sent:
-        assert config_of(sent.read_text()) == {"resourceTtlOnCompletion": 60}
-
-
-def test_how_long_pods_are_kept_makes_no_other_training(project: Path, lab: KfpLab) -> None:
-    first, second = (submitted(project, "--once", "--keep-hours", hours) for hours in ("1", "2"))
-    assert "submitted: " in first.output
-    assert "nothing to submit: " in second.output
-
-
-def test_a_version_that_is_never_listed_is_explained(
-    project: Path, lab: KfpLab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its maker was stopped while it was CREATING."""
-    monkeypatch.setattr(server, "LISTED_SECONDS", 0.2)
-    submitted(project)
-    lab.kept["versions"][0]["status"] = "CREATING"
-    result = submitted(project)
-    assert result.exit_code == 1
-    assert "is not listed after 0 s: try again; if that fails" in result.stderr
 
 
 def test_kfp_run_create_hands_the_options_on(project: Path, lab: KfpLab) -> None:

@@ -33,12 +33,6 @@ _store = click.option(
     "--namespace",
     help="The namespace of a Kubeflow profile; default: that of this pod, or without profiles of Kubeflow Pipelines.",
 )
-@click.option(
-    "--keep-hours",
-    type=click.FloatRange(0, 500_000),
-    default=168.0,
-    help="Hours that Kubeflow Pipelines 2.17 keeps pods after a run, unless its deployment sets this; 0: leave unset.",
-)
 @option.flag("--once", help="Submit nothing if a run with the same key is active or has succeeded.")
 @option.flag("--wait", "waits", help="Wait for the end of the run; exit code 1 unless it succeeded.")
 @option.flag("--dry-run", help="Print inputs, key and arguments; send and write nothing.")
@@ -50,7 +44,6 @@ def submit(
     pipeline: str,
     endpoint: str | None,
     namespace: str | None,
-    keep_hours: float,
     once: bool,
     waits: bool,
     dry_run: bool,
@@ -65,7 +58,6 @@ def submit(
     compiled pipeline, and the arguments that affect the result, such as the image. The exit code is 2 for invalid
     input, and 1 if the server is unreachable.
     """
-    from realmops.cluster.changes import describe_changes
     from realmops.cluster.kfp_client import KfpClient
     from realmops.cluster.submit import SUCCEEDED, Pipeline, prepare, submit, wait
     from realmops.starter.cluster_files import unlisted_presets
@@ -82,10 +74,8 @@ def submit(
             click.echo(line)
         return
     server = KfpClient(endpoint, namespace)
-    if changes := describe_changes(submission, server):
-        click.echo(changes)
     _send(submission.inputs, params, store, console)
-    run = submit(submission, server, once=once, keep_hours=keep_hours, log=click.echo)
+    run = submit(submission, server, once=once, log=click.echo)
     if waits:
         sys.exit(0 if wait(run.run_id, compiled.tasks, server, log=click.echo) == SUCCEEDED else 1)
 

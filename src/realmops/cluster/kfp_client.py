@@ -10,7 +10,6 @@ from typing import Any
 
 from realmops.cluster.kube import NAMESPACE, TIME_OUT
 from realmops.cluster.pod_namespace import Place, place_of
-from realmops.cluster.polling import poll_until
 from realmops.inputs.redaction import redact
 
 TOKEN_FILE = "KF_PIPELINES_SA_TOKEN_PATH"
@@ -19,9 +18,6 @@ SIGN_IN = (
     "pipelines.kubeflow.org"
 )
 OLDEST = (2, 16)  # first version that accepts a securityContext for pods
-KEEPS = (2, 17)  # first version with a time to live for pods; earlier ones drop the whole platform spec for it
-POLL_SECONDS = 1.0  # polling interval
-LISTED_SECONDS = 60.0  # until a pipeline version that another process creates is listed
 PAGE = 100  # runs per request
 
 
@@ -66,10 +62,8 @@ class KfpClient:
         self._own = namespace or (NAMESPACE.read_text().strip() if NAMESPACE.is_file() else "")
         health = self.call(api.HealthzServiceApi(client).healthz_service_get_healthz)
         tag = str(json.loads(client.last_response.data).get("tag_name") or "")
-        version = re.match(r"v?(\d+)\.(\d+)", tag)
-        # builds from source report no version and are accepted
-        self._version = tuple(map(int, version.groups())) if version else None
-        if self._version and self._version < OLDEST:
+        match = re.match(r"v?(\d+)\.(\d+)", tag)  # builds from source report no version and are accepted
+        if match and tuple(map(int, match.groups())) < OLDEST:
             raise ValueError(
                 f"{self._shown} is Kubeflow Pipelines {tag}; the securityContext of the pods needs "
                 f"{OLDEST[0]}.{OLDEST[1]}.0 or later; upgrade it"
@@ -78,11 +72,6 @@ class KfpClient:
             raise ValueError(f"{self._shown} runs in multi-user mode; set --namespace to the namespace of a profile")
         self._namespace = {"namespace": self._own} if health.multi_user else {}
         self.place: Place = place_of(self.endpoint, self._own if health.multi_user else namespace, health.multi_user)
-
-    @property
-    def supports_ttl(self) -> bool:
-        """Whether the server supports a time to live for pods; False if it does not report its version."""
-        return self._version is not None and self._version >= KEEPS
 
     def call(self, function: Callable[..., Any], **arguments: Any) -> Any:
         """Call a function of the API; an HTML page as response, such as a login, raises ValueError."""
@@ -133,7 +122,7 @@ class KfpClient:
 
         api, body = self._experiments, V2beta1Experiment(display_name=name, **self._namespace)
         list_, create = api.experiment_service_list_experiments, api.experiment_service_create_experiment
-        experiment, _ = self._get_or_create(name, "experiments", list_, create, self._namespace, {"experiment": body})
+        experiment = self._get_or_create(name, "experiments", list_, create, self._namespace, {"experiment": body})
         return str(experiment.experiment_id)
 
     def pipeline(self, name: str) -> str:
@@ -142,11 +131,11 @@ class KfpClient:
 
         api, body = self._pipelines, V2beta1Pipeline(display_name=name, **self._namespace)
         list_, create = api.pipeline_service_list_pipelines, api.pipeline_service_create_pipeline
-        pipeline, _ = self._get_or_create(name, "pipelines", list_, create, self._namespace, {"pipeline": body})
+        pipeline = self._get_or_create(name, "pipelines", list_, create, self._namespace, {"pipeline": body})
         return str(pipeline.pipeline_id)
 
-    def version(self, pipeline: str, name: str, file: Path) -> tuple[Any, bool]:
-        """Return a version of a pipeline, and whether this call created it."""
+    def version(self, pipeline: str, name: str, file: Path) -> Any:
+        """Return a version of a pipeline, uploading it if necessary."""
         list_, create = self._pipelines.pipeline_service_list_pipeline_versions, self._uploads.upload_pipeline_version
         body = {"uploadfile": str(file), "name": name, "pipelineid": pipeline}
         return self._get_or_create(name, "pipeline_versions", list_, create, {"pipeline_id": pipeline}, body)
@@ -159,11 +148,11 @@ class KfpClient:
         create: Callable[..., Any],
         where: Mapping[str, str],
         body: Mapping[str, Any],
-    ) -> tuple[Any, bool]:
-        """Return the object of that name, and whether this call created it.
+    ) -> Any:
+        """Return the object of that name, creating it if necessary.
 
-        If another process creates it at the same time, wait for that object: a version that is being created has
-        reserved its name, and is listed once it is ready.
+        Raises:
+            TimeoutError: if another process is creating it, which has reserved the name; a retry finds the object.
         """
 
         def find() -> Any:
@@ -171,19 +160,15 @@ class KfpClient:
             matches = getattr(self.call(list_, filter=by_name, **where), kind)
             return matches[0] if matches else None
 
-        existing = find()
-        if existing is not None:
-            return existing, False
         try:
-            return self.call(create, **body), True
+            return find() or self.call(create, **body)
         except TakenError as error:
-            existing = poll_until(find, POLL_SECONDS, LISTED_SECONDS)
-            if existing is None:
-                raise TimeoutError(
-                    f"{error}; the object of that name is not listed after {LISTED_SECONDS:.0f} s: try again; if that "
-                    "fails, its creation was interrupted: delete the pipeline in Kubeflow's UI"
-                ) from None
-            return existing, False
+            if existing := find():
+                return existing
+            raise TimeoutError(
+                f"{error}; another process is creating it: try again; if that fails, its creation was interrupted: "
+                "delete the pipeline in Kubeflow's UI"
+            ) from None
 
     def runs(self, **predicate: Any) -> Iterator[Any]:
         """Yield the runs that match a predicate, page by page.
@@ -209,24 +194,6 @@ class KfpClient:
             for run in recent
             if run.pipeline_version_reference and run.pipeline_version_reference.pipeline_version_id == version_id
         ]
-
-    def newest_success(self, pipeline: str) -> Any:
-        """Return the newest successful run of a pipeline, given by its name; None if there is none.
-
-        Only the newest successful runs of all pipelines are searched, as many as a page has.
-        """
-        by_name = _filter(operation="EQUALS", key="display_name", stringValue=pipeline)
-        pipelines = self.call(self._pipelines.pipeline_service_list_pipelines, filter=by_name, **self._namespace)
-        ids = {entry.pipeline_id for entry in pipelines.pipelines or ()}
-        if not ids:
-            return None
-        succeeded = _filter(operation="EQUALS", key="state", stringValue="SUCCEEDED")
-        order = {"sort_by": "created_at desc", "page_size": PAGE}
-        page = self.call(self._runs.run_service_list_runs, filter=succeeded, **order, **self._namespace)
-        for run in page.runs or ():
-            if run.pipeline_version_reference and run.pipeline_version_reference.pipeline_id in ids:
-                return run
-        return None
 
     def run(self, run_id: str) -> Any:
         """Return a run with its details."""

@@ -1,7 +1,7 @@
 """Submission of a pipeline to Kubeflow Pipelines, at most once per training key, and monitoring of its run.
 
-Each pipeline version is named by the key of the training (key.py). Names of versions are unique: of several processes
-that submit the same training, one creates the version and then its run, and the others find both.
+Each pipeline version is named by the key of the training (key.py), so that a repeated submission finds its runs. Of
+runs that are submitted at the same moment, all but the oldest are ended by the first task of the pipeline, ``guard``.
 """
 
 import json
@@ -9,11 +9,9 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import yaml
@@ -35,8 +33,6 @@ SUCCEEDED = "SUCCEEDED"
 FAILURES = {"FAILED", "CANCELED", "SKIPPED"}  # in every other state but SUCCEEDED a run is active
 CANCELING = "CANCELING"  # active but will not succeed, so another run need not wait for it
 LIVE = ("PENDING", "RUNNING", "PAUSED", "RUNTIME_STATE_UNSPECIFIED")
-GRACE_SECONDS = 30.0  # after which the creator of a version without a run is assumed to be dead
-POLL_SECONDS = 1.0  # polling interval for runs of a version
 WATCH_SECONDS = 5.0  # polling interval for the state of a run
 UNREACHABLE_SECONDS = 600.0  # how long the server may be unreachable while a run is watched
 PENDING_SECONDS = 120.0  # after which a pending pod is reported
@@ -81,26 +77,6 @@ class Pipeline:
             return cls(path, documents, spec["pipelineInfo"]["name"], parameters)
         except (yaml.YAMLError, AttributeError, IndexError, KeyError, TypeError):
             raise ValueError(f"{path} is not a compiled pipeline; compile with python -m pipelines") from None
-
-    @contextmanager
-    def with_ttl(self, hours: float) -> Iterator[Path]:
-        """Context manager: yield a copy of the file that keeps pods for ``hours`` after a run.
-
-        With 0 the file itself is yielded. The copy contains what the compiler writes for
-        ``PipelineConfig(ttl_seconds_after_finished)``; the file does not, because servers of 2.16 drop the whole
-        platform spec for a field that they do not know. Defaults of the workflow controller take precedence over it.
-        """
-        platforms = self.documents[1].get("platforms", {}) if len(self.documents) > 1 else {}
-        if not hours or "kubernetes" not in platforms:
-            yield self.path
-            return
-        existing = platforms["kubernetes"].get("pipelineConfig", {})
-        config = {"resourceTtlOnCompletion": round(3600 * hours), **existing}
-        platform = {"platforms": platforms | {"kubernetes": platforms["kubernetes"] | {"pipelineConfig": config}}}
-        with TemporaryDirectory() as folder:
-            file = Path(folder) / self.path.name
-            file.write_text(yaml.dump_all([self.documents[0], platform], Dumper=yaml.CSafeDumper), encoding="utf-8")
-            yield file
 
     @cached_property
     def tasks(self) -> set[str]:
@@ -222,42 +198,25 @@ def prepare(
     return Submission(pipeline, key, name or f"{pipeline.name}-{key[:16]}", experiment, chosen, inputs), notes
 
 
-def submit(submission: Submission, server: KfpClient, *, once: bool, keep_hours: float, log: Log) -> Any:
-    """Start a run and return it; with ``once`` return an existing run of the same key that is active or has succeeded.
-
-    ``keep_hours`` is the time to live of the run's pods, 0 for the server's setting. It applies only if this call
-    creates the pipeline version.
-    """
+def submit(submission: Submission, server: KfpClient, *, once: bool, log: Log) -> Any:
+    """Start a run and return it; with ``once`` return an existing run of the key that is active or has succeeded."""
     check(server.place, submission.objects, log)
     experiment = server.experiment(submission.experiment)
     pipeline = server.pipeline(submission.pipeline.name)
-    if keep_hours and not server.supports_ttl:
-        log("the server's settings decide how long pods are kept: it is older than 2.17, or reports no version")
-    with submission.pipeline.with_ttl(keep_hours if server.supports_ttl else 0) as file:
-        version, is_new = server.version(pipeline, submission.key, file)
-    if once and not is_new:
-        runs = _await_runs(version, server, log)
-        for run in runs:
-            if run.state not in FAILURES | {CANCELING}:
-                log(f"nothing to submit: {describe_run(run)} has the same key {submission.key[:16]}")
-                log(f"run page: {server.link(run)}")
-                return run
-        for run in runs:
-            log(f"{describe_run(run)} has the same key {submission.key[:16]}: submitting it again")
+    version = server.version(pipeline, submission.key, submission.pipeline.path)
+    runs = server.runs_of(version) if once else []
+    for run in runs:
+        if run.state not in FAILURES | {CANCELING}:
+            log(f"nothing to submit: {describe_run(run)} has the same key {submission.key[:16]}")
+            log(f"run page: {server.link(run)}")
+            return run
+    for run in runs:
+        log(f"{describe_run(run)} has the same key {submission.key[:16]}: submitting it again")
     log(server.place.describe(submission.objects))
     run = server.start(experiment, version, submission.name, submission.arguments)
     log(f"submitted: {describe_run(run)} with the key {submission.key[:16]}")
     log(f"run page: {server.link(run)}")
     return run
-
-
-def _await_runs(version: Any, server: KfpClient, log: Log) -> list[Any]:
-    """Return the runs of an existing version; empty if its creator died before it started one."""
-
-    def log_waiting(elapsed: float) -> None:
-        log(f"this key has a version without a run: waiting {GRACE_SECONDS:.0f} s for the process that created it")
-
-    return poll_until(lambda: server.runs_of(version) or None, POLL_SECONDS, GRACE_SECONDS, log_waiting) or []
 
 
 def wait(run_id: str, tasks: set[str], server: KfpClient, log: Log) -> str:
