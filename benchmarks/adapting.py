@@ -24,8 +24,9 @@ from realmops.devices import configure_process, resolve_precision
 from realmops.evaluate.exact_match import bootstrap_interval
 from realmops.evaluate.ranking_measures import DEPTH, measure_run, passage_depth, rank_documents
 from realmops.evaluate.recall import first_relevant_ranks
-from realmops.model.checkpoint_files import build_models, load_retriever
+from realmops.model.build import build_models
 from realmops.model.retriever import DENSE_ONLY, FusionWeights, Retriever
+from realmops.model.retriever_files import load_retriever
 from realmops.options import ENCODER, BertOptions, ReaderOptions, RetrieverOptions
 from realmops.questions.question_sets import Question, read_questions
 from realmops.questions.relevance import RelevantPassages

@@ -85,9 +85,9 @@ class Ours:
     """The model of a folder as many passages are embedded with it."""
 
     def __init__(self, folder: Path, dtype: Any, device: str = "cpu") -> None:
+        from realmops.corpus.encoder_tokenizer import read_encoder_tokenizer
         from realmops.corpus.vocabulary import build_tokenizer, open_tokenizer
         from realmops.model.encoder_files import load_encoder
-        from realmops.model.pretrained import read_encoder_tokenizer
         from realmops.model.retriever import Embedder
         from realmops.model.sequences import SpecialTokens
         from realmops.search.openvino import compile_graph

@@ -110,7 +110,7 @@ def chain(root: Path) -> dict[str, float]:
     from realmops.corpus.snapshot_reader import Snapshot
     from realmops.devices import resolve_precision
     from realmops.evaluate.recall import RECALL_AT, hit_ranks_by_rule
-    from realmops.model.checkpoint_files import load_models
+    from realmops.model.reader_files import load_models
     from realmops.questions.question_sets import read_questions
     from realmops.search.embeddings import embed_corpus
     from realmops.search.exact import ExactIndex, search

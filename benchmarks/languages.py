@@ -22,14 +22,14 @@ import numpy.typing as npt
 import torch
 
 from realmops.config import merge_options, parse_section
+from realmops.corpus.encoder_tokenizer import read_encoder_tokenizer
 from realmops.corpus.languages import AUTO, load_languages
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.vocabulary import UNCASED
 from realmops.corpus.word_counts import train_vocabulary
 from realmops.devices import resolve_precision
-from realmops.model.checkpoint_files import build_models
-from realmops.model.pretrained import read_encoder_tokenizer
+from realmops.model.build import build_models
 from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, DENSE_ONLY, Retriever
 from realmops.questions.question_sets import Question, read_questions
 from realmops.readers.sources import list_sources

@@ -49,11 +49,11 @@ def main() -> None:
 
     from realmops import config
     from realmops.console import Console
+    from realmops.corpus.encoder_tokenizer import read_encoder_vocabulary
     from realmops.corpus.vocabulary import UNCASED, bert_words, build_tokenizer, learn_pieces
     from realmops.devices import configure_process, resolve_precision
     from realmops.hub import encoder_folder
-    from realmops.model.checkpoint_files import build_encoder
-    from realmops.model.pretrained import read_encoder_vocabulary
+    from realmops.model.build import build_encoder
     from realmops.train.conll import read_conll
     from realmops.train.loop import TrainingContext
     from realmops.train.tagger import Tagger, predict_words, tag_names, train_tagger

@@ -54,7 +54,8 @@ def models(snapshot: Any) -> dict[str, Mapping[str, bytes]]:
     """By work, the files of a model with random weights."""
     from realmops import config
     from realmops.config import parse_section
-    from realmops.model.checkpoint_files import build_encoder, build_models, retriever_files
+    from realmops.model.build import build_encoder, build_models
+    from realmops.model.retriever_files import TextFormat, retriever_files
     from realmops.train.tagger import Tagger, tagger_files
 
     values = config.load_params(PARAMS)
@@ -63,7 +64,7 @@ def models(snapshot: Any) -> dict[str, Mapping[str, bytes]]:
     vocabulary = snapshot.tokenizer.get_vocab_size()
     embedder = build_models(bert, retriever, reader, vocabulary, 0)[0]
     tagger = Tagger(build_encoder(retriever.init, bert, vocabulary, 0)[0], ["O", "B-NAME", "I-NAME"])
-    return {"tagging": tagger_files(tagger, tag), "embedding": retriever_files(embedder, snapshot.vocabulary_hash)}
+    return {"tagging": tagger_files(tagger, tag), "embedding": retriever_files(embedder, TextFormat.of(snapshot))}
 
 
 def seconds(name: str, snapshot: Any, model: Mapping[str, bytes], helpers: int) -> tuple[float, str, str]:

@@ -6,7 +6,7 @@ import torch
 from small_world import World, section, tiny_models
 
 from realmops.answering.openqa import OpenQa
-from realmops.model.checkpoint_files import add_span_head
+from realmops.model.build import add_span_head
 from realmops.options import Finetune
 from realmops.questions.question_sets import Question
 from realmops.search.embed import document_sequences, embed

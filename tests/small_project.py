@@ -27,7 +27,7 @@ from realmops.cli import main
 from realmops.commands.run import run_stages
 from realmops.config import merge_options
 from realmops.evaluate.predictions import read_predictions, write_predictions
-from realmops.model.checkpoint_files import MODEL, identifying_files
+from realmops.model.retriever_files import DESCRIPTION
 from realmops.stages import planned_steps
 from realmops.stages.runner import run_stage
 from realmops.train.index_source import ExchangeSource
@@ -239,17 +239,16 @@ def answered(results: Path, right: int) -> None:
 
 
 def model_files(folder: Path) -> dict[str, bytes]:
-    """The bytes of model.json, weights and embeddings in a folder of models and below it, by their paths."""
-    files = [path for path in sorted(folder.rglob("*")) if path.name == MODEL or path.suffix == ".safetensors"]
+    """The bytes of descriptions, weights and embeddings in a folder of models and below it, by their paths."""
+    files = [path for path in sorted(folder.rglob("*")) if path.name == DESCRIPTION or path.suffix == ".safetensors"]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def model_tensors(folder: Path, part: str) -> dict[str, Tensor]:
-    """The parameters of a folder's retriever or reader, those of an encoder behind the name of its folder."""
+    """The parameters of a folder's retriever or reader, each after the name of its file's folder."""
     return {
         (path.relative_to(folder).parent / name).as_posix(): tensor
-        for path in identifying_files(folder, part)
-        if path.suffix == ".safetensors"
+        for path in sorted((folder / part).rglob("*.safetensors"))
         for name, tensor in load_file(path).items()
     }
 

@@ -19,9 +19,10 @@ from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.spans import Spans
 from realmops.corpus.word_counts import train_vocabulary
-from realmops.model.checkpoint_files import build_models
+from realmops.model.build import build_models
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
+from realmops.model.retriever_files import TextFormat
 from realmops.model.sequences import SpecialTokens
 from realmops.options import SECTIONS, BertOptions, Optimiser, ReaderOptions, RetrieverOptions
 from realmops.readers.sources import list_sources
@@ -73,6 +74,10 @@ class World:
     @property
     def special(self) -> SpecialTokens:
         return SpecialTokens.of(self.snapshot.tokenizer)
+
+    @property
+    def text(self) -> TextFormat:
+        return TextFormat.of(self.snapshot)
 
     def wordpieces(self, text: str) -> np.ndarray:
         return np.array(self.snapshot.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)

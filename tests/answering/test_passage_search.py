@@ -21,7 +21,7 @@ from realmops.answering.passage_search import MetadataFilters, PassageSearch, hi
 from realmops.artifacts import MANIFEST, atomic_folder, read_json, write_json, write_manifest
 from realmops.commands.search import parse_filter
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.model.checkpoint_files import MODEL
+from realmops.model.retriever_files import DESCRIPTION, RETRIEVER_FOLDER
 from realmops.search.approximate import FaissIndex, Recipe
 from realmops.search.bm25 import stems
 from realmops.search.exact import multi_vector_index
@@ -111,10 +111,12 @@ def test_passages_are_embedded_again_where_the_pooling_alone_is_another(root: Pa
     before = found(copy, "Item7", "--by", "embeddings")
     final = copy / "models" / "ict"
     manifest = read_json(final / MANIFEST)
-    about = read_json(final / MODEL)
+    about = read_json(final / RETRIEVER_FOLDER / DESCRIPTION)
     with atomic_folder(final) as stage:
         shutil.copytree(final, stage, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
-        write_json(stage / MODEL, about | {"pooling": "mean" if about["pooling"] == "cls" else "cls"})
+        write_json(
+            stage / RETRIEVER_FOLDER / DESCRIPTION, about | {"pooling": "mean" if about["pooling"] == "cls" else "cls"}
+        )
         write_manifest(stage, "ict", **{name: manifest[name] for name in ("fingerprint", "sections")})
     after = found(copy, "Item7", "--by", "embeddings")
     shutil.rmtree(copy / ".realmops" / "search")

@@ -481,7 +481,7 @@ def test_a_run_takes_over_what_another_has_made_of_the_same(
         with pytest.raises(Runs):
             tasks.run_stage("ict", json.dumps(values), str(two), shown, shown)
     monkeypatch.setenv("REALMOPS_COMMIT", "c0de")
-    (one / "models/ict/reader_encoder/model.safetensors").write_bytes(b"damaged")
+    (one / "models/ict/reader/model.safetensors").write_bytes(b"damaged")
     with pytest.raises(Runs):
         tasks.run_stage("ict", json.dumps(values), str(two), shown, shown)
 

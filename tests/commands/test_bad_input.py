@@ -298,11 +298,11 @@ def test_a_damaged_manifest_is_refused_and_its_stage_mends_it(copy: Path, damage
 
 
 def test_a_damaged_file_is_refused(copy: Path) -> None:
-    path = copy / "root/models/ict/reader_encoder/model.safetensors"
+    path = copy / "root/models/ict/reader/model.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     shutil.rmtree(copy / "root/models/pretrain")
-    refused(run(copy, "pretrain"), "models/ict/reader_encoder/model.safetensors", "run the stage that makes it again")
+    refused(run(copy, "pretrain"), "models/ict/reader/model.safetensors", "run the stage that makes it again")
     nothing_of(copy, "pretrain")
 
 
@@ -434,13 +434,12 @@ def test_a_file_that_may_not_grow_is_refused(trained: Path, tmp_path: Path) -> N
 
 
 def test_models_of_an_earlier_version_are_refused_with_what_to_run(copy: Path) -> None:
-    """They have their encoders among their own tensors, in no folders of transformers."""
     folder = copy / "root/models/pretrain"
-    for path in folder.glob("*_encoder"):
-        shutil.rmtree(path)
+    shutil.rmtree(folder / "retriever")
+    (folder / "model.json").write_text("{}")
     manifest = artifacts.read_json(folder / artifacts.MANIFEST)
     artifacts.write_manifest(folder, "pretrain", **{key: manifest[key] for key in ("fingerprint", "sections")})
-    refused(run(copy, "finetune"), "models/pretrain: trained by an earlier version", "'realmops run ict --force'")
+    refused(run(copy, "finetune"), "models/pretrain/retriever/realmops.json is missing", "'realmops run ict --force'")
     nothing_of(copy, "finetune")
 
 

@@ -69,7 +69,7 @@ def test_doctor_after_a_run(root: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damaged", "told"),
     [
-        ("ict", "reader_encoder/model.safetensors", "models/ict/reader_encoder/model.safetensors has sha256"),
+        ("ict", "reader/model.safetensors", "models/ict/reader/model.safetensors has sha256"),
         ("ict", "manifest.json", "models/ict/manifest.json is not valid JSON"),
         ("snapshot", "corpus/tokens.npy", "data/snapshot/corpus/tokens.npy has sha256"),
         ("snapshot", "metrics.json", "data/snapshot/metrics.json has sha256"),

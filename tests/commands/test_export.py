@@ -24,11 +24,12 @@ from realmops.answering.opened_model import OpenedModel
 from realmops.answering.openqa import OpenQa
 from realmops.commands.export import INPUTS, export
 from realmops.devices import freeze_linear_weights
-from realmops.model.checkpoint_files import add_span_head, save_models
+from realmops.model.build import add_span_head
 from realmops.model.encoder import Encoder
 from realmops.model.retriever import Embedder, FusionWeights, Retriever
 from realmops.search.bm25 import Bm25
 from realmops.search.embed import embed, embed_documents
+from realmops.search.embeddings import INDEX, save_index
 from realmops.search.exact import exact_index
 from realmops.stages.open_run import open_run
 
@@ -166,9 +167,9 @@ def other_generation(folder: Path, world: World, retriever: Retriever | None = N
     retriever = retriever or tiny
     add_span_head(reader, 8, 0)
     document_PX = embed_documents(retriever, world.snapshot, range(len(world.snapshot)), FP32)
-    save_models(folder, retriever, reader, world.snapshot.vocabulary_hash)
     index = exact_index(document_PX, retriever.vectors)
     model = OpenQa(retriever.eval(), reader.eval(), world.snapshot, index, section("finetune"), FP32)
+    model.save(folder)
     return OpenedModel(model, "of the test", 0, 0, None, folder=folder)
 
 
@@ -203,7 +204,8 @@ def test_a_hybrid_says_what_is_missing(world: World, tmp_path: Path) -> None:
 def test_an_index_of_another_tower_is_told(world: World, tmp_path: Path) -> None:
     generation = other_generation(tmp_path / "run", world)
     vectors_PE = torch.randn(len(world.snapshot), 8, generator=torch.Generator().manual_seed(0))
-    generation.model.passages = exact_index(vectors_PE, 1)
+    (generation.folder / INDEX).unlink()
+    save_index(generation.folder / INDEX, vectors_PE, world.snapshot.corpus_hash)
     notes = list(export(tmp_path / "out", "sentence-transformers", lambda: generation, None))
     assert "not the one that computed this run's index" in notes[1]
 

@@ -37,7 +37,7 @@ from realmops import artifacts
 from realmops.answering.confidence import ALWAYS_ABSTAIN
 from realmops.answering.confidence import FILE as CONFIDENCE
 from realmops.config_yaml import read_params
-from realmops.model.checkpoint_files import READER_FOLDER
+from realmops.model.reader_files import READER_FOLDER
 from realmops.stages.runner import stage_lock
 from realmops.starter.public_data import stable_hash
 

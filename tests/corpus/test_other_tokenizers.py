@@ -12,11 +12,11 @@ from small_world import DOCUMENTS
 from tokenizers import Tokenizer
 
 from realmops.artifacts import atomic_folder
+from realmops.corpus.encoder_tokenizer import read_encoder_tokenizer
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.tokenizer import UncachedTokenizer, is_inside_word
 from realmops.corpus.vocabulary import SPECIAL_TOKENS, open_tokenizer, surface_forms
-from realmops.model.pretrained import read_encoder_tokenizer
 from realmops.model.sequences import SpecialTokens
 from realmops.readers.sources import list_sources
 

@@ -16,19 +16,13 @@ from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PreTrained
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 
 from realmops.corpus.vocabulary import vocabulary_bytes
-from realmops.model.checkpoint_files import (
-    add_span_head,
-    build_encoder,
-    build_models,
-    load_models,
-    retriever_files,
-    retriever_from_files,
-    save_models,
-)
+from realmops.model.build import add_span_head, build_encoder, build_models
 from realmops.model.encoder_files import encoder_from_description
 from realmops.model.packed import PackedBatch
 from realmops.model.reader import Reader
+from realmops.model.reader_files import load_models, save_models
 from realmops.model.retriever import Retriever
+from realmops.model.retriever_files import retriever_files, retriever_from_files
 from realmops.options import Pretrain
 from realmops.search.embed import document_sequences, embed
 from realmops.train.examples import Examples
@@ -159,17 +153,16 @@ def test_both_come_back_from_their_files(world: World, folder: Path, tmp_path: P
     """Below the models' folder lie such that transformers opens: the reader's is the whole masked language model."""
     retriever, reader = models(world, folder)
     add_span_head(reader, 4, 0)
-    (tmp_path / "out").mkdir()
-    save_models(tmp_path / "out", retriever, reader, world.snapshot.vocabulary_hash)
+    save_models(tmp_path / "out", retriever, reader, world.text)
     found = load_models(tmp_path / "out", world.snapshot.vocabulary_hash)
     for ours, theirs in zip((retriever, reader), found, strict=True):
         assert {name: tensor.tolist() for name, tensor in theirs.state_dict().items()} == {
             name: tensor.tolist() for name, tensor in ours.state_dict().items()
         }
-    peer = AutoModelForMaskedLM.from_pretrained(tmp_path / "out/reader_encoder")
+    peer = AutoModelForMaskedLM.from_pretrained(tmp_path / "out/reader")
     assert isinstance(peer, NeighboursForMaskedLM)
     assert torch.equal(peer.decoder.weight, reader.encoder.word_vectors)
-    sent = retriever_from_files(retriever_files(retriever, "hash"))
+    sent = retriever_from_files(retriever_files(retriever, world.text))
     sequences = document_sequences(world.snapshot, range(4))
     assert torch.equal(embed(sent.document, sequences, FP32), embed(retriever.document, sequences, FP32))
 

@@ -18,6 +18,7 @@ from small_project import Quiet, run_all_here, stage, toy_values, write_project
 from small_world import at_once, section
 from transformers import BertTokenizerFast
 
+from realmops.corpus.encoder_tokenizer import read_encoder_vocabulary
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.vocabulary import SPECIAL_TOKENS, Casing, build_tokenizer, vocabulary_bytes
 from realmops.hub import (
@@ -30,9 +31,8 @@ from realmops.hub import (
     sentence_pooling,
     unused_modules,
 )
-from realmops.model.checkpoint_files import build_models
+from realmops.model.build import build_models
 from realmops.model.encoder_files import build_small_encoder, encoder_from_description, load_encoder, save_encoder
-from realmops.model.pretrained import read_encoder_vocabulary
 from realmops.model.retriever import Embedder, initialise_projection
 from realmops.stages import check_inputs
 

@@ -15,13 +15,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from small_encoders import DECODERS, ENCODERS, FAMILIES, PADDED, write_encoder
 from small_project import toy_values
+from small_world import World
 from torch import Tensor
 
 from realmops.commands.run import check_encoders
-from realmops.model.checkpoint_files import load_models, save_models
 from realmops.model.encoder_files import encoder_from_description, load_encoder
 from realmops.model.packed import PackedBatch
 from realmops.model.reader import Reader
+from realmops.model.reader_files import load_models, save_models
 from realmops.model.retriever import Embedder, Retriever
 
 LENGTHS = (7, 1, 50, 4, 33, 6, 48, 8)  # some are so alike that a family that does not pack pads them together
@@ -85,7 +86,7 @@ def test_hidden_states_and_gradients_are_those_of_transformers(family: str, tmp_
 @FAMILY
 @pytest.mark.parametrize("tied", [True, False])
 def test_logits_are_those_of_transformers_with_the_word_vectors_and_with_another_decoder(
-    family: str, tied: bool, tmp_path: Path
+    family: str, tied: bool, world: World, tmp_path: Path
 ) -> None:
     """Also of models that were saved, here and in transformers; and where a folder's configuration says otherwise."""
     folder = write_encoder(tmp_path / "encoder", family, tie_word_embeddings=tied)
@@ -107,19 +108,18 @@ def test_logits_are_those_of_transformers_with_the_word_vectors_and_with_another
             if not tied:  # the head's own parameters alone decide
                 assert torch.equal(head(encoder(PackedBatch(tokens)), 0 * encoder.word_vectors), ours_TV)
     models = tmp_path / "models"
-    models.mkdir()
     tower = Embedder(encoder, 8, "cosine", segments="one")
-    save_models(models, Retriever(tower, tower), Reader(encoder, head).eval(), "vocabulary")
-    assert "realmops" not in (models / "reader_encoder/config.json").read_text()
-    retriever, reader = load_models(models, "vocabulary")
-    described = encoder_from_description(json.loads((models / "model.json").read_text())["reader"])
+    save_models(models, Retriever(tower, tower), Reader(encoder, head).eval(), world.text)
+    assert "realmops" not in (models / "reader/config.json").read_text()
+    retriever, reader = load_models(models, world.text.vocabulary_hash)
+    described = encoder_from_description(encoder.describe())
     described.load_state_dict(encoder.state_dict())
     with torch.no_grad():
         assert torch.equal(retriever.eval().query(PackedBatch(tokens)), tower.eval()(PackedBatch(tokens)))
         for opened, its_head in ((reader.eval().encoder, reader.masked_words), (described.eval(), head)):
             assert opened.packs is encoder.packs
             assert torch.equal(its_head(opened(PackedBatch(tokens)), opened.word_vectors), ours_TV)
-        again_TV = their_rows(peer_of(models / "reader_encoder", family), tokens)
+        again_TV = their_rows(peer_of(models / "reader", family), tokens)
         torch.testing.assert_close(again_TV, logits_TV, **EXACT)
 
 

@@ -10,10 +10,11 @@ from small_world import World, section, tiny_context, tiny_models, tiny_optimise
 
 from realmops.answering.openqa import OpenQa
 from realmops.corpus.word_shape import WordShape, classify_word, classify_words
-from realmops.model.checkpoint_files import add_span_head, load_models, save_models
+from realmops.model.build import add_span_head
 from realmops.model.lexical_features import SIZES, UNITS, LexicalFeatures
 from realmops.model.packed import SHAPE_STEP, PackedBatch
 from realmops.model.reader import MaskedSentences, Reader
+from realmops.model.reader_files import load_models, save_models
 from realmops.model.sequences import SpecialTokens, join_reader
 from realmops.questions.question_sets import Question
 from realmops.search.corpus_statistics import init_lexical_features
@@ -231,7 +232,7 @@ def test_it_is_handed_on_with_what_it_knows(world: World, tmp_path: Path) -> Non
     retriever = tiny_models(world)[0]
     _, comparing = readers(world)
     torch.nn.init.normal_(comparing.matches.vectors.weight)
-    save_models(tmp_path, retriever, comparing, world.snapshot.vocabulary_hash)
+    save_models(tmp_path, retriever, comparing, world.text)
     _, again = load_models(tmp_path, world.snapshot.vocabulary_hash)
     assert again.matches is not None
     for name, value in comparing.state_dict().items():

@@ -20,9 +20,9 @@ from torch import Tensor
 from realmops.artifacts import read_json, read_manifest
 from realmops.commands.published import import_published
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.model.checkpoint_files import load_models
 from realmops.model.packed import PackedBatch
 from realmops.model.reader import enumerate_spans
+from realmops.model.reader_files import load_models
 from realmops.model.sequences import SpecialTokens, join_query, join_reader
 from realmops.search.embeddings import embed_corpus, load_index
 from realmops.search.exact import search
@@ -202,15 +202,14 @@ def test_both_file_forms_and_all_folders_give_the_same_models(tmp_path: Path) ->
     one = models("one", ("scorer", "encoder"), ("openqa",))
     two = models("two", ("embedder", "encoder"), ("reader", "openqa"))
     files = [path.relative_to(one) for path in one.rglob("*.safetensors")]
-    assert len(files) == 10, "five encoders, what is beside them, and the index"
+    assert {path.parts[0] for path in files} == {"pretrain", "finetune"}
     for file in files:
         assert (one / file).read_bytes() == (two / file).read_bytes(), file
     assert not (one / "pretrain" / "index.safetensors").exists()
-    description = read_json(one / "finetune" / "model.json")
-    assert description["head"] == "release"
-    assert description["span_layer_norm_eps"] == 1e-3
-    assert description["bert"]["config"]["hidden_act"] == "gelu_new"
-    assert read_json(one / "pretrain" / "model.json")["span_width"] is None
+    assert read_json(one / "finetune/retriever/realmops.json")["head"] == "release"
+    assert read_json(one / "finetune/reader/realmops.json")["span_layer_norm_eps"] == 1e-3
+    assert read_json(one / "finetune/reader/config.json")["hidden_act"] == "gelu_new"
+    assert read_json(one / "pretrain/reader/realmops.json")["span_width"] is None
 
 
 def test_a_scorer_with_two_embedders_has_two_towers(tmp_path: Path, snapshot: Snapshot) -> None:

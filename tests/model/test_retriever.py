@@ -1,6 +1,5 @@
 """The towers: pooling, projection, head and segments of an encoder, and the bag of word vectors; all by hand."""
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from small_world import World, section, tiny_models
+from test_retriever_files import FORMS
 from torch import Tensor, nn
 
 from realmops import devices
 from realmops.devices import autocast
-from realmops.model.checkpoint_files import build_models, describe_models, retriever_files, retriever_from_files
+from realmops.model.build import build_models
 from realmops.model.encoder import Encoder
 from realmops.model.encoder_files import build_small_encoder
 from realmops.model.packed import PackedBatch
@@ -258,17 +258,11 @@ def test_a_bag_is_in_full_precision_whatever_the_stages() -> None:
 
 # ---- all forms
 
-FORMS: list[dict[str, Any]] = [
-    {"tower": "bag", "head": "cosine", "embedding_width": 8},
-    {"tower": "bag", "head": "cosine", "embedding_width": 8, "share_embedders": False},
-    {"head": "cosine", "projection": "identity", "embedding_width": 0, "pooling": "mean", "segments": "one"},
-    *({"head": "cosine", "projection": start, "pooling": "mean"} for start in ("orthogonal", "pca", "random")),
-    *({"head": head, "pooling": "mean", "projection": "pca"} for head in ("paper", "normalised")),
+ALL_FORMS: list[dict[str, Any]] = [
+    *FORMS.values(),
     *({"head": head, "pooling": "mean", "document_vectors": 3} for head in ("cosine", "normalised", "paper")),
     {"head": "cosine", "pooling": "mean", "document_vectors": 2, "share_embedders": False},
     {"head": "release", "projection": "random", "share_embedders": False},
-    {"head": "normalised", "projection": "identity", "embedding_width": 16, "temperature": 0.1},
-    {"head": "paper", "projection": "identity", "embedding_width": 0, "pooling": "cls", "segments": "one"},
 ]
 
 
@@ -276,29 +270,7 @@ def named(form: dict[str, Any]) -> str:
     return "-".join(str(value) for value in form.values())
 
 
-@pytest.mark.parametrize("form", FORMS, ids=named)
-def test_every_form_goes_through_its_files(world: World, form: dict[str, Any]) -> None:
-    """A reader of the files embeds to the same bytes, without the encoder's folder or the passages."""
-    retriever, _ = tiny_models(world, **form)
-    if isinstance(retriever.query, BagOfWords):
-        for tower in (retriever.query, retriever.document):
-            assert isinstance(tower, BagOfWords)
-            tower.counts_V[[2, 3]] = 0.0
-    files = retriever_files(retriever, "c0ffee")
-    size = 4 * sum(p.numel() for p in retriever.query.parameters())
-    assert len(files["retriever.safetensors"]) // size == (1 if retriever.shared else 2), "a shared tower is there once"
-    assert json.loads(files["model.json"])["vocabulary_hash"] == "c0ffee"
-    again = retriever_from_files(files)
-    assert retriever_files(again, "c0ffee") == files
-    assert describe_models(again, None, "c0ffee") == describe_models(retriever, None, "c0ffee")
-    assert (again.scale, again.shared, again.vectors) == (retriever.scale, retriever.shared, retriever.vectors)
-    assert again.query.description == retriever.query.description
-    embedding_PX = embed_documents(again, world.snapshot, range(12), FP32)
-    assert torch.equal(embedding_PX, embed_documents(retriever, world.snapshot, range(12), FP32))
-    assert embedding_PX.shape == (12, again.vectors * again.query.width)
-
-
-@pytest.mark.parametrize("form", FORMS, ids=named)
+@pytest.mark.parametrize("form", ALL_FORMS, ids=named)
 def test_every_parameter_of_every_form_gets_a_gradient(world: World, form: dict[str, Any]) -> None:
     retriever, _ = tiny_models(world, **form)
     query_BE, document_BE = retriever.query(batch(world, range(6))), retriever.documents(batch(world, range(6, 12)))
@@ -312,7 +284,7 @@ def test_every_parameter_of_every_form_gets_a_gradient(world: World, form: dict[
 
 
 def test_the_towers_start_equal_in_every_form() -> None:
-    for form in FORMS:
+    for form in ALL_FORMS:
         options = section("retriever", **{"embedding_width": 8, **form, "share_embedders": False})
         shape = section("bert", width=16, layers=1, heads=2, intermediate=32, positions=64)
         retriever, _ = build_models(shape, options, section("reader"), 150, 0)
@@ -323,7 +295,7 @@ def test_the_towers_start_equal_in_every_form() -> None:
 def test_a_null_document_has_an_embedding_in_every_form(world: World) -> None:
     nothing = np.zeros(0, dtype=np.int64)
     tokens, segments = join_document(nothing, nothing, world.special, 48)
-    for form in FORMS:
+    for form in ALL_FORMS:
         retriever, _ = tiny_models(world, **form)
         assert retriever.documents(PackedBatch([tokens], [segments])).isfinite().all(), form
 

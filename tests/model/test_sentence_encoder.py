@@ -14,7 +14,7 @@ from transformers import BertConfig, BertModel, BertTokenizerFast
 from realmops.config import parse_section
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.vocabulary import SPECIAL_TOKENS, vocabulary_bytes
-from realmops.model.checkpoint_files import build_models
+from realmops.model.build import build_models
 from realmops.questions.question_sets import Question
 from realmops.search.embed import document_sequences, embed, query_sequences
 from realmops.stages.common import question_queries

@@ -18,9 +18,9 @@ from small_project import QUESTIONS, SHORT, stage, toy_values, write_project
 from realmops.config import parse_section
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.hub import encoder_files, sentence_prompts
-from realmops.model.checkpoint_files import build_models, retriever_files, retriever_from_files
-from realmops.model.portable import write_retriever
+from realmops.model.build import build_models
 from realmops.model.retriever import Retriever
+from realmops.model.retriever_files import TextFormat, load_retriever, save_retriever
 from realmops.model.sequences import SpecialTokens
 from realmops.questions.question_sets import Question
 from realmops.search.embed import document_sequences, embed, embed_documents, query_sequences, text_queries
@@ -85,13 +85,11 @@ def test_vectors_are_those_of_the_library(
     alone_PE = embed(retriever.document, query_sequences(text_queries(snapshot, texts, 64, documents=True)), FP32)
     their_PE = library.encode(texts, prompt=document_prompt, normalize_embeddings=True)
     np.testing.assert_allclose(alone_PE, their_PE, atol=1e-5)
-    sent = retriever_from_files(retriever_files(retriever, "hash")).eval()
-    assert torch.equal(embed(sent.query, queries, FP32), query_QE)
 
-    out = tmp_path / "out"
-    out.mkdir()
-    write_retriever(out, retriever, tokens, (64, 64))
-    again = SentenceTransformer(str(out), device="cpu", local_files_only=True)
+    save_retriever(tmp_path / "retriever", retriever, TextFormat(tokens, "", 64))
+    sent = load_retriever(tmp_path, "").eval()
+    assert torch.equal(embed(sent.query, queries, FP32), query_QE)
+    again = SentenceTransformer(str(tmp_path / "retriever"), device="cpu", local_files_only=True)
     assert again.get_embedding_dimension() == query_QE.shape[1]
     np.testing.assert_allclose(again.encode_query(ASKED), query_QE, atol=1e-5)
     pairs = [(snapshot.title(i), text) for i, text in enumerate(texts)]

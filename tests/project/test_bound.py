@@ -19,6 +19,7 @@ from realmops.artifacts import WORK_FOLDER, read_json
 from realmops.commands.promote import read_run
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.spans import Spans
+from realmops.model.retriever_files import passage_tower_digest
 from realmops.search.bm25 import FOLDER, Bm25
 from realmops.search.embeddings import INDEX, load_index, save_index, view_embeddings
 from realmops.serve.served_model import RunFolder
@@ -157,7 +158,8 @@ def test_an_index_names_its_corpus_in_its_file(answering: Path, tmp_path: Path) 
     root = answering / "root"
     snapshot = snapshot_of(root)
     with safe_open(root / "models/finetune" / INDEX, framework="pt") as file:
-        assert file.metadata() == {"corpus_hash": snapshot.corpus_hash}
+        tower = passage_tower_digest(root / "models/finetune/retriever")
+        assert file.metadata() == {"corpus_hash": snapshot.corpus_hash, "passage_tower": tower}
     save_index(tmp_path / INDEX, torch.zeros(len(snapshot), 2), "")
     assert load_index(tmp_path, snapshot).shape == (len(snapshot), 2)
     (tmp_path / INDEX).unlink()

@@ -25,7 +25,7 @@ from realmops.artifacts import digest_of, seed_for
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.spans import Spans
 from realmops.model import reader as reader_module
-from realmops.model.checkpoint_files import build_models
+from realmops.model.build import build_models
 from realmops.model.packed import PackedBatch
 from realmops.search.exact import ExactIndex
 from realmops.train import inverse_cloze

@@ -21,9 +21,9 @@ from realmops.answering.answer import Answer, ReadPassage, RetrievedPassages, Sp
 from realmops.answering.record import answer_record, enclosing_sentence
 from realmops.answering.retrieval import RetrieveAndRead
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.model.checkpoint_files import load_models, load_reader, save_models
 from realmops.model.packed import PackedBatch
 from realmops.model.reader import Reader
+from realmops.model.reader_files import load_models, load_reader, save_models
 from realmops.model.sequences import join_reader
 from realmops.questions.question_sets import Question
 from realmops.search import approximate
@@ -68,7 +68,7 @@ def test_an_index_type_widens_to_its_recall_and_is_opened_again(
     assert built.recall(query_QE, 3) == built.recipe.recall >= 0.65
     score_QK, id_QK = built.search(query_QE, 3)
     torch.testing.assert_close(score_QK, (query_QE[:, None] * embedding_PE[id_QK]).sum(-1))
-    save_passages(tmp_path, built, world.snapshot.corpus_hash)
+    save_passages(tmp_path, built, world.snapshot.corpus_hash, "")
     again = load_passages(tmp_path, world.snapshot, CPU, 1)
     assert isinstance(again, FewDimensions)
     assert torch.equal(again.search(query_QE, 3)[1], id_QK)
@@ -169,8 +169,8 @@ def test_a_reader_of_another_kind_answers_is_saved_and_says_what_it_is(
 
 
 def test_an_unknown_class_of_readers_is_named(world: World, tmp_path: Path) -> None:
-    save_models(tmp_path, *tiny_models(world), world.snapshot.vocabulary_hash)
-    path = tmp_path / "model.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"reader_class": "of tomorrow"}))
-    with pytest.raises(ValueError, match=r"reader_class is 'of tomorrow'; allowed: together, apart"):
+    save_models(tmp_path, *tiny_models(world), world.text)
+    path = tmp_path / "reader/realmops.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"class": "of tomorrow"}))
+    with pytest.raises(ValueError, match=r"class is 'of tomorrow'; allowed: together, apart"):
         load_models(tmp_path, world.snapshot.vocabulary_hash)

@@ -82,7 +82,7 @@ def test_an_index_says_what_it_was_made_of() -> None:
 def test_the_index_of_realm_is_its_parts_as_one_safetensors_file() -> None:
     rows = torch.tensor([[1.0, -2.0], [3.0, 4.0], [0.5, 6.0]])
     card = {"passages": 3, "embedding_width": 2}
-    files = {"model.json": b"{}", "retriever.safetensors": b"r"}
+    files = {"realmops.json": b"{}", "model.safetensors": b"r"}
     weights = Version("v-000001-00000007", "", "", "", card, {}, {"trainer": {"published": 9.0}}, 0.0, files)
     parts = iter([{EMBEDDINGS: save({"embeddings": rows[a:b]})} for a, b in ((0, 2), (2, 3))])
     found, meta = merge(weights, parts)

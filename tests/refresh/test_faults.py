@@ -309,12 +309,12 @@ def stage_folders(world: Any, tmp_path: Path) -> dict[str, Path]:
     """What stages hand over, one folder of each kind of file."""
     from small_world import tiny_models
 
-    from realmops.model.checkpoint_files import save_models
+    from realmops.model.reader_files import save_models
     from realmops.train.checkpoints import FolderCheckpoints
 
     models = tmp_path / "models"
     models.mkdir()
-    save_models(models, *tiny_models(world), world.snapshot.vocabulary_hash)
+    save_models(models, *tiny_models(world), world.text)
     (models / "metrics.json").write_text(json.dumps({"em": 0.5}))
     write_manifest(models, "ict", fingerprint="f", sections={"run": {"seed": 0}})
     shutil.copytree(world.snapshot.folder, tmp_path / "snapshot")
@@ -354,7 +354,8 @@ def test_a_pickle_planted_anywhere_is_never_run(stage_folders: dict[str, Path], 
     from realmops.corpus.snapshot_reader import Snapshot
     from realmops.evaluate.predictions import read_predictions
     from realmops.hub import read_weights
-    from realmops.model.checkpoint_files import load_models, retriever_from_files
+    from realmops.model.reader_files import load_models
+    from realmops.model.retriever_files import retriever_from_files
     from realmops.refresh.follower import Follower
     from realmops.search.embeddings import load_index
     from realmops.train.checkpoints import FolderCheckpoints
@@ -396,7 +397,7 @@ def test_a_pickle_planted_anywhere_is_never_run(stage_folders: dict[str, Path], 
     def plant_version(content: bytes) -> None:
         writer = Exchange(exchange.root, IDENTITY, "trainer", clock=StillClock()).weights
         shutil.rmtree(writer.folder / version_name(2, 0), ignore_errors=True)
-        writer.publish(version_name(2, 0), {"model.json": content, "retriever.safetensors": content}, {})
+        writer.publish(version_name(2, 0), {"realmops.json": content, "model.safetensors": content}, {})
 
     def plant(path: Path, kind: str | None, content: bytes) -> None:
         path.write_bytes(content)

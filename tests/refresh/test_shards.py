@@ -20,7 +20,8 @@ from small_world import DOCUMENTS, World, build_world, section, tiny_models
 from realmops.artifacts import read_json
 from realmops.corpus.phrases import DATE
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.model.checkpoint_files import build_encoder, retriever_files
+from realmops.model.build import build_encoder
+from realmops.model.retriever_files import retriever_files
 from realmops.refresh import shards
 from realmops.refresh.builder import DONE, MISCONFIGURED
 from realmops.refresh.builder_process import run_index_builder
@@ -63,7 +64,7 @@ def some_tagger(world: World, seed: int = 0) -> Tagger:
 
 def models(world: World) -> dict[str, dict[str, bytes]]:
     """By work, the files of a model."""
-    retriever = retriever_files(tiny_models(world)[0], world.snapshot.vocabulary_hash)
+    retriever = retriever_files(tiny_models(world)[0], world.text)
     return {"embedding": retriever, "tagging": tagger_files(some_tagger(world), section("tag"))}
 
 

@@ -10,7 +10,7 @@ import torch
 from scipy.sparse import csr_matrix
 from small_world import DOCUMENTS, World, section, tiny_models
 
-from realmops.model.checkpoint_files import build_models
+from realmops.model.build import build_models
 from realmops.model.packed import PackedBatch
 from realmops.model.retriever import BagOfWords, Embedder, Retriever
 from realmops.model.sequences import join_query

@@ -40,14 +40,14 @@ def weigh(folder: Path, _: Any = None) -> None:
     """Another reader, by its weights."""
     from safetensors.torch import load_file, save_file
 
-    path = folder / "reader_encoder/model.safetensors"
+    path = folder / "reader/model.safetensors"
     save_file({name: tensor * 0.5 for name, tensor in load_file(path).items()}, path, {"format": "pt"})
 
 
 def remix(folder: Path, _: Any) -> None:
-    model = read_json(folder / "model.json")
+    model = read_json(folder / "retriever/realmops.json")
     model["mixture"]["reading"] = 0.5
-    write_json(folder / "model.json", model)
+    write_json(folder / "retriever/realmops.json", model)
 
 
 def decode(_: Path, fields: dict[str, Any]) -> None:

@@ -118,5 +118,5 @@ def test_a_recall_out_of_reach_ends_pre_training_with_one_message(project: Path,
     with pytest.raises(ValueError, match=r"target_recall 1.0 is .* ivf finds 0\.\d+ of the exact top 20 .*; lower"):
         small_project.stage("pretrain", values, project, root)
     assert not list((root / "models").glob(".*")), "nothing half-written is left"
-    assert (root / "models/pretrain" / "retriever.safetensors").is_file(), "and what was there stays"
+    assert (root / "models/pretrain" / "retriever/realmops.json").is_file(), "and what was there stays"
     assert not (root / "models/pretrain" / INDEX).exists()

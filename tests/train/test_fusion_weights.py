@@ -12,7 +12,7 @@ from small_world import World, section, tiny_models
 from realmops.answering.answer import Answer, ReadPassage, Span
 from realmops.answering.openqa import OpenQa
 from realmops.evaluate.exact_match import is_exact_match
-from realmops.model.checkpoint_files import add_span_head
+from realmops.model.build import add_span_head
 from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, FusionWeights
 from realmops.questions.question_sets import Question
 from realmops.search.bm25 import Bm25

@@ -29,7 +29,7 @@ from realmops.baselines import path
 from realmops.baselines import t5 as closed_book
 from realmops.baselines.path import PathRetriever
 from realmops.baselines.t5 import ClosedBook
-from realmops.model.checkpoint_files import add_span_head, build_encoder
+from realmops.model.build import add_span_head, build_encoder
 from realmops.model.extractive_reader import load_extractive_reader
 from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, HEADS, Retriever
 from realmops.options import ClosedBookOptions

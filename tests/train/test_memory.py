@@ -72,8 +72,10 @@ def main(folder: Path) -> None:
     from safetensors.torch import save
     from small_world import section
 
+    from realmops.corpus.vocabulary import build_tokenizer
     from realmops.devices import configure_malloc
-    from realmops.model.checkpoint_files import build_models, retriever_files
+    from realmops.model.build import build_models
+    from realmops.model.retriever_files import TextFormat, retriever_files
     from realmops.refresh.builder import Builder, BuilderWork
     from realmops.refresh.builder_process import merge
     from realmops.refresh.exchange import Exchange
@@ -87,11 +89,12 @@ def main(folder: Path) -> None:
     configure_malloc()
     card = {"passages": PASSAGES, "embedding_width": WIDTH}
     bert = section("bert", width=16, layers=1, heads=2, intermediate=32, positions=64)
+    text = TextFormat(build_tokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]), "", 64)
     retriever, _ = build_models(bert, section("retriever", embedding_width=WIDTH), section("reader"), 100, seed=0)
     trainer = TrainerSide(Exchange.open(folder, card, grace=0.0))
     refresh = RefreshSchedule(10**6, 2, 1, 0, "external", "auto", 1, RefreshPolicy())
     cpu = torch.device("cpu")
-    own = ExchangeSource(trainer, refresh, "", cpu)
+    own = ExchangeSource(trainer, refresh, text, cpu)
     source = SharedIndexSource(SINGLE_PROCESS, own, cpu, lambda embedding_PE, _: ExactIndex(embedding_PE))
 
     def embedder(weights: Any) -> Callable[[int, int], dict[str, bytes]]:
@@ -106,7 +109,7 @@ def main(folder: Path) -> None:
         return 0
 
     for step in (0, 2):
-        trainer.publish_weights(step, retriever_files(retriever, ""), {"published": 0.0})
+        trainer.publish_weights(step, retriever_files(retriever, text), {"published": 0.0})
         assert end_of(forked(build)) == 0
     used = measured("adopt", lambda: source.at_step(0, retriever))
     newer = measured("adopt beside another", lambda: source.at_step(3, retriever))

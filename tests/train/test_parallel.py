@@ -137,7 +137,7 @@ def test_two_processes_learn_what_one_learns_on_a_lesser_processor(trained: Path
     run_together(trained / "params.yaml", {tmp_path / "one": 1, tmp_path / "two": 2}, **LESSER)
     for model in ("ict", "pretrain", "finetune"):
         same_models(tmp_path, model)
-    held, free = (folder / "one/models/finetune/reader_encoder/model.safetensors" for folder in (tmp_path, trained))
+    held, free = (folder / "one/models/finetune/reader/model.safetensors" for folder in (tmp_path, trained))
     assert held.read_bytes() != free.read_bytes(), "the variables change nothing"
 
 

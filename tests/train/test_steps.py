@@ -21,7 +21,7 @@ from small_world import World, build_world, section, tiny_context, tiny_models, 
 from realmops.answering.openqa import OpenQa
 from realmops.devices import to_device, to_host
 from realmops.model import packed
-from realmops.model.checkpoint_files import add_span_head
+from realmops.model.build import add_span_head
 from realmops.model.packed import PackedBatch
 from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, FusionWeights, Retriever
 from realmops.questions.question_sets import Question

@@ -21,7 +21,7 @@ from small_world import (
 )
 
 from realmops.answering.openqa import OpenQa
-from realmops.model.checkpoint_files import add_span_head
+from realmops.model.build import add_span_head
 from realmops.model.packed import PackedBatch
 from realmops.model.retriever import FusionWeights
 from realmops.model.sequences import join_reader

@@ -14,8 +14,8 @@ from torch import Tensor
 from realmops.answering.answer import InvalidRequest, RetrievedPassages
 from realmops.answering.span_answers import SpanAnswers
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.model.checkpoint_files import READER_FOLDER
 from realmops.model.extractive_reader import ExtractiveReader, load_extractive_reader
+from realmops.model.reader_files import READER_FOLDER
 
 
 @dataclass(eq=False)

@@ -18,9 +18,9 @@ from realmops.answering.answer import RetrievedPassages
 from realmops.answering.span_answers import SpanAnswers, rows_among
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import autocast, to_device
-from realmops.model.checkpoint_files import load_reader
 from realmops.model.packed import PackedBatch
 from realmops.model.reader import Reader, enumerate_spans
+from realmops.model.reader_files import load_reader
 from realmops.model.sequences import join_reader
 from realmops.questions.answer_matching import answer_token_spans
 from realmops.questions.question_sets import Question

@@ -22,11 +22,12 @@ from realmops.answering.answer import Answer, InvalidRequest, RetrievedPassages
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.special_tokens import prompt_separator
 from realmops.devices import autocast, to_device
-from realmops.model.checkpoint_files import save_models
 from realmops.model.likelihood import log_prior
 from realmops.model.packed import PackedBatch
 from realmops.model.reader import Reader
+from realmops.model.reader_files import save_models
 from realmops.model.retriever import Retriever
+from realmops.model.retriever_files import RETRIEVER_FOLDER, TextFormat, passage_tower_digest
 from realmops.model.sequences import SpecialTokens, join_query
 from realmops.options import Finetune
 from realmops.questions.cloze import SourcePassages
@@ -167,12 +168,13 @@ class RetrieveAndRead(AnswerModel):
     def save(self, folder: Path) -> None:
         """Write both models, the ranker's parameters, and the index."""
         reader = self.reader if isinstance(self.reader, Reader) else None
-        save_models(folder, self.retriever, reader, self.snapshot.vocabulary_hash, self.snapshot.tokenizer)
+        save_models(folder, self.retriever, reader, TextFormat.of(self.snapshot))
         self.save_reader(folder)
         if isinstance(self.ranker, Ranker):
             self.ranker.save(folder)
         if self.passages is not None:
-            save_passages(folder, self.passages, self.snapshot.corpus_hash)
+            tower = passage_tower_digest(folder / RETRIEVER_FOLDER)
+            save_passages(folder, self.passages, self.snapshot.corpus_hash, tower)
 
     def relevance(self, questions: Sequence[str], k: int) -> tuple[Tensor, Tensor]:
         """Retrieve the top k passages, best first.

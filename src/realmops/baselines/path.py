@@ -23,9 +23,8 @@ from realmops.artifacts import seed_for
 from realmops.baselines.links import PassageLinks
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import autocast
-from realmops.model.checkpoint_files import cpu_state
 from realmops.model.encoder import Encoder
-from realmops.model.encoder_files import encoder_from_description
+from realmops.model.encoder_files import cpu_state, encoder_from_description
 from realmops.model.likelihood import marginal_span_loss
 from realmops.model.packed import PackedBatch
 from realmops.model.sequences import SpecialTokens, join_reader

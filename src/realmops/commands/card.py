@@ -16,8 +16,8 @@ from realmops.commands.report import read_metrics
 from realmops.corpus.special_tokens import prompt_separator
 from realmops.evaluate.model_index import reader_results, retriever_results
 from realmops.evaluate.run_report import headline_rows
-from realmops.model.portable import model_input_names, similarity
 from realmops.model.retriever import Embedder, Retriever
+from realmops.model.retriever_files import model_input_names, similarity
 from realmops.resources import render_template
 from realmops.stages import STAGES, fingerprint
 from realmops.stages.runner import stage_inputs

@@ -6,7 +6,6 @@ Shape suffixes: R passages of a row group, M vectors of a passage, E embedding w
 import json
 import logging
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -28,11 +27,18 @@ from realmops.corpus.snapshot_reader import ROWS_PER_BATCH, TEXT_COLUMNS
 from realmops.evaluate.search_run import export_trec
 from realmops.hub import TOKENIZER
 from realmops.memory_map import release_pages
-from realmops.model.checkpoint_files import READER_FOLDER, load_retriever
-from realmops.model.extractive_reader import load_extractive_reader
-from realmops.model.portable import ROUTES, joining_tokenizer, model_input_names, similarity, write_retriever
+from realmops.model.reader_files import READER_FOLDER
 from realmops.model.retriever import Embedder, Retriever
-from realmops.search.embed import embed_documents
+from realmops.model.retriever_files import (
+    RETRIEVER_FOLDER,
+    ROUTES,
+    joining_tokenizer,
+    load_retriever,
+    model_input_names,
+    passage_tower_digest,
+    similarity,
+)
+from realmops.search.embeddings import indexed_tower
 from realmops.search.exact import PassageIndex
 
 KIND = "export"
@@ -40,8 +46,6 @@ PASSAGES = "passages.parquet"
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")  # of an ONNX file; the last if the encoder has segments
 OUTPUT = "sentence_embedding"
 _ONNX_PACKAGES = ("sentence_transformers", "onnxscript")
-_CHECKED = 8  # passages that are embedded again, to compare with the index
-_TOLERANCE = 0.05  # relative L2 distance; bf16 rounding stays below
 
 
 def export(
@@ -97,20 +101,19 @@ def _write(folder: Path, format: str, opened: OpenedModel, publication: Publicat
         )
     # Loaded from disk: the weights of the opened model may be rounded to bf16.
     retriever = load_retriever(opened.folder, model.snapshot.vocabulary_hash)
-    is_indexed = format == "parquet" or _computed_index(opened, model.passages)
+    source = opened.folder / RETRIEVER_FOLDER
+    is_indexed = format == "parquet" or indexed_tower(opened.folder) == passage_tower_digest(source)
     notes = list(_notes(format, opened, is_indexed))
     # Several vectors are approximated by one, and another tower has another recall.
     measured = None if retriever.vectors > 1 or not is_indexed else "dense_" if model.hybrid else ""
-    limits = model.options.query_wordpieces, model.snapshot.block_wordpieces
-    retriever.eval()
     text = card(format, opened, retriever, notes, publication, measured)
     with artifacts.atomic_folder(folder) as out:
         if format == "parquet":
             _write_passages(out / PASSAGES, opened, model.passages)
         elif format == "onnx":
-            _write_onnx(out, retriever, model.snapshot.tokenizer, limits)
+            _write_onnx(out, source, retriever, model.snapshot.tokenizer)
         else:
-            write_retriever(out, retriever, model.snapshot.tokenizer, limits)
+            shutil.copytree(source, out, dirs_exist_ok=True)
         (out / CARD).write_text(text, encoding="utf-8")
         artifacts.write_manifest(out, KIND, format=format, realmops=__version__, **opened.about)
     yield f"{folder}: {format} of {len(model.snapshot)} passages, {retriever.query.description}"
@@ -131,20 +134,11 @@ def _export_reader(folder: Path, opened: OpenedModel, publication: Publication) 
 def write_reader(folder: Path, opened: OpenedModel, text: str) -> None:
     """Write the reader of an ``ExtractiveQa`` in transformers' format, with its calibration and model card."""
     with artifacts.atomic_folder(folder) as out:
-        load_extractive_reader(opened.folder / READER_FOLDER).save(out)  # the opened weights may be rounded to bf16
+        shutil.copytree(opened.folder / READER_FOLDER, out, dirs_exist_ok=True)
         if (opened.folder / CONFIDENCE).is_file():
             shutil.copyfile(opened.folder / CONFIDENCE, out / CONFIDENCE)
         (out / CARD).write_text(text, encoding="utf-8")
         artifacts.write_manifest(out, KIND, format="reader", realmops=__version__, **opened.about)
-
-
-def _computed_index(opened: OpenedModel, passages: PassageIndex) -> bool:
-    """Return whether the passage tower is the one that computed the index, by a sample of passages."""
-    model = opened.model
-    rows = np.unique(np.linspace(0, len(model.snapshot) - 1, _CHECKED).astype(int)).tolist()
-    embedded_RX = embed_documents(model.retriever, model.snapshot, rows, model.dtype)
-    indexed_RX = passages.vectors(torch.tensor(rows)).float().cpu()
-    return bool((embedded_RX - indexed_RX).norm() <= _TOLERANCE * indexed_RX.norm())
 
 
 def _notes(format: str, opened: OpenedModel, is_indexed: bool) -> Iterator[str]:
@@ -217,8 +211,8 @@ def _write_passages(path: Path, opened: OpenedModel, passages: PassageIndex) -> 
             release_pages(part_RX)
 
 
-def _write_onnx(out: Path, retriever: Retriever, tokenizer: Tokenizer, limits: tuple[int, int]) -> None:
-    """Write one ONNX file per tower, from the modules of sentence-transformers, and the tokenizer."""
+def _write_onnx(out: Path, source: Path, retriever: Retriever, tokenizer: Tokenizer) -> None:
+    """Write one ONNX file per tower, from the folder of sentence-transformers ``source``, and the tokenizer."""
     from sentence_transformers import SentenceTransformer
 
     if not isinstance(retriever.query, Embedder):
@@ -226,9 +220,7 @@ def _write_onnx(out: Path, retriever: Retriever, tokenizer: Tokenizer, limits: t
             "--format onnx: retriever.tower is bag, a table of word vectors; use --format sentence-transformers, whose "
             "model.safetensors is that table"
         )
-    with tempfile.TemporaryDirectory() as folder:
-        write_retriever(Path(folder), retriever, tokenizer, limits)
-        library = SentenceTransformer(folder, device="cpu", local_files_only=True).eval()
+    library = SentenceTransformer(str(source), device="cpu", local_files_only=True).eval()
     routes = {"encoder": list(library)} if retriever.shared else {r: list(library[0].sub_modules[r]) for r in ROUTES}
     example, mask = torch.tensor([[2, 1, 3, 1, 3], [2, 1, 3, 0, 0]]), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("wordpieces")}

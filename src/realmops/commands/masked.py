@@ -16,11 +16,11 @@ from realmops.artifacts import read_json
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import configure_process, device_and_dtype
 from realmops.model import likelihood
-from realmops.model.checkpoint_files import load_models, load_retriever
-from realmops.model.retriever import Retriever
+from realmops.model.reader_files import load_models
+from realmops.model.retriever_files import RETRIEVER_FOLDER, passage_tower_digest
 from realmops.search.bm25 import Bm25
 from realmops.search.embed import embed, query_sequences
-from realmops.search.embeddings import INDEX, embed_corpus, load_index
+from realmops.search.embeddings import INDEX, embed_corpus, indexed_tower, load_index
 from realmops.search.exact import exact_index
 from realmops.stages import METRICS, STAGES
 from realmops.stages.corpus_states import CorpusState
@@ -126,7 +126,7 @@ def load_pretrained(root: Path, where: CorpusState) -> Pretrained:
     device, dtype = device_and_dtype(run, retriever, reader)
     retriever.to(device).eval()
     reader.to(device).eval()
-    if _has_same_passage_tower(where.finetune, retriever, snapshot):
+    if indexed_tower(where.finetune) == passage_tower_digest(trained / RETRIEVER_FOLDER):
         place, passages = str(where.finetune / INDEX), load_index(where.finetune, snapshot)
     else:
         place, passages = "embedded now", embed_corpus(retriever, snapshot, dtype)
@@ -135,17 +135,6 @@ def load_pretrained(root: Path, where: CorpusState) -> Pretrained:
     words = Bm25.of(snapshot) if retriever.mixture.lexical else None
     searched = f"{len(snapshot)} passages, {place}, with the weights of pretrain after step {step}"
     return Pretrained(Realm(retriever, reader, snapshot, options, dtype, words), index, searched)
-
-
-def _has_same_passage_tower(tuned: Path, retriever: Retriever, snapshot: Snapshot) -> bool:
-    """Return whether the frozen passage tower of a fine-tuned model has the weights of this retriever's."""
-    if not (tuned / INDEX).is_file():
-        return False
-    tuned_state = load_retriever(tuned, snapshot.vocabulary_hash).document.state_dict()
-    state = retriever.document.state_dict()
-    return tuned_state.keys() == state.keys() and all(
-        torch.equal(tuned_state[name], state[name].cpu()) for name in state
-    )
 
 
 def _build_example(sentence: str, answer: str | None, realm: Realm) -> Example:

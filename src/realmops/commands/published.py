@@ -7,10 +7,11 @@ from pathlib import Path
 from realmops import artifacts
 from realmops.corpus.tfrecord import convert_blocks
 from realmops.inputs.addresses import PUBLISHED
-from realmops.model.checkpoint_files import save_models
 from realmops.model.reader import Reader
+from realmops.model.reader_files import save_models
 from realmops.model.realm_checkpoints import PublishedCheckpoint, finetuned_models, pretrained_models, read_checkpoint
 from realmops.model.retriever import Retriever
+from realmops.model.retriever_files import RETRIEVER_FOLDER, passage_tower_digest
 from realmops.search.embeddings import INDEX, save_index
 from realmops.stages import METRICS, STAGES, Report
 
@@ -42,7 +43,7 @@ def import_published(
     before, after = [read_checkpoint(f) for f in pretrained], [read_checkpoint(f) for f in finetuned]
     for checkpoint in (*before, *after):
         first = (*before, *after)[0]
-        if checkpoint.vocabulary_hash != first.vocabulary_hash:
+        if checkpoint.text.vocabulary_hash != first.text.vocabulary_hash:
             raise ValueError(f"{checkpoint.folder} has another vocabulary than {first.folder}; import matching folders")
     if blocks is not None:
         folder = root / PUBLISHED
@@ -61,7 +62,7 @@ def import_published(
                 "without --pretrained the passage tower is unknown: the query tower replaces it, and only passages in "
                 "the checkpoint's index can be searched"
             )
-        _commit(root, "finetune", *finetuned_models(after, retriever), after, report)
+        _commit(root, "finetune", *finetuned_models(after, retriever), after, report, is_indexed=retriever is not None)
 
 
 def _corpus_hash(root: Path, passages: int) -> str:
@@ -73,8 +74,16 @@ def _corpus_hash(root: Path, passages: int) -> str:
 
 
 def _commit(
-    root: Path, name: str, retriever: Retriever, reader: Reader, folders: Sequence[PublishedCheckpoint], report: Report
+    root: Path,
+    name: str,
+    retriever: Retriever,
+    reader: Reader,
+    folders: Sequence[PublishedCheckpoint],
+    report: Report,
+    *,
+    is_indexed: bool = True,
 ) -> None:
+    """Write models as the output of a stage; ``is_indexed`` is whether the passage tower computed the index."""
     started = time.monotonic()
     names = ", ".join(str(checkpoint.folder) for checkpoint in folders)
     embedding_PE = next((e for e in (f.embeddings for f in folders) if e is not None), None)
@@ -90,9 +99,10 @@ def _commit(
         )
     final = root / STAGES[name].folder
     with artifacts.atomic_folder(final) as out:
-        save_models(out, retriever, reader, folders[0].vocabulary_hash)
+        save_models(out, retriever, reader, folders[0].text)
         if embedding_PE is not None:
-            save_index(out / INDEX, embedding_PE, _corpus_hash(root, len(embedding_PE)))
+            tower = passage_tower_digest(out / RETRIEVER_FOLDER) if is_indexed else ""
+            save_index(out / INDEX, embedding_PE, _corpus_hash(root, len(embedding_PE)), tower)
         artifacts.write_json(out / METRICS, {"seconds": round(time.monotonic() - started, 1)})
         artifacts.write_manifest(out, name, fingerprint="imported", imported=[f.folder.name for f in folders])
     index = "no passage embeddings" if embedding_PE is None else f"{len(embedding_PE)} passage embeddings"

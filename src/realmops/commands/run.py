@@ -8,11 +8,11 @@ from typing import Any
 
 from realmops.commands.questions import write_cloze_questions
 from realmops.config import Values, parse_section
+from realmops.corpus.encoder_tokenizer import read_encoder_tokenizer
 from realmops.hub import READER, T5, encoder_files, encoder_folder
 from realmops.inputs.addresses import FILES
 from realmops.inputs.fetch import local_cache
 from realmops.inputs.run_inputs import take_inputs
-from realmops.model.pretrained import read_encoder_tokenizer
 from realmops.options import CLOSED_BOOK, ENCODER, NO_READER
 from realmops.refresh.child_processes import end_with
 from realmops.stages import CLOZE_STEP, INIT, STAGES, Report, resolve_models
@@ -123,7 +123,7 @@ def check_encoders(names: Collection[str], values: Values) -> list[str]:
     """
     init, warnings = values["retriever"]["init"], []
     if init != "small" and any(STAGES[name].reads(INIT) for name in names):
-        from realmops.model.checkpoint_files import build_models
+        from realmops.model.build import build_models
         from realmops.model.transformers_models import SUGGESTED_ENCODERS
 
         folder = encoder_folder(init)

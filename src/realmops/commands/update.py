@@ -27,13 +27,13 @@ from realmops.evaluate.run_report import FigureTable, escape_markdown
 from realmops.inputs.fetch import local_cache
 from realmops.inputs.run_inputs import take_inputs
 from realmops.journal import Journal
-from realmops.model.checkpoint_files import load_retriever
+from realmops.model.retriever_files import load_retriever
 from realmops.options import CLOSED_BOOK, SnapshotOptions
 from realmops.questions.question_sets import assign_languages, read_questions, text_key
 from realmops.readers.sources import list_sources
 from realmops.search import bm25
 from realmops.search.bm25_writer import write_bm25
-from realmops.search.embeddings import INDEX, embed_changed, load_index, save_index
+from realmops.search.embeddings import INDEX, embed_changed, indexed_tower, load_index, save_index
 from realmops.stages import (
     JOURNAL,
     METRICS,
@@ -232,7 +232,7 @@ def _embed(task: _Task, new: Snapshot, out: Path) -> dict[str, Any]:
     for path in (model / name for name in artifacts.read_manifest(model, "finetune")["files"]):
         if path.name not in (INDEX, artifacts.MANIFEST):
             copy = folder / path.relative_to(model)
-            copy.parent.mkdir(exist_ok=True)
+            copy.parent.mkdir(parents=True, exist_ok=True)
             artifacts.link_or_copy(path, copy)
     row = new.match_passages(old)
     new_rows = np.flatnonzero(row < 0)
@@ -244,7 +244,7 @@ def _embed(task: _Task, new: Snapshot, out: Path) -> dict[str, Any]:
         device, dtype = device_and_dtype(run, retriever)
         bar = task.report.progress("embeddings", len(new_rows))
         embedding_PE = embed_changed(retriever.to(device), new, dtype, row, load_index(before, old), bar)
-        save_index(folder / INDEX, embedding_PE, new.corpus_hash)
+        save_index(folder / INDEX, embedding_PE, new.corpus_hash, indexed_tower(before))
     seconds = time.monotonic() - started
     return {
         "passages": len(new),

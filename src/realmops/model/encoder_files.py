@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from realmops.devices import eval_mode
 from realmops.hub import CONFIG, read_config, read_weights
@@ -82,24 +82,22 @@ def load_encoder(folder: Path, dropout: float | None = None) -> tuple[Encoder, M
     return encoder, MaskedWordHead(model, is_trained=not head_missing) if predicts else None
 
 
-def open_encoder(folder: Path, packs: bool, *, predicts: bool = False) -> tuple[Encoder, MaskedWordHead | None]:
+def open_encoder(
+    values: Mapping[str, Any], state: Mapping[str, Tensor], packs: bool, source: str, *, predicts: bool = False
+) -> tuple[Encoder, MaskedWordHead | None]:
     """Load an encoder that :func:`save_encoder` wrote.
 
     Args:
-        folder: config.json and model.safetensors.
-        packs: value of :meth:`Encoder.describe`.
+        values: content of config.json.
+        state: content of model.safetensors.
+        packs: whether the encoder packs sequences.
+        source: name of the weights, for messages.
         predicts: whether to load the masked word head too.
-
-    Raises:
-        RuntimeError: a parameter is missing.
     """
-    values = read_config(folder)
     predicts = predicts and not is_decoder(values)
-    model, missing = load_transformers_model(
-        read_weights(folder), values, str(folder), MASKED_WORDS if predicts else ENCODER
-    )
-    if missing := [name for name in missing if "pooler" not in name]:
-        raise RuntimeError(f"{folder.name} lacks {missing[0]}")
+    model, missing = load_transformers_model(state, values, source, MASKED_WORDS if predicts else ENCODER)
+    missing = [name for name in missing if "pooler" not in name]
+    assert not missing, (source, missing)
     return Encoder(remove_pooler(model.base_model if predicts else model), packs), (
         MaskedWordHead(model) if predicts else None
     )
@@ -169,6 +167,11 @@ def save_encoder(folder: Path, encoder: Encoder, head: MaskedWordHead | None = N
         model.save_pretrained(folder)
     for path in folder.glob("*.safetensors"):  # safetensors sets mode 0600
         path.chmod((folder / CONFIG).stat().st_mode)
+
+
+def cpu_state(module: nn.Module) -> dict[str, Tensor]:
+    """Copy a module's state dict to the CPU, each tensor contiguous."""
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in module.state_dict().items()}
 
 
 @torch.no_grad()

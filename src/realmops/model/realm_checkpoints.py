@@ -15,14 +15,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from realmops.corpus.vocabulary import vocabulary_hash
+from realmops.corpus.encoder_tokenizer import read_encoder_vocabulary
+from realmops.corpus.vocabulary import build_tokenizer, vocabulary_hash
 from realmops.hub import CONFIG, read_config, read_weights
-from realmops.model.checkpoint_files import load_pooler
+from realmops.model.build import load_pooler
 from realmops.model.encoder import Encoder
 from realmops.model.masked_word_head import MaskedWordHead
-from realmops.model.pretrained import read_encoder_vocabulary
 from realmops.model.reader import Reader, SpanHead
 from realmops.model.retriever import Embedder, Retriever
+from realmops.model.retriever_files import TextFormat
 from realmops.model.transformers_models import MASKED_WORDS, load_transformers_model, remove_pooler
 
 BLOCK_EMBEDDINGS = "block_emb"
@@ -33,12 +34,12 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True)
 class PublishedCheckpoint:
-    """One published checkpoint: its configuration, memory-mapped weights by name, and vocabulary hash."""
+    """One published checkpoint: its configuration, memory-mapped weights by name, and how it reads texts."""
 
     folder: Path
     config: Mapping[str, Any]
     weights: Mapping[str, Tensor]
-    vocabulary_hash: str
+    text: TextFormat
 
     def tower(self, prefix: str) -> Embedder | None:
         """Build the embedder whose parameter names begin with ``prefix``, if the checkpoint has one."""
@@ -113,8 +114,11 @@ def read_checkpoint(folder: Path) -> PublishedCheckpoint:
             f"{folder / CONFIG}: model_type is {config.get('model_type')!r}, expected 'realm' ({_KINDS}); use other "
             "encoders with retriever.init"
         )
-    pieces, _ = read_encoder_vocabulary(folder)
-    return PublishedCheckpoint(folder, config, read_weights(folder), vocabulary_hash(pieces))
+    pieces, casing = read_encoder_vocabulary(folder)
+    text = TextFormat(
+        build_tokenizer(pieces, casing), vocabulary_hash(pieces), config.get("max_position_embeddings", 512)
+    )
+    return PublishedCheckpoint(folder, config, read_weights(folder), text)
 
 
 def pretrained_models(folders: Sequence[PublishedCheckpoint]) -> tuple[Retriever, Reader]:

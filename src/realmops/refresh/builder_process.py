@@ -16,7 +16,6 @@ from realmops.artifacts import digest_of
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import configure_process, resolve_device, resolve_precision
 from realmops.memory_map import Content, map_file, open_scratch
-from realmops.model.checkpoint_files import MODEL, RETRIEVER
 from realmops.refresh.builder import DONE, FAULT, MISCONFIGURED, BuilderWork, Parts, run_builder
 from realmops.refresh.child_processes import end_with
 from realmops.refresh.exchange import IDENTITY_VERSION, Exchange
@@ -127,5 +126,4 @@ def merge(weights: Version, parts: Parts) -> tuple[dict[str, Content], dict[str,
             file.write(view_embeddings(part.pop(EMBEDDINGS)).numpy().data)
         assert file.tell() == size
         matrix = file.getvalue() if isinstance(file, BytesIO) else map_file(file)
-    files = {EMBEDDINGS: matrix, MODEL: weights.files[MODEL], RETRIEVER: weights.files[RETRIEVER]}
-    return files, {"published": weights.meta["trainer"]["published"]}
+    return {**weights.files, EMBEDDINGS: matrix}, {"published": weights.meta["trainer"]["published"]}

@@ -14,15 +14,15 @@ from torch import Tensor
 from realmops import artifacts
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.memory_map import Content, allocate_matrix, map_file, release_pages, view_fp32
-from realmops.model.checkpoint_files import retriever_from_files
 from realmops.model.retriever import Retriever
+from realmops.model.retriever_files import retriever_from_files
 from realmops.search.approximate import TYPES, Recipe, unwrap_approximate
 from realmops.search.embed import SHARD_ROWS, MakeShard, Progress, make_document_embedder, no_progress
 from realmops.search.exact import PassageIndex, exact_index, multi_vector_index
 
 INDEX = "index.safetensors"
 RECIPE = "index.json"
-CORPUS_HASH = "corpus_hash"  # key in the metadata of ``INDEX``
+CORPUS_HASH, TOWER = "corpus_hash", "passage_tower"  # keys in the metadata of ``INDEX``
 EMBEDDINGS = "embeddings.safetensors"  # of one shard, or of the whole corpus
 _ROWS = 1 << 16  # copied or written at a time
 
@@ -60,7 +60,7 @@ def embed_changed(
 def make_shard_embedder(
     snapshot: Snapshot, model: Mapping[str, bytes], device: torch.device, dtype: torch.dtype
 ) -> MakeShard:
-    """Return a function that embeds a shard; ``model`` has the files of ``checkpoint_files.retriever_files``."""
+    """Return a function that embeds a shard; ``model`` has the files of ``retriever_files.retriever_files``."""
     retriever = retriever_from_files(model).to(device)
     embedded = make_document_embedder(retriever, snapshot, dtype, len(snapshot))
 
@@ -82,32 +82,33 @@ def join_shards(parts: Iterable[dict[str, bytes]], passages: int, width: int) ->
     return embedding_PE
 
 
-def index_header(passages: int, width: int, corpus_hash: str = "") -> bytes:
+def index_header(passages: int, width: int, **names: str) -> bytes:
     """Return the header of a safetensors file of embeddings P x E (fp32).
 
     Args:
         passages: number of passages, P.
         width: embedding width, E.
-        corpus_hash: of the snapshot with these passages, in their order; empty if it is unknown or stored elsewhere (on
-            the exchange, in run.json).
+        names: what the embeddings belong to, by ``CORPUS_HASH`` and ``TOWER``; empty if it is unknown or stored
+            elsewhere (on the exchange, in run.json).
     """
     entry = {"dtype": "F32", "shape": [passages, width], "data_offsets": [0, passages * width * 4]}
-    metadata = {"__metadata__": {CORPUS_HASH: corpus_hash}} if corpus_hash else {}
+    metadata = {"__metadata__": known} if (known := {name: value for name, value in names.items() if value}) else {}
     header = json.dumps({**metadata, "embeddings": entry}, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header
 
 
-def save_index(path: Path, embedding_PE: Tensor, corpus_hash: str) -> None:
+def save_index(path: Path, embedding_PE: Tensor, corpus_hash: str, tower: str = "") -> None:
     """Write embeddings P x E as fp32 safetensors, in parts, so that 13 million rows need no extra memory.
 
     Args:
         path: the file to create.
         embedding_PE: the embeddings.
         corpus_hash: of the snapshot with these passages; empty for a published index of unknown passages.
+        tower: ``passage_tower_digest`` of the retriever; empty for a published index of an unknown one.
     """
     with open(path, "xb") as file:
-        file.write(index_header(len(embedding_PE), embedding_PE.shape[1], corpus_hash))
+        file.write(index_header(len(embedding_PE), embedding_PE.shape[1], **{CORPUS_HASH: corpus_hash, TOWER: tower}))
         for rows_RE in torch.split(embedding_PE, _ROWS):
             file.write(rows_RE.detach().float().cpu().contiguous().numpy().data)
             release_pages(embedding_PE)
@@ -156,15 +157,24 @@ def load_index(folder: Path, snapshot: Snapshot) -> Tensor:
     return embedding_PE
 
 
-def save_passages(folder: Path, passages: PassageIndex, corpus_hash: str) -> None:
+def indexed_tower(folder: Path) -> str:
+    """Return the ``passage_tower_digest`` that the index of a folder names; "" if there is none or it names none."""
+    if not (folder / INDEX).is_file():
+        return ""
+    with open(folder / INDEX, "rb") as file:
+        return str(_header(map_file(file))[0].get("__metadata__", {}).get(TOWER, ""))
+
+
+def save_passages(folder: Path, passages: PassageIndex, corpus_hash: str, tower: str) -> None:
     """Write the embeddings of an index, and the recipe if it is approximate.
 
     Args:
         folder: the folder to write to.
         passages: the index.
         corpus_hash: of the snapshot with these passages.
+        tower: ``passage_tower_digest`` of the retriever.
     """
-    save_index(folder / INDEX, passages.vectors(slice(None)), corpus_hash)
+    save_index(folder / INDEX, passages.vectors(slice(None)), corpus_hash, tower)
     if (index := unwrap_approximate(passages)) is not None:
         artifacts.write_json(folder / RECIPE, asdict(index.recipe))
 

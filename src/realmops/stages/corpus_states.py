@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realmops import artifacts
-from realmops.model.checkpoint_files import identifying_files
+from realmops.model.reader_files import model_files
 from realmops.stages import CORPUS, STAGES
 
 UPDATE = "update"  # kind of an update's manifest
@@ -67,6 +67,5 @@ def model_digest(pipeline: CorpusState) -> str:
 
     Closed-book models have no retriever and are never updated.
     """
-    files = identifying_files(pipeline.finetune, "retriever", "reader")
     corpus = artifacts.read_json(pipeline.snapshot / artifacts.MANIFEST)["files"][f"{CORPUS}/{artifacts.MANIFEST}"]
-    return artifacts.digest_of([*(artifacts.sha256_file(path) for path in files), corpus])
+    return artifacts.digest_of([*map(artifacts.sha256_file, model_files(pipeline.finetune)), corpus])

@@ -1,13 +1,11 @@
 """Stage ``evaluate``: exact match, F1, recall and nDCG of all retrievers, ceilings, predictions, plots, report."""
 
-import hashlib
 import math
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.torch import save
 
 from realmops import artifacts
 from realmops.answering.confidence import Confidence
@@ -47,8 +45,7 @@ from realmops.evaluate.recall import (
     recall_metrics,
 )
 from realmops.evaluate.run_report import generated_note, write_report
-from realmops.model.checkpoint_files import cpu_state, load_retriever
-from realmops.model.retriever import Retriever
+from realmops.model.retriever_files import RETRIEVER_FOLDER, load_retriever, passage_tower_digest
 from realmops.options import Evaluate, Finetune, QuestionFiles, RunOptions
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import JUDGED_RULE, Question, rows_of_people
@@ -56,7 +53,7 @@ from realmops.questions.relevance import RelevantPassages
 from realmops.search.approximate import ApproximateIndex, unwrap_approximate
 from realmops.search.bm25 import Bm25
 from realmops.search.embed import embed, query_sequences
-from realmops.search.embeddings import INDEX, load_index
+from realmops.search.embeddings import INDEX, indexed_tower, load_index
 from realmops.search.exact import PassageIndex, exact_index
 from realmops.search.hybrid import HybridSearch
 from realmops.stages import HEADLINE, HEADLINE_METRICS, JOURNAL, METRICS, Job
@@ -240,9 +237,8 @@ def _rankings(
         rankings["dense_"] = rank_passages(model.retriever, model.passages, queries, deepest, model.dtype)
     indexes: dict[str, PassageIndex] = {}
     if isinstance(model, RetrieveAndRead) and (index := model.passages) is not None:
-        tuned = load_retriever(job.inputs["finetune"], snapshot.vocabulary_hash)  # weights in `model` are rounded
-        indexes[_tower_digest(tuned)] = (
-            exact_index(index.vectors(slice(None)), tuned.vectors) if unwrap_approximate(index) else index
+        indexes[indexed_tower(job.inputs["finetune"])] = (
+            exact_index(index.vectors(slice(None)), model.retriever.vectors) if unwrap_approximate(index) else index
         )
     for name, prefix in ZERO_SHOT.items():
         if name in job.inputs:  # absent if a fine-tuned model was imported
@@ -289,11 +285,6 @@ def _warn_of_question_mismatch(job: Job, training: list[Question], questions: li
         )
 
 
-def _tower_digest(retriever: Retriever) -> str:
-    """Return a digest of the document tower, equal for retrievers with equal passage embeddings."""
-    return hashlib.sha256(save(cpu_state(retriever.document)) + str(retriever.vectors).encode()).hexdigest()
-
-
 def _zero_shot(
     job: Job,
     name: str,
@@ -305,14 +296,14 @@ def _zero_shot(
 ) -> dict[str, Rows]:
     """Rank passages by the embeddings of a stage's retriever and, if it is hybrid, by embeddings plus BM25.
 
-    ``indexes`` caches exact indexes by ``_tower_digest``.
+    ``indexes`` caches exact indexes by ``passage_tower_digest``.
 
     Returns:
         Passage ids [Q, K] by infix of the metrics.
     """
     retriever = load_retriever(job.inputs[name], snapshot.vocabulary_hash)
     device, dtype = device_and_dtype(job.section(RunOptions), retriever)
-    key = _tower_digest(retriever)
+    key = passage_tower_digest(job.inputs[name] / RETRIEVER_FOLDER)
     retriever.to(device)
     if (job.inputs[name] / INDEX).is_file():  # imported
         indexes[key] = exact_index(load_index(job.inputs[name], snapshot), retriever.vectors)

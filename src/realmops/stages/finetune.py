@@ -22,8 +22,9 @@ from realmops.evaluate.exact_match import is_exact_match, score_predictions
 from realmops.evaluate.recall import RECALL_AT
 from realmops.hub import READER, encoder_folder
 from realmops.journal import JournalValues
-from realmops.model.checkpoint_files import add_span_head, load_models
+from realmops.model.build import add_span_head
 from realmops.model.extractive_reader import ExtractiveReader
+from realmops.model.reader_files import load_models
 from realmops.options import ENCODER, NO_READER, ClosedBookOptions, Finetune, Optimiser, RunOptions
 from realmops.questions.question_sets import Question, rows_of_people
 from realmops.search.approximate import ApproximateIndex, unwrap_approximate

@@ -15,9 +15,9 @@ from realmops.baselines.rankers import DENSE_RETRIEVERS, build_ranker
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype
 from realmops.hub import READER, encoder_folder
-from realmops.model.checkpoint_files import load_models
 from realmops.model.extractive_reader import ExtractiveReader, load_extractive_reader
 from realmops.model.reader import Reader
+from realmops.model.reader_files import load_models
 from realmops.model.retriever import DENSE_ONLY, Retriever
 from realmops.options import ENCODER, NO_READER, Finetune, IndexOptions, Optimiser, RunOptions
 from realmops.questions.cloze import SourcePassages

@@ -5,9 +5,11 @@ from typing import Any
 
 from realmops.devices import device_and_dtype
 from realmops.journal import JournalValues
-from realmops.model.checkpoint_files import build_models, save_models
+from realmops.model.build import build_models
 from realmops.model.reader import Reader
+from realmops.model.reader_files import save_models
 from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, Retriever
+from realmops.model.retriever_files import TextFormat
 from realmops.options import ENCODER, BertOptions, Ict, Optimiser, ReaderOptions, RetrieverOptions, RunOptions
 from realmops.search.corpus_statistics import init_lexical_features, init_towers
 from realmops.stages import READER_SHAPE, Job
@@ -62,7 +64,7 @@ def run(job: Job) -> dict[str, Any]:
         return {}
     if requested.task == "crop" and options.steps and not crops_helped(job):
         retriever = initialise()[0]
-    save_models(job.out, retriever, reader, corpus.vocabulary_hash, corpus.tokenizer)
+    save_models(job.out, retriever, reader, TextFormat.of(corpus))
     names = ("accuracy_removed", "accuracy_kept", "reader_loss")
     logged = JournalValues(job.journal)
     return {name: logged.mean(name, last=20) for name in names}

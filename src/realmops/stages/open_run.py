@@ -16,8 +16,8 @@ from realmops.artifacts import MANIFEST, WORK_FOLDER
 from realmops.config import default_options, parse_section
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import configure_process, device_and_dtype, freeze_linear_weights
-from realmops.model.checkpoint_files import identifying_files, load_retriever
 from realmops.model.retriever import Retriever
+from realmops.model.retriever_files import RETRIEVER_FOLDER, load_retriever, passage_tower_digest
 from realmops.options import RunOptions
 from realmops.search.bm25 import Bm25
 from realmops.search.embeddings import INDEX, embed_corpus, load_passages, save_passages
@@ -126,22 +126,21 @@ def _load_with_embeddings(
 ) -> tuple[Retriever, Any, torch.dtype]:
     """Return the retriever of a stage, the embeddings of all passages (computed unless cached) and their dtype."""
     folder = root / STAGES[stage].folder
-    manifest = artifacts.read_manifest(folder, stage)
+    artifacts.read_manifest(folder, stage)
     configure_process(run.threads)
     retriever = load_retriever(folder, snapshot.vocabulary_hash)
     device, dtype = device_and_dtype(run, retriever)
     freeze_linear_weights(retriever.eval(), dtype)
     retriever = retriever.to(device)
-    names = [path.relative_to(folder).as_posix() for path in identifying_files(folder, "retriever")]
-    digests = [manifest["files"][name]["sha256"] for name in names]
-    key = artifacts.digest_of([*digests, snapshot.corpus_hash, str(dtype)])[:16]
+    tower = passage_tower_digest(folder / RETRIEVER_FOLDER)
+    key = artifacts.digest_of([tower, snapshot.corpus_hash, str(dtype)])[:16]
     cached = root / WORK_FOLDER / EMBEDDINGS / key
     if not cached.is_dir():
         bar = report.progress("passages embedded", len(snapshot))
         embedding = embed_corpus(retriever, snapshot, dtype, bar)
         artifacts.make_folder(cached.parent)
         with artifacts.atomic_folder(cached) as folder:
-            save_passages(folder, exact_index(embedding, retriever.vectors), snapshot.corpus_hash)
+            save_passages(folder, exact_index(embedding, retriever.vectors), snapshot.corpus_hash, tower)
         for other in cached.parent.glob("[!.]*"):  # of another retriever or corpus; dot names are being written
             if other != cached:
                 shutil.rmtree(other, ignore_errors=True)

@@ -13,8 +13,9 @@ from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype
 from realmops.evaluate.recall import first_relevant_ranks
 from realmops.journal import JournalValues
-from realmops.model.checkpoint_files import copy_models, load_models, save_models
+from realmops.model.reader_files import copy_models, load_models, save_models
 from realmops.model.retriever import Retriever
+from realmops.model.retriever_files import TextFormat
 from realmops.options import IndexOptions, Optimiser, Pretrain, RunOptions
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import answers_are_regex
@@ -79,7 +80,7 @@ def run(job: Job) -> dict[str, Any]:
     def passages(embedding_PE: Tensor, searcher: Retriever) -> PassageIndex:
         return build_index(job, embedding_PE, searcher.query, realm.queries(sampled), retrieval_depth(options))
 
-    best = BestCheckpoint(job.work / "best", snapshot.vocabulary_hash)
+    best = BestCheckpoint(job.work / "best", TextFormat.of(snapshot))
     measure = _build_measure(job, masked, realm, best)
     policy = RefreshPolicy(options.adopt, options.max_staleness_steps, options.on_stale, options.builder_timeout)
     refresh = RefreshSchedule(
@@ -105,7 +106,7 @@ def run(job: Job) -> dict[str, Any]:
         retriever, reader = best.models()
         realm = Realm(retriever.to(device), reader.to(device), snapshot, options, dtype, bm25)
         final, after = _final_index(job, retriever, snapshot, best.step), best.figures
-    save_models(job.out, retriever, reader, snapshot.vocabulary_hash, snapshot.tokenizer)
+    save_models(job.out, retriever, reader, TextFormat.of(snapshot))
     assert source.own is not None
     metrics = _metrics(job, after, source.own) | {"best_step": best.step}
     if masked:

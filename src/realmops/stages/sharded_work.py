@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from realmops.corpus.phrases import Entity
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import configure_malloc, device_and_dtype
-from realmops.model.checkpoint_files import retriever_files
 from realmops.model.retriever import Retriever
+from realmops.model.retriever_files import TextFormat, retriever_files
 from realmops.options import RunOptions, Tag
 from realmops.refresh.shards import ShardSettings, Work, compute_in_shards
 from realmops.search.embeddings import join_shards, make_shard_embedder
@@ -30,7 +30,7 @@ def tag_in_shards(job: Job, tagger: Tagger | None, options: Tag, snapshot: Snaps
 def embed_in_shards(job: Job, retriever: Retriever, snapshot: Snapshot) -> Tensor:
     """Return the embeddings of all passages, P x E."""
     configure_malloc()  # already set if a training ran before
-    files = retriever_files(retriever, snapshot.vocabulary_hash)
+    files = retriever_files(retriever, TextFormat.of(snapshot))
     parts = _run_shards(job, EMBEDDING, snapshot, retriever, files, "embeddings")
     return join_shards(parts, len(snapshot), retriever.width)
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from realmops.artifacts import write_bytes
+from realmops.corpus.encoder_tokenizer import read_encoder_tokenizer
 from realmops.corpus.languages import AUTO, check_language, detect_language, load_languages
 from realmops.corpus.snapshot_reader import REJECTS, SOURCES, Snapshot, read_rejects
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.vocabulary import UNCASED, Casing, read_vocabulary, vocabulary_bytes
 from realmops.corpus.word_counts import train_vocabulary
 from realmops.hub import encoder_folder
-from realmops.model.pretrained import read_encoder_tokenizer
 from realmops.options import BertOptions, SnapshotOptions
 from realmops.readers.documents import PAGE_WITHOUT_TEXT
 from realmops.readers.sources import Source, list_sources

@@ -43,7 +43,7 @@ def _train(job: Job, options: Tag) -> tuple[Tagger, dict[str, Any]]:
     import torch
 
     from realmops.devices import device_and_dtype
-    from realmops.model.checkpoint_files import build_encoder
+    from realmops.model.build import build_encoder
     from realmops.stages.common import StageTrainings, open_snapshot
     from realmops.train.tagger import Tagger, predict_words, tag_names, train_tagger
 

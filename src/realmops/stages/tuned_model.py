@@ -12,7 +12,7 @@ from realmops.baselines.path import PathRetriever
 from realmops.baselines.rankers import build_ranker
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import configure_process, device_and_dtype, freeze_linear_weights, resolve_device
-from realmops.model.checkpoint_files import load_retriever
+from realmops.model.retriever_files import load_retriever
 from realmops.options import Finetune, RunOptions
 from realmops.search.bm25 import Bm25
 from realmops.search.embeddings import load_passages

@@ -14,9 +14,10 @@ from realmops import artifacts
 from realmops.artifacts import seed_for
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import eval_mode
-from realmops.model.checkpoint_files import load_models, save_models
 from realmops.model.reader import Reader
+from realmops.model.reader_files import load_models, save_models
 from realmops.model.retriever import Retriever
+from realmops.model.retriever_files import TextFormat
 from realmops.search.embed import embed, query_sequences
 from realmops.train.candidates import Candidates
 from realmops.train.examples import Example, Examples
@@ -101,11 +102,11 @@ class BestCheckpoint:
     Args:
         folder: holds one folder per checkpoint. An older one is deleted after the new one is committed, so that a
             process killed in between leaves both.
-        vocabulary_hash: hash of the models' vocabulary.
+        text: how texts become the models' sequences.
     """
 
-    def __init__(self, folder: Path, vocabulary_hash: str) -> None:
-        self.folder, self.vocabulary_hash = folder, vocabulary_hash
+    def __init__(self, folder: Path, text: TextFormat) -> None:
+        self.folder, self.text = folder, text
 
     def _all(self) -> list[Path]:
         """Return the folders, the best one last; a killed process may leave two."""
@@ -144,7 +145,7 @@ class BestCheckpoint:
             return
         folder = self.folder / f"step-{step:08d}"
         with artifacts.atomic_folder(folder) as stage:
-            save_models(stage, retriever, reader, self.vocabulary_hash)
+            save_models(stage, retriever, reader, self.text)
             artifacts.write_json(stage / FIGURES, {**figures, START: start})
         for old in existing:
             if old != folder:
@@ -152,7 +153,7 @@ class BestCheckpoint:
 
     def models(self) -> tuple[Retriever, Reader]:
         """Load the best checkpoint."""
-        return load_models(self._all()[-1], self.vocabulary_hash)
+        return load_models(self._all()[-1], self.text.vocabulary_hash)
 
     def describe(self, last: Mapping[str, float]) -> str:
         """Return a log line on why the best checkpoint, not the last one with metrics ``last``, is the result."""

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realmops.model.checkpoint_files import retriever_files, retriever_from_files
 from realmops.model.retriever import Retriever
+from realmops.model.retriever_files import TextFormat, retriever_files, retriever_from_files
 from realmops.refresh.trainer import RefreshPolicy, TrainerSide
 from realmops.refresh.versions import Version
 from realmops.search.embeddings import EMBEDDINGS, view_embeddings
@@ -82,7 +82,7 @@ class ExchangeSource:
 
     trainer: TrainerSide
     refresh: RefreshSchedule
-    vocabulary_hash: str
+    text: TextFormat
     device: torch.device
     waited: float = 0.0  # seconds, including those before a resume
     refreshes: int = 0
@@ -105,7 +105,7 @@ class ExchangeSource:
         """Publish the weights if they are due, and return the generation to adopt, or None to keep the current one."""
         self.trainer.beat(step)
         if self._publishes(step):
-            files = retriever_files(retriever, self.vocabulary_hash)
+            files = retriever_files(retriever, self.text)
             self.trainer.publish_weights(step, files, {"published": time.time()})
         previous = self.trainer.index_step
         started = time.perf_counter()

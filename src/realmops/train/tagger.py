@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from realmops.corpus.phrases import Entity, with_dates
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import autocast
-from realmops.model.checkpoint_files import cpu_state
 from realmops.model.encoder import Encoder
-from realmops.model.encoder_files import encoder_from_description
+from realmops.model.encoder_files import cpu_state, encoder_from_description
 from realmops.model.packed import PackedBatch, batch_by_length
 from realmops.model.sequences import SpecialTokens
 from realmops.options import Optimiser, Tag

@@ -16,6 +16,7 @@ from torch import Tensor
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import PRECISIONS
 from realmops.model.retriever import Retriever
+from realmops.model.retriever_files import TextFormat
 from realmops.refresh.builder import MISCONFIGURED
 from realmops.refresh.builder_process import exchange_identity
 from realmops.refresh.child_processes import SupervisedProcess
@@ -132,7 +133,7 @@ def open_exchange(
 
     opened_exchange = Exchange.open(root, run_identity, grace=0.0 if child else 120.0)
     trainer = TrainerSide(opened_exchange, refresh.policy, (EMBEDDINGS,), on_wait)
-    own = ExchangeSource(trainer, refresh, snapshot.vocabulary_hash, device)
+    own = ExchangeSource(trainer, refresh, TextFormat.of(snapshot), device)
     try:
         with child or nullcontext():
             yield replace(context, checkpoints=own), SharedIndexSource(processes, own, device, build)
