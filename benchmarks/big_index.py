@@ -203,7 +203,7 @@ def graph(path: Path, query_QE: Any, arguments: argparse.Namespace) -> dict[str,
 
     from realmops.memory_map import map_file
     from realmops.search.embeddings import view_embeddings
-    from realmops.search.exact import search
+    from realmops.search.inner_products import search
 
     with open(path, "rb") as file:
         embedding_PE = view_embeddings(map_file(file))

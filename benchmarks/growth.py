@@ -113,7 +113,8 @@ def chain(root: Path) -> dict[str, float]:
     from realmops.model.reader_files import load_models
     from realmops.questions.question_sets import read_questions
     from realmops.search.embeddings import embed_corpus
-    from realmops.search.exact import ExactIndex, search
+    from realmops.search.exact import ExactIndex
+    from realmops.search.inner_products import search
     from realmops.stages.common import question_queries, rank_passages
 
     found = {}

@@ -25,7 +25,7 @@ from realmops.model.reader import enumerate_spans
 from realmops.model.reader_files import load_models
 from realmops.model.sequences import SpecialTokens, join_query, join_reader
 from realmops.search.embeddings import embed_corpus, load_index
-from realmops.search.exact import search
+from realmops.search.inner_products import search
 
 PEER = Path(__file__).parents[1] / "fixtures" / "peer_published"
 ANSWERS: dict[str, str] = json.loads((PEER / "expected.json").read_text())

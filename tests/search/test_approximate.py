@@ -27,7 +27,8 @@ from realmops.search.approximate import (
     passage_index,
     select_type,
 )
-from realmops.search.exact import ExactIndex, PassageIndex, search
+from realmops.search.exact import ExactIndex, PassageIndex
+from realmops.search.inner_products import search
 from realmops.stages import SilentReport, common
 
 CPU = torch.device("cpu")

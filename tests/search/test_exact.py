@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from realmops.search import exact as module
-from realmops.search.exact import GROUP, ExactIndex, MaxSimIndex, exact_index, prepare_for_serving, search
+from realmops.search import exact
+from realmops.search import inner_products as module
+from realmops.search.exact import ExactIndex, MaxSimIndex, exact_index, prepare_for_serving
+from realmops.search.inner_products import GROUP, search
 
 
 def obvious(query_QE: Tensor, embedding_PE: Tensor, k: int) -> np.ndarray:
@@ -90,8 +92,9 @@ def refused(*_: object) -> None:
 @pytest.fixture
 def only_bf16(with_bf16: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the whole product in fp32 must not be needed."""
-    monkeypatch.setattr(module, "search", refused)
-    monkeypatch.setattr(module, "_FEW", 1)
+    for part in (module, exact):
+        monkeypatch.setattr(part, "search", refused)
+    monkeypatch.setattr(exact, "FEW", 1)
 
 
 def whole(rows: int, seed: int, most: int = 1000) -> Tensor:
@@ -252,7 +255,8 @@ def with_int8(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def only_int8(with_int8: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the whole product in fp32 must not be needed."""
-    monkeypatch.setattr(module, "search", refused)
+    for part in (module, exact):
+        monkeypatch.setattr(part, "search", refused)
 
 
 def check_often(query_QE: Tensor, embedding_PE: Tensor, k: int) -> None:

@@ -22,7 +22,8 @@ from torch import Tensor
 from realmops.memory_map import memory_bytes, release_pages
 from realmops.options import IndexOptions
 from realmops.search import faiss_gpu
-from realmops.search.exact import ExactIndex, InMemory, MaxSimIndex, PassageIndex, search
+from realmops.search.exact import ExactIndex, InMemory, MaxSimIndex, PassageIndex
+from realmops.search.inner_products import search
 
 MAX_EXACT_PASSAGES = 20_000_000
 PQ_MEMORY_SHARE = 0.25  # of the device's memory; larger embeddings need pq
