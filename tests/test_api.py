@@ -245,7 +245,7 @@ def test_a_closed_book_run_is_searched_by_its_earlier_retriever(closed_book: Pat
         ("export", "--format", "reader", "OUT"),
     ],
 )
-def test_a_command_that_needs_passages_says_what_a_closed_book_run_can_do(
+def test_a_command_that_needs_passages_names_what_a_closed_book_run_can_do(
     words: tuple[str, ...], closed_book: Path, tmp_path: Path
 ) -> None:
     result = cli(*(tmp_path / "out" if word == "OUT" else word for word in words), "--root", closed_book / "root")

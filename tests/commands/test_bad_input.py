@@ -13,12 +13,11 @@ import small_project
 from click.testing import Result
 from faults import may_mount, small_disk
 from safetensors.numpy import load as load_tensors
-from small_project import Quiet, cli, litter, run_all_here, run_command, toy_values, write_params, write_project
+from small_project import cli, litter, run_all_here, run_command, toy_values, write_params, write_project
 
 from realmops import artifacts
 from realmops.commands.run import option_warnings
 from realmops.config import parse_options, preset_layers, preset_path
-from realmops.console import Console
 from realmops.stages import STAGES
 
 
@@ -72,18 +71,6 @@ def test_a_bad_corpus_is_refused(project: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("nothere.jsonl", ["snapshot.documents is 'nothere.jsonl'", "does not exist", "check the path"]),
-        ("''", ["snapshot.documents is empty", "set it to a file or folder"]),
-    ],
-)
-def test_a_corpus_that_is_no_file_is_refused(project: Path, name: str, told: list[str]) -> None:
-    refused(run(project, "snapshot", "--set", f"snapshot.documents={name}"), *told)
-    nothing_of(project, "snapshot")
-
-
-@pytest.mark.parametrize(
     ("key", "told"),
     [
         ("questions.test", "check the path"),
@@ -92,7 +79,7 @@ def test_a_corpus_that_is_no_file_is_refused(project: Path, name: str, told: lis
         ("tag.train", "or set tag.method to dates, or to given if the documents contain spans"),
     ],
 )
-def test_a_file_that_only_a_later_stage_wants_is_missed_before_the_first(project: Path, key: str, told: str) -> None:
+def test_a_missing_file_of_a_later_stage_is_named_before_the_first_runs(project: Path, key: str, told: str) -> None:
     with pytest.raises(ValueError, match=f"{key} is 'nowhere'") as error:
         run_all_here(project / "params.yaml", project / "root", "tag.method=tagger", f"{key}=nowhere")
     for words in (f"{project / 'nowhere'} does not exist", told):
@@ -116,101 +103,49 @@ def test_what_is_not_used_need_not_be_there(project: Path) -> None:
     assert run(project, "tag", *more).exit_code == 0
 
 
-def test_a_warm_up_text_that_nobody_made_is_named(project: Path) -> None:
-    wanted = ("--set", "snapshot.use_warmup=true")
-    result = run(project, "snapshot", *wanted, "--set", "snapshot.warmup=data/sample/warmup.jsonl.gz")
-    refused(result, "snapshot.warmup is 'data/sample/", "run the stage sample first", "use_warmup=false")
-
-
-def test_the_first_broken_records_are_shown(project: Path) -> None:
-    with open(project / "documents.jsonl", "ab") as file:
-        file.write(b"{}\n")
-    result = run(project, "snapshot", "--set", "snapshot.broken_share=0.2")
-    assert result.exit_code == 0
-    assert "1 of 13 records of corpus are broken and left out; data/snapshot/corpus/rejects.jsonl" in result.stderr
-    assert "documents.jsonl:13: " in result.stderr
-
-
-def test_passages_longer_than_the_reader_sees_are_told_of(project: Path) -> None:
-    run(project, "snapshot")
-    long, report = "snapshot.block_wordpieces=288", Quiet()
-    assert "reader_wordpieces" not in run(project, "snapshot", "--set", long).stderr
-    with pytest.raises(ValueError, match="nowhere"):
-        run_all_here(project / "params.yaml", project / "root", long, "questions.test=nowhere", report=report)
-    assert not report.warned, "what is wrong comes first"
-    values = toy_values(snapshot={"block_wordpieces": 288})
-    first, second = option_warnings(STAGES, values)
+def test_a_run_warns_of_options_that_are_rarely_intended(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = toy_values(snapshot={"block_wordpieces": 288})
+    first, second = option_warnings(STAGES, long)
     assert "pretrain.reader_wordpieces=128: raise it to 288" in first
     assert "finetune.reader_wordpieces=128: raise it to 352" in second
-
-
-def test_without_mlflow_a_run_says_once_where_its_metrics_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = toy_values(tracking={"enabled": True})
-    assert list(option_warnings(STAGES, values)) == []
+    tracked = toy_values(tracking={"enabled": True})
+    assert list(option_warnings(STAGES, tracked)) == []
     monkeypatch.setattr("realmops.commands.run.has_mlflow", lambda: False)
-    [told] = option_warnings(STAGES, values)
-    assert "MLflow is not installed: metrics are only in metrics.jsonl" in told
-    assert list(option_warnings(("sample", "snapshot", "tag"), values)) == []
-    assert list(option_warnings(STAGES, toy_values(tracking={"enabled": False}))) == []
+    [warning] = option_warnings(STAGES, tracked)
+    assert "MLflow is not installed: metrics are only in metrics.jsonl" in warning
+    assert list(option_warnings(("sample", "snapshot", "tag"), tracked)) == []
 
 
-def laid_over(*presets: str) -> dict[str, dict[str, Any]]:
-    return parse_options(*preset_layers(preset_path(name, Path("params.yaml")) for name in presets)).model_dump()
+def rate_warnings(init: str, *presets: str) -> list[str]:
+    layers = preset_layers(preset_path(name, Path("params.yaml")) for name in presets)
+    values = parse_options(*layers, ("test", {"retriever": {"init": init}} if init else {})).model_dump()
+    return [warning for warning in option_warnings(STAGES, values) if "retriever.init" in warning]
 
 
-def test_rates_for_another_kind_of_encoder_are_told_of() -> None:
-    fitting: tuple[tuple[str, ...], ...] = (
-        (),
-        ("ablation",),
-        ("squad",),
-        ("squad", "large"),
-        ("squad", "documents"),
-        ("squad", "minilm"),
-        ("squad", "minilm", "documents"),
-        ("squad", "bert-base"),
-        ("squad", "bert-base", "nq"),
-        ("paper",),
-    )
-    for presets in fitting:
-        told = [warning for warning in option_warnings(STAGES, laid_over(*presets)) if "retriever.init" in warning]
-        assert told == [], presets
-    values = laid_over("squad", "minilm")
-    values["retriever"]["init"] = "small"
-    [told] = option_warnings(STAGES, values)
-    assert "retriever.init is small" in told
-    for wrong in (
-        "tag.learning_rate=0.0002",
-        "ict.reader_learning_rate=0.0001",
-        "finetune.reader_learning_rate=0.0001",
-    ):
-        assert wrong in told
-    assert "pretrain.reader_learning_rate" not in next(iter(option_warnings(("tag",), values)))
-    values["tag"]["method"] = "dates"
-    assert list(option_warnings(("snapshot", "tag"), values)) == []
-    values = laid_over("squad")
-    values["retriever"]["init"] = "some/encoder"
-    [told] = option_warnings(STAGES, values)
-    assert "retriever.init is some/encoder" in told
-    assert "finetune.reader_learning_rate=0.001" in told
+@pytest.mark.parametrize(
+    "presets",
+    ["", "ablation", "squad", "squad large", "squad documents", "squad minilm", "squad bert-base nq", "paper"],
+)
+def test_learning_rates_of_presets_fit_their_encoder(presets: str) -> None:
+    assert rate_warnings("", *presets.split()) == []
 
 
-def test_ctrl_c_says_how_to_go_on(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learning_rates_for_another_kind_of_encoder_are_named() -> None:
+    [warning] = rate_warnings("small", "squad", "minilm")
+    for rate in ("tag.learning_rate=0.0002", "ict.reader_learning_rate=0.0001", "finetune.reader_learning_rate=0.0001"):
+        assert rate in warning
+    [warning] = rate_warnings("some/encoder", "squad")
+    assert "retriever.init is some/encoder" in warning
+    assert "finetune.reader_learning_rate=0.001" in warning
+
+
+def test_ctrl_c_ends_with_the_command_that_resumes(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*names: Any, **given: Any) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("realmops.commands.run.run_stages", stopped)
     result = run(project, "snapshot")
     assert (result.exit_code, "stopped; run the same command again" in result.stderr) == (130, True), result.output
-
-
-def test_of_many_figures_the_chief_ones_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = {"questions": 2, "em": 0.5, "em_low": 0.25, "recall_at_7": 0.1}
-    Console().metrics("evaluate", figures, Path("results/metrics.json"))
-    Console().metrics("snapshot", {"documents": 2}, Path("data/snapshot/metrics.json"))
-    assert capsys.readouterr().out.splitlines() == [
-        "evaluate: questions=2, em=0.5; all 4 figures are in results/metrics.json",
-        "snapshot: documents=2",
-    ]
 
 
 def test_a_refused_corpus_leaves_the_snapshot_of_before(project: Path) -> None:
@@ -225,28 +160,14 @@ def test_a_refused_corpus_leaves_the_snapshot_of_before(project: Path) -> None:
 # Questions and tagged sentences
 
 
-@pytest.mark.parametrize(("name", "split"), [("pretrain", "dev"), ("finetune", "train"), ("finetune", "dev")])
-def test_bad_questions_are_refused(copy: Path, name: str, split: str) -> None:
+def test_bad_questions_are_refused(copy: Path) -> None:
     """What else may be wrong with them is in test_refused_inputs.py."""
+    name, split = "finetune", "train"
     good = '{"id": "one", "question": "Who?", "answers": ["Oslo"]}\n'
     (copy / f"questions.{split}.jsonl").write_text(good + '{"id": "q", "question": "Who?", "answers": [" "]}\n')
     shutil.rmtree(copy / "root" / STAGES[name].folder, ignore_errors=True)
     refused(run(copy, name), f"questions.{split}.jsonl:2", "'q' has no answer", "add one or remove it")
     nothing_of(copy, name)
-
-
-def test_bad_tagged_sentences_are_refused(copy: Path) -> None:
-    (copy / "tagged.conll").write_text("Oslo\n")
-    shutil.rmtree(copy / "root/data/spans")
-    refused(run(copy, "tag", "--set", "tag.method=tagger"), "tagged.conll:1", "one column")
-    nothing_of(copy, "tag")
-
-
-def test_spans_that_nobody_gave_are_asked_for(project: Path) -> None:
-    (project / "documents.jsonl").write_bytes(GOOD)
-    assert run(project, "snapshot").exit_code == 0
-    refused(run(project, "tag"), "no document has 'spans'", "tag.method")
-    nothing_of(project, "tag")
 
 
 # params.yaml, presets and --set
@@ -260,18 +181,10 @@ def test_bad_options_are_refused(project: Path) -> None:
     assert not (project / "root").exists()
 
 
-def test_a_missing_file_or_preset_is_named(project: Path) -> None:
-    refused(run(project, "snapshot", "--preset", "tiny"), "preset 'tiny'", "neither a file nor one of the presets")
-    refused(cli("run", "snapshot", "--params", project / "no.yaml"), "no.yaml does not exist", "--params")
-    (project / "params.yaml").write_text("run: [\n")
-    refused(run(project, "snapshot"), "params.yaml", "line 2")
-    assert not (project / "root").exists()
-
-
 # Outputs of other stages: missing, damaged, of another corpus or vocabulary
 
 
-def test_a_stage_without_its_input_says_what_to_run(project: Path) -> None:
+def test_a_stage_without_its_input_names_the_stage_to_run(project: Path) -> None:
     refused(run(project, "tag"), "data/snapshot", "no finished snapshot", "run the stage that makes it")
     nothing_of(project, "tag")
 
@@ -283,7 +196,7 @@ def test_a_stage_without_its_input_says_what_to_run(project: Path) -> None:
         (b'{"kind": "tag", "schema": 1}', ["manifest.json", "('tag', 1)", "run the stage that makes it again"]),
     ],
 )
-def test_a_damaged_manifest_is_refused_and_its_stage_mends_it(copy: Path, damage: bytes, told: list[str]) -> None:
+def test_a_damaged_manifest_is_refused_and_its_stage_replaces_it(copy: Path, damage: bytes, told: list[str]) -> None:
     path = copy / "root/data/snapshot/manifest.json"
     before = json.loads(path.read_bytes())["files"]
     path.write_bytes(damage)
@@ -316,15 +229,6 @@ def test_spans_and_models_of_another_vocabulary_are_refused(copy: Path) -> None:
     nothing_of(copy, "pretrain")
 
 
-def test_spans_of_another_corpus_are_refused(copy: Path) -> None:
-    with open(copy / "documents.jsonl", "ab") as file:
-        file.write(GOOD)
-    assert run(copy, "snapshot").exit_code == 0
-    shutil.rmtree(copy / "root/models/ict")
-    refused(run(copy, "ict"), "data/spans/corpus", "made for corpus", "run the tag stage again")
-    nothing_of(copy, "ict")
-
-
 def test_the_exchange_of_another_run_is_refused(copy: Path) -> None:
     """The same folder for two runs, of which the second has another width."""
     shared = ("--set", f"pretrain.exchange={copy / 'exchange'}", *ONE_STEP)
@@ -338,27 +242,6 @@ def test_the_exchange_of_another_run_is_refused(copy: Path) -> None:
     card = next((copy / "exchange/run").glob("v-*/manifest.json"))
     assert {"corpus_hash", "embedding_width"} <= json.loads(card.read_bytes())["run"].keys()
     nothing_of(copy, "pretrain")
-
-
-def test_a_builder_on_the_exchange_of_another_corpus_is_refused(
-    copy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    shared = copy / "exchange"
-    shutil.rmtree(copy / "root/models/pretrain")
-    assert run(copy, "pretrain", "--set", f"pretrain.exchange={shared}", *ONE_STEP).exit_code == 0
-    (tmp_path / "other").mkdir()
-    write_project(tmp_path / "other")
-    (tmp_path / "other/documents.jsonl").write_bytes(GOOD)
-    assert run(tmp_path / "other", "snapshot").exit_code == 0
-    builder = cli("index-builder", "--exchange", shared, "--snapshot", tmp_path / "other/root/data/snapshot/corpus")
-    assert builder.exit_code == 2
-    for text in ("corpus_hash", str(shared), "belongs to another run"):
-        assert text in caplog.text
-
-
-def test_a_builder_on_a_folder_that_is_no_snapshot_is_refused(tmp_path: Path) -> None:
-    result = cli("index-builder", "--exchange", tmp_path / "e", "--snapshot", tmp_path)
-    refused(result, str(tmp_path), "no finished snapshot")
 
 
 # A full disk

@@ -59,7 +59,7 @@ def test_the_guess_is_the_likeliest_of_all_that_a_candidate_makes(root: Path) ->
             assert explain(SENTENCE, root, answer=guess)["p_y"] <= best["probability"] * (1 + 1e-9)
 
 
-def test_one_mask_stands_for_all_wordpieces_of_the_answer(root: Path) -> None:
+def test_one_mask_is_expanded_to_all_wordpieces_of_the_answer(root: Path) -> None:
     one = explain("He lived in [MASK] until 1950.", root, answer="Bergen Oslo")
     assert one["y"] == "bergen oslo"
     tokenizer = Snapshot.open(root / "data/snapshot/corpus").tokenizer
@@ -77,7 +77,7 @@ def test_one_mask_stands_for_all_wordpieces_of_the_answer(root: Path) -> None:
         ("[MASK] " + "was born " * 90, None, "wordpieces; at most 94 are allowed"),
     ],
 )
-def test_what_cannot_be_explained_is_said(root: Path, sentence: str, answer: str | None, message: str) -> None:
+def test_what_cannot_be_explained_is_refused(root: Path, sentence: str, answer: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         explain(sentence, root, answer=answer)
 

@@ -127,7 +127,7 @@ def test_parquet_holds_every_passage_with_its_place(exported: dict[str, Path], g
 
 
 @pytest.mark.parametrize("format", ["sentence-transformers", "onnx", "parquet"])
-def test_the_card_says_what_it_is(format: str, exported: dict[str, Path], generation: OpenedModel) -> None:
+def test_the_card_describes_the_export(format: str, exported: dict[str, Path], generation: OpenedModel) -> None:
     _, front, text = (exported[format] / "README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(front)["license"] == "unknown"
     assert generation.model.snapshot.corpus_hash in text
@@ -192,7 +192,7 @@ def test_of_several_vectors_parquet_has_all_and_the_library_one(world: World, tm
     np.testing.assert_allclose(library.encode_document([passages(generation)[i] for i in (3, 5)]), whole_PE, atol=1e-5)
 
 
-def test_a_hybrid_says_what_is_missing(world: World, tmp_path: Path) -> None:
+def test_the_export_of_a_hybrid_names_what_is_missing(world: World, tmp_path: Path) -> None:
     generation = other_generation(tmp_path / "run", world)
     generation.model.bm25 = Bm25.of(world.snapshot)
     generation.model.retriever.mixture = FusionWeights(2.0, 8.0)
@@ -201,7 +201,7 @@ def test_a_hybrid_says_what_is_missing(world: World, tmp_path: Path) -> None:
     assert notes[1] in (tmp_path / "out/README.md").read_text()
 
 
-def test_an_index_of_another_tower_is_told(world: World, tmp_path: Path) -> None:
+def test_an_index_of_another_tower_is_noted(world: World, tmp_path: Path) -> None:
     generation = other_generation(tmp_path / "run", world)
     vectors_PE = torch.randn(len(world.snapshot), 8, generator=torch.Generator().manual_seed(0))
     (generation.folder / INDEX).unlink()
@@ -226,7 +226,7 @@ def test_a_bag_has_no_network_for_onnx(world: World, tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["run"]
 
 
-def test_onnx_wants_its_packages(answering: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onnx_names_its_missing_packages(answering: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("realmops.commands.export.find_spec", lambda name: None)
     result = cli("export", tmp_path / "out", "--format", "onnx", "--root", answering / "root")
     assert result.exit_code == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -13,14 +12,12 @@ import pytest
 import yaml
 from click.testing import Result
 from hub_server import TOKEN, Hub, Repository, running_hub
-from huggingface_hub import CommitOperationAdd, EvalResult, HfApi, ModelCard
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub import EvalResult, ModelCard
 from serving import tuned
 from small_project import cli
 from small_readers import write_reader
 
 from realmops import artifacts
-from realmops.commands.hub_upload import HubRepository
 from realmops.evaluate.model_index import reader_results, retriever_results
 
 NAME = "ann/towns"
@@ -75,25 +72,10 @@ def test_a_push_makes_a_private_repository_of_the_folder_with_measured_figures(
     assert TOKEN not in result.output
 
 
-def test_large_files_go_to_xet_where_it_is_installed(
-    answering: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    with running_hub(tmp_path / "hub", has_xet=True) as hub:
-        result = push(tmp_path / "out", answering)
-        assert result.exit_code == 0, result.output
-        files = hub.repositories[NAME].files
-        expected = {".gitattributes": b""} | contents(tmp_path / "out")
-        large = [name for name in expected if name.endswith(".safetensors")]
-        assert large
-        expected |= {name: hashlib.sha256(expected[name]).hexdigest().encode() for name in large}
-        assert files == expected
-        assert not [path for _, path in hub.writes if "lfs" in path]
-
-
 def test_a_reader_is_pushed_with_exact_match_and_f1(hub: Hub, trained: Path, tmp_path: Path) -> None:
     project = Path(shutil.copytree(trained, tmp_path / "project"))
-    tuned(project, reader={"init": str(write_reader(tmp_path / "init", "bert"))}, finetune={"epochs": 0.0})
+    init = {"init": str(write_reader(tmp_path / "init", "bert"))}
+    tuned(project, reader=init, finetune={"epochs": 0.0}, pretrain={"steps": 0}, ict={"reader_steps": 0})
     result = push(tmp_path / "out", project, "--format", "reader")
     assert result.exit_code == 0, result.output
     repository, metrics = hub.repositories[NAME], evaluated(project)
@@ -125,40 +107,6 @@ def test_a_later_push_replaces_the_files_and_keeps_licence_and_files_of_people(
     artifacts.read_manifest(tmp_path / "second", "export")
     assert push(tmp_path / "second", answering).exit_code == 0
     assert len(repository.commits) == 3, "nothing changed"
-
-
-@pytest.mark.parametrize("name", ["towns", "ann/towns/more", "ann/a--b", "ann/", "https://hub.example/ann/towns"])
-def test_a_wrong_name_is_refused_before_anything_is_sent(name: str, hub: Hub, answering: Path, tmp_path: Path) -> None:
-    result = push(tmp_path / "out", answering, name=name)
-    assert result.exit_code == 2
-    assert f"--push {name}: " in result.stderr
-    assert "expected OWNER/NAME" in result.stderr
-    assert not hub.requests
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_missing_token_is_refused_before_anything_is_sent(
-    hub: Hub, answering: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_TOKEN", " ")
-    result = push(tmp_path / "out", answering)
-    assert result.exit_code == 2
-    assert f"--push {NAME}: HF_TOKEN is not set" in result.stderr
-    assert not hub.requests
-    assert not (tmp_path / "out").exists()
-
-
-def test_empty_folders_and_tables_of_documents_send_nothing(hub: Hub, answering: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty/root").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"holds no manifest\.json"):
-        HubRepository(NAME, "export").upload(tmp_path / "empty")
-    assert push(tmp_path / "out", tmp_path / "empty").exit_code == 2
-    for format in ("parquet", "trec"):
-        result = push(tmp_path / "out", answering, "--format", format)
-        assert result.exit_code == 2
-        assert f"--format {format} has texts of your own" in result.stderr
-    assert not hub.requests
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("manifest", [None, b"{}", b"[1]"])
@@ -228,19 +176,3 @@ def test_an_index_has_the_figures_of_this_retriever_and_of_people() -> None:
     assert [(row.metric_type, row.metric_value) for row in results] == [("ndcg_at_10", 0.625), ("recall_at_5", 0.75)]
     assert results[0].dataset_args == {"questions": 6}
     assert reader_results("test.jsonl", {"questions": 40}) == []
-
-
-def test_the_stand_in_refuses_what_the_hub_refuses(hub: Hub, tmp_path: Path) -> None:
-    api = HfApi(token=TOKEN)
-    api.create_repo(NAME)
-    index = "model-index:\n- name: towns\n  results: [{task: {}}]\n"
-    (tmp_path / "README.md").write_text(f"---\nlicense: mit\n{index}---\n")
-    with pytest.raises(ValueError, match=r"Invalid metadata in README\.md"):
-        api.upload_folder(repo_id=NAME, folder_path=tmp_path)
-    with pytest.raises(HfHubHTTPError, match="409"):
-        api.create_repo(NAME)
-    large = CommitOperationAdd("model.safetensors", b"\0" * 600)
-    large._upload_mode, large._is_uploaded = "lfs", True  # as if it were uploaded
-    with pytest.raises(HfHubHTTPError, match="does not exist"):
-        api.create_commit(NAME, [large], commit_message="without its bytes")
-    assert hub.repositories[NAME].files == {".gitattributes": b""}

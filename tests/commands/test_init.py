@@ -23,7 +23,6 @@ from small_world import DOCUMENTS
 
 from realmops import __version__, config
 from realmops.answering.own_questions import WHAT_THEY_BRING
-from realmops.commands import init
 from realmops.config_yaml import read_params
 from realmops.questions.question_sets import read_questions
 from realmops.stages import STAGES, stages_to_run
@@ -135,11 +134,6 @@ def test_encoder_gpu_and_size_choose_the_presets(
     assert (values["retriever"] or {}).get("pooling") == ("mean" if is_plain else None)
     stages = yaml.safe_load((tmp_path / "mine" / "dvc.yaml").read_text())["stages"]
     assert stages["snapshot"]["params"] == ["presets", "snapshot", "bert", "retriever.init"]
-    monkeypatch.setattr(init, "find_spec", lambda name: None)
-    monkeypatch.setattr(choose_models, "version", lambda name: "2.9.1+cpu")
-    told = made(tmp_path / "other", "--documents", documents, "--encoder", encoder)
-    assert "GPU" not in told, "torch uses none"
-    assert "or with DVC (pip install 'realmops[dvc]'): " in told
 
 
 def test_questions_are_split_once_and_for_all(tmp_path: Path) -> None:
@@ -156,7 +150,7 @@ def test_questions_are_split_once_and_for_all(tmp_path: Path) -> None:
         assert lines == (again / f"questions/{name}.jsonl").read_text().splitlines()[: len(lines)]
 
 
-def test_files_that_are_named_by_their_parts_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_files_named_by_their_splits_are_used_unchanged(tmp_path: Path) -> None:
     folder = with_documents(tmp_path / "mine")
     files = [questions(folder / f"my.{name}.jsonl", 5) for name in ("test", "train", "dev")]
     made(folder, "--documents", folder / "documents.jsonl", *(word for file in files for word in ("--questions", file)))
@@ -166,58 +160,41 @@ def test_files_that_are_named_by_their_parts_are_taken_as_they_are(tmp_path: Pat
     assert "questions" not in [path.name for path in folder.iterdir()]
 
 
-def test_a_split_is_a_whole_word_of_a_file_name(tmp_path: Path) -> None:
-    """``test`` is no word of ``latest_dev``, nor ``train`` of ``constraints``."""
-    folder = with_documents(tmp_path / "mine")
-    files = [questions(folder / f"{name}.jsonl", 5) for name in ("latest_dev", "my-TRAIN", "final.test")]
-    made(folder, "--documents", folder / "documents.jsonl", *(word for file in files for word in ("--questions", file)))
-    assert read_params(folder / "params.yaml")[1]["questions"] == {
-        "train": "my-TRAIN.jsonl", "dev": "latest_dev.jsonl", "test": "final.test.jsonl",
-    }  # fmt: skip
-    assert match_splits([Path("latest_dev.jsonl"), Path("constraints.jsonl"), Path("test.jsonl")]) == {}
-    assert match_splits([Path("train/a.jsonl"), Path("dev/a.jsonl"), Path("test/a.jsonl")]) == {}, "folders' names"
+def test_a_split_is_a_whole_word_of_a_file_name() -> None:
+    names = {"dev": "latest_dev.jsonl", "train": "my-TRAIN.jsonl", "test": "final.test.jsonl"}
+    files = {split: Path(name) for split, name in names.items()}
+    assert match_splits([*files.values()]) == files
+    for no_splits in (["latest_dev.jsonl", "constraints.jsonl", "test.jsonl"], ["train/a.jsonl", "dev/a.jsonl"]):
+        assert match_splits([*map(Path, no_splits)]) == {}
     assert match_splits([Path("train_dev_test.jsonl")]) == {}, "one file for all is split"
+    for name, message in (
+        ("test_2.jsonl", r"final\.test\.jsonl and test_2\.jsonl both match questions\.test; give one file for each of"),
+        ("train_test.jsonl", r"train_test\.jsonl: no split in the name; give one file for each of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            match_splits([*files.values(), Path(name)])
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("name", "language", "line"),
     [
-        ("test_2.jsonl", "test.jsonl and mine/test_2.jsonl both match questions.test; give one file for each of"),
-        ("train_test.jsonl", "--questions: mine/train_test.jsonl: no split in the name; give one file for each of"),
-        ("others.jsonl", "--questions: mine/others.jsonl: no split in the name; give one file for each of"),
+        ("german", "de", "language: German 100% (snapshot.language: de)"),
+        ("both", "auto", "language: English 67%, German 33% (snapshot.language: auto)"),
+        ("english", "en", ""),
     ],
 )
-def test_question_files_of_no_clear_split_are_refused(
-    more: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = with_documents(tmp_path / "mine")
-    monkeypatch.chdir(tmp_path)
-    names = ("train.jsonl", "dev.jsonl", "test.jsonl", more)
-    files = [questions(folder / name, 5).relative_to(tmp_path) for name in names]
-    before = sorted(folder.rglob("*"))
-    words = [word for file in files for word in ("--questions", str(file))]
-    result = cli("init", "mine", "--documents", "mine/documents.jsonl", *words)
-    assert (result.exit_code, told in " ".join(result.stderr.split())) == (2, True), result.stderr
-    assert sorted(folder.rglob("*")) == before
-
-
-def test_sixty_questions_are_split_and_one_fewer_is_refused(tmp_path: Path) -> None:
-    folder = with_documents(tmp_path / "mine")
-    words = ("--documents", folder / "documents.jsonl", "--questions", tmp_path / "asked.jsonl")
-    questions(tmp_path / "asked.jsonl", 59)
-    result = cli("init", folder, *words)
-    assert (result.exit_code, "59 questions; at least 60 are needed" in result.stderr) == (2, True)
-    questions(tmp_path / "asked.jsonl", 60)
-    made(folder, *words)
-    assert sum(len(path.read_text().splitlines()) for path in (folder / "questions").iterdir()) == 60
-
-
-def test_pipes_among_documents_are_counted_and_as_questions_refused(tmp_path: Path) -> None:
-    folder = with_documents(tmp_path / "mine")
-    os.mkfifo(folder / "pipe.jsonl")
-    result = cli("init", folder, "--documents", folder, "--questions", folder / "pipe.jsonl")
-    assert (result.exit_code, "pipe.jsonl: cannot be read: it is a pipe" in result.stderr) == (2, True)
-    assert "documents: 1 jsonl, 1 unread, " in made(folder, "--documents", folder)
+def test_languages_of_documents_are_detected(name: str, language: str, line: str, tmp_path: Path) -> None:
+    german = "Die Stadt wurde von ihren Bewohnern am Fluss erbaut, und viele Menschen leben heute noch dort. " * 30
+    english = "The town was built by the people of the valley, and many of them live in it to this day. " * 30
+    texts = {"german": [german], "both": [english, german, english], "english": [english]}[name]
+    documents = [{"title": "", "text": text} for text in texts]
+    small_project.write_json_lines(tmp_path / "documents.jsonl", documents)
+    asked = questions(tmp_path / "questions.jsonl", 60)
+    printed = made(tmp_path / "mine", "--documents", tmp_path / "documents.jsonl", "--questions", asked)
+    values = config.load_params(tmp_path / "mine" / "params.yaml")
+    assert line in printed
+    assert (values["snapshot"]["language"], values["tag"]["method"]) == (language, "phrases")
+    assert ("as the public tagged sentences are English" in printed) == bool(line)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +206,7 @@ def test_pipes_among_documents_are_counted_and_as_questions_refused(tmp_path: Pa
         (["--documents", "documents.jsonl", "--questions", "documents.jsonl"], "documents.jsonl"),
     ],
 )
-def test_what_cannot_be_is_told_and_nothing_is_written(
+def test_bad_input_is_refused_and_nothing_is_written(
     words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = with_documents(tmp_path / "mine")
@@ -277,7 +254,7 @@ def test_a_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
         (("mine/.git", "mine/.dvc"), "dvc repro"),
     ],
 )
-def test_it_says_how_dvc_begins_here(there: tuple[str, ...], words: str, tmp_path: Path) -> None:
+def test_the_last_line_has_the_commands_that_initialise_dvc(there: tuple[str, ...], words: str, tmp_path: Path) -> None:
     """And what it says works: dvc repro then knows the chain."""
     for name in there:
         (tmp_path / name).mkdir(parents=True)
@@ -296,39 +273,6 @@ def test_it_says_how_dvc_begins_here(there: tuple[str, ...], words: str, tmp_pat
             setting, shell=True, cwd=folder, capture_output=True, text=True, env={**os.environ, "PATH": path}
         )
         assert listed.stdout.split()[-len(STAGES) :] == [*STAGES], listed.stderr
-
-
-def test_a_broken_record_is_told_of_at_once(tmp_path: Path) -> None:
-    (tmp_path / "documents.jsonl").write_text('{"title": "A", "text": "x"}\n{"title": "B", "te')
-    told = made(tmp_path / "mine", "--documents", tmp_path / "documents.jsonl")
-    assert f"documents: {tmp_path / 'documents.jsonl'}:2: not valid JSON" in told
-
-
-def test_other_languages_are_told_of(tmp_path: Path) -> None:
-    german = "Die Stadt wurde von ihren Bewohnern am Fluss erbaut, und viele Menschen leben heute noch dort. " * 30
-    english = "The town was built by the people of the valley, and many of them live in it to this day. " * 30
-    chinese = "这座城市由山谷里的人们建造，其中许多人至今仍住在这里。" * 30
-    for name, texts, language, told in (
-        ("german", [german], "de", "language: German 100% (snapshot.language: de)"),
-        ("chinese", [chinese], "zh", "language: Chinese 100% (snapshot.language: zh)"),
-        ("both", [english, german, english], "auto", "language: English 67%, German 33% (snapshot.language: auto)"),
-        ("english", [english], "en", ""),
-    ):
-        documents = [{"title": "", "text": text} for text in texts]
-        small_project.write_json_lines(tmp_path / "documents.jsonl", documents)
-        said = made(tmp_path / name, "--documents", tmp_path / "documents.jsonl")
-        values = config.load_params(tmp_path / name / "params.yaml")
-        assert told in said
-        assert ("language: " in said) == bool(told)
-        assert values["snapshot"]["language"] == language
-        assert values["tag"]["method"] == "phrases"
-        asked = made(
-            tmp_path / f"{name}-questions", "--documents", tmp_path / "documents.jsonl",
-            "--questions", questions(tmp_path / "questions.jsonl", 60),
-        )  # fmt: skip
-        assert "reader: trained on your questions" in asked
-        assert ("as the public tagged sentences are English" in asked) == bool(told)
-        assert ("run 'realmops public-data ner'" in asked) != bool(told), "nothing can be downloaded here"
 
 
 # What a cluster gets
@@ -491,9 +435,3 @@ def test_a_beir_folder_has_documents_and_judged_questions(
             f"data/cloze/questions.{split}.jsonl" for split in ("train", "dev")
         }
     assert (values["reader"]["init"], values["finetune"]["epochs"]) == ("none", 0)
-
-
-def test_a_beir_folder_without_a_split_to_measure_is_an_error(tmp_path: Path) -> None:
-    result = cli("init", tmp_path / "mine", "--documents", beir_folder(tmp_path / "beir", {"train": 3}))
-    assert "qrels has the splits train; one of test, dev and validation is needed" in result.stderr
-    assert not (tmp_path / "mine").exists()

@@ -117,7 +117,7 @@ def test_other_languages_get_a_multilingual_reader_whose_licence_may_be_unknown(
     assert values["reader"]["init"] == MULTILINGUAL_READERS[0]
 
 
-def test_without_a_reader_the_first_line_says_search_not_answers(tmp_path: Path, hub: type[Hub]) -> None:
+def test_without_a_reader_the_first_line_is_search_not_answers(tmp_path: Path, hub: type[Hub]) -> None:
     lines, values = created(tmp_path / "asked", "--no-reader")
     assert lines[0] == "search, not answers: no reader, by --no-reader"
     assert values["reader"]["init"] == "none"
@@ -142,16 +142,3 @@ def test_a_reader_is_trained_further_on_questions_of_people(tmp_path: Path, hub:
     lines, values = created(tmp_path / "own", "--questions", questions)
     assert "trained on your questions from the encoder" in line(lines, "reader: ")
     assert values["reader"]["init"] == "encoder"
-
-
-def test_a_folder_that_is_no_reader_is_refused_before_anything_is_written(tmp_path: Path, hub: type[Hub]) -> None:
-    (tmp_path / "folder").mkdir()
-    small_project.write_documents(tmp_path / "documents.jsonl")
-    words = ("--documents", tmp_path / "documents.jsonl", "--reader", tmp_path / "folder")
-    result = cli("init", tmp_path / "mine", *words)
-    assert result.exit_code == 2
-    assert "lacks config.json, model.safetensors" in result.stderr
-    assert "the folder of a reader of answer spans has config.json" in result.stderr
-    assert not (tmp_path / "mine").exists()
-    result = cli("init", tmp_path / "mine", *words, "--no-reader")
-    assert "--reader and --no-reader exclude each other" in result.stderr

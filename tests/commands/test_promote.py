@@ -126,11 +126,9 @@ def test_the_version_belongs_to_the_run_that_was_tracked(project: Path) -> None:
 @pytest.mark.parametrize(
     ("theirs", "ours", "margin", "promoted", "told"),
     [
-        (0, 10, "0", True, "EM: 1.000 against 0.000, difference +1.000, 95 % interval +1.000 to +1.000"),
         (0, 5, "0.5", True, "EM: 0.500 against 0.000, difference +0.500, 95 % interval +0.200 to +0.800"),
         (0, 5, "0.6", False, "EM: 0.500 against 0.000, difference +0.500, 95 % interval +0.200 to +0.800"),
         (0, 1, "0", False, "difference +0.100, 95 % interval +0.000"),
-        (5, 0, "0", False, "EM: 0.000 against 0.500, difference -0.500"),
     ],
 )
 def test_a_run_is_promoted_that_is_better_by_the_margin_and_the_interval(
@@ -295,7 +293,7 @@ def test_a_champion_that_came_while_the_model_was_loaded_stays(
     assert theirs[0] == 3
 
 
-def test_a_champion_of_somebody_else_is_left_alone(project: Path) -> None:
+def test_a_champion_of_another_program_is_left_alone(project: Path) -> None:
     client = mlflow_client(database(project))
     client.create_registered_model("theirs")
     client.create_model_version("theirs", (project / "root").as_uri())
@@ -472,26 +470,6 @@ def test_a_champion_can_be_copied_later(another: Path, server: str) -> None:
     assert mlflow.pyfunc.load_model("models:/later@champion").predict(["Who wrote a novel?"])
     for options in ((), ("--copy",)):
         assert "models:/later/2 is already the champion" in promote(another, "later", *options).stdout
-
-
-def test_a_model_that_finds_by_words_takes_their_index_along(another: Path, server: str) -> None:
-    import mlflow
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "executable", "/bin/true")
-        for name in ("finetune", "evaluate"):
-            words = ("--set", "finetune.retriever=bm25", "--set", "finetune.reader=ict")
-            assert run(another, "run", name, *words).exit_code == 0
-    rows = read_predictions(another / "root/results/predictions.parquet")
-    for name, options in (("copied_words", ("--copy",)), ("words", ())):
-        assert promote(another, name, *options).exit_code == 0
-        assert (another / "root/promoted").exists() is not bool(options)
-        if options:
-            shutil.move(another / "root", another / "away")
-        found = mlflow.pyfunc.load_model(f"models:/{name}@champion").predict([row.question for row in rows])
-        if options:
-            shutil.move(another / "away", another / "root")
-        assert [[p["passage_id"] for p in one["passages"]] for one in found] == [list(row.passage_ids) for row in rows]
 
 
 # ---- the champion served

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from small_project import Quiet, cli, stage, toy_values, write_json_lines
+from small_project import Quiet, cli, stage, toy_values
 
 from realmops.artifacts import read_manifest
 from realmops.commands.report import ask_commands
@@ -53,21 +53,6 @@ def test_an_earlier_result_is_replaced_and_nothing_else(tmp_path: Path, trec: Pa
     assert result.exit_code == 2
     assert "was not written by this command" in result.stderr
     assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
-
-
-@pytest.mark.parametrize("name", ["thesis.txt", "notes/thesis.txt", "questions.jsonl"])
-def test_what_a_user_put_beside_an_earlier_result_is_kept(tmp_path: Path, trec: Path, name: str) -> None:
-    """A file of another name, in a folder, or one of the command's own that was corrected by hand."""
-    out = tmp_path / "out"
-    assert cli("questions", trec, "--out", out).exit_code == 0
-    mine = out / name
-    mine.parent.mkdir(exist_ok=True)
-    mine.write_text("five years of work")
-    result = cli("questions", trec, "--out", out)
-    assert result.exit_code == 2
-    assert str(mine) in result.stderr
-    assert "name another folder" in result.stderr
-    assert mine.read_text() == "five years of work"
 
 
 def test_a_bad_file_leaves_nothing(tmp_path: Path, trec: Path) -> None:
@@ -146,16 +131,6 @@ def test_expressions_go_from_training_to_the_explanation(project: Path, monkeypa
     assert predictions[2].first_hit == -1
     assert all(len(p.p_z) == len(p.passage_spans) == len(p.passage_scores) == 5 for p in predictions)
     assert all(max(p.passage_scores) == p.span_score for p in predictions)  # type: ignore[type-var]
-
-
-def test_expressions_and_words_are_evaluated_apart(project: Path) -> None:
-    mixed = write_json_lines(
-        project / "mixed.jsonl",
-        [{"question": "a?", "answers": ["b"]}, {"question": "c?", "answers": ["d"], "is_regex": True}],
-    )
-    result = cli("ceilings", mixed, "--root", project / "root")
-    assert result.exit_code == 2
-    assert "evaluate them separately" in result.stderr
 
 
 def test_the_report_proposes_a_question_that_is_answered(copy: Path) -> None:

@@ -1,7 +1,5 @@
 """Quotations stand where answers say: in every document format, and what is wrong is told."""
 
-import csv
-import gzip
 import json
 import subprocess
 import sys
@@ -34,23 +32,9 @@ def jsonl(folder: Path) -> Path:
     return write_json_lines(folder / "documents.jsonl", [*RECORDS, {"title": "", "text": TEXTS[0]}])
 
 
-def packed_jsonl(folder: Path) -> Path:
-    path = folder / "documents.jsonl.gz"
-    path.write_bytes(gzip.compress(jsonl(folder).read_bytes()))
-    (folder / "documents.jsonl").unlink()
-    return path
-
-
 def parquet(folder: Path) -> Path:
     pq.write_table(pa.Table.from_pylist(RECORDS), folder / "documents.parquet")
     return folder / "documents.parquet"
-
-
-def dataset(folder: Path) -> Path:
-    datasets = pytest.importorskip("datasets")
-    datasets.disable_progress_bars()
-    datasets.Dataset.from_list(RECORDS).save_to_disk(str(folder / "dataset"))
-    return folder / "dataset"
 
 
 def text(folder: Path) -> Path:
@@ -63,28 +47,15 @@ def text(folder: Path) -> Path:
     return files
 
 
-def mediawiki(folder: Path) -> Path:
-    pages = "".join(
-        f"<page><title>T{n}</title><ns>0</ns><id>{n + 1}</id><revision><id>1</id><text>'''T{n}''' [[x|of]] "
-        f"{text} {{{{stub}}}}\n== More ==\nIt is [[Oslo]].</text></revision></page>"
-        for n, text in enumerate(TEXTS)
-    )
-    names = '<namespace key="0" />'
-    path = folder / "dump.xml"
-    path.write_text(f"<mediawiki><siteinfo><namespaces>{names}</namespaces></siteinfo>{pages}</mediawiki>")
-    return path
-
-
-def warc(folder: Path) -> Path:
-    def record(body: str, number: int) -> bytes:
-        page = f"<html><head><title>T</title></head><body><p>{body}</p></body></html>"
-        block = f"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=utf-8\r\n\r\n{page}".encode()
-        head = f"WARC/1.0\r\nWARC-Type: response\r\nWARC-Target-URI: http://a.no/{number}\r\n"
-        return f"{head}Content-Length: {len(block)}\r\n\r\n".encode() + block + b"\r\n\r\n"
-
-    path = folder / "pages.warc"
-    path.write_bytes(b"".join(record(text, number) for number, text in enumerate(TEXTS)))
-    return path
+def paged(folder: Path) -> Path:
+    files = folder / "paged"
+    files.mkdir()
+    pages = "Anna Berg wrote The Cold\nSea. It rained in Oslo.", "A café owner from Bergen sang of it."
+    (files / "a.pdf").write_bytes(pdf(*pages))
+    (files / "b.docx").write_bytes(docx(*TEXTS, cells=pages))
+    (files / "c.pptx").write_bytes(pptx(*TEXTS, notes=pages[0]))
+    (files / "d.xlsx").write_bytes(xlsx({"A": [[*pages]], "B": [[1.5, *pages]]}))
+    return files
 
 
 def answers_of(snapshot: Snapshot) -> list[dict[str, Any]]:
@@ -102,31 +73,8 @@ def silent(label: str, total: int, unit: str) -> Callable[[int], None]:
     return lambda done: None
 
 
-def csv_and_rst(folder: Path) -> Path:
-    files = folder / "tables"
-    files.mkdir()
-    with open(files / "a.csv", "w", newline="") as file:
-        csv.writer(file).writerows([["title", "text"], *([one["title"], one["text"]] for one in RECORDS)])
-    (files / "b.rst").write_text(f"Title\n=====\n\n{TEXTS[1]} *Emphasis* of words.\n\n- one\n")
-    return files
-
-
-def paged(folder: Path) -> Path:
-    files = folder / "paged"
-    files.mkdir()
-    pages = "Anna Berg wrote The Cold\nSea. It rained in Oslo.", "A café owner from Bergen sang of it."
-    (files / "a.pdf").write_bytes(pdf(*pages))
-    (files / "b.docx").write_bytes(docx(*TEXTS, cells=pages))
-    (files / "c.pptx").write_bytes(pptx(*TEXTS, notes=pages[0]))
-    (files / "d.xlsx").write_bytes(xlsx({"A": [[*pages]], "B": [[1.5, *pages]]}))
-    return files
-
-
-FORMATS = (jsonl, packed_jsonl, parquet, dataset, text, mediawiki, warc, csv_and_rst, paged)
-
-
-@pytest.mark.parametrize("write", FORMATS, ids=lambda write: write.__name__)
-def test_every_quotation_of_every_format_stands_in_its_source(tmp_path: Path, write: Callable[[Path], Path]) -> None:
+@pytest.mark.parametrize("write", [jsonl, text, paged], ids=lambda write: write.__name__)
+def test_every_quotation_is_in_its_source(tmp_path: Path, write: Callable[[Path], Path]) -> None:
     documents = write(tmp_path)
     snapshot = build_snapshot(tmp_path, documents, block_wordpieces=24)
     assert len(snapshot) > 2, "documents are cut, so that passages begin inside of them"
@@ -137,7 +85,7 @@ def test_every_quotation_of_every_format_stands_in_its_source(tmp_path: Path, wr
     assert (verdict.answers, verdict.quotations) == (len(snapshot), 2 * len(snapshot))
     uris = {snapshot.uri(p) for p in range(len(snapshot))}
     files = {path.relative_to(documents).as_posix() for path in documents.rglob("*")} or {documents.name}
-    assert uris <= files | {"dataset", "http://w/0", "http://w/1", "http://a.no/0", "http://a.no/1"}, uris
+    assert uris <= files
 
 
 @pytest.mark.parametrize(
@@ -149,7 +97,7 @@ def test_every_quotation_of_every_format_stands_in_its_source(tmp_path: Path, wr
         ({"end": 10**9}, "at 0 to 1000000000"),
     ],
 )
-def test_a_quotation_that_stands_elsewhere_is_told_by_both(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+def test_a_wrong_quotation_is_reported_by_command_and_script(tmp_path: Path, change: dict[str, Any], told: str) -> None:
     documents = write_json_lines(tmp_path / "documents.jsonl", [{"id": "a", "title": "A", "text": "Anna Berg in Oslo"}])
     right = {"document_id": "a", "start": 0, "end": 4, "quote": "Anna"}
     several = {"answers": [{"answer": "", "citations": [right | change], "passages": []}]}
@@ -163,13 +111,6 @@ def test_a_quotation_that_stands_elsewhere_is_told_by_both(tmp_path: Path, chang
     assert f"{answers}:2: citations[0]: " in result.stderr
     alone = subprocess.run([sys.executable, "-I", SCRIPT, answers, documents], capture_output=True, text=True)
     assert (alone.returncode, alone.stdout) == (1, "2 quotations checked, 1 wrong\n"), alone.stderr
-
-
-def test_an_answer_without_its_source_is_wrong(tmp_path: Path) -> None:
-    documents = jsonl(tmp_path)
-    answers = write_json_lines(tmp_path / "a.jsonl", [{"answer": "Oslo", "citations": [], "passages": []}])
-    result = cli("verify", answers, documents)
-    assert (result.exit_code, "the answer 'Oslo' has the quote None" in result.stderr) == (1, True)
 
 
 def test_an_error_next_to_an_answer_does_not_hide_the_answer(tmp_path: Path) -> None:
@@ -230,15 +171,3 @@ def test_documents_are_numbered_over_files_and_batches(tmp_path: Path) -> None:
     snapshot = build_snapshot(tmp_path, folder)
     assert np.array_equal(snapshot.places, [[0, 0], [1, 0], [2, 0], [3, 0], [4, 0]])
     assert [snapshot.uri(p) for p in range(5)] == ["a.jsonl", "a.jsonl", "b.jsonl", "b.jsonl", "b.jsonl"]
-
-
-@pytest.mark.parametrize("key", ["answer", "citations", "passages"])
-@pytest.mark.parametrize(
-    "value", [1, True, "x", None, [], [1], [None], {}, [{"start": "1"}], [{"document_id": "a", "start": 0, "end": 1}]]
-)
-def test_a_damaged_record_is_named(tmp_path: Path, key: str, value: Any) -> None:
-    good = {"answer": "", "citations": [], "passages": []}
-    (tmp_path / "answers.jsonl").write_text(json.dumps(good) + "\n" + json.dumps(good | {key: value}))
-    done = cli("verify", tmp_path / "answers.jsonl", jsonl(tmp_path))
-    assert done.exit_code in (0, 1, 2)
-    assert done.exit_code == 0 or "answers.jsonl:2" in done.output.replace("\n", "")

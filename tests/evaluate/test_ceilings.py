@@ -14,7 +14,7 @@ from realmops.questions.answer_matching import compile_expression, contains_answ
 from realmops.questions.question_sets import Question
 
 
-def test_answered_in_corpus_looks_only_for_open_questions() -> None:
+def test_answered_in_corpus_searches_for_open_questions_alone() -> None:
     rule = "token_boundary"
     assert answered_in_corpus(QUESTIONS, TEXTS, rule=rule).tolist() == [True, True, False]
     assert answered_in_corpus(QUESTIONS, TEXTS[:3], rule=rule).tolist() == [True, False, False]
@@ -78,7 +78,7 @@ def test_an_expression_that_gives_nothing_back_ends_with_its_passage() -> None:
         assert answered_in_corpus([question], ["tor mill", "5"], rule="regex_search").tolist() == [True]
 
 
-def test_an_expression_that_is_slow_over_many_passages_is_looked_for_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expression_that_is_slow_over_many_passages_is_matched_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a slow match in one passage counts against it."""
     monkeypatch.setattr("realmops.questions.answer_matching.MATCH_SECONDS", 0.02)
     question = Question("q", "?", (r"(a+)+b?c",), is_regex=True)

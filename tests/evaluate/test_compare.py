@@ -2,16 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from small_project import cli
 from test_predictions import PREDICTION
 
 from realmops.evaluate.compare import compare_runs, format_comparison, question_origin, read_paired
 from realmops.evaluate.exact_match import paired_bootstrap
-from realmops.evaluate.predictions import write_predictions
+from realmops.evaluate.predictions import Prediction, write_predictions
 
 
 def results(folder: Path, right: list[bool], first: int = 0, first_hit: int = 0) -> Path:
@@ -60,46 +57,39 @@ def test_questions_are_paired_by_id(tmp_path: Path) -> None:
     assert compare_runs(ours, tmp_path / "b", seed=0)[0].difference.mean == 0
 
 
-def test_other_questions_are_refused(tmp_path: Path) -> None:
-    ours, theirs = results(tmp_path / "a", [True] * 5), results(tmp_path / "b", [True] * 2, first=4)
-    result = cli("compare", ours, theirs)
-    assert result.exit_code == 2
-    told = "different questions (5 and 2): 4 (q0, q1, q2, ...) only in the first, 1 (q5) only in the second"
-    assert told in result.stderr
-    result = cli("compare", ours, tmp_path)
-    assert result.exit_code == 2
-    assert "predictions.parquet does not exist; run 'realmops run evaluate' there first" in result.stderr
-
-
-@pytest.mark.parametrize("other", [{"question": "Another one?"}, {"answers": ("another one",)}])
-def test_an_id_alone_pairs_no_questions(tmp_path: Path, other: dict[str, Any]) -> None:
-    """Ids are unique in one file only: two sets with the ids 1, 2, 3 gave an interval once."""
-    rows = [replace(PREDICTION, question_id=name) for name in "123"]
-    ours, theirs = results(tmp_path / "a", []), results(tmp_path / "b", [])
-    write_predictions(ours / "predictions.parquet", rows)
-    write_predictions(theirs / "predictions.parquet", [rows[0], *(replace(row, **other) for row in rows[1:])])
-    result = cli("compare", ours, theirs)
-    assert result.exit_code == 2
-    assert "id '2' is a different question in" in result.stderr
-    assert "evaluate both runs on the same questions" in result.stderr
+GENERATED = replace(PREDICTION, em=None, f1=None, failed_at=None, generated=True)
+PERSON, FIVE = [PREDICTION, PREDICTION], [PREDICTION] * 5
 
 
 @pytest.mark.parametrize(
-    ("rules", "comparable"),
-    [(("en", "de"), False), (("en", "regex"), False), (("de", "de"), True), ((None, "de"), True)],
-)
-def test_answers_that_are_judged_by_other_rules_are_not_compared(
-    tmp_path: Path, rules: tuple[str | None, str], comparable: bool
+    ("ours", "theirs", "message"),
+    [
+        (FIVE, [replace(PREDICTION, question_id="q6")], r"\(5 and 1\): 5 \(q0, q1, q2, ...\) only in .* 1 \(q6\)"),
+        (PERSON, [PREDICTION, replace(PREDICTION, question="Another one?")], "id 'q1' is a different question in"),
+        (PERSON, [PREDICTION, replace(PREDICTION, answers=("another",))], "id 'q1' is a different question in"),
+        ([replace(PREDICTION, answer_rule="en")], [replace(PREDICTION, answer_rule="de")], "'en' in .* 'de' in"),
+        ([GENERATED] * 2, PERSON, "generated questions and .* questions of people; EM is"),
+        ([GENERATED] * 2, [PREDICTION, GENERATED], "generated questions and .* questions of people and generated ones"),
+        ([GENERATED, PREDICTION], [PREDICTION, GENERATED], "'q0' was generated from the documents in one of"),
+    ],
+)  # fmt: skip
+def test_runs_on_other_questions_are_refused(
+    ours: list[Prediction], theirs: list[Prediction], message: str, tmp_path: Path
 ) -> None:
-    """ "der Mann" is "Mann" in German alone; None is of an earlier version, which did not write the rule."""
+    """Ids are unique in one file only: two sets with the ids 1, 2, 3 gave an interval once."""
+    for folder, rows in (("a", ours), ("b", theirs)):
+        named = [row if row.question_id != "q1" else replace(row, question_id=f"q{n}") for n, row in enumerate(rows)]
+        write_predictions(results(tmp_path / folder, []) / "predictions.parquet", named)
+    with pytest.raises(ValueError, match=message):
+        read_paired(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("rules", [("de", "de"), (None, "de")])
+def test_answers_of_one_rule_are_compared(tmp_path: Path, rules: tuple[str | None, str]) -> None:
+    """None is of an earlier version, which did not write the rule."""
     for name, rule in zip("ab", rules, strict=True):
         write_predictions(results(tmp_path / name, []) / "predictions.parquet", [replace(PREDICTION, answer_rule=rule)])
-    result = cli("compare", tmp_path / "a", tmp_path / "b")
-    assert result.exit_code == (0 if comparable else 2), result.output
-    assert (
-        comparable
-        or f"normalised by the rules of {rules[0]!r} in {tmp_path / 'a'} and of {rules[1]!r} in" in result.stderr
-    )
+    assert read_paired(tmp_path / "a", tmp_path / "b")
 
 
 def test_the_order_of_the_answers_makes_no_other_question(tmp_path: Path) -> None:
@@ -107,9 +97,6 @@ def test_the_order_of_the_answers_makes_no_other_question(tmp_path: Path) -> Non
     for folder, answers in ((ours, ("x", "y")), (theirs, ("y", "x"))):
         write_predictions(folder / "predictions.parquet", [replace(PREDICTION, answers=answers)])
     assert compare_runs(ours, theirs, seed=0)[0].questions == 1
-
-
-GENERATED = replace(PREDICTION, em=None, f1=None, failed_at=None, generated=True)
 
 
 def test_generated_questions_compare_retrieval_and_nothing_else(tmp_path: Path) -> None:
@@ -131,38 +118,6 @@ def test_in_a_mixture_em_is_that_of_people(tmp_path: Path) -> None:
     em, recall = compare_runs(tmp_path / "a", tmp_path / "b", seed=0)
     assert (em.measure, em.questions, em.first, em.second) == ("EM", 1, 1.0, 0.0)
     assert (recall.measure, recall.questions) == ("recall@5", 4)
-
-
-@pytest.mark.parametrize(
-    ("theirs", "message"),
-    [
-        ([PREDICTION, PREDICTION], "was evaluated on generated questions and"),
-        ([PREDICTION, GENERATED], "was evaluated on generated questions and"),
-    ],
-)
-def test_questions_of_another_origin_are_refused(tmp_path: Path, theirs: list[Any], message: str) -> None:
-    for folder, rows in (("a", [GENERATED, GENERATED]), ("b", theirs)):
-        named = [replace(row, question_id=f"q{n}") for n, row in enumerate(rows)]
-        write_predictions(results(tmp_path / folder, []) / "predictions.parquet", named)
-    refused = cli("compare", tmp_path / "a", tmp_path / "b")
-    assert refused.exit_code == 2
-    assert message in refused.stderr
-    assert "questions generated from the documents measure retrieval only" in refused.stderr
-
-
-def test_a_question_of_another_origin_is_named(tmp_path: Path) -> None:
-    for folder, rows in (("a", [GENERATED, PREDICTION]), ("b", [PREDICTION, GENERATED])):
-        named = [replace(row, question_id=f"q{n}") for n, row in enumerate(rows)]
-        write_predictions(results(tmp_path / folder, []) / "predictions.parquet", named)
-    assert "'q0' was generated from the documents in one of" in cli("compare", tmp_path / "a", tmp_path / "b").stderr
-
-
-# ---- failures
-
-
-def test_the_bootstrap_of_runs_is_that_of_questions() -> None:
-    ours, theirs = np.array([1, 1, 0, 1]), np.array([0, 1, 0, 0])
-    assert paired_bootstrap(ours, theirs, seed=1) == paired_bootstrap(ours - theirs, [0, 0, 0, 0], seed=1)
 
 
 def test_search_alone_has_another_origin_than_answers() -> None:

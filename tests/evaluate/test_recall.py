@@ -37,7 +37,7 @@ def test_a_ranking_that_is_too_short_is_an_error() -> None:
         hit_ranks_by_rule(QUESTIONS, RANKED, TEXTS.__getitem__)
 
 
-def test_expressions_have_rules_of_their_own() -> None:
+def test_expressions_have_separate_rules() -> None:
     hollow = Question("born", "Where?", ("tor hollow",), is_regex=True)
     padded = np.pad(RANKED[:1], ((0, 0), (0, 96)), constant_values=-1)
     found = hit_ranks_by_rule([hollow], padded, TEXTS.__getitem__)

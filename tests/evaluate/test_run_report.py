@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from test_predictions import PREDICTION as ANSWERED
 
-from realmops.evaluate.charts import format_number, line_chart, running_mean, ticks
+from realmops.evaluate.charts import line_chart, ticks
 from realmops.evaluate.predictions import write_predictions
 from realmops.evaluate.run_report import (
     compared_rows,
@@ -55,16 +55,7 @@ def test_ticks_are_round_and_enclose() -> None:
     assert ticks(0, 200_000) == [0, 50_000, 100_000, 150_000, 200_000]
 
 
-def test_running_mean() -> None:
-    assert running_mean([1, 2, 6, 3], 3) == [1.5, 3, pytest.approx(11 / 3), 4.5]
-    assert running_mean([1, 2, 6, 3], 1) == [1, 2, 6, 3]
-
-
-def test_number() -> None:
-    assert [format_number(value) for value in (12345, 0.25, 1 / 3, -2.0)] == ["12,345", "0.25", "0.3333", "-2"]
-
-
-def test_points_lie_where_the_axes_say() -> None:
+def test_points_are_placed_by_the_axes() -> None:
     svg = ElementTree.fromstring(line_chart("Loss", "nats", [Series("loss", [0, 10], [0.0, 1.0])]))
     circles = [(float(dot.get("cx", "")), float(dot.get("cy", ""))) for dot in svg.iter() if "circle" in dot.tag]
     # 560 x 300 with margins left 56, right 16, top 64, bottom 44.
@@ -110,7 +101,7 @@ def test_at_most_twelve_answers_are_shown(answers: int, shown: str, tmp_path: Pa
     assert len(re.findall(r"Question \d+\.", page)) == int(shown)
 
 
-def test_points_are_files_of_their_own_and_a_new_index_is_marked(tmp_path: Path) -> None:
+def test_points_are_files_and_a_new_index_is_marked(tmp_path: Path) -> None:
     page = write_report(tmp_path, journals=[journal(tmp_path / "metrics.jsonl", RECORDS)], metrics={})
     plots = tmp_path / "plots"
     names = ["ict_loss.csv", "pretrain_loss.csv", "pretrain_recall_at_5.csv"]
@@ -178,7 +169,7 @@ COMPARED: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def test_retrievers_and_readers_stand_in_one_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_retrievers_and_readers_are_in_one_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert compared_rows(COMPARED) == [
         ["a rule over BM25's first passage", "", "", "", "0.125", ""],
         ["BM25 (and the model's reader)", "", "", "0.875", "", ""],
@@ -214,9 +205,3 @@ def test_without_steps_of_realm_nothing_is_named_after_it() -> None:
     for stages in ({}, imported, trained | {"pretrain": {"seconds": 9.0, "refreshes": 2}}):
         labels = [row[0] for row in compared_rows({"evaluate": figures, **stages})]
         assert labels[2:4] == ["embeddings before REALM", "embeddings after REALM, zero-shot"]
-
-
-def test_of_expressions_the_table_shows_recall_by_their_own_rule() -> None:
-    figures = {f"recall_at_{k}_regex_{how}": 0.5 for k in (1, 5, 20) for how in ("match", "search")}
-    figures |= {"recall_at_1_regex_search": 0.25, "recall_at_5_regex_search_low": 0.0, "em": 0.0}
-    assert compared_rows({"evaluate": figures}) == [["the model", "0.250", "0.500", "0.500", "0.000", ""]]

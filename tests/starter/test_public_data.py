@@ -142,7 +142,7 @@ def led_astray() -> Answer:
         (led_astray, ", not https"),
     ],
 )
-def test_what_cannot_be_downloaded_is_told_and_leaves_nothing(
+def test_a_failed_download_is_reported_and_leaves_nothing(
     answer: Callable[[], Answer],
     message: str,
     tmp_path: Path,
@@ -194,7 +194,7 @@ def test_what_is_no_squad_is_named(content: bytes, tmp_path: Path) -> None:
     assert "train-v1.1.json is not the file of SQuAD 1.1" in told
 
 
-def test_the_presets_look_where_the_files_are_brought() -> None:
+def test_the_presets_name_the_files_that_are_written() -> None:
     brought = {f"data/public/{name}/{file.name}" for name, files in public_data.COPIED.items() for file in files}
     brought |= {f"data/public/squad/{name}.jsonl.gz" for name in public_data.build_open_squad([], 0)}
     for path in sorted((ROOT / "src/realmops/presets").rglob("*.yaml")):
