@@ -94,13 +94,6 @@ def test_the_format_is_told_by_content_then_name(tmp_path: Path, name: str, cont
     assert source.size == source.path.stat().st_size
 
 
-def test_a_folder_gives_its_files_in_sorted_order(tmp_path: Path) -> None:
-    for name in ("b/2.txt", "b/10.txt", "a.md", "c.html", ".hidden.txt", ".git/x.txt"):
-        write(tmp_path / name, "text")
-    found = [str(one.path.relative_to(tmp_path)) for one in list_sources(tmp_path, "auto")]
-    assert found == ["a.md", "c.html", "b/10.txt", "b/2.txt"]
-
-
 def test_a_folder_of_several_formats_is_read_each_by_its_own_or_by_choice(tmp_path: Path) -> None:
     write(tmp_path / "README.md", "about")
     lines = write(tmp_path / "a.jsonl", '{"title": "A", "text": "a"}')
@@ -205,51 +198,6 @@ def test_a_folder_that_cannot_be_listed_is_counted_as_unread(tmp_path: Path) -> 
 # JSON lines, CSV, reStructuredText
 
 
-def test_documents_come_in_the_order_of_lines_with_ids_and_spans(tmp_path: Path) -> None:
-    spans = '{"title": "C", "text": "c", "spans": [[0, 1, "X"]]}'
-    lines = f'\ufeff{{"title": "A", "text": "é 東京 😀", "id": 7}}\n \n{spans}\n\n'
-    path = write(tmp_path / "a.jsonl.gz", lines)
-    assert read(path) == [
-        Document("A", "é 東京 😀", "7", (), f"{path}:1"),
-        Document("C", "c", None, ((0, 1, "X"),), f"{path}:3"),
-    ]
-
-
-def test_json_lines_keep_their_other_columns(tmp_path: Path) -> None:
-    row = {"text": "b", "title": "é", "url": None, "domain": "en.wikinews.org", "tags": ["x", {"k": 1.5}], "big": 1e999}
-    path = write(
-        tmp_path / "news.jsonl.gz",
-        json.dumps(row).replace("Infinity", "1e999") + '\n\n{"title": "B", "text": " "}\n{"title": "C"}\n',
-    )
-    outcomes = read(path)
-    assert kinds(outcomes) == ["kept", "empty_text", "rejected"]
-    first = outcomes[0]
-    assert isinstance(first, Document)
-    assert first.extra == '{"big":null,"domain":"en.wikinews.org","tags":["x",{"k":1.5}],"url":null}'
-    assert outcomes[2].place == f"{path}:4"
-    assert problem(outcomes[2]).startswith("the key 'text' is missing")
-
-
-@pytest.mark.parametrize("sign", [",", ";", "\t"])
-def test_tables_as_text_name_their_columns(tmp_path: Path, sign: str) -> None:
-    rows = [
-        ["id", "title", "text", "n"],
-        ["7", "A", f'"a{sign} ""b""\r\nc"', "1"],
-        ["", "", "d", ""],
-        ["", "e", " ", ""],
-    ]
-    lines = "\ufeff" + "".join(sign.join(row) + "\n" for row in [*rows, ["x", "y"], [], ["", "\xe9", "z", ""]])
-    path = write(tmp_path / "a.csv", lines.encode() + sign.join(["", "f", "caf", ""]).encode() + b"\xe9")
-    found = read(path)
-    assert kept(found) == [("A", f'a{sign} "b"\r\nc'), ("", "d"), ("\xe9", "z")]
-    assert kinds(found) == ["kept", "kept", "empty_text", "rejected", "kept", "rejected"]
-    first, second = (one for one in found[:2] if isinstance(one, Document))
-    assert (first.id, first.extra, second.id) == ("7", '{"n":"1"}', None)
-    assert [one.place.rpartition(":")[2] for one in found] == ["2", "4", "5", "6", "8", "9"]
-    assert "2 columns, expected 4" in problem(found[3])
-    assert "'n' is invalid UTF-8" in problem(found[5])
-
-
 def test_a_row_of_many_lines_that_is_too_long_ends_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("csv.field_size_limit", lambda _: 0)  # of the process: other tests read longer fields
     monkeypatch.setattr("realmops.readers.delimited.LINE_LIMIT", 30)
@@ -260,60 +208,6 @@ def test_a_row_of_many_lines_that_is_too_long_ends_its_file(tmp_path: Path, monk
     outcomes = read(write(tmp_path / "c.csv", f"{head}{fits}C," + '"\n",' * 9))
     assert kinds(outcomes) == ["kept"] * 3 + ["rejected"]
     assert "the row is longer than" in problem(outcomes[-1])
-
-
-def test_restructured_text_is_what_a_reader_sees(tmp_path: Path) -> None:
-    secret = write(tmp_path / "secret", "SECRET")
-    source = f"""
-.. comment
-
-The *Title*
-===========
-
-:author: nobody
-
-Of *emphasis*, ``code``, `a link <http://x>`_, _`a place`, :class:`~a.B` and :ref:`a part <x>`.
-
-.. note:: Take note.
-
-.. function:: foo(x)
-
-   Does foo.
-
-.. toctree::
-
-   other
-
-.. include:: {secret}
-.. raw:: html
-   :file: {secret}
-
-.. code-block:: python
-
-   print(1)
-
-Part
-----
-
-- one
-
-=== ===
-A   B
-=== ===
-"""
-    path = write(tmp_path / "a.rst", source)
-    blocks = [
-        "Of emphasis, code, a link, a place, a.B and a part.",
-        "Take note.",
-        "foo(x)",
-        "Does foo.",
-        "print(1)",
-        "Part",
-        "one",
-        "A\tB",
-    ]
-    assert kept(read(path)) == [("The Title", "\n\n".join(blocks))]
-    assert kept(read(write(tmp_path / "no_title.rst", "words"))) == [("no title", "words")]
 
 
 @pytest.mark.parametrize(
@@ -467,36 +361,6 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 # Text, Markdown and HTML
 
 
-def test_text_files_take_their_title_from_heading_page_or_name(tmp_path: Path) -> None:
-    write(tmp_path / "a_b.txt", "\ufeffOne line.\r\nTwo.\r\n")
-    write(
-        tmp_path / "c.md", "# The *title*\n\nSome **bold** [link](http://x) &amp; `code`\nhere. ![image](y)\n\n- item\n"
-    )
-    write(tmp_path / "d.md", "---\ntitle: 'Front'\n---\n# Head\n\ntext\n")
-    write(tmp_path / "e.html", "<html><title>Page</title><body><p>Short.</p></body></html>")
-    write(tmp_path / "f.html", "<p>Only a piece</p>")
-    assert kept(read(tmp_path)) == [
-        ("a b", "One line.\nTwo."), ("The title", "Some bold link & code here.\n\nitem"), ("Front", "Head\n\ntext"),
-        ("Page", "Short."), ("f", "Only a piece"),
-    ]  # fmt: skip
-
-
-def test_a_paragraph_like_the_title_stays_unless_it_is_the_first(tmp_path: Path) -> None:
-    write(tmp_path / "a.md", "---\ntitle: Oslo\n---\n# Oslo\n\nA city.\n\nOslo\n\nEnd.")
-    assert kept(read(tmp_path / "a.md")) == [("Oslo", "A city.\n\nOslo\n\nEnd.")]
-
-
-def test_text_files_that_hold_no_text(tmp_path: Path) -> None:
-    write(tmp_path / "a.html", "<html><title>Page</title><body><img src=x></body></html>")
-    write(tmp_path / "b.html", "<p>" * 60_000)
-    write(tmp_path / "c.md", "[" * 60_000)
-    write(tmp_path / "d.txt", b"caf\xe9")
-    write(tmp_path / "e.txt", " \n")
-    outcomes = read(tmp_path)
-    assert kinds(outcomes) == ["no_main_text", "too_long", "rejected", "rejected", "empty_text"]
-    assert problem(outcomes[3]) == "invalid UTF-8 at byte 3; save the file as UTF-8"
-
-
 UTF_8_WRONG = "<p>Le café de Genève, où «Zoé» naît.</p>".encode()
 SHIFT_JIS = '<meta http-equiv="Content-Type" content="text/html; charset=shift_jis">'
 
@@ -531,18 +395,6 @@ def test_pages_are_decoded_as_they_declare_and_wrong_bytes_cost_a_character(
     assert "Ã" not in text
 
 
-UTF16 = (
-    '<html><head><meta charset="utf-8"><title>Ōsaka 大阪</title></head><body><p>An old city: 大阪.</p></body></html>'
-)
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
-@pytest.mark.parametrize("first", ["", '<?xml version="1.0" encoding="UTF-16"?>\n', "\ufeff\n"])
-def test_a_page_in_utf16_keeps_its_title(tmp_path: Path, encoding: str, first: str) -> None:
-    path = write(tmp_path / "a.html", (first + UTF16).encode(encoding))
-    assert kept(read(path)) == [("Ōsaka 大阪", "An old city: 大阪.")]
-
-
 def test_pages_that_are_not_what_they_declare_are_read_as_browsers_do() -> None:
     """A name that is none of an encoding is passed over: Python's other codecs would unpack data."""
     packed = zlib.compress(b"<p>text</p>")
@@ -566,24 +418,6 @@ def page(title: str, inside: str, text: str = "text", namespace: int = 0) -> str
     return f"<page><title>{title}</title><ns>{namespace}</ns><id>5</id>{inside}{revision}</page>"
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".bz2"])
-def test_a_dump_keeps_articles_only(tmp_path: Path, suffix: str) -> None:
-    pages = [
-        page("Oslo", "", "'''Oslo''' is a [[city]].[[Datei:a.jpg|thumb|b]]"),
-        page("Christiania", '<redirect title="Oslo" />', "#REDIRECT [[Oslo]]"),
-        page("Old", "", "#redirect [[Oslo]]"),
-        page("Talk:Oslo", "", "words", namespace=1),
-        page("Empty", "", "{{stub}}"),
-        page("Long", "", "a " * (1 << 20) + "b"),
-        page("Deep", "", "{{" * 50 + "}}" * 50),
-    ]
-    path = write(tmp_path / f"dump.xml{suffix}", dump("".join(pages)))
-    outcomes = read(path)
-    assert kinds(outcomes) == ["kept", "redirect", "redirect", "other_namespace", "empty_text", "rejected", "rejected"]
-    assert outcomes[0] == Document("Oslo", "Oslo is a city.", "5", (), f"{path}:page 5 (Oslo)")
-    assert "nested deeper than 40" in problem(outcomes[6])
-
-
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_page_may_have_any_number_of_revisions_but_none_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
@@ -598,22 +432,11 @@ def test_a_page_may_have_any_number_of_revisions_but_none_without_end(
         assert "a revision takes more than" in problem(outcomes[1])
 
 
-def test_of_several_revisions_the_last_counts(tmp_path: Path) -> None:
-    first = "<revision><id>1</id><text>old</text></revision>"
-    assert kept(read(write(tmp_path / "a.xml", dump(page("A", first, "new"))))) == [("A", "new")]
-
-
 def test_a_dump_without_end_of_namespaces_ends(tmp_path: Path) -> None:
     for count, expected in ((1000, ["kept"]), (1001, ["rejected"])):
         names = "".join(f'<namespace key="6">N{n}</namespace>' for n in range(count))
         content = f"<mediawiki><siteinfo><namespaces>{names}</namespaces></siteinfo>{PAGE}</mediawiki>"
         assert kinds(read(write(tmp_path / "a.xml", content))) == expected
-
-
-def test_other_models_than_wikitext_are_dropped(tmp_path: Path) -> None:
-    revision = "<revision><id>1</id><model>json</model><text>{}</text></revision>"
-    pages = f"<page><title>A</title><ns>0</ns><id>5</id>{revision}</page>"
-    assert kinds(read(write(tmp_path / "a.xml", dump(pages)))) == ["other_model"]
 
 
 def test_a_dump_is_read_in_flat_memory(tmp_path: Path) -> None:
@@ -628,87 +451,6 @@ def test_a_dump_is_read_in_flat_memory(tmp_path: Path) -> None:
 
     peak(400)  # imports, and what is made once and kept
     assert peak(1600) < 1.5 * peak(400)
-
-
-PIECES = [
-    ("'''Oslo''' is ''the'' [[capital city|capital]] of [[Norway]]s.", "Oslo is the capital of Norways."),
-    ("a{{ref|[[b]]|{{c}}}}d<ref name=x>e {{f}}</ref><ref name=x /> g<!-- [[h\n -->.", "ad g."),
-    ("A city ({{IPA-no|ɔ|lang}}; {{lang-no|by}}, {{pron}}).", "A city (by)."),
-    ("A city ({{IPA-no|ɔ}}, {{audio|x}}) here ( ) .", "A city here."),
-    (
-        "It is {{convert|5|km|mi}} long, {{convert|2|to|3|C}}, {{convert|1.5|x|2|m|ft|abbr=on}}.",
-        "It is 5 km long, 2 to 3 °C, 1.5 × 2 m.",
-    ),
-    ("{{Infobox\n| a = {{b|[[c]]}}\n| d = [[File:e.jpg|f]]\n}}\nText", "Text"),
-    ("[[File:a.jpg|thumb|left|A [[big]] {{nowrap|b}}]]Text[[Category:X| ]][[Image:a.png]]", "Text"),
-    ("[[Datei:a.jpg|mini]][[datei:b.jpg]][[:Category:X|the X]] [[:File:a.jpg]]", "the X File:a.jpg"),
-    ("Text [[fr:Oslo]] [[zh-min-nan:Oslo]] [[wikt:by|town]]", "Text town"),
-    ("{| class=wikitable\n|-\n! a !! b\n|-\n| c || {{d}}\n{|\n| nested\n|}\n|}\nText", "Text"),
-    (":{|\n|a\n|}\n{{a|b=|}}Text", "Text"),
-    ("* one\n** [[two]]\n# three\n; term : four\n----\n: five", "one\ntwo\nthree\nterm: four\n\nfive"),
-    ("a&nbsp;b &amp; c&ndash;d &lt;e&gt; &#233; &shy;", "a b & c–d <e> é"),
-    ("[http://a.b/c the site] and [https://a.b] and http://c.d/e?f=1 (http://g.h).", "the site and and."),
-    ("a<br>b<br />c <small>d</small> <span style='x'>e</span><p>f</p>", "a\nb\nc d e\nf"),
-    (
-        "<gallery>\nFile:a.jpg|b\n</gallery><math>\\frac{a}{b}</math> <math>n = 1</math> <timeline>x</timeline>a",
-        "n = 1 a",
-    ),
-    ("<nowiki>[[a]] ''b'' {{c}}</nowiki> __NOTOC__ {{DEFAULTSORT:a}}", "[[a]] ''b'' {{c}}"),
-    ("broken [[a and {{b or ]] }} c]] '' <ref> |} {| <b", "broken a and b or c <b"),
-    (
-        "{{lang|fr|''mot''}} {{nowrap|1=a = b}} {{as of|2014}} {{As of|2013|April|lc=y}} {{circa|1766}} {{frac|3|1|4}}",
-        "mot a = b As of 2014 as of April 2013 c. 1766 3 1/4",
-    ),
-    ("Call f() or g(x); [()[ a[] [].", "Call f() or g(x); [()[ a[]."),
-    (
-        "a{{ndash}}b{{snd}}c {{'s}} {{chem|H|2|O}} {{HMS|Ajax|22}} {{formatnum:3003}} {{transl|ar|DIN|abd}}",
-        "a–b –c 's H2O HMS Ajax 3003 abd",
-    ),
-    ("In {{formatnum:{{age|1}}}} {{US-stub}}years", "In years"),
-    ("{{cquote|A [[long]] word.|author}} {{quote|text=no}}", "A long word."),
-    ("{{{1|default}}} {{{2}}} x", "x"),
-    ("'''!Kung''' is a language.", "!Kung is a language."),
-    ("'''|Xam''' is another.", "|Xam is another."),
-    ("''''' !Kung''''' people", "!Kung people"),
-    ("[[!Kung people|!Kung]] live here.", "!Kung live here."),
-    ("{{lang|ktz|!Kung}} is a name.", "!Kung is a name."),
-    ("* !Kung and [[b]]\n: '''!Xóõ''' too", "!Kung and b\n!Xóõ too"),
-    ("Lead.\n== !Kung ==\nText of [[it]].", "Lead.\n\n!Kung\n\nText of it."),
-    ("Text\n! head !! [[b]]\n|-\n| '''cell''' || [[b]]\n|}", "Text"),  # of a table that is cut
-    ("{|\n! head\n| '''cell'''", ""),
-    ("x<y and z>w, a <b and c> d", "x<y and z>w, a <b and c> d"),
-    ("a<b then c>d, <i>e</i> and <B >f</B >", "a<b then c>d, e and f"),
-    ("List<String> of <me@site.org>", "List<String> of <me@site.org>"),
-    ("<a href='x'>a</a> <font color=red>b</font> <Span class=x>c</SPAN> <u/>d", "a b c d"),
-    ("<poem>a</poem><h2 id=x>b</h2><wbr>c <ol reversed>\n<li>d</li></ol>", "abc\n\nd"),
-]
-
-
-@pytest.mark.parametrize(("wikitext", "shown"), PIECES)
-def test_wikitext_becomes_what_a_reader_sees(wikitext: str, shown: str) -> None:
-    assert wikitext_to_text(wikitext, ["Datei"]) == shown
-
-
-def test_sections_of_references_and_empty_ones_go() -> None:
-    wikitext = """Lead.
-== History ==
-=== Early ===
-{{main|x}}
-Old days.
-=== Late ===
-{{stub}}
-== See also ==
-* [[a]]
-=== More ===
-* [[b]]
-== ''Economy'' ==
-Money.
-== External links ==
-* [http://a b]
-=References=
-<references/>
-"""
-    assert wikitext_to_text(wikitext) == "Lead.\n\nHistory\n\nEarly\n\nOld days.\n\nEconomy\n\nMoney."
 
 
 @pytest.mark.parametrize(
@@ -779,28 +521,6 @@ WARC = [
     record(HTML, "resource", Content_Type="text/html", **URL),
 ]  # fmt: skip
 WARC_KINDS = ["record_type", "record_type", "kept", "status", "content_type", "no_main_text", "kept", "kept"]
-
-
-def pack(records: list[bytes], name: str) -> bytes:
-    """Plain, gzipped by record, as one gzip member, or with a member's end inside of a record."""
-    if name == "plain":
-        return b"".join(records)
-    if name == "records":
-        return b"".join(gzip.compress(one) for one in records)
-    cut = {"one": 0, "split": len(records[0]) + 50}[name]
-    whole = b"".join(records)
-    return b"".join(gzip.compress(part) for part in (whole[:cut], whole[cut:]) if part)
-
-
-@pytest.mark.parametrize("packed", ["plain", "records", "one", "split"])
-def test_warc_records_by_reason(tmp_path: Path, packed: str) -> None:
-    path = tmp_path / "a.warc.gz"
-    path.write_bytes(pack(WARC, packed))
-    outcomes = read(path)
-    assert kinds(outcomes) == WARC_KINDS
-    extra = '{"date":"2020-01-02","url":"http://a.no/oslo"}'
-    assert outcomes[2] == Document("Oslo", "Oslo is the capital of Norway.", None, (), f"{path}:record 3", extra)
-    assert kept(outcomes)[1:] == [("http://a.no/oslo", "plain words"), ("Oslo", "Oslo is the capital of Norway.")]
 
 
 WHOLE = b"".join(WARC)

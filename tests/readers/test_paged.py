@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from paged_files import PASSWORD, docx, drawn_forms, pdf, pptx, xlsx
-from small_project import Quiet, cli, stage, write_project
+from small_project import Quiet, stage, write_project
 from small_world import build_snapshot
 from yaml import safe_load
 
@@ -127,22 +127,6 @@ def test_people_read_the_page(tmp_path: Path) -> None:
     assert lines[2] == f"    document {name}, a.pdf, page 2, characters {start} to {start + 6}, p(z|x) 0.50"
     [shown] = _passages({"question": "", "passages": [passage]}, {passage["passage_id"]: citation}, (), {})
     assert (passage["page"], shown.record["page"], shown.quoted) == (1, 2, "Bergen")
-
-
-def test_verify_compares_quotations_with_the_documents(tmp_path: Path) -> None:
-    folder = tmp_path / "documents"
-    folder.mkdir()
-    written(folder / "a.pdf", pdf(*WORDS))
-    written(folder / "b.txt", b"Karl Lund lives in Bergen.")
-    snapshot = build_snapshot(tmp_path, folder, block_wordpieces=200)
-    citations = [
-        citation_record(snapshot, p, (start, start + 6)) for p in (0, 1) for start in [snapshot.text(p).index("Bergen")]
-    ]
-    citations.append({**citations[0], "quote": "Berlin"})
-    lines = [json.dumps({"answer": "Bergen", "citations": citations, "passages": []})]
-    (tmp_path / "answers.jsonl").write_text("\n".join(lines))
-    result = cli("verify", tmp_path / "answers.jsonl", folder)
-    assert "3 quotations in 2 documents checked, 1 wrong" in result.stdout
 
 
 # Office
