@@ -148,7 +148,7 @@ def test_doctor_names_each_condition_in_words(tmp_path: Path, monkeypatch: pytes
         ),
         "builder-0 is realmops 0.0.9, this is": lambda: rewrite(sign, realmops="0.0.9"),
         "builder-0: its heartbeat cannot be read": lambda: sign.write_bytes(b"{"),
-        "written by another version of realmops": lambda: monkeypatch.setattr("realmops.refresh.versions.SCHEMA", 0),
+        "written by another version of realmops": lambda: monkeypatch.setattr("realmops.artifacts.SCHEMA", 0),
         "MB are free and the largest version here needs": lambda: monkeypatch.setattr(
             exchange, "free_bytes", lambda folder: 9
         ),

@@ -1,26 +1,16 @@
-"""Trainer and builders over one exchange: the invariants I1 to I8 under kills, errors, schedules and damage.
+"""Trainer and builders over one exchange in single steps: I1 to I8; random schedules are in test_schedules.py."""
 
-The toy run of exchange_lab.py checks I1 and I2 at every adoption and its last parameters show any wrong
-byte (I3).
-"""
-
-import errno
-import random
-import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from exchange_lab import (
-    FAULTS,
     IDENTITY,
     PARAMS,
     ROOT,
     WORK,
-    Fault,
-    Killed,
     MemoryFiles,
     Plan,
     StillClock,
@@ -31,66 +21,38 @@ from exchange_lab import (
     sound,
     undisturbed,
 )  # fmt: skip
-from faults import times
 
 from realmops import artifacts
-from realmops.refresh import versions
 from realmops.refresh.builder import DONE, MISCONFIGURED, Builder, run_builder
 from realmops.refresh.exchange import Exchange, FencedError
 from realmops.refresh.trainer import RefreshPolicy, TrainerSide
 from realmops.refresh.versions import CorruptVersionError, version_name
 
 PLAN = Plan()
-LONGEST = 500.0  # seconds of a town's time; it takes 10
 AS_SOON = RefreshPolicy("as_soon_as_ready", max_staleness_steps=3, builder_timeout=1e6)
 
 
-class Pair:
-    """A trainer whose waits let a builder work; either starts again when it dies."""
+def with_builder(files: MemoryFiles, around: Any = None) -> Exchange:
+    """The exchange of a trainer whose waits let a builder work."""
 
-    def __init__(self, plan: Plan = PLAN, trainer: Any = None, builder: Any = None, holders: int = 1) -> None:
-        self.plan, self.files = plan, MemoryFiles()
-        self.trainer_fault, self.builder_fault = trainer, builder
-        self.clock = StillClock(self.build)
-        self.builders: list[Builder | None] = [None] * holders
-        self.messages: list[str] = []
-        self.lives = 0
+    def work() -> None:
+        with suppress(CorruptVersionError):
+            build(files)
 
-    def exchange(self, around: Any = None) -> Exchange:
-        return Exchange.open(ROOT, IDENTITY, files=self.files.seen_by(around), clock=self.clock, grace=0.0)
+    clock = StillClock(work)
+    return Exchange.open(ROOT, IDENTITY, files=files.seen_by(around), clock=clock, grace=0.0)
 
-    def build(self) -> None:
-        for number, builder in enumerate(self.builders):
-            around = None if self.builder_fault is None or self.builder_fault.dead else self.builder_fault
-            try:
-                if builder is None:
-                    files = self.files.seen_by(around)
-                    builder = self.builders[number] = builder_on(files, StillClock(), str(number))
-                builder.build_next()
-                builder.exchange.collect_garbage()
-            except Killed:
-                self.builders[number] = None
-            except (OSError, CorruptVersionError):
-                pass
 
-    def run(self) -> bytes:
-        while True:
-            self.lives += 1
-            try:
-                around = self.trainer_fault if self.lives == 1 else None
-                return life(self.exchange(around), self.plan, lambda message, seconds: self.messages.append(message))
-            except (Killed, OSError):
-                if self.lives > 5:
-                    raise
+def finished_run() -> MemoryFiles:
+    files = MemoryFiles()
+    assert life(with_builder(files), PLAN) == undisturbed(PLAN)
+    return files
 
 
 def test_i3_the_undisturbed_run_ends_as_its_definition_says_and_leaves_only_what_is_kept() -> None:
-    pair = Pair()
-    assert pair.run() == undisturbed(PLAN)
-    sound(pair.files)
-    kept = {
-        kind: pair.files.listdir(ROOT / kind) for kind in ("checkpoints", "weights", "parts", "indexes", "finished")
-    }
+    files = finished_run()
+    sound(files)
+    kept = {kind: files.listdir(ROOT / kind) for kind in ("checkpoints", "weights", "parts", "indexes", "finished")}
     step = {number: version_name(1, number) for number in range(7)}
     assert kept == {
         "checkpoints": [step[4], step[6]],
@@ -99,175 +61,9 @@ def test_i3_the_undisturbed_run_ends_as_its_definition_says_and_leaves_only_what
         "indexes": [step[0], step[2], step[4]],  # not collected since the last checkpoint
         "finished": ["v-000001"],
     }
-    assert pair.exchange().finished() == "done"
-    TrainerSide(pair.exchange())
-    assert pair.exchange().finished() is None  # the next trainer has not spoken
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("kind", FAULTS)
-@pytest.mark.parametrize("role", ["trainer", "builder"])
-def test_i1_i3_one_fault_at_any_operation_of_either_side(role: str, kind: str) -> None:
-    plan = Plan(steps=4)
-    expected, at, step = undisturbed(plan), 0, 1 if kind == "kill" else times(5, 1)
-    while True:
-        fault = Fault(at, kind)
-        pair = Pair(plan, fault if role == "trainer" else None, fault if role == "builder" else None)
-        assert pair.run() == expected, (role, kind, at)
-        sound(pair.files)
-        if fault.count <= at:
-            break
-        at += step
-    assert at > 200
-
-
-# Random schedules
-
-
-class Town:
-    """Trainers and builders in threads of which one runs at a time; a seed decides who, and who dies.
-
-    At every operation on the volume somebody else may go on. While it storms an operation may kill its
-    process, fail, or work and report an error, and a process may be put to sleep while a successor is
-    started (a zombie).
-    """
-
-    def __init__(self, seed: int, plan: Plan, operations: int, volume: MemoryFiles) -> None:
-        self.rng, self.plan, self.storm, self.volume = random.Random(seed), plan, operations, volume
-        self.expected = undisturbed(plan) if plan.policy.adopt == "fixed_lag" else None
-        self.now, self.operations, self.finished = 0.0, 0, False
-        self.turns: dict[str, threading.Semaphore] = {}
-        self.asleep: dict[str, int] = {}  # actor -> the operation at which it wakes
-        self.over = threading.Semaphore(0)
-        self.wrong: list[str] = []
-        self.most_indexes = self.kills = self.zombies = 0
-
-    def run(self) -> list[str]:
-        for actor in ("trainer", "builder-0", "builder-1"):
-            self.spawn(actor)
-        self.pass_on()
-        assert self.over.acquire(timeout=60), "the town stands still"
-        return self.wrong
-
-    def spawn(self, actor: str, number: int = 0) -> None:
-        key = f"{actor}#{number}#{self.operations}"
-        self.turns[key] = threading.Semaphore(0)
-        threading.Thread(target=self.live, args=(actor, key), daemon=True).start()
-
-    def live(self, actor: str, key: str) -> None:
-        self.turns[key].acquire()
-        try:
-            while not self.finished:
-                if self.one_life(actor, key):
-                    break
-        except BaseException as error:
-            self.wrong.append(f"{key} ends with {error!r}")
-            self.finished, self.storm = True, 0
-        del self.turns[key]
-        self.asleep.pop(key, None)
-        self.pass_on() if self.turns else self.over.release()
-
-    def one_life(self, actor: str, key: str) -> bool:
-        dead = False
-
-        def around(operation: str, path: Path, effect: Callable[[], Any]) -> Any:
-            nonlocal dead
-            if dead:
-                raise Killed
-            self.operations += 1
-            if self.operations % 20 == 0:
-                self.most_indexes = max(self.most_indexes, len(self.volume._folder(ROOT / "indexes")) if built() else 0)
-            if self.rng.random() < 0.15:
-                self.yield_turn(key)
-            chance = self.rng.random() if self.operations < self.storm else 1.0
-            if chance < 0.008:
-                dead = True
-                self.kills += 1
-                if chance < 0.003:
-                    effect()
-                raise Killed
-            if chance < 0.013:
-                raise OSError(errno.EIO, "input/output error", str(path))
-            if chance < 0.018:
-                effect()
-                raise OSError(errno.EIO, "a reply was lost", str(path))
-            if chance < 0.020 and len(self.turns) < 6:
-                self.zombies += 1
-                self.asleep[key] = self.operations + self.rng.randint(20, 600)
-                self.spawn(actor, 1)
-                self.yield_turn(key)
-            return effect()
-
-        def built() -> bool:
-            return "exchange" in self.volume.top.names.get("volume", self.volume.top).names  # type: ignore[union-attr]
-
-        clock = StillClock(lambda: self.yield_turn(key))
-        clock.monotonic = lambda: self.now  # type: ignore[method-assign]
-        files = self.volume.seen_by(around)
-        try:
-            if actor == "trainer":
-                exchange = Exchange.open(ROOT, IDENTITY, files=files, clock=clock, grace=0.0)
-                result = life(exchange, self.plan)
-                if self.expected is not None and result != self.expected:
-                    self.wrong.append(f"{key}: I3: other parameters")
-                self.finished = True
-                return True
-            exchange = Exchange.open(ROOT, IDENTITY, actor, files=files, clock=clock, grace=0.0)
-            Builder(exchange, WORK, on_status=lambda message: None).run()
-        except FencedError:
-            return True
-        except FileNotFoundError:
-            self.yield_turn(key)
-        except (Killed, OSError):
-            pass
-        except BaseException as error:
-            if type(error).__name__ != "_Stop":
-                raise
-            return True
-        return False
-
-    def yield_turn(self, key: str) -> None:
-        self.now += 0.05
-        if self.now > LONGEST:
-            raise RuntimeError("the town stands still")
-        self.pass_on()
-        self.turns[key].acquire()
-
-    def pass_on(self) -> None:
-        awake = [key for key in sorted(self.turns) if self.asleep.get(key, 0) <= self.operations]
-        if not awake:
-            awake = sorted(self.turns)
-            self.asleep.clear()
-        self.turns[self.rng.choice(awake)].release()
-
-
-def town_of(seed: int, policy: RefreshPolicy, monkeypatch: pytest.MonkeyPatch) -> Town:
-    """A town whose seed decides everything, the nonces too: a failing seed can be run again."""
-    nonces = random.Random(-seed - 1)
-    monkeypatch.setattr(versions, "secrets", SimpleNamespace(token_hex=lambda size: nonces.randbytes(size).hex()))
-    return Town(seed, Plan(steps=6, policy=policy), 1500, MemoryFiles())
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("policy", [PLAN.policy, AS_SOON], ids=["fixed_lag", "as_soon_as_ready"])
-def test_i1_to_i4_i7_random_schedules(policy: RefreshPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
-    totals = {"operations": 0, "kills": 0, "zombies": 0}
-    for seed in range(times(100, 1000)):
-        town = town_of(seed, policy, monkeypatch)
-        assert town.run() == [], f"seed {seed}"
-        sound(town.volume)
-        # I4: 2 kept, 2 that checkpoints name, 1 awaited, and what at most four builders have in hand.
-        assert town.most_indexes <= 9, f"seed {seed}: I4"
-        for word in totals:
-            totals[word] += getattr(town, word)
-    assert totals["operations"] > 150_000
-    assert totals["kills"] > 800
-    assert totals["zombies"] > 150
-
-
-def test_the_schedules_notice_a_trainer_that_does_not_look_at_its_fence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TrainerSide, "check_fence", lambda trainer: None)
-    assert any(town_of(seed, PLAN.policy, monkeypatch).run() for seed in range(40))
+    assert with_builder(files).finished() == "done"
+    TrainerSide(with_builder(files))
+    assert with_builder(files).finished() is None  # the next trainer has no outcome yet
 
 
 # The trainer's side in single steps
@@ -337,37 +133,35 @@ def test_an_index_whose_weights_were_never_published_is_an_error_at_once() -> No
 def test_restore_falls_back_over_damaged_checkpoints_loudly_and_never_to_step_0(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    pair = Pair()
-    pair.run()
+    files = finished_run()
     checkpoints = ROOT / "checkpoints"
-    pair.files._at(checkpoints / version_name(1, 6) / "params.bin").data = b"rotten" * 5
-    trainer = TrainerSide(pair.exchange(), PLAN.policy)
+    files._at(checkpoints / version_name(1, 6) / "params.bin").data = b"rotten" * 5
+    trainer = TrainerSide(with_builder(files), PLAN.policy)
     checkpoint = trainer.restore()
     assert (checkpoint.step, checkpoint.meta["trainer"]) == (4, {"loss": 0.5})
     assert "v-000001-00000006 is quarantined" in caplog.text
-    assert life(pair.exchange(), PLAN) == undisturbed(PLAN)
-    for name in [name for name in pair.files.listdir(checkpoints) if name.startswith("v-")]:
-        del pair.files._folder(checkpoints / name)["params.bin"]
+    assert life(with_builder(files), PLAN) == undisturbed(PLAN)
+    for name in [name for name in files.listdir(checkpoints) if name.startswith("v-")]:
+        del files._folder(checkpoints / name)["params.bin"]
     for _ in range(2):  # the second time they have been set aside already
         with pytest.raises(RuntimeError, match="holds checkpoints and none can be used"):
-            TrainerSide(pair.exchange(), PLAN.policy).restore()
+            TrainerSide(with_builder(files), PLAN.policy).restore()
 
 
 def test_a_checkpoint_that_a_collector_takes_and_brings_back_is_used() -> None:
-    pair, name = Pair(), version_name(1, 6)
-    pair.run()
+    files, name = finished_run(), version_name(1, 6)
     checkpoints, reads = ROOT / "checkpoints", []
 
     def meddled(operation: str, path: Path, effect: Callable[[], Any]) -> Any:
         if operation == "read" and path.parent == checkpoints / name:
             reads.append(path.name)
             if len(reads) == 2:
-                pair.files.rename(checkpoints / name, checkpoints / f".trash.{name}")
+                files.rename(checkpoints / name, checkpoints / f".trash.{name}")
         elif operation == "unlink" and len(reads) == 2:
-            pair.files.rename(checkpoints / f".trash.{name}", checkpoints / name)
+            files.rename(checkpoints / f".trash.{name}", checkpoints / name)
         return effect()
 
-    checkpoint = open_trainer(pair.files.seen_by(meddled)).restore()
+    checkpoint = open_trainer(files.seen_by(meddled)).restore()
     assert (checkpoint.name, reads[:2]) == (name, ["manifest.json", "params.bin"])
 
 
@@ -383,10 +177,10 @@ def test_i6_a_damaged_index_is_set_aside_and_built_again() -> None:
 
 
 def test_weights_that_were_damaged_before_they_were_built_end_the_wait() -> None:
-    pair = Pair()
-    trainer = TrainerSide(pair.exchange(), PLAN.policy)
+    files = MemoryFiles()
+    trainer = TrainerSide(with_builder(files), PLAN.policy)
     trainer.publish_weights(0, PARAMS, {})
-    pair.files._at(ROOT / "weights" / version_name(1, 0) / "params.bin").data = b""
+    files._at(ROOT / "weights" / version_name(1, 0) / "params.bin").data = b""
     with pytest.raises(RuntimeError, match="run the stage again: training resumes from the previous checkpoint"):
         trainer.index_for(0)
 

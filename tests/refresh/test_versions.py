@@ -6,8 +6,9 @@ import mmap
 import os
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from exchange_lab import FAULTS, Fault, Killed, MemoryFiles, StillClock
 from realmops import memory_map
 from realmops.artifacts import MANIFEST, add_digest, canonical_json
 from realmops.files import Files
+from realmops.refresh import versions
 from realmops.refresh.versions import (
     STALE_SECONDS,
     CorruptVersionError,
@@ -511,3 +513,37 @@ def test_a_collector_killed_anywhere_is_finished_by_the_next_and_shows_nothing_h
             assert files.listdir(ROOT / "kind") == [NEW], (kind, at)
             ended = fault.count <= at
             at += 1
+
+
+def test_each_rule_that_is_switched_off_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manifest that is written before the files makes no difference, as nothing is visible before the rename."""
+
+    def unchecked(store: VersionStore, trash: Iterable[str], keep: Any) -> None:
+        for entry in trash:
+            store.files.discard(store.folder / entry)
+
+    def unclaimed(store: VersionStore) -> None:
+        for entry in store.files.listdir(store.folder):
+            if entry.startswith(".stage."):
+                with suppress(OSError):
+                    store.files.delete(store.folder / entry)
+
+    flipped = partial(test_i6_files_that_are_cut_flipped_or_longer_are_refused_before_use, "a.bin")
+    one_error = partial(test_i1_one_error_at_any_operation_leaves_the_whole_version_or_nothing, "applied but error")
+    power_cut = test_i1_after_a_power_cut_what_is_visible_is_whole_and_what_was_acknowledged_is_there
+    sweep = test_a_writer_that_wakes_up_before_any_operation_of_the_sweep_commits_its_draft_whole_or_not_at_all
+    pin = test_a_reader_that_comes_before_any_operation_of_the_collector_keeps_what_it_has_accepted
+    mutants: list[tuple[Any, str, Any, Callable[[], None]]] = [
+        (MemoryFiles, "fsync", lambda volume, node: None, power_cut),
+        (MemoryFiles, "fsync_folder", lambda volume, folder: None, power_cut),
+        (versions, "_sha256", lambda content: "0" * 64, flipped),
+        (VersionStore, "_published_nonce", lambda store, name: "of another", one_error),
+        (VersionStore, "_empty_trash", unchecked, pin),
+        (VersionStore, "sweep_own", unclaimed, sweep),
+    ]
+    for place, name, mutant, campaign in mutants:
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, mutant)
+            with pytest.raises((AssertionError, pytest.fail.Exception)):
+                campaign()
+        campaign()
