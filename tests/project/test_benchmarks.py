@@ -9,17 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import encode
-import numpy as np
 import pytest
-import quality
 import real_text
-import serve
 import torch
 import whole_run
 from against import BENCHMARKS, Goal, Row, Spread, interleave, not_run, table
-from generated import encoder_flops, vocabulary
-from seeds import difference
-from small_project import cli, model_files, write_project
+from generated import vocabulary
+from small_project import cli, write_project
 from transformers import BertConfig, BertModel
 
 from realmops.corpus.vocabulary import vocabulary_bytes
@@ -30,11 +26,6 @@ ROW = Row("embedding", "another", "docs/s", (10.0, 20.0, 60.0), (5.0, 5.0, 10.0)
 
 def with_goal(goal: Goal | None) -> Row:
     return Row(ROW.what, ROW.against, ROW.unit, ROW.ours, ROW.theirs, goal)
-
-
-def test_spread_is_the_median_between_the_extremes() -> None:
-    assert Spread.of([4.0, 1.0, 10.0]) == Spread(4.0, 1.0, 10.0)
-    assert Spread.of([4.0, 1.0, 10.0, 5.0]) == Spread(4.5, 1.0, 10.0)
 
 
 def test_the_ratio_is_the_median_over_pairs_and_not_that_of_the_medians() -> None:
@@ -54,7 +45,7 @@ def test_a_goal_is_met_at_its_limit(goal: Goal | None, verdict: str) -> None:
     assert with_goal(goal).verdict == verdict
 
 
-def test_sides_take_turns() -> None:
+def test_sides_alternate() -> None:
     order: list[str] = []
 
     def side(name: str, value: float) -> float:
@@ -71,60 +62,9 @@ def test_the_table_shows_medians_spreads_ratio_goal_and_verdict() -> None:
     )
 
 
-def test_what_callers_of_a_server_saw() -> None:
-    turn = serve.Turn([0.001 * n for n in range(1, 102)], seconds=2.0, processor=0.505)
-    assert turn.figures == pytest.approx({"p50": 51, "p99": 100, "answers": 50.5, "processor": 5})
-
-
-def test_what_was_not_run_says_so_by_name() -> None:
-    row = not_run("step", "the peer", Goal(12), "no --peer")
-    assert row.ratio is None
-    assert row.verdict == "not run"
-    lines = table([("step", row)]).splitlines()
-    assert lines[2] == "| step | step |  | the peer |  |  | at least 12 | not run |"
-    assert lines[-1] == "step, step: not run: no --peer"
-
-
 @pytest.mark.parametrize("row", [ROW, with_goal(Goal(0.5, at_most=True)), not_run("a", "b", None, "c")])
 def test_a_row_comes_back_from_json(row: Row) -> None:
     assert Row.from_json(json.loads(json.dumps(row.to_json()))) == row
-
-
-def test_operations_of_an_encoder_by_hand() -> None:
-    """Each wordpiece: 4 products of 2 x 2 and 2 of 2 x 3; attention: 2 products of L x L x 2; 2 operations each."""
-    config = BertConfig(hidden_size=2, num_hidden_layers=3, num_attention_heads=1, intermediate_size=3)
-    one = 5 * 2 * (4 * 4 + 2 * 6) + 2 * 2 * 5 * 5 * 2
-    other = 1 * 2 * (4 * 4 + 2 * 6) + 2 * 2 * 1 * 1 * 2
-    assert encoder_flops(config, [5, 1]) == 3 * (one + other) == 1632
-
-
-def test_what_a_peers_vectors_find_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four directions; turning the second from 10 to 70 degrees changes its own neighbour and the third's."""
-
-    def at(*degrees: float) -> torch.Tensor:
-        return torch.tensor([[np.cos(np.radians(d)), np.sin(np.radians(d))] for d in degrees], dtype=torch.float32)
-
-    monkeypatch.setattr(encode, "NEIGHBOURS", 1)
-    monkeypatch.setattr(encode, "FOUND", 1)
-    true, other = at(0, 10, 80, 91), at(0, 70, 80, 91)
-    assert encode.neighbours_kept(true, true) == 1
-    assert encode.neighbours_kept(other, true) == 1 / 2
-    queries, right = at(1, 12, 89), torch.tensor([0, 1, 3])
-    assert encode.recall(queries, right, true) == 1
-    assert encode.recall(queries, right, other) == pytest.approx(2 / 3)
-
-
-def test_the_fastest_is_the_fastest_of_those_that_find_enough() -> None:
-    rates = {"fp32": (1.0, 1.0), "half": (2.0, 2.2), "bf16": (3.0, 3.0)}
-    assert encode.fastest(rates, {"fp32": 0.9, "half": 0.898, "bf16": 0.896}, 0.897) == "half"
-    assert encode.fastest(rates, {}, 0.0) == "bf16"
-
-
-def test_timed_texts_are_batches_from_all_lengths() -> None:
-    texts = ["x" * (1 + n % 320) for n in range(640)]
-    batches = np.array([len(text) for text in encode.spread_batches(texts, 64)]).reshape(2, 32)
-    assert batches.min(1).tolist() == [73, 233]
-    assert batches.max(1).tolist() == [88, 248]
 
 
 def test_peers_embed_as_ours_and_one_that_is_not_installed_is_named(
@@ -199,13 +139,6 @@ def test_real_text_makes_its_tables_and_trains_once_what_variants_share(
     assert capsys.readouterr().out.count(table) == 2
 
 
-@pytest.mark.parametrize(("shared", "questions"), [(True, 2), (False, 4)])
-def test_a_difference_has_an_interval_over_seeds_and_questions(shared: bool, questions: int) -> None:
-    words = difference("EM", [np.array([1.0, 1.0]), np.array([1.0, 0.0])], shared=shared)
-    assert words.startswith("EM: +0.750, 95 % interval ")
-    assert words.endswith(f" (paired by seed and question, 2 seeds and their {questions} questions).")
-
-
 @pytest.mark.parametrize("name", ["against", *BENCHMARKS, "quality", "real_text", "seeds", "whole_run", "first_second"])
 def test_help_answers(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
@@ -215,64 +148,3 @@ def test_help_answers(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     shown = capsys.readouterr().out
     assert shown.startswith(f"usage: {name}.py")
     assert ("--repeats" if name in ("against", *BENCHMARKS) else "--out") in shown
-
-
-def test_faiss_is_not_compared_without_a_gpu_or_a_faiss_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu_faiss.py"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="nothing is run: torch finds no GPU"):
-        runpy.run_path(str(FOLDER / "gpu_faiss.py"), run_name="__main__")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.delattr("faiss.StandardGpuResources", raising=False)
-    with pytest.raises(SystemExit, match="nothing is run: the installed FAISS is CPU-only"):
-        runpy.run_path(str(FOLDER / "gpu_faiss.py"), run_name="__main__")
-
-
-def test_quality_looks_at_dev_questions_while_the_reader_learns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """At toy size; with looks or without, the same weights come out."""
-    params = write_project(tmp_path, sample={"subjects": 60, "warmup_worlds": 1}, finetune={"epochs": 4})
-    (tmp_path / "none.yaml").write_text("{}\n")
-    weights = []
-    for looks in (4, 1):
-        root = tmp_path / f"root-{looks}"
-        words = ["quality.py", "--params", str(params), "--preset", str(tmp_path / "none.yaml"), "--looks", str(looks)]
-        monkeypatch.setattr(sys, "argv", [*words, "--levels", "0", "2", "--root", str(root), "--out", str(tmp_path)])
-        quality.main()
-        weights.append(model_files(root / "models/finetune"))
-        found = json.loads((tmp_path / "quality.json").read_text())
-        assert len(found["looks"]) == looks
-    assert weights[0] == weights[1]
-    assert found["stages"].keys() == {"sample", "snapshot", "tag", "ict", "pretrain", "finetune", "evaluate"}
-    assert "fine-tuning" in found["stages"]["finetune"]["parts"]
-    printed = capsys.readouterr().out
-    assert "| 2.00 | not reached |" in printed
-    assert "| finetune | " in printed
-
-
-def test_a_level_is_reached_at_the_first_look_that_has_it() -> None:
-    looks = [quality.Look(step, (10.0 * step, step), em) for step, em in ((1, 0.1), (2, 0.2), (3, 0.19), (4, 0.3))]
-    assert quality.reached(looks, 0.15) == (20.0, 2)
-    assert quality.reached(looks, 0.2) == (20.0, 2)
-    assert quality.reached(looks, 0.31) is None
-    assert quality.look_steps(10, 4) == {2, 5, 8, 10}
-    assert quality.look_steps(2, 4) == {0, 1, 2}
-
-
-def test_what_is_left_out_is_in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(quality.Watch, "_now", staticmethod(lambda: (now[0], now[0] / 2)))
-    watch = quality.Watch()
-    parts = quality.Parts(watch)
-    tick = parts.progress("bar", 3)
-    now[0] = 4.0
-    with watch.stopped():
-        now[0] = 104.0
-    now[0] = 106.0
-    tick(1)
-    assert watch.read() == (6.0, 3.0)
-    now[0] = 206.0
-    parts.progress("bar", 1)(1)
-    now[0] = 210.0
-    assert parts.of_bar == {"bar": (6.0, 3.0)}

@@ -10,12 +10,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from small_project import cli, stage, toy_values
 
-from realmops.artifacts import WORK_FOLDER, read_json
+from realmops.artifacts import WORK_FOLDER
 from realmops.commands.promote import read_run
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.spans import Spans
@@ -23,10 +22,8 @@ from realmops.model.retriever_files import passage_tower_digest
 from realmops.search.bm25 import FOLDER, Bm25
 from realmops.search.embeddings import INDEX, load_index, save_index, view_embeddings
 from realmops.serve.served_model import RunFolder
-from realmops.stages import STAGES
 from realmops.stages.corpus_states import newest_state, pipeline_state
 from realmops.stages.open_run import open_run
-from realmops.stages.runner import stage_inputs
 
 VALUES = toy_values()
 Refusal = tuple[str, Callable[[Path, Path], object]]  # what the message names, and what opens the artifact
@@ -88,15 +85,6 @@ def test_an_artifact_of_another_corpus_is_refused_with_the_command_that_makes_it
         opened(other, other / "root")
 
 
-def test_commands_over_an_index_of_another_corpus_end_with_one_message(other: Path) -> None:
-    for words in (("search", "Who wrote?"), ("ask", "Who wrote The Cold Sea?"), ("update",)):
-        options = ("--params", other / "params.yaml") if words[0] == "update" else ()
-        result = cli(*words, *options, "--root", other / "root")
-        assert result.exit_code == 2, (words, result.output)
-        assert "run 'realmops run finetune' again" in " ".join(result.stderr.split()), result.stderr
-    assert not (other / "root" / "updates").exists()
-
-
 def test_made_questions_of_another_corpus_are_refused(trained: Path, tmp_path: Path) -> None:
     project = Path(shutil.copytree(trained, tmp_path / "project"))
     root, files = project / "root", {split: f"data/cloze/questions.{split}.jsonl" for split in ("train", "dev", "test")}
@@ -125,13 +113,6 @@ def test_an_update_of_another_corpus_under_the_same_weights_does_not_serve(copy:
     reverse_documents(copy)
     stage("snapshot", VALUES, copy, root)
     assert newest_state(root) == pipeline_state(root)
-
-
-def test_a_manifest_of_somebody_else_next_to_questions_is_no_binding(trained: Path, tmp_path: Path) -> None:
-    project = Path(shutil.copytree(trained, tmp_path / "project"))
-    for content in ("{ // of a web app\n", "[1]", '{"kind": "questions"}'):
-        (project / "manifest.json").write_text(content)
-        assert "questions.dev" in stage_inputs(STAGES["pretrain"], VALUES, project, project / "root")
 
 
 def test_a_search_before_fine_tuning_embeds_another_corpus_again(trained: Path, tmp_path: Path) -> None:
@@ -168,12 +149,3 @@ def test_an_index_names_its_corpus_in_its_file(answering: Path, tmp_path: Path) 
         load_index(tmp_path, snapshot)
     content = (tmp_path / INDEX).read_bytes()
     assert view_embeddings(content).shape == (len(snapshot) + 1, 2)
-
-
-def test_an_export_names_its_corpus(answering: Path, tmp_path: Path) -> None:
-    root = answering / "root"
-    assert cli("export", "--format", "parquet", "--root", root, tmp_path / "out").exit_code == 0
-    hash_of = snapshot_of(root).corpus_hash
-    assert read_json(tmp_path / "out" / "manifest.json")["snapshot"] == hash_of
-    metadata = pq.read_schema(tmp_path / "out" / "passages.parquet").metadata[b"realmops"]
-    assert hash_of.encode() in metadata

@@ -134,7 +134,7 @@ def test_what_is_quoted_are_the_sentences_that_a_span_touches(world: World) -> N
     assert several, "one passage has two sentences"
 
 
-def test_a_reader_of_another_kind_answers_is_saved_and_says_what_it_is(
+def test_a_reader_of_another_kind_answers_and_is_saved_with_its_kind(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(tuned_model.KINDS, "yes_no", YesNo)

@@ -50,7 +50,7 @@ def seen(project: Path) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if line.startswith(("UV_", "SSL_")))
 
 
-def test_uv_looks_where_pip_is_configured_to_look(project: Path) -> None:
+def test_uv_uses_the_indexes_of_pips_configuration(project: Path) -> None:
     result = setup(project, PIP_FIND_LINKS="/wheels https://three.example/wheels")
     assert result.returncode == 0, result.stderr
     assert "--constraint constraints.txt --editable .[dev]" in (project / "calls").read_text()
@@ -63,15 +63,7 @@ def test_uv_looks_where_pip_is_configured_to_look(project: Path) -> None:
     }
 
 
-def test_variables_of_uv_and_of_pip_come_before_pips_files(project: Path) -> None:
-    setup(project, PIP_INDEX_URL="https://pip.example/simple", UV_EXTRA_INDEX_URL="https://uv.example/simple")
-    found = seen(project)
-    assert found["UV_DEFAULT_INDEX"] == "https://pip.example/simple"
-    assert found["UV_EXTRA_INDEX_URL"] == "https://uv.example/simple"
-    assert "UV_FIND_LINKS" not in found
-
-
-def test_a_set_up_that_is_done_calls_nothing_and_one_that_failed_is_made_again(project: Path) -> None:
+def test_a_complete_set_up_calls_nothing_and_a_failed_one_is_repeated(project: Path) -> None:
     failed = setup(project, UV_FAILS="1")
     assert failed.returncode != 0
     assert "the packages could not be installed; see the reason above" in failed.stderr
