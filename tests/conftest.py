@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported first
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "false"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # as the Makefile: else each process compiles PyTorch
 sys.dont_write_bytecode = False
 LONGEST = ("test_pipeline_local", "test_parallel", "test_ablation", "test_pipelines_run")

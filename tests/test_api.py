@@ -115,7 +115,6 @@ def test_an_example_of_the_page(root: Path, example: str, capsys: pytest.Capture
         wanted = f"{found.text} {found.probability} {[one.quote for one in found.citations]}\n"
     else:
         options: dict[str, Any] = {"filters": {"team": "a"}} if "filters" in example else {}
-        options |= {"by": "words"} if "by=" in example else {}
         words = {"FOLDER": root, "QUERY": QUESTION}
         passages = Searcher.open(root).search(QUESTION, 5, **options)
         wanted = "".join(f"{one.title} {one.score} {one.text}\n" for one in passages)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from serving import QUESTION, update
 from small_project import cli, write_json_lines
 from small_world import DOCUMENTS
@@ -18,6 +19,7 @@ from realmops.serve import model_watcher, served_model
 from realmops.serve.batching import RequestBatcher
 from realmops.serve.model_watcher import ModelWatcher
 from realmops.serve.served_model import RunFolder, ServedModel
+from realmops.stages import tuned_model
 from realmops.stages.open_run import manifest_stats, open_run
 
 
@@ -38,8 +40,6 @@ def recalibrate(folder: Path, _: Any = None, *, threshold: float = 0.25) -> None
 
 def weigh(folder: Path, _: Any = None) -> None:
     """Another reader, by its weights."""
-    from safetensors.torch import load_file, save_file
-
     path = folder / "reader/model.safetensors"
     save_file({name: tensor * 0.5 for name, tensor in load_file(path).items()}, path, {"format": "pt"})
 
@@ -104,8 +104,6 @@ def test_a_new_calibration_reaches_an_earlier_update_and_the_next_one(copy: Path
 
 def test_a_stage_that_is_committed_in_the_middle_is_not_mixed(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader of before, and all else of after: that was served for good."""
-    from realmops.stages import tuned_model
-
     root, real, swapped = copy / "root", tuned_model.load_retriever, []
 
     def load(*args: Any) -> Any:
@@ -128,8 +126,6 @@ def test_a_stage_that_is_committed_in_the_middle_is_not_mixed(copy: Path, monkey
 
 
 def test_a_run_that_never_rests_is_refused_and_looked_at_again(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from realmops.stages import tuned_model
-
     root, real = copy / "root", tuned_model.load_retriever
     watcher = watcher_of(RunFolder(root))
 

@@ -8,9 +8,12 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -19,10 +22,18 @@ from serving import QUESTION, Served, calibration, client_of, every_call, served
 from small_project import QUESTIONS, cli, wait_for
 from small_world import DOCUMENTS
 
+from realmops.answering.answer import InvalidRequest
+from realmops.answering.confidence import ALWAYS_ABSTAIN
+from realmops.answering.opened_model import OpenedModel, Query
+from realmops.answering.openqa import OpenQa
+from realmops.answering.passage_search import PassageQuery, PassageSearch
 from realmops.answering.record import format_record
 from realmops.artifacts import read_json, write_manifest
 from realmops.evaluate.predictions import read_results
+from realmops.serve.batching import Busy, Closed, RequestBatcher
+from realmops.serve.served_model import ServedModel
 from realmops.serve.server import CONNECTIONS
+from realmops.stages.open_run import open_run
 
 SECOND = "Who wrote a novel?"
 
@@ -97,9 +108,6 @@ def test_a_passage_that_is_left_out_is_not_read(server: Served) -> None:
 
 
 def test_without_any_passage_there_is_no_answer(answering: Path) -> None:
-    from realmops.answering.opened_model import Query
-    from realmops.stages.open_run import open_run
-
     generation = open_run(answering / "root")
     names = [generation.model.snapshot.passage_id(p) for p in range(len(DOCUMENTS))]
     some, none = generation.find([Query(QUESTION), Query(QUESTION, names)])
@@ -111,12 +119,6 @@ def test_without_any_passage_there_is_no_answer(answering: Path) -> None:
 
 
 def test_an_unsure_answer_is_marked(answering: Path) -> None:
-    from dataclasses import replace
-
-    from realmops.answering.confidence import ALWAYS_ABSTAIN
-    from realmops.answering.opened_model import Query
-    from realmops.stages.open_run import open_run
-
     generation = open_run(answering / "root")
     [found] = generation.find([Query(QUESTION)])
     records = {}
@@ -255,12 +257,6 @@ def test_no_route_but_the_known_ones(server: Served) -> None:
 
 
 def test_too_many_waiting_requests_are_refused_all_or_none(answering: Path) -> None:
-    from realmops.answering.opened_model import Query
-    from realmops.answering.passage_search import PassageQuery
-    from realmops.serve.batching import Busy, Closed, RequestBatcher
-    from realmops.serve.served_model import ServedModel
-    from realmops.stages.open_run import open_run
-
     generation = open_run(answering / "root")
     batcher = RequestBatcher(ServedModel.of(generation), waiting=3)
     with pytest.raises(Busy, match="at most 3 are allowed"):
@@ -282,14 +278,6 @@ def test_too_many_waiting_requests_are_refused_all_or_none(answering: Path) -> N
 def test_searches_that_wait_together_share_a_batch_and_an_invalid_one_fails_alone(
     answering: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from threading import Event
-
-    from realmops.answering.answer import InvalidRequest
-    from realmops.answering.passage_search import PassageQuery, PassageSearch
-    from realmops.serve.batching import RequestBatcher
-    from realmops.serve.served_model import ServedModel
-    from realmops.stages.open_run import open_run
-
     served = ServedModel.of(open_run(answering / "root"))
     everything, search_batch = len(DOCUMENTS), PassageSearch.search_batch
     titles = [{"document_id": [served.model.snapshot.document_id(row) for row in (0, 3)]}]
@@ -329,14 +317,6 @@ def test_searches_that_wait_together_share_a_batch_and_an_invalid_one_fails_alon
 
 
 def test_an_idle_server_frees_a_replaced_model_without_the_garbage_collector(answering: Path) -> None:
-    from weakref import ref
-
-    from realmops.answering.opened_model import Query
-    from realmops.answering.passage_search import PassageQuery
-    from realmops.serve.batching import RequestBatcher
-    from realmops.serve.served_model import ServedModel
-    from realmops.stages.open_run import open_run
-
     served = ServedModel.of(open_run(answering / "root"))
     batcher = RequestBatcher(served)
     assert batcher.submit([Query(QUESTION)])[0].record.result(300)["answer"]
@@ -357,11 +337,6 @@ def test_a_batch_is_as_large_as_the_spans_of_its_passages_allow(
     answering: Path, wordpieces: int, together: int
 ) -> None:
     """The laptop profile's 5 passages of 128 wordpieces with 10 spans each of width 256 are 6.25 MiB, of 64."""
-    from dataclasses import replace
-
-    from realmops.serve.served_model import ServedModel
-    from realmops.stages.open_run import open_run
-
     generation = open_run(answering / "root")
     sizes = {"reader_candidates": 5, "reader_wordpieces": wordpieces, "answer_wordpieces": 10, "span_width": 256}
     options = generation.model.options.model_copy(update=sizes)
@@ -371,14 +346,6 @@ def test_a_batch_is_as_large_as_the_spans_of_its_passages_allow(
 def test_questions_that_wait_together_are_answered_each_by_the_generation_that_accepted_it(
     answering: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dataclasses import replace
-    from threading import Event
-
-    from realmops.answering.opened_model import OpenedModel, Query
-    from realmops.serve.batching import RequestBatcher
-    from realmops.serve.served_model import ServedModel
-    from realmops.stages.open_run import open_run
-
     first = ServedModel.of(open_run(answering / "root"))
     second = replace(first, version="second")
     batches: list[tuple[str, int]] = []
@@ -407,12 +374,6 @@ def test_questions_that_wait_together_are_answered_each_by_the_generation_that_a
 def test_one_question_that_fails_costs_no_other_its_answer(
     answering: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from realmops.answering.opened_model import Query
-    from realmops.answering.openqa import OpenQa
-    from realmops.serve.batching import RequestBatcher
-    from realmops.serve.served_model import ServedModel
-    from realmops.stages.open_run import open_run
-
     generation = open_run(answering / "root")
     real = OpenQa.find
 
@@ -620,8 +581,6 @@ def test_no_reply_names_a_folder_of_the_servers_disk(copy: Path, gone: str, capl
 
 def test_weights_that_are_not_numbers_do_not_serve(answering: Path) -> None:
     """Calibrated, such an answer has the probability 0, which is a number; its score is none."""
-    from realmops.stages.open_run import open_run
-
     generation = open_run(answering / "root")
     assert generation.confidence is not None
     assert generation.model.reader.spans is not None

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,15 @@ from urllib.parse import quote
 
 import pytest
 from serving import QUESTION, Served, served
+
+from realmops.answering.opened_model import OpenedModel, Query
+from realmops.answering.openqa import OpenQa
+from realmops.baselines.rankers import build_ranker
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.serve.app import _events
+from realmops.serve.batching import RequestBatcher
+from realmops.serve.served_model import ServedModel
+from realmops.stages.open_run import open_run
 
 TOKEN = "s3cret"
 BODIES: dict[str, Any] = {
@@ -140,13 +150,6 @@ def test_no_form_to_sign_in_with_brings_a_500(server: Served, form: bytes, statu
 
 
 def test_a_stream_says_when_reading_fails_and_goes_on(answering: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from realmops.answering.opened_model import Query
-    from realmops.answering.openqa import OpenQa
-    from realmops.serve.app import _events
-    from realmops.serve.batching import RequestBatcher
-    from realmops.serve.served_model import ServedModel
-    from realmops.stages.open_run import open_run
-
     real = OpenQa.read
 
     def fails(model: Any, found: Any, target_answers: Any) -> Any:
@@ -172,13 +175,6 @@ def test_a_stream_says_when_reading_fails_and_goes_on(answering: Path, monkeypat
 
 def test_who_hung_up_is_not_answered(answering: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The question is neither looked for nor read; that of a caller who waits, in the same batch, is."""
-    import threading
-
-    from realmops.answering.opened_model import OpenedModel, Query
-    from realmops.serve.batching import RequestBatcher
-    from realmops.serve.served_model import ServedModel
-    from realmops.stages.open_run import open_run
-
     asked: list[str] = []
     begun, let = threading.Event(), threading.Event()
     real = OpenedModel.find
@@ -205,9 +201,6 @@ def test_who_hung_up_is_not_answered(answering: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("retriever", ["bm25", "tfidf"])
 def test_what_a_server_remembers_is_bounded(answering: Path, retriever: str) -> None:
-    from realmops.baselines.rankers import build_ranker
-    from realmops.corpus.snapshot_reader import Snapshot
-
     ranker: Any = build_ranker(retriever, Snapshot.open(answering / "root/data/snapshot/corpus"), remembered=3)
     for number in range(10):
         ranker(f"Who was born in {number}?", 2)
