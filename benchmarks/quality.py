@@ -33,7 +33,6 @@ Seconds = tuple[float, float]
 """By the clock, and of the processor."""
 
 LEVELS = (0.2, 0.3)
-TRAININGS = ("finetune", "train_in_windows")  # of the reader, by their names in the stage
 
 
 @dataclass
@@ -108,6 +107,7 @@ def looking(watch: Watch, questions: Sequence[Any], count: int, found: list[Look
     from realmops.evaluate.exact_match import is_exact_match
     from realmops.stages import finetune as stage
     from realmops.train.fine_tuning import finetune_steps
+    from realmops.train.reader_training import ReaderTrainer
 
     def seen(train: Callable[..., Any]) -> Callable[..., Any]:
         def with_looks(context: Any, model: Any, lessons: Sequence[Any], options: Any, optimiser: Any) -> Any:
@@ -129,7 +129,15 @@ def looking(watch: Watch, questions: Sequence[Any], count: int, found: list[Look
 
         return with_looks
 
-    with mock.patch.multiple(stage, **{name: seen(getattr(stage, name)) for name in TRAININGS}):
+    train = ReaderTrainer.train
+
+    def train_reader(trainer: ReaderTrainer, context: Any, *rest: Any) -> Any:
+        return seen(lambda context, _, *rest: train(trainer, context, *rest))(context, trainer.base, *rest)
+
+    with (
+        mock.patch.object(stage, "finetune", seen(stage.finetune)),
+        mock.patch.object(ReaderTrainer, "train", train_reader),
+    ):
         yield
 
 

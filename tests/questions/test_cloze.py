@@ -30,7 +30,7 @@ from realmops.questions.question_sets import Question, read_questions
 from realmops.stages.evaluate import _rankings
 from realmops.train.fine_tuning import question_loss
 from realmops.train.fusion_weights import fit_weights_on_questions
-from realmops.train.windows import build_window_examples
+from realmops.train.reader_training import reader_trainer
 
 # All that can be asked of the twelve documents: words of the sentence without the span, the span, and the passages with
 # the sentence. One span of each sentence; 1950 stands in a third passage, Maria Holm's sentences are too short without
@@ -211,10 +211,10 @@ def test_the_own_passage_is_neither_learned_from_nor_read(world: World, given: b
     assert relevance_BK[0, -2:].tolist() == [-torch.inf] * 2
     assert torch.isfinite(question_loss(model, [question])[0])
     with_oslo = {p for p in range(12) if "Oslo" in world.snapshot.text(p)}
-    [lesson] = build_window_examples(model, [not_in(world, *sorted(with_oslo)[1:])], 12)
-    assert lesson.passage == min(with_oslo)
-    assert not {*lesson.negatives} & with_oslo
-    assert build_window_examples(model, [not_in(world, *with_oslo)], 12) == []
+    [example] = reader_trainer(model).examples([not_in(world, *sorted(with_oslo)[1:])], 12)
+    assert example.passage == min(with_oslo)
+    assert not {passage for passage, _ in example.negatives} & with_oslo
+    assert reader_trainer(model).examples([not_in(world, *with_oslo)], 12) == []
 
 
 def test_weights_are_fitted_on_questions_of_people_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,7 +207,7 @@ def test_spans_are_all_those_inside_the_passages(world: World) -> None:
 
 def test_spans_behind_the_readers_limit_do_not_exist(world: World) -> None:
     """Room for 16: [CLS], question, [SEP], what is left of the body, [SEP]."""
-    model = open_qa(world, reader_wordpieces=16)
+    model = open_qa(world, query_wordpieces=8, reader_wordpieces=16)
     tokens = [model.wordpieces("Where?")]
     with torch.no_grad():
         _, rows = model.spans(tokens, [[0]])

@@ -1,8 +1,7 @@
-"""Training of a published reader: parts of passages, targets, the loss in fp64, resume to the same bytes."""
+"""Training of readers on windows of passages: examples, windows, both losses against slow versions, resuming."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from small_world import (
     MemoryJournal,
     World,
     build_world,
+    index_of,
     killed_and_resumed,
     same_parameters,
     section,
@@ -25,26 +25,40 @@ from small_world import (
 )
 
 from realmops.answering.extractive import ExtractiveQa
+from realmops.answering.openqa import OpenQa
+from realmops.model.build import add_span_head
 from realmops.model.extractive_reader import ExtractiveReader, load_extractive_reader
-from realmops.questions.answer_matching import matched_spans
+from realmops.model.packed import PackedBatch
+from realmops.model.retriever import FusionWeights
+from realmops.model.sequences import join_reader
 from realmops.questions.question_sets import Question
+from realmops.train import loop
 from realmops.train import reader_training as module
+from realmops.train.parallel import ProcessGroup
 from realmops.train.reader_training import (
-    build_passage_examples,
-    draw_pairs,
-    draw_part,
+    HARDEST,
+    ExtractiveTrainer,
+    ReaderExample,
+    ReaderTrainer,
+    SpanHeadTrainer,
+    Window,
     passages_loss,
+    place_window,
+    reader_trainer,
     target_positions,
-    train_reader,
 )
 
 BORN = Question("born", "Where was Anna Berg born?", ("Oslo",))
+DIED = Question("died", "When did Maria Holm die?", ("1972",))
+NEVER = Question("never", "Who is she?", ("Nobody at all",))
 QUESTIONS = [
-    BORN, Question("died", "When did Maria Holm die?", ("1972",)), Question("who", "Who wrote it?", ("Anna Berg",)),
+    BORN, DIED, Question("wrote", "Who wrote The Cold Sea?", ("Anna Berg",)),
     Question("star", "Who built The Star?", ("Jon Vik",)), Question("sang", "Who sang in Bergen?", ("Maria Holm",)),
 ]  # fmt: skip
 RULE = "token_boundary"
 Pairs = Sequence[tuple[str, str, Sequence[str]]]
+RATES = {"reader_learning_rate": 3e-3, "span_learning_rate": 1e-2}
+STEPS = {"epochs": 2, "batch_size": 2, "checkpoint_every": 2}
 
 
 @pytest.fixture(scope="module")
@@ -52,49 +66,209 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_reader(tmp_path_factory.mktemp("readers") / "bert", "bert")
 
 
-def extractive(world: World, folder: Path, order: Sequence[int], **changes: Any) -> ExtractiveQa:
-    """A model for which a ranker finds these passages for every question."""
+def ranker(order: Sequence[int]) -> Callable[[str, int], np.ndarray]:
+    """Return a ranker that finds these passages for every question."""
+    return lambda question, k: np.array([*order, *[-1] * k][:k])
+
+
+def open_qa(world: World, *, dropout: float = 0.0, order: Sequence[int] | None = None, **changes: Any) -> OpenQa:
+    retriever, reader = tiny_models(world, dropout=dropout)
+    add_span_head(reader, 8, seed=0)
+    passages = index_of(world, retriever).passages if order is None else None
+    lengths = {"query_wordpieces": 24, "reader_wordpieces": 60, "answer_wordpieces": 4}
+    options = section("finetune", **{**STEPS, **lengths, **RATES, **changes})
+    return OpenQa(retriever, reader, world.snapshot, passages, options, FP32, None if order is None else ranker(order))
+
+
+def extractive(
+    world: World, folder: Path, order: Sequence[int], *, dropout: float = 0.0, **changes: Any
+) -> ExtractiveQa:
     retriever, _ = tiny_models(world)
-    values = {
-        "epochs": 2, "batch_size": 2, "query_wordpieces": 24, "reader_wordpieces": 120, "answer_wordpieces": 8,
-        "reader_learning_rate": 3e-3, "span_learning_rate": 3e-3, "checkpoint_every": 2,
-    }  # fmt: skip
     reader = load_extractive_reader(folder)
-    reader.set_dropout(0.1)
-    ranker = lambda question, k: np.array([*order, *[-1] * k][:k])  # noqa: E731
-    given = section("finetune", **{**values, **changes})
-    return ExtractiveQa(retriever, reader, world.snapshot, None, given, FP32, ranker)
+    reader.set_dropout(dropout)
+    lengths = {"query_wordpieces": 24, "reader_wordpieces": 120, "answer_wordpieces": 8}
+    options = section("finetune", **{**STEPS, **lengths, **RATES, **changes})
+    return ExtractiveQa(retriever, reader, world.snapshot, None, options, FP32, ranker(order))
 
 
-def test_examples_by_hand(world: World, folder: Path) -> None:
-    """Of 7, 4, 0, 11 and 5, in this order, 4 is the first with Oslo; without it are 7 and 11."""
-    model = extractive(world, folder, [7, 4, 0, 11, 5])
-    never = Question("never", "Who is she?", ("Nobody at all",))
-    counted: list[int] = []
-    [example] = build_passage_examples(model, [never, BORN], 5, counted.append)
-    assert counted == [2]
-    assert (example.question, example.passage, example.negatives) == (BORN, 4, [7, 11])
-    text = world.snapshot.text(4)
-    assert [text[start:end] for start, end in example.spans] == ["Oslo"]
+def trainer_of(kind: str, world: World, folder: Path, order: Sequence[int], **changes: Any) -> ReaderTrainer:
+    made = open_qa(world, order=order, **changes) if kind == "spans" else extractive(world, folder, order, **changes)
+    return reader_trainer(made)
 
 
-def test_a_part_contains_a_span_wherever_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of two distant answers is in some parts; without answers parts begin anywhere; a short passage is whole."""
-    monkeypatch.setattr(module, "PART", 20)
-    reader = load_extractive_reader(folder)
-    filler = "norway in it is a port. " * 8
-    text = f"{filler}Anna was in Oslo then. {filler}Then she left Oslo. {filler}"
-    spans = matched_spans(text, ["Oslo"], RULE)
-    rng, begins = np.random.default_rng(0), set[int]()
-    for _ in range(80):
-        part = draw_part(reader, text, spans, rng)
-        assert part in text
-        assert "Oslo" in part
-        assert len(reader.tokenize(part).ids) <= 21
-        begins.add(text.index(part) > len(filler) + 30)
-    assert begins == {False, True}
-    assert len({draw_part(reader, text, (), rng) for _ in range(20)}) > 10
-    assert draw_part(reader, "Oslo is a port.", [(0, 4)], rng) == "Oslo is a port."
+def text_of(world: World, passage: int, first: int, end: int) -> str:
+    return world.words(world.snapshot.body(passage)[first:end])
+
+
+both_kinds = pytest.mark.parametrize("kind", ["spans", "extractive"])
+
+
+@both_kinds
+def test_examples_by_hand(world: World, folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 7, 4, 0, 11 and 5, in this order, 4 is the first with Oslo; 7 and 11 lack it. NEVER has no answer."""
+    monkeypatch.setattr(module, "QUESTIONS_AT_ONCE", 2)
+    trainer, counted = trainer_of(kind, world, folder, [7, 4, 0, 11, 5]), list[int]()
+    [example] = trainer.examples([BORN, NEVER, DIED], 5, counted.append)
+    assert counted == [2, 1]
+    assert (example.question, example.passage, example.relevance) == (BORN, 4, 0.0)
+    assert example.negatives == [(7, 0.0), (11, 0.0)]
+    [(first, end)] = example.spans
+    window = Window(4, first, end, 0.0, ())
+    if isinstance(trainer, ExtractiveTrainer):
+        assert trainer.text(window) == "Oslo"
+    else:
+        assert text_of(world, 4, first, end) == "oslo"
+        twice = Question("twice", "Who?", ("Anna Berg", "poet"))
+        [example] = trainer.examples([twice], 2)
+        assert [text_of(world, 4, *span) for span in example.spans] == ["poet", "anna berg"]
+
+
+def test_a_passage_without_a_span_of_the_answer_is_no_evidence(world: World) -> None:
+    """Passage 0 has an answer of seven wordpieces, longer than a span of four; it is no negative either."""
+    long = Question("long", "What?", ("Anna Berg was born in Oslo", "1931", "Norway"))
+    [example] = SpanHeadTrainer(open_qa(world, order=[4, 0, 7])).examples([long], 3)
+    assert (example.passage, [passage for passage, _ in example.negatives]) == (4, [7])
+    some = Question("some", "What?", ("Anna Berg was born in Oslo",))
+    assert SpanHeadTrainer(open_qa(world, order=[0, 7])).examples([some], 2) == []
+
+
+def test_relevance_is_the_retrievers_without_dropout_and_the_hardest_come_first(world: World) -> None:
+    model = open_qa(world, dropout=0.5)
+    model.retriever.train()
+    [example], [again] = (SpanHeadTrainer(model).examples([DIED], 12) for _ in range(2))
+    assert example == again, "a resumed training has the same examples"
+    with torch.no_grad():
+        relevance_BK, id_BK = model.relevance([DIED.question], 12)
+    f = dict(zip(id_BK[0].tolist(), relevance_BK[0].tolist(), strict=True))
+    assert example.passage == 6
+    assert [passage for passage, _ in example.negatives] == [p for p in id_BK[0].tolist() if p != 6][:HARDEST]
+    assert [relevance for _, relevance in example.negatives] == pytest.approx([f[p] for p, _ in example.negatives])
+    assert example.relevance == pytest.approx(f[6])
+
+
+def test_a_window_contains_its_span_wherever_it_is() -> None:
+    """A body of 30 with windows of 10: every place that contains the span, and no other."""
+    for span, expected in (((0, 1), {0}), ((12, 15), set(range(5, 13))), ((29, 30), {20}), ((9, 10), set(range(10)))):
+        rng = np.random.default_rng(0)
+        begins = [place_window(30, span, 10, rng) for _ in range(600)]
+        assert set(begins) == expected
+        assert all(begin <= span[0] and span[1] <= begin + 10 for begin in begins)
+        counts = np.bincount(begins)[min(expected) :]
+        assert counts.tolist() == pytest.approx([600 / len(expected)] * len(expected), abs=50)
+    rng = np.random.default_rng(0)
+    assert {place_window(8, (3, 5), 10, rng) for _ in range(20)} == {0}, "all of a short passage"
+    assert {place_window(12, None, 10, rng) for _ in range(60)} == {0, 1, 2}, "without a span anywhere"
+    assert place_window(8, None, 10, rng) == 0
+
+
+LONG = "Rain fell and it fell again and again. " * 6
+TEXTS = (
+    ("Long", f"{LONG}Anna was in Oslo then. {LONG}Then she left Oslo. {LONG}", ("Anna", "Oslo")),
+    ("None", f"{LONG}Jon sat there. {LONG}", ("Jon",)),
+)
+
+
+@pytest.fixture(scope="module")
+def long_world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return build_world(tmp_path_factory.mktemp("long"), TEXTS, block_wordpieces=500)
+
+
+@both_kinds
+def test_windows_contain_an_answer_and_mark_it(
+    long_world: World, folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two Oslo are further apart than a window: always one of them, each of them sometimes; then none."""
+    trainer = trainer_of(kind, long_world, folder, [0, 1])
+    monkeypatch.setattr(type(trainer), "longest_window", 20)
+    [example] = trainer.examples([BORN], 2)
+    assert len(example.spans) == 2
+    rng, seen = np.random.default_rng(0), set[int]()
+    for _ in range(60):
+        right, wrong = trainer.draw(example, rng, negatives=True)
+        assert (right.passage, wrong.passage) == (0, 1)
+        assert right.end - right.begin == wrong.end - wrong.begin == 20
+        assert 0 <= right.begin < right.end <= trainer.length(0)
+        assert 0 <= wrong.begin < wrong.end <= trainer.length(1)
+        [(first, end)] = [(first, end) for first, end in right.spans if first >= 0 and end <= 20]
+        if isinstance(trainer, ExtractiveTrainer):
+            assert trainer.text(right).count("Oslo") == 1
+            assert trainer.text(wrong) in long_world.snapshot.text(1)
+        else:
+            assert text_of(long_world, 0, right.begin + first, right.begin + end) == "oslo"
+        assert not wrong.spans
+        seen.add(first + right.begin)
+        assert len(trainer.draw(example, rng, negatives=False)) == 1
+    assert len(seen) == 2
+
+
+def test_gold_spans_of_a_window_by_hand() -> None:
+    """Two of them; one begins before the window, one ends after it, and one is longer than a span may be."""
+    spans = np.array([(0, 0), (0, 1), (1, 1), (1, 2), (2, 2)])
+    gold = module.is_gold(spans, Window(0, 0, 3, 0.0, [(0, 2), (2, 3), (-1, 1), (2, 4), (0, 3)]))
+    assert gold.tolist() == [False, True, False, False, True]
+    assert module.is_gold(spans, Window(0, 0, 3, 0.0, ())).tolist() == [False] * 5
+
+
+def test_question_and_window_fit_the_reader(long_world: World, folder: Path) -> None:
+    """Room for 40 with a question of 7: windows of 30; a longer question leaves room for an answer."""
+    trainer = SpanHeadTrainer(open_qa(long_world, order=[0, 1], reader_wordpieces=40))
+    [example] = trainer.examples([BORN], 2)
+    [window] = trainer.draw(example, np.random.default_rng(0), negatives=False)
+    assert window.end - window.begin == 40 - 3 - len(trainer.wordpieces(BORN))
+    wordy = Question("wordy", "Where " * 50, ("Oslo",))
+    trainer = SpanHeadTrainer(open_qa(long_world, order=[0, 1], query_wordpieces=62, reader_wordpieces=64))
+    [example] = trainer.examples([wordy], 2)
+    assert len(trainer.wordpieces(wordy)) == 64 - 3 - 4
+    loss, _ = trainer.loss([(example, trainer.draw(example, np.random.default_rng(0), negatives=True))])
+    assert 0 < loss.item() < math.inf
+    model = extractive(long_world, folder, [0])
+    loss, _ = passages_loss(model, [("in " * 500, "norway in oslo. " * 60, ("Oslo",))], [RULE])
+    assert 0 < loss.item() < math.inf
+
+
+def slow_span_head_loss(world: World, trainer: SpanHeadTrainer, example: ReaderExample, windows: list[Window]) -> float:
+    """-log of the share of the right spans, one window and one span at a time."""
+    model, special = trainer.model, world.special
+    spans = model.reader.spans
+    assert spans is not None
+    question = trainer.wordpieces(example.question)
+    right = total = 0.0
+    for window in windows:
+        body = world.snapshot.body(window.passage)[window.begin : window.end]
+        joined, segments, offset = join_reader(question, body, special, model.options.reader_wordpieces)
+        hidden = model.reader.bert(PackedBatch([joined], [segments]))
+        for first in range(len(body)):
+            for last in range(first, min(first + model.options.answer_wordpieces, len(body))):
+                score = float(spans(hidden, torch.tensor([offset + first]), torch.tensor([offset + last])))
+                mass = math.exp(score + model.retriever.mixture.reading * window.relevance)
+                total += mass
+                is_right = window.passage == example.passage and (
+                    (window.begin + first, window.begin + last + 1) in example.spans
+                )
+                right += mass if is_right else 0.0
+    return -math.log(right / total)
+
+
+@pytest.mark.parametrize("negatives", [True, False])
+@pytest.mark.parametrize("reading", [1.0, 0.5])
+def test_the_loss_of_the_span_head_equals_the_slow_one(
+    world: World, negatives: bool, reading: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows of eight; two questions with different numbers of right spans."""
+    monkeypatch.setattr(SpanHeadTrainer, "longest_window", 8)
+    trainer = SpanHeadTrainer(open_qa(world))
+    trainer.model.retriever.mixture = FusionWeights(1.0, 0.0, reading)
+    who = Question("who", "Who was born?", ("Anna Berg", "poet"))
+    rng = np.random.default_rng(1)
+    drawn = [(one, trainer.draw(one, rng, negatives=negatives)) for one in trainer.examples([BORN, who], 12)]
+    assert [len(windows) for _, windows in drawn] == [1 + negatives] * 2
+    with torch.no_grad():
+        loss, later = trainer.loss(drawn)
+        expected = [slow_span_head_loss(world, trainer, *pair) for pair in drawn]
+    assert loss.item() == pytest.approx(np.mean(expected), rel=1e-4)
+    metrics = later.now()
+    assert metrics["span_loss"] == loss.item()
+    assert metrics["span_accuracy"] in (0.0, 0.5, 1.0)
 
 
 def test_targets_by_hand(folder: Path) -> None:
@@ -111,7 +285,7 @@ def test_targets_by_hand(folder: Path) -> None:
     assert target_positions(window, text, (), RULE, 8) == [(0, 0)]
 
 
-def slow_loss(reader: ExtractiveReader, pairs: Pairs) -> list[float]:
+def slow_extractive_loss(reader: ExtractiveReader, pairs: Pairs) -> list[float]:
     """-log p(y|x, z) in fp64 by transformers' own model, one passage and one span at a time."""
     model = build_model("bert").double()
     losses = []
@@ -132,7 +306,7 @@ def slow_loss(reader: ExtractiveReader, pairs: Pairs) -> list[float]:
 
 
 @torch.no_grad()
-def test_the_loss_is_the_slow_one(world: World, folder: Path) -> None:
+def test_the_loss_of_a_published_reader_equals_the_slow_one(world: World, folder: Path) -> None:
     """Passages with one, two and no answers, and one whose answer has no span, which does not count."""
     model = extractive(world, folder, [0])
     model.reader.eval()
@@ -143,7 +317,7 @@ def test_the_loss_is_the_slow_one(world: World, folder: Path) -> None:
         ("who was it", "anna berg", ("Maria Holm",)),
     ]
     loss, deferred = passages_loss(model, pairs, [RULE] * 4)
-    expected = slow_loss(model.reader, pairs)
+    expected = slow_extractive_loss(model.reader, pairs)
     assert len(expected) == 3
     assert loss.item() == pytest.approx(np.mean(expected), rel=1e-4)
     metrics = deferred.now()
@@ -161,60 +335,56 @@ def test_a_batch_without_a_target_has_gradients_of_zero(world: World, folder: Pa
     assert all(not gradient.any() for gradient in gradients)
 
 
-def test_a_long_question_is_cut_in_training(world: World, folder: Path) -> None:
-    model = extractive(world, folder, [0])
-    loss, _ = passages_loss(model, [("in " * 500, "norway in oslo. " * 60, ("Oslo",))], [RULE])
-    assert 0 < loss.item() < np.inf
-
-
-def train(world: World, folder: Path, *, epochs: int = 2, **changes: Any) -> tuple[ExtractiveQa, MemoryJournal]:
-    model = extractive(world, folder, range(12), epochs=epochs)
+def train(kind: str, world: World, folder: Path, *, epochs: int = 2, dropout: float = 0.0, **changes: Any) -> Any:
+    trainer = trainer_of(kind, world, folder, range(12), epochs=epochs, dropout=dropout)
     context = tiny_context(**{"journal": MemoryJournal(), **changes})
-    train_reader(context, model, build_passage_examples(model, QUESTIONS, 12), model.options, tiny_optimiser())
-    assert isinstance(context.journal, MemoryJournal)
-    return model, context.journal
+    trainer.train(context, trainer.examples(QUESTIONS, 12), trainer.base.options, tiny_optimiser())
+    return trainer.base, context.journal
 
 
+@both_kinds
 def test_training_lowers_the_loss_and_negatives_come_late(
-    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten epochs of three steps; from 55 % of the steps on a passage without the answer is read too."""
+    """Ten epochs of three steps: from step 17 of 30 on, 55 %, a second window is read; the retriever is unchanged."""
     drawn: list[bool] = []
+    usual = ReaderTrainer.draw
 
     def spy(*given: Any, negatives: bool) -> Any:
         drawn.append(negatives)
-        return draw_pairs(*given, negatives=negatives)
+        return usual(*given, negatives=negatives)
 
-    monkeypatch.setattr(module, "draw_pairs", spy)
+    monkeypatch.setattr(ReaderTrainer, "draw", spy)
     start, _ = tiny_models(world)
-    model, journal = train(world, folder, epochs=10)
+    model, journal = train(kind, world, folder, epochs=10)
     loss = journal.values("loss")
     assert len(loss) == 30
-    assert drawn == sorted(drawn)
-    assert drawn.count(False) == 29, "of 17 steps, every third with one question"
+    assert drawn == [False] * 29 + [True] * 21, "every third step has one question"
     assert np.mean(loss[-6:]) < 0.7 * np.mean(loss[:6])
     same_parameters(model.retriever, start)
 
 
-@pytest.mark.parametrize("kill_at", [1, 3, 5])
-def test_killed_and_resumed_it_ends_with_the_same_bits(world: World, folder: Path, kill_at: int) -> None:
+def test_processes_draw_the_windows_that_one_draws(world: World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five questions over two processes: the mean of their losses is the loss of the batch."""
+    losses: dict[int, list[float]] = {}
+
+    def one_step(context: Any, groups: Any, options: Any, step_loss: Any, **rest: Any) -> int:
+        losses.setdefault(context.processes.size, []).append(step_loss(1)[0].item())
+        return 0
+
+    monkeypatch.setattr(loop, "fit", one_step)
+    monkeypatch.setattr(module, "NEGATIVES_FROM", 0.0)
+    monkeypatch.setitem(STEPS, "batch_size", 3)
+    for processes in (ProcessGroup(), ProcessGroup(0, 2), ProcessGroup(1, 2)):
+        train("spans", world, folder, processes=processes)
+    assert sum(losses[2]) / 2 == pytest.approx(losses[1][0], rel=1e-5)
+
+
+@both_kinds
+def test_killed_and_resumed_it_ends_with_the_same_bits(world: World, folder: Path, kind: str) -> None:
     """Six steps with dropout, a checkpoint at every second; the last ones with negatives."""
-    expected, lines = train(world, folder)
-    (found, _), journal = killed_and_resumed(partial(train, world, folder), kill_at)
-    same_parameters(found.reader, expected.reader)
+    run = partial(train, kind, world, folder, dropout=0.1)
+    expected, lines = run()
+    (resumed, _), journal = killed_and_resumed(run, 5)
+    same_parameters(resumed.reader, expected.reader)
     assert journal.without_times() == lines.without_times()
-
-
-def test_long_passages_are_read_in_parts(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Question, part and answers of the passage with the answer, then of one without it."""
-    monkeypatch.setattr(module, "PART", 20)
-    filler = "Rain fell and it fell again and again. " * 6
-    texts = (("Long", f"{filler}Anna was in Oslo then. {filler}", ("Anna", "Oslo")), ("None", filler, ("Rain",)))
-    world = build_world(tmp_path, texts, block_wordpieces=500)
-    model = extractive(world, folder, [0, 1])
-    [example] = build_passage_examples(model, [BORN], 2)
-    right, wrong = draw_pairs(model, example, np.random.default_rng(0), negatives=True)
-    assert (right[0], right[2], wrong[0], wrong[2]) == (BORN.question, ("Oslo",), BORN.question, ())
-    assert "Oslo" in right[1]
-    assert wrong[1] in world.snapshot.text(1)
-    assert len(draw_pairs(model, example, np.random.default_rng(0), negatives=False)) == 1

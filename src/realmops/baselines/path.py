@@ -34,7 +34,7 @@ from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import Question
 from realmops.search.bm25 import Bm25, Rows, rank, top_k
 from realmops.train.fine_tuning import finetune_steps
-from realmops.train.loop import TrainingContext, epoch_rows, fit
+from realmops.train.loop import DeferredMetrics, TrainingContext, fit_epochs, whole_batch
 from realmops.train.optimiser import Group
 
 STARTS = 10  # candidates for the first passage, the best by BM25
@@ -210,12 +210,14 @@ def train_paths(
     optimiser: Optimiser,
 ) -> int:
     """Train the scorer with the reader's epochs, batch size and learning rate; return the length of the journal."""
-    rows_of = epoch_rows(context, len(lessons), options.batch_size)
 
-    def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
+    def loss(batch: Sequence[PathExample]) -> tuple[Tensor, DeferredMetrics]:
         retriever.scorer.train()
-        return retriever.loss([lessons[row] for row in rows_of(step)]), {}
+        return retriever.loss(batch), DeferredMetrics((), dict)
 
     groups = [Group("scorer", retriever.scorer, options.reader_learning_rate)]
     steps, every = finetune_steps(len(lessons), options), options.checkpoint_every
-    return fit(context, groups, optimiser, step_loss, steps=steps, checkpoint_every=every)
+    return fit_epochs(
+        context, groups, optimiser, lessons, whole_batch, loss,
+        batch_size=options.batch_size, steps=steps, checkpoint_every=every,
+    )  # fmt: skip

@@ -30,12 +30,13 @@ from realmops.model.transformers_models import BUILD_LOCK, import_transformers
 from realmops.options import ClosedBookOptions, Optimiser
 from realmops.questions.question_sets import Question
 from realmops.train.fine_tuning import finetune_steps
-from realmops.train.loop import DeferredMetrics, TrainingContext, epoch_rows, fit
+from realmops.train.loop import DeferredMetrics, TrainingContext, fit, fit_epochs
 from realmops.train.optimiser import Group
 
 FILE = "closed_book.json"
 NOISE_DENSITY, MEAN_SPAN_LENGTH = 0.15, 3  # share of a passage's wordpieces; wordpieces
 SENTINELS = tuple(f"<extra_id_{n}>" for n in range(100))  # as in T5
+Pair = tuple[np.ndarray, list[np.ndarray]]  # wordpieces of a question and of its answers
 JOIN = "<join>"  # between two pieces without a space: WordPiece cannot restore "12,340"
 
 
@@ -277,18 +278,21 @@ def finetune(
     Only the questions of ``drop_regex_questions`` are used; their order is shuffled in each epoch.
     """
     questions = drop_regex_questions(questions)
-    inputs = [model.encode_question(q.question) for q in questions]
-    targets = [[model.encode_target(answer) for answer in q.answers] for q in questions]
-    rows_of = epoch_rows(context, len(questions), options.batch_size)
+    pairs = [(model.encode_question(q.question), [*map(model.encode_target, q.answers)]) for q in questions]
 
-    def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
-        rng, rows = context.rng("answer", step), rows_of(step)
-        drawn = [targets[row][rng.integers(len(targets[row]))] for row in rows]
-        return model.loss([inputs[row] for row in rows], drawn, context.dtype)
+    def draw(batch: Sequence[Pair], step: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        rng = context.rng("answer", step)
+        return [(question, answers[rng.integers(len(answers))]) for question, answers in batch]
+
+    def loss(drawn: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[Tensor, DeferredMetrics]:
+        return model.loss([x for x, _ in drawn], [y for _, y in drawn], context.dtype)
 
     groups = [Group("closed_book", model.net.to(context.device), options.learning_rate)]
     steps, every = finetune_steps(len(questions), options), options.checkpoint_every
-    return fit(context, groups, optimiser, step_loss, steps=steps, checkpoint_every=every)
+    return fit_epochs(
+        context, groups, optimiser, pairs, draw, loss,
+        batch_size=options.batch_size, steps=steps, checkpoint_every=every,
+    )  # fmt: skip
 
 
 def _add_sentinels(snapshot: Snapshot) -> Tokenizer:

@@ -45,8 +45,7 @@ from realmops.train.fine_tuning import finetune, finetune_steps, query_steps, tr
 from realmops.train.fusion_weights import fit_reading_weight, fit_weights_on_questions
 from realmops.train.loop import TrainingContext
 from realmops.train.parallel import process_group
-from realmops.train.reader_training import build_passage_examples, train_reader
-from realmops.train.windows import build_window_examples, train_in_windows
+from realmops.train.reader_training import reader_trainer
 
 
 @dataclass(frozen=True)
@@ -145,15 +144,9 @@ def _learn_to_read(trainings: StageTrainings, model: RetrieveAndRead, questions:
         context = trainings.context(model.dtype, "finetune", finetune_steps(len(questions), options), "fine-tuning")
         finetune(context, model, questions, options, optimiser)
         return {}
-    bar = job.report.progress("evidence", len(questions))
-    if isinstance(model, OpenQa):
-        windows = build_window_examples(model, questions, EVIDENCE_DEPTH, bar)
-        context = _evidence_context(trainings, model.dtype, len(windows))
-        train_in_windows(context, model, windows, options, optimiser)
-        return {"questions_with_evidence": len(windows)}
-    assert isinstance(model, ExtractiveQa)
-    examples = build_passage_examples(model, questions, EVIDENCE_DEPTH, bar)
-    train_reader(_evidence_context(trainings, model.dtype, len(examples)), model, examples, options, optimiser)
+    trainer = reader_trainer(model)
+    examples = trainer.examples(questions, EVIDENCE_DEPTH, job.report.progress("evidence", len(questions)))
+    trainer.train(_evidence_context(trainings, model.dtype, len(examples)), examples, options, optimiser)
     return {"questions_with_evidence": len(examples)}
 
 

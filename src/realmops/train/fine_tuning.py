@@ -4,7 +4,6 @@ Shape suffixes: B questions, P passages, K passages that are read, S answer span
 W maximum of spans per question.
 """
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,7 +16,7 @@ from realmops.devices import to_device
 from realmops.model.likelihood import hard_em_span_loss, marginal_span_loss
 from realmops.options import ClosedBookOptions, Finetune, Optimiser
 from realmops.questions.question_sets import Question
-from realmops.train.loop import DeferredMetrics, TrainingContext, epoch_rows, fit
+from realmops.train.loop import DeferredMetrics, TrainingContext, epoch_steps, fit_epochs, whole_batch
 from realmops.train.optimiser import Group
 
 SEARCHED = 256  # passages in the early loss of the query tower alone: at most 75 MB for 32 questions and six vectors
@@ -95,32 +94,32 @@ def by_group(logit_S: Tensor, gold_S: Tensor, group_S: np.ndarray, count: int) -
 
 def finetune_steps(questions: int, options: Finetune | ClosedBookOptions) -> int:
     """Return the number of steps of ``options.epochs`` epochs, rounded up; epochs may be a fraction."""
-    return math.ceil(options.epochs * math.ceil(questions / options.batch_size))
+    return epoch_steps(questions, options.batch_size, options.epochs)
 
 
 def finetune(
     context: TrainingContext, model: OpenQa, questions: Sequence[Question], options: Finetune, optimiser: Optimiser
 ) -> None:
     """Train query tower and reader; every epoch shuffles the questions."""
-    rows_of = epoch_rows(context, len(questions), options.batch_size)
 
-    def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
+    def loss(batch: Sequence[Question]) -> tuple[Tensor, DeferredMetrics]:
         model.retriever.train()
         model.reader.train()
-        local, weight = context.processes.split_batch([questions[row] for row in rows_of(step)])
-        loss, metrics = question_loss(model, local)
-        return weight * loss, metrics
+        return question_loss(model, batch)
 
     groups = [Group("reader", model.reader, options.reader_learning_rate)]
     if model.ranker is None:
         groups.insert(0, Group("query", model.retriever.query, options.retriever_learning_rate))
-    steps = finetune_steps(len(questions), options)
-    fit(context, groups, optimiser, step_loss, steps=steps, checkpoint_every=options.checkpoint_every)
+    steps, every = finetune_steps(len(questions), options), options.checkpoint_every
+    fit_epochs(
+        context, groups, optimiser, questions, whole_batch, loss,
+        batch_size=options.batch_size, steps=steps, checkpoint_every=every,
+    )  # fmt: skip
 
 
 def query_steps(questions: int, options: Finetune) -> int:
     """Return the number of steps of ``options.retriever_epochs`` epochs of the query tower over the questions."""
-    return math.ceil(options.retriever_epochs * math.ceil(questions / options.retriever_batch_size))
+    return epoch_steps(questions, options.retriever_batch_size, options.retriever_epochs)
 
 
 def train_query_tower(
@@ -137,12 +136,10 @@ def train_query_tower(
     Returns:
         The journal's length at the end.
     """
-    rows_of = epoch_rows(context, len(questions), options.retriever_batch_size)
 
-    def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
+    def loss(batch: Sequence[Question]) -> tuple[Tensor, DeferredMetrics]:
         model.retriever.train()
-        local, weight = context.processes.split_batch([questions[row] for row in rows_of(step)])
-        loss_B, _, _, correct_BP = early_loss(model, local, min(SEARCHED, options.retriever_candidates))
+        loss_B, _, _, correct_BP = early_loss(model, batch, min(SEARCHED, options.retriever_candidates))
 
         def metrics(loss_B: Tensor) -> dict[str, float]:
             return {
@@ -151,8 +148,11 @@ def train_query_tower(
                 "recall_at_5": float(correct_BP[:, :5].any(-1).float().mean()),
             }
 
-        return weight * loss_B.mean(), DeferredMetrics([loss_B], metrics)
+        return loss_B.mean(), DeferredMetrics([loss_B], metrics)
 
     groups = [Group("query", model.retriever.query, options.retriever_learning_rate)]
     steps, every = query_steps(len(questions), options), options.checkpoint_every
-    return fit(context, groups, optimiser, step_loss, steps=steps, checkpoint_every=every)
+    return fit_epochs(
+        context, groups, optimiser, questions, whole_batch, loss,
+        batch_size=options.retriever_batch_size, steps=steps, checkpoint_every=every,
+    )  # fmt: skip

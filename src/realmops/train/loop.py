@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from realmops.options import Optimiser
 from realmops.train.optimiser import BertAdamW, Group, Schedule
 from realmops.train.parallel import SINGLE_PROCESS, ProcessGroup
 
+T = TypeVar("T")
+U = TypeVar("U")
 STATE, TENSORS = "state.json", "training.safetensors"
 _TRIM_SECONDS = 10.0  # between two releases of freed memory
 
@@ -152,6 +154,51 @@ def fit(
     if processes.is_main_process:
         _save(context, optimiser, steps, last)
     return context.journal.position()
+
+
+def fit_epochs(
+    context: TrainingContext,
+    groups: list[Group],
+    options: Optimiser,
+    items: Sequence[T],
+    draw: Callable[[Sequence[T], int], Sequence[U]],
+    loss: Callable[[Sequence[U]], tuple[Tensor, DeferredMetrics]],
+    *,
+    batch_size: int,
+    steps: int,
+    checkpoint_every: int,
+) -> int:
+    """Train in epochs over ``items`` by :func:`fit`, whose result it returns; every epoch shuffles them.
+
+    Args:
+        context: as for ``fit``.
+        groups: as for ``fit``.
+        options: as for ``fit``.
+        items: the training examples.
+        draw: (items of the batch of all processes, step) -> examples of this step.
+        loss: mean loss and metrics of this process's part of these examples.
+        batch_size: items of a batch of all processes.
+        steps: total number of steps.
+        checkpoint_every: as for ``fit``.
+    """
+    rows_of = epoch_rows(context, len(items), batch_size)
+
+    def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
+        local, weight = context.processes.split_batch(draw([items[row] for row in rows_of(step)], step))
+        mean_loss, metrics = loss(local)
+        return weight * mean_loss, metrics
+
+    return fit(context, groups, options, step_loss, steps=steps, checkpoint_every=checkpoint_every)
+
+
+def whole_batch(batch: Sequence[T], step: int) -> Sequence[T]:
+    """Return the items of a batch, for a training that draws nothing at a step."""
+    return batch
+
+
+def epoch_steps(items: int, batch_size: int, epochs: float) -> int:
+    """Return the number of steps of ``epochs`` epochs, rounded up; epochs may be a fraction."""
+    return math.ceil(epochs * math.ceil(items / batch_size))
 
 
 def epoch_rows(context: TrainingContext, count: int, batch_size: int) -> Callable[[int], np.ndarray]:

@@ -29,7 +29,7 @@ from realmops.questions.question_sets import Question
 from realmops.questions.relevance import RelevantPassages
 from realmops.search.embed import document_sequences, embed, query_sequences, text_queries
 from realmops.train.index_source import Index, IndexSource
-from realmops.train.loop import DeferredMetrics, TrainingContext, fit
+from realmops.train.loop import DeferredMetrics, TrainingContext, epoch_steps, fit
 from realmops.train.optimiser import Group
 
 NEIGHBOURS = 8  # consecutive passages that share a batch: hard negatives
@@ -57,7 +57,7 @@ class Positives:
 
 def passage_steps(passages: int, options: Finetune) -> int:
     """Return the number of steps of ``options.retriever_epochs`` epochs over the passages."""
-    return math.ceil(options.retriever_epochs * math.ceil(passages / options.retriever_batch_size))
+    return epoch_steps(passages, options.retriever_batch_size, options.retriever_epochs)
 
 
 def passage_batches(context: TrainingContext, count: int, batch_size: int) -> Callable[[int], list[int]]:
