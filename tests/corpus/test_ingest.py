@@ -61,7 +61,7 @@ def test_empty_values_count_for_a_batch(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("zipped", [False, True])
-def test_progress_counts_the_bytes_of_the_files_as_they_lie_on_the_disk(
+def test_progress_counts_the_bytes_of_the_files_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zipped: bool
 ) -> None:
     monkeypatch.setattr("realmops.corpus.ingest._BATCH_RECORDS", 100)
@@ -80,7 +80,9 @@ def test_progress_counts_the_bytes_of_the_files_as_they_lie_on_the_disk(
     assert sum(told) == sum(path.stat().st_size for path in folder.iterdir())
 
 
-def test_bytes_are_shown_in_megabytes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_in_bytes_is_printed_in_megabytes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = iter([0.0, 20.0])
     monkeypatch.setattr("realmops.console.time.monotonic", lambda: next(clock))
     Console().progress("passages", 30_000_000, "B")(10_000_000)
@@ -100,7 +102,7 @@ def test_a_large_corpus_gives_its_words_by_a_share_of_its_records(
     assert count_words(found) == drawn == count_words(found, workers=2)
 
 
-def test_the_stage_tells_what_became_of_the_records(tmp_path: Path) -> None:
+def test_the_stage_reports_the_outcome_of_the_records(tmp_path: Path) -> None:
     values = safe_load(write_project(tmp_path, snapshot={"documents": "corpus", "format": "auto"}).read_text())
     corpus(tmp_path / "corpus", a=["Anna was here.", " "], b=["Karl was there."] * 2)
     metrics = stage("snapshot", values, tmp_path, tmp_path / "root")
@@ -111,7 +113,7 @@ def test_the_stage_tells_what_became_of_the_records(tmp_path: Path) -> None:
     assert stage("snapshot", values, tmp_path, tmp_path / "root")["documents"] == 1
 
 
-def test_a_change_in_a_linked_folder_makes_the_snapshot_again(tmp_path: Path) -> None:
+def test_a_change_in_a_linked_folder_rebuilds_the_snapshot(tmp_path: Path) -> None:
     values = safe_load(write_project(tmp_path, snapshot={"documents": "corpus"}).read_text())
     corpus(tmp_path / "corpus", a=["Anna was here."])
     linked = corpus(tmp_path / "elsewhere", b=["Karl was there."])
@@ -149,7 +151,7 @@ def test_the_stage_counts_a_pipe_and_does_not_wait_for_it(tmp_path: Path) -> Non
     assert any(told in warning for warning in report.warned)
 
 
-def test_pages_with_bytes_that_are_no_text_are_counted_and_told(tmp_path: Path) -> None:
+def test_pages_with_undecodable_bytes_are_counted_and_named(tmp_path: Path) -> None:
     values = safe_load(write_project(tmp_path, snapshot={"documents": "corpus", "format": "auto"}).read_text())
     (tmp_path / "corpus").mkdir()
     for name, word in {"a": b"caf\xe9", "b": "café".encode(), "c": b"cafe"}.items():

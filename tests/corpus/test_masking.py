@@ -88,7 +88,7 @@ def test_random_span_lengths_are_spanberts(words: int) -> None:
 
 
 @pytest.mark.parametrize("salient", [(4, 7), (0, 1), (17, 20), (0, 20)])
-def test_matched_span_is_the_salient_mask_moved_round(salient: tuple[int, int]) -> None:
+def test_matched_span_is_the_salient_mask_shifted(salient: tuple[int, int]) -> None:
     """As many masks in one run, where row 0 follows row 19; every start equally likely."""
     count = min(10, salient[1] - salient[0])
     starts = set()
@@ -149,7 +149,7 @@ def test_a_part_of_a_word_does_not_recur(tmp_path: Path) -> None:
         assert is_recurring(world.snapshot, rows, 10).tolist() == [bool(more), False, *[True] * len(more)]
 
 
-def test_what_stands_everywhere_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_of_most_passages_do_not_recur(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oslo in four passages, twice in one of them, Bergen in two: of each a passage counts once."""
     texts = ("Oslo and Oslo.", "Oslo is cold.", "Oslo and Bergen.", "Bergen, then Oslo.", "Rome.")
     documents = tuple((text, text, (text.split()[0].strip(".,"),)) for text in texts)

@@ -100,7 +100,7 @@ def test_characters_are_those_of_the_text_without_blanks_before_them(kind: str, 
     assert found.borders()[1:3] == [len(tokenizer.encode(ODD, add_special_tokens=False).ids)] * 2
 
 
-def test_words_begin_where_the_text_says_so() -> None:
+def test_words_begin_where_they_do_in_the_text() -> None:
     text = 'He said "Hello-world" in 1950. caf\u00e9s \u4e2d\u6587 x'
     pieces = ["He", "said", '"', "Hel", "lo", "-", "world", '"', "in", "19", "50", ".", "caf", "\u00e9", "s", "\u4e2d"]
     pieces += ["\u6587", "x"]

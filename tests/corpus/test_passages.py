@@ -60,6 +60,12 @@ def test_what_the_splitter_loses_becomes_a_sentence(monkeypatch: pytest.MonkeyPa
     assert [text[start:end] for start, end in split_sentences(text)] == ["A.", "B.", "C.", "D.", "E.", "Gone."]
 
 
+def test_each_row_of_a_table_is_a_sentence() -> None:
+    text = "Prices:\nOats\t21 marks\n\t18 marks\nRye\t9 marks\n\nIt is\nopen."
+    rows = ["Prices:", "Oats\t21 marks", "18 marks", "Rye\t9 marks", "It is\nopen."]
+    assert [text[start:end] for start, end in split_sentences(text)] == rows
+
+
 @pytest.mark.parametrize(
     ("lengths", "title", "limit", "blocks"),
     [

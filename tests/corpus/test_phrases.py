@@ -38,7 +38,7 @@ def found(snapshot: Snapshot, passage: int) -> list[tuple[str, str]]:
     return [(text[start:end], label) for start, end, label in PhraseFinder(snapshot).of(passage)]
 
 
-def test_german_names_stand_without_an_article_and_nouns_with_one(tmp_path: Path) -> None:
+def test_german_names_have_no_article_and_nouns_have_one(tmp_path: Path) -> None:
     snapshot = corpus(tmp_path / "de", GERMAN, "de")
     assert found(snapshot, 0) == [("Bergen", NAME), ("Karl Lund", NAME)]
     assert found(snapshot, 1) == [("Bergen", NAME), ("1500", NUMBER), ("Lund", NAME)]

@@ -74,7 +74,7 @@ def slow_pieces(words: dict[str, int], size: int, min_count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_incremental_counts_equal_counting_anew(seed: int) -> None:
+def test_incremental_counts_equal_a_full_count(seed: int) -> None:
     generator = np.random.default_rng(seed)
     letters = "abc"
     words = {
@@ -160,7 +160,7 @@ def test_a_vocabulary_survives_its_file(tmp_path: Path) -> None:
         (WordLevel({"read": 0, "ing": 1}, unk_token="read"), [False, False]),
     ],
 )
-def test_the_model_says_which_pieces_continue_a_word(model: object, expected: list[bool]) -> None:
+def test_pieces_that_continue_a_word_follow_from_the_model(model: object, expected: list[bool]) -> None:
     assert is_continuation(Tokenizer(model)).tolist() == expected
 
 

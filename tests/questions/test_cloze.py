@@ -55,7 +55,7 @@ MADE = {
         ("", " rains.", None, None),
     ],
 )
-def test_what_is_asked_is_the_clause_round_the_gap(before: str, after: str, left: str | None, right: str) -> None:
+def test_a_question_has_the_clause_around_the_gap(before: str, after: str, left: str | None, right: str) -> None:
     """Between two marks; the whole sentence where the clause has under four words, nothing where that has."""
     assert clause_around_gap(before, after) == (None if left is None else (left.split(), right.split()))
 
@@ -120,7 +120,7 @@ def test_every_question_of_a_small_corpus(world: World) -> None:
     assert made(world, limit=4) == questions[:4]
 
 
-def test_a_span_that_stands_only_beside_its_own_sentence_is_not_asked_for(tmp_path: Path) -> None:
+def test_a_span_without_a_second_passage_makes_no_question(tmp_path: Path) -> None:
     said = "He painted the port of Bodin twice."
     names = ("Bodin",)
     world = build_world(tmp_path, (("A", f"One. {said}", names), ("B", f"{said} Two.", names), ("C", "It rains.", ())))
@@ -282,7 +282,7 @@ def test_documents_alone_end_in_answers(project: Path) -> None:
     assert [line for line in report.warned if "source passages of generated questions are not in the corpus" in line]
 
 
-def test_a_limit_that_somebody_chose_holds_in_later_runs(project: Path) -> None:
+def test_a_chosen_limit_holds_in_later_runs(project: Path) -> None:
     params, root = project / "params.yaml", project / "root"
     assert cli("cloze", "--params", params, "--root", root, "--limit", "9").exit_code == 0
     before = {path: path.read_bytes() for path in (root / "data/cloze").iterdir()}
@@ -315,7 +315,7 @@ def test_other_labels_of_the_same_spans_make_other_questions(project: Path) -> N
     assert {question.question.split()[0] for question in after} == {"where"}
 
 
-def test_what_is_missing_is_said(project: Path) -> None:
+def test_errors_name_what_is_missing(project: Path) -> None:
     params, root = project / "params.yaml", project / "root"
     result = cli("run", "finetune", "--params", params, "--root", root)
     assert result.exit_code == 2
@@ -326,7 +326,7 @@ def test_what_is_missing_is_said(project: Path) -> None:
     assert "was not written by this command" in cli("cloze", "--params", params, "--root", root, "--out", mine).stderr
 
 
-def test_spans_that_stand_once_make_no_questions(project: Path) -> None:
+def test_spans_that_occur_once_make_no_questions(project: Path) -> None:
     params, root = project / "params.yaml", project / "root"
     spans = [[12, 15, "PER"]]
     records = [{"title": "", "text": f"The painter {n}{n}a lived there for years.", "spans": spans} for n in range(9)]

@@ -323,7 +323,7 @@ def test_ten_thousand_answers_are_ten_thousand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", ["The", "!!!", "a"])
-def test_nothing_said_is_never_right(answer: str) -> None:
+def test_an_empty_answer_is_never_right(answer: str) -> None:
     """Such answers have no words in their normal form, as what was not said has none."""
     question = Question("1", "Who?", (answer,))
     for said, right in (("", 0.0), (answer, 1.0)):

@@ -88,7 +88,7 @@ def problem(outcome: Outcome) -> str:
         ("CC-NEWS-1", "WARC/1.0", "warc"),
     ],
 )
-def test_the_format_is_told_by_content_then_name(tmp_path: Path, name: str, content: str, format: str) -> None:
+def test_the_format_follows_from_content_then_name(tmp_path: Path, name: str, content: str, format: str) -> None:
     (source,) = list_sources(write(tmp_path / name, content), "auto")
     assert source.format is FORMATS[format]
     assert source.size == source.path.stat().st_size
@@ -346,7 +346,7 @@ def test_datasets_saved_on_disk_are_read_with_all_their_splits(tmp_path: Path) -
         list_sources(tmp_path / "two", "auto")
 
 
-def test_a_hub_name_without_a_hub_says_what_to_copy() -> None:
+def test_without_the_hub_the_error_names_what_to_copy() -> None:
     pytest.importorskip("datasets")
     with pytest.raises(ValueError, match=r"hf:nobody/nothing: .*load_dataset\('nobody/nothing'\)\.save_to_disk"):
         list_sources(Path("hf:nobody/nothing"), "auto")

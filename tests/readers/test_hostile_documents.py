@@ -82,7 +82,7 @@ def check_sentences(text: str) -> None:
 
 
 @pytest.mark.parametrize("blank", [blank for blank in BLANKS if blank not in "\n\r"], ids=ascii)
-def test_any_blank_stands_beside_a_capital(blank: str) -> None:
+def test_any_blank_may_follow_a_capital(blank: str) -> None:
     text = VITAMIN.format(blank)
     check_sentences(text)
     assert text[slice(*split_sentences(text)[-1])].endswith("Carrots have it.")
@@ -137,7 +137,7 @@ def test_a_document_that_a_library_fails_at_is_rejected_by_name(
         snapshot(path, tmp_path / "strict", broken_share=0.0)
 
 
-def test_the_wish_to_end_is_no_fault_of_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_rejects_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def ends(language: str, text: str) -> list[str]:
         raise KeyboardInterrupt
 

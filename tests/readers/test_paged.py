@@ -115,7 +115,7 @@ def test_a_citation_names_the_page_of_its_quotation(tmp_path: Path, form: str) -
     assert json.loads(snapshot.column("extra")[0]) == {"realmops_pages": [[1, 0], [2, snapshot.text(0).index("It r")]]}
 
 
-def test_people_read_the_page(tmp_path: Path) -> None:
+def test_the_printed_answer_names_the_page(tmp_path: Path) -> None:
     snapshot = build_snapshot(tmp_path, written(tmp_path / "a.pdf", pdf(*WORDS)), block_wordpieces=200)
     start = snapshot.text(0).index("Bergen")
     citation = {**citation_record(snapshot, 0, (start, start + 6)), "p_z": 0.5}
@@ -347,7 +347,7 @@ def test_the_stage_counts_and_names_what_it_left_out(tmp_path: Path) -> None:
         stage("snapshot", only, tmp_path, tmp_path / "other")
 
 
-def test_pages_without_text_are_counted_and_told(tmp_path: Path) -> None:
+def test_pages_without_text_are_counted_and_named(tmp_path: Path) -> None:
     values = safe_load(write_project(tmp_path, snapshot={"documents": "in", "format": "auto"}).read_text())
     (tmp_path / "in").mkdir()
     written(tmp_path / "in" / "a.pdf", pdf(*WORDS[:2], "", ""))

@@ -57,7 +57,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
-def test_the_files_hold_what_the_counts_say(written: tuple[Path, dict[str, Any]]) -> None:
+def test_the_counts_are_those_of_the_files(written: tuple[Path, dict[str, Any]]) -> None:
     folder, counts = written
     assert tuple(sorted(path.name for path in folder.iterdir())) == FILES
     assert counts["documents"] == len(lines(folder / "corpus.jsonl.gz"))
@@ -93,7 +93,7 @@ def test_another_seed_changes_every_file_and_more_warmup_only_the_warmup(tmp_pat
     assert [file for file in FILES if made["warmup"][file] != made["base"][file]] == ["warmup.jsonl.gz"]
 
 
-def test_every_fact_is_told_in_three_or_four_passages_in_different_words(world: sample_corpus.World) -> None:
+def test_every_fact_is_in_three_or_four_passages_in_different_words(world: sample_corpus.World) -> None:
     told: list[list[sample_corpus.Sentence]] = [[] for _ in world.facts]
     for passage in world.passages:
         facts = [sentence.fact for sentence in passage.sentences if sentence.fact >= 0]
@@ -140,7 +140,7 @@ def test_the_text_is_clean(world: sample_corpus.World) -> None:
     assert np.mean([len(passage.sentences) == 1 for passage in world.passages]) < 0.02
 
 
-def test_no_passage_stands_twice(folder: Path) -> None:
+def test_no_passage_is_duplicated(folder: Path) -> None:
     documents = lines(folder / "corpus.jsonl.gz")
     assert max(Counter(document["text"] for document in documents).values()) == 1
 
@@ -158,7 +158,7 @@ def test_splits_share_no_subject_and_no_question(folder: Path) -> None:
             assert not {line[key] for line in asked[one]} & {line[key] for line in asked[other]}, (one, other, key)
 
 
-def test_the_subjects_of_a_split_hold_the_facts_behind_its_questions(world: sample_corpus.World) -> None:
+def test_the_subjects_of_a_split_have_the_facts_of_its_questions(world: sample_corpus.World) -> None:
     split_of = {entity.name: entity.split for entity in world.entities}
     facts = Counter((fact.relation.name, fact.subject.name) for fact in world.facts)
     asked = sample_corpus._questions(world, np.random.default_rng(0))
