@@ -320,7 +320,7 @@ def test_a_second_name_of_a_link_is_that_of_its_file(tmp_path: Path) -> None:
     assert (tmp_path / "kept").read_bytes() == b"weights"
 
 
-def test_a_file_behind_a_link_is_refused(tmp_path: Path) -> None:
+def test_a_file_in_a_linked_folder_is_refused(tmp_path: Path) -> None:
     folder = folder_with_manifest(tmp_path / "x")
     (folder / "sub").rename(tmp_path / "elsewhere")
     (folder / "sub").symlink_to(tmp_path / "elsewhere")
@@ -333,7 +333,7 @@ def test_a_file_behind_a_link_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bit", range(8))
-def test_a_manifest_with_a_flipped_bit_is_refused_or_says_the_same(tmp_path: Path, bit: int) -> None:
+def test_a_manifest_with_a_flipped_bit_is_refused_or_means_the_same(tmp_path: Path, bit: int) -> None:
     folder = folder_with_manifest(tmp_path / "x")
     whole = (folder / "manifest.json").read_bytes()
     wanted = json.loads(whole)

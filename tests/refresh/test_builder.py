@@ -66,7 +66,7 @@ def test_ranges_cover_all_rows_once() -> None:
     assert row_ranges(6, 3) == [(0, 3), (3, 6)]
 
 
-def test_an_index_says_what_it_was_made_of() -> None:
+def test_an_index_names_its_weights_and_rows() -> None:
     files = MemoryFiles()
     trainer = open_trainer(files)
     trainer.publish_weights(7, PARAMS, {})

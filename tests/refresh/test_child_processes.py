@@ -26,7 +26,7 @@ def test_a_child_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest
     assert not child.is_running
 
 
-def test_each_end_is_told_once_and_followed_by_a_start(tmp_path: Path) -> None:
+def test_each_exit_is_reported_once_and_followed_by_a_start(tmp_path: Path) -> None:
     words = [sys.executable, "-c", "print('line'); raise SystemExit(3)"]
     codes = []
     with SupervisedProcess(words, pause=0.0, log=tmp_path / "log") as child:

@@ -49,7 +49,7 @@ def finished_run() -> MemoryFiles:
     return files
 
 
-def test_i3_the_undisturbed_run_ends_as_its_definition_says_and_leaves_only_what_is_kept() -> None:
+def test_i3_the_undisturbed_run_ends_as_defined_and_leaves_only_what_is_kept() -> None:
     files = finished_run()
     sound(files)
     kept = {kind: files.listdir(ROOT / kind) for kind in ("checkpoints", "weights", "parts", "indexes", "finished")}
@@ -106,7 +106,7 @@ def test_i8_an_index_of_another_run_that_was_copied_in_is_never_adopted() -> Non
     assert ours.exchange.indexes.quarantined() != []
 
 
-def test_i5_a_wait_says_what_for_how_long_and_when_the_builder_was_last_alive() -> None:
+def test_i5_a_wait_reports_its_subject_its_duration_and_the_last_heartbeat() -> None:
     files, told = MemoryFiles(), []
     trainer = open_trainer(
         files,
@@ -199,7 +199,7 @@ def fenced(old: TrainerSide, files: MemoryFiles, match: str) -> None:
     assert {kind: files.listdir(ROOT / kind) for kind in before} == before
 
 
-def test_a_trainer_that_wakes_up_beside_its_successor_writes_nothing_more() -> None:
+def test_a_trainer_that_resumes_next_to_its_successor_writes_nothing_more() -> None:
     files = MemoryFiles()
     old = open_trainer(files)
     old.publish_weights(0, PARAMS, {})
@@ -360,7 +360,7 @@ def test_a_builder_whose_exchange_became_another_runs_ends_and_sets_nothing_asid
     assert files.listdir(ROOT / "weights") == [version_name(1, 0)]
 
 
-def test_a_builder_whose_exchange_was_removed_waits_and_says_so() -> None:
+def test_a_builder_whose_exchange_was_removed_waits_and_reports_it() -> None:
     files, said = MemoryFiles(), list[str]()
     trainer = open_trainer(files)
     removed: list[Any] = []

@@ -171,7 +171,7 @@ def test_damage_to_files_that_carry_no_digest_ends_no_process(tmp_path: Path) ->
         b"\x80\x04.",
     ],
 )  # fmt: skip
-def test_an_assignment_that_nobody_of_ours_wrote_is_passed_over(tmp_path: Path, content: bytes) -> None:
+def test_an_assignment_of_another_origin_is_ignored(tmp_path: Path, content: bytes) -> None:
     from realmops.refresh.follower import Follower
 
     (tmp_path / "assignment.json").write_bytes(content)
@@ -309,7 +309,7 @@ def test_a_pickle_planted_anywhere_is_never_run(stage_folders: dict[str, Path], 
         assert not mark.exists()
 
 
-def test_mlflow_listens_on_loopback_unless_told_otherwise() -> None:
+def test_mlflow_listens_on_loopback_by_default() -> None:
     """Of ours `realmops serve` alone listens, on loopback too; the other documented commands that do are MLflow's."""
     import mlflow.cli
 

@@ -20,7 +20,7 @@ def test_age_counts_from_when_a_change_was_seen_by_ones_own_clock() -> None:
     assert liveness.seconds_unchanged("a", 2) == 2
 
 
-def test_a_sign_is_replaced_when_it_is_old_or_says_something_else() -> None:
+def test_a_heartbeat_is_replaced_when_it_is_old_or_its_activity_changes() -> None:
     files, clock = MemoryFiles(), StillClock()
     path = Path("/sign.json")
     heartbeat = Heartbeat(path, 2.0, files, clock)

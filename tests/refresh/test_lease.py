@@ -45,7 +45,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "EXPIRY_SECONDS", 1000.0)
 
 
-def test_processes_hold_a_claim_one_after_another(tmp_path: Path) -> None:
+def test_processes_hold_a_lease_one_after_another(tmp_path: Path) -> None:
     (tmp_path / "number").write_text("0")
     processes = [add(tmp_path, 0.3) for _ in range(4)]
     told = [process.communicate()[0] for process in processes]
@@ -101,7 +101,7 @@ def test_a_holder_elsewhere_that_has_ended_is_followed_at_once(tmp_path: Path) -
     assert json.loads((tmp_path / "claim/000002/sign.json").read_text())["done"] is True
 
 
-def test_who_slept_too_long_is_told_that_the_claim_is_lost(tmp_path: Path) -> None:
+def test_a_holder_that_slept_too_long_finds_its_lease_lost(tmp_path: Path) -> None:
     with acquire_lease(tmp_path / "claim", never) as claim:
         sign = tmp_path / "claim/000001/sign.json"
         wait_for(lambda: json.loads(sign.read_text())["beat"] >= 4, 60)
@@ -110,7 +110,7 @@ def test_who_slept_too_long_is_told_that_the_claim_is_lost(tmp_path: Path) -> No
         wait_for(lambda: claim.lost, 10)
 
 
-def test_of_many_claims_those_that_are_free_are_taken_without_a_wait(
+def test_of_many_leases_those_that_are_free_are_taken_without_a_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "EXPIRY_SECONDS", 0.5)

@@ -220,7 +220,7 @@ def test_another_model_makes_shards_of_its_own(world: World, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "gone", "model"])
-def test_what_is_damaged_is_made_again(world: World, tmp_path: Path, harm: str) -> None:
+def test_damaged_shards_and_models_are_computed_again(world: World, tmp_path: Path, harm: str) -> None:
     """A shard; or the model, which is put there again, and all that it made."""
     begun: list[int] = []
     list(compute_in_shards(place(tmp_path), "toy", counting(begun), world.snapshot, {"model": b"a"}))

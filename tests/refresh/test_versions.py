@@ -249,7 +249,7 @@ def test_a_writer_that_wakes_up_before_any_operation_of_the_sweep_commits_its_dr
 # What is refused, set aside, swept and removed
 
 
-def test_a_missing_file_is_damage_after_a_second_look(tmp_path: Path) -> None:
+def test_a_missing_file_is_damage_after_a_second_read(tmp_path: Path) -> None:
     store = store_on(Files(), root=real_volume(tmp_path))
     store.publish(OLD, CONTENT, {})
     (tmp_path / "kind" / OLD / "0_Transformer/model/b.bin").unlink()
@@ -377,7 +377,7 @@ def test_a_damaged_version_that_has_the_name_makes_way_for_a_sound_one() -> None
     assert len(store.quarantined()) == 1
 
 
-def test_a_volume_that_fails_says_nothing_about_the_version() -> None:
+def test_an_error_of_the_volume_is_no_damage_of_the_version() -> None:
     files = volume()
     store_on(files).publish(OLD, CONTENT, {})
     fault = Fault(5, "EIO")
