@@ -46,10 +46,9 @@ def search(
     You can search as soon as there is a snapshot: by BM25 at first, then by the newest retriever. Each passage is
     printed with its position in the document, and the words of QUERY in brackets.
 
-    With --from and --run, the best 100 documents of each question are written to FOLDER/run.txt, in the format of TREC
-    that trec_eval and ir_measures read, and the questions to queries.tsv. FILE has any format of "realmops questions",
-    or is the queries.jsonl of a BEIR folder. If its questions have judged documents or passages ("relevant",
-    "passage_id"), these are in qrels.txt, and nDCG@10, recall, MRR and MAP are printed.
+    With --from and --run, the best 100 documents of each question are written to FOLDER/run.txt in TREC's format, and
+    the questions to queries.tsv. FILE has any format of "realmops questions", or is the queries.jsonl of a BEIR folder.
+    Judged documents or passages are written to qrels.txt, and nDCG@10, recall, MRR and MAP printed.
     """
     from realmops.answering.passage_search import format_passages
     from realmops.commands.open_model import open_model
@@ -82,10 +81,10 @@ def search(
 def ask(question: Sequence[str], root: Path, model: str | None, file: Path | None, as_json: bool) -> Iterator[str]:
     """Answer questions at the terminal, with their sources.
 
-    Put each QUESTION in quotation marks. "realmops verify" checks what --json prints.
+    Put each QUESTION in quotation marks. "realmops verify" checks the output of --json.
 
-    After the answers to FILE, the exact match over its questions of people is printed. A question of FILE that is too
-    long gets an error instead of an answer, and the exit code is 1.
+    With FILE, exact match over its questions of people is printed at the end. A question that is too long gets an error
+    instead of an answer, and the exit code is 1.
     """
     from realmops.answering.record import format_record
     from realmops.artifacts import canonical_json
@@ -110,12 +109,9 @@ def ask(question: Sequence[str], root: Path, model: str | None, file: Path | Non
 def serve(root: Path, model: str | None, token_file: Path | None, **options: Any) -> None:
     """Answer questions over HTTP, each answer with its source.
 
-    Open the server's address in a browser for a page. Programs send {"question": "..."} to POST /v1/answer; the
-    response has the answer, its score and probability, and citations with their positions in documents. /docs lists all
-    routes.
-
-    After "realmops update" or "realmops promote" the server reloads the newest model, unless its files are damaged.
-    On SIGTERM the server completes all accepted requests, then ends.
+    Open the server's address in a browser for a page. Programs send {"question": "..."} to POST /v1/answer; /docs lists
+    all routes. After "realmops update" or "realmops promote" the server reloads the newest model, unless its files are
+    damaged. On SIGTERM it completes all accepted requests.
     """
     from realmops.serve.served_model import model_source
     from realmops.serve.server import read_token, serve
@@ -131,9 +127,8 @@ def serve(root: Path, model: str | None, token_file: Path | None, **options: Any
 def mcp(root: Path, model: str | None, http: bool, port: int) -> None:
     """Offer search and answers to assistants over MCP.
 
-    The tools of the Model Context Protocol are "search" and, once a model that reads passages is fine-tuned, "answer".
-    Each result names documents and character offsets. An assistant starts "realmops mcp --root FOLDER" as a child
-    process and uses its standard input and output, unless you give --http.
+    The tools of the Model Context Protocol are "search" and, with a fine-tuned reader, "answer". An assistant starts
+    "realmops mcp --root FOLDER" as a child process and uses its standard input and output, unless you give --http.
     """
     from realmops.serve.mcp import serve_mcp
 
@@ -148,8 +143,7 @@ def mcp(root: Path, model: str | None, http: bool, port: int) -> None:
 def verify(answers: Path | None, documents: Path | None, root: Path, **options: Any) -> Iterator[str]:
     """Check quotations against their sources, or the files of a run.
 
-    Without arguments, all files of the run are read and compared with the digests in their manifests. Other commands
-    read a large file again only if its size, times or inode changed.
+    Without arguments, all files of the run are compared with the digests in their manifests.
 
     ANSWERS is a file of lines from "realmops ask --json" or POST /v1/answer, DOCUMENTS the path in snapshot.documents.
     Each citation and each passage is compared with the document's text. The exit code is 1 if one differs.
@@ -177,9 +171,8 @@ def verify(answers: Path | None, documents: Path | None, root: Path, **options: 
 def update(**options: Any) -> None:
     """Update the index to changed documents, without training.
 
-    The documents in snapshot.documents are read again and new passages are embedded; a running server then switches to
-    them. Then the test questions are answered again, and changed answers are listed. The output is in updates/ under
-    the root.
+    New passages of snapshot.documents are embedded, and a running server switches to them. Then the test questions are
+    answered again, and changed answers are listed. The output is in updates/ under the root.
     """
     from realmops.commands.update import changes_table, update
 
@@ -209,13 +202,12 @@ def update(**options: Any) -> None:
 def export(folder: Path, format: str, push: str | None, root: Path, model: str | None) -> Iterable[str]:
     """Export models, embeddings or rankings for other programs.
 
-    sentence-transformers: a folder for SentenceTransformer(FOLDER), which computes the run's embeddings. onnx: the same
-    for ONNX Runtime; needs the extra "export". parquet: every passage with its embedding, its position in its document
-    and the document's other fields, for any vector store. reader: a reader for "realmops init --reader FOLDER". trec:
-    the rankings of the last evaluation with its judgements and queries, for trec_eval and ir_measures.
+    sentence-transformers: a folder for SentenceTransformer(FOLDER). onnx: the same for ONNX Runtime; needs the extra
+    "export". parquet: passages with embeddings, positions and fields, for any vector store. reader: for "realmops init
+    --reader FOLDER". trec: the rankings, judgements and queries of the last evaluation.
 
-    README.md in FOLDER is a model card with the figures that the run measured. A repository that --push creates is
-    private; one that has files of others is refused.
+    README.md in FOLDER is a model card with the figures of the run. A repository that --push creates is private; one
+    that has files of others is refused.
     """
     from realmops.commands.export import export
     from realmops.commands.open_model import open_model

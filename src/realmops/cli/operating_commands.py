@@ -188,8 +188,7 @@ def clean(runs: Path, older_than: int, delete: bool) -> Iterator[str]:
 def doctor(root: Path, exchange: Path | None) -> Iterable[str]:
     """Show versions, device, stage states and problems.
 
-    The report has package versions, the device, the state of each stage, journals not yet sent to MLflow, and the state
-    of the exchange between trainer and index builders.
+    It also lists journals not yet sent to MLflow, and the exchange between trainer and index builders.
     """
     from realmops.commands.doctor import diagnose
 

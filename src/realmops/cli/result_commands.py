@@ -39,12 +39,9 @@ def report(root: Path) -> None:
 def explain(**options: Any) -> None:
     """Show the passages and spans that each answer is based on.
 
-    Without SENTENCE and --question you see the last evaluation: the passages with p(z|x), the probability of passage z
-    for question x; the spans with their scores; and where each question failed. --question selects one of these, or
-    queries the fine-tuned model now (always with --answer, --json, --html or --before-after).
-
-    A SENTENCE with [MASK] queries the pre-trained model: its prediction with and without retrieval, and the utility of
-    each passage.
+    Without SENTENCE and --question you see the last evaluation: passages with p(z|x), spans with scores, and where each
+    question failed. --question selects one, or queries the fine-tuned model now (always with --answer, --json, --html
+    or --before-after). A SENTENCE with [MASK] queries the pre-trained model, with and without retrieval.
     """
     from realmops.commands.explain import explain
 
@@ -60,9 +57,8 @@ def explain(**options: Any) -> None:
 def ceilings(values: option.Values, project: Path, **options: Any) -> Iterable[str]:
     """Measure the share of questions that the corpus can answer.
 
-    FILES contain the questions. No model can answer a question whose answer is not in the run's snapshot, or only in
-    spans that are too long (finetune.answer_wordpieces). The output also has the share of answers in the top passages
-    of BM25 (finetune.reader_candidates). Give the presets of the run.
+    The shares of questions in FILES whose answers are in the run's snapshot, in spans of at most
+    finetune.answer_wordpieces, and in the top finetune.reader_candidates passages of BM25. Give the presets of the run.
     """
     from realmops.commands.questions import measure_ceilings
     from realmops.config import parse_section
@@ -110,10 +106,9 @@ def run_ablations(
 def compare(first: Path, second: Path) -> Iterable[str]:
     """Compare two runs, with confidence intervals.
 
-    FIRST and SECOND are folders of runs (--root), or their results folders. Exact match and recall@5 are compared on
-    questions with the same id, text and answers, with confidence intervals by a paired bootstrap. Exact match is that
-    of the questions of people: questions generated from the documents compare retrieval only. If all questions have
-    judged documents, nDCG@10 is compared, too.
+    FIRST and SECOND are folders of runs (--root), or their results folders, evaluated on the same questions. Exact
+    match (of the questions of people), recall@5 and, if all questions have judged documents, nDCG@10 are compared by a
+    paired bootstrap.
     """
     from realmops.evaluate.compare import compare_runs, format_comparison
 
@@ -129,10 +124,9 @@ def compare(first: Path, second: Path) -> Iterable[str]:
 def promote(**options: Any) -> Iterator[str]:
     """Register the run in MLflow as champion, if it is better.
 
-    A run is better if its exact match (EM) on the same questions by the same rules is higher by at least the margin,
-    and the confidence interval of the difference is above 0. If all questions were generated from the documents, it is
-    recall@5 instead, and nDCG@10 if they have relevance judgements alone. Otherwise the command prints the reason and
-    ends with exit code 1.
+    A run is better if its exact match on the same questions is higher by at least the margin, and the confidence
+    interval of the difference is above 0. Generated questions are compared by recall@5, relevance judgements alone by
+    nDCG@10. A run that is not better gets exit code 1.
     """
     from realmops.commands.promote import promote
 
