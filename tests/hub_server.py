@@ -1,9 +1,9 @@
 """A stand-in for the Hugging Face hub, written from the source of huggingface_hub 2.4.
 
-It has what an upload calls: repos/create, validate-yaml, preupload, the commit in NDJSON, git-lfs' batch with storage
-and verification, and Xet's token, for a storage in a folder that hf_xet itself writes; and models/NAME, its tree and
-resolve. It refuses what the hub refuses: a wrong token, an owner that the token may not write to, a card with invalid
-metadata, large files in a commit, and LFS files that were not uploaded.
+It has what an upload calls without Xet: repos/create, validate-yaml, preupload, the commit in NDJSON, git-lfs' batch
+with storage and verification; and models/NAME, its tree and resolve. It refuses what the hub refuses: a wrong token, an
+owner that the token may not write to, a card with invalid metadata, large files in a commit, and LFS files that were
+not uploaded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import base64
 import fnmatch
 import hashlib
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -56,9 +55,8 @@ class Refused(Exception):
 
 @dataclass
 class Hub:
-    """State of the stand-in: storage of Xet, repositories by name, stored LFS objects by sha256, and requests."""
+    """State of the stand-in: repositories by name, stored LFS objects by sha256, and requests."""
 
-    xet: Path
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
     stored: dict[str, bytes] = field(default_factory=dict)
@@ -107,8 +105,6 @@ class Hub:
             return [{"type": "file", "path": p, "size": len(c), "oid": "0" * 40} for p, c in repository.files.items()]
         if method == "GET" and rest in ([], ["revision", "main"]):
             return describe("/".join(parts[2:4]), repository)
-        if method == "GET" and rest == ["xet-write-token", "main"]:
-            return {"casUrl": f"local://{self.xet}", "exp": int(time.time()) + 3600, "accessToken": "of the storage"}
         if method == "POST" and rest == ["preupload", "main"]:
             return {"files": [upload_mode(repository, **file) for file in json.loads(body)["files"]]}
         if method == "POST" and rest == ["commit", "main"]:
@@ -173,10 +169,9 @@ class Hub:
                 files[path] = content
             elif operation["key"] == "lfsFile":
                 assert value["algo"] == "sha256"
-                is_stored = len(self.stored.get(value["oid"], b"")) == value["size"]
-                if not is_stored and not self.is_in_xet(bytes.fromhex(value["oid"])):
+                if len(self.stored.get(value["oid"], b"")) != value["size"]:
                     raise Refused(400, f"{path}: the LFS object {value['oid']} does not exist")
-                files[path] = self.stored.get(value["oid"], value["oid"].encode())
+                files[path] = self.stored[value["oid"]]
             else:
                 assert operation["key"] == "deletedFile", operation
                 if path not in files:
@@ -186,11 +181,6 @@ class Hub:
         repository.commits.append(header["value"]["summary"])
         address = f"{self.url}/{name}/commit/{repository.sha}"
         return {"success": True, "commitUrl": address, "commitOid": repository.sha}
-
-    def is_in_xet(self, sha256: bytes) -> bool:
-        """Return whether a shard of Xet's storage has a file: its digest as four little-endian numbers."""
-        digest = b"".join(sha256[start : start + 8][::-1] for start in range(0, 32, 8))
-        return any(digest in path.read_bytes() for path in self.xet.rglob("shards/*.mdb"))
 
 
 def is_lfs(path: str, sample: bytes) -> bool:
@@ -277,12 +267,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def running_hub(folder: Path, has_xet: bool = False) -> Iterator[Hub]:
-    """Run a hub on this machine, which huggingface_hub uses with an empty cache; ``folder`` has cache and storage.
-
-    Files in LFS have their content, those in Xet their sha256.
-    """
-    hub = Hub(folder / "xet")
+def running_hub(folder: Path) -> Iterator[Hub]:
+    """Run a hub on this machine, which huggingface_hub uses with an empty cache in ``folder``."""
+    hub = Hub()
     with ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub})) as server:
         hub.url = f"http://127.0.0.1:{server.server_port}"
         Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -291,7 +278,7 @@ def running_hub(folder: Path, has_xet: bool = False) -> Iterator[Hub]:
             "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
             "HF_HUB_CACHE": str(folder / "cache"),
             "HF_HUB_OFFLINE": False,
-            "HF_HUB_DISABLE_XET": not has_xet,
+            "HF_HUB_DISABLE_XET": True,
         }
         with mock.patch.multiple("huggingface_hub.constants", **values):
             yield hub

@@ -55,17 +55,6 @@ def test_an_earlier_result_is_replaced_and_nothing_else(tmp_path: Path, trec: Pa
     assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
 
 
-def test_a_bad_file_leaves_nothing(tmp_path: Path, trec: Path) -> None:
-    trec.write_text(TREC + "t100\tfactoid\tWhat?\t(\n")
-    result = cli("questions", trec, "--out", tmp_path / "out")
-    assert result.exit_code == 2
-    assert f"{trec}:101: question 't100'" in result.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["trec.tsv"]
-    trec.write_text(TREC)
-    result = cli("questions", trec, "--drop-id-prefix", "t", "--drop-id-prefix", "lfb", "--out", tmp_path / "out")
-    assert "questions.jsonl would be empty: 100 questions read" in result.stderr
-
-
 @pytest.fixture(scope="module")
 def project(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(trained, tmp_path_factory.mktemp("questions") / "project"))

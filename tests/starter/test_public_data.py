@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import io
 import json
-import os
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -169,29 +168,6 @@ def test_a_file_that_is_there_needs_no_network(tmp_path: Path, monkeypatch: pyte
     assert "is not the file at https://example.org/names.conll" in brought(*words)
     monkeypatch.setattr(public_data, "MAX_BYTES", 4)
     assert "more than 4 bytes" in refused(*words)
-
-
-def test_a_file_in_a_linked_folder_is_found_and_a_pipe_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home(monkeypatch, no_network)
-    for name in ("mine", "elsewhere"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "mine/linked").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "elsewhere/names.conll").write_bytes(CONTENT)
-    words = ["ner", "--from", str(tmp_path / "mine"), "--to", str(tmp_path / "to")]
-    brought(*words)
-    assert (tmp_path / "to/ner/names.conll").read_bytes() == CONTENT
-    (tmp_path / "elsewhere/names.conll").unlink()
-    os.mkfifo(tmp_path / "mine/names.conll")
-    assert "names.conll: cannot be read: it is a pipe" in refused(*words)
-
-
-@pytest.mark.parametrize("content", [b"{", b"[]", b'{"data": [{"title": "A"}]}'])
-def test_what_is_no_squad_is_named(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "train-v1.1.json").write_bytes(content)
-    told = refused("squad", "--from", tmp_path, "--to", tmp_path)
-    assert "train-v1.1.json is not the file of SQuAD 1.1" in told
 
 
 def test_the_presets_name_the_files_that_are_written() -> None:
