@@ -53,7 +53,7 @@ def random_bert(shape: str, std: float = 0.02) -> tuple[Encoder, MaskedWordHead]
 @cache
 def sentences() -> list[str]:
     """All sentences of an invented world, some 9,000."""
-    world = build_world(0, 300, 0.37, 0.21)
+    world = build_world(0, 300)
     return [sentence.text for passage in world.passages for sentence in passage.sentences]
 
 

@@ -51,7 +51,6 @@ SMALL = {
     "bert.layers": 1,
     "bert.heads": 2,
     "sample.subjects": 60,
-    "sample.warmup_worlds": 1,
     "snapshot.use_warmup": False,
     "snapshot.whole_documents": True,
     "tag.steps": 1,
@@ -62,7 +61,6 @@ SMALL = {
     "pretrain.retriever_delay": 0,
     "pretrain.masked_sentences": 20,
     "finetune.epochs": 0.2,
-    "evaluate.bootstrap": 20,
     "tracking.enabled": False,
 }
 REAL = {"tag.method": "dates", "snapshot.block_wordpieces": 288}

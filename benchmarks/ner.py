@@ -85,7 +85,7 @@ def main() -> None:
         gold = [common(s.tags) for s in held_out]
         known = {tag[2:] for tags in gold for tag in tags if tag != "O"}
         start = time.perf_counter()
-        found = predict_words(tagger, held_out, tokenizer, sections["tag"], dtype)
+        found = predict_words(tagger, held_out, tokenizer, dtype)
         rate = len(held_out) / (time.perf_counter() - start)
         kept = [[tag if tag[2:] in known else "O" for tag in tags] for tags in found]
         report = classification_report(gold, kept, mode="strict", scheme=IOB2, output_dict=True, zero_division=0)

@@ -33,7 +33,6 @@ STALE_STEPS, STALE_EVERY = 80, 10
 PERIOD = 0.2  # seconds in which the builder runs for its share
 PROJECT = Path(__file__).parents[1]
 SMALL = {
-    "sample.warmup_worlds": 1,
     "tag.steps": 20,
     "ict.steps": 5,
     "ict.reader_steps": 5,
@@ -129,7 +128,6 @@ def _staleness(root: Path, settings: dict[str, Any], arguments: argparse.Namespa
         "pretrain.lag": STALE_EVERY,
         "pretrain.adopt": "as_soon_as_ready",
         "pretrain.masked_sentences": 20,
-        "pretrain.staleness_queries": 0,
     }
 
     def side(share: float) -> float:

@@ -59,7 +59,6 @@ EDITED = "{title} keeps a lighthouse in Quornmouth, says edition {number}."
 TICK = os.sysconf("SC_CLK_TCK")
 SMALL = {
     "run.device": "cpu",
-    "sample.warmup_worlds": 1,
     "snapshot.use_warmup": False,
     "snapshot.whole_documents": True,
     "tag.method": "dates",
@@ -68,7 +67,6 @@ SMALL = {
     "pretrain.steps": 0,
     "pretrain.masked_sentences": 20,
     "finetune.epochs": 0.2,
-    "evaluate.bootstrap": 20,
     "tracking.enabled": False,
 }
 

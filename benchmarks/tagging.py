@@ -19,9 +19,8 @@ from typing import Any
 import against
 from against import Goal, Row
 
-SHAPE, LIMIT = "MiniLM-L6", 96
+SHAPE = "MiniLM-L6"
 TAGS = ("O", *(f"{prefix}-{name}" for name in ("LOC", "MISC", "ORG", "PER") for prefix in "BI"))
-PARAMS = Path(__file__).parents[1] / "params.yaml"
 
 
 def make_tagger() -> Any:
@@ -69,7 +68,6 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     import generated
     import torch
 
-    from realmops import config
     from realmops.devices import resolve_precision
     from realmops.train.conll import TaggedSentence
     from realmops.train.tagger import predict_words
@@ -81,8 +79,6 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
         TaggedSentence(tuple(text[a:b] for a, b in found), ("O",) * len(found))
         for text, found in zip(texts, spans, strict=True)
     ]
-    settings = [f"tag.wordpieces={LIMIT}"]
-    wanted = config.parse_section("tag", config.load_params(PARAMS, settings=settings)["tag"])
     dtype = resolve_precision("auto", torch.device("cpu"))
     tagger, found = make_tagger(), dict[str, Any]()
 
@@ -91,14 +87,14 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
 
         def run_ours() -> float:
             def predict() -> None:
-                found["ours"] = predict_words(tagger, sentences, generated.tokenizer(), wanted, dtype)
+                found["ours"] = predict_words(tagger, sentences, generated.tokenizer(), dtype)
 
             return len(texts) / against.processor_seconds(predict)
 
         def run_theirs() -> float:
             return len(texts) / against.processor_seconds(lambda: found.update(theirs=peer(texts)))
 
-        predict_words(tagger, sentences[:8], generated.tokenizer(), wanted, dtype)
+        predict_words(tagger, sentences[:8], generated.tokenizer(), dtype)
         peer(texts[:8])
         rates, peers = against.interleave([run_ours, run_theirs], arguments.repeats)
     tags = [{piece["start"]: piece["entity"] for piece in pieces} for pieces in found["theirs"]]

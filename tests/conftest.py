@@ -124,7 +124,7 @@ def closed_book(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     from serving import tuned
 
     project = Path(shutil.copytree(trained, tmp_path_factory.mktemp("closed-book") / "project"))
-    return tuned(project, finetune={"reader": "t5"}, closed_book={"steps": 2, "epochs": 1, "batch_size": 2})
+    return tuned(project, finetune={"reader": "t5"}, closed_book={"steps": 2, "epochs": 1})
 
 
 @pytest.fixture

@@ -254,4 +254,4 @@ def tiny_context(**changes: Any) -> TrainingContext:
 
 
 def tiny_optimiser(**changes: Any) -> Optimiser:
-    return section("optimiser", **{"ramp_min": 1, **changes})
+    return section("optimiser", **changes)

@@ -171,14 +171,6 @@ def test_a_section_does_not_change_and_is_equal_to_another_of_the_same_values() 
         first.seed = 1
 
 
-@pytest.mark.parametrize(("key", "least"), [("question", 2), ("answer", 2), ("passage", 8)])
-def test_a_closed_book_needs_room_for_a_sequence_and_its_end(params: Path, key: str, least: int) -> None:
-    setting = f"closed_book.{key}_wordpieces"
-    load_params(params, settings=[f"{setting}={least}"])
-    with pytest.raises(ValueError, match=rf"{setting} is 1 \(int\); it must be greater than or equal to {least}"):
-        load_params(params, settings=[f"{setting}=1"])
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -212,12 +204,8 @@ def test_towers_that_make_no_sense_are_refused(params: Path, settings: list[str]
     [
         (["bert.width=16", "bert.heads=3"], r"^bert\.width is 16; it must be a multiple of bert\.heads=3$"),
         (
-            ["sample.test_share=0.6", "sample.dev_share=0.4"],
-            r"^sample\.test_share \+ sample\.dev_share is 1\.0; ",
-        ),
-        (
             ["bert.positions=64"],
-            r"^tag\.wordpieces is 96, above the encoder's bert\.positions=64; lower tag\.wordpieces",
+            r"^ict\.reader_wordpieces is 128, above the encoder's bert\.positions=64; lower ict\.r",
         ),
         (["reader.copies=false"], r"^reader\.apart is true and reader\.copies is false: .*; set reader\.copies=true"),
         (

@@ -78,21 +78,10 @@ class BertOptions(Section, name="bert"):
 
 
 class Sample(Section, name="sample"):
-    """Size and splits of the generated sample corpus."""
+    """The generated sample corpus."""
 
     seed: Count = option(0, "seed of the generated world")
     subjects: Annotated[int, Field(ge=60, le=800)] = option(300, "entities; 300 give about 2,300 documents")
-    warmup_worlds: Size = option(4, "number of other worlds, for the reader's warm-up text (warmup.jsonl.gz)")
-    test_share: PositiveShare = option(0.37, "share of the subjects in test questions")
-    dev_share: PositiveShare = option(0.21, "share of the subjects in dev questions")
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if (shares := self.test_share + self.dev_share) >= 1:
-            raise ValueError(
-                f"sample.test_share + sample.dev_share is {shares}; it must be below 1 to leave subjects for training"
-            )
-        return self
 
 
 class SnapshotOptions(Section, name="snapshot"):
@@ -143,10 +132,8 @@ class Tag(Section, name="tag"):
     dev: str = option("data/sample/ner.dev.conll", "sentences for evaluating the tagger (seqeval's F1)")
     dates: bool = option(True, "also dates, by regular expression", paper="true")
     steps: Count = option(300, "training steps of the tagger")
-    batch_size: Size = option(32, "sentences")
     learning_rate: PositiveAmount = option(0.0005, "BERT for fine-tuning: 5e-5")
     hidden: Share = option(0.3, "fraction of wordpieces masked in training, against memorising names")
-    wordpieces: Size = option(96, "maximum length of a sentence; longer ones are truncated")
 
 
 class RetrieverOptions(Section, name="retriever"):
@@ -301,7 +288,6 @@ class Ict(Section, name="ict"):
     )
     batch_size: Size = option(32, "passages", paper="4096")
     learning_rate: PositiveAmount = option(0.0005, paper="1e-4")
-    query_wordpieces: Size = option(64, paper="64")
     removal: Share = option(0.9, "probability that a query is removed from its passage", paper="0.9")
     neighbours: Size = option(4, "consecutive passages in a batch, as hard negatives")
     reader_steps: Count = option(
@@ -310,10 +296,6 @@ class Ict(Section, name="ict"):
     reader_batch_size: Size = option(32, "pairs of sentence and passage")
     reader_learning_rate: PositiveAmount = option(0.0005, "BERT: 1e-4")
     reader_wordpieces: Size = option(128, "of x and the text of z together", paper="512")
-    reader_random_masks: Share = option(0.15, "fraction of wordpieces of x masked in addition to the salient span")
-    gradient_checkpointing: bool = option(
-        False, "for the retriever: less memory, same weights, steps up to 70 % longer"
-    )
     checkpoint_every: Size = option(100, "steps; a killed stage resumes from the last one")
 
 
@@ -336,7 +318,6 @@ class Pretrain(Section, name="pretrain"):
         "salient, recurring (salient, and in another passage too), random_token, random_span or matched_span",
         paper="salient",
     )
-    max_masks: Size = option(10, "maximum masked wordpieces per example; release: 10")
     marginal: Literal["joint", "per_token"] = option(
         "joint", "marginalisation of p(y|x) over passages: joint (paper, equation 1) or per_token (release)"
     )
@@ -357,10 +338,6 @@ class Pretrain(Section, name="pretrain"):
     builder_timeout: PositiveAmount = option(900, "timeout in seconds for an index")
     exchange: str = option("auto", "folder shared with the builder; auto: in the work folder of the stage")
     shard_rows: Size = option(512, "passages per shard that a builder commits")
-    staleness_queries: Count = option(
-        64, "queries for measuring the fraction of the top k that a fresh index would change; 0: off"
-    )
-    collapse_share: Share = option(0.9, "warn if the null document or one passage has more of p(z|x) than this")
     masked_sentences: Count = option(
         400, "held out (at most a tenth, and 1,000) to select the best checkpoint at each new index"
     )
@@ -408,7 +385,6 @@ class Finetune(Section, name="finetune"):
     batch_size: Size = option(4, "questions", paper="1")
     retriever_learning_rate: PositiveAmount = option(0.0001, paper="1e-5")
     reader_learning_rate: PositiveAmount = option(0.00025, paper="1e-5")
-    span_learning_rate: PositiveAmount = option(0.001, "for windows: learning rate of the span head")
     reader_dropout: Share = option(0.0, "dropout of the reader in fine-tuning, instead of bert.dropout", paper="0.1")
     freeze_words: bool = option(
         False, "freeze the reader's word embeddings: faster, for a pre-trained encoder", paper="false"
@@ -423,7 +399,6 @@ class Finetune(Section, name="finetune"):
         "best_span (highest score) or minimum_risk (among the top 20, the highest expected exact match and F1)",
         paper="best_span",
     )
-    span_width: Size = option(256, "hidden width of the span head", paper="256")
     wanted_precision: Share = option(
         0.8, "abstain below the confidence that reaches this precision on dev questions of people", paper="not used"
     )
@@ -449,31 +424,22 @@ class ClosedBookOptions(Section, name="closed_book"):
 
     init: str = option("small", "small (from scratch, with the reader's shape), a folder, or a name on the hub")
     steps: Count = option(600, "steps of span corruption over the passages, for small; T5: 2^19")
-    batch_size: Size = option(32, "passages or questions")
-    learning_rate: PositiveAmount = option(0.001, "T5 for fine-tuning: 1e-3")
     epochs: Amount = option(20, "over the training questions")
-    passage_wordpieces: Annotated[Size, Field(ge=8)] = option(64, "length of the corrupted title and text")
-    question_wordpieces: Annotated[Size, Field(ge=2)] = option(64, "maximum length of a question")
-    answer_wordpieces: Annotated[Size, Field(ge=2)] = option(16, "maximum length of an answer")
     checkpoint_every: Size = option(100, "steps")
 
 
 class Optimiser(Section, name="optimiser"):
     """Adam and the learning rate schedule."""
 
-    weight_decay: Amount = option(0.01, "except for LayerNorm and biases", paper="0.01")
     bias_correction: bool = option(False, "bias correction of Adam", paper="false")
-    clip: PositiveAmount = option(1.0, "maximum global norm of the gradients", paper="1.0")
     ramp_share: Share = option(
-        0.1, "warm-up of the learning rate as a fraction of steps; between ramp_min and 10000 steps", paper="0.1"
+        0.1, "warm-up of the learning rate as a fraction of steps; between 10 and 10000 steps", paper="0.1"
     )
-    ramp_min: Count = option(10, "steps", paper="100")
 
 
 class Evaluate(Section, name="evaluate"):
-    """Bootstrap intervals and baselines of the evaluation."""
+    """Evaluation."""
 
-    bootstrap: Count = option(1000, "bootstrap resamples for the 95 % intervals over questions")
     bm25: bool = option(True, "also evaluate baselines: BM25, the reader over BM25's passages, a rule without training")
 
 
@@ -520,7 +486,7 @@ class Options(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Check the constraints between sections."""
-        bert, limits = self.bert, ("block_wordpieces", "wordpieces", "query_wordpieces", "reader_wordpieces")
+        bert, limits = self.bert, ("block_wordpieces", "query_wordpieces", "reader_wordpieces")
         for (section, options), key in product(self, limits):
             if (length := getattr(options, key, 0)) > bert.positions:
                 raise ValueError(

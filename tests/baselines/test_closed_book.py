@@ -4,9 +4,10 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from small_world import (
 from torch import Tensor
 
 from realmops.artifacts import atomic_folder
+from realmops.baselines import t5
 from realmops.baselines.t5 import (
     FILE,
     NOISE_DENSITY,
@@ -46,8 +48,7 @@ from realmops.options import ClosedBookOptions
 from realmops.questions.answer_matching import normalize_answer
 from realmops.questions.question_sets import Question
 from realmops.readers.sources import list_sources
-from realmops.train.fine_tuning import finetune_steps
-from realmops.train.loop import TENSORS
+from realmops.train.loop import TENSORS, epoch_steps
 
 ASKED = [Question(str(n), question, (answer,)) for n, (question, answer) in enumerate(QUESTIONS["train"])]
 FP32, CPU = torch.float32, torch.device("cpu")
@@ -56,10 +57,16 @@ MARKS = np.array([900, 901, 902, 903])
 
 def options(**changes: Any) -> ClosedBookOptions:
     values: dict[str, Any] = {
-        "init": "small", "steps": 7, "batch_size": 8, "learning_rate": 1e-2, "epochs": 60, "passage_wordpieces": 48,
-        "question_wordpieces": 24, "answer_wordpieces": 8, "checkpoint_every": 100,
+        "init": "small", "steps": 7, "epochs": 60, "checkpoint_every": 100,
     }  # fmt: skip
     return ClosedBookOptions(**{**values, **changes})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_sizes() -> Iterator[None]:
+    sizes = {"PASSAGE_WORDPIECES": 48, "QUESTION_WORDPIECES": 24, "ANSWER_WORDPIECES": 8}
+    with mock.patch.multiple(t5, BATCH_SIZE=8, LEARNING_RATE=1e-2, **sizes):
+        yield
 
 
 def small(snapshot: Snapshot, seed: int = 0, width: int = 16, **changes: Any) -> ClosedBook:
@@ -165,8 +172,8 @@ def test_pretraining_is_over_titles_and_bodies(world: World) -> None:
 def test_a_passage_that_is_too_long_is_seen_part_by_part(world: World) -> None:
     """12 places: title, 9 pieces of the body or fewer from anywhere, and the end."""
     spy = spied(small(world.snapshot))
-    short = options(steps=60, passage_wordpieces=12)
-    pretrain(tiny_context(), spy, world.snapshot, short, tiny_optimiser())
+    with mock.patch.object(t5, "PASSAGE_WORDPIECES", 12):
+        pretrain(tiny_context(), spy, world.snapshot, options(steps=60), tiny_optimiser())
     title, body = world.snapshot.title_tokens(3).tolist(), world.snapshot.body(3).tolist()
     assert (len(title), len(body) > 12) == (1, True)
     texts = [restored(inputs[:-1], target[:-1], spy.sentinel_ids) for inputs, target in spy.asked]
@@ -174,9 +181,10 @@ def test_a_passage_that_is_too_long_is_seen_part_by_part(world: World) -> None:
     assert parts == {tuple(body[start : start + 10]) for start in range(len(body) - 9)}
 
 
-def test_pretraining_learns_what_two_passages_say(tmp_path: Path) -> None:
+def test_pretraining_learns_what_two_passages_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot, journal = build_world(tmp_path, DOCUMENTS[:2]).snapshot, MemoryJournal()
-    chosen = options(steps=130, learning_rate=3e-3)
+    monkeypatch.setattr(t5, "LEARNING_RATE", 3e-3)
+    chosen = options(steps=130)
     pretrain(tiny_context(journal=journal), small(snapshot, width=32), snapshot, chosen, tiny_optimiser())
     loss, accuracy = journal.values("loss"), journal.values("accuracy")
     assert np.mean(loss[-10:]) < 0.4 * np.mean(loss[:10])
@@ -191,7 +199,8 @@ def test_the_blanks_of_an_answer_come_back(tmp_path: Path) -> None:
     text = "It cost 12,340 in the U.S. on March 12, 1931. Twenty-five (old) men & O'Neill paid."
     documents = (("Price", text, ("March 12, 1931",)), ("Price", text, ("March 12, 1931",)))
     snapshot = build_world(tmp_path, documents).snapshot
-    model = small(snapshot, answer_wordpieces=60)
+    with mock.patch.object(t5, "ANSWER_WORDPIECES", 60):
+        model = small(snapshot)
     for answer in ("12,340", "U.S.", "March 12, 1931", "Twenty-five (old) men", "O'Neill & men", "it"):
         target = model.encode_target(answer)
         assert model.decode(target.tolist()) == answer.lower()
@@ -199,7 +208,7 @@ def test_the_blanks_of_an_answer_come_back(tmp_path: Path) -> None:
         assert normalize_answer(snapshot.tokenizer.decode(snapshot.tokenizer.encode("12,340").ids)) == "12 340"
     names = [model.tokenizer.id_to_token(int(i)) for i in model.encode_target("U.S.")]
     assert names == ["u", "<join>", ".", "<join>", "s", "<join>", ".", "[SEP]"]
-    cut = small(snapshot, answer_wordpieces=4).encode_target("U.S.")
+    cut = dataclasses.replace(small(snapshot), answer_wordpieces=4).encode_target("U.S.")
     assert [model.tokenizer.id_to_token(int(i)) for i in cut] == ["u", "<join>", ".", "[SEP]"]
 
 
@@ -223,7 +232,7 @@ def test_it_learns_questions_by_heart(learned: ClosedBook) -> None:
 @pytest.mark.parametrize("trained", [True, False])
 def test_an_answer_is_the_most_likely_piece_each_time(learned: ClosedBook, world: World, trained: bool) -> None:
     """Piece by piece without a cache; the logarithms of all its pieces, with the end where it came to one."""
-    model = learned if trained else small(world.snapshot, answer_wordpieces=3)
+    model = learned if trained else dataclasses.replace(small(world.snapshot), answer_wordpieces=3)
     answers = model.answer(ASKED, batch_size=4)
     ended = 0
     for question, answer in zip(ASKED, answers, strict=True):
@@ -259,10 +268,11 @@ def test_passages_are_nothing_to_it_once_the_vocabulary_is_made(
     assert model.answer(ASKED, batch_size=4) == learned.answer(ASKED, batch_size=4)
 
 
-def test_each_answer_is_drawn_in_its_turn(world: World) -> None:
+def test_each_answer_is_drawn_in_its_turn(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     spy = spied(small(world.snapshot))
     capital = Question("capital", "What is the capital of Norway?", ("Oslo", "Oslo in Norway"))
-    chosen = options(epochs=20, batch_size=2)
+    monkeypatch.setattr(t5, "BATCH_SIZE", 2)
+    chosen = options(epochs=20)
     finetune(tiny_context(), spy, [capital, ASKED[1], ASKED[2]], chosen, tiny_optimiser())
     assert len(spy.asked) == 60
     question = spy.encode_question(capital.question).tolist()
@@ -275,7 +285,7 @@ def test_each_answer_is_drawn_in_its_turn(world: World) -> None:
 def test_answers_that_are_expressions_are_left_out(world: World) -> None:
     expression = Question("year", "When?", (r"19\d\d",), is_regex=True)
     assert drop_regex_questions([expression, *ASKED]) == ASKED
-    assert finetune_steps(len(ASKED), options(epochs=1.5, batch_size=4)) == 3
+    assert epoch_steps(len(ASKED), 4, 1.5) == 3
     spy = spied(small(world.snapshot))
     finetune(tiny_context(), spy, [expression, *ASKED], options(epochs=1), tiny_optimiser())
     assert len(spy.asked) == len(ASKED)
@@ -330,11 +340,14 @@ def test_dropout_is_for_learning_alone(world: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("training", ["pretrain", "finetune", "finetune with dropout"])
-def test_killed_and_started_again_it_ends_with_the_same_bits(world: World, tmp_path: Path, training: str) -> None:
+def test_killed_and_started_again_it_ends_with_the_same_bits(
+    world: World, tmp_path: Path, training: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     init = str(t5_folder(tmp_path, dropout=0.2)) if "dropout" in training else "small"
 
     def process(**surroundings: Any) -> ClosedBook:
-        chosen = options(init=init, epochs=3, batch_size=3, checkpoint_every=2)
+        monkeypatch.setattr(t5, "BATCH_SIZE", 3)
+        chosen = options(init=init, epochs=3, checkpoint_every=2)
         model = small(world.snapshot, init=init)
         train, text = (pretrain, world.snapshot) if training == "pretrain" else (finetune, ASKED)
         train(tiny_context(**surroundings), model, text, chosen, tiny_optimiser())
@@ -370,10 +383,13 @@ def test_a_saved_model_gives_the_same_answers(world: World, learned: ClosedBook,
         ClosedBook.open(tmp_path, world.snapshot, CPU)
 
 
-def test_a_t5_of_transformers_with_its_own_tokenizer(world: World, tmp_path: Path) -> None:
+def test_a_t5_of_transformers_with_its_own_tokenizer(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same loss as transformers' own from the same text; then it learns, is saved, and answers the same."""
     folder = t5_folder(tmp_path / "t5")
-    chosen = options(init=str(folder), batch_size=6)
+    monkeypatch.setattr(t5, "BATCH_SIZE", 6)
+    chosen = options(init=str(folder))
     model = ClosedBook.build(chosen, world.snapshot, transformers.BertConfig(), seed=0)
     theirs = transformers.T5ForConditionalGeneration.from_pretrained(folder).eval()
     theirs.config.decoder_start_token_id = 0

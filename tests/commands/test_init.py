@@ -377,7 +377,7 @@ def test_an_installed_package_makes_a_project_and_runs_it_in_an_empty_folder(ins
 
     run("init", "--image", "realmops:local")
     small = {name: keys for name, keys in small_project.SMALL.items() if name not in ("questions", "snapshot")}
-    small |= {"tag": {"steps": 4, "batch_size": 4}, "evaluate": {"bootstrap": 20}}
+    small |= {"tag": {"steps": 4}}
     settings = [
         f"{section}.{key}={json.dumps(value)}" for section, keys in small.items() for key, value in keys.items()
     ]

@@ -122,7 +122,7 @@ def models(world: World, folder: Path, **copying: bool) -> tuple[Retriever, Read
 def options() -> Pretrain:
     lengths = {"query_wordpieces": 40, "reader_wordpieces": 60, "candidates": 4, "batch_size": 4, "steps": 4}
     rates = {"retriever_learning_rate": 1e-2, "reader_learning_rate": 1e-2, "retriever_delay": 0}
-    rest = {"masking": "salient", "null_document": True, "staleness_queries": 0, "gradient_checkpointing": True}
+    rest = {"masking": "salient", "null_document": True, "gradient_checkpointing": True}
     found: Pretrain = section("pretrain", **{**lengths, **rates, **rest})
     return found
 

@@ -40,7 +40,7 @@ def values(**changes: Any) -> Values:
         "snapshot": {"documents": "data/published/passages.jsonl.gz", "whole_documents": True},
         "finetune": {
             "reader_wordpieces": READER_WORDPIECES, "answer_wordpieces": LONGEST_SPAN, "query_wordpieces": 16,
-            "span_width": 10, "epochs": 1,
+            "epochs": 1,
         },
     }  # fmt: skip
     return toy_values(**{**given, **changes})

@@ -354,7 +354,7 @@ def test_pre_training_reads_every_passage_of_the_batch_for_every_sentence(
     for copying in (TOGETHER, APART):
         seen.clear()
         retriever, reader = models(world, copying)
-        chosen = options(steps=3, staleness_queries=0)
+        chosen = options(steps=3)
         examples = Examples(world.snapshot, world.spans, chosen)
         realm = Realm(retriever, reader, world.snapshot, chosen, torch.float32)
         arguments = realm, examples, tiny_optimiser(), OneIndex(world)

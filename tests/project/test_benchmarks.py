@@ -95,7 +95,7 @@ def test_real_text_makes_its_tables_and_trains_once_what_variants_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every stage in this process but one, of a hybrid at toy size; a second call trains nothing."""
-    params = write_project(tmp_path, retriever={"hybrid": True}, sample={"subjects": 60, "warmup_worlds": 1})
+    params = write_project(tmp_path, retriever={"hybrid": True}, sample={"subjects": 60})
     trained: list[str] = []
 
     def here(stage: str, root: Path, log: Path, options: Sequence[str]) -> dict[str, float]:

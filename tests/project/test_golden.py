@@ -10,6 +10,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +27,7 @@ from realmops.corpus.spans import Spans
 from realmops.model import reader as reader_module
 from realmops.model.build import build_models
 from realmops.model.packed import PackedBatch
+from realmops.sample.corpus import write_sample
 from realmops.search.exact import ExactIndex
 from realmops.train import inverse_cloze
 from realmops.train.examples import Examples
@@ -36,20 +38,20 @@ from realmops.train.realm import Realm
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden.json"
 SEED = 0
 STEPS = 2
-SAMPLE = {"seed": SEED, "subjects": 60, "warmup_worlds": 1, "test_share": 0.37, "dev_share": 0.21}
+SAMPLE = {"seed": SEED, "subjects": 60}
 SNAPSHOT = {
     "documents": "data/sample/corpus.jsonl.gz", "use_warmup": False, "block_wordpieces": 48,
     "wikipedia_titles": False, "workers": 1,
 }  # fmt: skip
 BERT = {"vocabulary": 600, "width": 8, "layers": 1, "heads": 1, "intermediate": 8, "positions": 128}
 ICT = {
-    "steps": STEPS, "batch_size": 6, "query_wordpieces": 64, "removal": 0.9, "neighbours": 2, "reader_steps": STEPS,
-    "reader_batch_size": 6, "reader_wordpieces": 96, "reader_random_masks": 0.15,
+    "steps": STEPS, "batch_size": 6, "removal": 0.9, "neighbours": 2, "reader_steps": STEPS,
+    "reader_batch_size": 6, "reader_wordpieces": 96,
 }  # fmt: skip
 PRETRAIN = {
     "steps": STEPS, "batch_size": 6, "candidates": 3, "query_wordpieces": 64, "reader_wordpieces": 96,
-    "max_masks": 10, "marginal": "joint", "null_document": True, "exclude_trivial": True,
-    "query_encoder": "snapshot", "staleness_queries": 0,
+    "marginal": "joint", "null_document": True, "exclude_trivial": True,
+    "query_encoder": "snapshot",
 }  # fmt: skip
 
 
@@ -167,7 +169,9 @@ def make(folder: Path) -> dict[str, Any]:
     """All that is held fast, made in a folder."""
     values = toy_values(sample=SAMPLE, snapshot=SNAPSHOT, bert=BERT, tag={"method": "dates", "dates": True})
     write_params(folder / "params.yaml", values)
-    for name in ("sample", "snapshot", "tag"):
+    with mock.patch("realmops.stages.sample.write_sample", partial(write_sample, warmup_worlds=1)):
+        stage("sample", values, folder, folder)
+    for name in ("snapshot", "tag"):
         stage(name, values, folder, folder)
     snapshot = Snapshot.open(folder / "data/snapshot/corpus")
     spans = Spans.open(folder / "data/spans/corpus")

@@ -15,7 +15,7 @@ def test_a_generated_page_is_up_to_date(path: Path, text: str) -> None:
 
 def test_an_option_has_its_default_its_sentence_and_the_papers_value() -> None:
     page = reference_pages.options_page({"bert": {"width": 64}})
-    assert "\n## `evaluate`\n\nBootstrap" in page
+    assert "\n## `evaluate`\n\nEvaluation" in page
     assert "\n- `width` (`128`, paper: 768): for small\n- *`layers`* (`2`, paper: 12): for small\n" in page
 
 

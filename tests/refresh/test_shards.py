@@ -116,7 +116,7 @@ def test_the_spans_are_the_taggers_and_dates_come_first(world: World, tmp_path: 
         place(tmp_path), "tagging", make_span_finder, world.snapshot, tagger_files(tagger, options)
     )
     found = [spans for part in files for spans in read_spans(part)]
-    entities = find_entities(tagger, world.snapshot, range(12), options.wordpieces, FP32)
+    entities = find_entities(tagger, world.snapshot, range(12), FP32)
     assert sum(map(len, entities.values())) > 12
     for passage, spans in enumerate(found):
         dates = [span for span in spans if span[2] == DATE]

@@ -19,7 +19,7 @@ FILES = (
     "corpus.jsonl.gz", "ner.dev.conll", "ner.train.conll", "questions.dev.jsonl.gz", "questions.test.jsonl.gz",
     "questions.train.jsonl.gz", "warmup.jsonl.gz",
 )  # fmt: skip
-DEFAULTS: dict[str, Any] = {"seed": 0, "subjects": 300, "warmup_worlds": 1, "test_share": 0.37, "dev_share": 0.21}
+DEFAULTS: dict[str, Any] = {"seed": 0, "subjects": 300, "warmup_worlds": 1}
 SMALL = {**DEFAULTS, "subjects": 60}
 TOKEN = re.compile(r"\w+|[^\w\s]")
 
@@ -37,7 +37,7 @@ def folder(written: tuple[Path, dict[str, Any]]) -> Path:
 
 @pytest.fixture(scope="module")
 def world() -> sample_corpus.World:
-    return build_world(seed=5, subjects=300, test_share=0.37, dev_share=0.21)
+    return build_world(seed=5, subjects=300)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -247,7 +247,7 @@ def test_bm25_finds_four_of_five_but_not_at_once(folder: Path) -> None:
 
 
 def test_more_worlds_than_there_are_names_for_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"lower sample\.subjects or sample\.warmup_worlds"):
+    with pytest.raises(ValueError, match=r"exhausted; lower sample\.subjects"):
         write_sample(tmp_path, **{**DEFAULTS, "subjects": 60, "warmup_worlds": 40})
     assert not list(tmp_path.iterdir())
 

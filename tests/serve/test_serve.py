@@ -338,7 +338,7 @@ def test_a_batch_is_as_large_as_the_spans_of_its_passages_allow(
 ) -> None:
     """The laptop profile's 5 passages of 128 wordpieces with 10 spans each of width 256 are 6.25 MiB, of 64."""
     generation = open_run(answering / "root")
-    sizes = {"reader_candidates": 5, "reader_wordpieces": wordpieces, "answer_wordpieces": 10, "span_width": 256}
+    sizes = {"reader_candidates": 5, "reader_wordpieces": wordpieces, "answer_wordpieces": 10}
     options = generation.model.options.model_copy(update=sizes)
     assert ServedModel.of(replace(generation, model=replace(generation.model, options=options))).batch_size == together
 

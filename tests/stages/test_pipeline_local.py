@@ -242,7 +242,7 @@ def test_force_runs_again_and_gives_the_same(finished: Path) -> None:
     [
         ("tracking.experiment=other", []),
         ("finetune.epochs=1", ["finetune", "evaluate"]),
-        ("optimiser.clip=0.5", ["tag", "ict", "pretrain", "finetune"]),
+        ("optimiser.ramp_share=0.5", ["tag", "ict", "pretrain", "finetune"]),
         ("sample.seed=1", ["sample"]),
         ("questions.train=data/sample/questions.dev.jsonl.gz", ["finetune", "evaluate"]),
         ("questions.dev=data/sample/questions.test.jsonl.gz", ["pretrain", "finetune"]),
@@ -330,7 +330,6 @@ def usual(project: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[
         {"exclude_trivial": False},
         {"adopt": "as_soon_as_ready", "retriever_delay": 0},
         {"retriever_delay": 0, "query_encoder": "fresh", "retriever_learning_rate": 0.05},
-        {"staleness_queries": 0},
     ],
     ids=lambda change: ",".join(f"{k}={v}" for k, v in change.items()),
 )
@@ -354,10 +353,13 @@ def test_a_retriever_that_no_step_trains_is_warned_of(project: Path, tmp_path: P
     assert "pretrain.retriever_delay=12" in line
 
 
-def test_the_alarm_of_a_collapsed_retriever_is_heard(project: Path, tmp_path: Path) -> None:
+def test_the_alarm_of_a_collapsed_retriever_is_heard(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("realmops.train.pretraining.COLLAPSE_SHARE", 0.01)
     report = Quiet()
     root = copy_of(project, tmp_path, "data", "models/ict")
-    change = {"steps": 51, "refresh_every": 50, "collapse_share": 0.01}
+    change = {"steps": 51, "refresh_every": 50}
     metrics = pretrain_beside(project, root, toy_values(pretrain=change), report)
     assert metrics["collapsed"] == 1.0
     assert [line["collapsed"] for line in journal(root / "models/pretrain")] == [0.0] * 49 + [1.0] * 2
@@ -500,13 +502,13 @@ def test_every_retriever_of_a_hybrid_is_measured_by_embeddings_and_with_words(pr
 
 def test_a_closed_book_answers_and_reads_nothing(project: Path, warm: Path, tmp_path: Path) -> None:
     root = copy_of(warm, tmp_path, "data", "models")
-    book = {"steps": 3, "batch_size": 2, "epochs": 2, "checkpoint_every": 2}
+    book = {"steps": 3, "epochs": 2, "checkpoint_every": 2}
     values = toy_values(finetune={"reader": "t5"}, closed_book=book)
     tuned = stage("finetune", values, project, root)
     assert tuned["questions"] == len(small_project.QUESTIONS["train"])
     steps = journal(root / "models/finetune")
-    assert [line["step"] for line in steps] == list(range(3 + 2 * 3))
-    assert ["corrupted_loss" in line for line in steps] == [True] * 3 + [False] * 6
+    assert [line["step"] for line in steps] == list(range(3 + 2))
+    assert ["corrupted_loss" in line for line in steps] == [True] * 3 + [False] * 2
     measured = stage("evaluate", values, project, root)
     assert measured["recall_at_5"] == 0.0
     assert not {"ceiling_passages", "ceiling_in_top_5"} & measured.keys(), "it reads none"
@@ -524,7 +526,7 @@ def test_a_closed_book_answers_and_reads_nothing(project: Path, warm: Path, tmp_
 def test_bert_without_retrieval_is_a_pretraining_like_any_other(project: Path, tmp_path: Path) -> None:
     report = Quiet()
     root = copy_of(project, tmp_path, "data", "models/ict")
-    metrics = pretrain_beside(project, root, toy_values(pretrain={"candidates": 1, "collapse_share": 0.01}), report)
+    metrics = pretrain_beside(project, root, toy_values(pretrain={"candidates": 1}), report)
     assert metrics["masked_log_p"] == metrics["masked_log_p_without"] < 0.0
     assert not {"p_null", "retrieval_utility"} & set(metrics)
     assert report.warned == []

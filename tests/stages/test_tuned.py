@@ -243,7 +243,8 @@ def test_folders_of_models_are_resolved_against_the_project(tmp_path: Path) -> N
     """Wherever the command runs; the words that name no folder stay, also beside a folder of that name."""
     for name in ("reader", "none", "small"):
         (tmp_path / name).mkdir()
-    values = small_project.toy_values(reader={"init": "reader"}, retriever={"init": "some/encoder"})
+    untrained = {"ict": {"reader_steps": 0}, "pretrain": {"steps": 0}}
+    values = small_project.toy_values(reader={"init": "reader"}, retriever={"init": "some/encoder"}, **untrained)
     resolved = resolve_models(values, tmp_path)
     assert resolved["reader"]["init"] == str(tmp_path / "reader")
     assert resolved["retriever"]["init"] == "some/encoder"

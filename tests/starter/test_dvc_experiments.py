@@ -61,7 +61,7 @@ def test_an_experiment_sets_each_option_that_is_listed_and_any_other(project: Pa
     """The command of the README that init writes, for every key; queued, so that nothing is trained."""
     values = config.load_params(project / "params.yaml")
     changes = {key: other_value(key, get_option(values, key)) for key in VARIED}
-    others = {"++pretrain.lag": "5", "++optimiser.clip": "2.0", "++pretrain.steps": "50"}
+    others = {"++pretrain.lag": "5", "++optimiser.ramp_share": "0.2", "++pretrain.steps": "50"}
     words = [word for key, value in {**changes, **others}.items() for word in ("-S", f"{key}={value}")]
     call(project, "dvc", "exp", "run", "--queue", "--name", "all", *words)
     [queued] = [row for row in table(project) if row["Experiment"] == "all"]

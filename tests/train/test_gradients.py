@@ -83,7 +83,7 @@ def embeddings(world: World, retriever: Retriever) -> PassageIndex:
 def inverse_cloze(world: World, task: str = "cloze", **model: Any) -> None:
     retriever, _ = tiny_models(world, **model)
     anywhere(retriever)
-    chosen = section("ict", task=task, batch_size=8, neighbours=2, removal=0.5, query_wordpieces=40)
+    chosen = section("ict", task=task, batch_size=8, neighbours=2, removal=0.5)
     ict.train_retriever(tiny_context(), retriever, world.snapshot, chosen, tiny_optimiser())
 
 
@@ -187,9 +187,7 @@ def paths(world: World) -> None:
 
 
 def t5(world: World, train: Callable[..., int]) -> None:
-    lengths = {"passage_wordpieces": 48, "question_wordpieces": 24, "answer_wordpieces": 8}
-    steps = {"steps": 1, "batch_size": 8, "learning_rate": 1.0, "epochs": 1, "checkpoint_every": 1}
-    chosen = ClosedBookOptions(init="small", **steps, **lengths)
+    chosen = ClosedBookOptions(init="small", steps=1, epochs=1, checkpoint_every=1)
     shape = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     model = ClosedBook.build(chosen, world.snapshot, shape, 0)
     anywhere(model.net)

@@ -138,12 +138,12 @@ def test_a_finished_training_is_not_touched_again() -> None:
 
 
 def test_the_journal_has_the_steps_numbers() -> None:
-    """Prefix and first step are those of the context; the rate is the schedule's: warm-up of one step, then 7 to 1."""
+    """Prefix and first step are those of the context; the rate is the schedule's: a ramp of three steps, then down."""
     _, _, journal, _ = undisturbed()
     lines = journal.lines()
     assert [line["step"] for line in lines] == list(range(STEPS))
     assert [line["seen"] for line in lines] == list(range(STEPS))
-    assert journal.values("rate") == pytest.approx([1.0, 1.0, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+    assert journal.values("rate") == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0, 3 / 4, 2 / 4, 1 / 4])
     assert all(line["loss"] > 0 and line["gradient_norm"] > 0 for line in lines)
     assert all(line["step_seconds"] >= 0 and line["between_seconds"] >= 0 for line in lines)
     second = FusedJournal()

@@ -44,7 +44,7 @@ NOTHING = np.zeros(0, dtype=np.int64)
 
 
 def options(**changes: Any) -> Pretrain:
-    steps = {"steps": 10, "batch_size": 4, "refresh_every": 4, "lag": 2, "staleness_queries": 16}
+    steps = {"steps": 10, "batch_size": 4, "refresh_every": 4, "lag": 2}
     rates = {"retriever_delay": 0, "retriever_learning_rate": 1e-2, "reader_learning_rate": 1e-2}
     lengths = {"query_wordpieces": 40, "reader_wordpieces": 60, "candidates": 4, "masking": "salient"}
     return section("pretrain", **{**steps, **rates, **lengths, **changes})
@@ -99,8 +99,9 @@ def test_passages_are_uniform_and_so_are_their_spans(world: World) -> None:
     assert masked.count("1972") == pytest.approx(len(masked) / 2, abs=50)
 
 
-def test_at_most_max_masks(world: World) -> None:
-    assert len(example(world, 6, 0, max_masks=2).positions) == 2
+def test_an_example_has_at_most_max_masks(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realmops.train.examples.MAX_MASKS", 2)
+    assert len(example(world, 6, 0).positions) == 2
 
 
 @pytest.mark.parametrize("masking", ["random_token", "random_span", "matched_span"])
@@ -120,7 +121,7 @@ def test_long_sentences_are_cut_around_the_span(tmp_path: Path) -> None:
     """Room for 10 wordpieces: spans at the start, behind the limit, and longer than all the room."""
     text = f"Anna {'in it ' * 20}was Oslo then."
     world = build_world(tmp_path, (("Long", text, ("Anna", "Oslo", text[7:80], text[:-1])),), block_wordpieces=200)
-    chosen = options(query_wordpieces=12, max_masks=10)
+    chosen = options(query_wordpieces=12)
     body = world.snapshot.body(0).tolist()
     spans = [(int(start), int(end)) for start, end in world.spans.of(0)[:, 2:4]]
     assert max(end - start for start, end in spans) > 10
@@ -313,7 +314,7 @@ def test_a_resting_retriever_gets_no_gradient(world: World) -> None:
 
 def test_the_alarm_warns_once_when_null_takes_all() -> None:
     warnings: list[str] = []
-    alarm = CollapseAlarm(0.9, warnings.append)
+    alarm = CollapseAlarm(warnings.append)
     choices = list(range(8))
     states = [alarm.watch(step, 0.95, choices) for step in range(COLLAPSE_WINDOW + 10)]
     assert states == [False] * (COLLAPSE_WINDOW - 1) + [True] * 11
@@ -324,7 +325,7 @@ def test_the_alarm_warns_once_when_null_takes_all() -> None:
 
 def test_the_alarm_warns_when_one_passage_is_everybodys_first() -> None:
     warnings: list[str] = []
-    alarm = CollapseAlarm(0.9, warnings.append)
+    alarm = CollapseAlarm(warnings.append)
     for step in range(COLLAPSE_WINDOW):
         assert alarm.watch(step, 0.1, [7] * 9 + [100 + step]) is False, "nine of ten are not more than 0.9"
     for step in range(COLLAPSE_WINDOW):
@@ -336,7 +337,7 @@ def test_the_alarm_warns_when_one_passage_is_everybodys_first() -> None:
 def test_the_alarm_looks_at_the_last_steps_only() -> None:
     """Collapsed, recovered, collapsed again: told by the value each time, by a warning once."""
     warnings: list[str] = []
-    alarm = CollapseAlarm(0.9, warnings.append)
+    alarm = CollapseAlarm(warnings.append)
     healthy = [list(range(i, i + 8)) for i in range(1000)]
     states = [alarm.watch(s, 1.0 if s < 60 or s >= 160 else 0.0, healthy[s]) for s in range(240)]
     assert states[59] is True
@@ -346,7 +347,7 @@ def test_the_alarm_looks_at_the_last_steps_only() -> None:
 
 
 def test_a_step_without_candidates_does_not_stop_the_alarm() -> None:
-    alarm = CollapseAlarm(0.9, lambda message: None)
+    alarm = CollapseAlarm(lambda message: None)
     for step in range(2 * COLLAPSE_WINDOW):
         alarm.watch(step, 0.5, [])
 

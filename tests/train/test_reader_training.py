@@ -1,10 +1,11 @@
 """Training of readers on windows of passages: examples, windows, both losses against slow versions, resuming."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -57,7 +58,15 @@ QUESTIONS = [
 ]  # fmt: skip
 RULE = "token_boundary"
 Pairs = Sequence[tuple[str, str, Sequence[str]]]
-RATES = {"reader_learning_rate": 3e-3, "span_learning_rate": 1e-2}
+RATES = {"reader_learning_rate": 3e-3}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast_span_head() -> Iterator[None]:
+    with mock.patch("realmops.train.reader_training.SPAN_LEARNING_RATE", 1e-2):
+        yield
+
+
 STEPS = {"epochs": 2, "batch_size": 2, "checkpoint_every": 2}
 
 

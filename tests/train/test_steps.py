@@ -100,7 +100,7 @@ FINETUNE = {
 
 
 def pretraining(world: World, kind: Kind, batch: int) -> list[Counts]:
-    values = {"steps": STEPS, "batch_size": batch, "candidates": 8, "refresh_every": 100, "staleness_queries": 0}
+    values = {"steps": STEPS, "batch_size": batch, "candidates": 8, "refresh_every": 100}
     lengths = {"query_wordpieces": 40, "reader_wordpieces": 60, "retriever_delay": 0}
     chosen = section("pretrain", **{**values, **lengths, **kind.options})
     with recorded() as counts:

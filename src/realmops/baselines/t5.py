@@ -29,11 +29,14 @@ from realmops.model.sequences import SpecialTokens
 from realmops.model.transformers_models import BUILD_LOCK, import_transformers
 from realmops.options import ClosedBookOptions, Optimiser
 from realmops.questions.question_sets import Question
-from realmops.train.fine_tuning import finetune_steps
-from realmops.train.loop import DeferredMetrics, TrainingContext, fit, fit_epochs
+from realmops.train.loop import DeferredMetrics, TrainingContext, epoch_steps, fit, fit_epochs
 from realmops.train.optimiser import Group
 
 FILE = "closed_book.json"
+BATCH_SIZE = 32  # passages or questions
+LEARNING_RATE = 1e-3  # T5's for fine-tuning
+PASSAGE_WORDPIECES = 64  # of the corrupted title and text
+QUESTION_WORDPIECES, ANSWER_WORDPIECES = 64, 16  # maximum lengths, end of sequence included
 NOISE_DENSITY, MEAN_SPAN_LENGTH = 0.15, 3  # share of a passage's wordpieces; wordpieces
 SENTINELS = tuple(f"<extra_id_{n}>" for n in range(100))  # as in T5
 Pair = tuple[np.ndarray, list[np.ndarray]]  # wordpieces of a question and of its answers
@@ -66,7 +69,7 @@ class ClosedBook(AnswerModel):
             net, vocabulary_hash = _build_small(tokenizer, shape, seed), snapshot.vocabulary_hash
         else:
             (net, tokenizer), vocabulary_hash = _open(encoder_folder(options.init, T5)), None
-        return cls(net, tokenizer, options.question_wordpieces, options.answer_wordpieces, vocabulary_hash)
+        return cls(net, tokenizer, QUESTION_WORDPIECES, ANSWER_WORDPIECES, vocabulary_hash)
 
     def save(self, folder: Path) -> None:
         """Write the model in the format of transformers, the tokenizer and the limits into a stage folder."""
@@ -237,20 +240,20 @@ def pretrain(
     """
 
     def passage(number: int, rng: np.random.Generator) -> np.ndarray:
-        title = model.encode(snapshot.title(number))[: options.passage_wordpieces // 2]
+        title = model.encode(snapshot.title(number))[: PASSAGE_WORDPIECES // 2]
         body = model.encode(snapshot.text(number))
-        room = options.passage_wordpieces - 1 - len(title)
+        room = PASSAGE_WORDPIECES - 1 - len(title)
         start = int(rng.integers(max(0, len(body) - room) + 1))
         return np.concatenate([title, body[start : start + room]])
 
     def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
         rng = context.rng("batch", step)
-        numbers = rng.integers(len(snapshot), size=options.batch_size).tolist()
+        numbers = rng.integers(len(snapshot), size=BATCH_SIZE).tolist()
         examples = [span_corruption(passage(number, rng), model.sentinel_ids, rng) for number in numbers]
         inputs, targets = ([model.append_eos(ids) for ids in side] for side in zip(*examples, strict=True))
         return model.loss(inputs, targets, context.dtype)
 
-    groups = [Group("closed_book", model.net.to(context.device), options.learning_rate)]
+    groups = [Group("closed_book", model.net.to(context.device), LEARNING_RATE)]
     every = options.checkpoint_every
     return fit(context, groups, optimiser, step_loss, steps=options.steps, checkpoint_every=every)
 
@@ -264,6 +267,11 @@ def drop_regex_questions(questions: Sequence[Question]) -> list[Question]:
             "needs texts; set questions.train to a file with literal answers"
         )
     return usable
+
+
+def answering_steps(questions: int, options: ClosedBookOptions) -> int:
+    """Return the number of steps of fine-tuning."""
+    return epoch_steps(questions, BATCH_SIZE, options.epochs)
 
 
 def finetune(
@@ -287,11 +295,11 @@ def finetune(
     def loss(drawn: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[Tensor, DeferredMetrics]:
         return model.loss([x for x, _ in drawn], [y for _, y in drawn], context.dtype)
 
-    groups = [Group("closed_book", model.net.to(context.device), options.learning_rate)]
-    steps, every = finetune_steps(len(questions), options), options.checkpoint_every
+    groups = [Group("closed_book", model.net.to(context.device), LEARNING_RATE)]
+    steps, every = answering_steps(len(questions), options), options.checkpoint_every
     return fit_epochs(
         context, groups, optimiser, pairs, draw, loss,
-        batch_size=options.batch_size, steps=steps, checkpoint_every=every,
+        batch_size=BATCH_SIZE, steps=steps, checkpoint_every=every,
     )  # fmt: skip
 
 

@@ -363,6 +363,9 @@ def _masked_softmax(score: Tensor, is_valid: Tensor, width: int) -> Tensor:
     return weights
 
 
+SPAN_WIDTH = 256  # of the span representations, as in the paper
+
+
 class SpanHead(nn.Module):
     """ORQA's span score: w . LayerNorm(ReLU(W_s h_start + W_e h_end)) (the paper's MLP, section 3.2).
 

@@ -22,6 +22,7 @@ import numpy as np
 from realmops.artifacts import canonical_json, seed_for
 from realmops.sample.world import Entity, Fact, Names, draw_entities, draw_facts, pick, shuffled
 
+WARMUP_WORLDS = 4  # whose documents are text for the reader's warm-up; its names differ from the corpus'
 NER_SENTENCES = {"train": 2000, "dev": 400}
 
 # Probabilities, but for the words below which a pair of sentences gets a filler.
@@ -67,9 +68,7 @@ class World:
     passages: list[Paragraph]
 
 
-def write_sample(
-    folder: Path, *, seed: int, subjects: int, warmup_worlds: int, test_share: float, dev_share: float
-) -> dict[str, Any]:
+def write_sample(folder: Path, *, seed: int, subjects: int, warmup_worlds: int = WARMUP_WORLDS) -> dict[str, Any]:
     """Write the sample corpus into an existing stage folder; the same arguments give the same bytes.
 
     The entity that a question names belongs to the question's split, and so does the fact's subject. ``subjects`` is
@@ -82,7 +81,7 @@ def write_sample(
     used: set[str] = set()
 
     def world(names: set[str], *stream: int | str) -> World:
-        return build_world(seed_for(seed, "sample", *stream), subjects, test_share, dev_share, names)
+        return build_world(seed_for(seed, "sample", *stream), subjects, names)
 
     target = world(used, "target")
     ner = {part: _ner_sentences(world(set(used), "ner", part), part) for part in NER_SENTENCES}
@@ -107,11 +106,11 @@ def write_sample(
     }
 
 
-def build_world(seed: int, subjects: int, test_share: float, dev_share: float, used: set[str] | None = None) -> World:
+def build_world(seed: int, subjects: int, used: set[str] | None = None) -> World:
     """Generate a world with names that are not in ``used``, and add its names to ``used``."""
     rng = np.random.default_rng(seed)
     names = Names(rng, subjects, set() if used is None else used)
-    entities = draw_entities(names, rng, subjects, test_share, dev_share)
+    entities = draw_entities(names, rng, subjects)
     facts = draw_facts(entities, rng)
     return World(entities, facts, _passages(entities, facts, rng))
 

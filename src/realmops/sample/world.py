@@ -14,6 +14,7 @@ import numpy as np
 import yaml
 
 LANGUAGE = "language.yaml"
+TEST_SHARE, DEV_SHARE = 0.37, 0.21  # of the entities of each type
 # Shares of the subjects by type, landmarks being the others; lakes and regions are added and are subjects of no fact.
 _TYPE_SHARES = {"person": 0.37, "city": 0.2, "organisation": 0.18, "work": 0.16, "prize": 0.025}
 _LABELS = {"person": "PER", "organisation": "ORG", "work": "MISC", "prize": "MISC"}
@@ -135,19 +136,17 @@ class Names:
             if name not in self._used:
                 self._used.add(name)
                 return name
-        raise ValueError("name pools of the sample corpus are exhausted; lower sample.subjects or sample.warmup_worlds")
+        raise ValueError("name pools of the sample corpus are exhausted; lower sample.subjects")
 
 
-def draw_entities(
-    names: Names, rng: np.random.Generator, subjects: int, test_share: float, dev_share: float
-) -> list[Entity]:
+def draw_entities(names: Names, rng: np.random.Generator, subjects: int) -> list[Entity]:
     """Draw the entities of a world type by type, each type split by the shares."""
     counts = {type_: round(subjects * part) for type_, part in _TYPE_SHARES.items()}
     counts["landmark"] = subjects - sum(counts.values())
     counts |= {"region": max(3, counts["city"] // 4), "lake": max(3, counts["landmark"] // 4)}
     entities: list[Entity] = []
     for type_, forms in _language()["entities"].items():
-        tests, devs = round(counts[type_] * test_share), round(counts[type_] * dev_share)
+        tests, devs = round(counts[type_] * TEST_SHARE), round(counts[type_] * DEV_SHARE)
         splits = ["test"] * tests + ["dev"] * devs + ["train"] * (counts[type_] - tests - devs)
         for number, split in enumerate(shuffled(rng, splits)):
             form = forms[number % len(forms)]

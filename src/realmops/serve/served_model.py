@@ -11,6 +11,7 @@ from realmops.answering.opened_model import OpenedModel
 from realmops.answering.passage_search import PassageSearch
 from realmops.commands.open_model import Champion
 from realmops.evaluate.predictions import read_results
+from realmops.model.reader import SPAN_WIDTH
 from realmops.search.exact import prepare_for_serving
 from realmops.stages.corpus_states import pipeline_state
 from realmops.stages.open_run import manifest_stats, open_run
@@ -33,7 +34,7 @@ class ServedModel(OpenedModel):
         """Batch size with the highest throughput."""
         options = self.model.options
         spans = options.reader_candidates * options.reader_wordpieces * options.answer_wordpieces
-        return max(1, SPANS_TOGETHER // (4 * spans * options.span_width))
+        return max(1, SPANS_TOGETHER // (4 * spans * SPAN_WIDTH))
 
     def warm_up(self) -> None:
         """Repack embeddings and weights in place, before the first question.

@@ -70,6 +70,7 @@ from realmops.stages.sharded_work import embed_in_shards
 from realmops.stages.tuned_model import open_tuned
 
 TRAINED = ("ict", "pretrain", "finetune")
+RESAMPLES = 1000  # of the 95 % intervals over questions
 HYBRID = "hybrid_"  # infix of metrics of BM25 plus embeddings
 DEPTH = max(RECALL_AT)  # passages ranked per question; more if its documents are judged
 
@@ -82,7 +83,7 @@ def run(job: Job) -> dict[str, Any]:
     where every answer to them is wrong.
     """
     options = job.section(Finetune)
-    bootstrap = {"seed": job.section(RunOptions).seed, "resamples": job.section(Evaluate).bootstrap}
+    bootstrap = {"seed": job.section(RunOptions).seed, "resamples": RESAMPLES}
     snapshot = open_snapshot(job)
     questions = load_questions(job, snapshot, "test")
     match_rule, em_rule = questions[0].match_rule, em_rules(questions)[0]
@@ -204,7 +205,7 @@ def _measure_judged(
             f"{missing} relevant documents of questions.test are not in the corpus and count as not found; check that "
             "the questions belong to these documents"
         )
-    bootstrap = {"seed": job.section(RunOptions).seed, "resamples": job.section(Evaluate).bootstrap}
+    bootstrap = {"seed": job.section(RunOptions).seed, "resamples": RESAMPLES}
     metrics: dict[str, Any] = {"judged_questions": len(qrels)}
     judged = [question for question in questions if question.id in qrels]
     rows = [(row, question.id) for row, question in enumerate(questions) if question.id in qrels]

@@ -24,6 +24,7 @@ from realmops.hub import READER, encoder_folder
 from realmops.journal import JournalValues
 from realmops.model.build import add_span_head
 from realmops.model.extractive_reader import ExtractiveReader
+from realmops.model.reader import SPAN_WIDTH
 from realmops.model.reader_files import load_models
 from realmops.options import ENCODER, NO_READER, ClosedBookOptions, Finetune, Optimiser, RunOptions
 from realmops.questions.question_sets import Question, rows_of_people
@@ -88,7 +89,7 @@ def _open_qa(
         kind = ExtractiveQa
     elif reader is not None:
         if reader.spans is None:  # an imported reader has a span head
-            add_span_head(reader, options.span_width, seed)
+            add_span_head(reader, SPAN_WIDTH, seed)
         kind = OpenQa
     model = kind(retriever, reader, snapshot, finder.passages, options, dtype, finder.ranker, finder.bm25)
     if kind is not OpenQa and finder.passages is not None and options.retriever_training == "queries":
@@ -174,7 +175,7 @@ def _closed_book(
     dtype = device_and_dtype(job.section(RunOptions), model.net)[1]
     corruption = trainings.context(dtype, "span_corruption", options.steps, "span corruption", "corrupted_")
     trainings.end = t5.pretrain(corruption, model, snapshot, options, optimiser)
-    answering = trainings.context(dtype, "closed_book", finetune_steps(len(usable), options), "fine-tuning")
+    answering = trainings.context(dtype, "closed_book", t5.answering_steps(len(usable), options), "fine-tuning")
     t5.finetune(answering, model, usable, options, optimiser)
     if not process_group().is_main_process:
         return FineTuned(model, [], {})

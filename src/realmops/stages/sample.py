@@ -10,11 +10,4 @@ from realmops.stages import Job
 def run(job: Job) -> dict[str, Any]:
     """Write corpus, warm-up text, questions and tagged sentences; return their counts."""
     options = job.section(Sample)
-    return write_sample(
-        job.out,
-        seed=options.seed,
-        subjects=options.subjects,
-        warmup_worlds=options.warmup_worlds,
-        test_share=options.test_share,
-        dev_share=options.dev_share,
-    )
+    return write_sample(job.out, seed=options.seed, subjects=options.subjects)

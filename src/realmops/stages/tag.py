@@ -62,7 +62,7 @@ def _train(job: Job, options: Tag) -> tuple[Tagger, dict[str, Any]]:
     train_tagger(context, tagger, training, snapshot.tokenizer, options, job.section(Optimiser))
     if not context.processes.is_main_process:
         return tagger, {}
-    predicted = predict_words(tagger, held_out, snapshot.tokenizer, options, dtype)
+    predicted = predict_words(tagger, held_out, snapshot.tokenizer, dtype)
     return tagger, entity_scores([list(s.tags) for s in held_out], predicted)
 
 

@@ -10,6 +10,7 @@ from realmops.corpus.spans import Spans
 from realmops.model.sequences import SpecialTokens
 from realmops.options import Pretrain
 
+MAX_MASKS = 10  # masked wordpieces of an example, as in the release
 NULL = -1  # a passage id: the null document, or no passage of the corpus
 
 
@@ -38,7 +39,7 @@ class Examples:
         self.spans, self.rows = spans, SentencesWithSpans(snapshot, spans)
         self.usable = np.ones(len(self.rows), dtype=bool)
         if options.masking == "recurring":
-            self.usable = is_recurring(snapshot, self.rows[:], options.max_masks)
+            self.usable = is_recurring(snapshot, self.rows[:], MAX_MASKS)
             if not self.usable.any():
                 raise ValueError(
                     f"{spans.folder}: no salient span occurs in a second passage; set pretrain.masking to salient"
@@ -76,7 +77,7 @@ class Examples:
         original = self.snapshot.body(passage)[first:end]
         salient = (start - first, min(stop, end) - first)
         continues = self.snapshot.continues(passage)[first:end]
-        positions = choose_mask_positions(self.options.masking, rng, salient, continues, self.options.max_masks)
+        positions = choose_mask_positions(self.options.masking, rng, salient, continues, MAX_MASKS)
         x = original.copy()
         x[positions] = self.special.mask
         visible = visible_text(self.snapshot.text(passage), self.snapshot.chars(passage)[first:end], positions)

@@ -14,11 +14,12 @@ from realmops.answering.openqa import OpenQa
 from realmops.answering.retrieval import RetrieveAndRead
 from realmops.devices import to_device
 from realmops.model.likelihood import hard_em_span_loss, marginal_span_loss
-from realmops.options import ClosedBookOptions, Finetune, Optimiser
+from realmops.options import Finetune, Optimiser
 from realmops.questions.question_sets import Question
 from realmops.train.loop import DeferredMetrics, TrainingContext, epoch_steps, fit_epochs, whole_batch
 from realmops.train.optimiser import Group
 
+SPAN_LEARNING_RATE = 1e-3  # of a new span head
 SEARCHED = 256  # passages in the early loss of the query tower alone: at most 75 MB for 32 questions and six vectors
 
 
@@ -92,7 +93,7 @@ def by_group(logit_S: Tensor, gold_S: Tensor, group_S: np.ndarray, count: int) -
     return logit_BW.view(count, width), gold_BW.view(count, width)
 
 
-def finetune_steps(questions: int, options: Finetune | ClosedBookOptions) -> int:
+def finetune_steps(questions: int, options: Finetune) -> int:
     """Return the number of steps of ``options.epochs`` epochs, rounded up; epochs may be a fraction."""
     return epoch_steps(questions, options.batch_size, options.epochs)
 

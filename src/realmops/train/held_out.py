@@ -69,7 +69,7 @@ def measure(realm: Realm, masked: Sequence[Example], index: Index) -> dict[str, 
 def _contains_target(snapshot: Snapshot, passage: int, example: Example) -> bool:
     """Return whether a passage contains the masked words as whole words: "arts" does not contain "art".
 
-    If ``pretrain.max_masks`` cuts the last word, any word with that prefix matches.
+    If ``MAX_MASKS`` cuts the last word, any word with that prefix matches.
     """
     body, continues, length = snapshot.body(passage), snapshot.continues(passage), len(example.targets)
     starts = find_run(body, example.targets)

@@ -19,7 +19,6 @@ from realmops.corpus.masking import SentencesWithSpans
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.spans import Spans
 from realmops.devices import autocast, to_device
-from realmops.model.encoder import Encoder
 from realmops.model.likelihood import in_batch_loss
 from realmops.model.packed import PackedBatch
 from realmops.model.reader import MaskedSentences, Reader
@@ -31,6 +30,7 @@ from realmops.search.bm25_writer import write_bm25
 from realmops.train.loop import DeferredMetrics, TrainingContext, fit
 from realmops.train.optimiser import Group
 
+QUERY_WORDPIECES = 64  # as in the paper
 CROP_WORDS = (4, 16)  # minimum and maximum
 CROP_DROPPED = 0.3  # probability of dropping a word of a crop, so that a query is no literal copy
 
@@ -81,7 +81,7 @@ def draw_cloze(
         queries = [drop_words(query, continues[first:end], rng) for query, (first, end) in pairs]
     context = body[~in_query] if removed else body
     document = join_document(snapshot.title_tokens(passage), context, special, snapshot.block_wordpieces)
-    return Cloze([join_query(query, special, options.query_wordpieces) for query in queries], document, removed)
+    return Cloze([join_query(query, special, QUERY_WORDPIECES) for query in queries], document, removed)
 
 
 def crop_run(continues: np.ndarray, rng: np.random.Generator) -> tuple[int, int]:
@@ -133,9 +133,6 @@ def train_retriever(
             f"batch too small for {processes.size} processes: ict.batch_size is {options.batch_size} and the "
             f"corpus has {len(snapshot)} passages; start at most {min(options.batch_size, len(snapshot))} processes"
         )
-    for module in retriever.modules():
-        if isinstance(module, Encoder):
-            module.gradient_checkpointing = options.gradient_checkpointing
 
     def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
         rng = context.rng("batch", step)
@@ -161,6 +158,7 @@ def train_retriever(
     return fit(context, groups, optimiser, step_loss, steps=options.steps, checkpoint_every=every)
 
 
+RANDOM_MASKS = 0.15  # fraction of the wordpieces of x that are masked in addition to the salient span
 Z_SHARES = {"own": 0.3, "neighbour": 0.35, "random": 0.2, "null": 0.15}  # probability of each kind of passage
 NEAREST = 4  # passages that a neighbour is drawn from
 
@@ -230,7 +228,7 @@ def train_reader(
             z = reader.document(snapshot, int(rng.integers(len(snapshot))))
         else:
             z = body[:0]
-        masked_x |= rng.random(len(x)) < options.reader_random_masks
+        masked_x |= rng.random(len(x)) < RANDOM_MASKS
         return x, masked_x, z
 
     def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:

@@ -24,6 +24,7 @@ from realmops.train.parallel import SINGLE_PROCESS, ProcessGroup
 T = TypeVar("T")
 U = TypeVar("U")
 STATE, TENSORS = "state.json", "training.safetensors"
+RAMP_STEPS = (10, 10_000)  # minimum, unless it is more than half of the steps, and maximum of the learning rate's ramp
 _TRIM_SECONDS = 10.0  # between two releases of freed memory
 
 
@@ -103,11 +104,9 @@ def fit(
     Raises:
         ValueError: in all processes, at the first step whose loss or gradient is not finite.
     """
-    optimiser = BertAdamW(
-        groups, weight_decay=options.weight_decay, clip=options.clip, bias_correction=options.bias_correction
-    )
-    ramp = int(min(10_000, max(options.ramp_min, options.ramp_share * steps)))
-    schedule = Schedule(steps, ramp)
+    optimiser = BertAdamW(groups, bias_correction=options.bias_correction)
+    ramp = max(options.ramp_share * steps, min(RAMP_STEPS[0], steps // 2))
+    schedule = Schedule(steps, int(min(RAMP_STEPS[1], ramp)))
     processes = context.processes
     start, position = _restore(context, optimiser) if processes.is_main_process else (0, context.journal_start)
     start = int(processes.broadcast_numbers([start], context.device)[0])

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-6
+WEIGHT_DECAY, CLIP = 0.01, 1.0  # as in the paper
 UNCORRECTED = 1 << 20  # a step count at which bias correction is 1: 1 - 0.999 ** steps
 
 
@@ -44,7 +45,12 @@ class BertAdamW:
     """
 
     def __init__(
-        self, groups: Iterable[Group], *, weight_decay: float, clip: float, bias_correction: bool = False
+        self,
+        groups: Iterable[Group],
+        *,
+        weight_decay: float = WEIGHT_DECAY,
+        clip: float = CLIP,
+        bias_correction: bool = False,
     ) -> None:
         self.clip, self.bias_correction, self.weight_decay = clip, bias_correction, weight_decay
         self.names: list[str] = []

@@ -23,17 +23,19 @@ from realmops.train.optimiser import Group
 from realmops.train.realm import Realm
 
 COLLAPSE_WINDOW = 50  # steps
+COLLAPSE_SHARE = 0.9  # of p(z|x), of the null document or of one passage
+STALENESS_QUERIES = 64  # whose top k of an old and a new index are compared
 
 
 class CollapseAlarm:
     """Detector of the vicious cycle of section 3.4: p(z|x) collapses to the null document or to one passage.
 
-    ``share`` is the threshold of p(z|x) of the null document, and of the queries that rank the same passage first.
-    ``warn`` is called once, at the first collapse.
+    It has collapsed if the null document has more of p(z|x) than ``COLLAPSE_SHARE``, or if more of the queries rank the
+    same passage first. ``warn`` is called once, at the first collapse.
     """
 
-    def __init__(self, share: float, warn: Callable[[str], None]) -> None:
-        self.share, self.warn = share, warn
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self.warn = warn
         self.null: deque[float] = deque(maxlen=COLLAPSE_WINDOW)
         self.first: deque[Sequence[int]] = deque(maxlen=COLLAPSE_WINDOW)  # of each step
         self.raised = False
@@ -47,11 +49,11 @@ class CollapseAlarm:
         null = float(np.mean(self.null))
         values, counts = np.unique([p for step in self.first for p in step], return_counts=True)
         top = float(counts.max() / counts.sum()) if len(counts) else 0.0
-        collapsed = null > self.share or top > self.share
+        collapsed = null > COLLAPSE_SHARE or top > COLLAPSE_SHARE
         if collapsed and not self.raised:
             cause = (
                 f"the null document has {null:.0%} of p(z|x)"
-                if null > self.share
+                if null > COLLAPSE_SHARE
                 else f"passage {values[counts.argmax()]} ranks first for {top:.0%} of the queries"
             )
             self.warn(
@@ -80,7 +82,7 @@ def pretrain(
     """
     options, retriever, reader = realm.options, realm.retriever, realm.reader
     candidates = Candidates(realm.snapshot, options, realm.bm25)
-    alarm = CollapseAlarm(options.collapse_share, warn)
+    alarm = CollapseAlarm(warn)
     current: list[Index] = []
     adopted: dict[str, float] = {}
 
@@ -89,7 +91,7 @@ def pretrain(
         if new is None:
             assert current, "the first step needs an index"
             return
-        if current and options.staleness_queries and context.processes.is_main_process:
+        if current and context.processes.is_main_process:
             adopted["top_k_change"] = _change(current[0], new, examples, realm, context)
         current[:] = [new]
         if new.new and context.processes.is_main_process:
@@ -136,7 +138,7 @@ def pretrain(
 def _change(old: Index, new: Index, examples: Examples, realm: Realm, context: TrainingContext) -> float:
     """Return the fraction of the top k of sampled queries that the new index changes."""
     rng = context.rng("staleness")
-    queries = query_sequences(realm.queries([examples.draw(rng) for _ in range(realm.options.staleness_queries)]))
+    queries = query_sequences(realm.queries([examples.draw(rng) for _ in range(STALENESS_QUERIES)]))
     ids: list[Any] = []
     for index in (old, new):
         query_QE = embed(index.retriever.query, queries, realm.dtype)

@@ -26,7 +26,7 @@ from realmops.options import Finetune, Optimiser
 from realmops.questions.answer_matching import answer_token_spans, matched_spans
 from realmops.questions.question_sets import Question
 from realmops.search.embed import Progress, no_progress
-from realmops.train.fine_tuning import by_group, finetune_steps
+from realmops.train.fine_tuning import SPAN_LEARNING_RATE, by_group, finetune_steps
 from realmops.train.loop import DeferredMetrics, TrainingContext, fit_epochs
 from realmops.train.optimiser import Group
 
@@ -149,7 +149,7 @@ class ReaderTrainer(ABC):
             return self.loss(drawn)
 
         groups = [
-            Group("spans", self.head, options.span_learning_rate),
+            Group("spans", self.head, SPAN_LEARNING_RATE),
             Group("reader", self.reader, options.reader_learning_rate),
         ]
         every = options.checkpoint_every

@@ -32,6 +32,8 @@ from realmops.train.loop import TrainingContext, fit
 from realmops.train.optimiser import Group
 
 TAGGER, WEIGHTS, SPANS = "tagger.json", "tagger.safetensors", "spans.json"
+BATCH_SIZE = 32  # sentences
+SENTENCE_WORDPIECES = 96  # longer sentences are truncated
 _CHUNK = 2048  # passages whose sentences are batched by length together
 
 
@@ -41,6 +43,7 @@ class Tagger(nn.Module):
     def __init__(self, encoder: Encoder, tags: Sequence[str]) -> None:
         super().__init__()
         self.bert, self.tags = encoder, tuple(tags)
+        self.limit = min(SENTENCE_WORDPIECES, encoder.positions)  # wordpieces of a sentence
         self.output = nn.Linear(encoder.width, len(tags))
 
     def forward(self, batch: PackedBatch) -> Tensor:
@@ -97,13 +100,13 @@ def train_tagger(
     A random share of the wordpieces is masked, so that the tagger learns from the context instead of memorising names,
     which differ between corpora.
     """
-    encoded = [_encode(s, tokenizer, tagger.tags, options.wordpieces) for s in sentences]
+    encoded = [_encode(s, tokenizer, tagger.tags, tagger.limit) for s in sentences]
     mask = SpecialTokens.of(tokenizer).mask
 
     def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
         tagger.train()
         rng = context.rng("batch", step)
-        batch = [encoded[i] for i in rng.integers(len(encoded), size=options.batch_size)]
+        batch = [encoded[i] for i in rng.integers(len(encoded), size=BATCH_SIZE)]
         masked = [np.where(rng.random(len(e.tokens)) < options.hidden, mask, e.tokens) for e in batch]
         with autocast(context.device, context.dtype):
             logits_TL = tagger(PackedBatch(masked, [e.capitals for e in batch]))
@@ -132,10 +135,10 @@ def _predict(
 
 
 def predict_words(
-    tagger: Tagger, sentences: Sequence[TaggedSentence], tokenizer: Tokenizer, options: Tag, dtype: torch.dtype
+    tagger: Tagger, sentences: Sequence[TaggedSentence], tokenizer: Tokenizer, dtype: torch.dtype
 ) -> list[list[str]]:
     """Return one tag per word, that of its first wordpiece, for evaluation on CoNLL data."""
-    encoded = [_encode(s, tokenizer, tagger.tags, options.wordpieces) for s in sentences]
+    encoded = [_encode(s, tokenizer, tagger.tags, tagger.limit) for s in sentences]
     best = _predict(tagger, [(e.tokens, e.capitals) for e in encoded], dtype)
     return [
         [tagger.tags[b[row]] if row >= 0 else "O" for row in e.first_piece] for e, b in zip(encoded, best, strict=True)
@@ -147,7 +150,7 @@ def tagger_files(tagger: Tagger | None, options: Tag) -> dict[str, bytes]:
     settings: dict[str, Any] = {"dates": options.dates or tagger is None}
     if tagger is None:
         return {TAGGER: json.dumps(settings, sort_keys=True).encode()}
-    settings |= {"bert": tagger.bert.describe(), "tags": tagger.tags, "wordpieces": options.wordpieces}
+    settings |= {"bert": tagger.bert.describe(), "tags": tagger.tags}
     return {TAGGER: json.dumps(settings, sort_keys=True).encode(), WEIGHTS: save_tensors(cpu_state(tagger))}
 
 
@@ -172,7 +175,7 @@ def make_span_finder(
         spans: list[list[Entity]] = []
         for low in range(first, end, _CHUNK):
             passages = range(low, min(low + _CHUNK, end))
-            entities = find_entities(tagger, snapshot, passages, settings["wordpieces"], dtype) if tagger else {}
+            entities = find_entities(tagger, snapshot, passages, dtype) if tagger else {}
             spans += [with_dates(snapshot, p, entities.get(p, []), settings["dates"]) for p in passages]
             progress(len(passages))
         return {SPANS: json.dumps(spans).encode()}
@@ -185,10 +188,8 @@ def read_spans(files: Mapping[str, bytes]) -> list[list[Entity]]:
     return [[(start, end, name) for start, end, name in spans] for spans in json.loads(files[SPANS])]
 
 
-def find_entities(
-    tagger: Tagger, snapshot: Snapshot, passages: range, limit: int, dtype: torch.dtype
-) -> dict[int, list[Entity]]:
-    """Return the entities of each passage as whole words, from the first ``limit`` wordpieces of each sentence."""
+def find_entities(tagger: Tagger, snapshot: Snapshot, passages: range, dtype: torch.dtype) -> dict[int, list[Entity]]:
+    """Return the entities of each passage as whole words, from the first wordpieces of each sentence."""
     special = SpecialTokens.of(snapshot.tokenizer)
     prefix = len(special.begin)
     sequences, sentences = [], []
@@ -196,7 +197,7 @@ def find_entities(
         body, text, chars = snapshot.body(passage), snapshot.text(passage), snapshot.chars(passage)
         continues = snapshot.continues(passage)
         for first, end in snapshot.sentences(passage).tolist():
-            end = min(end, first + limit - prefix - 1)
+            end = min(end, first + tagger.limit - prefix - 1)
             tokens = np.array([*special.begin, *body[first:end], special.sep])
             capitals = np.zeros(len(tokens), dtype=np.int64)
             for row in range(first, end):
