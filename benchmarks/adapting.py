@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from realmops.answering.opening import trained_sections
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import configure_process, resolve_precision
 from realmops.evaluate.exact_match import bootstrap_interval
@@ -36,7 +37,6 @@ from realmops.search.embeddings import INDEX, load_passages
 from realmops.search.exact import PassageIndex, exact_index
 from realmops.search.hybrid import HybridSearch
 from realmops.stages import STAGES
-from realmops.stages.trained import trained_sections
 
 Rows = NDArray[np.int64]
 JUDGED = {"nDCG@10": "ndcg_at_10", "recall@5": "recall_at_5_judged", "recall@100": "recall_at_100_judged"}

@@ -257,8 +257,8 @@ def theirs(root: Path) -> Iterator[Server]:
 
 def opened(root: Path, arguments: argparse.Namespace) -> tuple[Any, list[str]]:
     """The model of a run, and the questions to ask."""
+    from realmops.commands.open_model import open_run
     from realmops.questions.question_sets import read_questions
-    from realmops.stages.open_run import open_run
 
     file = arguments.questions or root / "data" / "sample" / "questions.test.jsonl.gz"
     return open_run(root).model, [one.question for one in read_questions([file], format="auto")]
@@ -330,7 +330,7 @@ class Edits:
 
 def edits(root: Path, values: dict[str, Any], times: int) -> Row:
     """One document is edited again and again under ``realmops serve``, and asked for until the new text is read."""
-    from realmops.stages.corpus_states import UPDATES
+    from realmops.answering.corpus_states import UPDATES
 
     def updates() -> set[Path]:
         return set((root / UPDATES).glob("[!.]*/manifest.json"))

@@ -25,8 +25,8 @@ from small_project import cli, near, wait_for
 
 import realmops
 from realmops import Answerer, Citation, Passage, Searcher, api
+from realmops.commands.open_model import open_search
 from realmops.serve.mcp import build_mcp_server
-from realmops.stages.open_run import open_search
 
 QUESTION = "Where was the poet Anna Berg born?"
 SERVE = (Path(__file__).parents[1] / "docs" / "serve.md").read_text(encoding="utf-8")

@@ -100,9 +100,8 @@ class Searcher:
         Raises:
             ValueError: if the run has no snapshot, or a file does not match its digest.
         """
-        from realmops.commands.open_model import open_model
+        from realmops.commands.open_model import open_model, open_search
         from realmops.stages import SilentReport
-        from realmops.stages.open_run import open_search
 
         return cls(open_model(Path(root), model).passage_search() if model else open_search(Path(root), SilentReport()))
 

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from realmops.artifacts import make_folder, sync_folder
 
+JOURNAL, METRICS = "metrics.jsonl", "metrics.json"  # in the folder of a stage: by step, and in the end
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 RESERVED = ("stage", "step", "time")
 

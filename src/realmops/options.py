@@ -4,6 +4,7 @@ docs/options.md and the comments of params.yaml come from the fields (``make doc
 docs/options.md: x is the question or the masked sentence, z a passage, f(x, z) the retriever's score.
 """
 
+import math
 from contextlib import suppress
 from itertools import product
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -509,3 +510,8 @@ class Options(BaseModel):
 
 
 SECTIONS: dict[str, type[Section]] = {name: type(section) for name, section in Options()}
+
+
+def finetune_steps(questions: int, options: Finetune) -> int:
+    """Return the number of steps of ``options.epochs`` epochs, rounded up; epochs may be a fraction."""
+    return math.ceil(options.epochs * math.ceil(questions / options.batch_size))

@@ -21,9 +21,9 @@ from realmops.answering.confidence import MIN_CALIBRATION
 from realmops.answering.labelling import label_questions
 from realmops.answering.own_questions import WHAT_THEY_BRING, Label, read_labels, save_labels
 from realmops.cli import main
+from realmops.commands.open_model import open_search
 from realmops.evaluate.exact_match import bootstrap_interval, paired_bootstrap
 from realmops.questions.question_sets import read_questions
-from realmops.stages.open_run import open_search
 
 BORN = "Where was Anna Berg born?"
 BUILT = "Who built The Star?"

@@ -19,13 +19,13 @@ from small_project import cli
 from realmops.answering import passage_search
 from realmops.answering.passage_search import MetadataFilters, PassageSearch, highlights
 from realmops.artifacts import MANIFEST, atomic_folder, read_json, write_json, write_manifest
+from realmops.commands.open_model import open_search
 from realmops.commands.search import parse_filter
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.retriever_files import DESCRIPTION, RETRIEVER_FOLDER
 from realmops.search.approximate import FaissIndex, Recipe
 from realmops.search.bm25 import stems
 from realmops.search.exact import multi_vector_index
-from realmops.stages.open_run import open_search
 
 PEOPLE = ("Anna Berg", "Karl Lund", "Maria Holm", "Jon Vik")
 

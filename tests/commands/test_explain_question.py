@@ -10,16 +10,16 @@ import small_project
 import yaml
 from serving import QUESTION, update
 
+from realmops.answering.corpus_states import CorpusState, before_and_after, pipeline_state
 from realmops.answering.opened_model import Query
 from realmops.answering.record import Record
 from realmops.commands.explain import split_questions
 from realmops.commands.masked import explain_sentence
+from realmops.commands.open_model import open_run
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.predictions import read_results
 from realmops.questions.answer_matching import normalize_answer
 from realmops.questions.question_sets import Question
-from realmops.stages.corpus_states import CorpusState, before_and_after, pipeline_state
-from realmops.stages.open_run import open_run
 
 
 @pytest.fixture(scope="module")

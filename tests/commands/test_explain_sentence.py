@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import small_project
 
+from realmops.answering.corpus_states import pipeline_state
 from realmops.artifacts import write_manifest
 from realmops.commands.explain import _sentence_sheet
 from realmops.commands.masked import explain_sentence
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.stages.corpus_states import pipeline_state
 
 SENTENCE = "Anna Berg was born in [MASK]."
 

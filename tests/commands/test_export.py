@@ -23,6 +23,7 @@ from realmops import artifacts
 from realmops.answering.opened_model import OpenedModel
 from realmops.answering.openqa import OpenQa
 from realmops.commands.export import INPUTS, export
+from realmops.commands.open_model import open_run
 from realmops.devices import freeze_linear_weights
 from realmops.model.build import add_span_head
 from realmops.model.encoder import Encoder
@@ -31,7 +32,6 @@ from realmops.search.bm25 import Bm25
 from realmops.search.embed import embed, embed_documents
 from realmops.search.embeddings import INDEX, save_index
 from realmops.search.exact import exact_index
-from realmops.stages.open_run import open_run
 
 ASKED = [question for split in QUESTIONS.values() for question, _ in split]
 FIRST, FP32 = 10, torch.float32

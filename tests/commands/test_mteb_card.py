@@ -27,8 +27,8 @@ from sentence_transformers.sentence_transformer.modules import Normalize, Poolin
 from small_encoders import write_encoder
 from small_world import DOCUMENTS
 
+from realmops.commands.open_model import open_run
 from realmops.search.embed import document_sequences
-from realmops.stages.open_run import open_run
 
 JUDGED = {
     "Where was the poet born?": {"d0": 2, "d1": 1},

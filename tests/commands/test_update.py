@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from small_project import cli, write_json_lines
 from small_world import DOCUMENTS, World, tiny_models
 
+from realmops.answering.corpus_states import CorpusState, newest_state
 from realmops.artifacts import read_manifest, write_manifest
 from realmops.commands.update import CHANGES, changed_answers, changes_markdown
 from realmops.corpus.snapshot_reader import Snapshot
@@ -21,7 +22,6 @@ from realmops.evaluate.predictions import Prediction
 from realmops.search import embed, embeddings
 from realmops.search.embed import document_sequences
 from realmops.search.embeddings import embed_changed, embed_corpus
-from realmops.stages.corpus_states import CorpusState, newest_state
 
 NEW_TEXT = "Anna Berg was born in Bergen. She wrote The Cold Sea in 1931."
 

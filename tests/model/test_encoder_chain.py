@@ -20,8 +20,8 @@ from serving import client_of
 from small_encoders import DECODERS, FAMILIES, write_encoder
 from small_project import QUESTIONS, builder_beside, cli, stage, stopped_at, toy_values, write_project
 
+from realmops.commands.open_model import open_run
 from realmops.search.embed import embed, query_sequences, text_queries
-from realmops.stages.open_run import open_run
 from realmops.train import loop
 
 ASKED = [question for split in QUESTIONS.values() for question, _ in split]

@@ -14,7 +14,9 @@ import pytest
 import torch
 from small_project import cli, stage, toy_values
 
+from realmops.answering.corpus_states import newest_state, pipeline_state
 from realmops.artifacts import WORK_FOLDER
+from realmops.commands.open_model import open_run
 from realmops.commands.promote import read_run
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.spans import Spans
@@ -22,8 +24,6 @@ from realmops.model.retriever_files import passage_tower_digest
 from realmops.search.bm25 import FOLDER, Bm25
 from realmops.search.embeddings import INDEX, load_index, save_index, view_embeddings
 from realmops.serve.served_model import RunFolder
-from realmops.stages.corpus_states import newest_state, pipeline_state
-from realmops.stages.open_run import open_run
 
 VALUES = toy_values()
 Refusal = tuple[str, Callable[[Path, Path], object]]  # what the message names, and what opens the artifact

@@ -17,9 +17,11 @@ from small_open_qa import options
 from small_world import World, section, tiny_models
 from torch import Tensor, nn
 
+from realmops.answering import opening
 from realmops.answering.answer import Answer, ReadPassage, RetrievedPassages, Span
 from realmops.answering.record import answer_record, enclosing_sentence
 from realmops.answering.retrieval import RetrieveAndRead
+from realmops.baselines.rankers import BASELINES
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.packed import PackedBatch
 from realmops.model.reader import Reader
@@ -30,7 +32,6 @@ from realmops.search import approximate
 from realmops.search.approximate import ApproximateIndex
 from realmops.search.embeddings import embed_corpus, load_passages, save_passages
 from realmops.search.exact import exact_index
-from realmops.stages import tuned_model
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 
@@ -137,7 +138,7 @@ def test_what_is_quoted_are_the_sentences_that_a_span_touches(world: World) -> N
 def test_a_reader_of_another_kind_answers_and_is_saved_with_its_kind(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(tuned_model.KINDS, "yes_no", YesNo)
+    monkeypatch.setitem(opening.KINDS, "yes_no", YesNo)
     retriever, reader = tiny_models(world)
     passages = exact_index(embed_corpus(retriever, world.snapshot, FP32), 1)
     chosen = options().model_copy(update={"reader": "yes_no"})
@@ -155,17 +156,17 @@ def test_a_reader_of_another_kind_answers_and_is_saved_with_its_kind(
     assert over.head is model.head, "the same reader over what a ranker finds"
     assert over.find(asked)[0].passages == (2, 1, 0)
     assert model.answer(asked) == answers, "and the model as it was"
-    tuned_model.save_tuned(tmp_path, model)
+    opening.save_tuned(tmp_path, model)
     fp32 = section("run", precision="fp32", device="cpu")
-    again = tuned_model.open_tuned(tmp_path, chosen, fp32, world.snapshot)
+    again = opening.open_tuned(tmp_path, chosen, fp32, world.snapshot, BASELINES)
     assert isinstance(again, YesNo)
     assert [answer.log_p for answer in again.answer(asked)] == [answer.log_p for answer in answers]
     closed_book = options().model_copy(update={"reader": "t5"})
     with pytest.raises(ValueError, match=r"has a model of the class 'yes_no', which finetune.reader=t5 does not have"):
-        tuned_model.open_tuned(tmp_path, closed_book, fp32, world.snapshot)
-    (tmp_path / tuned_model.KIND).write_text('{"class": "of tomorrow"}')
+        opening.open_tuned(tmp_path, closed_book, fp32, world.snapshot, BASELINES)
+    (tmp_path / opening.KIND).write_text('{"class": "of tomorrow"}')
     with pytest.raises(ValueError, match=r"'of tomorrow', which finetune.reader=yes_no does not have"):
-        tuned_model.open_tuned(tmp_path, chosen, fp32, world.snapshot)
+        opening.open_tuned(tmp_path, chosen, fp32, world.snapshot, BASELINES)
 
 
 def test_an_unknown_class_of_readers_is_named(world: World, tmp_path: Path) -> None:

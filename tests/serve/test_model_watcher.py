@@ -12,15 +12,16 @@ from serving import QUESTION, update
 from small_project import cli, write_json_lines
 from small_world import DOCUMENTS
 
+from realmops.answering import opening
 from realmops.answering.opened_model import Query
+from realmops.answering.opening import manifest_stats
 from realmops.artifacts import MANIFEST, atomic_folder, read_json, write_json, write_manifest
+from realmops.commands.open_model import open_run
 from realmops.search.exact import ExactIndex
 from realmops.serve import model_watcher, served_model
 from realmops.serve.batching import RequestBatcher
 from realmops.serve.model_watcher import ModelWatcher
 from realmops.serve.served_model import RunFolder, ServedModel
-from realmops.stages import tuned_model
-from realmops.stages.open_run import manifest_stats, open_run
 
 
 def commit(root: Path, change: Callable[[Path, dict[str, Any]], None]) -> None:
@@ -104,7 +105,7 @@ def test_a_new_calibration_reaches_an_earlier_update_and_the_next_one(copy: Path
 
 def test_a_stage_that_is_committed_in_the_middle_is_not_mixed(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader of before, and all else of after: that was served for good."""
-    root, real, swapped = copy / "root", tuned_model.load_retriever, []
+    root, real, swapped = copy / "root", opening.load_retriever, []
 
     def load(*args: Any) -> Any:
         found = real(*args)
@@ -113,7 +114,7 @@ def test_a_stage_that_is_committed_in_the_middle_is_not_mixed(copy: Path, monkey
             commit(root, lambda folder, fields: (weigh(folder), recalibrate(folder)))
         return found
 
-    monkeypatch.setattr(tuned_model, "load_retriever", load)
+    monkeypatch.setattr(opening, "load_retriever", load)
     opened = open_run(root)
     assert swapped
     alone = open_run(root)
@@ -126,7 +127,7 @@ def test_a_stage_that_is_committed_in_the_middle_is_not_mixed(copy: Path, monkey
 
 
 def test_a_run_that_never_rests_is_refused_and_looked_at_again(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root, real = copy / "root", tuned_model.load_retriever
+    root, real = copy / "root", opening.load_retriever
     watcher = watcher_of(RunFolder(root))
 
     def load(*args: Any) -> Any:
@@ -135,7 +136,7 @@ def test_a_run_that_never_rests_is_refused_and_looked_at_again(copy: Path, monke
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(tuned_model, "load_retriever", load)
+        patched.setattr(opening, "load_retriever", load)
         commit(root, recalibrate)
         assert not watcher.poll()
         assert watcher.refused is not None

@@ -24,9 +24,11 @@ from small_world import DOCUMENTS
 
 from realmops.answering import opened_model
 from realmops.answering.confidence import ALWAYS_ABSTAIN, Confidence
+from realmops.answering.corpus_states import pipeline_state
 from realmops.answering.feedback import feedback_file, read_feedback
 from realmops.answering.opened_model import Query
 from realmops.answering.record import answer_record
+from realmops.commands.open_model import open_run
 from realmops.evaluate.predictions import read_results, write_predictions
 from realmops.serve.app import make_app
 from realmops.serve.batching import RequestBatcher
@@ -35,8 +37,6 @@ from realmops.serve.metrics import Metrics
 from realmops.serve.model_watcher import ModelWatcher
 from realmops.serve.page import percent, source_link
 from realmops.serve.served_model import RunFolder, ServedModel
-from realmops.stages.corpus_states import pipeline_state
-from realmops.stages.open_run import open_run
 
 EVIL = '<script>window.owned=1</script><img src=x onerror="window.owned=1">'
 TOKEN = "s3cret"

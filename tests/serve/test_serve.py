@@ -29,11 +29,11 @@ from realmops.answering.openqa import OpenQa
 from realmops.answering.passage_search import PassageQuery, PassageSearch
 from realmops.answering.record import format_record
 from realmops.artifacts import read_json, write_manifest
+from realmops.commands.open_model import open_run
 from realmops.evaluate.predictions import read_results
 from realmops.serve.batching import Busy, Closed, RequestBatcher
 from realmops.serve.served_model import ServedModel
 from realmops.serve.server import CONNECTIONS
-from realmops.stages.open_run import open_run
 
 SECOND = "Who wrote a novel?"
 

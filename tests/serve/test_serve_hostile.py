@@ -18,11 +18,11 @@ from serving import QUESTION, Served, served
 from realmops.answering.opened_model import OpenedModel, Query
 from realmops.answering.openqa import OpenQa
 from realmops.baselines.rankers import build_ranker
+from realmops.commands.open_model import open_run
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.serve.app import _events
 from realmops.serve.batching import RequestBatcher
 from realmops.serve.served_model import ServedModel
-from realmops.stages.open_run import open_run
 
 TOKEN = "s3cret"
 BODIES: dict[str, Any] = {

@@ -12,11 +12,11 @@ import torch
 from small_world import DOCUMENTS, PAPERS_READER, write_documents
 
 from realmops.answering.opened_model import Query
+from realmops.commands.open_model import open_run
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.search.approximate import unwrap_approximate
 from realmops.search.embeddings import INDEX, RECIPE, load_passages
 from realmops.stages import STAGES
-from realmops.stages.open_run import open_run
 
 # 252 passages: 6 lists of which one is looked at. The target is low, as such an index of a random retriever wants.
 COPIES = 21

@@ -14,6 +14,7 @@ import torch
 from small_world import Killed, write_documents
 
 from realmops.answering.answer import Answer
+from realmops.answering.corpus_states import pipeline_state
 from realmops.answering.openqa import OpenQa
 from realmops.commands.masked import _build_example, explain_sentence, load_pretrained
 from realmops.corpus.snapshot_reader import Snapshot
@@ -27,7 +28,6 @@ from realmops.search.bm25 import Bm25
 from realmops.search.embeddings import embed_corpus, load_index
 from realmops.stages import Job, resolve_models
 from realmops.stages import finetune as stage
-from realmops.stages.corpus_states import pipeline_state
 
 QUERY, READER = "retriever/model.safetensors", "reader/model.safetensors"
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -17,10 +17,11 @@ from realmops.answering.openqa import OpenQa
 from realmops.model.packed import PackedBatch
 from realmops.model.retriever import FusionWeights
 from realmops.model.sequences import join_query, join_reader
+from realmops.options import finetune_steps
 from realmops.questions.answer_matching import normalize_answer
 from realmops.questions.question_sets import Question
 from realmops.train import fine_tuning as module
-from realmops.train.fine_tuning import finetune, finetune_steps, query_steps, question_loss, train_query_tower
+from realmops.train.fine_tuning import finetune, query_steps, question_loss, train_query_tower
 
 
 def span_logits(model: OpenQa, question: Question, passages: list[int]) -> list[list[tuple[float, bool]]]:

@@ -65,7 +65,7 @@ class Ranker:
 
 
 class AnswerModel(ABC):
-    """Base class of question answering models; ``finetune`` saves one under its ``kind`` (``stages.tuned_model``)."""
+    """Base class of question answering models; ``finetune`` saves one under its ``kind`` (``answering.opening``)."""
 
     kind: ClassVar[str]
     batch_size: ClassVar[int]  # default batch size, in questions
@@ -88,7 +88,7 @@ class AnswerModel(ABC):
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write the model into a stage folder, for ``stages.tuned_model``."""
+        """Write the model into a stage folder, for ``answering.opening``."""
 
     def answer(
         self,

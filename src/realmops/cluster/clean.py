@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realmops import artifacts
+from realmops.answering.opening import PROMOTED
 from realmops.artifacts import MANIFEST, WORK_FOLDER
 from realmops.cluster.task_context import MARK
 from realmops.stages import STAGES
 from realmops.stages.runner import stage_lock
-from realmops.tracking.registry import PROMOTED
 
 DELETED = ".deleted-"  # prefix of a folder that is being deleted
 LOCKS = (*STAGES, "promote")

@@ -12,6 +12,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from realmops import __version__, artifacts
 from realmops.answering.confidence import OWN_QUESTIONS
 from realmops.answering.opened_model import OpenedModel
+from realmops.answering.opening import trained_sections
 from realmops.commands.report import read_metrics
 from realmops.corpus.special_tokens import prompt_separator
 from realmops.evaluate.model_index import reader_results, retriever_results
@@ -21,7 +22,6 @@ from realmops.model.retriever_files import model_input_names, similarity
 from realmops.resources import render_template
 from realmops.stages import STAGES, fingerprint
 from realmops.stages.runner import stage_inputs
-from realmops.stages.trained import trained_sections
 
 CARD = "README.md"
 TEMPLATES = Path(__file__).parent / "cards"

@@ -10,14 +10,14 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from realmops.answering.corpus_states import CorpusState, before_and_after, pipeline_state
 from realmops.answering.opened_model import Query
 from realmops.answering.record import format_probability
 from realmops.artifacts import write_bytes
 from realmops.commands.masked import explain_sentence
+from realmops.commands.open_model import open_run
 from realmops.evaluate.predictions import FAILED_AT, Prediction, read_results, results_file
 from realmops.evaluate.report_page import render_page, render_table
-from realmops.stages.corpus_states import CorpusState, before_and_after, pipeline_state
-from realmops.stages.open_run import open_run
 
 if TYPE_CHECKING:
     from rich.table import Table

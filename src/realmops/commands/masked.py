@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from realmops.answering.corpus_states import CorpusState
+from realmops.answering.opening import trained_options
 from realmops.artifacts import read_json
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import configure_process, device_and_dtype
@@ -23,8 +25,6 @@ from realmops.search.embed import embed, query_sequences
 from realmops.search.embeddings import INDEX, embed_corpus, indexed_tower, load_index
 from realmops.search.exact import exact_index
 from realmops.stages import METRICS, STAGES
-from realmops.stages.corpus_states import CorpusState
-from realmops.stages.trained import trained_options
 from realmops.train.candidates import Candidates
 from realmops.train.examples import NULL, Example
 from realmops.train.index_source import Index

@@ -7,16 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from realmops import artifacts
-from realmops.answering.confidence import Confidence
+from realmops.answering import opening
+from realmops.answering.corpus_states import CorpusState
 from realmops.answering.opened_model import OpenedModel
-from realmops.config import parse_section
-from realmops.corpus.snapshot_reader import Snapshot
-from realmops.stages.open_run import open_run
-from realmops.stages.tuned_model import open_reader_model
-from realmops.tracking.registry import CHAMPION, COPIED_TAG, DIGEST_TAG, PROMOTED, ModelVersion, Registry
+from realmops.answering.passage_search import PassageSearch
+from realmops.baselines.rankers import BASELINES
+from realmops.stages import Report
+from realmops.tracking.registry import CHAMPION, COPIED_TAG, DIGEST_TAG, ModelVersion, Registry
 from realmops.tracking.runs import tracking_folder
 
-CORPUS, FINETUNE = "corpus", "finetune"  # subfolders of a promoted model
 STEPS_TAG = "realmops.weights_step"
 _ALIAS = re.compile(rf"models:/([\w-]+)@{CHAMPION}")
 
@@ -24,6 +23,26 @@ _ALIAS = re.compile(rf"models:/([\w-]+)@{CHAMPION}")
 def open_model(root: Path, model: str | None = None) -> OpenedModel:
     """Open the champion in ``model`` (models:/NAME@champion) or, if None, the newest model as ``open_run`` does."""
     return open_run(root) if model is None else Champion(model, root).open()
+
+
+def open_run(root: Path, state: CorpusState | None = None) -> OpenedModel:
+    """Open a run's fine-tuned model with the baselines that it may use (``answering.opening.open_run``)."""
+    return opening.open_run(root, BASELINES, state)
+
+
+def open_search(root: Path, report: Report) -> PassageSearch:
+    """Open the search of a run's corpus (``answering.opening.open_search``)."""
+    return opening.open_search(root, BASELINES, report.log, report.progress)
+
+
+def open_if_tuned(root: Path) -> OpenedModel | None:
+    """Open a run's fine-tuned model; return None if there is none, or if it reads no passages."""
+    return opening.open_if_tuned(root, BASELINES)
+
+
+def open_promoted(folder: Path, registered: Path) -> OpenedModel:
+    """Open a promoted model (``answering.opening.open_promoted``)."""
+    return opening.open_promoted(folder, registered, BASELINES)
 
 
 class Champion:
@@ -69,26 +88,3 @@ class Champion:
                 f"{self.name} has no version with the alias {CHAMPION}; run 'realmops promote --name {self.name}'"
             )
         return version
-
-
-def open_promoted(folder: Path, registered: Path) -> OpenedModel:
-    """Open a promoted model on the device of its run; ``registered`` is the path of its manifest from the registry.
-
-    Raises:
-        ValueError: a file is missing or differs from the registered one.
-    """
-    if not folder.is_dir():
-        raise ValueError(
-            f"{folder} does not exist: the model's files were removed or are on another machine; pass their folder as "
-            "model_config={'folder': ...}, or register a copy with 'realmops promote --copy'"
-        )
-    manifest = artifacts.read_manifest(folder, PROMOTED)
-    if artifacts.sha256_file(folder / artifacts.MANIFEST) != artifacts.sha256_file(registered):
-        raise ValueError(
-            f"{folder / artifacts.MANIFEST} is not the registered manifest {registered}: the folder has another model"
-        )
-    place = str(folder / artifacts.MANIFEST)
-    run, options = (parse_section(name, manifest["sections"][name], place) for name in ("run", "finetune"))
-    model = open_reader_model(folder / FINETUNE, options, run, Snapshot.open(folder / CORPUS, verify=False))
-    version, step = manifest["digest"][:12], manifest.get("weights_step")
-    return OpenedModel(model, version, step, 0, Confidence.load(folder / FINETUNE), folder=folder / FINETUNE)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
+from realmops.answering.opening import CORPUS, FINETUNE, PROMOTED, tuned_steps
 from realmops.artifacts import WORK_FOLDER
-from realmops.commands.open_model import CORPUS, FINETUNE, STEPS_TAG
+from realmops.commands.open_model import STEPS_TAG
 from realmops.config import Values, parse_section
 from realmops.corpus.languages import ENGLISH
 from realmops.corpus.snapshot_reader import Snapshot
@@ -25,8 +26,7 @@ from realmops.questions.question_sets import REGEX_RULE, assign_languages, read_
 from realmops.search import bm25
 from realmops.stages import JOURNAL, METRICS, STAGES, fingerprint
 from realmops.stages.runner import stage_inputs, stage_lock
-from realmops.stages.trained import tuned_steps
-from realmops.tracking.registry import COPIED_TAG, DIGEST_TAG, PROMOTED, ModelVersion, Registry
+from realmops.tracking.registry import COPIED_TAG, DIGEST_TAG, ModelVersion, Registry
 from realmops.tracking.runs import tracking_folder
 from realmops.tracking.sender import find_sent_run
 from realmops.tracking.signature import SIGNATURE

@@ -68,7 +68,7 @@ def label(root: Path, out: Path, report: Report) -> Iterator[str]:
     """
     from realmops.answering.labelling import label_questions
     from realmops.answering.opened_model import Query
-    from realmops.stages.open_run import open_if_tuned, open_search
+    from realmops.commands.open_model import open_if_tuned, open_search
 
     check_label_file(out)
     opened = open_if_tuned(root)

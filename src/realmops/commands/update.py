@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from realmops import artifacts
+from realmops.answering.corpus_states import RESULTS, UPDATE, UPDATES, CorpusState, model_digest, pipeline_state, states
 from realmops.artifacts import WORK_FOLDER
 from realmops.config import Values, parse_section
 from realmops.corpus.snapshot_reader import PLACES, REJECTS, SOURCES, TEXTS, Snapshot
@@ -45,7 +46,6 @@ from realmops.stages import (
     option_files,
     parse_sections,
 )
-from realmops.stages.corpus_states import RESULTS, UPDATE, UPDATES, CorpusState, model_digest, pipeline_state, states
 from realmops.stages.runner import stage_lock
 from realmops.stages.snapshot import snapshot_counts, warn_of_omitted, warn_of_rejects
 

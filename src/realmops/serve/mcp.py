@@ -10,13 +10,12 @@ from pydantic import Field
 from realmops import __version__
 from realmops.answering.answer import InvalidRequest
 from realmops.answering.opened_model import OpenedModel, Query
+from realmops.answering.opening import ClosedBookModel
 from realmops.answering.passage_search import PassageSearch
 from realmops.answering.record import Record
 from realmops.artifacts import MANIFEST
-from realmops.commands.open_model import open_model
+from realmops.commands.open_model import open_model, open_search
 from realmops.stages import STAGES, Report
-from realmops.stages.open_run import open_search
-from realmops.stages.tuned_model import ClosedBookModel
 
 if TYPE_CHECKING:
     from mcp.server.mcpserver import MCPServer

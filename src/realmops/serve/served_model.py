@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Self
 
 from realmops.answering.confidence import Confidence
+from realmops.answering.corpus_states import pipeline_state
 from realmops.answering.opened_model import OpenedModel
+from realmops.answering.opening import manifest_stats
 from realmops.answering.passage_search import PassageSearch
-from realmops.commands.open_model import Champion
+from realmops.commands.open_model import Champion, open_run
 from realmops.evaluate.predictions import read_results
 from realmops.model.reader import SPAN_WIDTH
 from realmops.search.exact import prepare_for_serving
-from realmops.stages.corpus_states import pipeline_state
-from realmops.stages.open_run import manifest_stats, open_run
 
 SPANS_TOGETHER = 64 << 20  # bytes of span representations per batch; larger batches are slower
 EXAMPLES = 6  # questions to try

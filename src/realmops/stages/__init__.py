@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from realmops import artifacts
 from realmops.inputs.addresses import CLOZE, FILES, MODELS, NO_MODEL, STAGE_FOLDERS, is_stage_output, unused_inputs
+from realmops.journal import JOURNAL as JOURNAL
+from realmops.journal import METRICS as METRICS
 from realmops.journal import Journal
 from realmops.readers.documents import printable_path
 from realmops.readers.walk import walk_files
 
-JOURNAL = "metrics.jsonl"
-METRICS = "metrics.json"
 HEADLINE = "headline.json"  # of evaluate: the metrics that DVC shows
 CORPUS = "corpus"  # folder of the searched snapshot, below that of its stage
 HUB = "hf:"  # prefix of datasets on the hub

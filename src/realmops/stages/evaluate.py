@@ -9,8 +9,9 @@ import numpy as np
 
 from realmops import artifacts
 from realmops.answering.confidence import Confidence
+from realmops.answering.opening import open_tuned
 from realmops.answering.retrieval import AnswerModel, Ranker, RetrieveAndRead
-from realmops.baselines.rankers import build_ranker
+from realmops.baselines.rankers import BASELINES, build_ranker
 from realmops.baselines.rule import answer_by_rule
 from realmops.config import default_options
 from realmops.corpus.snapshot_reader import Snapshot
@@ -67,7 +68,6 @@ from realmops.stages.common import (
     warn_of_timeouts,
 )
 from realmops.stages.sharded_work import embed_in_shards
-from realmops.stages.tuned_model import open_tuned
 
 TRAINED = ("ict", "pretrain", "finetune")
 RESAMPLES = 1000  # of the 95 % intervals over questions
@@ -87,7 +87,7 @@ def run(job: Job) -> dict[str, Any]:
     snapshot = open_snapshot(job)
     questions = load_questions(job, snapshot, "test")
     match_rule, em_rule = questions[0].match_rule, em_rules(questions)[0]
-    model = open_tuned(job.inputs["finetune"], options, job.section(RunOptions), snapshot)
+    model = open_tuned(job.inputs["finetune"], options, job.section(RunOptions), snapshot, BASELINES)
     people = rows_of_people(questions) if model.gives_answers else []
     asked = [questions[row] for row in people]
     relevant = RelevantPassages(snapshot)

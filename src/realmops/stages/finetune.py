@@ -10,6 +10,7 @@ import torch
 from realmops.answering.answer import Answer
 from realmops.answering.confidence import MIN_CALIBRATION, READER_QUESTIONS, Confidence
 from realmops.answering.extractive import ExtractiveQa
+from realmops.answering.opening import save_tuned
 from realmops.answering.openqa import OpenQa
 from realmops.answering.retrieval import AnswerModel, RetrieveAndRead
 from realmops.answering.search_only import SearchOnly
@@ -26,7 +27,7 @@ from realmops.model.build import add_span_head
 from realmops.model.extractive_reader import ExtractiveReader
 from realmops.model.reader import SPAN_WIDTH
 from realmops.model.reader_files import load_models
-from realmops.options import ENCODER, NO_READER, ClosedBookOptions, Finetune, Optimiser, RunOptions
+from realmops.options import ENCODER, NO_READER, ClosedBookOptions, Finetune, Optimiser, RunOptions, finetune_steps
 from realmops.questions.question_sets import Question, rows_of_people
 from realmops.search.approximate import ApproximateIndex, unwrap_approximate
 from realmops.search.embed import embed, query_sequences
@@ -41,8 +42,7 @@ from realmops.stages.common import (
     warn_of_timeouts,
 )
 from realmops.stages.finetune_retriever import EVIDENCE_DEPTH, prepare_retrieval, start_models
-from realmops.stages.tuned_model import save_tuned
-from realmops.train.fine_tuning import finetune, finetune_steps, query_steps, train_query_tower
+from realmops.train.fine_tuning import finetune, query_steps, train_query_tower
 from realmops.train.fusion_weights import fit_reading_weight, fit_weights_on_questions
 from realmops.train.loop import TrainingContext
 from realmops.train.parallel import process_group

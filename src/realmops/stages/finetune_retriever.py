@@ -19,7 +19,7 @@ from realmops.model.extractive_reader import ExtractiveReader, load_extractive_r
 from realmops.model.reader import Reader
 from realmops.model.reader_files import load_models
 from realmops.model.retriever import DENSE_ONLY, Retriever
-from realmops.options import ENCODER, NO_READER, Finetune, IndexOptions, Optimiser, RunOptions
+from realmops.options import ENCODER, NO_READER, Finetune, IndexOptions, Optimiser, RunOptions, finetune_steps
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import JUDGED_RULE, Question
 from realmops.questions.relevance import RelevantPassages
@@ -31,7 +31,6 @@ from realmops.search.exact import PassageIndex, exact_index
 from realmops.stages import READER_INIT, Job
 from realmops.stages.common import StageTrainings, build_index, question_queries, sample_queries
 from realmops.stages.sharded_work import embed_in_shards
-from realmops.train.fine_tuning import finetune_steps
 from realmops.train.index_source import IndexSource, RefreshSchedule
 from realmops.train.loop import TrainingContext
 from realmops.train.parallel import process_group

@@ -13,7 +13,6 @@ from realmops.journal import NAME
 from realmops.tracking.client import error_summary, experiment_id, mlflow_client, resolve_tracking_uri
 
 CHAMPION = "champion"
-PROMOTED = "promoted"  # kind of a promoted model's manifest, and the subfolder of a run with promoted models
 DIGEST_TAG = "realmops.digest"
 COPIED_TAG = "realmops.copied"  # set on versions whose files are MLflow artifacts
 

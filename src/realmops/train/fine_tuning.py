@@ -15,6 +15,7 @@ from realmops.answering.retrieval import RetrieveAndRead
 from realmops.devices import to_device
 from realmops.model.likelihood import hard_em_span_loss, marginal_span_loss
 from realmops.options import Finetune, Optimiser
+from realmops.options import finetune_steps as finetune_steps
 from realmops.questions.question_sets import Question
 from realmops.train.loop import DeferredMetrics, TrainingContext, epoch_steps, fit_epochs, whole_batch
 from realmops.train.optimiser import Group
@@ -91,11 +92,6 @@ def by_group(logit_S: Tensor, gold_S: Tensor, group_S: np.ndarray, count: int) -
     position_S, gold_BW = to_device(logit_S.device, position_S, gold_BW)
     logit_BW = logit_S.new_full((count * width,), -torch.inf).index_copy(0, position_S, logit_S)
     return logit_BW.view(count, width), gold_BW.view(count, width)
-
-
-def finetune_steps(questions: int, options: Finetune) -> int:
-    """Return the number of steps of ``options.epochs`` epochs, rounded up; epochs may be a fraction."""
-    return epoch_steps(questions, options.batch_size, options.epochs)
 
 
 def finetune(

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realmops import artifacts
+from realmops.inputs.addresses import STAGE_FOLDERS
 from realmops.model.reader_files import model_files
-from realmops.stages import CORPUS, STAGES
 
 UPDATE = "update"  # kind of an update's manifest
 UPDATES = "updates"  # folder of the updates, below the root of a run
@@ -24,7 +24,7 @@ class CorpusState:
 
 def pipeline_state(root: Path) -> CorpusState:
     """Return the state that the stages produced, before any update."""
-    snapshot, finetune, results = (root / STAGES[name].folder for name in ("snapshot", "finetune", "evaluate"))
+    snapshot, finetune, results = (root / STAGE_FOLDERS[name] for name in ("snapshot", "finetune", "evaluate"))
     return CorpusState(snapshot, finetune, results, 0)
 
 
@@ -55,7 +55,7 @@ def states(root: Path) -> list[CorpusState]:
 
 def before_and_after(root: Path) -> tuple[CorpusState, CorpusState]:
     """Return the state of the pipeline and its newest update; ValueError if the current model has no update."""
-    artifacts.read_manifest(root / STAGES["finetune"].folder, "finetune")
+    artifacts.read_manifest(root / STAGE_FOLDERS["finetune"], "finetune")
     newest = newest_state(root)
     if newest.number == 0:
         raise ValueError(f"{root / UPDATES} has no update of the current model; run 'realmops update' first")
@@ -67,5 +67,5 @@ def model_digest(pipeline: CorpusState) -> str:
 
     Closed-book models have no retriever and are never updated.
     """
-    corpus = artifacts.read_json(pipeline.snapshot / artifacts.MANIFEST)["files"][f"{CORPUS}/{artifacts.MANIFEST}"]
+    corpus = artifacts.read_json(pipeline.snapshot / artifacts.MANIFEST)["files"][f"corpus/{artifacts.MANIFEST}"]
     return artifacts.digest_of([*map(artifacts.sha256_file, model_files(pipeline.finetune)), corpus])

@@ -1,0 +1,307 @@
+"""Open a fine-tuned model to answer, or a retriever to search: of a run's folder, or of a promoted copy."""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from realmops import artifacts
+from realmops.answering.confidence import Confidence
+from realmops.answering.corpus_states import UPDATES, CorpusState, newest_state, pipeline_state
+from realmops.answering.extractive import ExtractiveQa
+from realmops.answering.opened_model import OpenedModel
+from realmops.answering.openqa import OpenQa
+from realmops.answering.passage_search import PassageSearch
+from realmops.answering.retrieval import AnswerModel, Ranker, RetrieveAndRead
+from realmops.answering.search_only import SearchOnly
+from realmops.artifacts import MANIFEST, WORK_FOLDER, read_json, write_json
+from realmops.config import default_options, parse_section
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.devices import configure_process, device_and_dtype, freeze_linear_weights, resolve_device
+from realmops.inputs.addresses import STAGE_FOLDERS
+from realmops.journal import JOURNAL, METRICS
+from realmops.model.retriever import Retriever
+from realmops.model.retriever_files import RETRIEVER_FOLDER, load_retriever, passage_tower_digest
+from realmops.options import Finetune, RunOptions, finetune_steps
+from realmops.search.bm25 import Bm25
+from realmops.search.embed import Progress
+from realmops.search.embeddings import INDEX, embed_corpus, load_passages, save_passages
+from realmops.search.exact import exact_index
+
+KIND = "reader.json"  # in the folder of a stage; names the class of the model
+KINDS: dict[str, type[RetrieveAndRead]] = {kind.kind: kind for kind in (OpenQa, ExtractiveQa, SearchOnly)}
+PROMOTED = "promoted"  # kind of a promoted model's manifest, and the subfolder of a run with promoted models
+CORPUS, FINETUNE = "corpus", "finetune"  # subfolders of a promoted model
+TRIES = 3  # attempts to open a run whose folders are being replaced
+EMBEDDINGS = "search"  # below the work folder: embeddings by a retriever that is not fine-tuned yet
+QUERY_WORDPIECES: int = default_options()["finetune"]["query_wordpieces"]  # query length before fine-tuning
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """Models and rankers that REALM is compared with; callers pass them, since imports point down only."""
+
+    closed_book: Mapping[str, Callable[[Path, Snapshot, torch.device], AnswerModel]]  # open a model, by its kind
+    open_ranker: Callable[[Path, Snapshot, Finetune, torch.device, torch.dtype], Ranker | None]
+
+
+class ClosedBookModel(ValueError):
+    """The model answers without reading passages, so it can be neither searched nor explained."""
+
+
+def save_tuned(folder: Path, model: AnswerModel) -> None:
+    """Write a fine-tuned model and its class into the folder of a stage."""
+    model.save(folder)
+    write_json(folder / KIND, {"class": model.kind})
+
+
+def open_tuned(
+    folder: Path,
+    options: Finetune,
+    run: RunOptions,
+    snapshot: Snapshot,
+    baselines: Baselines,
+    index: Path | None = None,
+    *,
+    reads: bool = True,
+) -> AnswerModel:
+    """Open the model of stage ``finetune`` in eval mode, on the device and in the dtype of its run.
+
+    Args:
+        folder: output of the stage.
+        options: options of the stage.
+        run: device and precision.
+        snapshot: corpus of the index.
+        baselines: models and rankers of the baselines.
+        index: folder of the index if it is a different one, that of an update.
+        reads: False to open a model that retrieves passages without its reader.
+
+    Raises:
+        ValueError: if ``finetune.reader`` asks for a closed-book model and the folder has none, or the reverse.
+    """
+    name = read_kind(folder)
+    is_closed_book = name in baselines.closed_book
+    if is_closed_book == options.reads_passages or not (is_closed_book or name in KINDS):
+        raise ValueError(
+            f"{folder} has a model of the class {name!r}, which finetune.reader={options.reader} does not have: run "
+            "finetune with that option first, or remove it"
+        )
+    if is_closed_book:
+        return baselines.closed_book[name](folder, snapshot, resolve_device(run.device))
+    kind = KINDS[name] if reads else SearchOnly
+    retriever = load_retriever(folder, snapshot.vocabulary_hash)
+    reader = kind.load_reader(folder, snapshot)
+    device, dtype = device_and_dtype(run, retriever, reader)
+    for network in (retriever, *([reader] if reader is not None else [])):
+        freeze_linear_weights(network.eval(), dtype)
+    ranker = baselines.open_ranker(folder, snapshot, options, device, dtype)
+    passages = load_passages(index or folder, snapshot, device, retriever.vectors) if ranker is None else None
+    bm25 = Bm25.of(snapshot) if ranker is None and retriever.mixture.lexical else None
+    networks = retriever.to(device), reader if reader is None else reader.to(device)
+    model = kind(*networks, snapshot, passages, options, dtype, ranker, bm25)
+    model.restore(folder)
+    return model
+
+
+def _open_reader_model(
+    folder: Path,
+    options: Finetune,
+    run: RunOptions,
+    snapshot: Snapshot,
+    baselines: Baselines,
+    index: Path | None = None,
+    *,
+    reads: bool = True,
+) -> RetrieveAndRead:
+    """Open a model as ``open_tuned`` does, after :func:`configure_process`; ClosedBookModel if it reads no passages."""
+    configure_process(run.threads)
+    model = open_tuned(folder, options, run, snapshot, baselines, index, reads=reads)
+    if not isinstance(model, RetrieveAndRead):
+        raise ClosedBookModel(
+            f"{folder} answers without reading passages (finetune.reader is {options.reader}), so its answers have no "
+            "citations: search the run ('realmops search'), see its test answers ('realmops explain'), or fine-tune "
+            "with finetune.reader=pretrain or ict"
+        )
+    return model
+
+
+def read_kind(folder: Path) -> str:
+    """Return the class of a model, which imported models do not store."""
+    return str(read_json(folder / KIND)["class"]) if (folder / KIND).is_file() else OpenQa.kind
+
+
+def trained_options(root: Path, stages: Sequence[str], names: Sequence[str]) -> list[Any]:
+    """Return the sections ``names`` of the first of ``stages`` that was trained rather than imported.
+
+    Raises:
+        ValueError: if a stage before that one has no output, or all were imported.
+    """
+    for stage in stages:
+        folder = root / STAGE_FOLDERS[stage]
+        artifacts.read_manifest(folder, stage)
+        if sections := trained_sections(root, stage):
+            return [parse_section(name, sections[name], str(folder)) for name in names]
+    raise ValueError(f"{folder} was imported, so its training options are unknown; train it here")
+
+
+def trained_sections(root: Path, stage: str) -> dict[str, dict[str, Any]]:
+    """Return the sections that a stage was run with; empty if its output was imported or does not exist."""
+    path = root / STAGE_FOLDERS[stage] / artifacts.MANIFEST
+    sections: dict[str, dict[str, Any]] = artifacts.read_json(path).get("sections", {}) if path.is_file() else {}
+    return sections
+
+
+def tuned_steps(root: Path) -> int | None:
+    """Return the number of fine-tuning steps of the model; None if it was imported."""
+    sections = trained_sections(root, "finetune")
+    if not sections:
+        return None
+    metrics = artifacts.read_json(root / STAGE_FOLDERS["finetune"] / METRICS)
+    options = parse_section("finetune", sections["finetune"])
+    return finetune_steps(metrics.get("questions_with_evidence", metrics["questions"]), options)
+
+
+def open_run(root: Path, baselines: Baselines, state: CorpusState | None = None, *, reads: bool = True) -> OpenedModel:
+    """Open a run's fine-tuned model over a corpus, in eval mode, with the digest of every file verified.
+
+    Args:
+        root: folder of the run.
+        baselines: models and rankers of the baselines.
+        state: the corpus, by default the newest one.
+        reads: False to open the model without its reader, for search alone.
+
+    Raises:
+        ValueError: if a stage has not run, a file does not match its digest, or folders keep being replaced.
+        ClosedBookModel: if the model reads no passages.
+    """
+    for _ in range(TRIES):
+        before = manifest_stats(root)
+        try:
+            opened = _open_once(root, baselines, state, reads)
+        except (OSError, ValueError, KeyError):
+            if manifest_stats(root) == before:  # otherwise files of two versions were mixed
+                raise
+            continue
+        if manifest_stats(root) == before:
+            return opened
+    raise ValueError(f"{root}: the folders were replaced {TRIES} times while they were read; wait until no stage runs")
+
+
+def manifest_stats(root: Path) -> tuple[tuple[str | int, ...], ...]:
+    """Return path, inode, time and size of each manifest of the model; they change when a folder is replaced."""
+    stages = [root / STAGE_FOLDERS[stage] / MANIFEST for stage in ("snapshot", "finetune", "evaluate")]
+    updates = sorted((root / UPDATES).glob(f"[!.]*/{MANIFEST}"))
+    stats: list[tuple[str | int, ...]] = []
+    for path in (*stages, *updates):
+        with suppress(OSError):
+            status = path.stat()
+            stats.append((str(path), status.st_ino, status.st_mtime_ns, status.st_size))
+    return tuple(stats)
+
+
+def _open_once(root: Path, baselines: Baselines, state: CorpusState | None, reads: bool) -> OpenedModel:
+    tuned = pipeline_state(root).finetune  # the copy in an update may have an old calibration
+    files = artifacts.read_manifest(tuned, "finetune")["files"]
+    state = state or newest_state(root)
+    options, run = trained_options(root, ("finetune", "evaluate"), ("finetune", "run"))
+    snapshot = Snapshot.open(state.snapshot / "corpus")
+    model = _open_reader_model(tuned, options, run, snapshot, baselines, state.finetune, reads=reads)
+    read = {name: entry["sha256"] for name, entry in files.items() if name not in (INDEX, JOURNAL, METRICS)}
+    version = artifacts.digest_of([read, model.options.model_dump(), str(model.dtype)])[:12]
+    indexed = artifacts.read_json(state.snapshot.parent / MANIFEST)["files"] if state.number else files
+    index = [entry["sha256"] for name, entry in sorted(indexed.items()) if Path(name).name == INDEX]
+    content = artifacts.digest_of([version, model.snapshot.manifest["files"], index])
+    return OpenedModel(model, version, tuned_steps(root), state.number, Confidence.load(tuned), content, tuned)
+
+
+def open_if_tuned(root: Path, baselines: Baselines, *, reads: bool = True) -> OpenedModel | None:
+    """Open a run's fine-tuned model as ``open_run`` does; None if there is none, or if it reads no passages."""
+    if _is_done(root, "finetune"):
+        with suppress(ClosedBookModel):  # retrievers of earlier stages remain
+            return open_run(root, baselines, reads=reads)
+    return None
+
+
+def open_search(
+    root: Path, baselines: Baselines, log: Callable[[str], None], progress: Callable[[str, int], Progress]
+) -> PassageSearch:
+    """Open the search of a run's corpus, by the newest trained retriever, or by BM25 only if there is none.
+
+    For a retriever that is not fine-tuned, the embeddings of the passages are computed once and cached under the root.
+
+    Raises:
+        ValueError: if the run has no snapshot.
+    """
+    if opened := open_if_tuned(root, baselines, reads=False):
+        search = opened.passage_search()
+        return replace(search, about=search.about | {"reader": read_kind(opened.folder)})
+    snapshot = Snapshot.open(root / STAGE_FOLDERS["snapshot"] / "corpus")
+    about = {"snapshot": snapshot.corpus_hash, "stage": "snapshot"}
+    bm25 = Bm25.of(snapshot)
+    for stage in ("pretrain", "ict"):
+        sections = trained_sections(root, stage) if _is_done(root, stage) else {}
+        if not sections:
+            continue
+        run = parse_section("run", sections["run"])
+        retriever, passages, dtype = _load_with_embeddings(root, stage, run, snapshot, progress)
+        return PassageSearch(snapshot, bm25, retriever, passages, QUERY_WORDPIECES, dtype, about | {"stage": stage})
+    log("search: no retriever is trained yet, searching by words (BM25) only")
+    return PassageSearch(snapshot, bm25, None, None, QUERY_WORDPIECES, torch.float32, about)
+
+
+def _is_done(root: Path, stage: str) -> bool:
+    return (root / STAGE_FOLDERS[stage] / MANIFEST).is_file()
+
+
+def _load_with_embeddings(
+    root: Path, stage: str, run: RunOptions, snapshot: Snapshot, progress: Callable[[str, int], Progress]
+) -> tuple[Retriever, Any, torch.dtype]:
+    """Return the retriever of a stage, the embeddings of all passages (computed unless cached) and their dtype."""
+    folder = root / STAGE_FOLDERS[stage]
+    artifacts.read_manifest(folder, stage)
+    configure_process(run.threads)
+    retriever = load_retriever(folder, snapshot.vocabulary_hash)
+    device, dtype = device_and_dtype(run, retriever)
+    freeze_linear_weights(retriever.eval(), dtype)
+    retriever = retriever.to(device)
+    tower = passage_tower_digest(folder / RETRIEVER_FOLDER)
+    key = artifacts.digest_of([tower, snapshot.corpus_hash, str(dtype)])[:16]
+    cached = root / WORK_FOLDER / EMBEDDINGS / key
+    if not cached.is_dir():
+        bar = progress("passages embedded", len(snapshot))
+        embedding = embed_corpus(retriever, snapshot, dtype, bar)
+        artifacts.make_folder(cached.parent)
+        with artifacts.atomic_folder(cached) as folder:
+            save_passages(folder, exact_index(embedding, retriever.vectors), snapshot.corpus_hash, tower)
+        for other in cached.parent.glob("[!.]*"):  # of another retriever or corpus; dot names are being written
+            if other != cached:
+                shutil.rmtree(other, ignore_errors=True)
+    return retriever, load_passages(cached, snapshot, device, retriever.vectors), dtype
+
+
+def open_promoted(folder: Path, registered: Path, baselines: Baselines) -> OpenedModel:
+    """Open a promoted model on the device of its run; ``registered`` is the path of its manifest from the registry.
+
+    Raises:
+        ValueError: a file is missing or differs from the registered one.
+    """
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} does not exist: the model's files were removed or are on another machine; pass their folder as "
+            "model_config={'folder': ...}, or register a copy with 'realmops promote --copy'"
+        )
+    manifest = artifacts.read_manifest(folder, PROMOTED)
+    if artifacts.sha256_file(folder / artifacts.MANIFEST) != artifacts.sha256_file(registered):
+        raise ValueError(
+            f"{folder / artifacts.MANIFEST} is not the registered manifest {registered}: the folder has another model"
+        )
+    place = str(folder / artifacts.MANIFEST)
+    run, options = (parse_section(name, manifest["sections"][name], place) for name in ("run", "finetune"))
+    snapshot = Snapshot.open(folder / CORPUS, verify=False)
+    model = _open_reader_model(folder / FINETUNE, options, run, snapshot, baselines)
+    version, step = manifest["digest"][:12], manifest.get("weights_step")
+    return OpenedModel(model, version, step, 0, Confidence.load(folder / FINETUNE), folder=folder / FINETUNE)
