@@ -19,7 +19,8 @@ def file_of(pipeline: str) -> Path:
 
 def project_with_pipeline(folder: Path) -> Path:
     """The toy project in a folder, with a copy of the compiled pipeline."""
-    small_project.write_project(folder, inputs={"store": "memory://store"})
+    small_project.write_project(folder)
+    init_dvc(folder)
     (folder / "pipelines").mkdir()
     shutil.copy(file_of("train"), folder / "pipelines" / "train.yaml")
     return folder
@@ -42,3 +43,11 @@ def options(project: Path, **changes: dict[str, Any]) -> str:
         values["questions"][split] = str(project / f"questions.{split}.jsonl")
     values["tag"] |= {"train": str(project / "tagged.conll"), "dev": str(project / "tagged.conll")}
     return json.dumps(values)
+
+
+def init_dvc(folder: Path, remote: str = "") -> None:
+    """Make a folder a project of DVC without git, as ``dvc init --no-scm`` and ``dvc remote add --default`` do."""
+    (folder / ".dvc").mkdir()
+    remote = remote or f"{folder}/.dvc/remote"
+    config = f"[core]\n    no_scm = True\n    remote = store\n['remote \"store\"']\n    url = {remote}\n"
+    (folder / ".dvc" / "config").write_text(config)

@@ -44,7 +44,7 @@ def render_all(folder: Path, cases: Mapping[str, Mapping[str, Any]]) -> dict[str
     ``cases`` gives each kustomization's own fields, with paths as from a folder beside base, overlays and components.
     """
     shutil.copytree(K8S, folder)
-    params = {"configMapGenerator": [{"name": "realmops-params", "literals": ["params.yaml=", "inputs.yaml="]}]}
+    params = {"configMapGenerator": [{"name": "realmops-params", "literals": ["params.yaml="]}]}
     for namespace, fields in cases.items():
         own = params if any("retrain-on-sync" in one for one in fields.get("components", ())) else {}
         write(folder / namespace, {"namespace": namespace, **fields, **own})

@@ -1,32 +1,11 @@
-"""Stored objects, written independently of the package, a small web server, and a stand-in for S3."""
+"""A small web server, and a stand-in for S3."""
 
-import hashlib
-import json
 import threading
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-
-import fsspec
-
-
-def store_file(content: bytes, store: str, name: str, suffix: str = "") -> str:
-    """Write an object as DVC does; return its address."""
-    digest = hashlib.md5(content).hexdigest()
-    address = f"{store}/files/md5/{digest[:2]}/{digest[2:]}{suffix}"
-    fs, path = fsspec.core.url_to_fs(address)
-    fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-    fs.pipe_file(path, content)
-    return f"{address}#{name}"
-
-
-def store_folder(files: Mapping[str, bytes], store: str, name: str) -> str:
-    entries = [{"md5": hashlib.md5(content).hexdigest(), "relpath": path} for path, content in sorted(files.items())]
-    for content in files.values():
-        store_file(content, store, "")
-    return store_file(json.dumps(entries, sort_keys=True).encode(), store, name, ".dir")
 
 
 class WebServer(ThreadingHTTPServer):

@@ -20,6 +20,15 @@ from realmops.files import DISK, Files
 SCHEMA = 3
 WORK_FOLDER = ".realmops"  # folder below a root for unfinished work, locks and the local MLflow database
 MANIFEST = "manifest.json"
+STAGE_FOLDERS = {  # outputs, relative to the root of the run
+    "sample": "data/sample",
+    "snapshot": "data/snapshot",
+    "tag": "data/spans",
+    "ict": "models/ict",
+    "pretrain": "models/pretrain",
+    "finetune": "models/finetune",
+    "evaluate": "results",
+}
 DIGEST_KEY = "manifest_digest"
 JSON_LIMIT = 1 << 28  # bytes
 REMEMBERED_SIZE = 1 << 20  # bytes of a file whose digest is remembered

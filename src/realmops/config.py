@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from realmops.config_yaml import locate_key, parse_yaml, read_params, read_yaml
+from realmops.credentials import refuse_credentials
 from realmops.options import SECTIONS, Options
 
 PACKAGE = Path(__file__).parent
@@ -28,6 +29,7 @@ def parse_section(name: str, values: Mapping[str, Any], source: str | Path = "pa
     Raises:
         ValueError: if a key is unknown, or a value has the wrong type or range.
     """
+    _refuse_credentials(source, name, values)
     try:
         return SECTIONS[name].model_validate({str(key): value for key, value in values.items()})
     except ValidationError as error:
@@ -44,12 +46,19 @@ def parse_options(*layers: Layer) -> Options:
     sources: dict[tuple[str, ...], str | Path] = {}
     for source, sections in layers:
         for section, keys in sections.items():
+            _refuse_credentials(source, section, keys)
             values.setdefault(section, {}).update({str(key): value for key, value in keys.items()})
             sources |= {(section,): source} | {(section, str(key)): source for key in keys}
     try:
         return Options.model_validate(values)
     except ValidationError as error:
         raise ValueError(_first_error(error, sources)) from None
+
+
+def _refuse_credentials(source: str | Path, section: str, keys: Mapping[str, Any]) -> None:
+    for key, value in keys.items():
+        if isinstance(value, str) and "://" in value:
+            refuse_credentials(value, f"{locate_key(source, section, key)}: {section}.{key}")
 
 
 def _first_error(

@@ -444,16 +444,6 @@ class Evaluate(Section, name="evaluate"):
     bm25: bool = option(True, "also evaluate baselines: BM25, the reader over BM25's passages, a rule without training")
 
 
-class Inputs(Section, name="inputs"):
-    """Store of uploaded inputs."""
-
-    store: str = option(
-        "",
-        "address where submit and upload put local inputs, such as s3://bucket/prefix; credentials come from the "
-        "environment",
-    )
-
-
 class Tracking(Section, name="tracking"):
     """MLflow tracking."""
 
@@ -481,7 +471,6 @@ class Options(BaseModel):
     closed_book: ClosedBookOptions = ClosedBookOptions()
     optimiser: Optimiser = Optimiser()
     evaluate: Evaluate = Evaluate()
-    inputs: Inputs = Inputs()
     tracking: Tracking = Tracking()
 
     @model_validator(mode="after")

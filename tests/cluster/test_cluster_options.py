@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from realmops.cluster.packed_options import pack_options, packed_versions, unpack_options
+from realmops.cluster.packed_options import pack_options, packed_pins, unpack_options
 from realmops.config import PACKAGE, default_options, load_params
+from realmops.inputs.resolve import PinnedInput
 
 
 def test_options_are_what_differs_from_the_defaults(tmp_path: Path) -> None:
@@ -22,11 +23,14 @@ def test_options_are_what_differs_from_the_defaults(tmp_path: Path) -> None:
     )
 
 
-def test_versions_of_inputs_are_no_options() -> None:
-    versions = {"snapshot.documents": "1a"}
-    text = pack_options(default_options(), versions)
-    assert (unpack_options(text), packed_versions(text)) == (default_options(), versions)
-    assert packed_versions(pack_options(default_options())) == {}
+def test_inputs_that_pods_fetch_are_no_options() -> None:
+    pins = {
+        "snapshot.documents": PinnedInput("md5:1a.dir", "documents", "", {"url": "s3://bucket/store"}),
+        "questions.test": PinnedInput("s3://bucket/test.jsonl 2b"),
+    }
+    text = pack_options(default_options(), pins)
+    assert (unpack_options(text), packed_pins(text)) == (default_options(), pins)
+    assert packed_pins(pack_options(default_options())) == {}
 
 
 @pytest.mark.parametrize(

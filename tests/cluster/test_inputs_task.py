@@ -1,22 +1,27 @@
 """Inputs with an address: fetched once by a run's first task, and by a run on this machine."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import small_project
 from cluster_lab import Output
+from compiled import init_dvc
+from fsspec.implementations.memory import MemoryFileSystem
 from small_project import Quiet, toy_values, write_params, write_project
 
 from realmops import artifacts
 from realmops.cluster import submit, tasks
 from realmops.cluster.input_plan import send_inputs
 from realmops.cluster.submit import Pipeline
+from realmops.cluster.task_context import load_options
 from realmops.commands.run import run_stages
 from realmops.config import load_params
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.inputs.resolve import address_identity
+from realmops.stages import runner
 
 
 @pytest.fixture
@@ -38,7 +43,7 @@ def corpus_hash(root: Path) -> str:
     return Snapshot.open(root / "data/snapshot/corpus").manifest["corpus_hash"]
 
 
-def test_all_tasks_of_a_run_read_the_version_that_the_first_fetched(
+def test_all_tasks_of_a_run_read_what_the_first_fetched(
     project: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     remote = project / "store" / "documents.jsonl"
@@ -49,12 +54,9 @@ def test_all_tasks_of_a_run_read_the_version_that_the_first_fetched(
     assert caught.value.code == 2
     assert f"snapshot.documents is file://{remote}, which" in capfd.readouterr().err
     tasks.inputs(options, str(root), outputs[0], outputs[1])
-    [version] = [path.name for path in (tmp_path / "inputs").iterdir() if not path.name.startswith(".")]
-    assert (
-        f"| snapshot.documents | file://{remote} | {version} | 1 | {remote.stat().st_size:,} |"
-        in (tmp_path / "one").read_text()
-    )
-    assert outputs[1].shown == {"inputs": 1.0, "files": 1.0, "bytes": float(remote.stat().st_size)}
+    identity = address_identity(f"file://{remote}")
+    assert f"| snapshot.documents | file://{remote} | {identity} |" in (tmp_path / "one").read_text()
+    assert outputs[1].shown == {"inputs": 1.0}
     plain = project / "plain.jsonl"
     shutil.copy(remote, plain)
     remote.write_bytes(b"".join(remote.read_bytes().splitlines(keepends=True)[:-1]))
@@ -67,32 +69,52 @@ def test_all_tasks_of_a_run_read_the_version_that_the_first_fetched(
     assert corpus_hash(root) == corpus_hash(local)
 
 
-def test_a_run_takes_the_version_of_its_key_or_fails(
-    project: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_a_run_takes_the_content_of_its_key(
+    project: Path, tmp_path: Path, memory: MemoryFileSystem, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """An object that is changed before it is fetched, and after another run has fetched it."""
-    remote = project / "store" / "documents.jsonl"
-    params = write_params(project / "params.yaml", options_of(project, f"file://{remote}"))
-    values = load_params(params)
-    values["inputs"]["store"] = f"file://{tmp_path}/uploaded"
-    submission, _ = submit.prepare(values, project, Pipeline.named("train"), ["image=realmops:1"], "e", None)
-    send_inputs(submission.inputs, project, Quiet().progress, print)
+    """Documents at an address that changes before they are fetched, and questions that DVC tracks."""
+    init_dvc(project)
+    documents = (project / "store" / "documents.jsonl").read_bytes()
+    memory.pipe_file("/documents.jsonl", documents)
+    values = options_of(project, "memory://documents.jsonl")
+    values["questions"] |= {split: f"questions.{split}.jsonl" for split in small_project.QUESTIONS}
+    params = write_params(project / "params.yaml", values)
+    arguments = ["image=realmops:1"]
+    submission, _ = submit.prepare(load_params(params), project, Pipeline.named("train"), arguments, "e", None)
+    send_inputs(submission.inputs, project, print)
+    questions = (project / "questions.test.jsonl").read_bytes()
+    (project / "questions.test.jsonl").unlink()
     options = submission.arguments["options"]
     first, second, fetched, metrics = (tmp_path / name for name in ("runs/first", "runs/second", "fetched", "metrics"))
-    before, stat = remote.read_bytes(), remote.stat()
-    remote.write_bytes(b"changed")
+    tasks.inputs(options, str(first), Output(fetched), Output(metrics))
+    memory.pipe_file("/documents.jsonl", b"changed")
+    tasks.inputs(options, str(second), Output(fetched), Output(metrics))
+    records = [artifacts.read_json(root / ".realmops/inputs.json") for root in (first, second)]
+    assert records[0] == records[1]
+    read = load_options(options, str(second))
+    assert Path(read["snapshot"]["documents"]).read_bytes() == documents
+    assert Path(read["questions"]["test"]).read_bytes() == questions
+    shutil.rmtree(tmp_path / "inputs")
     with pytest.raises(SystemExit):
         tasks.inputs(options, str(first), Output(fetched), Output(metrics))
-    assert f"snapshot.documents: file://{remote} was changed since this run was submitted" in capfd.readouterr().err
-    assert not fetched.exists()
-    remote.write_bytes(before)
-    os.utime(remote, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    tasks.inputs(options, str(first), Output(fetched), Output(metrics))
-    remote.write_bytes(b"changed again")
-    tasks.inputs(options, str(second), Output(fetched), Output(metrics))
-    records = [artifacts.read_json(root / ".realmops/inputs.json")["snapshot.documents"] for root in (first, second)]
-    assert records[0] == records[1]
-    assert Path(records[1]["path"]).read_bytes() == before
+    assert "snapshot.documents: memory://documents.jsonl was changed since" in capfd.readouterr().err
+
+
+def test_stages_that_run_alone_share_the_run_of_their_training(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And their options name the inputs as the params file does."""
+    monkeypatch.setenv("REALMOPS_CACHE", str(tmp_path / "cache"))
+    seen = []
+    monkeypatch.setattr(runner, "start_tracking", lambda *arguments: seen.append(arguments[3]))
+    options = options_of(project, f"file://{project}/store/documents.jsonl")
+    options["questions"]["test"] = f"file://{project}/questions.test.jsonl"
+    for name in ("snapshot", "tag"):
+        for _ in run_stages((name,), options, project=project, root=tmp_path, report=Quiet(), force=False):
+            pass
+    assert [values["snapshot"] | values["questions"] for values in seen] == [
+        options["snapshot"] | options["questions"]
+    ] * 2
 
 
 def test_a_run_here_fetches_an_address_into_its_cache_and_equal_content_is_up_to_date(
@@ -104,7 +126,7 @@ def test_a_run_here_fetches_an_address_into_its_cache_and_equal_content_is_up_to
     for _ in run_stages(("snapshot",), options, project=project, root=root, report=report, force=False):
         pass
     record = artifacts.read_json(root / ".realmops/inputs.json")
-    assert [*record] == ["snapshot.documents"]
+    assert {key for key, entry in record.items() if "path" in entry} == {"snapshot.documents"}
     assert Path(record["snapshot.documents"]["path"]).is_relative_to(tmp_path / "cache")
     shutil.copy(remote, project / "documents.jsonl")
     options = options_of(project, "documents.jsonl")

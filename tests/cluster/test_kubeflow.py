@@ -1,7 +1,7 @@
 """A folder of ``realmops init`` on a real Kubeflow Pipelines, as docs/operate.md walks it: only with -m kubeflow.
 
 KF_PIPELINES_ENDPOINT names its API, KUBECONFIG the cluster, REALMOPS_IMAGE the image there (realmops:local), and
-REALMOPS_STORE an address for uploads, whose credentials both the environment and the cluster's objects have. What
+REALMOPS_STORE the url for a remote of DVC, whose credentials both the environment and the cluster's objects have. What
 ``k8s/overlays/standalone`` makes must be there, and in its namespace nothing else may train at the same time.
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compiled import init_dvc
 from small_encoders import write_encoder
 from small_world import DOCUMENTS
 
@@ -58,6 +59,7 @@ class Cluster:
         encoder = write_encoder(folder / "encoder", "bert", max_position_embeddings=512)
         words = ("--documents", str(self.documents), "--encoder", str(encoder), "--no-reader", "--image", self.image)
         self.realmops("init", str(self.project), *words, folder=folder)
+        init_dvc(self.project, os.environ["REALMOPS_STORE"])
 
     def realmops(self, *words: str, folder: Path | None = None, code: int = 0) -> str:
         done = subprocess.run(
@@ -69,7 +71,7 @@ class Cluster:
         return done.stdout + done.stderr
 
     def submit(self, *words: str) -> str:
-        """Submit the project once; after the first time the store is known."""
+        """Submit the project once."""
         sets = [word for setting in SETTINGS for word in ("--set", setting)]
         return self.realmops("submit", "--once", "--argument", f"model={self.name}", *sets, *words)
 
@@ -131,7 +133,7 @@ def trained(cluster: Cluster) -> tuple[Any, list[int]]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        lines = cluster.submit("--store", os.environ["REALMOPS_STORE"], "--wait")
+        lines = cluster.submit("--wait")
         time.sleep(3)
     finally:
         over.set()

@@ -12,7 +12,7 @@ import kfp_lab
 import pytest
 import small_project
 from cluster_lab import Lab
-from compiled import file_of
+from compiled import file_of, project_with_pipeline
 from kfp_lab import KfpLab, argo_nodes, arguments_of, recorded
 
 from realmops.cluster import kfp_client as server
@@ -22,8 +22,7 @@ from realmops.cluster.pod_namespace import place_of
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    small_project.write_project(tmp_path)
-    return tmp_path
+    return project_with_pipeline(tmp_path)
 
 
 @pytest.fixture
@@ -39,8 +38,7 @@ def kube_lab(tmp_path: Path, lab: KfpLab) -> Iterator[Lab]:
 
 def submitted(project: Path, *words: str) -> None:
     where = ("--params", str(project / "params.yaml"), "--pipeline", str(file_of("train")))
-    words = (*where, "--store", "memory://store", *words)
-    assert small_project.cli("submit", *words).exit_code == 0
+    assert small_project.cli("submit", *where, *words).exit_code == 0
 
 
 # The first task

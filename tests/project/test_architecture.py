@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 # Lowest first. A unit (a module or a package directly under realmops) imports itself and units of lower rows.
 LAYERS = (
-    ("__init__",), ("memory_map",), ("files",), ("artifacts", "config_yaml", "options", "resources"),
+    ("__init__",), ("memory_map",), ("files",), ("artifacts", "config_yaml", "credentials", "options", "resources"),
     ("config", "journal"),
     ("hub", "devices", "compressed"), ("readers", "sample"), ("corpus", "inputs"), ("questions", "model"), ("search",),
     ("refresh",), ("answering",), ("train",), ("baselines", "evaluate"), ("tracking",), ("stages",),
@@ -22,9 +22,9 @@ LAYERS = (
 )  # fmt: skip
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
 CORE = {
-    "memory_map", "files", "artifacts", "config", "config_yaml", "options", "hub", "devices", "compressed", "journal",
-    "readers", "sample", "corpus", "questions", "model", "search", "refresh", "answering", "train", "evaluate",
-    "inputs",
+    "memory_map", "files", "artifacts", "config", "config_yaml", "credentials", "options", "hub", "devices",
+    "compressed", "journal", "readers", "sample", "corpus", "questions", "model", "search", "refresh", "answering",
+    "train", "evaluate",
 }  # fmt: skip
 # What these may import on top, directly or through others: `realmops --help` pays for cli, a stage's start for config.
 LIGHT_UNITS = {

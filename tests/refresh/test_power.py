@@ -202,11 +202,11 @@ def test_what_is_set_aside_or_brought_back_stays_so_after_a_power_cut(tmp_path: 
 def test_renames_are_made_in_few_places() -> None:
     """A new module that commits by a rename of its own wants a test here."""
     top = Path(realmops.__file__).parent
-    # ablate: links that may be lost; sender: a ticket that is taken away, whose journal stays; clean: before a
-    # deletion, which is then repeated; fetch: synced before, fetched again if lost
+    # ablate: links that may be lost; clean: before a
+    # deletion, which is then repeated; dvc_project: into a draft
     known = {
-        "artifacts.py", "files.py", "commands/ablate.py", "tracking/sender.py", "cluster/clean.py",
-        "inputs/fetch.py",
+        "artifacts.py", "files.py", "commands/ablate.py", "cluster/clean.py",
+        "inputs/dvc_project.py",
     }  # fmt: skip
     found = set()
     for path in sorted(top.rglob("*.py")):

@@ -22,7 +22,7 @@ from realmops.stages import STAGES, Stage, files_in_use, parse_sections, runner,
 ROOT = Path(__file__).parents[2]
 PARAMS = ROOT / "params.yaml"
 PIPELINE: dict[str, Any] = yaml.safe_load((ROOT / "dvc.yaml").read_text())
-ALL_STAGES = ("tracking", "inputs")  # sections of the runner and of submissions, which change no output
+ALL_STAGES = ("tracking",)  # sections of the runner, which change no output
 
 
 # dvc.yaml

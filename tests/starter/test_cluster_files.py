@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from compiled import init_dvc
 from manifest_rules import faults
 from manifests import Object, find, read_all, render
 from small_project import cli
@@ -31,27 +32,26 @@ def git(folder: Path, *words: str) -> None:
 # The Job that submits
 
 
-def mounted(objects: list[Object], folder: Path) -> Path:
-    """The files at /app in the pod of the Job, written below ``folder``."""
+def copied(objects: list[Object], folder: Path) -> Path:
+    """The project that the command of the Job copies from its ConfigMap, below ``folder``."""
     [params] = [one for one in objects if one["metadata"]["name"].startswith("realmops-params")]
-    template = find(objects, "Job/realmops-retrain")["spec"]["template"]["spec"]
-    [volume] = [one["name"] for one in template["volumes"] if "configMap" in one]
-    mounts = [one for one in template["containers"][0]["volumeMounts"] if one["name"] == volume]
-    paths = [Path(one["mountPath"]) for one in mounts]
-    assert not [(a, b) for a in paths for b in paths if a in b.parents], "a mounted ConfigMap is read-only"
-    for mount in mounts:
-        target = folder / mount["mountPath"].lstrip("/")
-        files = {target: mount["subPath"]} if "subPath" in mount else {target / key: key for key in params["data"]}
-        for file, key in files.items():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(params["data"][key])
-    return folder / "app"
+    [container] = find(objects, "Job/realmops-retrain")["spec"]["template"]["spec"]["containers"]
+    [mount] = [one for one in container["volumeMounts"] if one["name"] == "params"]
+    (folder / "config").mkdir(parents=True)
+    for key, content in params["data"].items():
+        (folder / "config" / key).write_text(content)
+    shell, option, script, name = container["command"]
+    script = script.replace(mount["mountPath"], f"{folder}/config").replace("/tmp/project", f"{folder}/project")
+    subprocess.run([shell, option, script.replace("exec realmops", "echo"), name, *container["args"]], check=True)
+    return folder / "project"
 
 
 def test_the_job_has_the_options_of_the_project_with_its_own_presets(tmp_path: Path) -> None:
     project = tmp_path / "project"
     (project / "presets").mkdir(parents=True)
     (project / "presets/mine.yaml").write_text("pretrain: {steps: 7}\n")
+    init_dvc(project)
+    (project / "documents.dvc").write_text("outs: []\n")
     created(project, "--image", "realmops:local")
     assert cli("params", "--params", project / "params.yaml", "--preset", "mine", "--write").exit_code == 0
     file = project / "kustomization.yaml"
@@ -60,11 +60,13 @@ def test_the_job_has_the_options_of_the_project_with_its_own_presets(tmp_path: P
     file.write_text(yaml.safe_dump(own))
     objects = render(project)
     assert faults(objects) == []
-    app = mounted(objects, tmp_path / "pod")
+    app = copied(objects, tmp_path / "pod")
     values = config.load_params(app / "params.yaml")
     assert values == config.load_params(project / "params.yaml")
     assert values["pretrain"]["steps"] == 7
-    assert yaml.safe_load((app / "inputs.yaml").read_text()) == {}
+    assert {path.relative_to(app).as_posix() for path in app.rglob("*") if path.is_file()} == {
+        *("params.yaml", "presets/mine.yaml", ".dvc/config", "documents.dvc"),
+    }
 
 
 def test_a_preset_that_the_cluster_lacks_is_named(tmp_path: Path) -> None:
@@ -74,13 +76,13 @@ def test_a_preset_that_the_cluster_lacks_is_named(tmp_path: Path) -> None:
     params = tmp_path / "params.yaml"
     assert not cli("params", "--params", params, "--json").stderr
     (tmp_path / "presets/later.yaml").write_text("run: {seed: 1}\n")
-    for words in (("params", "--json"), ("submit", "--endpoint", "http://127.0.0.1:9")):
-        warning = " ".join(cli(*words, "--params", params).stderr.split())
-        assert f"{tmp_path}/kustomization.yaml: presets/later.yaml is not in the files of realmops-params" in warning
-        assert "mine.yaml" not in warning
+    warning = " ".join(cli("params", "--json", "--params", params).stderr.split())
+    assert f"{tmp_path}/kustomization.yaml: presets/later.yaml is not in the files of realmops-params" in warning
+    assert "add presets__later.yaml=presets/later.yaml there" in warning
+    assert "mine.yaml" not in warning
     text = (tmp_path / "kustomization.yaml").read_text()
     (tmp_path / "kustomization.yaml").write_text(
-        text.replace("      - inputs", "      - presets/later.yaml\n      - inputs")
+        text.replace("      - params.yaml", "      - presets__later.yaml=presets/later.yaml\n      - params.yaml")
     )
     assert not cli("params", "--params", params, "--json").stderr
     for broken in ("[", "configMapGenerator: 3", ""):  # is none of ours, or reported by kubectl

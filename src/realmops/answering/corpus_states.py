@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realmops import artifacts
-from realmops.inputs.addresses import STAGE_FOLDERS
+from realmops.artifacts import STAGE_FOLDERS
 from realmops.model.reader_files import model_files
 
 UPDATE = "update"  # kind of an update's manifest

@@ -18,11 +18,10 @@ from realmops.answering.openqa import OpenQa
 from realmops.answering.passage_search import PassageSearch
 from realmops.answering.retrieval import AnswerModel, Ranker, RetrieveAndRead
 from realmops.answering.search_only import SearchOnly
-from realmops.artifacts import MANIFEST, WORK_FOLDER, read_json, write_json
+from realmops.artifacts import MANIFEST, STAGE_FOLDERS, WORK_FOLDER, read_json, write_json
 from realmops.config import default_options, parse_section
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import configure_process, device_and_dtype, freeze_linear_weights, resolve_device
-from realmops.inputs.addresses import STAGE_FOLDERS
 from realmops.journal import JOURNAL, METRICS
 from realmops.model.retriever import Retriever
 from realmops.model.retriever_files import RETRIEVER_FOLDER, load_retriever, passage_tower_digest

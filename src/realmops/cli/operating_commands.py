@@ -1,27 +1,21 @@
 """Commands for the cluster, index builders and MLflow."""
 
-import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from realmops.cli import shared_options as option
 from realmops.cli.group import exit_with, main
-from realmops.console import Console
 
-_store = click.option(
-    "--store",
-    metavar="URL",
-    help="The address for local inputs, such as s3://bucket/prefix; it is saved as inputs.store in the params file.",
-)
+if TYPE_CHECKING:
+    from realmops.cluster.input_plan import PlannedInput
 
 
 @main.command()
 @option.params
-@_store
 @click.option("--pipeline", default="train", help="train, ablations, refresh, or the file of a compiled pipeline.")
 @option.repeated("--argument", "arguments", "NAME=VALUE", "A parameter of the pipeline, for example image=realmops:1.")
 @click.option("--experiment", default="realmops", help="The experiment in Kubeflow Pipelines.")
@@ -40,7 +34,6 @@ def submit(
     params: Path,
     presets: Sequence[str],
     settings: Sequence[str],
-    store: str | None,
     pipeline: str,
     endpoint: str | None,
     namespace: str | None,
@@ -51,30 +44,29 @@ def submit(
 ) -> None:
     """Start the training on Kubeflow Pipelines.
 
-    Local files and folders in the options are uploaded to --store, or taken from the remote of DVC; the pods get their
-    addresses, which are recorded in inputs.yaml. Without --argument image the image is that of kustomization.yaml.
+    Local files and folders in the options are added to DVC and pushed to its remote, from which the pods fetch them.
+    Without --argument image the image is that of kustomization.yaml.
 
-    Each training has a key: a hash of its params (without tracking), the content of the files that these name, the
+    Each training has a key: a hash of its params (without tracking), the content of the inputs that these name, the
     compiled pipeline, and the arguments that affect the result, such as the image. The exit code is 2 for invalid
     input, and 1 if the server is unreachable.
     """
     from realmops.cluster.kfp_client import KfpClient
     from realmops.cluster.submit import SUCCEEDED, Pipeline, prepare, submit, wait
-    from realmops.starter.cluster_files import unlisted_presets
 
-    compiled, console = Pipeline.named(pipeline), Console()
-    values = _values_with_store(params, presets, settings, store)
-    submission, notes = prepare(values, params.parent, compiled, **options, progress=console.progress)
+    compiled = Pipeline.named(pipeline)
+    values = option.load_values(params, presets, settings)
+    submission, notes = prepare(values, params.parent, compiled, **options)
     for item in submission.inputs:
         click.echo(item)
-    for note in (*unlisted_presets(params.parent), *notes):
+    for note in notes:
         click.echo(note, err=True)
     if dry_run:
         for line in submission.describe():
             click.echo(line)
         return
     server = KfpClient(endpoint, namespace)
-    _send(submission.inputs, params, store, console)
+    _send(submission.inputs, params.parent)
     run = submit(submission, server, once=once, log=click.echo)
     if waits:
         sys.exit(0 if wait(run.run_id, compiled.tasks, server, log=click.echo) == SUCCEEDED else 1)
@@ -82,43 +74,31 @@ def submit(
 
 @main.command()
 @option.params
-@_store
-def upload(params: Path, presets: Sequence[str], settings: Sequence[str], store: str | None) -> None:
-    """Upload the local files and folders that options name.
+def upload(params: Path, presets: Sequence[str], settings: Sequence[str]) -> None:
+    """Add local inputs to DVC, and push them to its remote.
 
-    Their addresses are recorded in inputs.yaml; commit it, so that a submission from git or in the cluster finds their
-    content. Content that the store has is not sent again. Without --store and inputs.store, the addresses are those of
-    the remote of DVC, after "dvc push".
+    Inputs are the files and folders that options name. Commit the .dvc files, so that a submission from git or in the
+    cluster finds their content. Content that the remote has is not sent again.
     """
     from realmops.cluster.input_plan import notes_of, plan_inputs
 
-    console = Console()
-    inputs = plan_inputs(_values_with_store(params, presets, settings, store), params.parent, console.progress)
+    inputs = plan_inputs(option.load_values(params, presets, settings), params.parent)
     for item in inputs:
         click.echo(item)
     for note in notes_of(inputs):
         click.echo(note, err=True)
-    _send(inputs, params, store, console)
+    _send(inputs, params.parent)
 
 
-def _values_with_store(
-    params: Path, presets: Sequence[str], settings: Sequence[str], store: str | None
-) -> option.Values:
-    values = option.load_values(params, presets, settings)
-    return values | ({"inputs": {"store": store}} if store else {})
-
-
-def _send(inputs: Any, params: Path, store: str | None, console: Console) -> None:
-    """Upload planned inputs, then save their addresses and the store."""
-    from realmops.artifacts import write_bytes
+def _send(inputs: "Sequence[PlannedInput]", project: Path) -> None:
+    """Push planned inputs, and warn about files that the Job of retrain-on-sync would lack."""
     from realmops.cluster.input_plan import send_inputs
-    from realmops.commands.params import rewritten
-    from realmops.config_yaml import read_params
+    from realmops.starter.cluster_files import unlisted_files
 
-    send_inputs(inputs, params.parent, console.progress, click.echo)
-    if store and read_params(params)[1].get("inputs", {}).get("store") != store:
-        write_bytes(params, rewritten(params, (), [f"inputs.store={json.dumps(store)}"])[0].encode())
-        click.echo(f"{params}: inputs.store is {store}")
+    send_inputs(inputs, project, click.echo)
+    pointers = [item.tracked.path.with_name(f"{item.tracked.path.name}.dvc") for item in inputs if item.tracked]
+    for note in unlisted_files(project, pointers):
+        click.echo(note, err=True)
 
 
 @main.command("index-builder")

@@ -1,14 +1,12 @@
 """The key of a training: equal if everything that determines its result is equal."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from realmops import artifacts
-from realmops.cluster.input_plan import PlannedInput
 from realmops.config import Values, cache_key_options
-from realmops.inputs.addresses import replace_inputs
 
-NOT_TRAINED_WITH = {"inputs", "tracking"}  # sections of params without effect on the result
+NOT_TRAINED_WITH = {"tracking"}  # sections of params without effect on the result
 SUBMISSION_PARAMETERS = {"options", "run", "key"}  # pipeline parameters that a submission sets
 PLACEMENT = {  # parameters of where a training runs; the number of processes and accelerators affects the result
     "accelerator", "affinity", "builders", "cpu", "cpu_request", "deployment", "endpoint", "memory", "memory_request",
@@ -19,11 +17,11 @@ DIGEST = "@sha256:"  # in an image name, after the registry and repository
 
 def training_key(
     values: Values,
-    files: Mapping[str, Any],
+    identities: Mapping[str, str],
     pipeline: Sequence[Any],
     arguments: Mapping[str, Any],
 ) -> str:
-    """Return the sha256 over params, digests of the inputs, and the parsed documents of a pipeline.
+    """Return the sha256 over params, identities of the inputs, and the parsed documents of a pipeline.
 
     ``arguments`` count like defaults of the pipeline's parameters, except those in ``PLACEMENT``, so that a second
     submission with more memory resumes in the folder of the first. The number of processes and accelerators is part of
@@ -36,7 +34,7 @@ def training_key(
     return artifacts.digest_of(
         {
             "params": cache_key_options({name: keys for name, keys in values.items() if name not in NOT_TRAINED_WITH}),
-            "files": files,
+            "inputs": identities,
             "pipeline": [compiled | {"root": root}, *platforms],
         }
     )
@@ -53,17 +51,6 @@ def _declare(name: str, entry: Mapping[str, Any], arguments: Mapping[str, Any]) 
     if name == "image" and DIGEST in value:
         value = value.partition(DIGEST)[2]
     return declared | {"defaultValue": value}
-
-
-def content_key(values: Values, inputs: Iterable[PlannedInput]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Return the options and the digests of a training's inputs that are part of its key.
-
-    The options have the names of the inputs without their places, so that a copy of the same content elsewhere has the
-    same key. An input that is known by name alone counts by name.
-    """
-    inputs = list(inputs)
-    named = replace_inputs(values, {item.key: item.name for item in inputs})
-    return named, {item.key: item.digest or item.name for item in inputs}
 
 
 def image_note(image: str) -> list[str]:

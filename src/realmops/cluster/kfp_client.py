@@ -10,7 +10,7 @@ from typing import Any
 
 from realmops.cluster.kube import NAMESPACE, TIME_OUT
 from realmops.cluster.pod_namespace import Place, place_of
-from realmops.inputs.redaction import redact
+from realmops.credentials import redact
 
 TOKEN_FILE = "KF_PIPELINES_SA_TOKEN_PATH"
 SIGN_IN = (

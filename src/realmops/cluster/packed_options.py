@@ -7,24 +7,28 @@ Kubeflow Pipelines then omits the last tasks of the run (seen with 2.17.0). All 
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 from realmops import config
 from realmops.artifacts import canonical_json
 from realmops.config import Values
+from realmops.inputs.resolve import PinnedInput
 
 OF = "defaults"  # key of the digest of the defaults that the differences refer to
-VERSIONS = "versions"  # key of the versions of inputs
+PINS = "inputs"  # key of the inputs that pods fetch
 
 
-def pack_options(values: Values, versions: Mapping[str, str] | None = None) -> str:
+def pack_options(values: Values, pins: Mapping[str, PinnedInput] = MappingProxyType({})) -> str:
     """Return the differences from the defaults of this version, as JSON.
 
     Args:
         values: all sections of the params.
-        versions: version by section.key of each input whose address does not contain it, as the training key has it.
+        pins: the content of each input that pods fetch, by section.key, as the training key has it.
     """
-    changes: dict[str, Any] = {OF: _digest()} | ({VERSIONS: versions} if versions else {})
+    packed = {key: {name: field for name, field in asdict(pin).items() if field} for key, pin in pins.items()}
+    changes: dict[str, Any] = {OF: _digest()} | ({PINS: packed} if packed else {})
     for section, keys in config.default_options().items():
         if changed := {key: values[section][key] for key, value in keys.items() if values[section][key] != value}:
             changes[section] = changed
@@ -32,7 +36,7 @@ def pack_options(values: Values, versions: Mapping[str, str] | None = None) -> s
 
 
 def unpack_options(text: str) -> dict[str, dict[str, Any]]:
-    """Return all sections from the JSON of ``pack_options``; :func:`packed_versions` returns the versions in it.
+    """Return all sections from the JSON of ``pack_options``; :func:`packed_pins` returns the inputs in it.
 
     Raises:
         ValueError: if the text is not such JSON, or refers to the defaults of another version.
@@ -49,13 +53,13 @@ def unpack_options(text: str) -> dict[str, dict[str, Any]]:
             f"options refer to the defaults {digest}, and this image has {_digest()}: submit with the image's version "
             "of realmops, or set an image of the submitting version"
         )
-    values.pop(VERSIONS, None)
+    values.pop(PINS, None)
     return config.merge_options(values, "options")
 
 
-def packed_versions(text: str) -> dict[str, str]:
-    """Return the versions of inputs, by section.key, from the JSON of ``pack_options``."""
-    return dict(json.loads(text).get(VERSIONS, {}))
+def packed_pins(text: str) -> dict[str, PinnedInput]:
+    """Return the inputs that pods fetch, by section.key, from the JSON of ``pack_options``."""
+    return {key: PinnedInput(**fields) for key, fields in json.loads(text).get(PINS, {}).items()}
 
 
 def _digest() -> str:

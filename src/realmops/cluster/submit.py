@@ -16,17 +16,15 @@ from typing import Any, Self
 
 import yaml
 
-from realmops.cluster.input_plan import PlannedInput, notes_of, plan_inputs, versions_of
-from realmops.cluster.key import content_key, image_note, training_key
+from realmops.cluster.input_plan import PlannedInput, notes_of, pins_of, plan_inputs
+from realmops.cluster.key import image_note, training_key
 from realmops.cluster.kfp_client import KfpClient
 from realmops.cluster.kube import describe_pods
 from realmops.cluster.packed_options import pack_options
 from realmops.cluster.pod_namespace import KINDS, OPTIONAL, RUN_LABEL, check
 from realmops.cluster.polling import Log, poll_until
 from realmops.cluster.project_image import check_placeholders, find_image
-from realmops.config import Values, default_options
-from realmops.inputs.addresses import replace_inputs
-from realmops.inputs.store import Progress
+from realmops.config import Values
 from realmops.resources import resource_folder
 
 SUCCEEDED = "SUCCEEDED"
@@ -159,12 +157,11 @@ def prepare(
     arguments: Sequence[str],
     experiment: str,
     name: str | None,
-    progress: Progress = lambda label, total, unit: lambda units: None,
 ) -> tuple[Submission, list[str]]:
     """Build the submission of a pipeline with these params; nothing is sent.
 
-    The run's folder is named by the key, so that a second submission of a failed run resumes there. The options of the
-    submission have the addresses of the inputs instead of local paths.
+    The run's folder is named by the key, so that a second submission of a failed run resumes there. With the options
+    the pods get the identities of the inputs, and where to fetch them.
 
     File names in ``values`` are relative to ``project``, the folder of the params file. Without an argument ``image``
     that of its kustomization.yaml is taken.
@@ -180,13 +177,12 @@ def prepare(
     check_placeholders(values, "params.yaml")
     if "image" in pipeline.parameters and "image" not in chosen and (image := find_image(project)):
         chosen["image"] = image
-    inputs = plan_inputs(values, project, progress)
+    inputs = plan_inputs(values, project)
     notes = notes_of(inputs)
-    key = training_key(*content_key(values, inputs), pipeline.documents, chosen)
+    key = training_key(values, {item.key: item.identity for item in inputs}, pipeline.documents, chosen)
     if "image" in pipeline.parameters:
         notes += image_note(str(chosen.get("image", pipeline.parameters["image"].get("defaultValue", ""))))
-    sent = replace_inputs(values, {item.key: item.address for item in inputs}) | {"inputs": default_options()["inputs"]}
-    generated = {"options": pack_options(sent, versions_of(inputs)), "run": key[:16], "key": key}
+    generated = {"options": pack_options(values, pins_of(inputs)), "run": key[:16], "key": key}
     chosen = {parameter: value for parameter, value in generated.items() if parameter in pipeline.parameters} | chosen
     missing = [
         parameter

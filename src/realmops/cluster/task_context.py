@@ -11,7 +11,7 @@ from realmops import artifacts
 from realmops.cluster.packed_options import unpack_options
 from realmops.config import Values
 from realmops.console import end_on_sigterm, exit_on_user_error
-from realmops.inputs.run_inputs import recorded_inputs
+from realmops.stages.run_inputs import recorded_inputs
 from realmops.tracking.sender import PARENT_RUN_VARIABLE
 
 MARK = "realmops-run.json"  # in the folder of a run, with its name; "realmops clean" deletes no other folder
@@ -55,7 +55,7 @@ def task() -> Iterator[None]:
 
 
 def load_options(options: str, root: str) -> Values:
-    """Return all sections, with the run's copies of inputs that have an address."""
+    """Return all sections, with the paths of the inputs that the run has fetched."""
     return recorded_inputs(unpack_options(options), Path(root))
 
 

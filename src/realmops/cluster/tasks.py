@@ -16,7 +16,7 @@ from realmops import artifacts
 from realmops.cluster import INPUTS
 from realmops.cluster.builders import release_builders, scaled_builders, shard_helpers
 from realmops.cluster.kfp_client import KfpClient
-from realmops.cluster.packed_options import packed_versions, unpack_options
+from realmops.cluster.packed_options import packed_pins, unpack_options
 from realmops.cluster.polling import poll_until
 from realmops.cluster.submit import find_older_run
 from realmops.cluster.task_context import (
@@ -30,10 +30,10 @@ from realmops.cluster.task_context import (
 )
 from realmops.config import Values
 from realmops.console import Console
-from realmops.inputs.addresses import CLOZE
-from realmops.inputs.run_inputs import take_inputs
 from realmops.refresh.lease import acquire_lease
 from realmops.stages import CLOZE_STEP, HEADLINE_METRICS, METRICS, STAGES, STEPS, planned_steps
+from realmops.stages.option_inputs import CLOZE
+from realmops.stages.run_inputs import take_inputs
 
 CHANGES_SHOWN = 200  # changed answers in the Markdown artifact
 POLL_SECONDS = 1.0  # polling interval
@@ -42,25 +42,24 @@ KILLED_SECONDS = 120.0  # until the pods of a terminated run have ended: they ha
 
 @task()
 def inputs(options: str, root: str, fetched: Output, metrics: Metrics) -> None:
-    """Fetch the inputs in the options that have an address onto the volume, for all later tasks of the run.
+    """Fetch the inputs in the options onto the volume, for all later tasks of the run.
 
     Args:
         options: params as JSON, the differences from the defaults.
         root: folder of the run on the shared volume; the inputs are next to the folder of the runs.
-        fetched: output artifact for address, version and size of each input, in Markdown.
-        metrics: output artifact for the numbers of inputs, files and bytes.
+        fetched: output artifact for value and identity of each input, in Markdown.
+        metrics: output artifact for the number of inputs.
     """
     values, console = unpack_options(options), Console()
     make_run_folder(Path(root))
-    versions = packed_versions(options)
-    _, copies = take_inputs(values, Path(root), Path(root).parent.parent / INPUTS, console, versions=versions)
+    place, cache, pins = Path(root), Path(root).parent.parent / INPUTS, packed_pins(options)
+    _, copies = take_inputs(values, place, place, cache, console, pinned=pins)
     if not copies:
-        console.log("inputs: no option has an address, so nothing is done")
-    rows = [f"| {key} | {c.address} | {c.version} | {c.files:,} | {c.bytes:,} |" for key, c in copies.items()]
-    table = ["| option | address | version | files | bytes |", "|---|---|---|---|---|", *rows]
+        console.log("inputs: no option names one to fetch, so nothing is done")
+    rows = [f"| {key} | {copy.value} | {copy.identity} |" for key, copy in copies.items()]
+    table = ["| option | value | identity |", "|---|---|---|", *rows]
     artifacts.write_bytes(Path(fetched.path), ("\n".join(table) + "\n").encode())
-    figures = {"inputs": len(copies), "files": sum(c.files for c in copies.values())}
-    write_metrics(figures | {"bytes": sum(c.bytes for c in copies.values())}, metrics)
+    write_metrics({"inputs": len(copies)}, metrics)
 
 
 @task()

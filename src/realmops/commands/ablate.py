@@ -36,9 +36,7 @@ from realmops.evaluate.ablation import REFERENCE, STALENESS, TITLES, Row, Varian
 from realmops.evaluate.predictions import FIRST_HITS, PREDICTIONS, read_hits, read_predictions
 from realmops.evaluate.recall import ZERO_SHOT
 from realmops.files import Files
-from realmops.inputs.addresses import CLOZE
-from realmops.inputs.fetch import local_cache
-from realmops.inputs.run_inputs import take_inputs
+from realmops.inputs.resolve import local_cache
 from realmops.journal import metric_series, read_journal
 from realmops.options import CLOSED_BOOK
 from realmops.refresh.child_processes import end_with
@@ -54,6 +52,8 @@ from realmops.stages import (
     option_files,
     planned_steps,
 )
+from realmops.stages.option_inputs import CLOZE
+from realmops.stages.run_inputs import take_inputs
 from realmops.stages.runner import stage_inputs
 from realmops.tracking import runs
 from realmops.tracking.mlflow_views import view_url
@@ -208,7 +208,7 @@ def _train_share(ablation: Ablation, share: Sequence[int], parent: int) -> None:
 
 def _complete(task: Task, out: Path, report: Report, existing_only: bool = False) -> str:
     """Complete all steps of a task, each fingerprint once, and link them into its view; return a failure or ""."""
-    values, _ = take_inputs(task.values, out, local_cache(), report)
+    values, _ = take_inputs(task.values, task.params.parent, out, local_cache(), report)
     for step in planned_steps(values):
         if step == CLOZE_STEP:
             write_cloze_questions(task.view, None, seed=values["run"]["seed"])

@@ -13,12 +13,11 @@ from realmops.resources import resource_folder
 from realmops.stages import get_option
 from realmops.starter.choose_models import choose_model, choose_reader, fetch_tagged
 from realmops.starter.choose_questions import add_judged_questions, add_questions
-from realmops.starter.cluster_files import BASES, kustomization_text, own_presets, values_to_set
+from realmops.starter.cluster_files import BASES, job_files, kustomization_text, values_to_set
 from realmops.starter.describe_documents import add_documents
 from realmops.starter.git_origin import GitOrigin
 from realmops.starter.new_project import Project
 from realmops.starter.project_files import (
-    STARTER,
     TEMPLATES,
     VARIED,
     dvc_text,
@@ -27,7 +26,7 @@ from realmops.starter.project_files import (
     project_text,
 )
 
-ALWAYS = "params.yaml", "dvc.yaml", "inputs.yaml", "kustomization.yaml", f"k8s/{BASES}"
+ALWAYS = "params.yaml", "dvc.yaml", "kustomization.yaml", f"k8s/{BASES}"
 
 
 def init(
@@ -86,14 +85,13 @@ def init(
     for key in VARIED:
         project.put(key, get_option(values, key))
     cluster_files = {
-        "kustomization.yaml": kustomization_text(cluster, image, own_presets(folder)),
+        "kustomization.yaml": kustomization_text(cluster, image, job_files(folder)),
         **{place: project_text(place, folder, origin, cluster) for place in places},
     }
     project.files |= {
         "params.yaml": params_text(project.presets, project.own),
         "dvc.yaml": dvc_text(values, project.own),
         ".gitignore": gitignore_text(folder / ".gitignore"),
-        "inputs.yaml": (STARTER / "inputs.yaml").read_text(encoding="utf-8"),
         **cluster_files,
     }
     for name, text in project.files.items():

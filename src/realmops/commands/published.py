@@ -6,7 +6,6 @@ from pathlib import Path
 
 from realmops import artifacts
 from realmops.corpus.tfrecord import convert_blocks
-from realmops.inputs.addresses import PUBLISHED
 from realmops.model.reader import Reader
 from realmops.model.reader_files import save_models
 from realmops.model.realm_checkpoints import PublishedCheckpoint, finetuned_models, pretrained_models, read_checkpoint
@@ -14,6 +13,7 @@ from realmops.model.retriever import Retriever
 from realmops.model.retriever_files import RETRIEVER_FOLDER, passage_tower_digest
 from realmops.search.embeddings import INDEX, save_index
 from realmops.stages import METRICS, STAGES, Report
+from realmops.stages.option_inputs import PUBLISHED
 
 KIND = "published"  # of the manifest of imported passages
 

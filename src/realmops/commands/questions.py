@@ -12,7 +12,6 @@ from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.spans import Spans
 from realmops.evaluate.ceilings import answer_fits_reader, answered_in_corpus, reader_can_answer
 from realmops.evaluate.recall import RECALL_AT, hit_ranks_by_rule
-from realmops.inputs.addresses import CLOZE
 from realmops.options import Finetune
 from realmops.questions.answer_matching import REGEX_RULES, WORD_RULES, compile_expression
 from realmops.questions.cloze import KIND, cloze_questions, split_questions
@@ -26,6 +25,7 @@ from realmops.questions.question_sets import (
 )
 from realmops.search.bm25 import Bm25, rank
 from realmops.stages import STAGES, Report
+from realmops.stages.option_inputs import CLOZE
 
 CLOZE_LIMIT = 20_000
 

@@ -10,13 +10,13 @@ from realmops.commands.questions import write_cloze_questions
 from realmops.config import Values, parse_section
 from realmops.corpus.encoder_tokenizer import read_encoder_tokenizer
 from realmops.hub import READER, T5, encoder_files, encoder_folder
-from realmops.inputs.addresses import FILES
-from realmops.inputs.fetch import local_cache
-from realmops.inputs.run_inputs import take_inputs
+from realmops.inputs.resolve import local_cache
 from realmops.options import CLOSED_BOOK, ENCODER, NO_READER
 from realmops.refresh.child_processes import end_with
 from realmops.stages import CLOZE_STEP, INIT, STAGES, Report, resolve_models
 from realmops.stages.check_inputs import check_inputs
+from realmops.stages.option_inputs import FILES
+from realmops.stages.run_inputs import take_inputs
 from realmops.stages.runner import run_stage
 from realmops.tracking.runs import UNTRACKED, WITHOUT_MLFLOW, has_mlflow
 
@@ -43,7 +43,7 @@ def run_stages(
     if watch_parent is not None:
         end_with(watch_parent)
     names = tuple(names)
-    values, _ = take_inputs(values, root, local_cache(), report, partial(_is_read, names))
+    values, _ = take_inputs(values, project, root, local_cache(), report, partial(_is_read, names))
     _validate_inputs(names, values, project, root, report)
     for name in names:
         if name == CLOZE_STEP:

@@ -25,8 +25,7 @@ from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.devices import configure_process, device_and_dtype
 from realmops.evaluate.predictions import PREDICTIONS, Prediction, read_predictions
 from realmops.evaluate.run_report import FigureTable, escape_markdown
-from realmops.inputs.fetch import local_cache
-from realmops.inputs.run_inputs import take_inputs
+from realmops.inputs.resolve import content_digests, local_cache
 from realmops.journal import Journal
 from realmops.model.retriever_files import load_retriever
 from realmops.options import CLOSED_BOOK, SnapshotOptions
@@ -41,11 +40,11 @@ from realmops.stages import (
     STAGES,
     Job,
     Report,
-    content_digests,
     evaluate,
     option_files,
     parse_sections,
 )
+from realmops.stages.run_inputs import take_inputs
 from realmops.stages.runner import stage_lock
 from realmops.stages.snapshot import snapshot_counts, warn_of_omitted, warn_of_rejects
 
@@ -88,7 +87,7 @@ def update(
     """
     files = {*STAGES["snapshot"].files, *STAGES["evaluate"].files}
     with stage_lock(root / WORK_FOLDER, UPDATE):
-        values, _ = take_inputs(values, root, local_cache(), report, files.__contains__)
+        values, _ = take_inputs(values, project, root, local_cache(), report, files.__contains__)
         before, answered = _checked_states(values, project, root)
         old = Snapshot.open(before.snapshot / "corpus")
         if (before.finetune / INDEX).is_file():

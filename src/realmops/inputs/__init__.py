@@ -1,1 +1,1 @@
-"""Inputs: files, folders and models that options name and no stage makes, here or at an address."""
+"""Inputs: files, folders and models that options name and no stage makes: local, tracked by DVC, or at an address."""

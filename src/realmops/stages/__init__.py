@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from realmops import artifacts
-from realmops.inputs.addresses import CLOZE, FILES, MODELS, NO_MODEL, STAGE_FOLDERS, is_stage_output, unused_inputs
+from realmops.artifacts import STAGE_FOLDERS
+from realmops.inputs.resolve import content_digests
 from realmops.journal import JOURNAL as JOURNAL
 from realmops.journal import METRICS as METRICS
 from realmops.journal import Journal
-from realmops.readers.documents import printable_path
-from realmops.readers.walk import walk_files
+from realmops.stages.option_inputs import (
+    CLOZE,
+    FILES,
+    HUB,
+    MODELS,
+    NO_MODEL,
+    is_stage_output,
+    unused_inputs,
+)
 
 HEADLINE = "headline.json"  # of evaluate: the metrics that DVC shows
 CORPUS = "corpus"  # folder of the searched snapshot, below that of its stage
-HUB = "hf:"  # prefix of datasets on the hub
 INIT = "retriever.init"  # option of the encoder of retriever, reader and tagger
 READER_INIT = "reader.init"  # option of the reader that answers
 HEADLINE_METRICS = {  # metrics printed for stages that have many
@@ -325,14 +331,3 @@ def fingerprint_options(stage: Stage, values: Values) -> dict[str, dict[str, Any
         section, _, name = key.partition(".")
         chosen.setdefault(section, {})[name] = get_option(values, key)
     return chosen
-
-
-def content_digests(path: Path) -> Any:
-    """Return the digest of a file, or those of the files in a folder by name; None for what cannot be read."""
-    if path.is_dir():
-        return {printable_path(file.relative_to(path)): _digest_of_file(file) for file in walk_files(path)}
-    return _digest_of_file(path)
-
-
-def _digest_of_file(path: Path) -> str | None:
-    return artifacts.sha256_file(path) if os.path.isfile(path) else None  # None for pipes and devices

@@ -37,6 +37,7 @@ from realmops.stages import (
     reads_spans,
     resolve_models,
 )
+from realmops.stages.run_inputs import written_inputs
 from realmops.tracking.runs import headline_metrics, mlflow_artifacts, start_tracking
 
 THREADS = "threads.json"  # in the work folder
@@ -132,7 +133,8 @@ def _run_locked(
         stack.callback(_remove_empty, work)
         out = stack.enter_context(artifacts.atomic_folder(final))
         journal = stack.enter_context(Journal(work / JOURNAL, name))
-        tracker = start_tracking(stack, journal, name, values, presets, inputs, project, root)
+        written = written_inputs(values, root)  # the same for all stages of a training, wherever they read inputs
+        tracker = start_tracking(stack, journal, name, written, presets, inputs, project, root)
         job = Job(sections, inputs, out, work, journal, report, shard_offer_path(root, name), presets)
         metrics = _finite(_run_tuned(stage, values, job))
         metrics["seconds"] = round(time.monotonic() - started, 1)

@@ -5,7 +5,9 @@ GitRepository, and every kubelet in the path of an image (InvalidImageName, with
 capital letters would be valid.
 """
 
+import os
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import yaml
@@ -26,10 +28,11 @@ VALUES_TO_SET = {  # in the overlays
 PARAMS_MAP = "realmops-params"  # ConfigMap of the Job that submits
 
 
-def kustomization_text(cluster: str, image: str | None, presets: list[str]) -> str:
+def kustomization_text(cluster: str, image: str | None, files: Sequence[str]) -> str:
     """Return an overlay of the package adapted to a project's folder, with its options as a ConfigMap.
 
-    ``image`` has a tag or a digest; None for a placeholder. ``presets`` are the project's own, as paths in its folder.
+    ``image`` has a tag or a digest; None for a placeholder. ``files`` are what the Job that
+    submits reads next to params.yaml, as paths in the project's folder.
 
     Raises:
         ValueError: the image has neither tag nor digest.
@@ -45,9 +48,10 @@ def kustomization_text(cluster: str, image: str | None, presets: list[str]) -> s
     note = "  # the image of all pods, which the Dockerfile of realmops builds, in a registry that the nodes reach\n"
     images = "".join(f"    {line}\n" for line in lines)
     return text.replace(block[0], f"images:\n{note}  - name: realmops\n{images}") + (
-        "# For the Job that submits the pipeline: a changed option needs a commit, but no image. Add your presets.\n"
+        "# For the Job that submits the pipeline: a changed option needs a commit, but no image. Add presets and .dvc\n"
+        "# files, as KEY=PATH: a key has __ for / of the path.\n"
         f"configMapGenerator:\n  - name: {PARAMS_MAP}\n    files:\n"
-        + "".join(f"      - {yaml_scalar(file)}\n" for file in ("params.yaml", "inputs.yaml", *presets))
+        + "".join(f"      - {yaml_scalar(_map_entry(file))}\n" for file in ("params.yaml", *files))
     )
 
 
@@ -59,13 +63,19 @@ def _image_lines(image: str) -> list[str]:
     return [f"{key}: {yaml_scalar(value)}" for key, value in (("newName", parts["name"]), version)]
 
 
-def own_presets(folder: Path) -> list[str]:
-    """Return the files in the folder ``presets`` of a project, as paths in the project."""
-    return sorted(path.relative_to(folder).as_posix() for path in (folder / "presets").glob("*.yaml"))
+def _map_entry(file: str) -> str:
+    """Return the entry of a file for a ConfigMap, which has no folders."""
+    return f"{file.replace('/', '__')}={file}" if "/" in file else file
 
 
-def unlisted_presets(folder: Path) -> list[str]:
-    """Return a warning for each preset of a project that its kustomization.yaml does not pass to the cluster."""
+def job_files(folder: Path) -> list[str]:
+    """Return what the Job reads of a project next to params.yaml: its presets, DVC's configuration and .dvc files."""
+    found = [*(folder / "presets").glob("*.yaml"), *folder.glob(".dvc/config"), *folder.glob("*.dvc")]
+    return sorted(path.relative_to(folder).as_posix() for path in found if path.is_file())
+
+
+def unlisted_files(folder: Path, pointers: Iterable[Path] = ()) -> list[str]:
+    """Return a warning for each file, also of ``pointers``, that kustomization.yaml does not pass to the cluster."""
     file = folder / "kustomization.yaml"
     try:
         document = yaml.load(file.read_bytes(), yaml.CSafeLoader)
@@ -73,10 +83,11 @@ def unlisted_presets(folder: Path) -> list[str]:
         listed = {str(entry).rpartition("=")[2] for entry in generator.get("files", ())}
     except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError):
         return []  # no such file, or not one of realmops init
+    names = {os.path.relpath(path, folder) for path in pointers if path.is_file()} | {*job_files(folder)}
     return [
-        f"{file}: {preset} is not in the files of {PARAMS_MAP}, and the Job of retrain-on-sync lacks it; add it there"
-        for preset in own_presets(folder)
-        if preset not in listed
+        f"{file}: {name} is not in the files of {PARAMS_MAP}, and the Job of retrain-on-sync lacks it; add "
+        f"{_map_entry(name)} there"
+        for name in sorted(names - listed)
     ]
 
 

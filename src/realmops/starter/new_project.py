@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from realmops import config
-from realmops.stages import HUB
+from realmops.stages.option_inputs import HUB
 
 
 @dataclass

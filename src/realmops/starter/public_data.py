@@ -20,7 +20,7 @@ from urllib.parse import unquote
 
 from realmops.artifacts import write_bytes
 from realmops.compressed import DECOMPRESSION_ERRORS, open_compressed
-from realmops.inputs.redaction import redact
+from realmops.credentials import redact
 from realmops.readers.walk import walk_files
 
 MAX_BYTES = 100_000_000  # of an uncompressed file

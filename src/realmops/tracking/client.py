@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from realmops.inputs.redaction import redact
+from realmops.credentials import redact
 from realmops.tracking.mlflow_views import experiment_tags
 
 

@@ -1,0 +1,174 @@
+"""Resolve the value of an option to a path on this machine and the identity of its content.
+
+Content that is fetched is kept in a cache, ``CACHE/ENTRY/NAME``, with a manifest of its files. An entry is verified
+before each use, and fetched again if a file is missing, changed or new.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from realmops import artifacts
+from realmops.inputs.addresses import InputError, copy_address, is_address, name_of, version_of
+from realmops.inputs.dvc_project import is_tracked, pull, pull_content
+from realmops.readers.documents import printable_path
+from realmops.readers.walk import walk_files
+
+CACHE_VARIABLE = "REALMOPS_CACHE"
+KIND = "input"  # manifest kind of a cache entry
+PARTIAL = ".partial-"  # prefix of a folder with what a killed process has fetched
+
+
+class Report(Protocol):
+    """Log lines and progress of a fetch; a ``stages.Report`` is one."""
+
+    def log(self, message: str) -> None:
+        """Log an informational line."""
+
+    def progress(self, label: str, total: int, unit: str = "") -> Callable[[int], None]:
+        """Start a progress bar; the returned callback takes the units completed since its last call."""
+
+
+@dataclass(frozen=True)
+class ResolvedInput:
+    """An input on this machine.
+
+    Attributes:
+        value: the option's value.
+        path: the file or folder.
+        identity: digest of the content; of an address, the address in full and what its server reports of the content.
+    """
+
+    value: str
+    path: Path
+    identity: str
+
+
+@dataclass(frozen=True)
+class PinnedInput:
+    """The content that a submission has found for an input, which its pods fetch and compare.
+
+    Attributes:
+        identity: as in :class:`ResolvedInput`; for content that DVC tracks, hash, digest and place in it.
+        name: name of the file or folder that DVC tracks; empty for an address.
+        below: path of the input in that folder.
+        remote: options of the remote of DVC, without credentials.
+    """
+
+    identity: str
+    name: str = ""
+    below: str = ""
+    remote: Mapping[str, str] = field(default_factory=dict)
+
+
+def local_cache() -> Path:
+    """Return the folder of fetched inputs on this machine: ``$REALMOPS_CACHE``, or a folder of the user."""
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "realmops" / "inputs").absolute()
+
+
+def address_identity(address: str) -> str:
+    """Return the identity of what is at an address now; ValueError if it cannot be read."""
+    name_of(address)
+    return f"{address} {version_of(address)}"
+
+
+def can_resolve(value: str, project: Path) -> bool:
+    """Return whether a value is an address, a path in the project, or tracked there by DVC."""
+    path = Path(os.path.abspath(project / value))
+    return is_address(value) or path.exists() or is_tracked(path)
+
+
+def resolve(value: str, project: Path, cache: Path, report: Report, pinned: PinnedInput | None = None) -> ResolvedInput:
+    """Return an input's path and identity, after fetching what is not on this machine.
+
+    Args:
+        value: the option's value: a path in the project, or an address.
+        project: folder of the params file.
+        cache: folder of fetched inputs.
+        report: where to log.
+        pinned: the only content to take; without it any.
+
+    Raises:
+        ValueError: the content cannot be read, is not the pinned one, changed meanwhile, or does not fit on the disk.
+    """
+    if pinned is not None and pinned.name:
+        name = Path(pinned.below).name or pinned.name
+        digest = pinned.identity.removesuffix(f"/{pinned.below}")
+
+        def fetch(target: Path, work: Path) -> None:
+            pull_content(pinned.name, pinned.below, digest, pinned.remote, target, work)
+
+        return ResolvedInput(value, _cached(name, pinned.identity, cache, report, fetch), pinned.identity)
+    if is_address(value):
+        return _resolve_address(value, cache, report, pinned.identity if pinned else "")
+    path = Path(os.path.abspath(project / value))
+    if not path.exists():
+        report.log(f"inputs: dvc pull {value}")
+        pull(path)
+    return ResolvedInput(value, path, f"sha256:{artifacts.digest_of(content_digests(path))}")
+
+
+def _resolve_address(address: str, cache: Path, report: Report, expected: str) -> ResolvedInput:
+    identity = expected or address_identity(address)
+
+    def fetch(target: Path, work: Path) -> None:
+        if expected and address_identity(address) != expected:
+            raise InputError(f"{address} was changed since this run was submitted; submit again")
+        copy_address(address, target, report.progress)
+        if address_identity(address) != identity:
+            raise InputError(f"{address} was changed while it was read; run again")
+
+    return ResolvedInput(address, _cached(name_of(address), identity, cache, report, fetch), identity)
+
+
+def _cached(name: str, identity: str, cache: Path, report: Report, fetch: Callable[[Path, Path], None]) -> Path:
+    """Return the file or folder of a cache entry; ``fetch`` writes it to its first argument if there is no valid one.
+
+    The second argument is a folder for what can be used again after a killed process.
+    """
+    entry = cache / artifacts.digest_of([identity, name])[:32]
+    with _lock(cache / f"{PARTIAL}{entry.name}.lock", report):
+        if not _is_complete(entry):
+            report.log(f"inputs: fetching {name}")
+            with artifacts.atomic_folder(entry) as draft:
+                fetch(draft / name, cache / f"{PARTIAL}{entry.name}")
+                artifacts.write_manifest(draft, KIND, identity=identity)
+    return entry / name
+
+
+def _is_complete(entry: Path) -> bool:
+    """Return whether a cache entry has the files of its manifest, unchanged, and no others."""
+    try:
+        files = artifacts.read_manifest(entry, KIND)["files"]
+    except ValueError:
+        return False
+    names = {path.relative_to(entry).as_posix() for path in entry.rglob("*") if path.is_file()}
+    return names == {*files, artifacts.MANIFEST}
+
+
+@contextmanager
+def _lock(file: Path, report: Report) -> Iterator[None]:
+    """Context manager: lock a cache entry; wait for another process that fetches it."""
+    artifacts.make_folder(file.parent)
+    with open(file, "ab") as handle:
+        if artifacts.try_lock(handle) is False:
+            report.log("inputs: another process is fetching this input; waiting for it")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def content_digests(path: Path) -> Any:
+    """Return the digest of a file, or those of the files in a folder by name; None for what cannot be read."""
+    if path.is_dir():
+        return {printable_path(file.relative_to(path)): _digest_of_file(file) for file in walk_files(path)}
+    return _digest_of_file(path)
+
+
+def _digest_of_file(path: Path) -> str | None:
+    return artifacts.sha256_file(path) if os.path.isfile(path) else None  # None for pipes and devices

@@ -1,0 +1,93 @@
+"""The inputs of one run: each is resolved once, and all stages of the run read that content.
+
+The record is ``.realmops/inputs.json`` in the folder of the run: value, identity and path of each input.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from realmops import artifacts
+from realmops.artifacts import WORK_FOLDER
+from realmops.config import Values
+from realmops.inputs.addresses import is_address
+from realmops.inputs.resolve import PinnedInput, Report, ResolvedInput, can_resolve, resolve
+from realmops.stages.option_inputs import HUB, listed_inputs, replace_inputs
+
+RECORD = f"{WORK_FOLDER}/inputs.json"
+VALUE, IDENTITY, PATH = "value", "identity", "path"
+
+
+def take_inputs(
+    values: Values,
+    project: Path,
+    root: Path,
+    cache: Path,
+    report: Report,
+    reads: Callable[[str], bool] = lambda key: True,
+    pinned: Mapping[str, PinnedInput] = MappingProxyType({}),
+) -> tuple[dict[str, dict[str, Any]], dict[str, ResolvedInput]]:
+    """Resolve the inputs of a run and record them.
+
+    Args:
+        values: all sections of the params.
+        project: folder of the params file.
+        root: folder of the run.
+        cache: folder of fetched inputs.
+        report: where to log.
+        reads: whether an input, by section.key, is needed; the others keep their value.
+        pinned: the only content to take, by section.key; any of the others.
+
+    Returns:
+        The options with the paths of fetched inputs, and those inputs by section.key.
+
+    Raises:
+        ValueError: an input cannot be fetched, or changed meanwhile.
+    """
+    fetched: dict[str, ResolvedInput] = {}
+    entries: dict[str, dict[str, str]] = {}
+    for key, value in listed_inputs(values).items():
+        is_known = key in pinned or (not value.startswith(HUB) and can_resolve(value, project))
+        if not (reads(key) and is_known):
+            continue
+        try:
+            resolved = resolve(value, project, cache, report, pinned.get(key))
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from None
+        entries[key] = {VALUE: value, IDENTITY: resolved.identity}
+        if key in pinned or is_address(value):
+            fetched[key] = resolved
+            entries[key][PATH] = str(resolved.path)
+            report.log(f"{key}: {resolved.path} is {resolved.identity}")
+    if entries:
+        artifacts.make_folder((root / RECORD).parent)
+        artifacts.write_json(root / RECORD, _recorded(root) | entries)
+    return replace_inputs(values, {key: str(resolved.path) for key, resolved in fetched.items()}), fetched
+
+
+def recorded_inputs(values: Values, root: Path) -> dict[str, dict[str, Any]]:
+    """Return the options with the recorded paths of a run's inputs.
+
+    Raises:
+        ValueError: an address is not recorded, or its copy was deleted.
+    """
+    paths, known = {}, _recorded(root)
+    for key, value in listed_inputs(values).items():
+        entry = known.get(key, {})
+        if entry.get(VALUE) == value and PATH in entry and Path(entry[PATH]).exists():
+            paths[key] = entry[PATH]
+        elif is_address(value):
+            raise ValueError(f"{key} is {value}, which {root / RECORD} does not have; run the task inputs first")
+    return replace_inputs(values, paths)
+
+
+def written_inputs(values: Values, root: Path) -> dict[str, dict[str, Any]]:
+    """Return the options with the values that a run's inputs had before they were resolved."""
+    known = {(key, entry[PATH]): entry[VALUE] for key, entry in _recorded(root).items() if PATH in entry}
+    listed = listed_inputs(values).items()
+    return replace_inputs(values, {key: known[key, value] for key, value in listed if (key, value) in known})
+
+
+def _recorded(root: Path) -> dict[str, dict[str, str]]:
+    return dict(artifacts.read_json(root / RECORD)) if (root / RECORD).is_file() else {}
