@@ -8,7 +8,7 @@ import pytest
 import small_project
 
 from realmops import artifacts
-from realmops.answering.opening import PROMOTED
+from realmops.artifacts import PROMOTED
 from realmops.cluster import clean
 from realmops.cluster.task_context import make_run_folder
 from realmops.stages.runner import stage_lock

@@ -18,7 +18,7 @@ from realmops.answering.openqa import OpenQa
 from realmops.answering.passage_search import PassageSearch
 from realmops.answering.retrieval import AnswerModel, Ranker, RetrieveAndRead
 from realmops.answering.search_only import SearchOnly
-from realmops.artifacts import MANIFEST, STAGE_FOLDERS, WORK_FOLDER, read_json, write_json
+from realmops.artifacts import MANIFEST, PROMOTED, STAGE_FOLDERS, WORK_FOLDER, read_json, write_json
 from realmops.config import default_options, parse_section
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import configure_process, device_and_dtype, freeze_linear_weights, resolve_device
@@ -33,7 +33,6 @@ from realmops.search.exact import exact_index
 
 KIND = "reader.json"  # in the folder of a stage; names the class of the model
 KINDS: dict[str, type[RetrieveAndRead]] = {kind.kind: kind for kind in (OpenQa, ExtractiveQa, SearchOnly)}
-PROMOTED = "promoted"  # kind of a promoted model's manifest, and the subfolder of a run with promoted models
 CORPUS, FINETUNE = "corpus", "finetune"  # subfolders of a promoted model
 TRIES = 3  # attempts to open a run whose folders are being replaced
 EMBEDDINGS = "search"  # below the work folder: embeddings by a retriever that is not fine-tuned yet

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realmops import artifacts
-from realmops.answering.opening import PROMOTED
-from realmops.artifacts import MANIFEST, WORK_FOLDER
+from realmops.artifacts import MANIFEST, PROMOTED, WORK_FOLDER
 from realmops.cluster.task_context import MARK
 from realmops.stages import STAGES
 from realmops.stages.runner import stage_lock

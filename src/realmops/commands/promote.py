@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
-from realmops.answering.opening import CORPUS, FINETUNE, PROMOTED, tuned_steps
-from realmops.artifacts import WORK_FOLDER
+from realmops.answering.opening import CORPUS, FINETUNE, tuned_steps
+from realmops.artifacts import PROMOTED, WORK_FOLDER
 from realmops.commands.open_model import STEPS_TAG
 from realmops.config import Values, parse_section
 from realmops.corpus.languages import ENGLISH
