@@ -145,6 +145,7 @@ class Files:
         with suppress(OSError):
             self.rename(folder, claimed)
         with suppress(OSError):  # a later sweep deletes the rest
+            self.sync_folder(folder.parent)  # else a power cut could bring the name back without the files
             self.delete(claimed)
 
     def unlink(self, path: Path) -> None:

@@ -112,6 +112,10 @@ class Exchange:
         tops = [self.root / top for top in ("fences", *KINDS, "pins", "alive")]
         for folder in (*tops, *(self.root / top / role for top in ("pins", "alive") for role in ROLES)):
             self.files.make_folder(folder)
+        # A trainer that was killed between mkdir and sync left names that a power cut would take.
+        for folder in (self.root / "pins", self.root / "alive", self.root, *self.root.parents):
+            with suppress(PermissionError):  # a folder above the volume
+                self.files.sync_folder(folder)
         if IDENTITY_VERSION not in self.identity_store.names():
             self.stores["run"].publish(IDENTITY_VERSION, {}, {})
 
