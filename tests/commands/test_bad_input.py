@@ -244,6 +244,22 @@ def test_the_exchange_of_another_run_is_refused(copy: Path) -> None:
     nothing_of(copy, "pretrain")
 
 
+def test_a_builder_on_the_exchange_of_another_corpus_is_refused(
+    copy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = copy / "exchange"
+    shutil.rmtree(copy / "root/models/pretrain")
+    assert run(copy, "pretrain", "--set", f"pretrain.exchange={shared}", *ONE_STEP).exit_code == 0
+    (tmp_path / "other").mkdir()
+    write_project(tmp_path / "other")
+    (tmp_path / "other/documents.jsonl").write_bytes(GOOD)
+    assert run(tmp_path / "other", "snapshot").exit_code == 0
+    builder = cli("index-builder", "--exchange", shared, "--snapshot", tmp_path / "other/root/data/snapshot/corpus")
+    assert builder.exit_code == 2
+    for text in ("corpus_hash", str(shared), "belongs to another run"):
+        assert text in caplog.text
+
+
 # A full disk
 
 

@@ -20,6 +20,7 @@ from realmops.commands.update import CHANGES, changed_answers, changes_markdown
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.predictions import Prediction
 from realmops.search import embed, embeddings
+from realmops.search.bm25 import Bm25
 from realmops.search.embed import document_sequences
 from realmops.search.embeddings import embed_changed, embed_corpus
 
@@ -338,3 +339,47 @@ def test_answers_are_escaped_in_markdown_and_limited(tmp_path: Path) -> None:
     assert lines[2:] == [r"| Which \`one\`? | a\|b | a\|b ✓ | \*A\*: \<i\>x\</i\> y\_z |"] * 2
     (tmp_path / CHANGES).write_text("")
     assert changes_markdown(tmp_path, 2) == "No answer changed.\n"
+
+
+def test_a_document_that_changed_under_its_id_is_not_new(project: Path) -> None:
+    documents = [{"title": title, "text": text, "id": title} for title, text, _ in DOCUMENTS]
+    rewrite(project, documents)
+    assert run(project, "update", "--may-shrink").exit_code == 0
+    rewrite(project, [{**documents[0], "text": NEW_TEXT}, *documents[2:], {"title": "F", "text": "New.", "id": "F"}])
+    assert run(project, "update", "--may-shrink").exit_code == 0
+    metrics = json.loads((newest_state(project / "root").snapshot.parent / "metrics.json").read_text())
+    assert {key: metrics[key] for key in metrics if key.startswith("passages")} == {
+        "passages": 12,
+        "passages_unchanged": 10,
+        "passages_changed": 1,
+        "passages_new": 1,
+        "passages_removed": 2,
+    }
+
+
+def test_a_damaged_newest_update_is_refused(project: Path) -> None:
+    root = project / "root"
+    path = newest_state(root).snapshot.parent / "metrics.json"
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"1", b"2"))  # as many bytes as before
+    with pytest.raises(ValueError, match=r"metrics\.json has sha256 .*, its manifest lists"):
+        newest_state(root)
+    path.write_bytes(content)
+    assert newest_state(root).number
+
+
+def test_a_damaged_word_index_of_a_killed_update_is_rebuilt(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(*arguments: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    rewrite(project, [{"title": "Fresh", "text": "A page about words."}])
+    with monkeypatch.context() as context:
+        context.setattr("realmops.commands.update._embed", kill)
+        assert run(project, "update", "--may-shrink").exit_code != 0
+    [work] = (project / "root/.realmops/work").glob("update-*")
+    path = max((work / "snapshot/lexical").glob("*.npy"), key=lambda file: file.stat().st_size)
+    content = path.read_bytes()
+    path.unlink()  # it may have other names
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert run(project, "update", "--may-shrink").exit_code == 0
+    assert Bm25.of(Snapshot.open(newest_state(project / "root").snapshot / "corpus"), verify=True)

@@ -1,6 +1,6 @@
 """The inputs of one run: each is resolved once, and all stages of the run read that content.
 
-The record is ``.realmops/inputs.json`` in the folder of the run: value, identity and path of each input.
+The record is ``.realmops/inputs.json`` in the folder of the run: value, identity and path of each fetched input.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ def take_inputs(
     reads: Callable[[str], bool] = lambda key: True,
     pinned: Mapping[str, PinnedInput] = MappingProxyType({}),
 ) -> tuple[dict[str, dict[str, Any]], dict[str, ResolvedInput]]:
-    """Resolve the inputs of a run and record them.
+    """Resolve the inputs of a run and record those that are fetched.
 
     Args:
         values: all sections of the params.
@@ -55,10 +55,9 @@ def take_inputs(
             resolved = resolve(value, project, cache, report, pinned.get(key))
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from None
-        entries[key] = {VALUE: value, IDENTITY: resolved.identity}
         if key in pinned or is_address(value):
             fetched[key] = resolved
-            entries[key][PATH] = str(resolved.path)
+            entries[key] = {VALUE: value, IDENTITY: resolved.identity, PATH: str(resolved.path)}
             report.log(f"{key}: {resolved.path} is {resolved.identity}")
     if entries:
         artifacts.make_folder((root / RECORD).parent)
@@ -75,7 +74,7 @@ def recorded_inputs(values: Values, root: Path) -> dict[str, dict[str, Any]]:
     paths, known = {}, _recorded(root)
     for key, value in listed_inputs(values).items():
         entry = known.get(key, {})
-        if entry.get(VALUE) == value and PATH in entry and Path(entry[PATH]).exists():
+        if entry.get(VALUE) == value and Path(entry[PATH]).exists():
             paths[key] = entry[PATH]
         elif is_address(value):
             raise ValueError(f"{key} is {value}, which {root / RECORD} does not have; run the task inputs first")
@@ -84,7 +83,7 @@ def recorded_inputs(values: Values, root: Path) -> dict[str, dict[str, Any]]:
 
 def written_inputs(values: Values, root: Path) -> dict[str, dict[str, Any]]:
     """Return the options with the values that a run's inputs had before they were resolved."""
-    known = {(key, entry[PATH]): entry[VALUE] for key, entry in _recorded(root).items() if PATH in entry}
+    known = {(key, entry[PATH]): entry[VALUE] for key, entry in _recorded(root).items()}
     listed = listed_inputs(values).items()
     return replace_inputs(values, {key: known[key, value] for key, value in listed if (key, value) in known})
 
