@@ -153,7 +153,7 @@ def test_a_citation_mark_is_no_answer(reader: ExtractiveReader, tmp_path: Path) 
 
 
 def test_a_question_longer_than_the_reader_allows_is_invalid(world: World, reader: ExtractiveReader) -> None:
-    model = extractive(world, reader, query_wordpieces=62)
+    model = extractive(world, reader, query_wordpieces=58)
     most = reader.longest_question(60)
     assert most == 60 - 30 - 3 - 1
     model.check(" ".join(["in"] * most))

@@ -31,6 +31,6 @@ def test_embeddings_of_the_same_tower_are_made_once(copy: Path, monkeypatch: pyt
     assert next(made) == 0
     assert {"before_realm_recall_at_5_token_boundary", "zero_shot_recall_at_5_token_boundary"} <= once.keys()
     names = count()
-    monkeypatch.setattr(evaluate, "_tower_digest", lambda retriever: str(next(names)))
+    monkeypatch.setattr(evaluate, "passage_tower_digest", lambda folder: str(next(names)))
     assert figures() == once, "with embeddings of their own"
     assert next(made) == 1 + len(evaluate.ZERO_SHOT)
