@@ -58,9 +58,10 @@ def test_a_local_input_is_identified_by_its_content(tmp_path: Path) -> None:
     written(tmp_path / "elsewhere" / "copy")
     first, second = (resolve(name, tmp_path, tmp_path, Quiet()) for name in ("documents", "elsewhere/copy"))
     assert first.path == tmp_path / "documents"
-    assert first.identity == second.identity
+    before = first.identity
+    assert before == second.identity
     (tmp_path / "documents" / "a.txt").write_bytes(b"six\n")
-    assert resolve("documents", tmp_path, tmp_path, Quiet()).identity != first.identity
+    assert resolve("documents", tmp_path, tmp_path, Quiet()).identity != before
 
 
 # Addresses

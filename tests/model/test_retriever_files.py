@@ -136,6 +136,9 @@ def test_an_index_names_the_tower_of_its_passages(world: World, tmp_path: Path) 
     path = tmp_path / "one/realmops.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"pooling": "mean"}))
     assert passage_tower_digest(tmp_path / "one") != digest
+    [config, *_] = (tmp_path / "two").rglob("document_0_Transformer/config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_attention_heads": 1}))
+    assert passage_tower_digest(tmp_path / "two") != digest, "the same weights with other heads"
 
 
 def test_a_run_has_folders_of_both_libraries(answering: Path) -> None:

@@ -42,12 +42,17 @@ class ResolvedInput:
     Attributes:
         value: the option's value.
         path: the file or folder.
-        identity: digest of the content; of an address, the address in full and what its server reports of the content.
+        fetched: identity of fetched content: DVC's digest, or the address in full and what its server reports of it.
     """
 
     value: str
     path: Path
-    identity: str
+    fetched: str = ""
+
+    @property
+    def identity(self) -> str:
+        """Identity of the content; local content is read for it."""
+        return self.fetched or f"sha256:{artifacts.digest_of(content_digests(self.path))}"
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ def resolve(value: str, project: Path, cache: Path, report: Report, pinned: Pinn
     if not path.exists():
         report.log(f"inputs: dvc pull {value}")
         pull(path)
-    return ResolvedInput(value, path, f"sha256:{artifacts.digest_of(content_digests(path))}")
+    return ResolvedInput(value, path)
 
 
 def _resolve_address(address: str, cache: Path, report: Report, expected: str) -> ResolvedInput:

@@ -140,10 +140,15 @@ def read_description(folder: Path, stage: Path, vocabulary_hash: str) -> dict[st
 def passage_tower_digest(folder: Path) -> str:
     """Return the digest of what embeds passages, which an index names; ``folder`` is the retriever's."""
     description = read_json(folder / DESCRIPTION)
-    weights = {path.relative_to(folder).as_posix(): path for path in folder.rglob(WEIGHTS)}
-    document = [path for name, path in weights.items() if name.startswith(f"{ROUTES[1]}_")] or weights.values()
+    prefix = "" if description["share_embedders"] else f"{ROUTES[1]}_"
+    digests = {}
+    for path in (*folder.rglob(WEIGHTS), *folder.rglob(CONFIG)):
+        module, _, name = path.relative_to(folder).as_posix().rpartition("/")
+        if module.startswith(prefix):
+            number = module.removeprefix(prefix).partition("_")[0] or "0"  # a single tower's first module is at the top
+            digests[f"{number}/{name}"] = sha256_file(path)
     shape = {key: value for key, value in description.items() if key not in _NOT_OF_PASSAGES}
-    return digest_of([sorted(map(sha256_file, document)), shape])
+    return digest_of([digests, shape])
 
 
 def _assemble(read: Callable[[str], Any], tensors: Callable[[str], Tensors]) -> Retriever:
