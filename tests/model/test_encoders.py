@@ -4,6 +4,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -505,3 +507,28 @@ def test_other_weights_under_the_same_name_run_again(tmp_path: Path) -> None:
     weights["bert.embeddings.word_embeddings.weight"] += 1
     save_file(weights, folder / "model.safetensors")
     assert ran("ict")
+
+
+FIRST_USE = """
+import threading
+from realmops.model.transformers_models import import_transformers
+
+barrier, opened = threading.Barrier(8), []
+
+def use() -> None:
+    barrier.wait()
+    opened.append(import_transformers().AutoConfig.for_model("bert"))
+
+threads = [threading.Thread(target=use) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert len(opened) == 8
+"""
+
+
+def test_threads_import_transformers_at_once() -> None:
+    """In a new process, as a server that opens its models in threads."""
+    result = subprocess.run([sys.executable, "-c", FIRST_USE], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

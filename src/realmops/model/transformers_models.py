@@ -59,11 +59,13 @@ def has_auto_class(auto_class: str, model_type: str) -> bool:
 
 def import_transformers() -> Any:
     """Import transformers with its log lines and progress bars disabled."""
-    import transformers
+    with BUILD_LOCK:  # its modules are imported on first use, which fails in several threads at once
+        import transformers
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    return transformers
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        _ = transformers.AutoConfig
+        return transformers
 
 
 def load_transformers_model(
