@@ -58,13 +58,6 @@ def xml(text: str) -> str:
     return html.escape(kept)
 
 
-def warc(text: str) -> bytes:
-    answer = b"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=utf-8\r\n\r\n" + web_page(text)
-    head = "WARC/1.0\r\nWARC-Type: response\r\nWARC-Target-URI: http://a/\r\nContent-Type: application/http\r\n"
-    head += f"Content-Length: {len(answer)}\r\n\r\n"
-    return head.encode() + answer + b"\r\n\r\n"
-
-
 def web_page(text: str) -> bytes:
     return f"<html><title>T</title><p>{html.escape(valid(text))}</p></html>".encode()
 
@@ -101,10 +94,8 @@ WRITERS: dict[str, Callable[[str], bytes]] = {
     "a.eml": lambda text: f"Subject: T\nContent-Type: text/plain; charset=utf-8\n\n{valid(text)}".encode(),
     "a.ipynb": lambda text: json.dumps({"cells": [{"cell_type": "markdown", "source": f"# T\n\n{text}"}]}).encode(),
     "a.xml": lambda text: dump(page(1, xml(text))).encode(),
-    "a.warc": warc,
 }
 _TEXTS = {"a.xml": WIKITEXT, "a.md": MARKDOWN, "a.rst": "A\n=\n\n*b* :c:`d <e>`\n\n.. note:: f\n\n== ==\nA  B\n== ==\n"}
 WHOLE = {name: write(_TEXTS.get(name, "Oslo is a city é.")) for name, write in WRITERS.items()}
-WHOLE["a.warc"] *= 2
-WHOLE |= {f"{name}.gz": gzip.compress(WHOLE[name], mtime=0) for name in ("a.jsonl", "a.xml", "a.warc")}
+WHOLE |= {f"{name}.gz": gzip.compress(WHOLE[name], mtime=0) for name in ("a.jsonl", "a.xml")}
 WHOLE["a.xml.bz2"] = bz2.compress(WHOLE["a.xml"])

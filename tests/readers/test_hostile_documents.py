@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import sentencex
-from damaged_files import SEEDS, WHOLE, WRITERS, damage, dump, fuzz, page, parquet, warc
+from damaged_files import SEEDS, WHOLE, WRITERS, damage, dump, fuzz, page, parquet
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from read_documents import outcomes_of
@@ -259,8 +259,7 @@ DUMP = dump("".join(page(n, random_text(n)) for n in range(400))).encode()
 CUT = {
     "a.jsonl.gz": cut(gzip.compress(LINES)), "a.jsonl.bz2": cut(bz2.compress(LINES)), "a.xml": cut(DUMP),
     "a.xml.gz": cut(gzip.compress(DUMP)),
-    "a.parquet": cut(parquet("A text.")), "a.warc": warc("Text. " * 40) + cut(warc("Text. " * 40)),
-    "a.warc.gz": cut(gzip.compress(warc(random_text(1)) * 9)),
+    "a.parquet": cut(parquet("A text.")),
 }  # fmt: skip
 
 
@@ -371,13 +370,6 @@ def shared_values(rows: int, size: int, *, in_lists: bool = False) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def answer(fields: str, size: int) -> bytes:
-    """The start of a WARC record of a page with ``size`` bytes."""
-    head = f"HTTP/1.1 200 OK\r\n{fields}\r\n\r\n"
-    names = f"WARC-Type: response\r\nWARC-Target-URI: http://a/\r\nContent-Length: {len(head) + size}"
-    return f"WARC/1.0\r\n{names}\r\n\r\n{head}".encode()
-
-
 PAGE_HEAD, PAGE_END = b"<mediawiki><page><title>A</title><revision><text>", b"</text></revision></page></mediawiki>"
 ENTITY = b"<!DOCTYPE m [<!ENTITY a '%b'>]>" % (b"x" * 9000)
 LISTS = b'{"title": "T", "text": "x.", "m": ['
@@ -401,23 +393,12 @@ LARGE: dict[str, tuple[str, Callable[[], bytes], str]] = {  # the file, what is 
     ),
     "escapes": ("a.md", lambda: b"\\." * (MIB // 16), "Document"),
     "attributes": ("a.html", lambda: b"<html><p %b>Text." % b" ".join(b"a%d" % n for n in range(30_000)), "too_long"),
-    "a page without end": (
-        "a.warc.gz",
-        lambda: repeated(answer("Content-Type: text/html", 208 * MIB), b"a", 208 * MIB, b"\r\n\r\n"),
-        "too_long",
-    ),
-    "fields": (
-        "a.warc.gz",
-        lambda: gzip.compress(answer("a:b\r\n" * (15 * MIB // 16 // 5), 0) + b"\r\n\r\n"),
-        "content_type",
-    ),
 }
 SMALL: dict[str, Callable[[], bytes]] = {
     "a.xml.bz2": lambda: bz2.compress(PAGE_HEAD + b"x." + PAGE_END),
     "a.xml.gz": lambda: gzip.compress(PAGE_HEAD + b"x." + PAGE_END),
     "a.csv.gz": lambda: gzip.compress(b"title,text\nT,x.\n"),
     "a.jsonl.gz": lambda: gzip.compress(b'{"title": "T", "text": "x."}'),
-    "a.warc.gz": lambda: gzip.compress(warc("x.")),
 }
 
 

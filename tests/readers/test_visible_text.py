@@ -108,7 +108,7 @@ def main_text(part: str) -> Document:
     page = (
         f"<html><head><title>Smithy</title></head><body><main><p>{PROSE}</p>{part}<p>{PROSE}</p></main></body></html>"
     )
-    document = page_to_document(page, "a.html")
+    document = page_to_document(page, "a.html", "a")
     assert isinstance(document, Document), document
     return document
 

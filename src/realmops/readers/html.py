@@ -11,7 +11,7 @@ from typing import Any
 import webencodings
 
 from realmops.readers.contents import HIDDEN, format_row, is_hidden
-from realmops.readers.documents import Dropped, Outcome, Rejected, call_guarded, parse_document_or_drop
+from realmops.readers.documents import Dropped, Outcome, parse_document_or_drop
 
 PAGE_LIMIT = 4 << 20  # characters; Common Crawl truncates pages at 1 MiB
 TAG_LIMIT = 50_000  # trafilatura handles about 20,000 tags per second
@@ -83,25 +83,14 @@ def decode_page(data: bytes, declared: str | None) -> str:
     return decoded.translate(_INVALID_IN_SHIFT_JIS) if encoding.name == "shift_jis" else decoded
 
 
-def page_to_document(
-    page: str, place: str, *, title: str = "", url: str | None = None, date: str | None = None
-) -> Outcome:
-    """Convert an HTML page to a document.
-
-    ``title`` is used for a page without one, ``date`` if it states none; ``url`` and date are in the document's
-    ``extra``. ``place`` is for messages.
-    """
+def page_to_document(page: str, place: str, title: str) -> Outcome:
+    """Convert an HTML page to a document; ``title`` is used for a page without one, ``place`` is for messages."""
     if len(page) > PAGE_LIMIT or page.count("<") > TAG_LIMIT or any(map(_has_many_attributes, _LONG_TAG.findall(page))):
         return Dropped(place, "too_long")
-    extracted = call_guarded(partial(_extract_main_text, page, url), partial(Rejected, place))
-    if isinstance(extracted, Rejected):
-        return extracted
-    page_title, text, page_date, omitted = extracted
+    page_title, text, date, omitted = _extract_main_text(page)
     if not text:
         return Dropped(place, "no_main_text")
-    metadata = {"url": url, "date": page_date or date}
-    extra = {key: value for key, value in metadata.items() if value}
-    record = {"title": page_title or title, "text": text, **extra}
+    record = {"title": page_title or title, "text": text, **({"date": date} if date else {})}
     return parse_document_or_drop(record, place, omitted)
 
 
@@ -109,7 +98,7 @@ def _has_many_attributes(tag: str) -> bool:
     return len(_ATTRIBUTE.findall(_VALUE.sub("", tag))) > ATTRIBUTE_LIMIT
 
 
-def _extract_main_text(page: str, url: str | None) -> tuple[str, str, str | None, dict[str, int]]:
+def _extract_main_text(page: str) -> tuple[str, str, str | None, dict[str, int]]:
     """Return (title, main text, date, counts of what the text lacks); title and text are "" if missing."""
     from lxml.etree import Element, strip_elements, strip_tags
 
@@ -135,7 +124,6 @@ def _extract_main_text(page: str, url: str | None) -> tuple[str, str, str | None
         node.tag = "span"
     extract = partial(
         trafilatura.bare_extraction,
-        url=url,
         with_metadata=True,
         include_comments=False,
         include_tables=True,

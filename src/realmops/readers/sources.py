@@ -19,9 +19,8 @@ from realmops.readers.rst import RST
 from realmops.readers.tables import DATASET, PARQUET
 from realmops.readers.text import TEXT
 from realmops.readers.walk import walk_files
-from realmops.readers.warc import WARC
 
-_FORMATS = (JSONL, PARQUET, CSV, TEXT, RST, *PAGED, MEDIAWIKI, WARC, BEIR, DATASET)
+_FORMATS = (JSONL, PARQUET, CSV, TEXT, RST, *PAGED, MEDIAWIKI, BEIR, DATASET)
 FORMATS: dict[str, Format] = {entry.name: entry for entry in _FORMATS}
 _BY_SUFFIX = {
     **dict.fromkeys((".jsonl", ".json", ".ndjson"), "jsonl"),
@@ -31,15 +30,14 @@ _BY_SUFFIX = {
     ".rst": "rst",
     **{f".{paged.name}": paged.name for paged in PAGED},
     ".xml": "mediawiki",
-    ".warc": "warc",
 }
-_BY_FIRST_BYTES = {b"PAR1": "parquet", b"WARC/": "warc", b"<mediawiki": "mediawiki", b"%PDF-": "pdf"}
-_EXTRACT = b"<doc "  # start of the output of tools that extract text from a Wikipedia dump
+_BY_FIRST_BYTES = {b"PAR1": "parquet", b"<mediawiki": "mediawiki", b"%PDF-": "pdf"}
 _HEAD = 1024  # bytes read to detect a format
-_EXTRACT_PROBLEM = (
-    "it begins with <doc, like text extracted from a Wikipedia dump; name the dump itself (.xml.bz2), which the format "
-    "mediawiki reads"
-)
+_UNSUPPORTED = {  # by first bytes
+    b"<doc ": "it begins with <doc, like text extracted from a Wikipedia dump; name the dump itself (.xml.bz2)",
+    b"WARC/": "it is a web archive, which is not read; extract its pages as HTML files, for example with warcio",
+}
+_UNKNOWN = "unknown format (checked: suffix and first bytes)"
 _LOCKS = ("~$", ".~lock.")  # first characters of the names of lock files
 _KIND = re.compile(r"[a-z0-9]{1,10}")  # suffixes under which files without a known format are counted
 
@@ -148,14 +146,17 @@ def _check_dataset(documents: Path, format: str) -> None:
 
 
 def _require_format(path: Path, name: str | None) -> str:
-    if name is None and _first_bytes(path).startswith(_EXTRACT):
-        raise ValueError(f"{path}: {_EXTRACT_PROBLEM}")
     if name is None:
-        raise ValueError(
-            f"{path}: unknown format (checked: suffix and first bytes); allowed are {', '.join(FORMATS)}; "
-            "set the format, or keep only documents in the folder"
-        )
+        remedy = f"; allowed are {', '.join(FORMATS)}; set the format, or keep only documents in the folder"
+        problem = _unsupported_problem(path)
+        raise ValueError(f"{path}: {problem}{remedy if problem == _UNKNOWN else ''}")
     return name
+
+
+def _unsupported_problem(path: Path) -> str:
+    """Return why a file without a known format is not read."""
+    first = _first_bytes(path)
+    return next((problem for start, problem in _UNSUPPORTED.items() if first.startswith(start)), _UNKNOWN)
 
 
 def _folder_source(path: Path, name: str | None, special: str, is_strict: bool) -> Source:
@@ -176,15 +177,11 @@ def _folder_source(path: Path, name: str | None, special: str, is_strict: bool) 
         return Source(path, FORMATS[name], size)
     suffix = path.suffix[1:].lower()
     kind = suffix if _KIND.fullmatch(suffix) else "other"
-    problem = "unknown format (checked: suffix and first bytes)"
     try:
         open_raw(path).close()
-        if name == "jsonl" and not _begins_with_document(path):
-            problem = "its first record is not a JSON object with a text"
-        elif name is None and _first_bytes(path).startswith(_EXTRACT):
-            problem = _EXTRACT_PROBLEM
-        elif name is not None:
+        if name is not None and (name != "jsonl" or _begins_with_document(path)):
             return Source(path, FORMATS[name], size, f"broken_{name}")
+        problem = "its first record is not a JSON object with a text" if name else _unsupported_problem(path)
     except ValueError as error:
         problem = str(error).removeprefix(f"{path}: ")
         kind = f"broken_{name}" if name else kind
@@ -221,7 +218,7 @@ def _first_bytes(path: Path) -> bytes:
 def _detect_format(path: Path) -> str | None:
     """Return the format detected from a file's first bytes, else from its suffix; None if unknown."""
     bare = _first_bytes(path)
-    if bare.startswith(_EXTRACT):
+    if bare.startswith(tuple(_UNSUPPORTED)):
         return None
     for magic, name in _BY_FIRST_BYTES.items():
         if bare.startswith(magic):

@@ -65,7 +65,7 @@ def _parse_record(raw: RawRecord) -> Outcome:
     stem = name.stem.replace("_", " ")
     text = decode_text(data, is_html=suffix in HTML_SUFFIXES)
     if suffix in HTML_SUFFIXES:
-        return page_to_document(text, raw.place, title=stem)
+        return page_to_document(text, raw.place, stem)
     if suffix in MARKDOWN_SUFFIXES:
         return parse_markdown(text, stem, raw.place, has_modules=suffix == _MDX)
     if "multistream-index" in stem and _DUMP_INDEX.match(text):
