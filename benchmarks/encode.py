@@ -93,7 +93,7 @@ class Ours:
         from realmops.search.openvino import compile_graph
 
         self.bert: Any = load_encoder(folder, 0.0)[0].eval().to(device)
-        how = {"pooling": "mean", "projection": "identity", "segments": "one"}
+        how = {"pooling": "mean", "projection": "identity"}
         self.tower = Embedder(self.bert, self.bert.width, "cosine", **how).eval()
         pieces, casing, text = read_encoder_tokenizer(folder)
         self.tokenizer = open_tokenizer(text) if text else build_tokenizer(pieces, casing)

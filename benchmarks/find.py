@@ -35,7 +35,7 @@ PROJECT = Path(__file__).parents[1]
 MILLISECONDS = 10.0
 FILTER = {"hundredth": 7}
 WAYS = ("run", "embeddings", "words")
-CHOSEN = {"snapshot.use_warmup": False, "snapshot.block_wordpieces": 288, "bert.vocabulary": 30_522}
+CHOSEN = {"snapshot.warmup": "", "snapshot.block_wordpieces": 288, "bert.vocabulary": 30_522}
 
 
 def documents(files: Sequence[Path], size: int) -> Iterator[dict[str, Any]]:

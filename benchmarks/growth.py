@@ -51,7 +51,7 @@ SMALL = {
     "bert.layers": 1,
     "bert.heads": 2,
     "sample.subjects": 60,
-    "snapshot.use_warmup": False,
+    "snapshot.warmup": "",
     "snapshot.whole_documents": True,
     "tag.steps": 1,
     "retriever.embedding_width": 128,

@@ -123,10 +123,12 @@ def table(folders: dict[str, Path], place: Path) -> list[str]:
 
 def retriever_of(encoder: Path, vocabulary: int, temperature: float) -> Retriever:
     """The sentence encoder of a folder as it came."""
-    options = {"projection": "identity", "embedding_width": 0, "head": "cosine", "temperature": temperature}
+    options = {"projection": "identity", "embedding_width": 0, "head": "cosine"}
     values = merge_options({"retriever": {**options, "init": str(encoder)}}, "languages.py")
     bert, retriever, reader = (parse_section(name, values[name]) for name in ("bert", "retriever", "reader"))
-    return build_models(bert, retriever, reader, vocabulary, 0)[0].eval()
+    model = build_models(bert, retriever, reader, vocabulary, 0)[0].eval()
+    model.query.temperature = temperature
+    return model
 
 
 def encoder_table(folders: dict[str, Path], place: Path, encoder: Path, temperature: float) -> list[str]:

@@ -151,7 +151,7 @@ def run(values: Mapping[str, Any], project: Path, root: Path, looks: int, log: C
     check_files(STAGES, values, project, root)
     configure_process(values["run"]["threads"])
     files = values["questions"]
-    dev = read_questions([project / files["dev"]], format=files["format"])
+    dev = read_questions([project / files["dev"]])
     watch, found, stages = Watch(), list[Look](), {}
     with looking(watch, dev, looks, found, log):
         for name in STAGES:

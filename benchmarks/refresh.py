@@ -125,8 +125,7 @@ def _staleness(root: Path, settings: dict[str, Any], arguments: argparse.Namespa
     settings = settings | {
         "pretrain.steps": STALE_STEPS,
         "pretrain.refresh_every": STALE_EVERY,
-        "pretrain.lag": STALE_EVERY,
-        "pretrain.adopt": "as_soon_as_ready",
+        "pretrain.lag": "auto",
         "pretrain.masked_sentences": 20,
     }
 

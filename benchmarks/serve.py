@@ -59,7 +59,7 @@ EDITED = "{title} keeps a lighthouse in Quornmouth, says edition {number}."
 TICK = os.sysconf("SC_CLK_TCK")
 SMALL = {
     "run.device": "cpu",
-    "snapshot.use_warmup": False,
+    "snapshot.warmup": "",
     "snapshot.whole_documents": True,
     "tag.method": "dates",
     "ict.steps": 1,

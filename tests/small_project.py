@@ -59,7 +59,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "run": {"precision": "fp32", "threads": 1},
     "bert": {"vocabulary": 150, "width": 16, "layers": 1, "heads": 2, "intermediate": 32},
     "sample": {"subjects": 60},
-    "snapshot": {"documents": "documents.jsonl", "use_warmup": False},
+    "snapshot": {"documents": "documents.jsonl", "warmup": ""},
     "questions": {split: f"questions.{split}.jsonl" for split in QUESTIONS},
     "tag": {"method": "given", "train": "tagged.conll", "dev": "tagged.conll", "steps": 4},
     "retriever": {"embedding_width": 8},

@@ -89,12 +89,12 @@ def _allowed(name: object, names: Collection[str]) -> str:
 
 
 def parse_setting(text: str) -> dict[str, dict[str, Any]]:
-    """Parse ``section.key=value`` of the command line, with the value as YAML."""
+    """Parse ``section.key=value`` of the command line, with the value as YAML; none is an empty string."""
     name, equals, value = text.partition("=")
     section, dot, key = name.strip().partition(".")
     if not (equals and dot and section and key):
         raise ValueError(f"--set {text!r} is not of the form section.key=value; for example pretrain.steps=100")
-    return {section: {key: parse_yaml(value, f"--set {text!r}")}}
+    return {section: {key: parse_yaml(value, f"--set {text!r}") if value else ""}}
 
 
 def load_params(path: Path, *, presets: Iterable[Path] = (), settings: Iterable[str] = ()) -> dict[str, dict[str, Any]]:

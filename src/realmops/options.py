@@ -90,8 +90,7 @@ class SnapshotOptions(Section, name="snapshot"):
 
     documents: str = option("data/sample/corpus.jsonl.gz", "a file, a folder, or hf:NAME for a dataset on the hub")
     format: str = option("auto", "auto (by file name and first bytes), or a format of docs/data.md")
-    warmup: str = option("data/sample/warmup.jsonl.gz", "text for the reader's warm-up")
-    use_warmup: bool = option(True, "false: the reader's warm-up uses the documents")
+    warmup: str = option("data/sample/warmup.jsonl.gz", "text for the reader's warm-up; empty: the documents")
     block_wordpieces: Size = option(
         48, "maximum length of a passage: title, text and 3 special wordpieces", paper="288"
     )
@@ -107,7 +106,7 @@ class SnapshotOptions(Section, name="snapshot"):
 
 
 class QuestionFiles(Section, name="questions"):
-    """Question files of the three splits and their format."""
+    """Question files of the three splits; their format is detected by content."""
 
     train: str = option("data/sample/questions.train.jsonl.gz", "JSON lines or another format, optionally gzipped")
     dev: str = option(
@@ -116,9 +115,6 @@ class QuestionFiles(Section, name="questions"):
         "the confidence",
     )
     test: str = option("data/sample/questions.test.jsonl.gz", "only read by evaluate")
-    format: Literal["auto", "jsonl", "json", "curatedtrec", "dpr", "csv"] = option(
-        "auto", "auto (by content), jsonl, json (one list or object), curatedtrec, dpr or csv"
-    )
 
 
 class Tag(Section, name="tag"):
@@ -166,10 +162,6 @@ class RetrieverOptions(Section, name="retriever"):
         "normalised",
         "paper (W times CLS), release (pooler, dense, LayerNorm), normalised (paper's with LayerNorm, / sqrt of "
         "width) or cosine",
-    )
-    temperature: PositiveAmount = option(0.05, "f(x, z) = cosine / temperature, for head: cosine", paper="not used")
-    segments: Literal["auto", "one", "two"] = option(
-        "auto", "two (title 0, body 1), one (all 0), or auto: one for a sentence encoder, else two", paper="two"
     )
     document_vectors: Size = option(
         1, "vectors per passage, scored by the nearest (the index grows in proportion); needs pooling: mean", paper="1"
@@ -326,9 +318,9 @@ class Pretrain(Section, name="pretrain"):
     exclude_trivial: bool = option(True, "exclude the passage of x, and every passage that contains x", paper="true")
     crop_weight: Amount = option(0.0, "weight in the loss of the inverse cloze task on crops", paper="0")
     refresh_every: Size = option(25, "steps between index refreshes, each with a checkpoint", paper="about 500")
-    lag: Count = option(12, "steps from publishing weights to adopting their index (adopt: fixed_lag)")
-    adopt: Literal["fixed_lag", "as_soon_as_ready"] = option(
-        "fixed_lag", "fixed_lag (reproducible) or as_soon_as_ready (clusters)"
+    lag: Count | Literal["auto"] = option(
+        12,
+        "steps from publishing weights to adopting their index (reproducible); auto: immediately (clusters)",
     )
     query_encoder: Literal["snapshot", "fresh"] = option(
         "snapshot", "weights that embed x for the search: snapshot (those of the index) or fresh; release: snapshot"

@@ -95,7 +95,7 @@ def test_two_pods_learn_what_one_process_learns_though_one_is_deleted(applied: l
     [node] = applied[0]["spec"]["template"]["spec"]["replicatedJobs"]
     pod = node["template"]["spec"]["template"]["spec"]
     small = values()
-    changed = {"steps": 300, "refresh_every": 20, "lag": 10, "adopt": "fixed_lag"}
+    changed = {"steps": 300, "refresh_every": 20, "lag": 10}
     small |= {"bert": {**small["bert"], "dropout": 0.0}, "pretrain": {**small["pretrain"], **changed}}
     small |= {"reader": {**small["reader"], **PAPERS_READER}}
     run_pod("before", pod, BEFORE, json.dumps(small))

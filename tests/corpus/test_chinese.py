@@ -35,7 +35,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     documents = [{"title": "", "text": text} for text in TEXTS]
     small_project.write_json_lines(project / "documents.jsonl", documents)
     values = toy_values(
-        snapshot={"language": "zh", "documents": "documents.jsonl", "use_warmup": False, "block_wordpieces": 128},
+        snapshot={"language": "zh", "documents": "documents.jsonl", "warmup": "", "block_wordpieces": 128},
         tag={"method": "phrases"},
         questions=FILES,
         pretrain={"steps": 0},

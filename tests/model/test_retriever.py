@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from realmops import devices
 from realmops.devices import autocast
-from realmops.model.build import build_models
+from realmops.model.build import TEMPERATURE, build_models
 from realmops.model.encoder import Encoder
 from realmops.model.encoder_files import build_small_encoder
 from realmops.model.packed import PackedBatch
@@ -112,14 +112,14 @@ def test_a_mean_is_in_full_precision_whatever_the_stages() -> None:
 
 @torch.no_grad()
 def test_the_vector_that_is_nearest_to_the_query_counts(world: World) -> None:
-    retriever, _ = tiny_models(world, head="cosine", pooling="mean", document_vectors=3, temperature=0.1)
+    retriever, _ = tiny_models(world, head="cosine", pooling="mean", document_vectors=3)
     query_QE, document_NX = retriever.query(batch(world, range(4))), retriever.documents(batch(world))
     score_QN = retriever.scores(query_QE, document_NX)
     width = query_QE.shape[1]
     for q, query_E in enumerate(query_QE):
         for n, document_X in enumerate(document_NX):
             best = max(float(query_E @ document_X[m * width : (m + 1) * width]) for m in range(3))
-            assert float(score_QN[q, n]) == pytest.approx(best / 0.1, abs=1e-5)
+            assert float(score_QN[q, n]) == pytest.approx(best / TEMPERATURE, abs=1e-5)
     torch.testing.assert_close(retriever.relevance(query_QE, document_NX.expand(4, -1, -1)), score_QN)
 
 

@@ -38,12 +38,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "paper, mean alone": {"head": "paper", "projection": "identity", "embedding_width": 0, "pooling": "mean"},
     "release": {"head": "release"},
     "normalised": {"head": "normalised", "projection": "random", "pooling": "mean"},
-    "normalised, one segment": {
-        "head": "normalised", "projection": "identity", "embedding_width": 16, "segments": "one",
-    },
-    "cosine by PCA": {"head": "cosine", "projection": "pca", "pooling": "mean", "segments": "one", "temperature": 0.1},
+    "normalised, identity": {"head": "normalised", "projection": "identity", "embedding_width": 16},
+    "cosine by PCA": {"head": "cosine", "projection": "pca", "pooling": "mean"},
     "first dimensions": {"head": "cosine", "projection": "first", "embedding_width": 12, "pooling": "last"},
-    "bag": {"tower": "bag", "head": "cosine", "temperature": 0.05},
+    "bag": {"tower": "bag", "head": "cosine"},
 }  # fmt: skip
 
 

@@ -40,7 +40,7 @@ SEED = 0
 STEPS = 2
 SAMPLE = {"seed": SEED, "subjects": 60}
 SNAPSHOT = {
-    "documents": "data/sample/corpus.jsonl.gz", "use_warmup": False, "block_wordpieces": 48,
+    "documents": "data/sample/corpus.jsonl.gz", "warmup": "", "block_wordpieces": 48,
     "wikipedia_titles": False, "workers": 1,
 }  # fmt: skip
 BERT = {"vocabulary": 600, "width": 8, "layers": 1, "heads": 1, "intermediate": 8, "positions": 128}

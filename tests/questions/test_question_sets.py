@@ -4,7 +4,6 @@ import csv
 import gzip
 import json
 import re
-import typing
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
@@ -21,8 +20,7 @@ from hypothesis import strategies as st
 from realmops.evaluate.ceilings import answered_in_corpus
 from realmops.evaluate.exact_match import closed_book_floor, score_predictions
 from realmops.evaluate.recall import hit_ranks_by_rule, pad_rankings
-from realmops.options import QuestionFiles
-from realmops.questions.question_files import AUTO, FORMATS
+from realmops.questions.question_files import AUTO
 from realmops.questions.question_sets import (
     Question,
     answers_are_regex,
@@ -155,10 +153,6 @@ def test_questions_without_answers_are_apart(tmp_path: Path) -> None:
     again: list[Question] = []
     assert read_questions([tmp_path / "lines"], format="jsonl", unanswerable=again) == found
     assert again == unanswerable
-
-
-def test_the_options_name_the_formats() -> None:
-    assert typing.get_args(typing.get_type_hints(QuestionFiles)["format"]) == (AUTO, *FORMATS)
 
 
 def test_answers_are_all_expressions_or_none() -> None:

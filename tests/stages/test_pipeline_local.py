@@ -292,7 +292,7 @@ def test_another_text_than_the_corpus_can_be_masked(project: Path, tmp_path: Pat
     news = [{"title": "News", "text": f"The mayor of {town} spoke in 1961."} for town in ("Oslo", "Bergen", "Fjell")]
     small_project.write_json_lines(tmp_path / "news.jsonl", news)
     root = tmp_path / "root"
-    changes = {"snapshot": {"use_warmup": True, "warmup": str(tmp_path / "news.jsonl")}, "tag": {"method": "dates"}}
+    changes = {"snapshot": {"warmup": str(tmp_path / "news.jsonl")}, "tag": {"method": "dates"}}
     values = toy_values(**changes, pretrain={"examples": "warmup", "masked_sentences": 3})
     for name in ("snapshot", "tag", "ict"):
         stage(name, values, project, root)
@@ -328,7 +328,7 @@ def usual(project: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[
         {"masking": "matched_span"},
         {"null_document": False},
         {"exclude_trivial": False},
-        {"adopt": "as_soon_as_ready", "retriever_delay": 0},
+        {"lag": "auto", "retriever_delay": 0},
         {"retriever_delay": 0, "query_encoder": "fresh", "retriever_learning_rate": 0.05},
     ],
     ids=lambda change: ",".join(f"{k}={v}" for k, v in change.items()),
@@ -373,8 +373,8 @@ def test_the_alarm_of_a_collapsed_retriever_is_heard(
         {"share_embedders": False, "head": "paper"},
         {"head": "release"},
         {"tower": "bag", "head": "cosine", "share_embedders": False},
-        {"projection": "pca", "pooling": "mean", "head": "cosine", "segments": "one"},
-        {"projection": "identity", "embedding_width": 16, "head": "cosine", "temperature": 0.1},
+        {"projection": "pca", "pooling": "mean", "head": "cosine"},
+        {"projection": "identity", "embedding_width": 16, "head": "cosine"},
     ],
     ids=lambda value: str(value),
 )

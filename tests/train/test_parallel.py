@@ -39,7 +39,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "bert": {"dropout": 0.0},
     "reader": PAPERS_READER,
     "ict": {"batch_size": 4, "reader_batch_size": 3},
-    "pretrain": {"batch_size": 3, "retriever_learning_rate": 5.0e-5, "adopt": "fixed_lag", "exchange": "auto"},
+    "pretrain": {"batch_size": 3, "retriever_learning_rate": 5.0e-5, "exchange": "auto"},
     "finetune": {"batch_size": 2},
 }
 # The same with all that is not in the paper. Nothing is held out: what is handed on is what was learned, not the start.

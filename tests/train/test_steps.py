@@ -200,7 +200,8 @@ def test_what_is_sent_and_brought_together_stays_the_same() -> None:
 @pytest.mark.parametrize(("pooling", "segments"), [("cls", "two"), ("mean", "one")])
 def test_embeddings_and_what_is_found_with_them_are_those_of_the_cpu(world: World, pooling: str, segments: str) -> None:
     """In batches by length as out of them; for words and embeddings together, too."""
-    retriever, _ = tiny_models(world, pooling=pooling, segments=segments)
+    retriever, _ = tiny_models(world, pooling=pooling)
+    retriever.query.segments = segments  # of both towers
     sequences = document_sequences(world.snapshot, range(len(world.snapshot)))
     texts = [f"{title} {world.snapshot.text(row)}" for row, title in enumerate(world.snapshot.column("title"))][:5]
     queries = query_sequences([world.wordpieces(text) for text in texts])

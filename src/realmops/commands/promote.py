@@ -165,7 +165,7 @@ def read_run(project: Path, root: Path) -> FinishedRun:
         raise ValueError(
             f"{results}: finetune.reader is {reader}, which reads no passages; promote a run with a reader"
         )
-    questions = read_questions([inputs["questions.test"]], format=sections["questions"]["format"])
+    questions = read_questions([inputs["questions.test"]])
     corpus, tuned = (artifacts.read_json(inputs[name] / artifacts.MANIFEST)["files"] for name in ("snapshot", FINETUNE))
     folders = (CORPUS, bm25.FOLDER)  # every model supports search by BM25
     entries = {name: (inputs["snapshot"] / name, e) for name, e in corpus.items() if name.split("/")[0] in folders}

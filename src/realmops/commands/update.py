@@ -158,7 +158,7 @@ def _checked_states(values: Values, project: Path, root: Path) -> tuple[CorpusSt
     if answered.number:
         artifacts.read_manifest(answered.results, ANSWERS)
     path = option_files(STAGES["evaluate"], values, project, root)["questions.test"]
-    questions = read_questions([path], format=values["questions"]["format"])
+    questions = read_questions([path])
     common_languages = Snapshot.open(answered.snapshot / "corpus", verify=False).common_languages
     now = {question.asked: question.answer_rule for question in assign_languages(questions, common_languages)}
     before_rules = {p.asked: p.answer_rule for p in read_predictions(answered.results / PREDICTIONS)}

@@ -35,6 +35,7 @@ from realmops.model.retriever import (
 )
 from realmops.options import BertOptions, ReaderOptions, RetrieverOptions
 
+TEMPERATURE = 0.05  # f(x, z) = cosine / temperature, for head: cosine
 SPARE_WORDPIECES = 128  # rows that an embedding matrix may have beyond its tokenizer's vocabulary, as padding
 
 
@@ -95,7 +96,7 @@ def _build_bag(options: RetrieverOptions, vocabulary: int, generator: torch.Gene
             f"retriever.embedding_width is {options.embedding_width}; a bag has at most one dimension per wordpiece "
             f"({vocabulary}): set retriever.embedding_width={vocabulary} or less"
         )
-    bag = BagOfWords(vocabulary, options.embedding_width, options.temperature)
+    bag = BagOfWords(vocabulary, options.embedding_width, TEMPERATURE)
     with torch.no_grad():
         bag.word.weight.normal_(0.0, 1.0, generator=generator)
     return bag
@@ -110,7 +111,6 @@ def _build_embedder(
 ) -> Embedder:
     """Build an encoder tower; ``folder`` is the pre-trained encoder's, or None for a new one."""
     pooling: str = retriever.pooling
-    segments = retriever.segments
     if pooling == "auto":
         configured = None if folder is None or retriever.head == "release" else sentence_pooling(folder)
         pooling = configured or "cls"
@@ -120,13 +120,7 @@ def _build_embedder(
                 "these modules are ignored, and the retriever starts below the quality of this encoder"
             )
     retriever.check_vectors(pooling)
-    if segments == "auto":
-        is_single = encoder.segments < 2 or (folder is not None and is_sentence_encoder(folder))
-        segments = "one" if is_single else "two"
-    if segments == "two" and encoder.segments < 2:
-        raise ValueError(
-            f"retriever.segments is two, but {encoder.description} has no second segment; set retriever.segments=auto"
-        )
+    is_single = encoder.segments < 2 or (folder is not None and is_sentence_encoder(folder))
     layers = []
     if folder is not None and is_sentence_encoder(folder) and retriever.head != "release":
         layers = [_dense_layer(path) for path in sentence_layers(folder)]
@@ -139,8 +133,8 @@ def _build_embedder(
         retriever.head,
         pooling=pooling,
         projection=retriever.projection,
-        segments=segments,
-        temperature=retriever.temperature,
+        segments="one" if is_single else "two",
+        temperature=TEMPERATURE,
         dense=shapes,
     )
     for layer, (_, state) in zip(tower.dense, layers, strict=True):

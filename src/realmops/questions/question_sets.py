@@ -13,7 +13,7 @@ from realmops.artifacts import digest_of
 from realmops.corpus.languages import ENGLISH, detect_language, load_languages
 from realmops.questions.answer_matching import check_expression
 from realmops.questions.beir_queries import has_queries, qrels_files, read_judged_queries, read_queries
-from realmops.questions.question_files import find_question_reader
+from realmops.questions.question_files import AUTO, find_question_reader
 from realmops.questions.question_forms import QuestionRecord
 from realmops.readers.beir import corpus_file
 from realmops.readers.documents import check_id, check_text
@@ -70,7 +70,9 @@ class Question:
         return "regex_search" if self.is_regex else "token_boundary"
 
 
-def read_questions(paths: Sequence[Path], *, format: str, unanswerable: list[Question] | None = None) -> list[Question]:
+def read_questions(
+    paths: Sequence[Path], *, format: str = AUTO, unanswerable: list[Question] | None = None
+) -> list[Question]:
     """Read the questions of files that have answers, in order.
 
     A question without an id gets one from its content: the same question has the same id in every file.
@@ -117,7 +119,7 @@ def read_judged_questions(folder: Path) -> dict[str, list[Question]]:
 def read_search_questions(path: Path) -> list[Question]:
     """Return the questions of a file to search for, which need no answers in the form of BEIR's queries.jsonl."""
     if not has_queries(path):
-        return read_questions([path], format="auto")
+        return read_questions([path])
     return [Question(record.id, record.question, ()) for record in read_queries(path) if record.question.strip()]
 
 

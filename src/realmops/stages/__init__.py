@@ -223,6 +223,8 @@ def option_files(stage: Stage, values: Values, project: Path, root: Path) -> dic
     for key in stage.files:
         name = get_option(values, key)
         if not name:
+            if key in unused_inputs(values):
+                continue
             raise ValueError(f"{key} is empty; set it to a file or folder")
         base = root if is_stage_output(name) else project
         paths[key] = Path(name) if name.startswith(HUB) else base / name
@@ -285,7 +287,7 @@ def check_files(names: Collection[str], values: Values, project: Path, root: Pat
             if cloze:
                 advice = "run 'realmops cloze' with the same options, which generates it from the corpus"
             advice += {
-                "snapshot.warmup": ", or set snapshot.use_warmup=false: the documents are then used for the warm start",
+                "snapshot.warmup": ", or set snapshot.warmup='': the documents are then used for the warm start",
                 "tag.train": ", or set tag.method to dates, or to given if the documents contain spans",
             }.get(key, "")
             raise ValueError(f"{key} is {value!r}, and {path} does not exist; {advice}")

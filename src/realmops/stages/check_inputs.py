@@ -31,6 +31,6 @@ def _read_external_input(key: str, path: Path, values: Values) -> None:
     elif key == "snapshot.warmup":
         list_sources(path, "auto")
     elif key.startswith("questions."):
-        read_questions([path], format=values["questions"]["format"])
+        read_questions([path])
     elif key.startswith("tag."):
         read_conll(path)

@@ -14,7 +14,7 @@ from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.spans import Spans
 from realmops.devices import device_and_dtype, resolve_device
 from realmops.model.retriever import Retriever, Tower
-from realmops.options import IndexOptions, QuestionFiles, RunOptions
+from realmops.options import IndexOptions, RunOptions
 from realmops.questions.answer_matching import MATCH_SECONDS, compile_expression
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import Question, assign_languages, read_questions
@@ -32,7 +32,7 @@ T = TypeVar("T")
 def load_questions(job: Job, snapshot: Snapshot, split: str) -> list[Question]:
     """Return the questions of a split; warn if source passages of generated questions are missing in the corpus."""
     name = f"questions.{split}"
-    records = read_questions([job.inputs[name]], format=job.section(QuestionFiles).format)
+    records = read_questions([job.inputs[name]])
     questions = assign_languages(records, snapshot.common_languages)
     missing, total = SourcePassages(snapshot).lost(questions)
     if missing:
@@ -48,7 +48,7 @@ def load_unanswerable(job: Job, snapshot: Snapshot, split: str) -> list[Question
     """Return the questions of a split that have no answer, from which a model should abstain."""
     questions: list[Question] = []
     path = job.inputs[f"questions.{split}"]
-    read_questions([path], format=job.section(QuestionFiles).format, unanswerable=questions)
+    read_questions([path], unanswerable=questions)
     return assign_languages(questions, snapshot.common_languages)
 
 

@@ -35,7 +35,7 @@ def unused_inputs(values: Values) -> set[str]:
     """Return the keys of the inputs that no stage reads with these options."""
     from realmops.options import CLOSED_BOOK
 
-    unused = set() if values["snapshot"]["use_warmup"] else {"snapshot.warmup"}
+    unused = set() if values["snapshot"]["warmup"] else {"snapshot.warmup"}
     unused |= set() if values["tag"]["method"] == "tagger" else {"tag.train", "tag.dev"}
     return unused | (set() if values["finetune"]["reader"] in CLOSED_BOOK else {"closed_book.init"})
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -82,11 +82,12 @@ def run(job: Job) -> dict[str, Any]:
 
     best = BestCheckpoint(job.work / "best", TextFormat.of(snapshot))
     measure = _build_measure(job, masked, realm, best)
-    policy = RefreshPolicy(options.adopt, options.max_staleness_steps, options.on_stale, options.builder_timeout)
+    adopt: Literal["fixed_lag", "as_soon_as_ready"] = "as_soon_as_ready" if options.lag == "auto" else "fixed_lag"
+    policy = RefreshPolicy(adopt, options.max_staleness_steps, options.on_stale, options.builder_timeout)
     refresh = RefreshSchedule(
         options.steps,
         options.refresh_every,
-        options.lag,
+        0 if options.lag == "auto" else options.lag,
         delay=options.retriever_delay,
         builder=options.builder,
         exchange=options.exchange,
@@ -121,8 +122,8 @@ def _examples(job: Job, corpus: Snapshot, **changes: Any) -> Examples:
     options = job.section(Pretrain).model_copy(update=changes)
     if options.examples == "warmup" and not (job.inputs["snapshot"] / "warmup").is_dir():
         raise ValueError(
-            f"pretrain.examples is warmup, but {job.inputs['snapshot']} has no warm-up text; set snapshot.warmup and "
-            "snapshot.use_warmup=true, or set pretrain.examples=corpus"
+            f"pretrain.examples is warmup, but {job.inputs['snapshot']} has no warm-up text; set snapshot.warmup, or "
+            "set pretrain.examples=corpus"
         )
     text = corpus if options.examples == "corpus" else open_snapshot(job, "warmup")
     spans = open_spans(job, text, options.examples)

@@ -34,7 +34,7 @@ def run(job: Job) -> dict[str, Any]:
     options = job.section(SnapshotOptions)
     check_language(options.language)
     texts = {"corpus": list_sources(job.inputs["snapshot.documents"], options.format)}
-    if options.use_warmup:
+    if options.warmup:
         texts["warmup"] = list_sources(job.inputs["snapshot.warmup"], "auto")
     vocabulary = _vocabulary(job, [source for group in texts.values() for source in group])
     try:

@@ -50,7 +50,7 @@ class IndexSource(Protocol):
 
 
 def generation_in_use(step: int, *, refresh_every: int, lag: int) -> int:
-    """Return the step whose weights built the index of training step ``step`` under ``adopt: fixed_lag``."""
+    """Return the step whose weights built the index of training step ``step`` under a fixed lag."""
     assert step >= 0
     return max(0, (step - lag) // refresh_every * refresh_every)
 
