@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from realmops.corpus.vocabulary import bert_words, build_tokenizer, learn_pieces
 from realmops.model.encoder import Encoder
 from realmops.model.masked_word_head import MaskedWordHead
-from realmops.model.transformers_models import remove_pooler, skip_weight_init
+from realmops.model.transformers_models import skip_weight_init
 from realmops.sample.corpus import build_world
 
 VOCABULARY = 30_522
@@ -39,7 +39,7 @@ def random_bert(shape: str, std: float = 0.02) -> tuple[Encoder, MaskedWordHead]
     with skip_weight_init():
         model = BertForMaskedLM(BertConfig(**SHAPES[shape]))
     model.tie_weights()
-    encoder, head = Encoder(remove_pooler(model.bert), packs=True), MaskedWordHead(model)
+    encoder, head = Encoder(model.bert, packs=True), MaskedWordHead(model)
     with torch.no_grad():
         for part in (encoder, head):
             for name, parameter in part.named_parameters():

@@ -30,7 +30,6 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENAS = -1, -3, -8  # parameters of mallopt(
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device of ``run.device``; ``auto`` is the GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
@@ -41,12 +40,8 @@ def resolve_device(name: str) -> torch.device:
 def resolve_precision(name: str, device: torch.device, width: float = math.inf) -> torch.dtype:
     """Return the dtype of ``run.precision``; ``auto`` is bf16 on hardware with bf16 products, else fp32.
 
-    With AMX it is fp32 up to a width of ``NARROW``, where fp32 was measured faster (benchmarks/LOG.md).
-
-    Args:
-        name: value of ``run.precision``.
-        device: device of the models.
-        width: of the widest encoder that computes in this dtype.
+    With AMX it is fp32 up to a ``width`` of the widest encoder of ``NARROW``, where that was measured faster
+    (benchmarks/LOG.md).
     """
     if name != "auto":
         return DTYPES[name]
@@ -57,7 +52,6 @@ def resolve_precision(name: str, device: torch.device, width: float = math.inf) 
 
 
 def supports_bf16() -> bool:
-    """Return whether this processor multiplies bf16 in hardware."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
@@ -68,7 +62,7 @@ def supports_int8() -> bool:
 
 
 def device_and_dtype(run: RunOptions, *models: nn.Module | None) -> tuple[torch.device, torch.dtype]:
-    """Return device and dtype of ``run.device`` and ``run.precision`` for models that compute together."""
+    """Return device and dtype of models that compute together."""
     device = resolve_device(run.device)
     weights = (weight for model in models if model is not None for weight in model.parameters())
     width = max((min(weight.shape) for weight in weights if weight.ndim == 2), default=0)
@@ -84,7 +78,7 @@ def autocast(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def disable_autocast(device: torch.device) -> Iterator[None]:
-    """Context manager: disable :func:`autocast`, so that products of fp32 tensors are computed in fp32."""
+    """Context manager: compute products of fp32 tensors in fp32."""
     has_autocast = torch.amp.is_autocast_available(device.type)
     with torch.autocast(device.type, enabled=False) if has_autocast else nullcontext():
         yield
@@ -93,8 +87,7 @@ def disable_autocast(device: torch.device) -> Iterator[None]:
 def freeze_linear_weights(module: nn.Module, dtype: torch.dtype) -> None:
     """Freeze linear layers and cast them to the dtype that :func:`autocast` multiplies in, in place.
 
-    The results are equal; otherwise every batch casts all weights, which takes longer than the products of a single
-    question.
+    Otherwise every batch casts all weights, which takes longer than the products of a single question.
     """
     for part in module.modules():
         if isinstance(part, nn.Linear):
@@ -103,7 +96,7 @@ def freeze_linear_weights(module: nn.Module, dtype: torch.dtype) -> None:
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Context manager: switch a module to eval mode; the last of several concurrent callers restores its mode."""
+    """Context manager: switch a module to eval mode; the last of concurrent callers restores its mode."""
     with _EVALUATING_LOCK:
         callers, was_training = _EVALUATING.get(module, (0, module.training))
         _EVALUATING[module] = callers + 1, was_training
@@ -158,9 +151,8 @@ def to_host(*tensors: Tensor) -> list[Tensor]:
 def resolve_threads(threads: int | Literal["auto"], width: float = math.inf) -> int:
     """Return the number of CPU threads of ``run.threads``.
 
-    ``auto`` is OMP_NUM_THREADS if that is set, else the CPUs that scheduler and cgroup (v2) give this process, shared
-    among the processes of torchrun, and at most ``_MOST_THREADS``. For encoders of a ``width`` up to ``NARROW`` it is
-    1, except with AMX: a second thread was measured slower there (benchmarks/LOG.md).
+    ``auto`` is OMP_NUM_THREADS, or the CPUs of this process (scheduler and cgroup v2), shared among the processes of
+    torchrun. Without AMX it is 1 up to a ``width`` of ``NARROW``: a second thread was slower (benchmarks/LOG.md).
     """
     if threads != "auto":
         return threads
@@ -176,7 +168,7 @@ def resolve_threads(threads: int | Literal["auto"], width: float = math.inf) -> 
 
 
 def configure_process(threads: int | Literal["auto"]) -> None:
-    """Configure threads, malloc and caches of a process, before a stage or a server computes with models."""
+    """Configure threads, malloc and caches of a process."""
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _PRIMITIVES)
     configure_malloc()
     torch.set_num_threads(resolve_threads(threads))
@@ -185,7 +177,7 @@ def configure_process(threads: int | Literal["auto"]) -> None:
 
 
 def release_memory() -> None:
-    """Return the memory of a finished stage to the system: of its models, of their GPU, and what malloc keeps."""
+    """Return the memory of a finished stage to the system."""
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
@@ -193,10 +185,7 @@ def release_memory() -> None:
 
 
 def configure_malloc() -> None:
-    """Let glibc reuse freed memory for the next step, since page faults of new memory cost more than the computation.
-
-    Memory that is free now, such as that of an earlier stage, is returned to the system.
-    """
+    """Return free memory to the system, and let glibc reuse what is freed later: page faults take longer."""
     with suppress(OSError, AttributeError):  # not glibc
         libc = ctypes.CDLL(None)
         libc.malloc_trim(0)

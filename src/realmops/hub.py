@@ -7,13 +7,15 @@ reads the latter, with torch's restricted unpickler, which builds tensors and ca
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Pooling = Literal["cls", "mean", "last"]
 CONFIG = "config.json"
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 BIN = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -28,7 +30,7 @@ MODULES = "modules.json"  # of a sentence encoder: its modules in order
 HUB_SECONDS = 5.0  # timeout of a question to the hub
 _COMMON = (CONFIG, VOCABULARY, TOKENIZER, TOKENIZER_CONFIG, POOLING, MODULES)
 _POOLING_MODE = "pooling_mode_"
-_POOLED = {"cls": "cls", "cls_token": "cls", "mean": "mean", "mean_tokens": "mean", "lasttoken": "last"}
+_POOLED: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 _USED_MODULES = {"Transformer", "Pooling", "Normalize", "Dense"}
 _DENSE = ("*_Dense/config.json", "*_Dense/model.safetensors")
 _DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # sentence-transformers writes "document" even if it is empty
@@ -37,7 +39,7 @@ _SHARDS = ("model-*.safetensors", "pytorch_model-*.bin")
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """A kind of pre-trained model: its option, and the alternative files of weights and vocabulary in its folder."""
+    """A kind of pre-trained model: its option, and the alternative files of its folder."""
 
     option: str
     name: str
@@ -47,10 +49,18 @@ class ModelFamily:
     fallback: str = "small"  # value of the option that needs no folder
 
     @property
-    def advice(self) -> str:
-        """Required files of a folder, as a clause for messages."""
+    def required(self) -> dict[str, tuple[str, ...]]:
+        """Alternative files by their description."""
         weights = " or ".join(whole for whole, _ in self.weights)
-        return f"the folder of a {self.name} has {CONFIG}, {weights}, and {' or '.join(self.vocabulary)}"
+        vocabulary = " or ".join(self.vocabulary)
+        return {CONFIG: (CONFIG,), weights: sum(self.weights, ()), vocabulary: self.vocabulary}
+
+    @property
+    def advice(self) -> str:
+        return f"the folder of a {self.name} has {', '.join(self.required)}"
+
+    def missing(self, folder: Path) -> list[str]:
+        return [what for what, names in self.required.items() if not any((folder / name).is_file() for name in names)]
 
 
 BERT = ModelFamily("retriever.init", "BERT encoder", (SAFETENSORS, BIN), (VOCABULARY, TOKENIZER))
@@ -69,15 +79,10 @@ def encoder_folder(init: str, family: ModelFamily = BERT) -> Path:
     """Return the folder of a pre-trained model: ``init`` itself, or the hub's download of that name.
 
     A complete copy in the hub's cache is used without a request; otherwise the model is downloaded, unless
-    HF_HUB_OFFLINE is set.
-
-    Raises:
-        ValueError: the model is neither local nor downloadable, or files are missing; names what to download.
+    HF_HUB_OFFLINE is set. Raises ValueError with what to download if files are missing.
     """
-    folder = Path(init)
-    if not folder.is_dir():
-        folder = _from_hub(init, family)
-    if missing := _missing(folder, family):
+    folder = Path(init) if Path(init).is_dir() else _from_hub(init, family)
+    if missing := family.missing(folder):
         raise ValueError(f"{folder} lacks {', '.join(missing)}; {family.advice}")
     return folder
 
@@ -104,9 +109,8 @@ def describe_model(name: str) -> HubModel | None:
         found = HfApi().model_info(name, files_metadata=True, timeout=HUB_SECONDS)
     except Exception:  # no network, unknown name, an error of the hub: it is not proposed
         return None
-    files = [file for file in found.siblings or () if file.rfilename.endswith(".safetensors")]
-    licence = getattr(found.card_data, "license", None) or "unknown"
-    return HubModel(name, str(licence), sum(file.size or 0 for file in files))
+    size = sum(file.size or 0 for file in found.siblings or () if file.rfilename.endswith(".safetensors"))
+    return HubModel(name, str(getattr(found.card_data, "license", None) or "unknown"), size)
 
 
 def is_cached(name: str) -> bool:
@@ -121,20 +125,19 @@ def encoder_files(init: str, family: ModelFamily = BERT) -> dict[str, Path]:
     if init == "small":
         return {}
     folder = encoder_folder(init, family)
-    if family is READER:
-        files = [folder / name for name in (CONFIG, *family.vocabulary, *family.more)]
-        return {path.name: path for path in (*filter(Path.is_file, files), *_weight_files(folder))}
-    names = [*_COMMON, *([] if is_bert(folder) else [SPECIAL_TOKENS_MAP])]
-    names += [SENTENCE_CONFIG] if any(sentence_prompts(folder)) else []
-    files = [folder / name for name in names if (folder / name).is_file()]
-    for layer in sentence_layers(folder):
-        files += [layer / CONFIG, *_weight_files(layer)]
-    return {path.relative_to(folder).as_posix(): path for path in (*files, *_weight_files(folder))}
+    names, layers = [CONFIG, *family.vocabulary, *family.more], []
+    if family is not READER:
+        names, layers = [*_COMMON], sentence_layers(folder)
+        names += [] if is_bert(folder) else [SPECIAL_TOKENS_MAP]
+        names += [SENTENCE_CONFIG] if any(sentence_prompts(folder)) else []
+    files = [*filter(Path.is_file, (folder / name for name in names)), *(layer / CONFIG for layer in layers)]
+    files += [weights for part in (*layers, folder) for weights in _weight_files(part)]
+    return {path.relative_to(folder).as_posix(): path for path in files}
 
 
 def is_bert(folder: Path) -> bool:
     """Return whether the configuration is that of a BERT, whose special tokens need no ``SPECIAL_TOKENS_MAP``."""
-    return read_optional_json(folder / CONFIG, "model configuration").get("model_type", "bert") in ("bert", "realm")
+    return read_optional_json(folder / CONFIG).get("model_type", "bert") in ("bert", "realm")
 
 
 def is_sentence_encoder(folder: Path) -> bool:
@@ -142,20 +145,13 @@ def is_sentence_encoder(folder: Path) -> bool:
     return (folder / POOLING).is_file()
 
 
-def sentence_pooling(folder: Path) -> str | None:
-    """Return a sentence encoder's pooling (``cls``, ``mean`` or ``last``), None for other encoders.
-
-    Raises:
-        ValueError: the pooling is not supported.
-    """
-    if not is_sentence_encoder(folder):
-        return None
-    values = _read_object(folder / POOLING, "pooling of a sentence encoder")
+def sentence_pooling(folder: Path) -> Pooling:
+    """Return a sentence encoder's pooling; raise ValueError if it is another."""
+    values = _read_object(folder / POOLING)
     modes = values.get("pooling_mode")
     if modes is None:  # before sentence-transformers 6: a flag per mode
-        modes = [
-            key.removeprefix(_POOLING_MODE) for key, is_on in values.items() if key.startswith(_POOLING_MODE) and is_on
-        ]
+        flags = [key for key, is_on in values.items() if key.startswith(_POOLING_MODE) and is_on]
+        modes = [key.removeprefix(_POOLING_MODE).removesuffix("_token").removesuffix("_tokens") for key in flags]
     modes = modes if isinstance(modes, list) else [modes]
     if len(modes) != 1 or modes[0] not in _POOLED:
         raise ValueError(
@@ -171,7 +167,7 @@ def sentence_pooling(folder: Path) -> str | None:
 
 def sentence_layers(folder: Path) -> list[Path]:
     """Return the folders of a sentence encoder's dense layers in order; raise ValueError for an invalid path."""
-    names = [str(module.get("path")) for module in _modules(folder) if _kind(module) == "Dense"]
+    names = [path for kind, path in _modules(folder) if kind == "Dense"]
     for name in names:
         if Path(name).name != name or not (folder / name / CONFIG).is_file():
             raise ValueError(f"{folder / MODULES}: {name!r} is not the folder of a layer; download the encoder again")
@@ -181,7 +177,7 @@ def sentence_layers(folder: Path) -> list[Path]:
 def sentence_prompts(folder: Path) -> tuple[str, str]:
     """Return a sentence encoder's prompts of queries and of documents; raise ValueError if they are invalid."""
     path = folder / SENTENCE_CONFIG
-    values = read_optional_json(path, "configuration of a sentence encoder")
+    values = read_optional_json(path)
     prompts: Any = values.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise ValueError(f"{path}: prompts is {prompts!r}; expected a mapping from names to strings")
@@ -192,56 +188,43 @@ def sentence_prompts(folder: Path) -> tuple[str, str]:
 
 def unused_modules(folder: Path) -> list[str]:
     """Return the types of a sentence encoder's modules that are ignored here (all but ``_USED_MODULES``)."""
-    return [kind for kind in map(_kind, _modules(folder)) if kind not in _USED_MODULES]
+    return [kind for kind, _ in _modules(folder) if kind not in _USED_MODULES]
 
 
-def _modules(folder: Path) -> list[dict[str, Any]]:
+def _modules(folder: Path) -> list[tuple[str, str]]:
+    """Return type and path of a sentence encoder's modules."""
     path = folder / MODULES
-    if not path.is_file():
-        return []
     try:
-        modules = list(json.loads(path.read_bytes()))
-        for module in modules:
-            module["type"].rpartition(".")
+        modules = json.loads(path.read_bytes()) if path.is_file() else []
+        return [(module["type"].rpartition(".")[2], str(module.get("path"))) for module in modules]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a list of a sentence encoder's modules ({error}); download it again") from None
-    return modules
-
-
-def _kind(module: dict[str, Any]) -> str:
-    return str(module["type"]).rpartition(".")[2]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read ``config.json``; raise ValueError if it is not a JSON object."""
-    return _read_object(folder / CONFIG, "model configuration")
+    return _read_object(folder / CONFIG)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """Read all parameters of a folder by name, memory-mapped; raise ValueError if a file is missing or damaged."""
-    weights: dict[str, Tensor] = {}
-    for path in _weight_files(folder):
-        if path.suffix != ".json":
-            weights |= _read_weights(path)
-    return weights
+    files = [_read_weights(path) for path in _weight_files(folder) if path.suffix != ".json"]
+    return {name: tensor for weights in files for name, tensor in weights.items()}
 
 
-def read_optional_json(path: Path, what: str) -> dict[str, Any]:
+def read_optional_json(path: Path) -> dict[str, Any]:
     """Read a JSON object, empty if the file does not exist; raise ValueError if it is something else."""
-    return _read_object(path, what) if path.is_file() else {}
+    return _read_object(path) if path.is_file() else {}
 
 
 def _from_hub(name: str, family: ModelFamily) -> Path:
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        try:
+        with suppress(LocalEntryNotFoundError):
             folder = Path(snapshot_download(name, local_files_only=True))
-            if not _missing(folder, family):
+            if not family.missing(folder):
                 return folder
-        except LocalEntryNotFoundError:
-            pass
         patterns = [*_COMMON, SPECIAL_TOKENS_MAP, SENTENCE_CONFIG, *_DENSE, *family.vocabulary, *family.more]
         folder = Path(snapshot_download(name, allow_patterns=[*patterns, *SAFETENSORS, _SHARDS[0]]))
         if BIN in family.weights and not any((folder / weights).is_file() for weights in SAFETENSORS):
@@ -251,23 +234,12 @@ def _from_hub(name: str, family: ModelFamily) -> Path:
         raise ValueError(
             f"{family.option} is {name!r}: no such folder, and the download failed ({type(error).__name__}). On a "
             f"machine with a network run 'hf download {name} --local-dir {target}', copy that folder here and set "
-            f"{family.option} to its path, or copy the hub's cache to {constants.HF_HUB_CACHE}; {family.advice}. "
-            f"Or set {family.option}={family.fallback}"
+            f"{family.option} to its path; {family.advice}. Or set {family.option}={family.fallback}"
         ) from None
     return folder
 
 
-def _missing(folder: Path, family: ModelFamily) -> list[str]:
-    required = {
-        CONFIG: (CONFIG,),
-        " or ".join(whole for whole, _ in family.weights): sum(family.weights, ()),
-        " or ".join(family.vocabulary): family.vocabulary,
-    }
-    return [what for what, names in required.items() if not any((folder / name).is_file() for name in names)]
-
-
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the files of weights, preceded by their index if there are several."""
     for whole, index in (SAFETENSORS, BIN):
         if (folder / whole).is_file():
             return [folder / whole]
@@ -277,7 +249,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _shards(index: Path) -> list[Path]:
-    names = _read_object(index, "index of weights").get("weight_map")
+    names = _read_object(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f"{index} has no weight_map from parameters to files; download it again")
     files = sorted(set(names.values()))
@@ -290,32 +262,30 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of one file without executing any of its content."""
     import torch
     from safetensors.torch import load_file
 
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        weights = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        weights: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # any error of either library: the file is unusable
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
             f"{path} is damaged or not a weights file ({type(error).__name__}: {reason}); none of it was executed: "
             f"download it again, or use the model's {SAFETENSORS[0]} from a source that you trust"
         ) from None
-    if not isinstance(weights, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in weights.items()
-    ):
+    pairs = weights.items() if isinstance(weights, dict) else [(None, None)]
+    if not all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in pairs):
         raise ValueError(f"{path} is not a mapping from names to tensors; use the model's {SAFETENSORS[0]}")
-    return weights
+    return dict(weights)
 
 
-def _read_object(path: Path, what: str) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path} is not a JSON object; expected a {what}")
+        raise ValueError(f"{path} is not a JSON object; download it again")
     return value

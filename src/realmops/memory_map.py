@@ -102,7 +102,7 @@ def _register(buffer: mmap.mmap) -> mmap.mmap:
 
 
 def memory_bytes() -> int:
-    """Return this machine's memory in bytes, at most the memory limit of this process's control group."""
+    """Return this machine's memory in bytes, at most the limit of this process's control group."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # no control groups, or the limit is "max"
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))

@@ -201,7 +201,7 @@ def test_dropout_is_the_folders_own_or_another(family: str, tmp_path: Path) -> N
 
 
 REFUSED = {
-    "two halves": ({"model_type": "t5"}, r"'t5' is an encoder-decoder.*for example .*roberta"),
+    "two halves": ({"model_type": "t5"}, r"'t5' is an encoder-decoder.*for example, .*roberta"),
     "no texts": ({"model_type": "vit"}, r"'vit' is no text encoder; .*ModernBERT-base"),
     "a BERT as decoder": ({"model_type": "albert", "is_decoder": True}, r"'albert' is configured as a decoder"),
     "own code": ({"model_type": "mine", "auto_map": {}}, r"'mine' needs custom code .*never executed"),

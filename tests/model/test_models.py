@@ -44,7 +44,7 @@ def test_the_papers_head_is_w_times_cls(world: World) -> None:
     retriever, _ = tiny_models(world, head="paper")
     tower = retriever.query
     assert [name for name, _ in tower.named_parameters() if not name.startswith("bert.")] == ["projection.weight"]
-    cls_BD = tower.bert.cls(batch(world))
+    cls_BD = tower.pool(batch(world))
     torch.testing.assert_close(tower(batch(world)), cls_BD @ tower.projection.weight.T)
     assert retriever.scale == 1.0
 

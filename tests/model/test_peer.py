@@ -19,7 +19,7 @@ from realmops.model.encoder import Encoder
 from realmops.model.masked_word_head import MaskedWordHead
 from realmops.model.packed import PackedBatch
 from realmops.model.reader import DocumentRows, Reader, SpanHead, enumerate_spans
-from realmops.model.transformers_models import MASKED_WORDS, load_transformers_model, remove_pooler
+from realmops.model.transformers_models import MASKED_WORDS, load_transformers_model
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "peer_realm.safetensors"
 EXACT = {"rtol": 0.0, "atol": 1e-5}
@@ -47,7 +47,7 @@ def state_of(peer: dict[str, Tensor], module: str) -> dict[str, Tensor]:
 
 def reader(peer: dict[str, Tensor], module: str, config: dict[str, Any]) -> Reader:
     model, _ = load_transformers_model(state_of(peer, module), config, module, MASKED_WORDS)
-    return Reader(Encoder(remove_pooler(model.base_model)), MaskedWordHead(model)).eval()
+    return Reader(Encoder(model.base_model), MaskedWordHead(model)).eval()
 
 
 def span_head(state: dict[str, Tensor]) -> SpanHead:

@@ -20,7 +20,6 @@ from realmops.devices import supports_bf16
 from realmops.model import packed
 from realmops.model.encoder import Encoder
 from realmops.model.retriever import BagOfWords, Embedder
-from realmops.model.transformers_models import remove_pooler
 from realmops.search import openvino
 from realmops.search.embed import Sequences, embed, embed_documents
 from realmops.search.embeddings import embed_changed, embed_corpus
@@ -49,7 +48,7 @@ def encoder(kind: str, width: int = 48, inner: int = 96, **changes: Any) -> Enco
         shape = {"dim": width, "hidden_dim": inner}
     shape |= {"vocab_size": WORDS, "max_position_embeddings": LONGEST, "pad_token_id": 0, "initializer_range": 0.1}
     shape |= {**KINDS[kind], **changes}
-    return Encoder(remove_pooler(AutoModel.from_config(AutoConfig.for_model(kind, **shape))))
+    return Encoder(AutoModel.from_config(AutoConfig.for_model(kind, **shape)))
 
 
 def tower(kind: str = "bert", **how: Any) -> Embedder:

@@ -39,7 +39,7 @@ def read_encoder_tokenizer(folder: Path) -> tuple[list[str], Casing, str | None]
     Raises:
         ValueError: the tokenizer is invalid, or has no token that begins a sequence or ends its parts.
     """
-    stated = read_optional_json(folder / TOKENIZER, "tokenizer")
+    stated = read_optional_json(folder / TOKENIZER)
     names = _special_names(folder)
     kind = (stated.get("model") or {}).get("type", "WordPiece")  # old files state no type
     splits = (stated.get("pre_tokenizer") or {}).get("type", "BertPreTokenizer")
@@ -68,8 +68,8 @@ def read_encoder_tokenizer(folder: Path) -> tuple[list[str], Casing, str | None]
 
 def _special_names(folder: Path) -> dict[str, str]:
     """Return the special tokens of a folder by role; ``bos`` and ``eos`` replace a missing ``cls`` and ``sep``."""
-    stated = {} if is_bert(folder) else read_optional_json(folder / SPECIAL_TOKENS_MAP, "map of special tokens")
-    stated |= read_optional_json(folder / TOKENIZER_CONFIG, "tokenizer configuration")
+    stated = {} if is_bert(folder) else read_optional_json(folder / SPECIAL_TOKENS_MAP)
+    stated |= read_optional_json(folder / TOKENIZER_CONFIG)
     items = ((role, value.get("content") if isinstance(value, dict) else value) for role, value in stated.items())
     named = {role: name for role, name in items if role.endswith("_token") and isinstance(name, str)}
     for role, other in (("cls_token", "bos_token"), ("sep_token", "eos_token")):
@@ -121,13 +121,13 @@ def read_encoder_vocabulary(folder: Path) -> tuple[list[str], Casing]:
     Raises:
         ValueError: the tokenizer is not BERT's.
     """
-    tokenizer = read_optional_json(folder / TOKENIZER, "tokenizer")
+    tokenizer = read_optional_json(folder / TOKENIZER)
     if (folder / VOCABULARY).is_file():
         pieces = read_vocabulary(folder / VOCABULARY)
     else:
         pieces = _wordpiece_vocabulary(tokenizer, folder / TOKENIZER)
     normalizer = tokenizer.get("normalizer") or {}
-    stated = read_optional_json(folder / TOKENIZER_CONFIG, "tokenizer configuration")
+    stated = read_optional_json(folder / TOKENIZER_CONFIG)
     lowercase = stated.get("do_lower_case", normalizer.get("lowercase", not _has_capitals(pieces)))
     accents = stated.get("strip_accents", normalizer.get("strip_accents"))
     for key, value in (("do_lower_case", lowercase), ("strip_accents", accents)):

@@ -47,39 +47,22 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute softmax attention per packed sequence, as an attention function of transformers.
 
-    Args:
-        module: attention layer; its ``is_causal`` is the default of ``is_causal``.
-        query_1HTE: queries of the whole batch.
-        key_1HTE: keys; a divisor of H heads where several query heads share one.
-        value_1HTE: values, with the heads of the keys.
-        mask: unused; ``packed`` defines which wordpieces belong together.
-        packed: the batch; rows after its last wordpiece get zeros.
-        scaling: factor of the scores; E ** -0.5 by default.
-        dropout: dropout probability of the attention weights.
-        sliding_window: a wordpiece attends to wordpieces at a smaller distance than this.
-        is_causal: whether a wordpiece attends only to itself and earlier ones.
-
-    Returns:
-        The attention output 1 x T x H x E, and None instead of attention weights.
+    Keys and values may have fewer heads than queries. A wordpiece attends to others at a smaller distance than
+    ``sliding_window``; if causal (by default as ``module`` is), only to earlier ones. Rows after the batch get zeros.
     """
     rows = query_1HTE.shape[2]
     scale = query_1HTE.shape[-1] ** -0.5 if scaling is None else scaling
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     max_distance = None if sliding_window is None else sliding_window - 1
     q_THE, k_THE, v_THE = (x[0].transpose(0, 1)[: packed.wordpieces] for x in (query_1HTE, key_1HTE, value_1HTE))
-    if not dropout and _supports_flash(v_THE):
+    is_half = v_THE.is_cuda and v_THE.dtype in (torch.bfloat16, torch.float16)
+    if not dropout and is_half and torch.backends.cuda.is_flash_attention_available():
         y_THE = _flash(q_THE.to(v_THE.dtype), k_THE.to(v_THE.dtype), v_THE, packed, scale, max_distance, causal)
     else:
         y_THE = _padded(q_THE, k_THE, v_THE, packed, scale, dropout, max_distance, causal)
     if packed.wordpieces is not None:  # a traced batch has dynamic sizes, and no rows after its last wordpiece
         y_THE = F.pad(y_THE, (0, 0, 0, 0, 0, rows - len(y_THE)))
     return y_THE[None], None
-
-
-def _supports_flash(x: Tensor) -> bool:
-    """Return whether flash attention supports this device and dtype."""
-    half = x.dtype in (torch.bfloat16, torch.float16)
-    return x.is_cuda and half and torch.backends.cuda.is_flash_attention_available()
 
 
 def _flash(
@@ -113,24 +96,15 @@ def _padded(
     q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, packed: PackedBatch, scale: float, dropout: float,
     max_distance: int | None, causal: bool,
 ) -> Tensor:  # fmt: skip
-    packed.pad()
     k_THE, v_THE = _repeat_heads(k_THE, q_THE), _repeat_heads(v_THE, q_THE)
-    parts = [packed.split(_to_padded(x_THE.flatten(1), packed)) for x_THE in (q_THE, k_THE, v_THE)]
+    parts = [packed.split(x_THE.flatten(1)) for x_THE in (q_THE, k_THE, v_THE)]
     heads = q_THE.shape[1]
     outputs = []
     for q_PD, k_PD, v_PD, group in zip(*parts, packed.groups, strict=True):
         shape = (group.size, group.longest, heads, -1)
         q_GHLE, k_GHLE, v_GHLE = (x_PD.view(shape).transpose(1, 2) for x_PD in (q_PD, k_PD, v_PD))
         outputs.append(_attend_group(q_GHLE, k_GHLE, v_GHLE, group, scale, dropout, max_distance, causal))
-    y_PD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    y_TD = y_PD if packed.in_place else y_PD.index_select(0, packed.padded_row_T)
-    return y_TD.view(-1, heads, v_THE.shape[2])
-
-
-def _to_padded(x_TD: Tensor, packed: PackedBatch) -> Tensor:
-    if packed.in_place:
-        return x_TD
-    return x_TD.new_zeros(packed.padded_rows, x_TD.shape[1]).index_copy_(0, packed.padded_row_T, x_TD)
+    return packed.join(outputs).view(-1, heads, v_THE.shape[2])
 
 
 def _attend_group(

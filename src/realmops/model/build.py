@@ -1,17 +1,16 @@
 """Build retriever and reader from options, before training."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from realmops.artifacts import seed_for
 from realmops.hub import (
     CONFIG,
     MODULES,
-    POOLING,
     encoder_folder,
     is_sentence_encoder,
     read_optional_json,
@@ -23,7 +22,7 @@ from realmops.hub import (
 from realmops.model.encoder import Encoder
 from realmops.model.encoder_files import build_small_encoder, load_encoder
 from realmops.model.masked_word_head import MaskedWordHead
-from realmops.model.reader import READERS, Reader, SpanHead, initialise_span_head
+from realmops.model.reader import READERS, Reader, SpanHead
 from realmops.model.retriever import (
     ACTIVATIONS,
     BagOfWords,
@@ -74,12 +73,10 @@ def build_models(
     """
     encoder, head = build_encoder(retriever.init, bert, vocabulary, seed)
     generator = torch.Generator().manual_seed(seed_for(seed, "projection"))
-    query: Tower
     if retriever.tower == "bag":
-        query = _build_bag(retriever, vocabulary, generator)
+        query: Tower = _build_bag(retriever, vocabulary, generator)
     else:
-        folder = None if retriever.init == "small" else encoder_folder(retriever.init)
-        query = _build_embedder(folder, retriever, copy.deepcopy(encoder), generator, warn)
+        query = _build_embedder(retriever, copy.deepcopy(encoder), generator, warn)
     document = query if retriever.share_embedders else copy.deepcopy(query)
     reader_class = READERS["apart" if reader.apart else "together"]
     return (
@@ -89,8 +86,6 @@ def build_models(
 
 
 def _build_bag(options: RetrieverOptions, vocabulary: int, generator: torch.Generator) -> BagOfWords:
-    assert options.head == "cosine", options.head
-    assert options.embedding_width, "RetrieverOptions"
     if options.embedding_width > vocabulary:
         raise ValueError(
             f"retriever.embedding_width is {options.embedding_width}; a bag has at most one dimension per wordpiece "
@@ -103,27 +98,21 @@ def _build_bag(options: RetrieverOptions, vocabulary: int, generator: torch.Gene
 
 
 def _build_embedder(
-    folder: Path | None,
-    retriever: RetrieverOptions,
-    encoder: Encoder,
-    generator: torch.Generator,
-    warn: Callable[[str], None] | None,
+    retriever: RetrieverOptions, encoder: Encoder, generator: torch.Generator, warn: Callable[[str], None] | None
 ) -> Embedder:
-    """Build an encoder tower; ``folder`` is the pre-trained encoder's, or None for a new one."""
-    pooling: str = retriever.pooling
+    folder = None if retriever.init == "small" else encoder_folder(retriever.init)
+    sentence = None if folder is None or not is_sentence_encoder(folder) else folder
+    configured = None if retriever.head == "release" else sentence
+    pooling = retriever.pooling
     if pooling == "auto":
-        configured = None if folder is None or retriever.head == "release" else sentence_pooling(folder)
-        pooling = configured or "cls"
-        if folder is not None and configured and warn is not None and (unused := unused_modules(folder)):
+        pooling = "cls" if configured is None else sentence_pooling(configured)
+        if configured is not None and warn is not None and (unused := unused_modules(configured)):
             warn(
-                f"{folder / MODULES} names {', '.join(unused)} in addition to the encoder and its pooling ({POOLING}): "
-                "these modules are ignored, and the retriever starts below the quality of this encoder"
+                f"{configured / MODULES} names {', '.join(unused)}, which is ignored: the retriever starts below the "
+                "quality of this encoder"
             )
     retriever.check_vectors(pooling)
-    is_single = encoder.segments < 2 or (folder is not None and is_sentence_encoder(folder))
-    layers = []
-    if folder is not None and is_sentence_encoder(folder) and retriever.head != "release":
-        layers = [_dense_layer(path) for path in sentence_layers(folder)]
+    layers = [] if configured is None else [_dense_layer(path) for path in sentence_layers(configured)]
     shapes = [shape for shape, _ in layers]
     width = shapes[-1].outputs if shapes else encoder.width
     retriever.check_width(width)
@@ -133,7 +122,7 @@ def _build_embedder(
         retriever.head,
         pooling=pooling,
         projection=retriever.projection,
-        segments="one" if is_single else "two",
+        segments="two" if encoder.segments > 1 and sentence is None else "one",
         temperature=TEMPERATURE,
         dense=shapes,
     )
@@ -141,23 +130,15 @@ def _build_embedder(
         layer.load_state_dict(state)
     initialise_projection(tower, generator)
     if tower.pooler is not None and folder is not None:
-        load_pooler(tower.pooler, read_weights(folder))
+        state = {name.rpartition("pooler.dense.")[2]: tensor.float() for name, tensor in read_weights(folder).items()}
+        if "weight" in state:  # BERT's layer over [CLS] of next sentence prediction
+            tower.pooler.load_state_dict({kind: state[kind] for kind in ("weight", "bias")})
     return tower
-
-
-def load_pooler(pooler: nn.Linear, state: Mapping[str, Tensor]) -> bool:
-    """Load BERT's pooler, the layer over [CLS] of next sentence prediction; return whether ``state`` has it."""
-    pooler_state = {
-        kind: t for kind in ("weight", "bias") for n, t in state.items() if n.endswith(f"pooler.dense.{kind}")
-    }
-    if pooler_state:
-        pooler.load_state_dict({kind: tensor.float() for kind, tensor in pooler_state.items()})
-    return bool(pooler_state)
 
 
 def _dense_layer(folder: Path) -> tuple[DenseShape, dict[str, Tensor]]:
     """Read a dense layer of a sentence encoder; raise ValueError for an unsupported activation or parameter."""
-    about, state = read_optional_json(folder / CONFIG, "dense layer"), read_weights(folder)
+    about, state = read_optional_json(folder / CONFIG), read_weights(folder)
     activation = about.get("activation_function", "torch.nn.modules.activation.Tanh")
     if activation not in ACTIVATIONS:
         raise ValueError(f"{folder}: activation_function is {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
@@ -171,7 +152,10 @@ def _dense_layer(folder: Path) -> tuple[DenseShape, dict[str, Tensor]]:
 
 
 def add_span_head(reader: Reader, span_width: int, seed: int) -> None:
-    """Add an untrained span head to the reader."""
-    reader.spans = SpanHead(reader.encoder.width, span_width)
-    initialise_span_head(reader.spans, torch.Generator().manual_seed(seed_for(seed, "spans")))
-    reader.spans.to(reader.device)
+    """Add a span head, initialised as BERT: normal weights of standard deviation 0.02, zero biases."""
+    head, generator = SpanHead(reader.encoder.width, span_width), torch.Generator().manual_seed(seed_for(seed, "spans"))
+    with torch.no_grad():
+        for layer in (head.start, head.end, head.score):
+            layer.weight.normal_(0.0, 0.02, generator=generator)
+        head.start.bias.zero_()
+    reader.spans = head.to(reader.device)

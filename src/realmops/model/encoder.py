@@ -11,13 +11,15 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+from collections.abc import Sequence
 from typing import Any, Self, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from realmops.devices import eval_mode, to_device
+from realmops.devices import eval_mode
 from realmops.model.attention import ATTENTION_NAME, register_attention
 from realmops.model.packed import PackedBatch, group_by_length, pad_rows
 
@@ -38,6 +40,8 @@ class Encoder(nn.Module):
 
     def __init__(self, model: Any, packs: bool | None = None) -> None:
         super().__init__()
+        if getattr(model, "pooler", None) is not None:
+            model.pooler = None  # a layer over the first hidden state that only pre-training uses
         self.model = model
         config, parameters = model.config, inspect.signature(model.forward).parameters
         words = model.get_input_embeddings().weight
@@ -47,7 +51,8 @@ class Encoder(nn.Module):
         self.dropout = float(_first(config, 0.0, "hidden_dropout_prob", "dropout", "attention_dropout") or 0.0)
         self.segments = int(getattr(config, "type_vocab_size", 0) or 0) if "token_type_ids" in parameters else 0
         self._first_position = _first_position(model)
-        self.positions = int(_first(config, 512, "max_position_embeddings")) - self._first_position
+        positions = int(_first(config, 512, "max_position_embeddings"))
+        self.positions = (positions if positions > 0 else 1 << 20) - self._first_position  # -1 in XLNet
         self._common = {"use_cache": False} if "use_cache" in parameters else {}
         self._checkpoints = False
         rotates = any("rotary" in name for name, _ in model.named_modules())
@@ -65,7 +70,6 @@ class Encoder(nn.Module):
 
     @property
     def description(self) -> str:
-        """Short description of the encoder, for logs and reports."""
         return f"a {self.model.config.model_type}" + ("" if self.packs else " (padded batches)")
 
     def forward(self, batch: PackedBatch, added_TD: Tensor | None = None) -> Tensor:
@@ -93,42 +97,26 @@ class Encoder(nn.Module):
 
     def _padded(self, batch: PackedBatch, added_TD: Tensor | None) -> Tensor:
         """Compute the hidden states T x D in padded batches of similar lengths, for families that cannot pack."""
-        groups = group_by_length(batch.lengths) if self.device.type == "cpu" else [np.arange(len(batch))]
-        rows = [np.concatenate([np.arange(batch.starts[n], batch.starts[n + 1]) for n in group]) for group in groups]
-        inverse_T = torch.from_numpy(np.argsort(np.concatenate(rows), kind="stable"))
-        inverse_T, *group_rows = to_device(self.device, inverse_T, *map(torch.from_numpy, rows))
-        parts = []
-        for group, row_T in zip(groups, group_rows, strict=True):
-            lengths = batch.lengths[group]
-            parts.append(self._padded_group(batch, lengths, row_T, None if added_TD is None else added_TD[row_T]))
-        return torch.cat(parts).index_select(0, inverse_T)
+        lengths = batch.lengths.tolist()
+        hidden = [batch.tokens_T] * len(batch)
+        for group in group_by_length(batch.lengths) if self.device.type == "cpu" else [range(len(batch))]:
 
-    def _padded_group(self, batch: PackedBatch, lengths: np.ndarray, row_T: Tensor, added_TD: Tensor | None) -> Tensor:
-        """Compute the hidden states of one padded group, whose wordpieces are the rows ``row_T`` of the batch."""
-        shape = len(lengths), int(lengths.max())
-        slot_T = torch.from_numpy(np.flatnonzero(np.arange(shape[1]) < lengths[:, None]))
-        (slot_T,) = to_device(self.device, slot_T)
+            def padded(x_T: Tensor, value: int = 0, group: Sequence[int] = group) -> Tensor:
+                parts = torch.split(x_T, lengths)
+                return pad_sequence([parts[n] for n in group], batch_first=True, padding_value=value)
 
-        def padded(x_T: Tensor, value: int) -> Tensor:
-            return x_T.new_full((shape[0] * shape[1],), value).index_copy_(0, slot_T, x_T).view(shape)
-
-        inputs = {"attention_mask": padded(torch.ones_like(slot_T), 0)}
-        if self.segments > 1:
-            inputs["token_type_ids"] = padded(batch.segments_T[row_T], 0)
-        id_BL = padded(batch.tokens_T[row_T], self.model.config.pad_token_id or 0)
-        if added_TD is None:
-            inputs["input_ids"] = id_BL
-        else:
-            word_BLD = self.model.get_input_embeddings()(id_BL)
-            added_PD = added_TD.new_zeros(id_BL.numel(), added_TD.shape[1]).index_copy(0, slot_T, added_TD)
-            inputs["inputs_embeds"] = word_BLD + added_PD.view(*shape, -1)
-        hidden_BLD: Tensor = self.model(**inputs, **self._common).last_hidden_state
-        return hidden_BLD.flatten(0, 1).index_select(0, slot_T)
-
-    def cls(self, batch: PackedBatch) -> Tensor:
-        """Compute the hidden state of each sequence's first wordpiece, B x D."""
-        hidden_TD: Tensor = self(batch)
-        return hidden_TD.index_select(0, batch.first_B)
+            id_BL = padded(batch.tokens_T, self.model.config.pad_token_id or 0)
+            inputs = {"attention_mask": padded(torch.ones_like(batch.tokens_T))}
+            if self.segments > 1:
+                inputs["token_type_ids"] = padded(batch.segments_T)
+            if added_TD is None:
+                inputs["input_ids"] = id_BL
+            else:
+                inputs["inputs_embeds"] = self.model.get_input_embeddings()(id_BL) + padded(added_TD)
+            hidden_BLD: Tensor = self.model(**inputs, **self._common).last_hidden_state
+            for n, hidden_LD in zip(group, hidden_BLD, strict=True):
+                hidden[n] = hidden_LD[: lengths[n]]
+        return torch.cat(hidden)
 
     @torch.no_grad()
     def _packs_correctly(self) -> bool:
@@ -151,12 +139,10 @@ class Encoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters."""
         return self.word_vectors.device
 
     @property
     def word_vectors(self) -> nn.Parameter:
-        """Word embeddings, V x D in most families."""
         return cast(nn.Parameter, self.model.get_input_embeddings().weight)
 
     @property
@@ -190,7 +176,6 @@ class Encoder(nn.Module):
                 self.model.activation_checkpointing_disable()
 
     def set_dropout(self, dropout: float) -> None:
-        """Set the dropout probability of all layers."""
         self.dropout = dropout
         set_dropout(self.model, dropout)
 
@@ -216,7 +201,7 @@ class Encoder(nn.Module):
 
 
 def set_dropout(model: nn.Module, dropout: float) -> None:
-    """Set every dropout probability of a transformers model and of its configuration."""
+    """Set all dropout probabilities of a transformers model and of its configuration."""
     for part in (*model.modules(), model.config):
         if isinstance(part, nn.Dropout):
             part.p = dropout

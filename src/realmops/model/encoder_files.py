@@ -29,7 +29,7 @@ from realmops.model.transformers_models import (
     import_transformers,
     is_decoder,
     load_transformers_model,
-    remove_pooler,
+    save_transformers_model,
     skip_weight_init,
 )
 from realmops.options import BertOptions
@@ -37,10 +37,6 @@ from realmops.options import BertOptions
 
 def load_encoder(folder: Path, dropout: float | None = None) -> tuple[Encoder, MaskedWordHead | None]:
     """Load an encoder from a published folder, without executing code of that folder.
-
-    Args:
-        folder: config.json with weights as safetensors, or as torch's .bin, of which only tensors are read.
-        dropout: dropout probability that replaces the configured one.
 
     Returns:
         The encoder and its masked word head, None for a decoder, which sees no word after a mask. Weights of the head
@@ -51,56 +47,30 @@ def load_encoder(folder: Path, dropout: float | None = None) -> tuple[Encoder, M
     """
     values = read_config(folder)
     check_supported(values, str(folder / CONFIG))
-    predicts = not is_decoder(values)
-    model, missing = load_transformers_model(
-        read_weights(folder), values, str(folder), MASKED_WORDS if predicts else ENCODER
-    )
-    base = model.base_model if predicts else model
-    prefix = f"{model.base_model_prefix}." if predicts else ""
-    absent = [name for name in missing if name.startswith(prefix) and "pooler" not in name]
-    if predicts:
-        head_missing = {name for name in missing if not name.startswith(prefix)}
-        absent = [name for name in absent if name not in head_missing]
-        _initialise_head(model, head_missing)
-        decoder = model.get_output_embeddings()
-        words = base.get_input_embeddings().weight
-        model.config.tie_word_embeddings = decoder is None or decoder.weight is words
-        if not model.config.tie_word_embeddings and decoder.bias is not None:
-            decoder.bias = nn.Parameter(decoder.bias.detach().clone())  # shared storage would be saved as tied
-    if absent:
-        raise ValueError(f"{folder}: the parameter {absent[0]} is missing; download the folder again")
-    not_finite = next((name for name, part in model.named_parameters() if not bool(part.isfinite().all())), None)
-    if not_finite is not None:
-        raise ValueError(f"{folder}: the parameter {not_finite} has a value that is not finite; choose other weights")
+    encoder, head = open_encoder(values, read_weights(folder), str(folder), predicts=True)
     if dropout is not None:
-        set_dropout(model, dropout)
-    encoder = Encoder(remove_pooler(base))
+        encoder.set_dropout(dropout)
+        if head is not None:
+            set_dropout(head.model, dropout)
     if not encoder.packs and (reason := _reason_padding_fails(encoder)):
-        raise ValueError(
-            f"{folder}: {values.get('model_type')} {reason}; use a supported encoder, for example {SUGGESTED_ENCODERS}"
-        )
-    return encoder, MaskedWordHead(model, is_trained=not head_missing) if predicts else None
+        raise ValueError(f"{folder}: {values.get('model_type')} {reason}; use, for example, {SUGGESTED_ENCODERS}")
+    return encoder, head
 
 
 def open_encoder(
-    values: Mapping[str, Any], state: Mapping[str, Tensor], packs: bool, source: str, *, predicts: bool = False
+    values: Mapping[str, Any], state: Mapping[str, Tensor], source: str, packs: bool | None = None, *, predicts: bool
 ) -> tuple[Encoder, MaskedWordHead | None]:
-    """Load an encoder that :func:`save_encoder` wrote.
-
-    Args:
-        values: content of config.json.
-        state: content of model.safetensors.
-        packs: whether the encoder packs sequences.
-        source: name of the weights, for messages.
-        predicts: whether to load the masked word head too.
-    """
+    """Build an encoder from config.json and model.safetensors, and with ``predicts`` its masked word head."""
     predicts = predicts and not is_decoder(values)
     model, missing = load_transformers_model(state, values, source, MASKED_WORDS if predicts else ENCODER)
-    missing = [name for name in missing if "pooler" not in name]
-    assert not missing, (source, missing)
-    return Encoder(remove_pooler(model.base_model if predicts else model), packs), (
-        MaskedWordHead(model) if predicts else None
-    )
+    if not predicts:
+        return Encoder(model, packs), None
+    _initialise_head(model, missing)
+    decoder = model.get_output_embeddings()
+    model.config.tie_word_embeddings = decoder is None or decoder.weight is model.get_input_embeddings().weight
+    if not model.config.tie_word_embeddings and decoder.bias is not None:
+        decoder.bias = nn.Parameter(decoder.bias.detach().clone())  # shared storage would be saved as tied
+    return Encoder(model.base_model, packs), MaskedWordHead(model, is_trained=not missing)
 
 
 def encoder_from_description(description: Mapping[str, Any]) -> Encoder:
@@ -110,7 +80,7 @@ def encoder_from_description(description: Mapping[str, Any]) -> Encoder:
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     with skip_weight_init():
         model = transformers.AutoModel.from_config(config, dtype=torch.float32)
-    return Encoder(remove_pooler(model), description["packs"])
+    return Encoder(model, description["packs"])
 
 
 def build_small_encoder(
@@ -119,8 +89,7 @@ def build_small_encoder(
     """Build an untrained BERT that learns to use its second segment within a few hundred steps.
 
     Attention starts as half an identity (an orthogonal value matrix, its transpose in the output), positions as small
-    sinusoids, the masked word head's transform as 1.5 times the identity. With BERT's usual initialisation, a two-layer
-    encoder ignores the retrieved document during all of a short training.
+    sinusoids, the head's transform as 1.5 times the identity; as BERT starts, it would ignore the document for long.
     """
     transformers, width = import_transformers(), options.width
     config = transformers.BertConfig(
@@ -164,13 +133,10 @@ def build_small_encoder(
 def save_encoder(folder: Path, encoder: Encoder, head: MaskedWordHead | None = None) -> None:
     """Write config.json and model.safetensors in transformers' format: the encoder, or the model with its head."""
     with nullcontext(encoder.model) if head is None else head.joined_with(encoder) as model:
-        model.save_pretrained(folder)
-    for path in folder.glob("*.safetensors"):  # safetensors sets mode 0600
-        path.chmod((folder / CONFIG).stat().st_mode)
+        save_transformers_model(model, folder)
 
 
 def cpu_state(module: nn.Module) -> dict[str, Tensor]:
-    """Copy a module's state dict to the CPU, each tensor contiguous."""
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in module.state_dict().items()}
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,17 @@ from tokenizers import Encoding, Tokenizer
 from torch import Tensor, nn
 
 from realmops.artifacts import seed_for
-from realmops.devices import async_to, autocast, disable_autocast, eval_mode
+from realmops.devices import async_to, autocast, disable_autocast
 from realmops.hub import CONFIG, read_config, read_weights
-from realmops.model.encoder import KEY_BIASES, is_near, set_dropout
-from realmops.model.packed import BATCH_WORDPIECES
+from realmops.model.encoder import Encoder, set_dropout
+from realmops.model.packed import batch_by_length
 from realmops.model.transformers_models import (
     ANSWER_SPANS,
     has_auto_class,
     import_transformers,
     load_transformers_model,
     model_type_of,
+    save_transformers_model,
 )
 
 OVERLAP = 128  # wordpieces that consecutive windows share, at most half a window; that of transformers' pipeline
@@ -51,11 +52,6 @@ class PassageWindow:
     offset: int  # wordpieces of the passage before ``first``
     null_positions: tuple[int, ...]  # of the null answer; empty for a reader without one
 
-    @property
-    def part(self) -> slice:
-        """Wordpieces of the passage that are in this window."""
-        return slice(self.offset, self.offset + self.end - self.first)
-
     def chars(self, text: str) -> np.ndarray:
         """Return start and end character of each wordpiece of the passage, [L, 2], without blanks around text."""
         offsets_L2 = np.array(self.encoding.offsets[self.first : self.end], np.int64).reshape(-1, 2)
@@ -65,17 +61,11 @@ class PassageWindow:
 
 @dataclass(frozen=True)
 class PassageSpans:
-    """Spans of a passage as answers: p(span|x, z), whose sum with the null answer is at most 1.
+    """Spans of a passage as answers: p(span|x, z), whose sum with the null answer is at most 1."""
 
-    Attributes:
-        chars: start and end characters in the passage's text, S x 2.
-        log_p: log p(span|x, z), float64 [S].
-        log_null: log probability that the passage has no answer; -inf for a reader without a null answer.
-    """
-
-    chars: np.ndarray
-    log_p: np.ndarray
-    log_null: float
+    chars: np.ndarray  # start and end in the passage's text, S x 2
+    log_p: np.ndarray  # float64 [S]
+    log_null: float  # that the passage has no answer; -inf for a reader without a null answer
 
 
 class SpanScores(nn.Module):
@@ -86,18 +76,12 @@ class SpanScores(nn.Module):
         self.weight, self.bias = layer.weight, layer.bias
 
     def forward(self, hidden_NLD: Tensor) -> Tensor:
-        """Return the scores, N x L x 2."""
         with disable_autocast(hidden_NLD.device):
             return F.linear(hidden_NLD.float(), self.weight, self.bias)
 
 
 class ExtractiveReader(nn.Module):
-    """A reader of answer spans in transformers' format.
-
-    Args:
-        model: a model of ``AutoModelForQuestionAnswering``.
-        tokenizer: its fast tokenizer.
-    """
+    """A reader of answer spans: a model of ``AutoModelForQuestionAnswering`` and its fast tokenizer."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         super().__init__()
@@ -107,13 +91,11 @@ class ExtractiveReader(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters."""
         parameter: Tensor = next(self.model.parameters())
         return parameter.device
 
     @property
     def word_vectors(self) -> Tensor:
-        """Word embeddings."""
         weight: Tensor = self.model.get_input_embeddings().weight
         return weight
 
@@ -132,48 +114,24 @@ class ExtractiveReader(nn.Module):
 
     @cached_property
     def _input_names(self) -> set[str]:
-        """Names of the model's inputs that tokenizers make.
-
-        Segments are an input of every model that has embeddings for them. transformers 5 omits them from
-        ``model_input_names`` of some tokenizers, such as ALBERT's, and adds them to others, such as DistilBERT's.
-        """
+        """Inputs of the model; ``model_input_names`` of transformers 5 omits segments of ALBERT's, for example."""
         has_segments = getattr(self.model.config, "type_vocab_size", 2) > 1
-        names = {"input_ids", "attention_mask", *(["token_type_ids"] if has_segments else [])}
+        names = {"input_ids", "attention_mask", "token_type_ids"} if has_segments else {"input_ids", "attention_mask"}
         return names & inspect.signature(self.model.forward).parameters.keys()
 
     def set_dropout(self, p: float) -> None:
-        """Set the dropout probability of every layer."""
         set_dropout(self.model, p)
 
     @property
     def head(self) -> SpanScores:
-        """The span head."""
         head: SpanScores = getattr(self.model, _HEAD)
         return head
 
-    @torch.no_grad()
     def freeze_unseen_biases(self) -> None:
         """Freeze biases that add the same to all scores of a softmax, whose gradients are rounding errors."""
-        self.head.bias.requires_grad_(False)
-        rotates = any("rotary" in name for name, _ in self.model.named_modules())
-        for name, parameter in self.model.named_parameters():
-            if name.endswith(KEY_BIASES) and not rotates:
-                parameter.requires_grad_(False)
-        norms = [part for part in self.model.modules() if isinstance(part, nn.LayerNorm) and part.bias is not None]
-        for norm in reversed(norms):  # the last one, after which there is only the head
-            if norm.normalized_shape == (self.head.weight.shape[1],) and self._is_unseen(norm.bias):
-                norm.bias.requires_grad_(False)
-                return
-
-    def _is_unseen(self, bias_D: nn.Parameter) -> bool:
-        """Return whether a bias changes no probability."""
-        windows, original_D = self.windows([("a", "b c d e")], self.longest), bias_D.clone()
-        with eval_mode(self):
-            before_NL, _ = self.log_probabilities(windows)
-            bias_D.add_(torch.linspace(1, 2, len(bias_D)).to(bias_D))
-            after_NL, _ = self.log_probabilities(windows)
-        bias_D.copy_(original_D)
-        return is_near(after_NL.nan_to_num(neginf=0.0), before_NL.nan_to_num(neginf=0.0))
+        encoder = Encoder(self.model.base_model, packs=False)  # freezes biases of keys
+        for bias in (self.head.bias, *encoder.output_biases):
+            bias.requires_grad_(False)
 
     def tokenize(self, text: str) -> Encoding:
         """Return the wordpieces of a text without special tokens."""
@@ -200,12 +158,7 @@ class ExtractiveReader(nn.Module):
         return bool(self.tokenizer.padding_side == "right")
 
     def windows(self, pairs: Sequence[tuple[str, str]], limit: int) -> list[PassageWindow]:
-        """Tokenize questions, cut to ``longest_question``, with their passages.
-
-        Args:
-            pairs: question and passage of each pair.
-            limit: maximum length of a window in wordpieces.
-        """
+        """Tokenize questions, cut to ``longest_question``, with passages, in windows of ``limit`` wordpieces."""
         limit = min(limit, self.longest)
         questions = {question: self._cut(question, self.longest_question(limit)) for question, _ in pairs}
         cut = [(questions[question], passage) for question, passage in pairs]
@@ -223,7 +176,6 @@ class ExtractiveReader(nn.Module):
         return windows
 
     def _cut(self, question: str, longest: int) -> str:
-        """Return a question without the wordpieces after the first ``longest``."""
         while len(offsets := self.tokenize(question).offsets) > longest:  # the shorter text can have other wordpieces
             question = question[: min(offsets[longest][0], len(question) - 1)]
         return question
@@ -254,7 +206,6 @@ class ExtractiveReader(nn.Module):
         return log_start_NL, log_end_NL
 
     def _row(self, length: int, longest: int) -> slice:
-        """Return the columns of a sequence in a padded row."""
         return slice(0, length) if self._question_first else slice(longest - length, longest)
 
     @torch.no_grad()
@@ -265,19 +216,13 @@ class ExtractiveReader(nn.Module):
 
         p(span|x, z) is p(start) p(end) in the window where that is largest, and the null answer's the smallest of all
         windows, as in transformers' pipeline. If windows overlap so that the sum exceeds 1, it is normalised.
-
-        Args:
-            pairs: questions with their passages.
-            limit: maximum length of a window in wordpieces.
-            answer_wordpieces: maximum length of a span.
-            dtype: dtype of matrix products.
         """
         windows = self.windows(pairs, limit)
-        order = sorted(range(len(windows)), key=lambda n: len(windows[n].encoding.ids))
-        passages = [_SpanTable.of(text, answer_wordpieces) for _, text in pairs]
+        passages = [_SpanTable(text, np.empty((0, 2), np.int64), np.empty((0, answer_wordpieces))) for _, text in pairs]
         for window in windows:
             passages[window.pair].add_wordpieces(window)
-        for batch in _batches([windows[n] for n in order], BATCH_WORDPIECES[self.device.type]):
+        for rows in batch_by_length([len(window.encoding.ids) for window in windows], self.device):
+            batch = [windows[n] for n in rows]
             with autocast(self.device, dtype):
                 logs = self.log_probabilities(batch)
             start_NL, end_NL = (log_NL.double().cpu().numpy() for log_NL in logs)
@@ -287,13 +232,10 @@ class ExtractiveReader(nn.Module):
         return [passage.spans() for passage in passages]
 
     def save(self, folder: Path) -> None:
-        """Write model and tokenizer in transformers' format."""
         self.tokenizer.backend_tokenizer.no_truncation()
         self.tokenizer.backend_tokenizer.no_padding()
-        self.model.save_pretrained(folder)
+        save_transformers_model(self.model, folder)
         self.tokenizer.save_pretrained(folder)
-        for path in folder.glob("*.safetensors"):  # safetensors sets mode 0600
-            path.chmod((folder / CONFIG).stat().st_mode)
 
 
 def load_extractive_reader(
@@ -301,13 +243,7 @@ def load_extractive_reader(
 ) -> ExtractiveReader:
     """Load a published reader from safetensors, without executing code of its folder.
 
-    Args:
-        folder: config.json, weights and tokenizer.
-        seed: seed of a new span head for an encoder without one; None requires a trained head.
-        warn: called if the span head is new.
-
-    Raises:
-        ValueError: a file is missing or damaged, or the model does not extract spans.
+    ``seed`` is that of a new span head for an encoder without one; None requires a trained head.
     """
     values = read_config(folder)
     kind = model_type_of(values)
@@ -323,58 +259,35 @@ def load_extractive_reader(
         raise ValueError(
             f"{folder}: {type(model).__name__} has no linear layer {_HEAD!r} for spans; use another reader"
         )
-    missing_head = [name for name in missing if name.startswith(f"{_HEAD}.")]
-    if absent := [name for name in missing if name not in missing_head and "pooler" not in name]:
-        raise ValueError(f"{folder}: the parameter {absent[0]} is missing; download the folder again")
-    if missing_head and seed is None:
+    if missing and seed is None:
         raise ValueError(
-            f"{folder} has no trained span head ({missing_head[0]}): it is an encoder, not a reader; set reader.init "
+            f"{folder} has no trained span head ({min(missing)}): it is an encoder, not a reader; set reader.init "
             "to a reader, make one with 'realmops reader', or train it with finetune.epochs above 0"
         )
-    if missing_head:
+    if missing:
         generator = torch.Generator().manual_seed(seed_for(seed or 0, "spans"))
         with torch.no_grad():
             head.weight.normal_(0.0, 0.02, generator=generator)
             head.bias.zero_()
         if warn is not None:
             warn(f"{folder} has no span head: a new one is trained")
-    not_finite = next((name for name, part in model.named_parameters() if not bool(part.isfinite().all())), None)
-    if not_finite is not None:
-        raise ValueError(f"{folder}: the parameter {not_finite} has a value that is not finite; choose other weights")
     return ExtractiveReader(model, _load_tokenizer(folder))
 
 
 def _load_tokenizer(folder: Path) -> Any:
-    """Load the fast tokenizer of a folder; raise ValueError if transformers cannot."""
     transformers = import_transformers()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # any error of the library: the folder is unusable
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"{folder}: transformers cannot open its tokenizer ({type(error).__name__}: {reason})"
-        ) from None
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(f"{folder}: transformers cannot open its tokenizer ({reason})") from None
     if not tokenizer.is_fast:
-        raise ValueError(
-            f"{folder}: {type(tokenizer).__name__} gives no character offsets, so that answers cannot be quoted; use "
-            "a folder with tokenizer.json"
-        )
+        raise ValueError(f"{folder}: its tokenizer gives no character offsets; use a folder with tokenizer.json")
     return tokenizer
 
 
-def _batches(windows: Sequence[PassageWindow], limit: int) -> list[list[PassageWindow]]:
-    """Group windows, sorted by length, into batches of up to ``limit`` padded wordpieces."""
-    batches: list[list[PassageWindow]] = []
-    for window in windows:
-        if batches and (len(batches[-1]) + 1) * len(window.encoding.ids) <= limit:
-            batches[-1].append(window)
-        else:
-            batches.append([window])
-    return batches
-
-
 def _overlap(limit: int) -> int:
-    """Return how many wordpieces consecutive windows of ``limit`` wordpieces share."""
+    """Return the number of wordpieces that consecutive windows share."""
     return min(OVERLAP, limit // 2)
 
 
@@ -385,11 +298,7 @@ class _SpanTable:
     text: str
     offsets_P2: np.ndarray
     log_p_PA: np.ndarray
-    log_nulls: list[float]  # of the windows
-
-    @classmethod
-    def of(cls, text: str, longest: int) -> _SpanTable:
-        return cls(text, np.empty((0, 2), np.int64), np.empty((0, longest)), [])
+    log_nulls: list[float] = field(default_factory=list)  # of the windows
 
     def add_wordpieces(self, window: PassageWindow) -> None:
         """Append the wordpieces of a window that the windows before lack; windows are in order."""
@@ -398,13 +307,12 @@ class _SpanTable:
         self.log_p_PA = np.full((len(self.offsets_P2), self.log_p_PA.shape[1]), -np.inf)
 
     def add_scores(self, window: PassageWindow, log_start_L: np.ndarray, log_end_L: np.ndarray) -> None:
-        """Add log p of each wordpiece of a window as start and as end."""
         nulls = window.null_positions[:1]
         self.log_nulls.append(float(log_start_L[nulls[0]] + log_end_L[nulls[0]]) if nulls else -np.inf)
         passage, longest = slice(window.first, window.end), self.log_p_PA.shape[1]
         log_end_L = np.concatenate([log_end_L[passage], np.full(longest, -np.inf)])
         score_LA = log_start_L[passage, None] + sliding_window_view(log_end_L, longest)[:-1]
-        part_LA = self.log_p_PA[window.part]
+        part_LA = self.log_p_PA[window.offset : window.offset + window.end - window.first]
         np.maximum(part_LA, score_LA, out=part_LA)
 
     def spans(self) -> PassageSpans:

@@ -85,16 +85,10 @@ class LexicalFeatures(nn.Module):
         idf_V: np.ndarray,
         questions: Mapping[str, Collection[str]] | None = None,
     ) -> None:
-        """Fill the word statistics from a snapshot.
+        """Fill the word statistics from a snapshot; lists and arrays are by id of the wordpiece, ``idf_V`` in nats.
 
-        Args:
-            vocabulary: wordpieces by id.
-            continues_V: whether each wordpiece continues a word.
-            stems: stem of each wordpiece.
-            special: ids of special wordpieces.
-            idf_V: inverse document frequency of each wordpiece, in nats.
-            questions: for languages other than English, question words by the first word of each entry in
-                ``QUESTION_WORDS`` and ``FOLLOWING_WORDS``.
+        For languages other than English, ``questions`` has question words by the first word of each entry in
+        ``QUESTION_WORDS`` and ``FOLLOWING_WORDS``.
         """
         weight_V = np.maximum(1, np.round(UNITS * idf_V)).astype(np.int64)
         weight_V[sorted(special)] = 0

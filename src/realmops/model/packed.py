@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -42,8 +42,8 @@ class PackedBatch:
     """A batch of sequences without padding.
 
     ``tokens_T``, ``forms_T``, ``segments_T`` and ``positions_T`` are int64; ``starts`` has each sequence's first row.
-    ``groups`` cover the padded rows, and ``padded_row_T`` is the padded row of each wordpiece. All tensors are views of
-    a single one, so that a batch is one copy to a GPU.
+    ``padded_row_T`` is the row of each wordpiece in the padded ``groups``. All tensors are views of a single one, so
+    that a batch is one copy to a GPU.
     """
 
     tokens_T: Tensor
@@ -64,20 +64,20 @@ class PackedBatch:
         token_T = np.concatenate(sequences).astype(np.int64)
         segment_T = np.zeros_like(token_T) if segments is None else np.concatenate(segments).astype(np.int64)
         first_row_B = np.empty(len(self.lengths), dtype=np.int64)
-        self.groups: list[PaddedGroup] = []
+        self._groups: list[PaddedGroup] | None = None
+        self._group_shapes: list[tuple[int, int, bool]] = []  # size, longest, whether it has padding
         self.padded_rows = 0
         groups = _attention_groups(self.lengths)
         for rows in groups:
             lengths_G = self.lengths[rows]
             size, longest = len(rows), int(lengths_G.max())
-            if lengths_G.min() < longest:
-                longest += -longest % _LENGTH_MULTIPLE
+            has_padding = bool(lengths_G.min() < longest)
+            longest += -longest % _LENGTH_MULTIPLE if has_padding else 0
             first_row_B[rows] = self.padded_rows + np.arange(size) * longest
-            padding = _is_padding(torch.from_numpy(lengths_G), longest) if lengths_G.min() < longest else None
-            self.groups.append(PaddedGroup(size, longest, padding))
+            self._group_shapes.append((size, longest, has_padding))
             self.padded_rows += size * longest
         padded_row_T = np.repeat(first_row_B, self.lengths) + position_T
-        self.in_place = len(self.groups) == 1 and self.groups[0].is_padding_GL is None
+        self.in_place = len(groups) == 1 and not self._group_shapes[0][2]
         per_wordpiece = [token_T & (SHAPE_STEP - 1), token_T // SHAPE_STEP, segment_T, position_T, padded_row_T]
         per_sequence = [self.lengths, self.lengths[np.concatenate(groups)], self.starts]
         self._set_views(torch.from_numpy(np.concatenate([*per_wordpiece, *per_sequence])))
@@ -93,34 +93,40 @@ class PackedBatch:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def split(self, x_PD: Tensor) -> Sequence[Tensor]:
-        """Split padded rows P x D into one tensor per group."""
-        return (x_PD,) if len(self.groups) == 1 else torch.split(x_PD, [g.size * g.longest for g in self.groups])
+    @property
+    def groups(self) -> list[PaddedGroup]:
+        """Groups that attention pads, with their padding masks on the batch's device."""
+        if self._groups is None:
+            lengths = torch.split(self._lengths_in_groups_B, [size for size, _, _ in self._group_shapes])
+            self._groups = [
+                PaddedGroup(size, longest, _is_padding(lengths_G, longest) if has_padding else None)
+                for lengths_G, (size, longest, has_padding) in zip(lengths, self._group_shapes, strict=True)
+            ]
+        return self._groups
+
+    def split(self, x_TD: Tensor) -> Sequence[Tensor]:
+        """Pad rows T x D, and split them by group."""
+        if self.in_place:
+            return (x_TD,)
+        x_PD = x_TD.new_zeros(self.padded_rows, x_TD.shape[1]).index_copy_(0, self.padded_row_T, x_TD)
+        return torch.split(x_PD, [size * longest for size, longest, _ in self._group_shapes])
+
+    def join(self, groups: Sequence[Tensor]) -> Tensor:
+        """Return the rows T x D of padded groups."""
+        return groups[0] if self.in_place else torch.cat(groups).index_select(0, self.padded_row_T)  # type: ignore[arg-type]
 
     def with_single_segment(self) -> PackedBatch:
-        """Return a copy of the batch with all wordpieces in segment 0."""
         other = copy(self)
         other._set_views(self._numbers.clone())
         other.segments_T.zero_()
         return other
 
     def to(self, device: torch.device) -> PackedBatch:
-        """Move the batch to a device, in place; padding masks follow in :meth:`pad`."""
+        """Move the batch to a device, in place."""
         if self._numbers.device != device:
             self._set_views(async_to(self._numbers, device))
+            self._groups = None
         return self
-
-    def pad(self) -> None:
-        """Build the padding masks on the batch's device, in place."""
-        if all(g.is_padding_GL is None or g.is_padding_GL.device == self._numbers.device for g in self.groups):
-            return
-        lengths = torch.split(self._lengths_in_groups_B, [group.size for group in self.groups])
-        self.groups = [
-            group
-            if group.is_padding_GL is None
-            else replace(group, is_padding_GL=_is_padding(lengths_G, group.longest))
-            for group, lengths_G in zip(self.groups, lengths, strict=True)
-        ]
 
 
 class PaddedBatch(PackedBatch):
@@ -130,7 +136,7 @@ class PaddedBatch(PackedBatch):
         size, longest = tokens_BL.shape
         place_BL = torch.arange(longest) + torch.zeros_like(tokens_BL)
         self.tokens_T, self.segments_T, self.positions_T = (x.flatten() for x in (tokens_BL, segments_BL, place_BL))
-        self.groups = [PaddedGroup(size, longest, place_BL >= lengths_B[:, None])]
+        self._groups = [PaddedGroup(size, longest, place_BL >= lengths_B[:, None])]
         self.in_place, self.longest, self._numbers = True, 0, tokens_BL
         self.wordpieces = None  # type: ignore[assignment]  # a slice up to None is the whole tensor
 
@@ -164,7 +170,7 @@ def _group_by_cost(lengths: Sequence[int], power: int, limit: int) -> Iterator[l
             start = end
 
 
-def group_by_length(lengths: np.ndarray) -> list[np.ndarray]:
+def group_by_length(lengths: np.ndarray) -> list[list[int]]:
     """Return the indices of sequences in groups of similar lengths, longest first."""
     order = np.argsort(-lengths, kind="stable")
     groups: list[list[int]] = []
@@ -172,7 +178,7 @@ def group_by_length(lengths: np.ndarray) -> list[np.ndarray]:
         if not groups or lengths[row] < _MIN_LENGTH_RATIO * lengths[groups[-1][0]]:
             groups.append([])
         groups[-1].append(row)
-    return [np.array(group) for group in groups]
+    return groups
 
 
 def pad_rows(x_N: Tensor) -> Tensor:

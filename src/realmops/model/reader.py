@@ -7,7 +7,7 @@ X most masked wordpieces in a sequence, U passages, S spans, B sentences, K cand
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from realmops.model.masked_word_head import MaskedWordHead
 from realmops.model.packed import PackedBatch, pad_rows
 from realmops.model.sequences import SpecialTokens, join_alone, join_reader
 
+SPAN_WIDTH = 256  # of the span representations, as in the paper
 SPAN_NORM_EPS = 1e-5  # published REALM checkpoints have 1e-3
 _EMPTY = np.zeros(0, dtype=np.int64)
 _MIN_PROBABILITY = 1e-20  # lower bound of a copy probability, so that its logarithm is finite
@@ -55,23 +56,21 @@ class MaskedSentences:
 
     @property
     def is_mask_BM(self) -> Tensor:
-        """Mask of the columns below each sentence's number of masks, B x M."""
+        """Whether each sentence has a mask of this number."""
         counts_B = torch.tensor([len(masks) for masks in self.positions])
         return torch.arange(int(counts_B.max()))[None, :] < counts_B[:, None]
 
     @property
     def targets_M(self) -> Tensor:
-        """Targets of all masks, one sentence after another."""
         return torch.from_numpy(np.concatenate(self.targets))
 
     @property
     def sequence_M(self) -> Tensor:
-        """Index of the sentence of each mask."""
         return torch.from_numpy(np.repeat(np.arange(len(self.positions)), [len(masks) for masks in self.positions]))
 
     @property
     def queries(self) -> PackedBatch:
-        """Packed batch of [CLS] x [SEP] of each sentence."""
+        """[CLS] x [SEP] of each sentence."""
         return PackedBatch([join_alone(x, self.special, self.limit) for x in self.sentences])
 
     def rows_M(self, batch: PackedBatch) -> Tensor:
@@ -80,13 +79,9 @@ class MaskedSentences:
         return torch.from_numpy(np.concatenate(rows))
 
     def select(self, rows: Sequence[int]) -> MaskedSentences:
-        """Return the sentences of these indices, which may repeat."""
-        return replace(
-            self,
-            sentences=[self.sentences[b] for b in rows],
-            positions=[self.positions[b] for b in rows],
-            targets=[self.targets[b] for b in rows],
-        )
+        parts = (self.sentences, self.positions, self.targets)
+        sentences, positions, targets = ([part[b] for b in rows] for part in parts)
+        return MaskedSentences(sentences, positions, targets, self.special, self.limit)
 
     def join_documents(self, documents: Sequence[np.ndarray]) -> tuple[PackedBatch, DocumentRows]:
         """Pack [CLS] x [SEP] body [SEP] of each sentence with its document."""
@@ -105,9 +100,8 @@ class CopyHead(nn.Module):
     """Copy mechanism of a pointer-generator network (See et al. 2017), from a masked wordpiece to the document.
 
     p(y|z,x) = (1 - g) p_vocabulary(y) + g * (sum of attention weights on the wordpieces in z that equal y), with a
-    gate g. It is not in REALM's paper: in a short pre-training the reader does not learn to copy, and then the
-    retriever gets no training signal. Query and key start as the identity and the gate at one half, so that the head
-    copies from the first step.
+    gate g. It is not in REALM's paper: without it, a short pre-training gives the retriever no training signal. Query
+    and key start as the identity and the gate at one half, so that the head copies from the first step.
     """
 
     def __init__(self, width: int) -> None:
@@ -127,13 +121,10 @@ class CopyHead(nn.Module):
         hidden_TD: Tensor,
         bodies: DocumentRows,
         sequence_M: Tensor,
-        number_M: Tensor,
-        most: int,
+        number_M: Tensor,  # in the sequence, from 0
+        most: int,  # masks of a sequence
     ) -> Tensor:
-        """Compute the attention weights of each mask over the body in its sequence, M x L; 0 on padding.
-
-        A mask is number ``number_M`` (from 0) of at most ``most`` in the sequence ``sequence_M``.
-        """
+        """Compute the attention weights of each mask over the body in its sequence, M x L; 0 on padding."""
         query_MD, key_TD = self.query(hidden_MD), self.key(hidden_TD)
         shape = (len(bodies.rows_NL), most, query_MD.shape[1])
         query_NXD = query_MD.new_zeros(shape).index_put((sequence_M, number_M), query_MD)
@@ -152,7 +143,7 @@ class CopyHead(nn.Module):
         return torch.logaddexp(F.logsigmoid(-gate_M1) + log_vocabulary_MU, F.logsigmoid(gate_M1) + log_copy_MU)
 
     def mix_all(self, hidden_MD: Tensor, log_vocabulary_MV: Tensor, attention_ML: Tensor, token_ML: Tensor) -> Tensor:
-        """Compute log p(y|z,x) of every wordpiece y of the vocabulary, M x V."""
+        """Compute log p(y|z,x) of the whole vocabulary, M x V."""
         p_copy_MV = torch.zeros_like(log_vocabulary_MV).scatter_add(1, token_ML, attention_ML)
         return self.mix(hidden_MD, log_vocabulary_MV, p_copy_MV)
 
@@ -160,16 +151,11 @@ class CopyHead(nn.Module):
 class Reader(nn.Module):
     """An encoder over join(x, z) with a masked word head; fine-tuning adds ORQA's span head.
 
-    Another reader of masked words overrides the three methods ``log_masked...`` and has an entry in ``READERS``.
-
-    Args:
-        encoder: encoder of join(x, z).
-        head: masked word head of the encoder, if it has one.
-        copies: whether a :class:`CopyHead` copies masked words from z.
-        matches: whether lexical features of z and x are added to the word embeddings.
+    Another reader of masked words overrides the three methods ``log_masked...`` and has an entry in ``READERS``. With
+    ``copies`` a :class:`CopyHead` copies masked words from z, with ``matches`` lexical features are added to the words.
     """
 
-    apart = False  # whether x and z are encoded separately, so that every passage can be scored for every sentence
+    apart = False  # whether every passage can be scored for every sentence
 
     def __init__(
         self, encoder: Encoder, head: MaskedWordHead | None, *, copies: bool = False, matches: bool = False
@@ -182,16 +168,13 @@ class Reader(nn.Module):
 
     @property
     def encoder(self) -> Encoder:
-        """Encoder module; its parameter names on disk begin with ``bert.``."""
         return self.bert
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters."""
         return self.bert.device
 
     def encode(self, batch: PackedBatch) -> Tensor:
-        """Compute the hidden states T x D of a batch of join(x, z)."""
         hidden_TD: Tensor = self.bert(batch, None if self.matches is None else self.matches(batch))
         return hidden_TD
 
@@ -202,17 +185,12 @@ class Reader(nn.Module):
     def log_token(
         self, batch: PackedBatch, rows_M: Tensor, targets_M: Tensor | None, bodies: DocumentRows, sequence_M: Tensor
     ) -> Tensor:
-        """Compute log p(y_j|z,x) of the masked wordpieces of a batch; all arguments are on the CPU.
+        """Compute log p(y_j|z,x) at the packed rows ``rows_M``; all arguments are on the CPU.
 
-        Args:
-            batch: sequences of join(x, z).
-            rows_M: packed rows of the masks; the head is evaluated only at these.
-            targets_M: wordpieces y_j, or None for every wordpiece of the vocabulary.
-            bodies: rows of the documents; a sequence without a body (the null document) copies nothing.
-            sequence_M: sequence of each mask, ascending.
+        ``sequence_M`` is each mask's sequence, ascending. A sequence without a body (the null document) copies nothing.
 
         Returns:
-            Length M, or M x V without targets.
+            Length M, or M x V without targets, for every wordpiece of the vocabulary.
         """
         counts_N = torch.bincount(sequence_M)
         number_M = torch.arange(len(sequence_M)) - (counts_N.cumsum(0) - counts_N)[sequence_M]
@@ -242,13 +220,10 @@ class Reader(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Compute log p(y_j|z,x) of every masked wordpiece under every candidate of its sentence.
 
-        Args:
-            masked: the sentences.
-            documents: wordpieces of the candidates of all sentences, each once; an empty one is the null document.
-            column_BK: indices into ``documents`` of each sentence's candidates, or -1, where results are undefined.
+        ``documents`` has each candidate once, empty for the null document; ``column_BK`` indexes it, or is -1.
 
         Returns:
-            Log probabilities B x K x M, and whether each mask exists, B x M.
+            Log probabilities B x K x M, undefined at -1, and whether each mask exists, B x M.
         """
         is_mask_BM = masked.is_mask_BM
         (count, longest), width = is_mask_BM.shape, column_BK.shape[1]
@@ -285,17 +260,13 @@ class Reader(nn.Module):
 
 
 class LateInteractionReader(Reader):
-    """Late-interaction reader: encodes x and z separately; only the copy head, which it requires, combines them.
-
-    Each is encoded once, and then every passage can be scored for every sentence.
-    """
+    """Late-interaction reader: encodes x and z separately, each once; only the copy head combines them."""
 
     apart = True
 
     def log_masked(
         self, masked: MaskedSentences, documents: Sequence[np.ndarray], column_BK: np.ndarray
     ) -> tuple[Tensor, Tensor]:
-        """Compute the same as ``Reader.log_masked``, encoding each sentence and each document once."""
         full = [u for u, document in enumerate(documents) if len(document)]
         column_U = np.full(len(documents), len(full))  # the null document is the last column
         column_U[full] = np.arange(len(full))
@@ -310,7 +281,6 @@ class LateInteractionReader(Reader):
         return padded_BMU.gather(2, index_BMK).transpose(1, 2), is_mask_BM
 
     def log_masked_pairs(self, masked: MaskedSentences, documents: Sequence[np.ndarray]) -> Tensor:
-        """Compute the same as ``Reader.log_masked_pairs``."""
         x, (z, bodies) = masked.queries, masked.pack_documents(documents)
         log_token_MU, log_null_M1 = self._log_late(x, masked.rows_M(x), masked.targets_M, z, bodies)
         sequence_M = masked.sequence_M
@@ -318,7 +288,6 @@ class LateInteractionReader(Reader):
         return torch.where(is_null_M, log_null_M1[:, 0], log_token_MU.gather(1, sequence_M[:, None])[:, 0])
 
     def log_masked_words(self, masked: MaskedSentences, documents: Sequence[np.ndarray]) -> Tensor:
-        """Compute the same as ``Reader.log_masked_words``."""
         x, (z, bodies) = masked.queries, masked.pack_documents(documents)
         log_word_KMV, log_null_MV = self._log_late(x, masked.rows_M(x), None, z, bodies)
         has_body_K11 = bodies.is_valid_NL.any(-1)[:, None, None].to(self.device)
@@ -350,8 +319,7 @@ class LateInteractionReader(Reader):
         return torch.stack(log_word_UMV), log_vocabulary_MU
 
 
-READERS: dict[str, type[Reader]] = {"together": Reader, "apart": LateInteractionReader}
-"""Reader classes by the names that checkpoints store."""
+READERS: dict[str, type[Reader]] = {"together": Reader, "apart": LateInteractionReader}  # by their names on disk
 
 
 def _masked_softmax(score: Tensor, is_valid: Tensor, width: int) -> Tensor:
@@ -361,9 +329,6 @@ def _masked_softmax(score: Tensor, is_valid: Tensor, width: int) -> Tensor:
     weight = score.exp()
     weights: Tensor = weight / weight.sum(-1, keepdim=True).clamp(min=_MIN_PROBABILITY)
     return weights
-
-
-SPAN_WIDTH = 256  # of the span representations, as in the paper
 
 
 class SpanHead(nn.Module):
@@ -394,13 +359,3 @@ def enumerate_spans(first_row: int, length: int, longest: int) -> tuple[np.ndarr
     end = start + np.tile(np.arange(longest), length)
     is_inside = end < length
     return first_row + start[is_inside], first_row + end[is_inside]
-
-
-def initialise_span_head(head: SpanHead, generator: torch.Generator) -> None:
-    """Initialise as BERT: normal weights of standard deviation 0.02, zero biases."""
-    with torch.no_grad():
-        for module in head.modules():
-            if isinstance(module, nn.Linear):
-                module.weight.normal_(0.0, 0.02, generator=generator)
-                if module.bias is not None:
-                    module.bias.zero_()

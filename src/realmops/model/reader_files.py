@@ -33,7 +33,6 @@ OWN_WEIGHTS = "realmops.safetensors"
 
 
 def save_models(stage: Path, retriever: Retriever, reader: Reader | None, text: TextFormat) -> None:
-    """Write both models into the folder of a stage, or the retriever alone."""
     save_retriever(stage / RETRIEVER_FOLDER, retriever, text)
     if reader is not None:
         save_reader(stage / READER_FOLDER, reader, text)
@@ -45,7 +44,6 @@ def load_models(stage: Path, vocabulary_hash: str) -> tuple[Retriever, Reader]:
 
 
 def copy_models(source: Path, target: Path) -> None:
-    """Copy the files of both models."""
     for name in (RETRIEVER_FOLDER, READER_FOLDER):
         shutil.copytree(source / name, target / name)
 
@@ -58,7 +56,6 @@ def model_files(stage: Path) -> list[Path]:
 
 
 def save_reader(folder: Path, reader: Reader, text: TextFormat) -> None:
-    """Write a reader into a new folder."""
     save_encoder(folder, reader.encoder, reader.masked_words)
     for name, content in tokenizer_files(text.tokenizer, reader.encoder, reader.encoder.positions).items():
         (folder / name).write_bytes(content)
@@ -78,7 +75,6 @@ def save_reader(folder: Path, reader: Reader, text: TextFormat) -> None:
 
 
 def load_reader(stage: Path, vocabulary_hash: str) -> Reader:
-    """Load the reader of a stage; raise ValueError as ``load_models`` does."""
     folder = stage / READER_FOLDER
     description = read_description(folder, stage, vocabulary_hash)
     name = description["class"]
@@ -87,9 +83,8 @@ def load_reader(stage: Path, vocabulary_hash: str) -> Reader:
             f"{folder / DESCRIPTION}: class is {name!r}; allowed: {', '.join(READERS)}; use the version of realmops "
             "that trained it"
         )
-    encoder, head = open_encoder(
-        read_config(folder), read_weights(folder), description["packs"], str(folder), predicts=True
-    )
+    values, state = read_config(folder), read_weights(folder)
+    encoder, head = open_encoder(values, state, str(folder), description["packs"], predicts=True)
     reader = READERS[name](encoder, head, copies=description["copies"], matches=description["matches"])
     if description["span_width"] is not None:
         reader.spans = SpanHead(encoder.width, description["span_width"], description["span_layer_norm_eps"])
@@ -101,6 +96,6 @@ def load_reader(stage: Path, vocabulary_hash: str) -> Reader:
 
 
 def own_state(reader: Reader) -> dict[str, Tensor]:
-    """Copy the parameters that are in no module of transformers, to the CPU."""
+    """Copy the parameters that are in no module of transformers."""
     prefixes = tuple(f"{name}." for name, part in reader.named_modules() if isinstance(part, Encoder | MaskedWordHead))
     return {name: tensor for name, tensor in cpu_state(reader).items() if not name.startswith(prefixes)}

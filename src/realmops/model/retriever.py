@@ -50,7 +50,6 @@ class FusionWeights:
     reading: float = 1.0
 
     def combine(self, dense: Tensor, bm25: Tensor) -> Tensor:
-        """Compute f(x, z) from scaled inner products and normalised BM25 scores."""
         return self.dense * dense + self.lexical * bm25
 
 
@@ -72,12 +71,11 @@ class Tower(nn.Module):
 
     @property
     def description(self) -> str:
-        """Short description for logs and reports, with the options that ``auto`` resolved to."""
+        """For logs and reports, with the options that ``auto`` resolved to."""
         raise NotImplementedError
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters."""
         return next(self.parameters()).device
 
     @property
@@ -89,7 +87,7 @@ class Tower(nn.Module):
 
     @property
     def output_biases(self) -> list[nn.Parameter]:
-        """Biases that add the same vector to all embeddings, by default none."""
+        """Biases that add the same vector to all embeddings."""
         return []
 
 
@@ -112,28 +110,17 @@ class Dense(nn.Module):
         self.linear = nn.Linear(shape.inputs, shape.outputs, bias=shape.bias)
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        """Apply the linear layer and its activation."""
         out: Tensor = self.activation(self.linear(x_BD))
         return out
 
 
 class Embedder(Tower):
-    """Tower of an encoder, a pooling of its hidden states, and a projection W to E dimensions.
+    """Tower of an encoder, a pooling of its hidden states, and a projection W to E dimensions, by default the paper's.
 
-    The defaults are the paper's.
-
-    Args:
-        encoder: encoder of the sequences.
-        embedding_width: E.
-        head: ``paper`` (W times the pooled vector), ``release`` (BERT pooler, dense with bias, LayerNorm, dropout),
-            ``normalised`` (W times the pooled vector, LayerNorm, f(x, z) divided by the square root of E) or
-            ``cosine`` (W times the pooled vector, normalised to length 1).
-        pooling: ``cls``, ``mean`` (over all wordpieces, with [CLS] and [SEP]) or ``last``.
-        projection: initialisation of W; ``identity`` has no W, ``first`` keeps the first E dimensions instead, and
-            ``pca`` has a bias.
-        segments: ``two``, or ``one``, where title and body are both segment 0.
-        temperature: divisor of the cosine.
-        dense: layers of a sentence encoder between pooling and projection.
+    The head ``paper`` is W times the pooled vector; ``release`` BERT's pooler, dense with bias, LayerNorm, dropout;
+    ``normalised`` W, LayerNorm, and f(x, z) divided by the square root of E; ``cosine`` W, then length 1. The pooling
+    ``mean`` is over all wordpieces, with [CLS] and [SEP]. The projection ``identity`` has no W, ``first`` keeps the
+    first E dimensions instead, ``pca`` has a bias. ``dense`` are a sentence encoder's layers before the projection.
     """
 
     def __init__(
@@ -163,7 +150,6 @@ class Embedder(Tower):
 
     @property
     def encoder(self) -> Encoder:
-        """Encoder module; its parameter names on disk begin with ``bert.``."""
         return self.bert
 
     @property
@@ -178,7 +164,6 @@ class Embedder(Tower):
 
     @property
     def description(self) -> str:
-        """Short description for logs and reports."""
         dense = "".join(f"{layer.shape.outputs} -> " for layer in self.dense if isinstance(layer, Dense))
         widths = f"{self.bert.width} -> {dense}{self.width} by {self.start}"
         return f"{self.bert.description}, pooling {self.pooling}, {widths}, head {self.head}, segments {self.segments}"
@@ -187,13 +172,10 @@ class Embedder(Tower):
         """Compute pooled hidden states of each sequence, (B M) x D; M > 1 requires the pooling ``mean``."""
         if self.segments == "one":
             batch = batch.with_single_segment()
-        if self.pooling == "cls":
-            assert vectors == 1, vectors
-            return self.bert.cls(batch)
         hidden_TD: Tensor = self.bert(batch)
-        if self.pooling == "last":
+        if self.pooling != "mean":
             assert vectors == 1, vectors
-            return hidden_TD.index_select(0, batch.first_B + batch.lengths_B - 1)
+            return hidden_TD.index_select(0, batch.first_B + (self.pooling == "last") * (batch.lengths_B - 1))
         if hidden_TD.is_cuda:
             return mean_pool(hidden_TD.float(), batch.lengths, vectors)
         lengths = batch.lengths.tolist()
@@ -220,11 +202,9 @@ class Embedder(Tower):
         return share_MT
 
     def forward(self, batch: PackedBatch, vectors: int = 1) -> Tensor:
-        """Compute embeddings B x M E."""
         return self.project(self.pool(batch, vectors)).view(-1, vectors * self.width)
 
     def project(self, embedding_BE: Tensor) -> Tensor:
-        """Compute embeddings B x E from pooled vectors B x D."""
         if embedding_BE.dtype == torch.float16:
             embedding_BE = embedding_BE.float()
         for layer in self.dense:
@@ -245,8 +225,8 @@ class Embedder(Tower):
 class BagOfWords(Tower):
     """Tower without an encoder: the normalised sum of the sequence's word vectors, whatever their order.
 
-    Wordpieces whose ``counts_V`` is 0, such as [CLS] and [MASK], contribute nothing and get no gradient. A sequence
-    with no other wordpieces has the zero vector, so that f(x, z) = 0 for every x.
+    Wordpieces whose ``counts_V`` is 0, such as [CLS] and [MASK], contribute nothing. A sequence with no other
+    wordpieces has the zero vector, so that f(x, z) = 0 for every x.
     """
 
     counts_V: Tensor
@@ -258,11 +238,9 @@ class BagOfWords(Tower):
 
     @property
     def description(self) -> str:
-        """Short description for logs and reports."""
         return f"a bag of {self.word.num_embeddings} word vectors of width {self.width}"
 
     def forward(self, batch: PackedBatch, vectors: int = 1) -> Tensor:
-        """Compute embeddings B x E; a bag has one vector per sequence."""
         assert vectors == 1, vectors
         batch.to(self.device)
         counts_T = self.counts_V[batch.tokens_T]
@@ -303,10 +281,7 @@ def _unit(x_BE: Tensor) -> Tensor:
 
 
 class Retriever(nn.Module):
-    """Query tower and document tower, which are one module if they share their parameters.
-
-    ``vectors`` is M, the number of vectors of a passage.
-    """
+    """Query tower and document tower, one module if they share their parameters; ``vectors`` is M of a passage."""
 
     def __init__(self, query: Tower, document: Tower, vectors: int = 1) -> None:
         super().__init__()
@@ -320,21 +295,17 @@ class Retriever(nn.Module):
 
     @property
     def shared(self) -> bool:
-        """True if both towers are one module."""
         return self.query is self.document
 
     @property
     def scale(self) -> float:
-        """Factor of the inner products in f(x, z)."""
         return self.query.scale
 
     @property
     def width(self) -> int:
-        """Width X of a passage in the index."""
         return self.vectors * self.document.width
 
     def documents(self, batch: PackedBatch) -> Tensor:
-        """Compute embeddings of passages, B x X."""
         return cast(Tensor, self.document(batch, self.vectors))
 
     def relevance(self, query_BE: Tensor, document_BKX: Tensor) -> Tensor:
@@ -351,11 +322,10 @@ class Retriever(nn.Module):
 
 
 def initialise_projection(embedder: Embedder, generator: torch.Generator) -> None:
-    """Initialise projection and pooler in place.
+    """Initialise projection and pooler in place, both preserving inner products of pooled vectors.
 
-    An orthogonal projection preserves the inner products of pooled vectors (approximately if E < D); a random one,
-    Gaussian of variance 1/E, preserves them in expectation. ``pca`` is fitted later to the passages
-    (``search.corpus_statistics``) and is orthogonal until then.
+    A ``random`` projection, Gaussian of variance 1/E, does so in expectation, an orthogonal one approximately if E < D.
+    ``pca`` is fitted later to the passages (``search.corpus_statistics``), and is orthogonal until then.
     """
     with BUILD_LOCK, torch.no_grad():
         if embedder.projection is not None and embedder.start == "random":

@@ -52,13 +52,12 @@ class TextFormat:
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Self:
-        """Return the format of a snapshot."""
         return cls(snapshot.tokenizer, snapshot.vocabulary_hash, snapshot.block_wordpieces)
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """A module of the library after a tower's encoder: its class, our module and the factor of its parameters."""
+    """A module of the library after the pooling: its class, our module and the factor of its parameters."""
 
     kind: str
     module: nn.Module | None = None
@@ -67,7 +66,7 @@ class _Layer:
 
 
 def retriever_files(retriever: Retriever, text: TextFormat) -> dict[str, bytes]:
-    """Return the files that ``SentenceTransformer`` opens, by name; those of several vectors give their mean."""
+    """Return the files that ``SentenceTransformer`` opens, by name; it gives the mean of several vectors."""
     description = {
         **_describe_tower(retriever.query),
         "format": FORMAT,
@@ -77,37 +76,35 @@ def retriever_files(retriever: Retriever, text: TextFormat) -> dict[str, bytes]:
         "vocabulary_hash": text.vocabulary_hash,
     }
     config = {"model_type": "SentenceTransformer", "similarity_fn_name": similarity(retriever)}
-    files = {
-        DESCRIPTION: _json(description),
-        SENTENCE_CONFIG: _json({**config, "prompts": tokenizer_prompts(text.tokenizer)}),
-    }
+    special = SpecialTokens.of(text.tokenizer)
+    pairs = zip(ROUTES, (special.query, special.document), strict=True)
+    prompts = {route: text.tokenizer.decode(list(ids)).strip() + " " for route, ids in pairs if ids}
+    files = {DESCRIPTION: _json(description), SENTENCE_CONFIG: _json({**config, "prompts": prompts})}
+    modules = {"": "Router"}
     if retriever.shared:
         modules = _module_kinds(retriever.query, "")
         files |= _tower_files(retriever.query, "", text)
     else:
-        routes = {}
-        for route, tower in zip(ROUTES, (retriever.query, retriever.document), strict=True):
-            routes[route] = _module_kinds(tower, f"{route}_")
-            files |= _tower_files(tower, f"{route}_", text)
+        towers = dict(zip(ROUTES, (retriever.query, retriever.document), strict=True))
+        routes = {route: _module_kinds(tower, f"{route}_") for route, tower in towers.items()}
         router = {
             "types": {path: _TYPES + kind for kinds in routes.values() for path, kind in kinds.items()},
             "structure": {route: [*kinds] for route, kinds in routes.items()},
             "parameters": {"default_route": "document", "allow_empty_key": True},
         }
         files["router_config.json"] = _json(router)
-        modules = {"": "Router"}
+        for route, tower in towers.items():
+            files |= _tower_files(tower, f"{route}_", text)
     rows = enumerate(modules.items())
     files[MODULES] = _json([{"idx": n, "name": str(n), "path": p, "type": _TYPES + kind} for n, (p, kind) in rows])
     return files
 
 
 def retriever_from_files(files: Mapping[str, bytes]) -> Retriever:
-    """Load a retriever from :func:`retriever_files`."""
     return _assemble(lambda name: json.loads(files[name]), lambda name: load_tensors(files[name]))
 
 
 def save_retriever(folder: Path, retriever: Retriever, text: TextFormat) -> None:
-    """Write :func:`retriever_files` into a new folder."""
     for name, content in retriever_files(retriever, text).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
@@ -152,7 +149,6 @@ def passage_tower_digest(folder: Path) -> str:
 
 
 def _assemble(read: Callable[[str], Any], tensors: Callable[[str], Tensors]) -> Retriever:
-    """Build a retriever; ``read`` returns a JSON file by name, ``tensors`` a file of weights."""
     description = read(DESCRIPTION)
     prefixes = ("",) if description["share_embedders"] else tuple(f"{route}_" for route in ROUTES)
     towers = [_read_tower(description, prefix, read, tensors) for prefix in prefixes]
@@ -187,7 +183,8 @@ def _read_tower(
         bag.counts_V[description["ignored"]] = 0.0
         return bag
     path = _path(prefix, 0, "Transformer")
-    encoder, _ = open_encoder(read(path + CONFIG), tensors(path + WEIGHTS), description["packs"], path + WEIGHTS)
+    weights = tensors(path + WEIGHTS)
+    encoder, _ = open_encoder(read(path + CONFIG), weights, path + WEIGHTS, description["packs"], predicts=False)
     kind = {name: description[name] for name in ("pooling", "projection", "segments", "temperature")}
     shapes = [DenseShape(**shape) for shape in description["dense"]]
     tower = Embedder(encoder, description["embedding_width"], description["head"], dense=shapes, **kind)
@@ -204,7 +201,7 @@ def _path(prefix: str, n: int, kind: str) -> str:
 
 
 def _module_kinds(tower: Tower, prefix: str) -> dict[str, str]:
-    """Return the classes of a tower's modules by their paths."""
+    """Return the class of each module by its path."""
     kinds = ["StaticEmbedding", "Normalize"]
     if isinstance(tower, Embedder):
         kinds = ["Transformer", "Pooling", *(layer.kind for layer in _layers(tower))]
@@ -213,9 +210,8 @@ def _module_kinds(tower: Tower, prefix: str) -> dict[str, str]:
 
 def _layers(tower: Embedder) -> list[_Layer]:
     """Return the modules after the pooling."""
-    layers = [
-        _Layer("Dense", layer.linear, layer.shape.activation) for layer in tower.dense if isinstance(layer, Dense)
-    ]
+    dense = (layer for layer in tower.dense if isinstance(layer, Dense))
+    layers = [_Layer("Dense", layer.linear, layer.shape.activation) for layer in dense]
     if tower.pooler is not None:
         layers.append(_Layer("Dense", tower.pooler, _TANH))
     # A LayerNorm of s x with the library's epsilon is one of x with epsilon / s^2. A power of 2 is exact in both
@@ -255,14 +251,12 @@ def _tower_files(tower: Tower, prefix: str, text: TextFormat) -> dict[str, bytes
 def _layer_files(layer: _Layer, tower: Embedder) -> dict[str, bytes]:
     if layer.kind == "Normalize":
         return {}
+    identity = {"weight": torch.eye(tower.width, tower.pooled_width)}
+    state = identity if layer.module is None else layer.module.state_dict()
+    tensors = {name: layer.scale * tensor for name, tensor in state.items()}
     if layer.kind == "LayerNorm":
-        assert layer.module is not None
-        state = {f"norm.{name}": tensor for name, tensor in layer.module.state_dict().items()}
-        return {CONFIG: _json({"dimension": tower.width}), WEIGHTS: _tensors(state)}
-    if layer.module is None:
-        tensors = {"weight": layer.scale * torch.eye(tower.width, tower.pooled_width)}
-    else:
-        tensors = {name: layer.scale * tensor for name, tensor in layer.module.state_dict().items()}
+        weights = _tensors({f"norm.{name}": tensor for name, tensor in tensors.items()})
+        return {CONFIG: _json({"dimension": tower.width}), WEIGHTS: weights}
     outputs, inputs = tensors["weight"].shape
     config = {"in_features": inputs, "out_features": outputs, "bias": "bias" in tensors}
     weights = _tensors({f"linear.{name}": tensor for name, tensor in tensors.items()})
@@ -285,10 +279,9 @@ def _transformer_files(tower: Embedder, text: TextFormat) -> dict[str, bytes]:
 def tokenizer_files(tokenizer: Tokenizer, encoder: Encoder, limit: int, segments: str = "two") -> dict[str, bytes]:
     """Return tokenizer files for transformers; the tokenizer joins a pair as ``join_document`` does."""
     special = SpecialTokens.of(tokenizer)
-    names = {"sep_token": special.sep, "unk_token": special.unknown, "pad_token": special.padding}
-    names |= {} if special.cls is None else {"cls_token": special.cls}
-    names |= {} if special.mask_if_any is None else {"mask_token": special.mask}
-    config = {name: tokenizer.id_to_token(token) for name, token in names.items()} | {
+    ids = {"sep": special.sep, "unk": special.unknown, "pad": special.padding, "cls": special.cls}
+    ids["mask"] = special.mask_if_any
+    config = {f"{role}_token": tokenizer.id_to_token(token) for role, token in ids.items() if token is not None} | {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": limit,
         "model_input_names": model_input_names(encoder),
@@ -301,7 +294,7 @@ def tokenizer_files(tokenizer: Tokenizer, encoder: Encoder, limit: int, segments
 def joining_tokenizer(tokenizer: Tokenizer, segments: str = "two", with_prompts: bool = True) -> Tokenizer:
     """Return a tokenizer that encodes a text as ``join_query`` does, and a pair of title and text as ``join_document``.
 
-    Without ``with_prompts`` it adds no prompts: the caller does (:func:`tokenizer_prompts`).
+    Without ``with_prompts`` it adds no prompts: the caller does.
     """
     special, other = SpecialTokens.of(tokenizer), Tokenizer.from_str(tokenizer.to_str())
     if not with_prompts:
@@ -310,20 +303,11 @@ def joining_tokenizer(tokenizer: Tokenizer, segments: str = "two", with_prompts:
     return other
 
 
-def tokenizer_prompts(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the prompts of queries and documents as text, as the library stores them."""
-    special = SpecialTokens.of(tokenizer)
-    prompts = {"query": special.query, "document": special.document}
-    return {name: tokenizer.decode(list(ids)).strip() + " " for name, ids in prompts.items() if ids}
-
-
 def model_input_names(encoder: Encoder) -> list[str]:
-    """Return the inputs that transformers' tokenizer passes to the encoder."""
     return ["input_ids", *(["token_type_ids"] if encoder.segments > 1 else []), "attention_mask"]
 
 
 def similarity(retriever: Retriever) -> str:
-    """Return the library's name of the similarity function of its embeddings."""
     return "cosine" if retriever.query.head == "cosine" else "dot"
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from threading import RLock
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from realmops.hub import CONFIG
+
 BUILD_LOCK = RLock()  # transformers replaces functions of torch.nn.init, for all threads, while it builds a model
-_ALTERNATIVES = {  # supported models, by a substring of an unsupported model_type
-    "t5": "FacebookAI/roberta-base, or with several languages FacebookAI/xlm-roberta-base",
-    "bart": "FacebookAI/roberta-base",
-    "code": "answerdotai/ModernBERT-base",
-}
 ENCODER, MASKED_WORDS, ANSWER_SPANS = "AutoModel", "AutoModelForMaskedLM", "AutoModelForQuestionAnswering"
 SUGGESTED_ENCODERS = "answerdotai/ModernBERT-base, or with several languages FacebookAI/xlm-roberta-base"
 
@@ -46,12 +44,10 @@ def check_supported(values: Mapping[str, Any], source: str) -> None:
         reason = "is configured as a decoder (is_decoder), which sees no word after the mask"
     else:
         return
-    alternative = next((name for word, name in _ALTERNATIVES.items() if word in kind), SUGGESTED_ENCODERS)
-    raise ValueError(f"{source}: model_type {kind!r} {reason}; use a supported encoder, for example {alternative}")
+    raise ValueError(f"{source}: model_type {kind!r} {reason}; use, for example, {SUGGESTED_ENCODERS}")
 
 
 def has_auto_class(auto_class: str, model_type: str) -> bool:
-    """Return whether an auto class of transformers, such as AutoModel, has this model type (registered ones too)."""
     transformers = import_transformers()
     configs = transformers.CONFIG_MAPPING
     return model_type in configs and configs[model_type] in getattr(transformers, auto_class)._model_mapping
@@ -70,20 +66,16 @@ def import_transformers() -> Any:
 
 def load_transformers_model(
     state: Mapping[str, Tensor], values: Mapping[str, Any], source: str, auto_class: str = ENCODER
-) -> tuple[Any, list[str]]:
+) -> tuple[Any, set[str]]:
     """Build the transformers model of a configuration and load its weights.
 
-    Args:
-        state: weights by name; the prefix ``realm.`` of REALM's checkpoints is read as ``bert.``.
-        values: configuration, as in config.json.
-        source: file or folder that error messages name.
-        auto_class: class of transformers that chooses the model: the encoder, or one with a head.
+    The prefix ``realm.`` of REALM's checkpoints is read as ``bert.``; ``source`` names the folder in messages.
 
     Returns:
-        The model, and the sorted names of its parameters that ``state`` lacks.
+        The model, and the names of its head's parameters that ``state`` lacks.
 
     Raises:
-        ValueError: transformers cannot build or load it.
+        ValueError: transformers cannot build or load it, the encoder lacks a parameter, or a value is not finite.
     """
     transformers = import_transformers()
     try:
@@ -103,7 +95,21 @@ def load_transformers_model(
         raise ValueError(f"{source}: transformers cannot open it ({type(error).__name__}: {reason})") from None
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()  # mapped files have another alignment, which changes rounding
-    return model, sorted(report["missing_keys"])
+    missing = {name for name in report["missing_keys"] if "pooler" not in name}
+    prefix = "" if auto_class == ENCODER else f"{model.base_model_prefix}."
+    if absent := sorted(name for name in missing if name.startswith(prefix)):
+        raise ValueError(f"{source}: the parameter {absent[0]} is missing; download the folder again")
+    not_finite = next((name for name, part in model.named_parameters() if not bool(part.isfinite().all())), None)
+    if not_finite is not None:
+        raise ValueError(f"{source}: the parameter {not_finite} has a value that is not finite; choose other weights")
+    return model, missing
+
+
+def save_transformers_model(model: Any, folder: Path) -> None:
+    """Write config.json and model.safetensors."""
+    model.save_pretrained(folder)
+    for path in folder.glob("*.safetensors"):  # safetensors sets mode 0600
+        path.chmod((folder / CONFIG).stat().st_mode)
 
 
 @contextmanager
@@ -116,10 +122,3 @@ def skip_weight_init() -> Iterator[None]:
 
     with BUILD_LOCK, torch.random.fork_rng(devices=[]), no_init_weights():
         yield
-
-
-def remove_pooler(model: Any) -> Any:
-    """Remove the pooler, a layer over the first hidden state that only pre-training uses; return the model."""
-    if getattr(model, "pooler", None) is not None:
-        model.pooler = None
-    return model

@@ -90,7 +90,7 @@ def is_wide(encoder: str) -> bool:
     folder = Path(encoder)
     if not folder.is_dir():
         return any(size in encoder.lower() for size in ("base", "large"))
-    shape = hub.read_optional_json(folder / hub.CONFIG, "model configuration")
+    shape = hub.read_optional_json(folder / hub.CONFIG)
     widths = (shape.get(name) for name in ("hidden_size", "dim"))
     return any(isinstance(width, int) and width >= WIDE for width in widths)
 
