@@ -44,7 +44,6 @@ class RetrievedPassages:
 
     @property
     def p_z(self) -> tuple[float, ...]:
-        """p(z|x), over the passages to read."""
         return tuple(map(math.exp, self.log_prior))
 
 
@@ -61,7 +60,6 @@ class ReadPassage:
 
     @property
     def p_z(self) -> float:
-        """p(z|x)."""
         return math.exp(self.log_prior)
 
 
@@ -81,29 +79,24 @@ class Answer:
 
     @staticmethod
     def unread(retrieved: RetrievedPassages) -> Answer:
-        """Return the passages of a question without an answer."""
         places = zip(retrieved.passages, retrieved.log_prior, strict=True)
         read = tuple(ReadPassage(passage, prior, 0.0, None, None, None) for passage, prior in places)
         return Answer(retrieved.question.question, None, read=read, ranked=list(retrieved.ranked))
 
     @property
     def text(self) -> str:
-        """Text of the answer, empty if there is none."""
         return self.best.text if self.best else self.generated
 
     @property
     def passages(self) -> list[int]:
-        """Passages that were read, best first."""
         return [read.passage for read in self.read]
 
     @property
     def log_prior(self) -> list[float]:
-        """Log p(z|x) of the passages that were read."""
         return [read.log_prior for read in self.read]
 
     @property
     def best_of_passage(self) -> list[Span | None]:
-        """Best span of each passage that was read."""
         return [read.best for read in self.read]
 
     @property

@@ -47,11 +47,7 @@ class Confidence:
 
     @classmethod
     def load(cls, folder: Path) -> Confidence | None:
-        """Load the calibration of a fine-tuned model; None without its file: no questions of people were its measure.
-
-        Raises:
-            ValueError: the file is damaged, or of an earlier version.
-        """
+        """Load the calibration of a fine-tuned model; None without its file, ValueError if it is damaged."""
         path = folder / FILE
         if not path.is_file():
             return None
@@ -67,25 +63,20 @@ class Confidence:
         return calibration
 
     def save(self, folder: Path) -> None:
-        """Write the calibration into a model's folder."""
         write_json(folder / FILE, asdict(self))
 
     @property
     def description(self) -> str:
-        """The questions of the fit, in a few words."""
         return f"fitted on {self.questions} questions: {self.source}"
 
     @property
     def holds_all(self) -> bool:
-        """True if the model always abstains."""
         return self.threshold > 1
 
     def probability(self, answer: Answer) -> float:
-        """Return the probability that an answer is right; 0 without an answer."""
         return float(self.probabilities([answer])[0])
 
     def abstains(self, answer: Answer) -> bool:
-        """Return whether to abstain: the probability is below the threshold, or there is no answer."""
         return not answer.text or self.probability(answer) < self.threshold
 
     def probabilities(self, answers: Sequence[Answer]) -> Floats:

@@ -23,22 +23,16 @@ class CorpusState:
 
 
 def pipeline_state(root: Path) -> CorpusState:
-    """Return the state that the stages produced, before any update."""
     snapshot, finetune, results = (root / STAGE_FOLDERS[name] for name in ("snapshot", "finetune", "evaluate"))
     return CorpusState(snapshot, finetune, results, 0)
 
 
 def newest_state(root: Path) -> CorpusState:
-    """Return the newest update of the current model, or the state of the pipeline."""
     return states(root)[-1]
 
 
 def states(root: Path) -> list[CorpusState]:
-    """Return the state of the pipeline, then the updates of its current model in order.
-
-    Raises:
-        ValueError: if the newest update is damaged.
-    """
+    """Return the state of the pipeline, then the updates of its current model in order; the newest is verified."""
     pipeline = pipeline_state(root)
     model = model_digest(pipeline)
     result = [pipeline]

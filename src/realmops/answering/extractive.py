@@ -34,16 +34,13 @@ class ExtractiveQa(SpanAnswers):
 
     @classmethod
     def load_reader(cls, folder: Path, snapshot: Snapshot) -> ExtractiveReader:
-        """Load the reader; it has its own tokenizer."""
         return load_extractive_reader(folder / READER_FOLDER)
 
     @property
     def prior_weight(self) -> float:
-        """Weight of f(x, z) in p(z|x)."""
         return self.retriever.mixture.reading
 
     def check(self, question: str) -> None:
-        """Raise InvalidRequest if a question is empty, or too long for the retriever or the reader."""
         super().check(question)
         limit = self.reader.longest_question(self.options.reader_wordpieces)
         if (wordpieces := len(self.reader.tokenize(question).ids)) > limit:
@@ -52,7 +49,6 @@ class ExtractiveQa(SpanAnswers):
             )
 
     def candidates(self, retrieved: Sequence[RetrievedPassages]) -> tuple[NDArray[np.floating], np.ndarray]:
-        """Return log p(span, z|x) of all spans, S, and their rows."""
         pairs = [(item.question.question, self.snapshot.text(p)) for item in retrieved for p in item.passages]
         places = [(b, k, prior) for b, item in enumerate(retrieved) for k, prior in enumerate(item.log_prior)]
         options = self.options
@@ -68,14 +64,11 @@ class ExtractiveQa(SpanAnswers):
 
     @property
     def word_vectors(self) -> Tensor:
-        """Word embeddings of the reader."""
         return self.reader.word_vectors
 
     def log_p(self, score_S: Tensor) -> Tensor:
-        """Return the scores: they are log p(span, z|x)."""
         return score_S
 
     def save_reader(self, folder: Path) -> None:
-        """Write the reader in transformers' format, for ``reader.init`` and other programs."""
         (folder / READER_FOLDER).mkdir()
         self.reader.save(folder / READER_FOLDER)

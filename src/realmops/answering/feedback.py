@@ -50,23 +50,15 @@ class Feedback:
 
     @property
     def known(self) -> str:
-        """The correct answer, or "" if it is unknown."""
         return self.answer if self.right else self.correct_answer
 
 
 def feedback_file(root: Path) -> Path:
-    """Return the path of the feedback on a run's answers."""
     return root / WORK_FOLDER / FILE
 
 
 def append_feedback(root: Path, feedback: Feedback) -> None:
-    """Append an entry durably (synced to disk); several processes may append concurrently.
-
-    Raises:
-        ValueError: a text is not valid Unicode, or the entry is too long.
-        Full: the file has reached its limit.
-        OSError: the file cannot be written.
-    """
+    """Append an entry durably, also concurrently; ValueError, FeedbackFileFull or OSError if it cannot be."""
     try:
         line = f"{json.dumps(asdict(feedback), ensure_ascii=False)}\n".encode()
     except UnicodeEncodeError:

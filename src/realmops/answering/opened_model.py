@@ -64,7 +64,6 @@ class OpenedModel:
         self.model.check(query.question)
 
     def find(self, queries: Sequence[Query]) -> list[RetrievedPassages]:
-        """Retrieve the passages to read for each question."""
         return self.model.find([Question("", query.question, (), not_in=tuple(query.without)) for query in queries])
 
     def sources(self, retrieved: RetrievedPassages) -> Record:
@@ -94,7 +93,6 @@ class OpenedModel:
         return record
 
     def passage_search(self) -> PassageSearch:
-        """Build a search over the model's corpus."""
         model = self.model
         words = model.bm25 if isinstance(model.bm25, Bm25) else Bm25.of(model.snapshot)
         retriever = model.retriever if model.passages is not None else None

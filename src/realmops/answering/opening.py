@@ -52,7 +52,6 @@ class ClosedBookModel(ValueError):
 
 
 def save_tuned(folder: Path, model: AnswerModel) -> None:
-    """Write a fine-tuned model and its class into the folder of a stage."""
     model.save(folder)
     write_json(folder / KIND, {"class": model.kind})
 
@@ -133,11 +132,7 @@ def read_kind(folder: Path) -> str:
 
 
 def trained_options(root: Path, stages: Sequence[str], names: Sequence[str]) -> list[Any]:
-    """Return the sections ``names`` of the first of ``stages`` that was trained rather than imported.
-
-    Raises:
-        ValueError: if a stage before that one has no output, or all were imported.
-    """
+    """Return the sections ``names`` of the first of ``stages`` that was trained rather than imported."""
     for stage in stages:
         folder = root / STAGE_FOLDERS[stage]
         artifacts.read_manifest(folder, stage)
@@ -258,7 +253,6 @@ def _is_done(root: Path, stage: str) -> bool:
 def _load_with_embeddings(
     root: Path, stage: str, run: RunOptions, snapshot: Snapshot, progress: Callable[[str, int], Progress]
 ) -> tuple[Retriever, Any, torch.dtype]:
-    """Return the retriever of a stage, the embeddings of all passages (computed unless cached) and their dtype."""
     folder = root / STAGE_FOLDERS[stage]
     artifacts.read_manifest(folder, stage)
     configure_process(run.threads)

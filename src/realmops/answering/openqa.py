@@ -41,7 +41,6 @@ class OpenQa(SpanAnswers):
 
     @classmethod
     def load_reader(cls, folder: Path, snapshot: Snapshot) -> Reader:
-        """Load the reader with its span head."""
         return load_reader(folder, snapshot.vocabulary_hash)
 
     def spans(self, tokens: Sequence[np.ndarray], passages: Sequence[Sequence[int]]) -> tuple[Tensor, np.ndarray]:
@@ -98,7 +97,6 @@ class OpenQa(SpanAnswers):
         }
 
     def is_gold(self, rows: np.ndarray, questions: Sequence[Question], passages: Sequence[Sequence[int]]) -> np.ndarray:
-        """Return whether each row of ``spans`` matches an answer."""
         gold = [
             (b, *span)
             for b, (question, ids) in enumerate(zip(questions, passages, strict=True))
@@ -108,7 +106,6 @@ class OpenQa(SpanAnswers):
 
     @torch.no_grad()
     def candidates(self, retrieved: Sequence[RetrievedPassages]) -> tuple[NDArray[np.floating], np.ndarray]:
-        """Return the logits of all spans, S, and their rows in characters."""
         passages = [item.passages for item in retrieved]
         score_S, rows = self.spans([self.wordpieces(item.question.question) for item in retrieved], passages)
         reading = np.float32(self.retriever.mixture.reading)
@@ -125,9 +122,7 @@ class OpenQa(SpanAnswers):
 
     @property
     def word_vectors(self) -> Tensor:
-        """Word embeddings of the reader."""
         return self.reader.encoder.word_vectors
 
     def log_p(self, score_S: Tensor) -> Tensor:
-        """Return the log softmax over the spans of all passages."""
         return score_S.log_softmax(0)

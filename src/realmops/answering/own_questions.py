@@ -36,7 +36,6 @@ class Label:
     time: float = field(default_factory=time.time)  # Unix time in seconds
 
     def record(self) -> dict[str, Any]:
-        """Return a line of the question format ``jsonl``; its reader ignores the time."""
         question = text_key(self.question)
         passage = {"passage_id": self.passage_id} if self.passage_id else {}
         id_ = f"own-{digest_of(question)[:12]}"
@@ -93,7 +92,6 @@ def save_labels(path: Path, new: Sequence[Label], *, only_newer: bool = False) -
 
 
 def progress_line(path: Path) -> str:
-    """Return a line with the number of questions in the file, and of those that are left to ``MIN_CALIBRATION``."""
     count = len(read_labels(path))
     return f"{path}: {count} " + (
         f"of {MIN_CALIBRATION} questions, {MIN_CALIBRATION - count} left" if count < MIN_CALIBRATION else "questions"

@@ -193,7 +193,6 @@ class _Column:
 
 
 def check_filter(where: Where) -> None:
-    """Raise InvalidRequest for a malformed condition; needs no documents."""
     for field, condition in where.items():
         if not isinstance(condition, Mapping):
             for value in condition if isinstance(condition, list) else [condition]:
@@ -285,7 +284,6 @@ class PassageSearch:
         object.__setattr__(self, "filters", MetadataFilters(self.snapshot))
 
     def search(self, query: str, k: int = 10, filters: Sequence[Where] = (), by: RankBy = "run") -> Record:
-        """Return what :meth:`search_batch` returns for one query."""
         return self.search_batch([PassageQuery(query, k, filters, by)])[0]
 
     def search_batch(self, requests: Sequence[PassageQuery]) -> list[Record]:
@@ -301,11 +299,7 @@ class PassageSearch:
         return [self._result(request.query, *ranking) for request, ranking in rankings]
 
     def check(self, request: PassageQuery) -> Ids | None:
-        """Return the passages that satisfy the filters; None without filters.
-
-        Raises:
-            InvalidRequest: query, k or a filter is invalid, or embeddings are requested and there are none.
-        """
+        """Return the passages that satisfy the filters, None without; InvalidRequest if the request is invalid."""
         if not request.query.strip():
             raise InvalidRequest("the query is empty; send at least one word")
         try:

@@ -24,13 +24,8 @@ def answer_record(
 ) -> Record:
     """Build the record of an answer.
 
-    Args:
-        snapshot: corpus of the passages.
-        answer: answer with its evidence.
-        about: versions of model, corpus and index.
-        confidence: calibration; None if no questions of people were its measure: then there is no probability of
-            being right, and the model abstains.
-        y: answer to evaluate instead: citations and p(z|x, y) are then those of y; the record contains y and p(y|x).
+    Without a ``confidence`` there is no probability of being right, and the model abstains. With an answer ``y`` to
+    evaluate, citations and p(z|x, y) are those of y, and the record contains y and p(y|x).
     """
     best = answer.best
     citing = [(read, read.best_of_y) for read in answer.read if read.best_of_y is not None] if best else []
@@ -68,7 +63,6 @@ def answer_record(
 
 
 def sources_record(snapshot: Snapshot, retrieved: RetrievedPassages, about: Record) -> Record:
-    """Build the part of a record that is available before reading: the question and its passages."""
     return {
         "question": retrieved.question.question,
         "passages": [
@@ -79,7 +73,6 @@ def sources_record(snapshot: Snapshot, retrieved: RetrievedPassages, about: Reco
 
 
 def passage_record(snapshot: Snapshot, passage: int) -> Record:
-    """Return the location of a whole passage, and its text."""
     place = citation_record(snapshot, passage, (0, len(snapshot.text(passage))))
     return place | {"text": place.pop("quote")}
 
@@ -161,13 +154,11 @@ def format_record(record: Record) -> list[str]:
 
 
 def _passage_lines(record: Record) -> list[str]:
-    """Format the first passages, each with its beginning and its place."""
     texts = ((passage, shorten(passage["text"], _PREVIEW, placeholder=" …")) for passage in record["passages"])
     return [line for passage, text in islice(texts, TOP_PASSAGES) for line in _source_lines(passage, text)]
 
 
 def _source_lines(source: Record, text: str) -> list[str]:
-    """Format a passage or a citation: its title with a text, and its place."""
     page = f", page {source['page']}" if source.get("page") else ""
     return [
         f"  {source['title'] or source['document_id']}: {text}",

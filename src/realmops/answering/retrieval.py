@@ -59,7 +59,6 @@ class Ranker:
         self._rank, self.save = lru_cache(cache_size)(lambda question, k: rank([question], k)[0]), save
 
     def __call__(self, question: str, k: int) -> np.ndarray:
-        """Return the k best passages of a question, best first, int64 [k], padded with -1."""
         passages: np.ndarray = self._rank(question, k)
         return passages
 

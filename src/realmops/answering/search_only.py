@@ -20,6 +20,5 @@ class SearchOnly(RetrieveAndRead):
         """Return None: there is no reader."""
 
     def read(self, retrieved: Sequence[RetrievedPassages], target_answers: Sequence[str | None] = ()) -> list[Answer]:
-        """Return the retrieved passages of each question without an answer."""
         ys = target_answers or [None] * len(retrieved)
         return [replace(Answer.unread(item), y=y or "") for item, y in zip(retrieved, ys, strict=True)]

@@ -67,7 +67,6 @@ class SpanAnswers(RetrieveAndRead):
     def _is_gold(
         self, rows: np.ndarray, questions: Sequence[Question], passages: Sequence[Sequence[int]]
     ) -> np.ndarray:
-        """Return whether each span matches an answer of its question."""
         gold = [
             (b, rank, start, end)
             for b, (question, ids) in enumerate(zip(questions, passages, strict=True))
@@ -145,7 +144,6 @@ class SpanAnswers(RetrieveAndRead):
     def best(
         self, selected_S: np.ndarray, rows: np.ndarray, score_S: NDArray[np.floating], passages: Sequence[int]
     ) -> Span | None:
-        """Return the best of the selected spans of one question."""
         indices = np.flatnonzero(selected_S)
         if not len(indices):
             return None

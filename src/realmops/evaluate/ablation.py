@@ -49,13 +49,11 @@ class VariantOutcome:
 
     @property
     def em(self) -> float | None:
-        """Exact match on the questions of people; None without any."""
         em = float(_measured(self.correct).mean())
         return None if math.isnan(em) else em
 
     @property
     def recall_at_5(self) -> float | None:
-        """Zero-shot recall@5; None without retrieval."""
         return None if np.isnan(self.hit).any() else float(self.hit.mean())
 
 
@@ -63,10 +61,7 @@ def table_rows(outcomes: Sequence[VariantOutcome], variants: Mapping[str, Mappin
     """Compute one row per variant with outcomes, in the order of ``variants``, whose values have the keys ``TITLES``.
 
     Intervals account for another seed and other questions (``interval_over_seeds``); those of differences use the seeds
-    that variant and reference share. With a single seed, they account for other questions only.
-
-    Raises:
-        ValueError: a variant shares no seed with the reference, or answers other questions.
+    that variant and reference share.
     """
     by_variant = {name: {o.seed: o for o in outcomes if o.variant == name} for name in variants}
     rows: list[Row] = []
@@ -143,13 +138,11 @@ COLUMNS: Mapping[str, Callable[[Row], str]] = {
 
 
 def figure_table(rows: Sequence[Row]) -> FigureTable:
-    """Format the table for readers."""
     cells = [[cell(row) for cell in COLUMNS.values()] for row in rows]
     return FigureTable("Ablations", tuple(COLUMNS), [cells])
 
 
 def to_csv(rows: Sequence[Row]) -> str:
-    """Return all values of the table, unrounded, as CSV."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()

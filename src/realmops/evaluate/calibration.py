@@ -26,7 +26,6 @@ Bools = npt.NDArray[np.bool_]
 
 
 def fit_confidence(answers: Sequence[Answer], correct_Q: Bools, target_precision: float) -> Confidence:
-    """Fit the calibration curve and the abstention threshold to answers of known correctness."""
     assert len(answers) == len(correct_Q) > 0
     slope, intercept = platt_scaling(log_odds([answer.log_p for answer in answers]), correct_Q)
     curve = Confidence(slope, intercept, ALWAYS_ABSTAIN, target_precision, len(answers), OWN_QUESTIONS)
@@ -142,11 +141,7 @@ def most_certain(probability_Q: Floats, share: float) -> Bools:
 def confidence_figures(
     confidence: Confidence, answers: Sequence[Answer], correct_Q: Bools, *, seed: int, resamples: int = RESAMPLES
 ) -> dict[str, float]:
-    """Return the metrics of a calibration on these questions.
-
-    ``ece``, next to that of the raw p(y|x) and of a perfect calibration; precision of the most confident 30 %; share of
-    the questions answered and precision of these answers. Both precisions have 95 % intervals.
-    """
+    """Return the metrics of a calibration on these questions; both precisions have 95 % intervals."""
     probability_Q = confidence.probabilities(answers)
     raw_Q = np.exp(np.array([answer.log_p for answer in answers]))
     is_answered_Q = ~np.array([confidence.abstains(answer) for answer in answers], bool)

@@ -42,8 +42,7 @@ def compute_ceilings(
 ) -> dict[str, NDArray[np.bool_]]:
     """Return the upper bounds of exact match by name: which questions are answerable under each restriction, bool [Q].
 
-    ``ranks_Q`` are the ``first_hit_ranks`` of ``ranked_QK`` by the match ``rule``. The reader reads ``passages``
-    passages, and its longest span has ``wordpieces`` wordpieces.
+    The reader reads ``passages`` passages, and its longest span has ``wordpieces`` wordpieces.
     """
     texts = (snapshot.text(i) for i in range(len(snapshot)))
     answerable = {
@@ -63,11 +62,7 @@ def answered_in_corpus(
     known_Q: NDArray[np.bool_] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> NDArray[np.bool_]:
-    """Return whether any passage contains an answer, bool [Q]: an upper bound of exact match.
-
-    One pass over the corpus, many passages at a time; answered questions are dropped. ``known_Q`` marks questions that
-    a ranking already answered, to save work.
-    """
+    """Return whether any passage contains an answer, bool [Q]; ``known_Q`` marks questions that a ranking answered."""
     answered = np.zeros(len(questions), bool) if known_Q is None else known_Q.copy()
     open_questions = np.flatnonzero(~answered).tolist()
     answers = {index: questions[index].answers for index in open_questions}

@@ -40,8 +40,7 @@ def line_chart(
 ) -> str:
     """Return an ``<svg>`` element with lines over training steps, or over the quantity ``across``.
 
-    ``refreshes`` are steps to mark with dotted vertical lines. With ``smooth`` long series are drawn faintly, with
-    their running mean on top.
+    ``refreshes`` are steps to mark. With ``smooth`` long series are drawn faintly, with their running mean on top.
     """
     steps = [step for line in series for step in line.steps] + list(refreshes)
     values = [value for line in series for value in line.values]
@@ -82,14 +81,12 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def format_number(value: float) -> str:
-    """Format a number for display: four significant digits, integers in full."""
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:.4g}"
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Return the mean of each value and its neighbours, over at most ``window`` values; windows are cut at the ends."""
     sums, at = np.cumsum([0.0, *values]), np.arange(len(values))
     first, last = np.maximum(at - window // 2, 0), np.minimum(at + window // 2 + 1, len(values))
     means: list[float] = ((sums[last] - sums[first]) / (last - first)).tolist()

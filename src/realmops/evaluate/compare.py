@@ -33,12 +33,7 @@ class Comparison:
 
 
 def read_paired(first: Path, second: Path) -> tuple[list[Prediction], list[Prediction]]:
-    """Read the predictions of two runs, from results folders or folders that contain one, in the order of the first.
-
-    Raises:
-        ValueError: the runs answer different questions, even under the same ids, questions of different origin
-            (people, or generated from the corpus), or apply different match rules.
-    """
+    """Read the predictions of two runs, in the order of the first; ValueError unless both answer the same questions."""
     first_run, second_run = ({p.question_id: p for p in read_results(folder)} for folder in (first, second))
     origins = [question_origin([p.is_generated for p in run.values()]) for run in (first_run, second_run)]
     if origins[0] != origins[1]:
@@ -116,12 +111,10 @@ def deciding_metric(metrics: Mapping[str, Any]) -> str:
 
 
 def correct_mask(run: Sequence[Prediction]) -> npt.NDArray[np.bool_]:
-    """Return whether each prediction for a question of people is an exact match, bool [Q]."""
     return np.array([prediction.em for prediction in run], bool)
 
 
 def format_comparison(row: Comparison) -> str:
-    """Format a comparison as one line."""
     difference = row.difference
     return (
         f"{row.measure}: {row.first:.3f} against {row.second:.3f}, difference {difference.mean:+.3f}, "

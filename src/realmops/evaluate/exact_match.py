@@ -33,7 +33,6 @@ class Interval:
     high: float
 
     def figures(self, name: str) -> dict[str, float]:
-        """Return mean and bounds as metrics; the mean has the plain name."""
         return {name: self.mean, f"{name}_low": self.low, f"{name}_high": self.high}
 
 
@@ -60,7 +59,6 @@ class Score:
     f1_Q: npt.NDArray[np.float64]
 
     def figures(self, prefix: str) -> dict[str, float]:
-        """Return both metrics with their intervals."""
         return self.em.figures(f"{prefix}em") | self.f1.figures(f"{prefix}f1")
 
 

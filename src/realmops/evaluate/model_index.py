@@ -20,10 +20,7 @@ Metrics = Mapping[str, Any]
 
 
 def retriever_results(dataset: str, metrics: Metrics, prefix: str) -> list[EvalResult]:
-    """Return the figures of a retriever; empty if it was not measured.
-
-    ``prefix`` is that of its metrics in ``evaluate``, for example ``dense_``.
-    """
+    """Return the figures of a retriever by the ``prefix`` of its metrics; empty if it was not measured."""
     generated = metrics.get("generated_questions", 0)
     if generated:
         dataset += f" ({generated} of {metrics['questions']} questions generated from the documents)"
@@ -34,10 +31,7 @@ def retriever_results(dataset: str, metrics: Metrics, prefix: str) -> list[EvalR
 
 
 def reader_results(dataset: str, metrics: Metrics, kind: str = OWN_DATA, split: str = "test") -> list[EvalResult]:
-    """Return the figures of a reader, whose passages the run retrieved; empty if no answers were measured.
-
-    ``kind`` is the name of the dataset on the hub, and ``split`` the one that was measured.
-    """
+    """Return the figures of a reader; ``kind`` is the dataset's name on the hub, ``split`` the measured one."""
     task = ("question-answering", "Open-domain question answering")
     rows = [_row(metrics, key, *names) for key, names in _ANSWERS.items() if key in metrics]
     people = metrics.get("questions", 0) - metrics.get("generated_questions", 0)

@@ -80,7 +80,6 @@ class Prediction:
 
     @property
     def asked(self) -> tuple[str, str, tuple[str, ...]]:
-        """Identity of the question, as of ``Question.asked``."""
         return self.question_id, self.question, tuple(sorted(self.answers))
 
     @property
@@ -89,7 +88,6 @@ class Prediction:
         return self.question_id.startswith(CLOZE_ID) if self.generated is None else self.generated
 
     def summary_row(self) -> dict[str, Any]:
-        """Return a summary for display, as one row of a table."""
         return {
             "question": self.question,
             "prediction": self.prediction,
@@ -164,7 +162,6 @@ def build_predictions(
 
 
 def failed_at(*, correct: bool, in_corpus: bool, retrieved: bool, choosable: bool) -> str:
-    """Return the key of ``FAILED_AT`` for one question."""
     if correct:
         return "correct"
     if not in_corpus:
@@ -175,13 +172,11 @@ def failed_at(*, correct: bool, in_corpus: bool, retrieved: bool, choosable: boo
 
 
 def failure_shares(failures: Sequence[str]) -> dict[str, float]:
-    """Return ``failed_at_NAME`` as a share of the questions, for each name except "correct"."""
     counts = Counter(failures)
     return {f"failed_at_{name}": counts[name] / len(failures) for name in FAILED_AT if name != "correct"}
 
 
 def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
-    """Write predictions to a Parquet file atomically, one per row."""
     import pyarrow as pa
 
     for prediction in predictions:
@@ -200,11 +195,7 @@ def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
 def write_first_hits(
     path: Path, questions: Sequence[Question], ranks_Q: Mapping[str, npt.NDArray[np.int64]], depth: int
 ) -> None:
-    """Write the rank from 0 of the first passage with an answer, by question and retriever, to a Parquet file.
-
-    Columns are named ``{prefix}first_hit``, with the retriever's prefix in the metrics; -1: none of ``depth`` passages
-    has an answer.
-    """
+    """Write the rank from 0 of the first passage with an answer (-1: none of ``depth``), by question and retriever."""
     import pyarrow as pa
 
     columns: dict[str, Any] = {"question_id": pa.array([question.id for question in questions], pa.string())}
@@ -214,10 +205,7 @@ def write_first_hits(
 
 
 def read_hits(path: Path, prefix: str, k: int) -> dict[str, bool]:
-    """Read, by question id, whether one of the first ``k`` passages of a retriever contains an answer.
-
-    ``path`` is a file of :func:`write_first_hits`; ValueError if it or the column of ``prefix`` is missing.
-    """
+    """Read, by question id, whether one of the first ``k`` passages of a retriever contains an answer."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -240,7 +228,6 @@ def _write_table(path: Path, table: Any) -> None:
 
 
 def read_predictions(path: Path) -> list[Prediction]:
-    """Read the predictions of :func:`write_predictions`; ValueError if missing, damaged or of an earlier version."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -260,11 +247,9 @@ def _tupled(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def results_file(folder: Path) -> Path:
-    """Return the predictions file of a results folder, or of a run's folder that contains one."""
     path = folder / PREDICTIONS
     return path if path.is_file() else folder / RESULTS / PREDICTIONS
 
 
 def read_results(folder: Path) -> list[Prediction]:
-    """Read the predictions of a results folder, or of a run's folder that contains one."""
     return read_predictions(results_file(folder))

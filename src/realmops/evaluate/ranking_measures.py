@@ -46,7 +46,6 @@ def measure_run(qrels: Qrels, run: Run) -> dict[str, NDArray[np.float64]]:
 def ranking_metrics(
     values: Mapping[str, NDArray[np.float64]], *, prefix: str, seed: int, resamples: int
 ) -> dict[str, float]:
-    """Return the means of ``measure_run`` as metrics, with their 95 % intervals over queries."""
     metrics: dict[str, float] = {}
     for name, values_Q in values.items():
         metrics |= bootstrap_interval(values_Q, seed=seed, resamples=resamples).figures(f"{prefix}{name}")
@@ -95,5 +94,4 @@ def write_qrels(path: Path, qrels: Qrels) -> None:
 
 
 def _field(text: str) -> str:
-    """Return an id without blanks, which separate the fields of TREC's files: they are percent-encoded."""
     return re.sub(r"\s", lambda blank: quote(blank[0]), text)

@@ -21,7 +21,6 @@ Rows = NDArray[np.integer[Any]]
 
 
 def pad_rankings(ranked: Iterable[Sequence[int]], depth: int) -> Rows:
-    """Pad rankings with -1 to rows of equal length."""
     return np.array([[*row] + [-1] * (depth - len(row)) for row in ranked])
 
 
@@ -53,12 +52,7 @@ def first_relevant_ranks(
 def hit_ranks_by_rule(
     questions: Sequence[Question], ranked_QK: Rows, text: Callable[[int], str]
 ) -> dict[str, NDArray[np.int64]]:
-    """Return ``first_hit_ranks`` under each rule for these answers, of rankings deep enough for every recall@k.
-
-    Raises:
-        ValueError: only some answers are regular expressions, or a question has fewer than 100 ranked passages. A
-            smaller corpus is ranked completely and padded with -1.
-    """
+    """Return ``first_hit_ranks`` under each rule for these answers; rankings have at least 100 passages, or -1."""
     if ranked_QK.shape[1] < max(RECALL_AT):
         raise ValueError(
             f"recall@{max(RECALL_AT)} needs {max(RECALL_AT)} passages per question, the ranking has "
@@ -69,7 +63,6 @@ def hit_ranks_by_rule(
 
 
 def recall_metrics(ranks_Q: Mapping[str, NDArray[np.int64]], *, prefix: str = "") -> dict[str, float]:
-    """Compute ``{prefix}recall_at_{k}_{rule}`` for k = 1, 5, 20, 100 and each rule of ``hit_ranks_by_rule``."""
     return {
         f"{prefix}recall_at_{k}_{rule}": float((ranks < k).mean()) for rule, ranks in ranks_Q.items() for k in RECALL_AT
     }
@@ -89,7 +82,6 @@ def zero_shot_recall(metrics: Mapping[str, Any], retriever: str) -> float | None
 def recall_intervals(
     ranks_Q: NDArray[np.int64], rule: str, *, prefix: str, seed: int, resamples: int
 ) -> dict[str, float]:
-    """Compute the reported metrics of ``recall_metrics`` with their intervals."""
     metrics: dict[str, float] = {}
     for k in SHOWN_AT:
         interval = bootstrap_interval(ranks_Q < k, seed=seed, resamples=resamples)

@@ -31,7 +31,6 @@ mark { background: var(--hit); color: inherit; padding: 0 2px; border-radius: 3p
 
 
 def render_page(title: str, sections: Sequence[str]) -> str:
-    """Render a self-contained HTML page in the style of all reports."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -41,7 +40,6 @@ def render_page(title: str, sections: Sequence[str]) -> str:
 
 
 def render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Render a table; all texts are escaped."""
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
     cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<div><table><tr>{names}</tr>{cells}</table></div>"

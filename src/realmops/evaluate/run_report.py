@@ -133,7 +133,6 @@ class FigureTable:
     are_numbers: bool = True  # all columns except the first
 
     def to_rich_table(self) -> Table:
-        """Return the table as a rich renderable."""
         from rich.table import Table
         from rich.text import Text
 
@@ -147,18 +146,15 @@ class FigureTable:
         return table
 
     def to_markdown(self) -> str:
-        """Return the table as Markdown."""
         lines = [map(escape_markdown, row) for row in (self.head, *(row for group in self.groups for row in group))]
         shown = [f"| {' | '.join(line)} |\n" for line in lines]
         return "".join([shown[0], "| --- " * len(self.head) + "|\n", *shown[1:]])
 
     def to_html(self) -> str:
-        """Return the table as HTML."""
         return render_table(self.head, [row for rows in self.groups for row in rows])
 
 
 def escape_markdown(cell: str) -> str:
-    """Escape a text for Markdown, on one line."""
     return re.sub(r"([\\`*_{}\[\]<>|#~$])", r"\\\1", " ".join(cell.split()))
 
 
@@ -192,7 +188,6 @@ def generated_note(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def headline_rows(metrics: Metrics) -> list[tuple[str, str, str]]:
-    """Return label, value and 95 % interval of the main metrics."""
     rows = []
     for label, stage, name in HEADLINES:
         values = metrics.get(stage, {})
@@ -238,7 +233,6 @@ def _compared_systems(metrics: Metrics) -> Sequence[tuple[str, str | None, str |
 
 
 def seconds_rows(metrics: Metrics) -> list[tuple[str, str, str]]:
-    """Return the seconds of each stage, and their sum."""
     seconds = {stage: values["seconds"] for stage, values in metrics.items() if "seconds" in values}
     if seconds:
         seconds["all stages"] = sum(seconds.values())

@@ -46,7 +46,6 @@ def normalize_answer(answer: str, language: str = ENGLISH) -> str:
 
 
 def _bare(text: str, language: str) -> str:
-    """Return the normal form before articles and extra blanks are removed."""
     if language == ENGLISH:
         return unicodedata.normalize("NFD", text).lower().translate(_PUNCTUATION)
     text = unicodedata.normalize("NFC", text).lower()
@@ -65,7 +64,6 @@ def _articles(language: str) -> re.Pattern[str]:
 
 
 def exact_match(prediction: str, answers: Iterable[str], language: str = ENGLISH) -> bool:
-    """Return whether the prediction has the normal form of one of the answers; an empty prediction never has."""
     form = normalize_answer(prediction, language)
     return bool(prediction) and any(normalize_answer(answer, language) == form for answer in answers)
 
@@ -118,7 +116,6 @@ def token_f1(prediction: str, answers: Iterable[str], language: str = ENGLISH) -
 
 
 def words_f1(predicted: list[str], expected: list[str]) -> float:
-    """Return ``token_f1`` for the words of two normal forms."""
     if not predicted or not expected:
         return float(predicted == expected)
     return 2 * (Counter(predicted) & Counter(expected)).total() / (len(predicted) + len(expected))
@@ -195,7 +192,6 @@ class Expression:
         self.timed_out = False
 
     def spans(self, text: str, *, at_start: bool = False) -> list[CharSpan]:
-        """Return (start, end) of the matches in a text, or only of a match at its start."""
         if self.timed_out:
             return []
         try:
@@ -210,18 +206,13 @@ class Expression:
         return [(start, end) for start, end in matches if start < end]
 
     def first(self, text: str, start: int) -> int:
-        """Return where the first match at or after ``start`` begins, -1 if there is none.
-
-        Raises:
-            TimeoutError: the search takes longer than ``MATCH_SECONDS``.
-        """
+        """Return the start of the first match from ``start`` on, -1 without; TimeoutError after ``MATCH_SECONDS``."""
         match = self.pattern.search(text, start, timeout=MATCH_SECONDS)
         return match.start() if match else -1
 
 
 @cache
 def compile_expression(text: str) -> Expression:
-    """Return the compiled expression of a text, cached for the process."""
     return Expression(text)
 
 
@@ -255,9 +246,8 @@ def answer_token_spans(
 ) -> list[tuple[int, int]]:
     """Return (first, end) wordpieces of every occurrence of an answer in a passage, sorted.
 
-    An occurrence counts only if it begins and ends at wordpiece boundaries, so that the characters of its wordpieces
-    are exactly the matched text without surrounding blanks. ``chars`` [t, 2] has start and end character of each
-    wordpiece; occurrences of more than ``max_wordpieces`` are left out.
+    An occurrence counts only if it begins and ends at wordpiece boundaries ``chars`` [t, 2], and has at most
+    ``max_wordpieces``.
     """
     char_spans = matched_spans(text, answers, rule)
     if not char_spans or not len(chars):
@@ -272,7 +262,6 @@ def answer_token_spans(
 
 
 def matched_spans(text: str, answers: Iterable[str], rule: str) -> list[CharSpan]:
-    """Return (start, end) characters of every occurrence of an answer, without surrounding blanks, sorted."""
     return sorted({_trimmed(text, span) for answer in answers for span in MATCH_RULES[rule](text, answer)})
 
 

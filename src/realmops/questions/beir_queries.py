@@ -25,17 +25,12 @@ _QUERY = re.compile(rb'\s*\{\s*"_id"')
 
 
 def qrels_files(folder: Path) -> dict[str, Path]:
-    """Return the files of relevance judgements of a BEIR folder, by split."""
     paths = sorted(path for ending in ENDINGS for path in (folder / _QRELS).glob(f"*.tsv{ending}"))
     return {path.name.partition(".")[0]: path for path in paths}
 
 
 def read_judged_queries(folder: Path, qrels: Path) -> Iterator[QuestionRecord]:
-    """Yield the queries that a file of judgements names, in its order, with the grades of their documents.
-
-    Raises:
-        ValueError: a line is damaged, judges a pair twice, or names a query that queries.jsonl does not have.
-    """
+    """Yield the queries that a file of judgements names, in its order, with the grades of their documents."""
     grades: dict[str, dict[str, int]] = {}
     place_of: dict[str, str] = {}
     for place, query, document, grade in _judgements(qrels):
@@ -54,13 +49,11 @@ def read_judged_queries(folder: Path, qrels: Path) -> Iterator[QuestionRecord]:
 
 
 def has_queries(path: Path) -> bool:
-    """Return whether a file has the queries of a BEIR folder."""
     first = next(iter_lines(path), None)
     return isinstance(first, RawRecord) and _QUERY.match(first.data) is not None
 
 
 def read_queries(path: Path) -> Iterator[QuestionRecord]:
-    """Yield the queries of a BEIR folder, without their judgements."""
     for place, record in read_json_lines(path):
         query = check_id(require_key(record, ID, place), place)
         yield QuestionRecord(place, query, check_text(require_key(record, "text", place), "text", place), [])

@@ -52,10 +52,9 @@ _OTHER_CLAUSE_ENDS = re.compile(r"[;:()，、；：（）]|,(?=\s)")
 
 
 def clause_around_gap(before: str, after: str, language: str = ENGLISH) -> tuple[list[str], list[str]] | None:
-    """Return the words before and after a gap within its clause, or None if fewer than ``MIN_WORDS`` remain.
+    """Return the words before and after a gap within its clause; within the sentence, if the clause is too short.
 
-    A clause ends at a punctuation mark; if it has too few words, the whole sentence is used. Of more than
-    ``MAX_WORDS`` words those nearest to the gap are kept.
+    The ``MAX_WORDS`` nearest ones are kept; None if fewer than ``MIN_WORDS`` remain.
     """
     after = after.rstrip(_SENTENCE_ENDS if language == ENGLISH else _OTHER_SENTENCE_ENDS)
     ends = _CLAUSE_ENDS if language == ENGLISH else _OTHER_CLAUSE_ENDS
@@ -101,10 +100,6 @@ def find_numbers(snapshot: Snapshot, spans: NDArray[np.int64]) -> NDArray[np.int
 
 
 def question_word(label: str, answer: str, rng: np.random.Generator, language: str = ENGLISH) -> str:
-    """Return the word that begins a question, "" if none is defined for the language.
-
-    A year is asked for with "what year" in half of the cases.
-    """
     asks = WORDS.get(label, "what")
     if label == DATE and _YEAR.fullmatch(answer) and rng.random() < 0.5:
         asks = "what year"
@@ -122,7 +117,6 @@ def _words(text: str, language: str) -> list[str]:
 
 
 def format_question(words: Sequence[str], language: str) -> str:
-    """Join words to a question, separated by spaces unless the script has none."""
     if language == ENGLISH:
         return " ".join(words) + "?"
     text = " ".join(word for word in words if word)
@@ -179,12 +173,8 @@ def cloze_questions(
 def split_questions(questions: Sequence[Question], seed: int) -> dict[str, list[Question]]:
     """Split questions into train, dev and test so that no source passage is shared between parts.
 
-    ``HELD_OUT_SHARE`` of the passages go to dev and as many to test, with at most ``MAX_HELD_OUT`` questions each. A
-    question whose source passages belong to several parts is dropped. Training questions may be answered by the passage
-    that they were made from: it becomes their ``passage_id`` instead of an entry of ``not_in``.
-
-    Raises:
-        ValueError: If the questions come from fewer than three passages.
+    A question whose source passages belong to several parts is dropped. The source of a training question, which may
+    answer it, becomes its ``passage_id`` instead of an entry of ``not_in``.
     """
     passages = sorted({question.not_in[0] for question in questions})
     if len(passages) < len(PARTS):
@@ -221,7 +211,6 @@ class SourcePassages:
         return {name: row for row, name in enumerate(self._snapshot.column("passage_id"))}
 
     def of(self, question: Question) -> list[int]:
-        """Return the passage numbers of a question's sources, without those that the snapshot no longer has."""
         return [self._row_of[name] for name in question.not_in if name in self._row_of]
 
     def lost(self, questions: Sequence[Question]) -> tuple[int, int]:
@@ -230,7 +219,6 @@ class SourcePassages:
         return (len(named - self._row_of.keys()), len(named)) if named else (0, 0)
 
     def among(self, questions: Sequence[Question], id_QK: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-        """Return a mask of the retrieved passages that are sources of their question, bool [Q, K]."""
         return np.stack([np.isin(id_K, self.of(question)) for question, id_K in zip(questions, id_QK, strict=True)])
 
     def left_out(self, questions: Sequence[Question], id_QK: NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]]:

@@ -31,7 +31,6 @@ def _json_lines(path: Path) -> Iterator[QuestionRecord]:
 
 
 def _json(path: Path) -> Iterator[QuestionRecord]:
-    """Read a list of records, or one record that contains the others."""
     value = _parse_json(path)
     if not isinstance(value, list):
         yield from read_form(expect_object(value, f"{path}: the file"), str(path))
@@ -115,7 +114,6 @@ _COLUMNS = {4: "curatedtrec", 2: "dpr"}
 
 
 def find_question_reader(path: Path, format: str) -> Callable[[Path], Iterator[QuestionRecord]]:
-    """Return the function that reads a file in a format of ``FORMATS``, or ``AUTO``: detected by its first bytes."""
     name = _detect_format(path) if format == AUTO else format
     if name not in FORMATS:
         raise ValueError(f"question format {name!r} is unknown; choose one of {AUTO}, {', '.join(FORMATS)}")
@@ -213,6 +211,5 @@ def _columns(path: Path, count: int, names: str) -> Iterator[tuple[str, list[str
 
 
 def _unquote(column: str) -> str:
-    """Remove the quotes of a CSV column and undouble those inside; return any other column unchanged."""
     quoted = re.fullmatch(r'"((?:[^"]|"")*)"', column)
     return quoted[1].replace('""', '"') if quoted else column

@@ -210,14 +210,12 @@ FORMS = (
 
 
 def expect_object(value: Any, place: str) -> dict[str, Any]:
-    """Return ``value`` if it is a JSON object, else raise ValueError."""
     if not isinstance(value, dict):
         raise ValueError(f"{place} is {type(value).__name__}, expected a JSON object; correct it or name the format")
     return value
 
 
 def expect_list(value: Any, place: str | Path, name: str) -> list[Any]:
-    """Return ``value`` if it is a list, else raise ValueError."""
     if not isinstance(value, list):
         raise ValueError(f"{place}: {name} is {type(value).__name__}, expected a list; correct it or name the format")
     return value

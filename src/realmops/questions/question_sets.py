@@ -39,7 +39,7 @@ class Question:
 
     @property
     def is_generated(self) -> bool:
-        """Whether the question was generated from the corpus: it measures retrieval, nothing else."""
+        """The question was generated from the corpus: it measures retrieval, nothing else."""
         return bool(self.not_in)
 
     @property
@@ -73,14 +73,9 @@ class Question:
 def read_questions(
     paths: Sequence[Path], *, format: str = AUTO, unanswerable: list[Question] | None = None
 ) -> list[Question]:
-    """Read the questions of files that have answers, in order.
+    """Read the questions of files that have answers, in order; an id is unique, by default a digest of the content.
 
-    A question without an id gets one from its content: the same question has the same id in every file.
     ``unanswerable`` receives the questions without answers: they measure abstention, and nothing else.
-
-    Raises:
-        ValueError: If data is damaged, a question has no text or answers, an expression does not compile, an id is
-            duplicated (the message has file and line), or there are no questions.
     """
     places: dict[str, str] = {}
     copies: Counter[str] = Counter()
@@ -132,7 +127,6 @@ def text_key(text: str) -> str:
 
 
 def assign_languages(questions: Iterable[Question], among: Sequence[str]) -> list[Question]:
-    """Set the language of questions that have none, detected among the languages of a corpus."""
     return [replace(q, language=q.language or detect_language(q.question, among)[0]) for q in questions]
 
 
@@ -176,7 +170,6 @@ def split_by_hash(questions: Iterable[Question]) -> dict[str, list[Question]]:
 
 
 def to_json_line(question: Question) -> bytes:
-    """Serialise a question in the format ``jsonl``; a question that nothing answers has an empty list of answers."""
     fields = {name: value for name, value in asdict(question).items() if value not in (None, False, (), "")}
     if question.relevant:
         fields["relevant"] = dict(question.relevant)

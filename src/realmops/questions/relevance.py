@@ -29,7 +29,6 @@ class RelevantPassages:
         return contains_answer(self._snapshot.text(passage), question.answers, question.match_rule)
 
     def passages_of_documents(self, question: Question) -> list[NDArray[np.int64]]:
-        """Return the passages of each relevant document of a question, without documents that the corpus lacks."""
         relevant = [document for document, grade in question.relevant if grade > 0]
         return [self._passages(document) for document in relevant if document in self._number_of]
 
@@ -49,13 +48,11 @@ class RelevantPassages:
         return qrels
 
     def missing(self, qrels: dict[str, dict[str, int]]) -> int:
-        """Return the number of relevant documents that are not in the corpus, summed over questions."""
         grades = (item for judged in qrels.values() for item in judged.items())
         return sum(grade > 0 and document not in self._number_of for document, grade in grades)
 
     @cached_property
     def document_of(self) -> list[str]:
-        """Id of each passage's document."""
         return [self._encoded[0][number] for number in self._encoded[1].tolist()]
 
     @cached_property

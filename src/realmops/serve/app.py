@@ -54,7 +54,6 @@ class AnswerRequest(BaseModel):
         return self
 
     def queries(self) -> list[Query]:
-        """Return the questions as queries."""
         texts = [self.question] if self.question is not None else self.questions or []
         return [Query(text, frozenset(self.without)) for text in texts]
 
@@ -68,11 +67,9 @@ class AnswerService:
 
     @property
     def name(self) -> str:
-        """Name of the served model, as clients call it."""
         return self.watcher.source.name
 
     def check_name(self, name: str) -> None:
-        """Raise HTTPException 404 if ``name`` is not that of the served model."""
         if name != self.name:
             raise HTTPException(404, f"unknown model: this server serves {self.name!r}")
 
@@ -86,11 +83,7 @@ class AnswerService:
         }
 
     def submit(self, queries: Sequence[Query], served: ServedModel | None = None) -> list[PendingAnswer]:
-        """Submit all questions of a request to one model: ``served``, by default the current one.
-
-        Raises:
-            HTTPException: 422 for an invalid question, 429 for a full queue, 503 during shutdown.
-        """
+        """Submit all questions of a request; raise HTTPException: 422 invalid, 429 full queue, 503 shutdown."""
         longest = max((len(query.question) for query in queries), default=0)
         if longest > QUESTION_LIMIT:
             raise HTTPException(422, f"the question has {longest} characters; at most {QUESTION_LIMIT} are allowed")
@@ -98,12 +91,10 @@ class AnswerService:
             return self.batcher.submit(queries, served)
 
     async def search(self, query: PassageQuery) -> Record:
-        """Return the record of a search; raise HTTPException as ``submit``."""
         with _http_errors():
             return await asyncio.wrap_future(self.batcher.search(query).record)
 
     async def answer(self, queries: Sequence[Query]) -> list[Record]:
-        """Return the records in the order of the questions."""
         return [await asyncio.wrap_future(pending.record) for pending in self.submit(queries)]
 
 
@@ -125,10 +116,7 @@ def without_folders(text: str) -> str:
 
 
 def make_app(batcher: RequestBatcher, watcher: ModelWatcher, metrics: Metrics, token: str | None) -> FastAPI:
-    """Build the application.
-
-    Routes use ``app.state.service``, ``app.state.feedback`` and ``app.state.token``, the token for signing in.
-    """
+    """Build the application; its state has ``service``, ``feedback`` and ``token``, the token for signing in."""
     app = FastAPI(
         title="realmops",
         version=__version__,

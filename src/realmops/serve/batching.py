@@ -46,7 +46,6 @@ class Pending:
         self.record.set_running_or_notify_cancel()  # a disconnecting client cannot cancel a running future
 
     def fail(self, error: BaseException) -> None:
-        """Set an error on the unfinished futures."""
         if not self.record.done():
             self.record.set_exception(error)
 
@@ -70,11 +69,9 @@ class PendingAnswer(Pending):
         self.retrieved.set_running_or_notify_cancel()
 
     async def sources(self) -> Record:
-        """Return the sources of the answer once its passages are retrieved."""
         return self.served.sources(await asyncio.wrap_future(self.retrieved))
 
     def fail(self, error: BaseException) -> None:
-        """Set an error on the unfinished futures."""
         super().fail(error)
         if not self.retrieved.done():
             self.retrieved.set_exception(error)
@@ -84,14 +81,7 @@ P = TypeVar("P", PendingSearch, PendingAnswer)
 
 
 class BatchQueue(Generic[P]):
-    """Bounded queue of requests with a thread that processes them in batches.
-
-    Args:
-        name: of the requests, in messages.
-        process: completes the requests of a batch.
-        batch_size: the largest batch for a served model.
-        waiting: maximum number of accepted and unanswered requests.
-    """
+    """Bounded queue of requests (``waiting``: accepted and unanswered) with a thread that processes them in batches."""
 
     def __init__(
         self, name: str, process: Callable[[list[P]], None], batch_size: Callable[[ServedModel], int], waiting: int
@@ -130,7 +120,6 @@ class BatchQueue(Generic[P]):
             self._process_batch()
 
     def _wait(self) -> bool:
-        """Wait for a request; return False after ``close``."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed)
             return bool(self._queue)
@@ -170,12 +159,8 @@ class BatchQueue(Generic[P]):
 class RequestBatcher:
     """Answers questions and searches in batches by the served model, which can be replaced at any time.
 
-    A request is answered by the model that was served when it was accepted.
-
-    Args:
-        served: the initial model.
-        waiting: maximum number of accepted and unanswered questions, and of searches.
-        on_batch: called with the number of questions of a batch and its seconds.
+    A request is answered by the model that was served when it was accepted. ``on_batch`` is called with the number of
+    questions of a batch and its seconds.
     """
 
     def __init__(
@@ -188,25 +173,13 @@ class RequestBatcher:
 
     @property
     def depth(self) -> int:
-        """Number of accepted and unanswered questions."""
         return self._answers.depth
 
     def swap(self, served: ServedModel) -> None:
-        """Serve this model to new requests."""
         self.served = served
 
     def submit(self, queries: Sequence[Query], served: ServedModel | None = None) -> list[PendingAnswer]:
-        """Accept questions, all or none, for one model.
-
-        Args:
-            queries: the questions of one request.
-            served: the model to use instead of the current one.
-
-        Raises:
-            InvalidRequest: a question is empty or too long.
-            Busy: too many questions are pending.
-            Closed: the server is shutting down.
-        """
+        """Accept questions, all or none, for one model; raise InvalidRequest, Busy or Closed."""
         served = served or self.served
         for query in queries:
             served.check(query)
@@ -215,13 +188,11 @@ class RequestBatcher:
         return pending
 
     def search(self, query: PassageQuery) -> PendingSearch:
-        """Accept a search; an invalid one gets InvalidRequest in its future. Raise Busy or Closed as ``submit``."""
         pending = PendingSearch(self.served, query=query)
         self._searches.put([pending])
         return pending
 
     def close(self) -> None:
-        """Accept no more requests, and block until the accepted ones are answered."""
         self._answers.close()
         self._searches.close()
 

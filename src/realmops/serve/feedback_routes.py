@@ -43,11 +43,7 @@ class FeedbackStore:
         self._sender = FeedbackSender(root)
 
     def append_feedback(self, request: FeedbackRequest) -> None:
-        """Store feedback durably.
-
-        Raises:
-            HTTPException: 422 for invalid feedback, 507 when the file is full, 503 when it cannot be written.
-        """
+        """Store feedback durably; raise HTTPException: 422 invalid, 507 full file, 503 not writable."""
         try:
             append_feedback(self._root, Feedback(**request.model_dump()))
         except ValueError as error:

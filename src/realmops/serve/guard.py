@@ -37,11 +37,7 @@ def problem(path: str, status: int, message: str) -> dict[str, object]:
 
 
 async def form_of(request: Request) -> dict[str, str]:
-    """Return the first value of each form field, stripped.
-
-    Raises:
-        ValueError: the form has more than ``FIELDS`` fields.
-    """
+    """Return the first value of each form field, stripped; ValueError for more than ``FIELDS`` fields."""
     fields = parse_qs((await request.body()).decode(errors="replace"), max_num_fields=FIELDS)
     return {name: values[0].strip() for name, values in fields.items()}
 
@@ -57,16 +53,13 @@ class Token:
         self._token = token.encode()
 
     def matches(self, value: str) -> bool:
-        """Return whether ``value`` is the token, in constant time."""
         return hmac.compare_digest(value.encode(), self._token)
 
     def cookie(self, seconds: int = SIGNED_IN_SECONDS) -> str:
-        """Return a cookie value that is valid for ``seconds``."""
         expires = str(int(time.time()) + seconds)
         return f"{expires}.{self._sign(expires)}"
 
     def is_valid(self, cookie: str) -> bool:
-        """Return whether a cookie has a correct signature and is not expired."""
         expires, _, signature = cookie.partition(".")
         is_signed = hmac.compare_digest(signature.encode(), self._sign(expires).encode())
         return is_signed and int(expires) > time.time()
@@ -76,20 +69,12 @@ class Token:
 
 
 class Guard:
-    """ASGI middleware: checks the token, limits bodies to ``BODY_LIMIT`` bytes, and counts requests.
-
-    Args:
-        app: the wrapped application.
-        token: the required bearer token; None disables authentication. Its cookie is accepted for ``COOKIE_PATHS`` and
-            ``FEEDBACK``.
-        metrics: receives route, status and seconds of each request.
-    """
+    """ASGI middleware: checks the token (None: not required), limits bodies to ``BODY_LIMIT`` bytes, counts calls."""
 
     def __init__(self, app: ASGIApp, token: Token | None, metrics: Metrics) -> None:
         self._app, self._token, self._metrics = app, token, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -153,7 +138,6 @@ def _is_rebound(request: Request) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether ``host`` is a loopback address or localhost."""
     try:
         return host.lower() == "localhost" or ip_address(host).is_loopback
     except ValueError:

@@ -28,11 +28,7 @@ PASSAGES = 20  # per call
 
 
 def build_mcp_server(passages: PassageSearch, opened: OpenedModel | None) -> MCPServer[Any]:
-    """Build the server with the tool ``search`` and, if there is a model, the tool ``answer``.
-
-    Raises:
-        ValueError: the SDK is not installed.
-    """
+    """Build the server with the tool ``search`` and, if there is a model, the tool ``answer``."""
     try:
         from mcp.server.mcpserver import MCPServer
         from mcp.server.mcpserver.exceptions import ToolError

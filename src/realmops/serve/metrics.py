@@ -29,12 +29,10 @@ class Metrics:
             self._loads.labels(result)
 
     def request(self, route: str, code: int, seconds: float) -> None:
-        """Record one request."""
         self._requests.labels(route, str(code)).inc()
         self._seconds.labels(route).observe(seconds)
 
     def batch(self, questions: int, seconds: float) -> None:
-        """Record one batch."""
         self._batch.observe(questions)
         self._batch_seconds.observe(seconds)
 
@@ -45,9 +43,7 @@ class Metrics:
             self.show_model(served)
 
     def show_model(self, served: ServedModel) -> None:
-        """Expose the served model as labels."""
         self._info.info({name: str(value) for name, value in served.about.items()})
 
     def text(self) -> bytes:
-        """Return all metrics in the Prometheus text format."""
         return generate_latest(self._registry)

@@ -16,15 +16,10 @@ RETRY_SECONDS = 60.0  # until a rejected model is opened again, unchanged
 
 
 class ModelWatcher:
-    """Polls a source for a newer model, and swaps it in.
+    """Polls a source for a newer model, and swaps it in; one that cannot be opened or does not answer is rejected.
 
-    A model that cannot be opened or does not answer is rejected, and the old one stays.
-
-    Args:
-        source: where models come from.
-        batcher: the batcher whose model is replaced.
-        mark: the source's mark of the served model.
-        on_change: called with each newer model that is served, and with None for a rejected one.
+    ``mark`` is the source's mark of the served model; ``on_change`` is called with each newer model that is served, and
+    with None for a rejected one.
     """
 
     def __init__(
@@ -46,13 +41,7 @@ class ModelWatcher:
         self._before: tuple[weakref.ref[ServedModel], ServedModel | None] | None = None
 
     def before_updates(self) -> ServedModel | None:
-        """Return the served model over the corpus before all updates; None without updates.
-
-        It is opened at the first call and cached until another model is served.
-
-        Raises:
-            ValueError: it cannot be opened.
-        """
+        """Return the served model over the corpus before all updates, cached until a swap; None without updates."""
         current = self._batcher.served
         if current.number == 0:
             return None
@@ -67,8 +56,6 @@ class ModelWatcher:
             return self._before[1]
 
     def start(self, every: float) -> None:
-        """Poll in a thread, with ``every`` seconds between two polls."""
-
         def run() -> None:
             while not self._stop.wait(every):
                 self.poll()

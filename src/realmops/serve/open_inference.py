@@ -25,21 +25,18 @@ router = APIRouter(prefix="/v2")
 
 @router.get("", summary="Server metadata (Open Inference)")
 async def server() -> dict[str, Any]:
-    """Return the server's name, version and extensions."""
     return {"name": "realmops", "version": __version__, "extensions": ["binary_tensor_data"]}
 
 
 @router.head("/health/live", include_in_schema=False)
 @router.get("/health/live", summary="Liveness probe (Open Inference)")
 async def live() -> dict[str, bool]:
-    """Return true while the process runs."""
     return {"live": True}
 
 
 @router.head("/health/ready", include_in_schema=False, response_model=None)
 @router.get("/health/ready", summary="Readiness probe (Open Inference)", response_model=None)
 async def ready(request: Request) -> Response:
-    """Return true until the server shuts down."""
     is_ready = not request.app.state.service.is_shutting_down
     return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
@@ -47,7 +44,6 @@ async def ready(request: Request) -> Response:
 @router.get("/models/{name}", summary="Model metadata (Open Inference)")
 @router.get("/models/{name}/versions/{version}", include_in_schema=False)
 async def metadata(request: Request, name: str, version: str = "") -> dict[str, Any]:
-    """Return the input and output tensors of the model."""
     request.app.state.service.check_name(name)
     served = request.app.state.service.batcher.served
     outputs = _outputs_of(is_calibrated=served.confidence is not None)
@@ -63,7 +59,6 @@ async def metadata(request: Request, name: str, version: str = "") -> dict[str, 
 @router.get("/models/{name}/ready", summary="Model readiness (Open Inference)", response_model=None)
 @router.get("/models/{name}/versions/{version}/ready", include_in_schema=False, response_model=None)
 async def model_ready(request: Request, name: str, version: str = "") -> Response:
-    """Return true while the server is ready."""
     request.app.state.service.check_name(name)
     return await ready(request)
 
@@ -102,17 +97,9 @@ async def infer(request: Request, name: str, version: str = "") -> Response:
 
 
 def read_call(body: bytes, header: str | None) -> tuple[dict[str, Any], list[str]]:
-    """Parse an inference request.
+    """Parse an inference request: JSON (``header`` bytes of the body, None for all), then binary tensors.
 
-    Args:
-        body: JSON, followed by binary tensors if there is a header.
-        header: the number of JSON bytes, or None if all are.
-
-    Returns:
-        The request as JSON and its questions.
-
-    Raises:
-        ValueError: the request is not valid.
+    Returns the request as JSON and its questions; ValueError if it is not valid.
     """
     if header is not None and not (header.isdecimal() and int(header[:20]) <= len(body)):
         raise ValueError(f"{_HEADER}: {header[:20]!r}; expected a number of bytes up to the body's {len(body)}")
@@ -166,7 +153,6 @@ def _texts(data: bytes, size: object) -> list[str]:
 
 
 def _outputs_of(*, is_calibrated: bool) -> dict[str, str]:
-    """Return the data types of a model's outputs by name."""
     return {name: kind for name, kind in _OUTPUTS.items() if is_calibrated or name != _PROBABILITY}
 
 

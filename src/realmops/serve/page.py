@@ -46,7 +46,6 @@ class PassageView:
 
     @property
     def preview(self) -> str:
-        """Title and beginning of the passage."""
         return _preview(self.record)
 
     def parts(self) -> Iterator[tuple[str, bool]]:
@@ -74,18 +73,15 @@ class AnswerView:
 
     @property
     def searches(self) -> bool:
-        """Whether the model only searches."""
         return searches(self.record)
 
     @property
     def top_passages(self) -> tuple[PassageView, ...]:
-        """First passages without a quotation."""
         top = self.passages[:TOP_PASSAGES]
         return tuple(replace(view, before=view.record["text"], quoted="", after="") for view in top)
 
     @property
     def title(self) -> str:
-        """Title of the page."""
         if self.searches:
             return "Passages"
         if self.is_held_back:
@@ -147,7 +143,6 @@ async def ask(request: Request) -> HTMLResponse:
 
 @router.get("/sign-in", response_model=None)
 async def form(request: Request) -> Response:
-    """Render the sign-in form if the server has a token."""
     if request.app.state.token is None:
         return _redirect_to_page(request)
     return _sign_in_page(request, "", 200)
@@ -179,7 +174,6 @@ async def sign_in(request: Request) -> Response:
 
 @router.post("/sign-in/end")
 async def sign_out() -> Response:
-    """Delete the cookie and redirect to the sign-in form."""
     reply = RedirectResponse("../sign-in", 303)
     reply.delete_cookie(COOKIE, httponly=True, samesite="strict")
     return reply
@@ -195,7 +189,6 @@ def _sign_in_page(request: Request, error: str, status: int) -> Response:
 
 
 async def _answered(request: Request, question: str, without: Sequence[str]) -> dict[str, Any]:
-    """Answer a question for the template, by one model except for the answer before the updates."""
     service = request.app.state.service
     queries = [Query(question, frozenset(without))] + ([Query(question)] if without else [])
     pending: list[PendingAnswer] = service.submit(queries)

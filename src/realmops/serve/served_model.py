@@ -70,7 +70,6 @@ class RunFolder:
         return manifest_stats(self.root)
 
     def open(self) -> OpenedModel:
-        """Open the newest model and verify the digests of its files; any error means that it cannot be served."""
         return open_run(self.root)
 
     def before_updates(self, served: OpenedModel) -> OpenedModel | None:

@@ -20,11 +20,7 @@ DRAIN_SECONDS = 30  # for accepted requests after SIGTERM
 
 
 def read_token(file: Path | None) -> str | None:
-    """Read the bearer token from a file, by default from REALMOPS_TOKEN; return None if there is neither.
-
-    Raises:
-        ValueError: the token is not one word of ASCII characters.
-    """
+    """Read the bearer token from a file, by default from REALMOPS_TOKEN; None if there is neither."""
     if file is not None:
         token, origin = file.read_text(encoding="utf-8").strip(), str(file)
     elif TOKEN in os.environ:
@@ -54,9 +50,6 @@ def serve(
         token: the bearer token that requests need; None for no authentication.
         every: seconds between two polls for a newer model.
         log: receives log lines.
-
-    Raises:
-        ValueError: the first model cannot be opened, or the port is in use.
     """
     import uvicorn
 
