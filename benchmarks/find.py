@@ -69,7 +69,7 @@ def prepare(root: Path, files: Sequence[Path], size: int) -> None:
 
 @dataclass(frozen=True)
 class Untrained:
-    """The generation whose weights are random (``serve.served_model.ModelSource``)."""
+    """The generation whose weights are random (``serve.model_sources.ModelSource``)."""
 
     root: Path
     name: str = "untrained"
@@ -172,7 +172,7 @@ def rows_of(root: Path, arguments: argparse.Namespace) -> list[Row]:
     """Each way of searching beside the goal, its filter beside it, and HTTP beside this process."""
     from serve import free_port, running
 
-    searching = Untrained(root).open().passage_search()
+    searching = Untrained(root).open().passage_search
     queries = eight_words(searching.snapshot, arguments.queries)
     allowed = [n for n in range(len(searching.snapshot)) if searching.snapshot.extra(n) == FILTER]
     named, rows = f"{len(searching.snapshot):,} passages", []

@@ -166,10 +166,9 @@ def served(root: Path) -> dict[str, float]:
     from realmops.commands.open_model import open_run
     from realmops.commands.update import update
     from realmops.questions.question_sets import read_questions
-    from realmops.serve.served_model import ServedModel
 
     def opened() -> Any:
-        generation = ServedModel.of(open_run(root))
+        generation = open_run(root)
         generation.warm_up()
         generation.probe()
         return generation

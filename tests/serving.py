@@ -19,12 +19,13 @@ from fastapi.testclient import TestClient
 from forked import Forked
 
 from realmops.answering.confidence import OWN_QUESTIONS, Confidence
+from realmops.answering.opened_model import OpenedModel
 from realmops.config import merge_options
 from realmops.serve.app import make_app
 from realmops.serve.batching import RequestBatcher
 from realmops.serve.metrics import Metrics
+from realmops.serve.model_sources import RunFolder
 from realmops.serve.model_watcher import ModelWatcher
-from realmops.serve.served_model import RunFolder, ServedModel
 
 QUESTION = "Where did Jon Vik build ships?"
 
@@ -55,10 +56,10 @@ def update(project: Path, text: str) -> None:
 
 @contextmanager
 def watching(
-    source: Any, on_change: Callable[[ServedModel | None], None] = lambda served: None
+    source: Any, on_change: Callable[[OpenedModel | None], None] = lambda served: None
 ) -> Iterator[tuple[RequestBatcher, ModelWatcher]]:
     """The batcher of a served model in this process, with its watcher."""
-    mark, batcher = source.mark(), RequestBatcher(ServedModel.of(source.open()))
+    mark, batcher = source.mark(), RequestBatcher(source.open())
     try:
         yield batcher, ModelWatcher(source, batcher, mark, on_change)
     finally:

@@ -103,7 +103,7 @@ class Searcher:
         from realmops.commands.open_model import open_model, open_search
         from realmops.stages import SilentReport
 
-        return cls(open_model(Path(root), model).passage_search() if model else open_search(Path(root), SilentReport()))
+        return cls(open_model(Path(root), model).passage_search if model else open_search(Path(root), SilentReport()))
 
     def search(
         self,
@@ -181,7 +181,7 @@ class Answerer:
 
     def searcher(self) -> Searcher:
         """Return a searcher over the same model."""
-        return Searcher(self._opened.passage_search())
+        return Searcher(self._opened.passage_search)
 
 
 def _build(kind: type[T], record: Mapping[str, Any]) -> T:

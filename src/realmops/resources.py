@@ -1,5 +1,6 @@
 """Locations of the Kubernetes manifests and the compiled pipelines, and templates of text files."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ def resource_folder(name: str) -> Path:
 
 
 def render_template(template: Path, **values: Any) -> str:
-    """Render a Jinja template, which may extend others of its folder; a name without a value is an error."""
+    """Render a Jinja template, which may extend others of its folder; values are escaped in HTML."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
         loader=FileSystemLoader(template.parent),
         undefined=StrictUndefined,
+        autoescape=template.suffix == ".html",
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters["json"] = json.dumps
     return environment.get_template(template.name).render(values)

@@ -37,6 +37,11 @@ def root(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "own.jsonl"
+
+
 def typed(root: Path, file: Path, *lines: str) -> Result:
     """The command's result for these lines on standard input."""
     options = ["questions", "--label", "--root", str(root), "--out", str(file)]
@@ -47,22 +52,16 @@ def answers(file: Path) -> dict[str, tuple[str, str | None]]:
     return {q.question: (q.answers[0], q.passage_id) for q in read_questions([file], format="jsonl")}
 
 
-def test_questions_are_labelled_with_a_snapshot_alone(root: Path, tmp_path: Path) -> None:
+def test_questions_are_labelled_with_a_snapshot_alone(root: Path, file: Path) -> None:
     """Typed, and copied from a passage by its number; without an answer in the documents, or any, none is added."""
-    file = tmp_path / "questions/own.jsonl"
-    copied = [BUILT, "1", "Jon Vik"]
-    result = typed(root, file, BORN, "oslo", *copied, "Who is Karl?", "-", "Who is Fjell?", "", "")
+    result = typed(root, file, BORN, "oslo", BUILT, "1", "Jon Vik", "Who is Karl?", "-", "Who is Fjell?", "", "")
     assert result.exit_code == 0, result.output
+    first = json.loads(cli("search", BUILT, "--root", root, "-k", "5", "--json").stdout)["passages"][0]
     assert list(answers(file)) == [BORN, BUILT]
-    assert (answers(file)[BORN][0], answers(file)[BUILT][0]) == ("oslo", "Jon Vik")
-    shown = cli("search", BUILT, "--root", root, "-k", "5", "--json")
-    first = json.loads(shown.stdout)["passages"][0]
-    assert answers(file)[BUILT][1] == first["passage_id"]
-    assert f": {first['text']}\n" in result.stdout, "whole, after the prompt"
+    assert (answers(file)[BORN][0], answers(file)[BUILT]) == ("oslo", ("Jon Vik", first["passage_id"]))
     for part in (
         f"{file}: 0 of 20 questions, 20 left",
-        "1. The Star",
-        "Type the answer, a passage's number to copy it from there, - if the documents",
+        f": {first['text']}\n",
         f"added; {file}: 2 of 20 questions, 18 left",
         "not added: a question needs an answer that is in the documents",
         "not added: skipped",
@@ -73,50 +72,42 @@ def test_questions_are_labelled_with_a_snapshot_alone(root: Path, tmp_path: Path
     assert "model's answer" not in result.stdout
 
 
-def test_the_file_is_continued_and_a_question_replaced(root: Path, tmp_path: Path) -> None:
-    file = tmp_path / "own.jsonl"
+def test_the_file_is_continued_and_a_question_replaced(root: Path, file: Path) -> None:
     file.write_text(
         f'{{"question": "{BORN}", "answer": "Bergen", "note": "mine"}}\n{{"question": "b", "answers": ["c"]}}\n'
     )
     kept = typed(root, file, f" {BORN.replace(' ', '  ')}", "")
     assert "This question has the answer 'Bergen'; a new one replaces it." in kept.stdout
-    assert f"{file}: 2 of 20 questions, 18 left" in kept.stdout
     assert '"note": "mine"' in file.read_text()
-    result = typed(root, file, BORN, "Oslo")
-    assert f"replaced; {file}: 2 of 20 questions" in result.stdout
+    assert f"replaced; {file}: 2 of 20 questions" in typed(root, file, BORN, "Oslo").stdout
     assert {question: answer for question, (answer, _) in answers(file).items()} == {BORN: "Oslo", "b": "c"}
     save_labels(file, [Label(f"{n}?", "x") for n in range(MIN_CALIBRATION)])
     assert typed(root, file).stdout.startswith(f"{file}: 22 questions\n")
 
 
-@pytest.mark.parametrize(("reply", "count"), [("y", 1), ("", 0), ("no", 0)])
-def test_an_answer_that_no_passage_shown_contains_is_questioned_once(
-    root: Path, tmp_path: Path, reply: str, count: int
+@pytest.mark.parametrize(("reply", "count"), [("y", 1), ("", 0)])
+def test_an_answer_that_no_passage_contains_needs_a_confirmation(
+    root: Path, file: Path, reply: str, count: int
 ) -> None:
     """By token boundaries: "Osl" is in no passage."""
-    file = tmp_path / "own.jsonl"
     result = typed(root, file, BORN, "Osl", reply, "")
     assert result.stdout.count("No passage shown contains 'Osl'. Keep this answer? (y/N)") == 1
     assert len(read_labels(file)) == count
-    assert [line["passage_id"] for line in read_labels(file).values() if "passage_id" in line] == []
 
 
 @pytest.mark.parametrize("lines", [(), (BORN,), (BORN, "3"), (BORN, "nowhere")])
-def test_the_end_of_the_input_ends_it_and_keeps_what_was_added(root: Path, tmp_path: Path, lines: tuple[str]) -> None:
-    file = tmp_path / "own.jsonl"
+def test_the_end_of_the_input_keeps_earlier_answers(root: Path, file: Path, lines: tuple[str]) -> None:
     result = typed(root, file, BUILT, "Jon Vik", *lines)
     assert (result.exit_code, "next: realmops run all" in result.stdout) == (0, True)
     assert list(answers(file)) == [BUILT]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, EOFError])
-def test_each_answer_is_durable_before_the_next_question(tmp_path: Path, error: type[BaseException]) -> None:
-    """Ctrl-C ends like the end of the input."""
-    file = tmp_path / "own.jsonl"
+def test_each_answer_is_durable_before_the_next_question(file: Path, error: type[BaseException]) -> None:
     lines = iter(["Where?", "Oslo", "Who?", "Anna"])
     passage = {"text": "Oslo, Anna", "passage_id": "p", "title": "", "document_id": "d", "uri": "u", "score": 1.0}
     passage |= {"start": 0, "end": 10, "highlights": []}
-    with Disk(tmp_path) as disk:
+    with Disk(file.parent) as disk:
 
         def ask(prompt: str) -> str:
             if prompt.startswith("\n") and file.exists():
@@ -130,8 +121,7 @@ def test_each_answer_is_durable_before_the_next_question(tmp_path: Path, error: 
     assert list(answers(file).values()) == [("Oslo", "p"), ("Anna", "p")]
 
 
-def test_what_cannot_be_searched_or_written_is_not_added(root: Path, tmp_path: Path) -> None:
-    file = tmp_path / "own.jsonl"
+def test_invalid_unicode_is_not_added(root: Path, file: Path) -> None:
     lines = iter(["\udcff?", BORN, "\udcff", "y", BORN, "Oslo", ""])
 
     def search(question: str, _: int) -> Any:
@@ -143,28 +133,31 @@ def test_what_cannot_be_searched_or_written_is_not_added(root: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "content", ['{"question": "a", "answers": ["b"]}\n{"question": ', '\n{"question": "a"}', "a,b\n"]
+    ("content", "message"),
+    [
+        ('{"question": "a", "answers": ["b"]}\n{"question": ', ":2: "),
+        ("a,b\n", ":1: "),
+        ('{"question": "a", "answer": "b"}\n{"question": " a", "answer": "c"}\n', ":2: the question 'a' is already in"),
+    ],
 )
-def test_a_damaged_file_is_named_with_its_line_and_unchanged(root: Path, tmp_path: Path, content: str) -> None:
-    file = tmp_path / "own.jsonl"
+def test_a_damaged_file_is_named_with_its_line_and_unchanged(
+    root: Path, file: Path, content: str, message: str
+) -> None:
     file.write_text(content)
     result = typed(root, file, BORN, "Oslo")
-    number = content.rstrip().count("\n") + 1
-    assert (result.exit_code, f"{file}:{number}: " in result.stderr) == (2, True), result.output
+    assert (result.exit_code, f"{file}{message}" in result.stderr) == (2, True), result.output
     assert file.read_text() == content
-    file.write_text('{"question": "a", "answer": "b"}\n{"question": " a", "answer": "c"}\n')
-    assert f"{file}:2: the question 'a' is already in the file" in typed(root, file, BORN, "Oslo").stderr
 
 
 def test_a_file_that_cannot_be_written_is_reported_before_the_first_question(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "text").write_text("no folder")
     access = os.access
     monkeypatch.setattr(
         "realmops.answering.own_questions.os.access",
         lambda path, mode: not (mode == os.W_OK and "read-only" in str(path)) and access(path, mode),
     )
+    (tmp_path / "text").write_text("no folder")
     (tmp_path / "read-only").mkdir()
     for name, problem in (
         ("text/own.jsonl", "text is no writable folder"),
@@ -174,13 +167,9 @@ def test_a_file_that_cannot_be_written_is_reported_before_the_first_question(
     ):
         result = typed(root, tmp_path / name, BORN, "Oslo")
         assert (result.exit_code, problem in result.stderr, result.stdout) == (2, True, ""), result.output
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["read-only", "text"]
 
 
-def test_a_disk_that_fills_up_leaves_the_earlier_answers(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "own.jsonl"
+def test_a_full_disk_leaves_the_earlier_answers(root: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_labels(file, [Label(BUILT, "Jon Vik")])
     before = file.read_bytes()
 
@@ -193,10 +182,8 @@ def test_a_disk_that_fills_up_leaves_the_earlier_answers(
     assert file.read_bytes() == before
 
 
-def test_the_answer_of_a_fine_tuned_model_is_proposed(answering: Path, tmp_path: Path) -> None:
-    """And a question that it cannot take is not added."""
-    file = tmp_path / "own.jsonl"
-    [proposed] = [json.loads(cli("ask", BUILT, "--root", answering / "root", "--json").stdout)["answer"]]
+def test_the_answer_of_a_fine_tuned_model_is_proposed(answering: Path, file: Path) -> None:
+    proposed = json.loads(cli("ask", BUILT, "--root", answering / "root", "--json").stdout)["answer"]
     result = typed(answering / "root", file, "who " * 90, BUILT, "+", "y", "")
     assert result.exit_code == 0, result.output
     assert "not added: the question 'who who" in result.stdout
@@ -210,22 +197,18 @@ def test_the_printed_intervals_are_those_of_the_bootstrap() -> None:
         return f"{interval.low:.2f} to {interval.high:.2f}".replace("0.", ".")
 
     few, many = ([spread(count, count * tenths // 10) for tenths in (5, 8)] for count in (20, 30))
-    assert (
-        f"{few[0]} around .50 and {few[1]} around .80 with 20 questions, {many[0]} and {many[1]} with 30"
-        in (WHAT_THEY_BRING[1])
-    )
+    text = f"{few[0]} around .50 and {few[1]} around .80 with 20 questions, {many[0]} and {many[1]} with 30"
+    assert text in WHAT_THEY_BRING[1]
 
     def low(wins: int, losses: int) -> float:
         """Lower bound of a difference between two models on 20 questions."""
         return paired_bootstrap([1] * wins + [0] * (20 - wins), [0] * (20 - losses) + [1] * losses, seed=0).low
 
-    assert ".25" in WHAT_THEY_BRING[2]
     assert max(low(6, 2), low(8, 3)) < 0, "differences of .2 and .25"
     assert low(7, 1) > 0, "a difference of .3"
 
 
-def test_labels_of_eight_writers_are_all_kept(tmp_path: Path) -> None:
-    file = tmp_path / "own.jsonl"
+def test_labels_of_eight_writers_are_all_kept(file: Path) -> None:
     with ThreadPoolExecutor(8) as writers:
         list(writers.map(lambda n: [save_labels(file, [Label(f"{n} {k}?", "x")]) for k in range(5)], range(8)))
     assert len(read_labels(file)) == 40

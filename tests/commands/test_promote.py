@@ -529,7 +529,7 @@ def test_every_route_of_a_promoted_model_answers(
 
     from realmops import Answerer, Searcher
     from realmops.serve.mcp import build_mcp_server
-    from realmops.serve.served_model import RegisteredChampion
+    from realmops.serve.model_sources import RegisteredChampion
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
     trained = request.getfixturevalue("trained" if kind == "plain" else kind)
@@ -549,7 +549,7 @@ def test_every_route_of_a_promoted_model_answers(
 
     async def tools() -> list[Any]:
         generation = origin.open()
-        async with Client(build_mcp_server(generation.passage_search(), generation)) as assistant:
+        async with Client(build_mcp_server(generation.passage_search, generation)) as assistant:
             calls = ("search", {"query": QUESTION, "k": 2}), ("answer", {"question": QUESTION})
             return [await assistant.call_tool(*call) for call in calls]
 
@@ -576,7 +576,7 @@ def test_another_champion_takes_over_and_a_bad_one_does_not(
     from serving import watching
 
     from realmops.answering.opened_model import OpenedModel, Query
-    from realmops.serve.served_model import RegisteredChampion
+    from realmops.serve.model_sources import RegisteredChampion
 
     with pytest.raises(ValueError, match="moves has no version with the alias champion"):
         RegisteredChampion("models:/moves@champion", project / "root").mark()

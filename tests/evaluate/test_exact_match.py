@@ -48,11 +48,6 @@ def test_bootstrap_interval_is_the_binomial_one() -> None:
     assert interval == bootstrap_interval([1.0] * 50 + [0.0] * 50, seed=0)
 
 
-def test_bootstrap_of_equal_values_has_no_width() -> None:
-    interval = bootstrap_interval([1, 1, 1], seed=3)
-    assert (interval.low, interval.mean, interval.high) == (1, 1, 1)
-
-
 def test_runs_on_different_questions_cannot_be_paired() -> None:
     with pytest.raises(ValueError, match="3 and 2 questions"):
         paired_bootstrap([1, 0, 1], [1, 0], seed=0)
@@ -101,13 +96,6 @@ def test_questions_that_all_seeds_share_add_their_variance() -> None:
     assert small.p_better == pytest.approx((3 / 4) * t.cdf(0.5 / error, 1) + (1 / 4) * t.cdf(0.5 / error, 3))
 
 
-def test_seeds_that_agree_in_every_answer_leave_the_variance_of_shared_questions() -> None:
-    """Five seeds of 400 questions, a quarter of them right: standard error sqrt(.25 * .75 / 399), t(399) is 1.9659."""
-    right = [(np.arange(400) % 4 == 0).astype(float)] * 5
-    found = interval_over_seeds(right, shared=True, seed=0)
-    assert found.high - 0.25 == pytest.approx(1.9659 * (0.25 * 0.75 / 399) ** 0.5, rel=1e-4)
-
-
 def test_seeds_with_the_same_mean_by_chance_have_an_interval() -> None:
     """Two seeds of 50 questions, half of them right: of the 100 the standard error is .05."""
     found = interval_over_seeds([[1.0] * 25 + [0.0] * 25] * 2, shared=False, seed=0)
@@ -143,10 +131,8 @@ def simulated(rng: np.random.Generator, seeds: int, shared: bool, spread: float,
 @pytest.mark.parametrize("spread", [0.0, 0.05])
 @pytest.mark.parametrize("of_two", [False, True], ids=["one", "difference"])
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
-@pytest.mark.parametrize("seeds", [2, 3, 5])
-def test_intervals_hold_the_truth_as_often_as_they_promise(
-    seeds: int, shared: bool, of_two: bool, spread: float
-) -> None:
+@pytest.mark.parametrize("seeds", [2, 5])
+def test_intervals_contain_the_truth_at_their_confidence(seeds: int, shared: bool, of_two: bool, spread: float) -> None:
     """In 1,000 simulations. Of 95 % the standard error is .0069 (.93 is 2.9 below), of 86 % .0110 (6.4 above).
 
     It errs on the safe side, by up to 3 %, with shared questions and where two seeds have the same mean by chance.

@@ -28,7 +28,7 @@ def test_an_explanation_has_passages_scores_and_the_failure() -> None:
 
 
 def test_without_a_reader_no_answer_is_shown() -> None:
-    searched = replace(WRONG, em=None, f1=None, failed_at=None, generated=False, confidence=None, gold_span=None)
+    searched = replace(WRONG, em=None, f1=None, failed_at=None, is_generated=False, confidence=None, gold_span=None)
     lines = _prediction_sheet(searched).lines()
     assert lines[2] == "  not answered: the run has no reader"
     assert not [line for line in lines if line.startswith("  answer: ")]

@@ -30,14 +30,15 @@ PREDICTION = Prediction(
     em=True, f1=1.0, passage_ids=("p7", "p2"), titles=("Ada Vell", "Tor Hollow"), p_z=(0.75, 0.25),
     evidence="Vell came from Tor Hollow in the north.", evidence_rank=0, char_start=15, char_end=25, span_score=1.5,
     passage_spans=("Tor Hollow", None), passage_scores=(1.5, None), gold_span="Tor Hollow", gold_score=1.5,
-    first_hit=0, failed_at="correct", confidence=0.75, abstained=False,
+    first_hit=0, failed_at="correct", confidence=0.75, abstained=False, page=None, answer_rule="en", is_generated=False,
+    ndcg_at_10=None,
 )  # fmt: skip
 
 
 def test_predictions_come_back_from_their_file(tmp_path: Path) -> None:
     path = tmp_path / "predictions.parquet"
     nothing = replace(PREDICTION, prediction="", em=False, f1=0.25, char_start=0, char_end=0)
-    generated = replace(PREDICTION, em=None, f1=None, failed_at=None, generated=True)
+    generated = replace(PREDICTION, em=None, f1=None, failed_at=None, is_generated=True)
     write_predictions(path, [PREDICTION, nothing, generated])
     assert read_predictions(path) == [PREDICTION, nothing, generated]
     assert [row.is_generated for row in read_predictions(path)] == [False, False, True]
@@ -55,7 +56,7 @@ def test_first_hits_are_a_column_for_each_retriever(tmp_path: Path) -> None:
     }
 
 
-def test_a_prediction_that_is_not_cut_from_its_evidence_is_refused(tmp_path: Path) -> None:
+def test_a_prediction_is_a_span_of_its_evidence(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="or Hollow"):
         write_predictions(tmp_path / "p.parquet", [replace(PREDICTION, char_start=16)])
     assert not list(tmp_path.iterdir())
@@ -80,13 +81,15 @@ def test_predictions_of_another_version_are_refused(tmp_path: Path) -> None:
         (False, True, True, True, "reader"),
     ],
 )
-def test_the_first_ceiling_counts(correct: bool, in_corpus: bool, retrieved: bool, choosable: bool, name: str) -> None:
+def test_the_first_failed_step_counts(
+    correct: bool, in_corpus: bool, retrieved: bool, choosable: bool, name: str
+) -> None:
     found = failed_at(correct=correct, in_corpus=in_corpus, retrieved=retrieved, choosable=choosable)
     assert found == name
     assert found in FAILED_AT
 
 
-def test_what_was_read_ends_with_the_last_passage_that_is_read() -> None:
+def test_failures_are_those_of_the_passages_read() -> None:
     """Of ten ranked passages five are read: the fifth is, the sixth is not; the eleventh is no hit at all."""
     answers = [Answer(one.question, None, ranked=list(range(10))) for one in QUESTIONS]
     score, first_hit_Q = score_predictions(QUESTIONS, [""] * 4, seed=0), np.array([0, 4, 5, 10])
@@ -94,13 +97,6 @@ def test_what_was_read_ends_with_the_last_passage_that_is_read() -> None:
     found = build_predictions(snapshot, QUESTIONS, answers, score, first_hit_Q, np.ones(4, bool), 5, None)
     assert [one.failed_at for one in found] == ["too_long", "too_long", "not_retrieved", "not_retrieved"]
     assert [one.first_hit for one in found] == [0, 4, 5, -1]
-
-
-def test_failures_are_counted() -> None:
     shares = failure_shares(["correct", "reader", "reader", "too_long"])
-    assert shares == {
-        "failed_at_not_in_corpus": 0,
-        "failed_at_not_retrieved": 0,
-        "failed_at_too_long": 0.25,
-        "failed_at_reader": 0.5,
-    }
+    expected = {"not_in_corpus": 0, "not_retrieved": 0, "too_long": 0.25, "reader": 0.5}
+    assert shares == {f"failed_at_{name}": share for name, share in expected.items()}

@@ -23,7 +23,7 @@ from realmops.corpus.spans import Spans
 from realmops.model.retriever_files import passage_tower_digest
 from realmops.search.bm25 import FOLDER, Bm25
 from realmops.search.embeddings import INDEX, load_index, save_index, view_embeddings
-from realmops.serve.served_model import RunFolder
+from realmops.serve.model_sources import RunFolder
 
 VALUES = toy_values()
 Refusal = tuple[str, Callable[[Path, Path], object]]  # what the message names, and what opens the artifact

@@ -1,8 +1,5 @@
 import re
-import sys
 import time
-import unicodedata
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realmops.questions.answer_matching import (
+    MATCH_RULES,
     answer_token_spans,
     check_expression,
     compile_expression,
@@ -17,10 +15,7 @@ from realmops.questions.answer_matching import (
     exact_match,
     match_normal_form,
     normalize_answer,
-    regex_match_spans,
     regex_search_spans,
-    substring_spans,
-    token_boundary_spans,
     token_f1,
 )
 
@@ -32,8 +27,63 @@ from realmops.questions.answer_matching import (
         ("3.5", "35"), ("Café", "cafe\u0301"), ("the", ""),
     ],
 )  # fmt: skip
-def test_normal_form(answer: str, form: str) -> None:
+def test_the_normal_form_is_squads(answer: str, form: str) -> None:
     assert normalize_answer(answer) == form
+    assert exact_match(answer, ["Queen", form])
+    assert not exact_match("", [form])
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "answer", "spans"),
+    [
+        ("substring", "In 1995, 1", "1", [(3, 4), (9, 10)]),
+        ("substring", "aaa", "aa", [(0, 2), (1, 3)]),
+        ("substring", "The Beatles", "the beatles", []),
+        ("substring", "text", "", []),
+        ("token_boundary", "In 1995, 1", "1", [(9, 10)]),
+        ("token_boundary", "THE BEATLES played", "the beatles", [(0, 11)]),
+        ("token_boundary", "in the U.S. army", "u.s.", [(7, 11)]),
+        ("token_boundary", "a U.S.-led war", "us", []),
+        ("token_boundary", "un Cafe\u0301 noir", "café", [(3, 8)]),
+        ("token_boundary", "un Cafe noir", "café", []),
+        ("token_boundary", "300 \u212a", "k", [(4, 5)]),  # the Kelvin sign
+        ("token_boundary", "text", " ", []),
+        ("token_boundary", "中国于1949年成立。", "1949年", [(3, 8)]),
+        ("token_boundary", "中国于1949年成立。", "194", []),
+        ("token_boundary", "그는 서울에서 태어났다", "서울", [(3, 5)]),
+        ("token_boundary", "ตลาดน้ำอยู่ที่กรุงเทพ", "กรุงเทพ", [(14, 21)]),
+        ("token_boundary", "Die Häuser", "Häus", []),
+        ("regex_match", "In Boston", "boston", []),
+        ("regex_match", "Boston, Massachusetts", "boston|Lyon", [(0, 6)]),
+        ("regex_search", "In Boston\nand BOSTON", "boston$", [(3, 9), (14, 20)]),
+        ("regex_search", "In Boston\nand BOSTON", "^and", [(10, 13)]),
+        ("regex_search", "École", "é", [(0, 1)]),
+        ("regex_search", "abc", "x*", []),  # empty matches
+    ],
+)
+def test_each_rule_finds_its_occurrences(rule: str, text: str, answer: str, spans: list[tuple[int, int]]) -> None:
+    assert MATCH_RULES[rule](text, answer) == spans
+    assert contains_answer(text, ["x1x", answer], rule) == bool(spans)
+
+
+@pytest.mark.parametrize(
+    ("answers", "rule", "longest", "wordpieces"),
+    [
+        (["john"], "token_boundary", 10, [(0, 1), (4, 5)]),
+        (["John", "John Playing"], "substring", 10, [(0, 1), (0, 3)]),
+        (["John", "John Playing"], "substring", 2, [(0, 1)]),
+        (["Play"], "substring", 10, [(1, 2)]),
+        (["lay", "Pl", "ing, j", "absent"], "substring", 10, []),  # within wordpieces
+        ([r"\s*play\w+\s?", r"\s"], "regex_search", 10, [(1, 3)]),  # without blanks
+    ],
+)
+def test_occurrences_become_wordpieces(
+    answers: list[str], rule: str, longest: int, wordpieces: list[tuple[int, int]]
+) -> None:
+    chars = np.array([[0, 4], [5, 9], [9, 12], [12, 13], [14, 18], [18, 19]], np.int32)  # john play ##ing , john .
+    text = "John Playing, john."
+    assert answer_token_spans(text, answers, chars, rule=rule, max_wordpieces=longest) == wordpieces
+    assert answer_token_spans(text, answers, chars[:0], rule=rule, max_wordpieces=longest) == []
 
 
 @pytest.mark.parametrize(
@@ -53,103 +103,6 @@ def test_normal_form(answer: str, form: str) -> None:
 )
 def test_f1_by_hand(prediction: str, answers: tuple[str, ...], f1: float) -> None:
     assert token_f1(prediction, answers) == pytest.approx(f1)
-
-
-def squad_f1(prediction: str, truth: str) -> float:
-    """``compute_f1`` of SQuAD's evaluation script 2.0."""
-    pred_toks, gold_toks = normalize_answer(prediction).split(), normalize_answer(truth).split()
-    num_same = sum((Counter(gold_toks) & Counter(pred_toks)).values())
-    if len(gold_toks) == 0 or len(pred_toks) == 0:
-        return int(gold_toks == pred_toks)
-    if num_same == 0:
-        return 0
-    precision, recall = 1.0 * num_same / len(pred_toks), 1.0 * num_same / len(gold_toks)
-    return (2 * precision * recall) / (precision + recall)
-
-
-@given(st.lists(st.text("ab the,", max_size=12), min_size=2, max_size=4))
-def test_f1_is_that_of_squads_script(texts: list[str]) -> None:
-    prediction, *answers = texts
-    assert token_f1(prediction, answers) == pytest.approx(max(squad_f1(prediction, answer) for answer in answers))
-    assert (token_f1(prediction, answers) == 1) >= exact_match(prediction, answers)
-
-
-def test_exact_match_takes_the_best_reference() -> None:
-    assert exact_match("the beatles", ["Queen", "The Beatles"])
-    assert exact_match("Café", ["cafe\u0301"])
-    assert not exact_match("cafe", ["Café"])
-    assert not exact_match("beatles band", ["The Beatles"])
-
-
-def test_the_release_looks_for_the_raw_string() -> None:
-    assert substring_spans("In 1995, 1", "1") == [(3, 4), (9, 10)]
-    assert substring_spans("aaa", "aa") == [(0, 2), (1, 3)]
-    assert substring_spans("The Beatles", "the beatles") == []
-    assert substring_spans("text", "") == []
-
-
-def test_dpr_looks_for_whole_tokens() -> None:
-    assert token_boundary_spans("In 1995, 1", "1") == [(9, 10)]
-    assert token_boundary_spans("THE BEATLES played", "the beatles") == [(0, 11)]
-    assert token_boundary_spans("in the U.S. army", "u.s.") == [(7, 11)]
-    assert token_boundary_spans("a U.S.-led war", "us") == []
-    assert token_boundary_spans("un Cafe\u0301 noir", "café") == [(3, 8)]
-    assert token_boundary_spans("un Cafe noir", "café") == []
-    assert token_boundary_spans("東京 – x_1", "1") == [(7, 8)]
-    assert token_boundary_spans("text", " ") == []
-
-
-def test_contains_answer_by_the_name_of_the_rule() -> None:
-    assert contains_answer("In 1995", ["x", "1"], "substring")
-    assert not contains_answer("In 1995", ["x", "1"], "token_boundary")
-
-
-def test_occurrences_become_wordpieces() -> None:
-    text = "John Playing, john."
-    chars = np.array([[0, 4], [5, 9], [9, 12], [12, 13], [14, 18], [18, 19]], np.int32)  # john play ##ing , john .
-    assert answer_token_spans(text, ["john"], chars, rule="token_boundary", max_wordpieces=10) == [(0, 1), (4, 5)]
-    assert answer_token_spans(text, ["John", "John Playing"], chars, rule="substring", max_wordpieces=10) == [
-        (0, 1),
-        (0, 3),
-    ]
-    assert answer_token_spans(text, ["Play"], chars, rule="substring", max_wordpieces=10) == [(1, 2)]
-    assert answer_token_spans(text, ["lay", "Pl", "ing, j"], chars, rule="substring", max_wordpieces=10) == []
-    assert answer_token_spans(text, ["absent"], chars, rule="substring", max_wordpieces=10) == []
-
-
-def test_answers_over_the_limit_are_left_out() -> None:
-    text = "a b c d"
-    chars = np.array([[0, 1], [2, 3], [4, 5], [6, 7]], np.int32)
-    assert answer_token_spans(text, ["a b c"], chars, rule="substring", max_wordpieces=3) == [(0, 3)]
-    assert answer_token_spans(text, ["a b c"], chars, rule="substring", max_wordpieces=2) == []
-    assert answer_token_spans(text, ["a"], chars[:0], rule="substring", max_wordpieces=10) == []
-
-
-def test_no_word_hides_from_the_quick_look() -> None:
-    """The rule looks for an ASCII word in ``lower`` first: no character but itself becomes one by NFD."""
-    for number in range(sys.maxunicode + 1):
-        decomposed = unicodedata.normalize("NFD", chr(number)).lower()
-        if re.fullmatch("[0-9a-z]+", decomposed):
-            assert chr(number).lower() == decomposed, hex(number)
-    assert token_boundary_spans("300 \u212a", "k") == [(4, 5)]  # the Kelvin sign
-
-
-# ---- regular expressions
-
-
-def test_expressions_match_at_the_start_or_anywhere() -> None:
-    text = "In Boston\nand BOSTON"
-    assert regex_match_spans(text, "boston") == []
-    assert regex_match_spans("Boston, Massachusetts", "boston|Lyon") == [(0, 6)]
-    assert regex_search_spans(text, "boston") == [(3, 9), (14, 20)]
-    assert regex_search_spans(text, "^and") == [(10, 13)]
-    assert regex_search_spans(text, "boston$") == [(3, 9), (14, 20)]
-    assert regex_search_spans("École", "é") == [(0, 1)]
-
-
-def test_an_empty_match_is_none() -> None:
-    assert regex_search_spans("abc", "x*") == []
-    assert not contains_answer("", ["x*"], "regex_match")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +140,7 @@ PIECES = ["a", "b", "(a|ab)", "[a-c]", r"\d", r"\s", "?", "*", "+", "{2}", "|", 
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=6), st.text("abcAé1 \n", max_size=12))
-def test_expressions_mean_what_they_mean_in_re(pieces: list[str], text: str) -> None:
+def test_expressions_match_as_in_re(pieces: list[str], text: str) -> None:
     pattern = "".join(pieces)
     try:
         plain = re.compile(pattern, re.IGNORECASE | re.MULTILINE)
@@ -197,19 +150,6 @@ def test_expressions_mean_what_they_mean_in_re(pieces: list[str], text: str) -> 
         return
     found = [match.span() for match in plain.finditer(text) if match.group()]
     assert regex_search_spans(text, pattern) == found
-
-
-def test_an_expressions_match_loses_its_blanks_as_wordpieces() -> None:
-    text = "born  in 1995 ."
-    chars = np.array([[0, 4], [6, 8], [9, 13], [14, 15]], np.int32)
-    assert answer_token_spans(text, [r"\s*in\s(19)?\d\d\s?"], chars, rule="regex_search", max_wordpieces=10) == [(1, 3)]
-    assert (
-        answer_token_spans(text, [r"in\s\d\d"], chars, rule="regex_search", max_wordpieces=10) == []
-    )  # ends inside of 1995
-    assert answer_token_spans(text, [r"\s"], chars, rule="regex_search", max_wordpieces=10) == []
-
-
-# ---- spans with the answer's normal form
 
 
 WORDS = (
@@ -254,20 +194,3 @@ def test_articles_are_those_of_the_language_alone() -> None:
     assert normalize_answer("the die", "de") == "the"
     assert normalize_answer("the die") == "die"
     assert token_f1("黑豹队", ["黑豹"], "zh") == pytest.approx(0.8)
-
-
-@pytest.mark.parametrize(
-    ("text", "answer", "found"),
-    [
-        ("中国于1949年成立。", "1949年", [(3, 8)]),
-        ("中国于1949年成立。", "国于", [(1, 3)]),
-        ("中国于1949年成立。", "194", []),
-        ("그는 서울에서 태어났다", "서울", [(3, 5)]),
-        ("ตลาดน้ำอยู่ที่กรุงเทพ", "กรุงเทพ", [(14, 21)]),
-        ("Die Häuser", "Häus", []),
-    ],
-)
-def test_in_scripts_without_blanks_each_character_is_a_token(
-    text: str, answer: str, found: list[tuple[int, int]]
-) -> None:
-    assert token_boundary_spans(text, answer) == found

@@ -22,21 +22,17 @@ from serving import QUESTION, Served, calibration, client_of, served, watching
 from small_project import QUESTIONS, answered, cli, wait_for, write_json_lines
 from small_world import DOCUMENTS
 
-from realmops.answering import opened_model
 from realmops.answering.confidence import ALWAYS_ABSTAIN, Confidence
-from realmops.answering.corpus_states import pipeline_state
 from realmops.answering.feedback import feedback_file, read_feedback
 from realmops.answering.opened_model import Query
-from realmops.answering.record import answer_record
-from realmops.commands.open_model import open_run
 from realmops.evaluate.predictions import read_results, write_predictions
 from realmops.serve.app import make_app
 from realmops.serve.batching import RequestBatcher
 from realmops.serve.guard import COOKIE, Token
 from realmops.serve.metrics import Metrics
+from realmops.serve.model_sources import RunFolder
 from realmops.serve.model_watcher import ModelWatcher
 from realmops.serve.page import percent, source_link
-from realmops.serve.served_model import RunFolder, ServedModel
 
 EVIL = '<script>window.owned=1</script><img src=x onerror="window.owned=1">'
 TOKEN = "s3cret"
@@ -65,7 +61,7 @@ def project(answering: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def client_with(root: Path, confidence: Confidence | None, token: str | None = None) -> Iterator[TestClient]:
     """A client of the page of a model with this calibration."""
     source = RunFolder(root)
-    batcher = RequestBatcher(ServedModel.of(replace(source.open(), confidence=confidence)))
+    batcher = RequestBatcher(replace(source.open(), confidence=confidence))
     app = make_app(batcher, ModelWatcher(source, batcher, None, print), Metrics(), token)
     yield TestClient(app, follow_redirects=False)
     batcher.close()
@@ -77,17 +73,10 @@ def client(project: Path) -> Iterator[TestClient]:
         yield found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def guarded(project: Path) -> Iterator[TestClient]:
-    root = project / "never_updated"
-    with client_with(root, Confidence.load(root / TUNED), TOKEN) as found:
+    with client_with(project / "never_updated", calibration(0.0), TOKEN) as found:
         yield found
-
-
-@pytest.fixture(autouse=True)
-def no_cookies(request: pytest.FixtureRequest) -> None:
-    for name in {"client", "guarded"} & {*request.fixturenames}:
-        request.getfixturevalue(name).cookies.clear()
 
 
 def page_of(client: TestClient, path: str, status: int = 200) -> Any:
@@ -106,12 +95,13 @@ def texts(page: Any, path: str) -> list[str]:
 
 
 def section(page: Any, heading: str) -> Any:
-    """The section with this heading."""
     [found] = page.xpath(f"//section[@aria-labelledby='{heading}']")
     return found
 
 
-# ---- answers
+def judged(root: Path) -> list[tuple[str, str, bool, str, str, str]]:
+    entries = read_feedback(feedback_file(root))
+    return [(e.question, e.answer, e.right, e.correct_answer, e.passage_id, e.correct_passage_id) for e in entries]
 
 
 def test_without_a_question_the_page_has_a_form_and_examples(client: TestClient) -> None:
@@ -126,18 +116,16 @@ def test_without_a_question_the_page_has_a_form_and_examples(client: TestClient)
 
 def test_the_page_shows_the_answer_of_the_api_with_its_quotation_and_passages(client: TestClient) -> None:
     record, page = ask(client), page_of(client, ASKED)
-    answer, sure = section(page, "answer"), texts(page, "//p[@class='sure']")[0]
+    answer, certainty = section(page, "answer"), f"right with probability {percent(ask(client)['probability'])}"
     assert texts(answer, ".//p[@class='given']") == [record["answer"]]
     first = record["citations"][0]
     [passage] = [found for found in record["passages"] if found["passage_id"] == first["passage_id"]]
     assert answer.xpath("string(.//blockquote/p)") == passage["text"], "every character of it"
-    assert texts(answer, ".//blockquote//mark") == [first["quote"]]
     assert len(answer.xpath("string(.//mark/preceding-sibling::text())")) == first["start"] - passage["start"]
     assert f"characters {first['start']} to {first['end']}" in texts(answer, ".//figcaption")[0]
-    assert f"It is right with probability {percent(record['probability'])}" in sure
-    assert record["calibration"] in sure
+    assert f"It is {certainty} ({record['calibration']})." in texts(page, "//p[@class='sure']")
     assert page.findtext(".//title").startswith(f"{record['answer']}: ")
-    assert f"Answer: {record['answer']}, right with probability " in page.get_element_by_id("status").text
+    assert page.get_element_by_id("status").text == f"Answer: {record['answer']}, {certainty}."
     [link] = answer.xpath(".//figcaption/a")
     assert (link.text, link.get("rel")) == (first["uri"], "noopener noreferrer")
     for item, passage in zip(section(page, "read").xpath(".//ol/li"), record["passages"], strict=True):
@@ -152,7 +140,7 @@ def test_the_page_shows_the_answer_of_the_api_with_its_quotation_and_passages(cl
     [
         (ALWAYS_ABSTAIN, "No confident answer", "The model was never confident enough"),
         (0.9995, "No confident answer", "Too many answers below above 99% are wrong."),
-        (None, "Best matches", ""),
+        (None, "Best matches", "Possible answer: "),
     ],
 )
 def test_the_passages_come_before_an_answer_that_is_held_back(
@@ -162,25 +150,16 @@ def test_the_passages_come_before_an_answer_that_is_held_back(
     with client_with(project / "root", None if threshold is None else calibration(threshold)) as client:
         page, record = page_of(client, WORDS), ask(client, WORDS)
     answer = section(page, "answer")
-    assert texts(answer, ".//h2") == ["Best matches"]
-    assert not answer.xpath(".//p[@class='given']"), "nothing in large type"
+    assert (texts(answer, ".//h2"), answer.xpath(".//p[@class='given']")) == (["Best matches"], [])
     sentence, *passages = answer.xpath(".//blockquote/p")
     assert sentence.text_content() == record["quote"]["quote"]
     assert [passage.text_content() for passage in passages] == [found["text"] for found in record["passages"][:3]]
     marked = [re.findall(r"Bergen|Oslo|Norway|ships?\b|play|rains", passage.text_content()) for passage in passages]
     assert [passage.xpath("./mark/text()") for passage in passages] == marked
-    assert any(marked)
     [small] = texts(answer, ".//p[@class='sure']")
-    if threshold is None:
-        assert small == f"Possible answer: {record['answer']}, not calibrated: score {record['score']:.2f}."
-        assert "%" not in answer.text_content()
-    else:
-        certainty = f"right with probability {percent(record['probability'])}"
-        assert small.startswith(f"Held back: {record['answer']}, {certainty} (")
-        assert reason in small
+    assert (record["answer"] in small, reason in small, "%" in small) == (True, True, threshold is not None)
     assert page.findtext(".//title").startswith(f"{title}: ")
     assert record["answer"] in page.get_element_by_id("status").text
-    assert EVIL in page.text_content()
 
 
 def test_a_passage_can_be_excluded_and_included_again(client: TestClient) -> None:
@@ -190,40 +169,25 @@ def test_a_passage_can_be_excluded_and_included_again(client: TestClient) -> Non
         gone, page = parse_qs(urlsplit(place).query)["without"], page_of(client, f"/{place}")
         record = ask(client, without=gone)
         assert texts(section(page, "read"), ".//h3") == [passage["title"] for passage in record["passages"]]
-        assert texts(section(page, "answer"), ".//p[@class='given']") == [record["answer"]]
-        same = record["answer"] == complete["answer"]
-        assert ("The answer stays the same" in page.text_content()) is same
-        assert ("The answer changes" in page.text_content()) is not same
+        change = "stays the same" if record["answer"] == complete["answer"] else "changes"
+        assert f"The answer {change}" in page.text_content()
     back = page.xpath("//ul[@class='excluded']//a/@href")
     assert [parse_qs(urlsplit(link).query)["without"] for link in back] == [gone[1:], gone[:1]]
-    page = page_of(client, f"{ASKED}&without=%3Cb%3Enothing")
-    assert texts(page, "//ul[@class='excluded']/li/span") == ["<b>nothing"], "an unknown passage"
 
 
 def test_the_answer_before_the_update_is_next_to_the_current_one(client: TestClient, project: Path) -> None:
     [link] = section(page_of(client, ASKED), "before").xpath(".//a/@href")
     sides = section(page_of(client, f"/{link}"), "before").xpath(".//div[@class='side']")
-    [earlier] = open_run(project / "root", pipeline_state(project / "root")).answer([Query(QUESTION)])
+    with watching(RunFolder(project / "never_updated")) as (batcher, watcher):
+        assert watcher.before_updates() is None
+        earlier = batcher.submit([Query(QUESTION)])[0].record.result(60)
     titles = ("Before any update", "After update 1")
     for side, record, title in zip(sides, (earlier, ask(client)), titles, strict=True):
-        assert texts(side, ".//h3") == [title]
-        assert texts(side, ".//p[@class='given']") == [record["answer"]]
+        assert (texts(side, ".//h3"), texts(side, ".//p[@class='given']")) == ([title], [record["answer"]])
         assert (" <b>" in side.text_content()) is (title != "Before any update")
 
 
-def test_the_model_before_the_update_is_opened_once_and_its_error_costs_no_answer(
-    project: Path, tmp_path: Path
-) -> None:
-    with watching(RunFolder(project / "never_updated")) as (_, watcher):
-        assert watcher.before_updates() is None
-    source = RunFolder(project / "root")
-    with watching(source) as (batcher, watcher):
-        before = watcher.before_updates()
-        assert before is not None
-        assert (before.number, batcher.served.number) == (0, 1)
-        assert watcher.before_updates() is before
-        batcher.swap(ServedModel.of(source.open()))
-        assert watcher.before_updates() is not before
+def test_an_error_of_the_model_before_the_update_costs_no_answer(project: Path, tmp_path: Path) -> None:
     shutil.copytree(project / "root", tmp_path / "root")
     (tmp_path / "root/data/snapshot/corpus/manifest.json").unlink()
     with client_of(tmp_path / "root") as client:
@@ -236,49 +200,33 @@ def test_examples_are_correct_answers_of_people_that_are_not_held_back(project: 
     assert RunFolder(tmp_path).examples() == ()
     root = Path(shutil.copytree(project / "root", tmp_path / "root"))
     file, (first, second) = root / "results/predictions.parquet", read_results(root)
-    changed = {
-        (first.question,): [first, replace(second, em=False)],
-        (second.question,): [replace(first, em=None, f1=None, failed_at=None), second],
-        (): [replace(first, abstained=True), replace(second, em=False)],
-        (first.question, second.question): [first, second],
-    }
-    for examples, rows in changed.items():
+    for examples, rows in (
+        ([first.question], [first, replace(second, em=False)]),
+        ([second.question], [replace(first, em=None, f1=None, failed_at=None), second]),
+        ([], [replace(first, abstained=True), replace(second, em=False)]),
+        ([first.question, second.question], [first, second]),
+    ):
         write_predictions(file, rows)
-        assert RunFolder(root).examples() == list(examples)
-    replace(Confidence.load(root / TUNED), threshold=ALWAYS_ABSTAIN).save(root / TUNED)
+        assert RunFolder(root).examples() == examples
+    replace(calibration(0.0), threshold=ALWAYS_ABSTAIN).save(root / TUNED)
     assert RunFolder(root).examples() == [], "the model was calibrated again"
 
 
-@pytest.mark.parametrize(
-    ("question", "message"),
-    [
-        ("x" * 2001, "The question has 2001 characters; at most 2000 are allowed."),
-        ("who " * 90, "has 270 wordpieces, 1 to"),
-        ("\u200b", "has 0 wordpieces, 1 to"),
-    ],
-)
-def test_an_invalid_question_is_explained_at_its_field(client: TestClient, question: str, message: str) -> None:
-    page = page_of(client, "/?" + urlencode({"q": question}), 422)
-    [error] = page.xpath("//p[@role='alert']")
-    assert message in error.text
-    field = page.get_element_by_id("q")
+def test_an_invalid_question_is_explained_at_its_field(client: TestClient) -> None:
+    page = page_of(client, "/?" + urlencode({"q": "x" * 2001}), 422)
+    [error], field = page.xpath("//p[@role='alert']"), page.get_element_by_id("q")
+    assert error.text == "The question has 2001 characters; at most 2000 are allowed."
     assert (field.get("aria-invalid"), field.get("aria-describedby"), error.get("id")) == ("true", "error", "error")
-    assert field.get("value") == question.strip()
+    assert field.get("value") == "x" * 2001
 
 
-@pytest.mark.parametrize("has_answer", [True, False])
-def test_feedback_can_correct_an_answer_or_give_a_missing_one(
-    project: Path, monkeypatch: pytest.MonkeyPatch, has_answer: bool
-) -> None:
-    """As a browser without a script sends the form."""
-    without = {} if has_answer else {"answer": "", "citations": [], "quote": None, "abstained": True}
-    monkeypatch.setattr(opened_model, "answer_record", lambda *all_: answer_record(*all_) | without)
+def test_feedback_without_a_script_corrects_an_answer(project: Path) -> None:
     feedback_file(project / "root").unlink(missing_ok=True)
     with client_with(project / "root", calibration(ALWAYS_ABSTAIN)) as client:
         record = ask(client)
         *thumbs, form = page_of(client, ASKED).xpath("//form[@data-feedback]")
-        assert (len(thumbs), form.method, bool(record["answer"])) == (int(has_answer), "POST", has_answer)
         ids = [passage["passage_id"] for passage in record["passages"]]
+        assert (len(thumbs), form.method) == (1, "POST")
         assert form.xpath(".//input[@type='radio']/@value") == [*ids, ""]
         assert form.xpath(".//input[@checked]/@value") == [""], "no passage is proposed"
         [field], [button] = form.xpath(".//input[@required]"), form.xpath(".//button")
@@ -288,17 +236,9 @@ def test_feedback_can_correct_an_answer_or_give_a_missing_one(
         noted = page_of(client, urljoin("/", reply.headers["location"]))
         assert "Thank you for your feedback." in noted.text_content()
         assert client.post(urljoin("/", form.action), data={**sent, field.name: " "}).status_code == 422
-    quoted = record["citations"][0]["passage_id"] if has_answer else ""
-    [stored] = judged(project / "root")
-    assert stored == (QUESTION, record["answer"], False, "Bergen", quoted, ids[2])
+    quoted = record["citations"][0]["passage_id"]
+    assert judged(project / "root") == [(QUESTION, record["answer"], False, "Bergen", quoted, ids[2])]
     feedback_file(project / "root").unlink()
-
-
-def judged(root: Path) -> list[tuple[str, str, bool, str, str, str]]:
-    return [
-        (one.question, one.answer, one.right, one.correct_answer, one.passage_id, one.correct_passage_id)
-        for one in read_feedback(feedback_file(root))
-    ]
 
 
 def test_links_name_the_quotation_and_never_run_a_script() -> None:
@@ -308,11 +248,6 @@ def test_links_name_the_quotation_and_never_run_a_script() -> None:
         assert source_link({"uri": uri}, "a") == ""
 
 
-def test_only_certain_probabilities_are_0_or_100_percent() -> None:
-    formatted = [percent(share) for share in (0.0, 1e-9, 0.004, 0.006, 0.494, 0.994, 0.996, 1.0)]
-    assert formatted == ["0%", "below 1%", "below 1%", "1%", "49%", "99%", "above 99%", "100%"]
-
-
 # ---- other sites, scripts and the token
 
 
@@ -320,11 +255,10 @@ def test_another_site_may_link_to_an_answer_but_not_embed_it(client: TestClient)
     for kind, status in (("document", 200), ("image", 403), ("iframe", 403), ("empty", 403)):
         headers = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Dest": kind}
         assert client.get(ASKED, headers=headers).status_code == status
-    assert client.get(ASKED, headers={"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Dest": "empty"}).status_code == 200
 
 
-@pytest.mark.parametrize("question", [QUESTION, f'"><script>1</script>{QUESTION}'])
-def test_texts_are_escaped_wherever_they_come_from(client: TestClient, question: str) -> None:
+def test_texts_are_escaped_wherever_they_come_from(client: TestClient) -> None:
+    question = f'"><script>1</script>{QUESTION}'
     page = page_of(client, "/?" + urlencode({"q": question, "without": EVIL, "before": "1"}))
     assert len(page.xpath("//script")) == len(page_of(client, "/").xpath("//script"))
     assert not page.xpath("//img | //*[@onerror]")
@@ -343,8 +277,6 @@ def test_the_policy_allows_only_the_pages_own_style_and_script(client: TestClien
                 assert rules[name] == f"'sha256-{digest}'"
         assert (reply.headers["Referrer-Policy"], reply.headers["Cache-Control"]) == ("no-referrer", "no-store")
         assert not page.xpath("//*[@style] | //@src")
-        elsewhere = [place for place in page.xpath("//@href") if ":" in place and not place.startswith("data:,")]
-        assert all(place.startswith("https://a.test/") for place in elsewhere), "only to documents"
 
 
 def test_signing_in_gives_a_cookie_and_leads_to_the_question(guarded: TestClient) -> None:
@@ -359,41 +291,22 @@ def test_signing_in_gives_a_cookie_and_leads_to_the_question(guarded: TestClient
     cookie, *flags = right.headers["set-cookie"].split("; ")
     assert {"HttpOnly", "Path=/", "SameSite=strict", "Max-Age=43200"} == {*flags}
     assert TOKEN not in cookie
-    assert guarded.get(ASKED).status_code == 200
-    assert [guarded.get(path).status_code for path in ("/docs", "/openapi.json")] == [200, 200]
+    assert [guarded.get(path).status_code for path in (ASKED, "/docs", "/openapi.json")] == [200] * 3
+    assert [guarded.get(path).status_code for path in ("/metrics", "/v1/search", "/v2")] == [401] * 3
+    assert [guarded.post(path).status_code for path in ("/v1/answer", "/docs")] == [401] * 2
     assert "Max-Age=0" in guarded.post("/sign-in/end").headers["set-cookie"]
-    for query in ("//evil.test", "q=1&next=https://evil.test", "https://evil.test"):
-        reply = guarded.post(f"/sign-in?{query}", data={"token": TOKEN})
-        assert urljoin("http://testserver/sign-in", reply.headers["location"]) == f"http://testserver/?{query}"
+    reply = guarded.post("/sign-in?https://evil.test", data={"token": TOKEN})
+    assert urljoin("http://testserver/sign-in", reply.headers["location"]) == "http://testserver/?https://evil.test"
     secure = guarded.post("https://testserver/sign-in", data={"token": TOKEN})
     assert "; Secure" in secure.headers["set-cookie"]
 
 
-def test_the_cookie_is_valid_for_pages_only(guarded: TestClient) -> None:
-    guarded.cookies.set(COOKIE, Token(TOKEN).cookie())
-    assert guarded.get("/").status_code == 200
-    assert [guarded.get(path).status_code for path in ("/metrics", "/v1/search", "/v2")] == [401] * 3
-    assert [guarded.post(path).status_code for path in ("/v1/answer", "/docs")] == [401] * 2
-
-
-@pytest.mark.parametrize("value", ["", "x", ".", "9999999999.", f"9999999999.{'0' * 64}", TOKEN, "9" * 5000])
-def test_a_made_up_cookie_is_refused(guarded: TestClient, value: str) -> None:
-    assert guarded.get("/", headers={"Cookie": f"{COOKIE}={value}"}).status_code == 303
-
-
-def test_a_cookie_expires_and_is_valid_for_one_token() -> None:
+def test_a_forged_or_expired_cookie_is_refused(guarded: TestClient) -> None:
     assert Token(TOKEN).is_valid(Token(TOKEN).cookie())
-    assert not Token(TOKEN).is_valid(Token(TOKEN).cookie(-1))
-    assert not Token(TOKEN).is_valid(Token("other").cookie())
     expires, _, signature = Token(TOKEN).cookie().partition(".")
-    assert not Token(TOKEN).is_valid(f"{int(expires) + 1}.{signature}")
-
-
-def test_without_a_token_there_is_no_sign_in(client: TestClient) -> None:
-    for reply in (client.get("/sign-in?q=a"), client.post("/sign-in?q=a", data={"token": "x"})):
-        assert (reply.status_code, reply.headers["location"]) == (303, ".?q=a")
-        assert "set-cookie" not in reply.headers
-    assert "Sign out" not in client.get("/").text
+    forged = ("", ".", "9999999999.", f"9999999999.{'0' * 64}", TOKEN, "9" * 5000, f"{int(expires) + 1}.{signature}")
+    for value in (*forged, Token(TOKEN).cookie(-1), Token("other").cookie()):
+        assert guarded.get("/", headers={"Cookie": f"{COOKIE}={value}"}).status_code == 303
 
 
 # ---- in a browser
@@ -408,13 +321,20 @@ for (const one of document.querySelectorAll("a, button, summary, nav")) if (!nam
 for (const one of document.querySelectorAll("[aria-labelledby], [aria-describedby]"))
   for (const id of (one.getAttribute("aria-labelledby") || one.getAttribute("aria-describedby")).split(" "))
     if (!document.getElementById(id)) faults.push("no " + id);
-const ids = [...document.querySelectorAll("[id]")].map((one) => one.id);
-if (new Set(ids).size !== ids.length) faults.push("an id twice");
 if (document.querySelectorAll("main").length !== 1 || document.querySelectorAll("h1").length !== 1)
   faults.push("main, h1");
-if (!document.documentElement.lang || !document.title) faults.push("lang, title");
 const all = document.documentElement;
 if (all.scrollWidth > all.clientWidth) faults.push("scrolls sideways");
+const light = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).map((value) => value / 255)
+  .map((c) => (c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+  .reduce((sum, c, n) => sum + c * [0.2126, 0.7152, 0.0722][n], 0);
+const ground = (one) => { const colour = getComputedStyle(one).backgroundColor;
+  return one.parentElement && /rgba\\(.*, 0\\)/.test(colour) ? ground(one.parentElement) : colour; };
+for (const one of document.querySelectorAll("body *:not(script)")) {
+  if (![...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim())) continue;
+  const [a, b] = [light(getComputedStyle(one).color), light(ground(one))];
+  if ((Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05) < 4.5) faults.push("contrast: " + one.outerHTML.slice(0, 200));
+}
 return faults;
 """
 
@@ -459,7 +379,6 @@ def test_the_answer_appears_in_place_and_a_script_in_a_document_is_text(
     browser: webdriver.Chrome, server: Served
 ) -> None:
     field = browser.switch_to.active_element
-    assert field.get_attribute("id") == "q"
     field.send_keys(QUESTION, Keys.ENTER)
     wait_for(lambda: announced(browser).startswith("Answer: "), 60)
     record = server.ask()
@@ -467,10 +386,8 @@ def test_the_answer_appears_in_place_and_a_script_in_a_document_is_text(
     assert browser.title.startswith(f"{record['answer']}: ")
     assert (browser.current_url, browser.switch_to.active_element) == (f"{server.url}{ASKED}", field)
     assert browser.execute_script("return window.stays") == 1, "the page was not reloaded"
-    for _ in range(2):
-        assert EVIL in browser.execute_script("return document.body.textContent")
-        assert browser.execute_script("return [window.owned, document.images.length]") == [None, 0]
-        browser.get(f"{server.url}{ASKED}&before=1")
+    assert EVIL in browser.execute_script("return document.body.textContent")
+    assert browser.execute_script("return [window.owned, document.images.length]") == [None, 0]
 
 
 def test_the_back_button_restores_an_excluded_passage(browser: webdriver.Chrome, server: Served) -> None:
@@ -479,38 +396,45 @@ def test_the_back_button_restores_an_excluded_passage(browser: webdriver.Chrome,
     browser.find_element(By.CSS_SELECTOR, ".without a").send_keys(Keys.ENTER)
     wait_for(lambda: browser.find_elements(By.CSS_SELECTOR, ".excluded"), 60)
     assert "without=" in browser.current_url
-    assert browser.switch_to.active_element.get_attribute("id") == "result"
     browser.back()
     wait_for(lambda: announced(browser) == first and not browser.find_elements(By.CSS_SELECTOR, ".excluded"), 60)
 
 
-def test_feedback_is_stored_without_leaving_the_page(browser: webdriver.Chrome, server: Served, project: Path) -> None:
-    """The correction by keys alone: its field, one of the passages, and Enter."""
+def test_feedback_is_given_by_keys_in_the_order_of_the_page(
+    browser: webdriver.Chrome, server: Served, project: Path
+) -> None:
+    """Tab leads from the question over the answer's verdicts to the correction: its field, a passage, and Enter."""
     browser.get(f"{server.url}{ASKED}")
-    browser.find_element(By.CSS_SELECTOR, ".thumb[value='no']").click()
     thanks, record = "Thank you for your feedback.", server.ask()
-    wait_for(lambda: announced(browser) == thanks, 60)
-    [form] = browser.find_elements(By.CSS_SELECTOR, "form[data-feedback]")
-    browser.execute_script("document.getElementById('status').textContent = ''")
+    browser.find_element(By.ID, "q").send_keys(Keys.TAB)
+    order = []
+    while not order or order[-1] != "I know the right answer":
+        order.append(browser.switch_to.active_element.text)
+        assert len(order) < 9, order
+        browser.switch_to.active_element.send_keys(Keys.TAB)
+    assert [text.split()[-1] for text in order if text in ("Ask", *order[-3:])] == ["Ask", "Right", "Wrong", "answer"]
     browser.find_element(By.CSS_SELECTOR, ".feedback summary").send_keys(Keys.ENTER)
-    form.find_element(By.ID, "correct").send_keys("Bergen", Keys.TAB)
+    browser.find_element(By.ID, "correct").send_keys("Bergen", Keys.TAB)
     browser.switch_to.active_element.send_keys(Keys.ARROW_DOWN)  # from the last choice to the first passage
-    form.find_element(By.ID, "correct").send_keys(Keys.ENTER)
+    browser.find_element(By.ID, "correct").send_keys(Keys.ENTER)
     wait_for(lambda: announced(browser) == thanks, 60)
     quoted, first = record["citations"][0]["passage_id"], record["passages"][0]["passage_id"]
-    rated = QUESTION, record["answer"], False
-    assert judged(project / "root") == [(*rated, "", quoted, ""), (*rated, "Bergen", quoted, first)]
+    assert judged(project / "root") == [(QUESTION, record["answer"], False, "Bergen", quoted, first)]
 
 
 @pytest.mark.parametrize("query", ["/", f"{ASKED}&before=1", "/?" + urlencode({"q": "x" * 2001})])
-def test_a_narrow_page_is_labelled_and_does_not_scroll_sideways(
+def test_a_narrow_page_is_labelled_has_contrast_and_does_not_scroll_sideways(
     browser: webdriver.Chrome, server: Served, query: str
 ) -> None:
     narrow = {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
     try:
-        browser.get(f"{server.url}{query}")
-        assert browser.execute_script(FAULTS) == []
+        for scheme in ("light", "dark"):
+            scheme_of = {"name": "prefers-color-scheme", "value": scheme}
+            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme_of]})
+            browser.get(f"{server.url}{query}")
+            assert browser.execute_script(FAULTS) == []
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
         browser.get_log("browser")  # an invalid question's status 422

@@ -1,7 +1,7 @@
-"""`realmops serve` in its pods, on a cluster that enforces the pod security ``restricted``: started, asked, replaced.
+"""`realmops serve` in pods, on a cluster that enforces the pod security ``restricted``: started, asked, replaced.
 
-Wants a cluster (KUBECONFIG) with one node, which is this machine: pods are asked at their addresses, and a folder that
-is made here is their volume. It has the project's image; IMAGE names it, realmops:local without.
+Needs a cluster (KUBECONFIG) with one node, which is this machine: pods are asked at their addresses, and a folder of
+this machine is their volume. It has the project's image, by default realmops:local; IMAGE names another one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,7 @@ def until(what: Callable[[], Any]) -> Any:
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A small project, on a volume that the component serves, laid over standalone in a namespace of its own."""
     if not os.environ.get("KUBECONFIG") or "cluster" not in request.config.option.markexpr:
-        pytest.skip("not run: wants a cluster of yours, KUBECONFIG=FILE pytest -m cluster")
+        pytest.skip("not run: needs a cluster, KUBECONFIG=FILE pytest -m cluster")
     volume = tmp_path_factory.mktemp("volume")
     volume.chmod(0o755)
     project = tuned(trained_project(volume))
@@ -114,50 +116,42 @@ def asked(address: str, method: str = "POST", path: str = "/v1/answer", **header
 
 
 class Callers:
-    """Ask all the time, each request on a connection of its own, at endpoints that are ``late`` seconds old."""
+    """Ask all the time, each request on its connection, at endpoints that are ``late`` seconds old."""
 
-    def __init__(self, late: float, callers: int) -> None:
-        self.answers: list[Any] = []
+    def __init__(self, late: float) -> None:
+        self.answers: list[tuple[str, Any]] = []
         self.lost: list[str] = []
-        self._known = addresses()
-        self._ending = threading.Event()
-        self._threads = [threading.Thread(target=self._look, args=(late,))]
-        self._threads += [threading.Thread(target=self._ask, args=(n,)) for n in range(callers)]
+        self._known, self._late, self._ending = addresses(), late, threading.Event()
 
-    def _look(self, late: float) -> None:
+    def _poll(self) -> None:
         while not self._ending.is_set():
             found = addresses()
-            self._ending.wait(late)
+            self._ending.wait(self._late)
             self._known = found
 
-    def _ask(self, turn: int) -> None:
+    def _ask(self, number: int) -> None:
         while not self._ending.is_set():
-            known = self._known
-            turn += 1
-            address = known[turn % len(known)]
+            number, known = number + 1, self._known
+            address = known[number % len(known)]
             try:
                 status, answer = asked(address)
-                if status == 200:
-                    self.answers.append((address, answer))
-                else:
-                    self.lost.append(f"{address}: {status} {answer}")
-            except (OSError, http.client.HTTPException, ValueError) as error:
+                assert status == 200, (status, answer)
+                self.answers.append((address, answer))
+            except (OSError, http.client.HTTPException, ValueError, AssertionError) as error:
                 self.lost.append(f"{address}: {error!r}")
 
     @contextmanager
     def asking(self) -> Iterator[Callers]:
-        for thread in self._threads:
-            thread.start()
-        try:
-            yield self
-        finally:
-            self._ending.set()
-            for thread in self._threads:
-                thread.join()
+        with ThreadPoolExecutor(5) as pool:
+            for call in (self._poll, *(partial(self._ask, number) for number in range(4))):
+                pool.submit(call)
+            try:
+                yield self
+            finally:
+                self._ending.set()
 
 
 def test_two_pods_answer_from_a_volume_that_they_cannot_write_to(place: Path) -> None:
-    """The autoscaler wants two, with or without a metrics server."""
     found = until(lambda: len(known := addresses()) == 2 and known)
     for address in found:
         status, answer = asked(address)
@@ -169,9 +163,8 @@ def test_two_pods_answer_from_a_volume_that_they_cannot_write_to(place: Path) ->
 
 
 def test_a_rolling_restart_loses_no_request(place: Path) -> None:
-    """Though callers hear of a pod's end 5 s late, and every pod is another one at the end."""
     before = {*until(lambda: len(known := addresses()) == 2 and known)}
-    with Callers(late=5, callers=4).asking() as callers:
+    with Callers(late=5).asking() as callers:
         k("rollout", "restart", "deployment/realmops-serve")
         k("rollout", "status", "deployment/realmops-serve", f"--timeout={SECONDS}s")
         until(lambda: not before & {address for address, _ in callers.answers[-20:]})
@@ -180,11 +173,11 @@ def test_a_rolling_restart_loses_no_request(place: Path) -> None:
     assert len({(answer["answer"], json.dumps(answer["model"])) for _, answer in callers.answers}) == 1
 
 
-def test_all_pods_take_an_update_over_and_lose_no_request(place: Path) -> None:
+def test_all_pods_serve_an_update_and_lose_no_request(place: Path) -> None:
     documents = place / "documents.jsonl"
     changed = [json.loads(line) for line in documents.read_text(encoding="utf-8").splitlines()]
     changed[-1]["text"] += " DeferredMetrics that was forgotten."
-    with Callers(late=1, callers=2).asking() as callers:
+    with Callers(late=1).asking() as callers:
         until(lambda: callers.answers)
         write_json_lines(documents, changed)
         done = cli("update", "--params", place / "params.yaml", "--root", place / "root")
@@ -192,33 +185,3 @@ def test_all_pods_take_an_update_over_and_lose_no_request(place: Path) -> None:
         until(lambda: {answer["model"]["index_generation"] for _, answer in callers.answers[-20:]} == {1})
     assert callers.lost == []
     assert {answer["model"]["index_generation"] for _, answer in callers.answers} == {0, 1}
-
-
-def test_the_last_pod_is_not_evicted(place: Path) -> None:
-    until(lambda: len(addresses()) == 2)
-    first, last = (
-        one["metadata"]["name"]
-        for one in get("pods", "--selector=app.kubernetes.io/name=serve", "--field-selector=status.phase=Running")[
-            "items"
-        ]
-        if "deletionTimestamp" not in one["metadata"]
-    )
-    until(lambda: get("poddisruptionbudget", "realmops-serve")["status"]["disruptionsAllowed"] == 1)
-    assert "error" not in evict(first).lower()
-    assert "violate the pod's disruption budget" in evict(last)
-    until(lambda: len(addresses()) == 2)  # another one in the place of the first
-
-
-def evict(pod: str) -> str:
-    path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}/eviction"
-    return k("create", "--raw", path, "-f", "-", content=made("policy/v1", "Eviction", pod), check=False)
-
-
-def test_a_token_is_asked_for_where_there_is_a_secret(place: Path) -> None:
-    k("create", "secret", "generic", "realmops-serve", "--from-literal=token=abc")
-    k("rollout", "restart", "deployment/realmops-serve")
-    k("rollout", "status", "deployment/realmops-serve", f"--timeout={SECONDS}s")
-    for address in until(lambda: len(known := addresses()) == 2 and known):
-        assert asked(address)[0] == 401
-        assert asked(address, Authorization="Bearer abc")[0] == 200
-        assert asked(address, "GET", "/health/ready")[0] == 200, "probes have no token"

@@ -13,10 +13,7 @@ from realmops.questions.question_sets import Question
 
 
 class InvalidRequest(ValueError):
-    """An invalid question, query, filter or text.
-
-    The message contains only what the caller sent: it is the only error whose message a server returns.
-    """
+    """An invalid question, query, filter or text; the only error whose message a server returns."""
 
 
 @dataclass(frozen=True)

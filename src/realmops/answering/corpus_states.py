@@ -48,7 +48,6 @@ def states(root: Path) -> list[CorpusState]:
 
 
 def before_and_after(root: Path) -> tuple[CorpusState, CorpusState]:
-    """Return the state of the pipeline and its newest update; ValueError if the current model has no update."""
     artifacts.read_manifest(root / STAGE_FOLDERS["finetune"], "finetune")
     newest = newest_state(root)
     if newest.number == 0:
@@ -57,9 +56,5 @@ def before_and_after(root: Path) -> tuple[CorpusState, CorpusState]:
 
 
 def model_digest(pipeline: CorpusState) -> str:
-    """Return the digest of the pipeline's models and corpus, which identifies the updates based on them.
-
-    Closed-book models have no retriever and are never updated.
-    """
     corpus = artifacts.read_json(pipeline.snapshot / artifacts.MANIFEST)["files"][f"corpus/{artifacts.MANIFEST}"]
     return artifacts.digest_of([*map(artifacts.sha256_file, model_files(pipeline.finetune)), corpus])

@@ -12,9 +12,8 @@ from realmops.questions.answer_matching import normalize_answer, words_f1
 def minimum_bayes_risk(texts: Sequence[str], p: NDArray[np.float64], language: str = ENGLISH) -> int:
     """Return the index of the text with the highest expected score (minimum Bayes risk, Kumar and Byrne 2004).
 
-    The score is the mean of exact match and F1 (Rajpurkar et al. 2016), so that a text gains from equal texts and from
-    texts that share its words. The candidates ``texts`` are most probable first, and the first one wins ties; ``p``
-    need not sum to 1.
+    The score is the mean of exact match and F1. The candidates are most probable first, and the first one wins ties;
+    ``p`` need not sum to 1.
     """
     p_of: dict[str, float] = {}
     forms = [normalize_answer(text, language) for text in texts]

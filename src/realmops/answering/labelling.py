@@ -18,8 +18,7 @@ Ask = Callable[[str], str]  # prints a prompt and returns the line that was type
 def label_questions(search: Search, propose: Callable[[str], str], path: Path, ask: Ask) -> Iterator[str]:
     """Ask for questions and their answers until an empty question or the end of the input; yield lines to print.
 
-    Each answer is saved at once, in the file of earlier ones. ``search`` returns the search record of a question and a
-    number of passages, ``propose`` an answer or "", and ``ask`` a line.
+    Each answer is saved at once. ``search`` takes a question and a number of passages; ``propose`` may return "".
     """
     yield progress_line(path)
     try:
@@ -65,6 +64,5 @@ def _label(question: str, found: Record, proposed: str, path: Path, ask: Ask) ->
 
 
 def _first_answer(line: Record) -> str:
-    """Return the first answer of a line of the question format ``jsonl``."""
     answers: list[str] | str = line["answers"] if "answers" in line else line["answer"]
     return answers if isinstance(answers, str) else answers[0]

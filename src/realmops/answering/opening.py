@@ -68,17 +68,8 @@ def open_tuned(
 ) -> AnswerModel:
     """Open the model of stage ``finetune`` in eval mode, on the device and in the dtype of its run.
 
-    Args:
-        folder: output of the stage.
-        options: options of the stage.
-        run: device and precision.
-        snapshot: corpus of the index.
-        baselines: models and rankers of the baselines.
-        index: folder of the index if it is a different one, that of an update.
-        reads: False to open a model that retrieves passages without its reader.
-
-    Raises:
-        ValueError: if ``finetune.reader`` asks for a closed-book model and the folder has none, or the reverse.
+    ``index`` is the folder of another index, that of an update. With ``reads=False`` the model retrieves without its
+    reader. ValueError if ``finetune.reader`` asks for another kind of model than the folder has.
     """
     name = read_kind(folder)
     is_closed_book = name in baselines.closed_book
@@ -104,24 +95,12 @@ def open_tuned(
     return model
 
 
-def _open_reader_model(
-    folder: Path,
-    options: Finetune,
-    run: RunOptions,
-    snapshot: Snapshot,
-    baselines: Baselines,
-    index: Path | None = None,
-    *,
-    reads: bool = True,
-) -> RetrieveAndRead:
-    """Open a model as ``open_tuned`` does, after :func:`configure_process`; ClosedBookModel if it reads no passages."""
-    configure_process(run.threads)
-    model = open_tuned(folder, options, run, snapshot, baselines, index, reads=reads)
+def _require_passages(model: AnswerModel, folder: Path) -> RetrieveAndRead:
     if not isinstance(model, RetrieveAndRead):
         raise ClosedBookModel(
-            f"{folder} answers without reading passages (finetune.reader is {options.reader}), so its answers have no "
-            "citations: search the run ('realmops search'), see its test answers ('realmops explain'), or fine-tune "
-            "with finetune.reader=pretrain or ict"
+            f"{folder} answers without reading passages (finetune.reader is t5), so its answers have no citations: "
+            "search the run ('realmops search'), see its test answers ('realmops explain'), or fine-tune with "
+            "finetune.reader=pretrain or ict"
         )
     return model
 
@@ -159,17 +138,10 @@ def tuned_steps(root: Path) -> int | None:
 
 
 def open_run(root: Path, baselines: Baselines, state: CorpusState | None = None, *, reads: bool = True) -> OpenedModel:
-    """Open a run's fine-tuned model over a corpus, in eval mode, with the digest of every file verified.
+    """Open a run's fine-tuned model over a corpus (default: the newest), with the digest of every file verified.
 
-    Args:
-        root: folder of the run.
-        baselines: models and rankers of the baselines.
-        state: the corpus, by default the newest one.
-        reads: False to open the model without its reader, for search alone.
-
-    Raises:
-        ValueError: if a stage has not run, a file does not match its digest, or folders keep being replaced.
-        ClosedBookModel: if the model reads no passages.
+    ValueError if a stage has not run, a file does not match its digest, or folders keep being replaced; ClosedBookModel
+    if the model reads no passages.
     """
     for _ in range(TRIES):
         before = manifest_stats(root)
@@ -202,7 +174,9 @@ def _open_once(root: Path, baselines: Baselines, state: CorpusState | None, read
     state = state or newest_state(root)
     options, run = trained_options(root, ("finetune", "evaluate"), ("finetune", "run"))
     snapshot = Snapshot.open(state.snapshot / "corpus")
-    model = _open_reader_model(tuned, options, run, snapshot, baselines, state.finetune, reads=reads)
+    configure_process(run.threads)
+    tuned_model = open_tuned(tuned, options, run, snapshot, baselines, state.finetune, reads=reads)
+    model = _require_passages(tuned_model, tuned)
     read = {name: entry["sha256"] for name, entry in files.items() if name not in (INDEX, JOURNAL, METRICS)}
     version = artifacts.digest_of([read, model.options.model_dump(), str(model.dtype)])[:12]
     indexed = artifacts.read_json(state.snapshot.parent / MANIFEST)["files"] if state.number else files
@@ -212,7 +186,7 @@ def _open_once(root: Path, baselines: Baselines, state: CorpusState | None, read
 
 
 def open_if_tuned(root: Path, baselines: Baselines, *, reads: bool = True) -> OpenedModel | None:
-    """Open a run's fine-tuned model as ``open_run`` does; None if there is none, or if it reads no passages."""
+    """Open a run's fine-tuned model; None if there is none, or if it reads no passages."""
     if _is_done(root, "finetune"):
         with suppress(ClosedBookModel):  # retrievers of earlier stages remain
             return open_run(root, baselines, reads=reads)
@@ -224,13 +198,10 @@ def open_search(
 ) -> PassageSearch:
     """Open the search of a run's corpus, by the newest trained retriever, or by BM25 only if there is none.
 
-    For a retriever that is not fine-tuned, the embeddings of the passages are computed once and cached under the root.
-
-    Raises:
-        ValueError: if the run has no snapshot.
+    Embeddings of a retriever that is not fine-tuned are computed once and cached under the root.
     """
     if opened := open_if_tuned(root, baselines, reads=False):
-        search = opened.passage_search()
+        search = opened.passage_search
         return replace(search, about=search.about | {"reader": read_kind(opened.folder)})
     snapshot = Snapshot.open(root / STAGE_FOLDERS["snapshot"] / "corpus")
     about = {"snapshot": snapshot.corpus_hash, "stage": "snapshot"}
@@ -276,11 +247,7 @@ def _load_with_embeddings(
 
 
 def open_promoted(folder: Path, registered: Path, baselines: Baselines) -> OpenedModel:
-    """Open a promoted model on the device of its run; ``registered`` is the path of its manifest from the registry.
-
-    Raises:
-        ValueError: a file is missing or differs from the registered one.
-    """
+    """Open a promoted model, whose manifest is the ``registered`` one from the registry, on the device of its run."""
     if not folder.is_dir():
         raise ValueError(
             f"{folder} does not exist: the model's files were removed or are on another machine; pass their folder as "
@@ -294,6 +261,7 @@ def open_promoted(folder: Path, registered: Path, baselines: Baselines) -> Opene
     place = str(folder / artifacts.MANIFEST)
     run, options = (parse_section(name, manifest["sections"][name], place) for name in ("run", "finetune"))
     snapshot = Snapshot.open(folder / CORPUS, verify=False)
-    model = _open_reader_model(folder / FINETUNE, options, run, snapshot, baselines)
+    configure_process(run.threads)
+    model = _require_passages(open_tuned(folder / FINETUNE, options, run, snapshot, baselines), folder / FINETUNE)
     version, step = manifest["digest"][:12], manifest.get("weights_step")
     return OpenedModel(model, version, step, 0, Confidence.load(folder / FINETUNE), folder=folder / FINETUNE)

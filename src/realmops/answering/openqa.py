@@ -59,10 +59,7 @@ class OpenQa(SpanAnswers):
     def score_spans(
         self, questions: Sequence[np.ndarray], bodies: Sequence[np.ndarray]
     ) -> tuple[Tensor, list[np.ndarray]]:
-        """Compute the reader's scores S of all spans in bodies, each read with a question.
-
-        Also return the rows (first, last wordpiece in the body) of each body's spans.
-        """
+        """Compute the reader's scores S of all spans in bodies, each read with a question, and the rows of spans."""
         assert self.reader.spans is not None
         sequences, segments, starts, ends, spans = [], [], [], [], []
         offset = 0

@@ -43,7 +43,6 @@ class Label:
 
 
 def check_label_file(path: Path) -> None:
-    """Raise ValueError if a file of labels is damaged, or cannot be written."""
     if path.is_dir() or path.suffix in (".gz", ".bz2"):
         kind = "a folder" if path.is_dir() else "compressed"
         raise ValueError(f"{path} is {kind}; expected a file of JSON lines, such as {OWN_QUESTIONS}; set it with --out")
@@ -54,11 +53,7 @@ def check_label_file(path: Path) -> None:
 
 
 def read_labels(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the lines of a file of questions by ``text_key``, also if they have other fields; {} without a file.
-
-    Raises:
-        ValueError: a line is damaged, or a question occurs twice; the message names file and line.
-    """
+    """Return the lines of a file of questions by ``text_key``, also if they have other fields; {} without a file."""
     if not path.is_file() or not path.stat().st_size:
         return {}
     read_questions([path], format="jsonl")
@@ -72,10 +67,9 @@ def read_labels(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def save_labels(path: Path, new: Sequence[Label], *, only_newer: bool = False) -> int:
-    """Add labels to a file of questions, atomically and durably; a question of the same text is replaced.
+    """Add labels to a file of questions, atomically and durably; return the number that were written.
 
-    With ``only_newer`` a newer answer in the file is kept; a line without a time is the newest. The number of labels
-    that were written is returned.
+    A question of the same text is replaced; with ``only_newer`` a newer answer, or one without a time, is kept.
     """
     make_folder(path.absolute().parent)
     with open(path.with_name(f".{path.name}.lock"), "ab") as lock:  # several processes may label at a time
@@ -99,7 +93,6 @@ def progress_line(path: Path) -> str:
 
 
 def usage_lines(root: Path, file: Path) -> list[str]:
-    """Return the number of questions in a file of labels, what they bring, and the commands that use them."""
     if not read_labels(file):
         return [progress_line(file)]
     option = f"--set questions.dev={shlex.quote(str(file))}"

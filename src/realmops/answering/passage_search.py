@@ -1,29 +1,21 @@
 """Passage search by embeddings, BM25 or both, restricted by filters on the documents' metadata.
 
-Shape suffixes: P passages, A passages that pass the filters, U distinct metadata records, V distinct values of a field,
-N pairs of a record and a value, E embedding width.
+Shape suffixes: A passages that pass the filters, E embedding width.
 """
 
 import dataclasses
-import json
-import math
-import operator
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
-from threading import Lock
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from realmops.answering.answer import InvalidRequest
+from realmops.answering.metadata_filters import Ids, MetadataFilters, Where
 from realmops.answering.record import Record, passage_record
-from realmops.artifacts import canonical_json
 from realmops.corpus.languages import ENGLISH, load_languages
-from realmops.corpus.snapshot_reader import Snapshot, parse_extra
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.retriever import DENSE_ONLY, FusionWeights, Retriever
 from realmops.search.bm25 import STOP_WORDS, Bm25, split_words, stem, stems, words_with_offsets
 from realmops.search.embed import embed, query_sequences, text_queries
@@ -31,223 +23,15 @@ from realmops.search.exact import PassageIndex
 from realmops.search.hybrid import HybridSearch
 
 RankBy = Literal["run", "embeddings", "words"]
-Where = Mapping[str, Any]
 StemsByLanguage = Mapping[str, Collection[str]]  # stems by language
-Ids = NDArray[np.int64]
 MAX_RESULTS = 1000  # results of a search
 DEPTH = 100  # candidates from embeddings and from BM25 each, before fusion
-RANGES: dict[str, Callable[[Any, Any], bool]] = {
-    "gte": operator.ge, "gt": operator.gt, "lte": operator.le, "lt": operator.lt
-}  # fmt: skip
-KINDS = {"boolean": "unquoted true or false", "string": "a quoted string", "number": "an unquoted number"}
-_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)  # as in JSON, so that 007 is a string
-_MESSAGE_CHARACTERS = 60  # of a value in an error message
-DOCUMENT_ID = "document_id"  # filterable in addition to the metadata fields
 NO_EMBEDDINGS = (
     "there are no embeddings: the stage ict has not run, or finetune.retriever is bm25, tfidf, graph or path; "
     "search by words"
 )
 _BATCH = 1 << 14  # passages per matrix product
 _CONTEXT = 90  # characters shown on either side of a match
-_CACHED_FILTERS = 64
-_CACHED_PASSAGES = 1 << 24  # of all cached filters together
-
-
-class MetadataFilters:
-    """Metadata filters: which passages satisfy conditions on the fields of their documents (``extra``).
-
-    A filter maps fields to conditions, all of which must hold: a value, a list of alternatives, or a range such as
-    ``{"gte": 1990, "lt": 2000}``. A field whose value is a list matches by any of its items. A number is compared with
-    numbers, and with strings that are a JSON number (all CSV fields are strings); a string only with strings. Instances
-    are thread-safe, and load the fields on first use.
-    """
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-        self._lock = Lock()
-        self._coded = lru_cache(2)(snapshot.dictionary_encode)
-        self._columns: dict[str, _Column] = {}
-        self._cache: dict[bytes, Ids] = {}  # in order of last use
-
-    def passages(self, filters: Sequence[Where]) -> Ids:
-        """Return the passages that satisfy all filters, ascending int64 [A].
-
-        Raises:
-            InvalidRequest: a condition is malformed, or none of the documents that passed the previous filters has the
-                field, or a value of a type that the condition can be compared with.
-        """
-        for where in filters:
-            check_filter(where)
-        try:
-            key = canonical_json([*filters])
-        except UnicodeEncodeError:
-            raise InvalidRequest("a filter contains an unpaired surrogate; send valid Unicode") from None
-        with self._lock:
-            if key not in self._cache:
-                passes_P = np.ones(len(self._snapshot), bool)
-                for where in filters:
-                    self._check_fields(where, passes_P)
-                    for field, condition in where.items():
-                        passes_P = passes_P & self._matching(field, condition)
-                self._cache[key] = np.flatnonzero(passes_P)
-            ids = self._cache[key] = self._cache.pop(key)  # the most recently used is last
-            while sum(map(len, self._cache.values())) > _CACHED_PASSAGES or len(self._cache) > _CACHED_FILTERS:
-                self._cache.pop(next(iter(self._cache)))
-            return ids
-
-    @cached_property
-    def _extra(self) -> tuple[list[dict[str, Any]], NDArray[np.int32]]:
-        """Distinct metadata records [U], and the record of each passage [P]."""
-        text_U, code_P = self._coded("extra")
-        return [parse_extra(text) for text in text_U], code_P
-
-    def _check_fields(self, where: Where, passes_P: NDArray[np.bool_]) -> None:
-        if not where:
-            return
-        fields_U, code_P = self._extra
-        fields = {DOCUMENT_ID, *(name for code in np.unique(code_P[passes_P]) for name in fields_U[code])}
-        for field in where:
-            if field not in fields:
-                raise InvalidRequest(f"no document has the field {field!r}; available: {', '.join(sorted(fields))}")
-        for field, condition in where.items():
-            column, code_P = self._column(field), self._codes(field)
-            has_U = np.zeros(code_P.max(initial=-1) + 1, bool)
-            has_U[code_P[passes_P]] = True
-            values = [column.values[n] for n in np.unique(column.number_N[has_U[column.row_N]])]
-            _check_kinds(field, condition, values)
-
-    def _codes(self, field: str) -> NDArray[np.int32]:
-        return self._coded(DOCUMENT_ID)[1] if field == DOCUMENT_ID else self._extra[1]
-
-    def _matching(self, field: str, condition: Any) -> NDArray[np.bool_]:
-        code_P, column = self._codes(field), self._column(field)
-        passes_V, passes_U = np.zeros(len(column.values), bool), np.zeros(code_P.max(initial=-1) + 1, bool)
-        passes_V[column.matching(condition)] = True
-        passes_U[column.row_N[passes_V[column.number_N]]] = True
-        matching: NDArray[np.bool_] = passes_U[code_P]
-        return matching
-
-    def _column(self, field: str) -> "_Column":
-        if field not in self._columns:
-            values = (
-                self._coded(DOCUMENT_ID)[0]
-                if field == DOCUMENT_ID
-                else [fields.get(field) for fields in self._extra[0]]
-            )
-            number_of: dict[Any, int] = {}
-            rows = [
-                (row, number_of.setdefault(_key(item), len(number_of)))
-                for row, value in enumerate(values)
-                for item in (value if isinstance(value, list) else [value])
-                if _is_value(item)
-            ]
-            self._columns[field] = _Column(number_of, *np.array(rows, np.int64).reshape(-1, 2).T)
-        return self._columns[field]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Column:
-    """Distinct values of a field, as an inverted index.
-
-    ``number_of`` numbers the values [V] by ``_key``. Metadata record ``row_N`` has value ``number_N``; for the field
-    ``document_id`` a record is a document.
-    """
-
-    number_of: dict[tuple[bool, Any], int]
-    row_N: NDArray[np.int64]
-    number_N: NDArray[np.int64]
-
-    @cached_property
-    def values(self) -> list[Any]:
-        return [value for _, value in self.number_of]
-
-    @cached_property
-    def _as_number(self) -> list[float | None]:
-        return [_number(value) for value in self.values]
-
-    @cached_property
-    def _equal_to(self) -> dict[float, list[int]]:
-        """Numbers of the values equal to each number, as a number or as a string."""
-        by_number: dict[float, list[int]] = {}
-        for n, number in enumerate(self._as_number):
-            if number is not None:
-                by_number.setdefault(number, []).append(n)
-        return by_number
-
-    def matching(self, condition: Any) -> list[int]:
-        """Return the numbers of the values that satisfy a condition; a numeric string counts as both types."""
-        if isinstance(condition, Mapping):
-            passing = [*range(len(self.values))]
-            for name, bound in condition.items():
-                kind, holds = _kind(bound), RANGES[name]
-                values = self._as_number if kind == "number" else self.values
-                passing = [n for n in passing if _kind(values[n]) == kind and holds(values[n], bound)]
-            return passing
-        passing = []
-        for value in condition if isinstance(condition, list) else [condition]:
-            if _kind(value) == "number":
-                passing += self._equal_to.get(value, [])
-            elif (key := _key(value)) in self.number_of:
-                passing.append(self.number_of[key])
-        return passing
-
-
-def check_filter(where: Where) -> None:
-    for field, condition in where.items():
-        if not isinstance(condition, Mapping):
-            for value in condition if isinstance(condition, list) else [condition]:
-                _key(value)
-            continue
-        if not condition or not set(condition) <= set(RANGES):
-            keys = ", ".join(map(str, condition)) or "nothing"
-            raise InvalidRequest(f"the range of {field} has {keys}; allowed: {', '.join(RANGES)}")
-        for name, bound in condition.items():
-            if isinstance(bound, bool) or not _is_value(bound):
-                raise InvalidRequest(f"{name} of {field} is {bound!r}; expected a number or a string")
-
-
-def _key(value: Any) -> tuple[bool, Any]:
-    """Return a dictionary key for a value, which distinguishes true from 1."""
-    if not _is_value(value):
-        raise InvalidRequest(
-            f"a filter has the value {value!r}; allowed: strings, numbers, true, false, or a list of them"
-        )
-    return isinstance(value, bool), value
-
-
-def _is_value(value: Any) -> bool:
-    return isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _kind(value: Any) -> str:
-    """Return the key of ``KINDS`` for a value; "" for None."""
-    if isinstance(value, bool | str):
-        return "string" if isinstance(value, str) else "boolean"
-    return "number" if value is not None else ""
-
-
-def _number(value: Any) -> float | None:
-    """Return a number, or that of a numeric string (an int if it is whole); None for other values."""
-    if not isinstance(value, str):
-        return None if isinstance(value, bool) else value
-    text = value.strip()
-    if not _NUMBER.fullmatch(text) or not math.isfinite(number := float(text)):
-        return None
-    return int(text) if text.lstrip("-").isdigit() else number
-
-
-def _check_kinds(field: str, condition: Any, values: Sequence[Any]) -> None:
-    """Raise InvalidRequest if no value of a field is comparable with a bound of a range, or with any item of a list."""
-    is_range = isinstance(condition, Mapping)
-    operands = [*condition.values()] if is_range else condition if isinstance(condition, list) else [condition]
-    misfits = [x for x in operands if not any(_kind(x) in (_kind(v), _kind(_number(v))) for v in values)]
-    if not values or not misfits or (not is_range and len(misfits) < len(operands)):
-        return
-    bound, example = (json.dumps(x, ensure_ascii=False)[:_MESSAGE_CHARACTERS] for x in (misfits[0], values[0]))
-    raise InvalidRequest(
-        f"the field {field} has no {_kind(misfits[0])} to compare with {bound}: it has {example}, for example; "
-        f"compare with {KINDS[_kind(values[0])]}"
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,11 +73,8 @@ class PassageSearch:
     def search_batch(self, requests: Sequence[PassageQuery]) -> list[Record]:
         """Return a record of each query: query, versions, and the top passages with their locations, best first.
 
-        Each passage has ``score``, by which it is ranked, ``embeddings`` (the scaled inner product, the paper's
-        f(x, z)), ``words`` (BM25), and ``highlights``: character offsets of query words.
-
-        Raises:
-            InvalidRequest: a query is invalid (:meth:`check`).
+        Each passage has ``score``, by which it is ranked, ``embeddings`` (the scaled inner product, f(x, z)), ``words``
+        (BM25), and ``highlights``: character offsets of query words.
         """
         rankings = zip(requests, self.rank(requests), strict=True)
         return [self._result(request.query, *ranking) for request, ranking in rankings]

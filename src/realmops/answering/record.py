@@ -86,10 +86,6 @@ def enclosing_sentence(snapshot: Snapshot, span: Span) -> tuple[int, int]:
 
 
 def citation_record(snapshot: Snapshot, passage: int, characters: tuple[int, int]) -> Record:
-    """Return the location of a part of a passage: document, passage, and character offsets in the document's text.
-
-    ``page`` is None for documents without pages.
-    """
     first = snapshot.start(passage)
     start, end = characters
     return {
@@ -105,12 +101,10 @@ def citation_record(snapshot: Snapshot, passage: int, characters: tuple[int, int
 
 
 def always_abstains(record: Mapping[str, Any]) -> bool:
-    """Return whether a calibrated model always abstains, since no threshold reached the required precision."""
     return record["threshold"] is not None and record["threshold"] > 1
 
 
 def searches(record: Mapping[str, Any]) -> bool:
-    """Return whether the record is of a model that searches and answers no question."""
     return bool(record["model"]["reader"] == SearchOnly.kind)
 
 
@@ -127,7 +121,6 @@ def format_probability(record: Mapping[str, Any]) -> str:
 
 
 def format_record(record: Record) -> list[str]:
-    """Format a record in a few lines: the answer, its probability, and each source with the quotation marked."""
     if "error" in record:
         return [f"error: {record['error']}"]
     if searches(record):
@@ -168,7 +161,7 @@ def _source_lines(source: Record, text: str) -> list[str]:
 
 
 def _context(text: str, start: int, end: int) -> tuple[str, str]:
-    """Return about ``_CONTEXT`` characters of whole words on either side of a quotation, with ellipses if truncated."""
+    """Return ``_CONTEXT`` characters of whole words on either side of a quotation, with ellipses if truncated."""
     before, after = text[:start], text[end:]
     if len(before) > _CONTEXT:
         window = before[-_CONTEXT:]

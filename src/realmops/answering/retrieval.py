@@ -44,11 +44,7 @@ _QUESTIONS_IN_MEMORY = 1024
 
 
 class Ranker:
-    """Retriever without embeddings (``finetune.retriever``: by words, links or paths), with an LRU cache.
-
-    ``rank`` ranks k passages for questions, and ``save`` writes the ranker's parameters into a folder. None is an
-    unlimited ``cache_size``.
-    """
+    """Retriever without embeddings (``finetune.retriever``: by words, links or paths), with an LRU cache."""
 
     def __init__(
         self,
@@ -99,8 +95,7 @@ class AnswerModel(ABC):
     ) -> list[Answer]:
         """Answer questions in batches; ``ranked`` passages of each are returned for recall.
 
-        Passages are not read for questions that measure retrieval alone: those generated from the corpus, and those
-        with relevance judgements instead of answers.
+        Questions that measure retrieval alone are not read for: generated ones, and those with judgements alone.
         """
         answers: list[Answer] = []
         for start in range(0, len(questions), size := batch_size or self.batch_size):
@@ -143,7 +138,6 @@ class RetrieveAndRead(AnswerModel):
         )
 
     def with_ranker(self, ranker: Callable[[str, int], np.ndarray]) -> Self:
-        """Return a copy that retrieves with a ranker and reads with the same reader."""
         other = copy(self)  # keeps the attributes of subclasses
         other.passages, other.ranker, other.bm25 = None, ranker, None
         return other
@@ -176,11 +170,9 @@ class RetrieveAndRead(AnswerModel):
             save_passages(folder, self.passages, self.snapshot.corpus_hash, tower)
 
     def relevance(self, questions: Sequence[str], k: int) -> tuple[Tensor, Tensor]:
-        """Retrieve the top k passages, best first.
+        """Retrieve the top k: scores f(x, z) [B, k], with gradients into the query tower, and ids on the CPU.
 
-        Returns:
-            Scores f(x, z), B x k, with gradients into the query tower, and ids on the CPU. A ranker's scores are 0; if
-            it ranks fewer passages, the remaining ids are -1 with score -inf.
+        A ranker's scores are 0; if it ranks fewer passages, the remaining ids are -1 with score -inf.
         """
         if self.ranker is not None:
             id_BK = torch.from_numpy(np.stack([self.ranker(question, k) for question in questions]))
@@ -222,11 +214,9 @@ class RetrieveAndRead(AnswerModel):
 
     @property
     def hybrid(self) -> bool:
-        """True if f(x, z) combines embeddings with BM25."""
         return self.bm25 is not None and self.retriever.mixture.lexical > 0
 
     def queries(self, questions: Sequence[str]) -> list[np.ndarray]:
-        """Build the query sequence of each question, truncated to ``query_wordpieces``."""
         limit = self.options.query_wordpieces
         return [join_query(self.wordpieces(question), self.special, limit) for question in questions]
 
@@ -260,10 +250,7 @@ class RetrieveAndRead(AnswerModel):
 
     @torch.no_grad()
     def find(self, questions: Sequence[Question], ranked: int = 0) -> list[RetrievedPassages]:
-        """Retrieve passages for each question as ``evidence`` does: those to read, and the top ``ranked``.
-
-        Both models are switched to eval mode.
-        """
+        """Retrieve passages for each question as ``evidence`` does: those to read, and the top ``ranked``."""
         for model in (self.retriever, self.reader):
             if model is not None and model.training:
                 model.eval()

@@ -47,10 +47,6 @@ class SpanAnswers(RetrieveAndRead):
 
     @torch.no_grad()
     def read(self, retrieved: Sequence[RetrievedPassages], target_answers: Sequence[str | None] = ()) -> list[Answer]:
-        """Read the retrieved passages of all questions in one batch.
-
-        ``target_answers`` are those of ``AnswerModel.read``.
-        """
         score, rows = np.empty(0, np.float32), np.empty((0, 4), np.int64)
         passages = [item.passages for item in retrieved]
         if any(passages):
@@ -76,7 +72,6 @@ class SpanAnswers(RetrieveAndRead):
         return rows_among(rows, gold)
 
     def is_citation(self, rows: np.ndarray, passages: Sequence[Sequence[int]]) -> NDArray[np.bool_]:
-        """Return which spans are in a citation mark such as "[26]", which is never an answer."""
         is_citation_S = np.zeros(len(rows), bool)
         for b, ids in enumerate(passages):
             for rank, passage in enumerate(ids):
@@ -133,7 +128,6 @@ class SpanAnswers(RetrieveAndRead):
         return matches_S
 
     def choose(self, rows: np.ndarray, score_S: NDArray[np.floating], passages: Sequence[int]) -> Span | None:
-        """Choose the answer to one question among its spans by ``finetune.decoding``."""
         if self.options.decoding == "best_span" or not len(rows):
             return self.best(np.ones(len(rows), bool), rows, score_S, passages)
         top = np.argsort(-score_S, kind="stable")[: self.candidate_spans]

@@ -57,7 +57,7 @@ def search(
 
     if (query is None) == (file is None) or (file is None) != (run is None):
         raise ValueError("give QUERY, or --from FILE with --run FOLDER")
-    passages = open_model(root, model).passage_search() if model else open_search(root, Console())
+    passages = open_model(root, model).passage_search if model else open_search(root, Console())
     if file is not None and run is not None:
         yield from rank_file(passages, file, run, [parse_filter(where)], by, Console().progress)
         return
@@ -112,7 +112,7 @@ def serve(root: Path, model: str | None, token_file: Path | None, **options: Any
     all routes. After "realmops update" or "realmops promote" the server reloads the newest model, unless its files are
     damaged. On SIGTERM it completes all accepted requests.
     """
-    from realmops.serve.served_model import model_source
+    from realmops.serve.model_sources import model_source
     from realmops.serve.server import read_token, serve
 
     serve(model_source(root, model), token=read_token(token_file), log=Console().log, **options)

@@ -72,7 +72,7 @@ def label(root: Path, out: Path, report: Report) -> Iterator[str]:
 
     check_label_file(out)
     opened = open_if_tuned(root)
-    search = opened.passage_search() if opened else open_search(root, report)
+    search = opened.passage_search if opened else open_search(root, report)
 
     def propose(question: str) -> str:
         return opened.answer([Query(question)])[0]["answer"] if opened else ""

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from realmops.answering.passage_search import DOCUMENT_ID, Where
+from realmops.answering.metadata_filters import DOCUMENT_ID, Where
 
 _CONDITION = re.compile(r"([^<>=]+)(>=|<=|=|>|<)(.*)", re.DOTALL)
 _BOUND = {">=": "gte", ">": "gt", "<=": "lte", "<": "lt"}

@@ -96,7 +96,6 @@ def table_rows(outcomes: Sequence[VariantOutcome], variants: Mapping[str, Mappin
 
 
 def _measured(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the values that were measured; all, which are NaN, if none was."""
     measured: npt.NDArray[np.float64] = values[~np.isnan(values)]
     return measured if len(measured) else values
 
@@ -111,14 +110,12 @@ def _with_interval(row: Row, name: str, form: str) -> str:
 
 
 def _seeds(row: Row) -> str:
-    """Return the number of seeds and of paired seeds, and a note if intervals account for other questions only."""
     seeds, paired = row["seeds"], row["paired_seeds"]
     text = f"{seeds}" if paired == seeds else f"{seeds}, of differences {paired}"
     return f"{text}: interval over questions alone" if paired == 1 else text
 
 
 def _staleness(row: Row) -> str:
-    """Return the means of ``STALENESS``; the share is unknown for an index that was never refreshed."""
     figures = [_figure(row[name], form) for name, form in zip(STALENESS, (".0f", ".0f", ".2f"), strict=True)]
     return figures[0] if figures[0] == "–" else "; ".join(figures)
 

@@ -96,7 +96,6 @@ class Bin(NamedTuple):
 
 
 def reliability_bins(probability_Q: Floats, correct_Q: Bools) -> list[Bin]:
-    """Return the non-empty equal-width bins of a reliability diagram, in order."""
     bin_Q = _bins(probability_Q)
     return [
         Bin(float(probability_Q[mask].mean()), float(correct_Q[mask].mean()), int(mask.sum()))
@@ -133,7 +132,6 @@ def _bins(probability_Q: Floats) -> npt.NDArray[np.int64]:
 
 
 def most_certain(probability_Q: Floats, share: float) -> Bools:
-    """Return a mask of the most confident answers: at least this share, with all ties of the last one."""
     count = math.ceil(share * len(probability_Q))
     return np.asarray(probability_Q >= np.sort(probability_Q)[-count], bool)
 

@@ -3,11 +3,7 @@
 Legend: Q questions, K ranked passages per question. Passages are rows of the snapshot, -1 is no passage.
 """
 
-import re
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,18 +11,10 @@ from tokenizers import Tokenizer
 
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.recall import Rows
-from realmops.questions.answer_matching import (
-    TOKEN_SEPARATOR,
-    answer_token_spans,
-    compile_expression,
-    contains_answer,
-    token_bytes,
-)
+from realmops.questions.answer_matching import TOKEN_SEPARATOR, answer_token_spans, contains_answer, token_bytes
 from realmops.questions.question_sets import Question
 
-# With these in an expression, a passage can match alone but not within joined passages.
-_NEEDS_CONTEXT = re.compile(r"\\[AZBGK]|\(\?(?!:)|[*+?}]\+")
-_JOINED_BYTES, _JOINED_EXPRESSIONS = 1 << 20, 1 << 16  # characters of the passages that are searched at once
+_JOINED = 1 << 20  # characters of the passages that are searched at once
 _ENCODINGS: dict[str, Callable[[str], bytes]] = {"substring": str.encode, "token_boundary": token_bytes}
 
 
@@ -69,10 +57,11 @@ def answered_in_corpus(
     encode = _ENCODINGS.get(rule)
     if encode is not None:
         patterns = {index: [run for run in map(encode, texts) if run] for index, texts in answers.items()}
-    for chunk in _chunks(texts, _JOINED_EXPRESSIONS if encode is None else _JOINED_BYTES):
+    for chunk in _chunks(texts, _JOINED):
         if encode is None:
-            matches = _expression_finder(rule, chunk)
-            answered[open_questions] = [any(map(matches, answers[index])) for index in open_questions]
+            answered[open_questions] = [
+                any(contains_answer(text, answers[index], rule) for text in chunk) for index in open_questions
+            ]
         else:
             content = TOKEN_SEPARATOR.join(map(encode, chunk))
             answered[open_questions] = [any(run in content for run in patterns[index]) for index in open_questions]
@@ -93,31 +82,6 @@ def _chunks(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
             chunk, size = [], 0
     if chunk:
         yield chunk
-
-
-def _expression_finder(rule: str, texts: Sequence[str]) -> Callable[[str], bool]:
-    """Return a search in many joined passages, which is cheap, then only in passages with a match."""
-    content = "\n".join(texts)
-    starts = [0, *accumulate(len(text) + 1 for text in texts[:-1])]
-
-    def find(answer: str) -> bool:
-        position = compile_expression(answer).first(content, 0)
-        while position >= 0:
-            passage = bisect_right(starts, position) - 1
-            if contains_answer(texts[passage], [answer], rule):
-                return True
-            if passage + 1 == len(texts):
-                return False
-            position = compile_expression(answer).first(content, starts[passage + 1])
-        return False
-
-    def matches(answer: str) -> bool:
-        if rule == "regex_search" and not _NEEDS_CONTEXT.search(answer) and not compile_expression(answer).timed_out:
-            with suppress(TimeoutError):
-                return find(answer)
-        return any(contains_answer(text, [answer], rule) for text in texts)
-
-    return matches
 
 
 def answer_fits_reader(questions: Sequence[Question], tokenizer: Tokenizer, max_wordpieces: int) -> NDArray[np.bool_]:

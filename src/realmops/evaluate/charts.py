@@ -13,21 +13,6 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 544, 64, 256  # axes, in user units
 _MAX_DOTS = 60  # points; series with more are drawn without markers and smoothed
 _MAX_POINTS = 600  # per line; longer series are thinned out
 
-STYLE = """
-.chart { --ink: #1c2430; --soft: #5c6675; --grid: #e3e7ec; --paper: #ffffff; --mark: #a4adb8;
-  --s0: #2166c4; --s1: #c2500a; --s2: #1d7f5a; --s3: #8a4bb8; font-family: system-ui, sans-serif; }
-@media (prefers-color-scheme: dark) { .chart { --ink: #e8ebef; --soft: #a3adba; --grid: #313944;
-  --paper: #1b2027; --mark: #6d7885; --s0: #6ba8f5; --s1: #f0965c; --s2: #5cc19b; --s3: #c594ea; } }
-.chart .paper { fill: var(--paper); }
-.chart text { fill: var(--soft); font-size: 12px; }
-.chart .title { fill: var(--ink); font-size: 15px; font-weight: 600; }
-.chart .number { font-variant-numeric: tabular-nums; }
-.chart .grid { stroke: var(--grid); }
-.chart .refresh { stroke: var(--mark); stroke-dasharray: 2 3; }
-.chart .line { fill: none; stroke-width: 2; stroke-linejoin: round; }
-.chart .raw { stroke-width: 1; opacity: 0.3; }
-"""
-
 
 def line_chart(
     title: str,

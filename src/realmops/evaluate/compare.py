@@ -38,31 +38,13 @@ def read_paired(first: Path, second: Path) -> tuple[list[Prediction], list[Predi
     origins = [question_origin([p.is_generated for p in run.values()]) for run in (first_run, second_run)]
     if origins[0] != origins[1]:
         raise ValueError(f"{first} was evaluated on {origins[0]} and {second} on {origins[1]}; {SAME_ORIGIN}")
-    if first_run.keys() != second_run.keys():
-        raise ValueError(
-            f"{first} and {second} answer different questions ({len(first_run)} and {len(second_run)}): "
-            f"{_named([name for name in first_run if name not in second_run])} only in the first, "
-            f"{_named([name for name in second_run if name not in first_run])} only in the second; "
-            "evaluate both runs on the same questions"
-        )
-    for name, prediction in first_run.items():
-        other = second_run[name]
-        if prediction.asked != other.asked:
-            pair = (prediction, other)
-            sides = [f"{p.question!r} with the answers {', '.join(map(repr, p.answers[:3]))}" for p in pair]
+    for name in {**first_run, **second_run}:
+        pair = first_run.get(name), second_run.get(name)
+        sides = [p and (*p.asked[1:], p.answer_rule, *(["generated"] if p.is_generated else [])) for p in pair]
+        if sides[0] != sides[1]:
             raise ValueError(
-                f"id {name!r} is a different question in {first} ({sides[0]}) and in {second} ({sides[1]}); "
-                "evaluate both runs on the same questions"
-            )
-        if prediction.is_generated != other.is_generated:
-            raise ValueError(
-                f"{name!r} was generated from the documents in one of {first} and {second}, and is a question of "
-                f"people in the other; {SAME_ORIGIN}"
-            )
-        if None not in (rules := (prediction.answer_rule, other.answer_rule)) and rules[0] != rules[1]:
-            raise ValueError(
-                f"answers to {name!r} are normalised by the rules of {rules[0]!r} in {first} and of {rules[1]!r} in "
-                f"{second}; set 'language' in the question file and evaluate both runs on it"
+                f"{first} and {second} answer different questions: {name!r} is {sides[0] or 'missing'} in the first "
+                f"and {sides[1] or 'missing'} in the second (text, answers, language); evaluate both on the same ones"
             )
     return list(first_run.values()), [second_run[name] for name in first_run]
 
@@ -121,7 +103,3 @@ def format_comparison(row: Comparison) -> str:
         f"95 % interval {difference.low:+.3f} to {difference.high:+.3f} (paired bootstrap over {row.questions} "
         f"questions), p(first better than second) {difference.p_better:.3f}"
     )
-
-
-def _named(ids: Sequence[str]) -> str:
-    return f"{len(ids)} ({', '.join(ids[:3])}{', ...' if len(ids) > 3 else ''})" if ids else "none"

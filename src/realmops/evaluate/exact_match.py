@@ -63,7 +63,6 @@ class Score:
 
 
 def em_rules(questions: Sequence[Question]) -> tuple[str, ...]:
-    """Return the match rules that apply to these answers, the release's first."""
     return REGEX_RULES if answers_are_regex(questions) else EM_RULES[:1]
 
 
@@ -128,25 +127,14 @@ def paired_bootstrap(first: npt.ArrayLike, second: npt.ArrayLike, *, seed: int) 
 def interval_over_seeds(
     values: Sequence[npt.ArrayLike], *, shared: bool, seed: int, least: float = -1.0, resamples: int = RESAMPLES
 ) -> Difference:
-    """Return the mean over seeds with its 95 % interval for a new seed and new questions.
+    """Return the mean over seeds with its 95 % interval for a new seed and new questions of the same population.
 
-    The estimand is the expected value of one training, with a new seed, on a new question of the population that the
-    questions were sampled from. The value of seed s at question q is mean + a_s + b_q + e_sq, all three random.
-
-    If each seed has its own questions, the means of the S seeds are independent, and the interval is Student's t with
-    S - 1 degrees of freedom. If all have the same questions (``shared``), b_q is common to the seeds and its variance
-    is added, from the mean squares of the two-way layout without replication; the quantile is that of Student's t for
-    S - 1 and for Q - 1 degrees of freedom, weighted by the two variances (Cochran and Cox 1957, section 4.14).
-
-    With one seed it is ``paired_bootstrap`` over the questions, without the variance between trainings; likewise if the
-    estimated variance is 0, for example if two seeds have the same mean by chance.
-
-    Args:
-        values: per seed one value per question: the metric of a run, or a difference of two. Seeds weigh equally.
-        shared: whether all seeds have the same questions.
-        seed: seed of the bootstrap.
-        least: lower bound of the mean; the upper bound is 1.
-        resamples: number of bootstrap resamples.
+    The value of seed s at question q is mean + a_s + b_q + e_sq, all three random. If each seed has its own questions,
+    the means of the S seeds are independent, and the interval is Student's t with S - 1 degrees of freedom. If all have
+    the same questions (``shared``), b_q is common to the seeds and its variance is added, from the mean squares of the
+    two-way layout without replication; the quantile is that of Student's t for S - 1 and for Q - 1 degrees of freedom,
+    weighted by the two variances (Cochran and Cox 1957, section 4.14). With one seed, or an estimated variance of 0, it
+    is ``paired_bootstrap`` over the questions. The mean is between ``least`` and 1.
     """
     from scipy.stats import t
 
@@ -174,11 +162,6 @@ def interval_over_seeds(
 
 
 def closed_book_floor(training: Sequence[Question], test: Sequence[Question]) -> tuple[str, float]:
-    """Return the most frequent training answer and its exact match on the test questions, a closed-book baseline.
-
-    Answers are counted by normal form, or verbatim if it is empty, as of "A"; ties are resolved alphabetically. Regular
-    expressions are skipped; ValueError if no answer remains.
-    """
     counts = Counter(
         answer
         for question in training

@@ -16,7 +16,6 @@ from realmops.answering.confidence import Confidence
 from realmops.artifacts import atomic_file
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.exact_match import Score
-from realmops.questions.cloze import CLOZE_ID
 from realmops.questions.question_sets import Question
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class Prediction:
     ``em``, ``f1`` and ``failed_at`` are None for a question that was generated from the corpus. ``confidence`` is the
     calibrated probability that the answer is correct, and ``abstained`` whether it is below the threshold; both are
     None without a calibration. ``page`` is the answer's page in a document with pages. ``answer_rule`` is that of
-    ``Question``; None in files of earlier versions.
+    ``Question``.
     """
 
     question_id: str
@@ -73,19 +72,14 @@ class Prediction:
     failed_at: str | None
     confidence: float | None
     abstained: bool | None
-    page: int | None = None
-    answer_rule: str | None = None
-    generated: bool | None = None  # None in files of earlier versions
-    ndcg_at_10: float | None = None  # of documents; None without judgements and in files of earlier versions
+    page: int | None
+    answer_rule: str
+    is_generated: bool
+    ndcg_at_10: float | None  # of documents; None without judgements
 
     @property
     def asked(self) -> tuple[str, str, tuple[str, ...]]:
         return self.question_id, self.question, tuple(sorted(self.answers))
-
-    @property
-    def is_generated(self) -> bool:
-        """Whether the question was generated from the corpus; in files of earlier versions its id shows it."""
-        return self.question_id.startswith(CLOZE_ID) if self.generated is None else self.generated
 
     def summary_row(self) -> dict[str, Any]:
         return {
@@ -154,7 +148,7 @@ def build_predictions(
             abstained=confidence.abstains(answer) if confidence else None,
             page=snapshot.page(best.passage, best.characters[0]) if best else None,
             answer_rule=question.answer_rule,
-            generated=question.is_generated,
+            is_generated=question.is_generated,
             ndcg_at_10=ndcg_of.get(question.id),
         )
         predictions.append(prediction)

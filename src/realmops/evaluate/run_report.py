@@ -6,11 +6,10 @@ numbers by name), metrics.json files and the predictions. Missing metrics are om
 
 from __future__ import annotations
 
-import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -26,12 +25,12 @@ from realmops.evaluate.recall import SHOWN_AT, ZERO_SHOT
 from realmops.evaluate.report_page import render_page, render_table
 from realmops.journal import Series, metric_series, read_journal
 from realmops.questions.answer_matching import REGEX_RULES, WORD_RULES
+from realmops.resources import render_template
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 SAMPLES = 12  # answers shown, at most
-ABSTAINS = "The model abstains from every question: no threshold reached the required precision in calibration."
 Metrics = Mapping[str, Mapping[str, Any]]  # content of metrics.json by stage
 
 
@@ -101,8 +100,6 @@ HEADLINES = (
     ("mean staleness (steps)", "pretrain", "index_staleness_steps"),
 )
 
-LEGACY_LIMITS = {"ceiling_passages": 5, "ceiling_wordpieces": 10}  # of runs without these metrics
-
 # Rows of the table of retrievers and readers: label, prefix of recall metrics, prefix of EM and F1; None: not measured.
 COMPARED: tuple[tuple[str, str | None, str | None], ...] = (
     ("a rule over BM25's first passage", None, "rule_"),
@@ -159,7 +156,6 @@ def escape_markdown(cell: str) -> str:
 
 
 def figure_tables(metrics: Metrics) -> list[FigureTable]:
-    """Return the summary tables of a run: metrics of all stages, and retrievers and readers compared."""
     figures = (headline_rows(metrics), seconds_rows(metrics))
     tables = [FigureTable("realmops", ("measure", "value", "95 % interval over questions"), figures)]
     if compared := compared_rows(metrics):
@@ -191,7 +187,7 @@ def headline_rows(metrics: Metrics) -> list[tuple[str, str, str]]:
     rows = []
     for label, stage, name in HEADLINES:
         values = metrics.get(stage, {})
-        label, name = (text.format_map(LEGACY_LIMITS | dict(values)) for text in (label, name))
+        label, name = (text.format_map(defaultdict(str, values)) for text in (label, name))
         if name in values:
             rows.append((label, _figure(values[name]), _interval(values, name, 3)))
     return rows
@@ -212,7 +208,6 @@ def compared_rows(metrics: Metrics) -> list[list[str]]:
 
 
 def _retrieval_columns(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metrics of retrieval to compare by column: of answers in passages, and of judged documents."""
     rule = next((rule for rule in (*WORD_RULES, *REGEX_RULES) if f"recall_at_5_{rule}_low" in values), "")
     columns = {f"recall@{k}": f"recall_at_{k}_{rule}" for k in SHOWN_AT} if rule else {}
     if "ndcg_at_10" in values:
@@ -222,7 +217,6 @@ def _retrieval_columns(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _compared_systems(metrics: Metrics) -> Sequence[tuple[str, str | None, str | None]]:
-    """Return ``COMPARED``, without REALM if ``pretrain`` had no steps; an imported REALM has no ``ict``."""
     if "ict" not in metrics or "pretrain" not in metrics or "refreshes" in metrics["pretrain"]:
         return COMPARED
     return [
@@ -275,13 +269,24 @@ def write_report(
             marks = refresh_steps(records, chart.stage) if chart.refreshes else []
             charts.append(line_chart(chart.title, chart.unit, lines, marks, smooth=chart.smooth))
     answers = read_predictions(predictions) if predictions else []
+    body = render_template(
+        Path(__file__).with_name("report.html"),
+        metrics=metrics,
+        tables=figure_tables(metrics),
+        note=generated_note(metrics.get("evaluate", {})),
+        charts=charts,
+        calibration=confidence_charts(answers),
+        answers=answers,
+        shown=answers[:: -(-len(answers) // SAMPLES)] if answers else [],
+        about=about,
+        options=options,
+    )
     page = folder / "report.html"
-    write_bytes(page, _page(metrics, charts, answers, about, options).encode())
+    write_bytes(page, render_page("REALM run", [body]).encode())
     return page
 
 
 def confidence_charts(answers: Sequence[Prediction]) -> list[str]:
-    """Draw the reliability diagram, and precision over coverage; empty if no answer has a confidence and a verdict."""
     rated = [(row.confidence, row.em) for row in answers if row.confidence is not None and not row.is_generated]
     if not rated:
         return []
@@ -297,7 +302,6 @@ def confidence_charts(answers: Sequence[Prediction]) -> list[str]:
 
 
 def refresh_steps(records: Iterable[Mapping[str, Any]], stage: str) -> list[int]:
-    """Return the steps at which the stage logged ``refreshed``: it adopted a new index."""
     refreshed = metric_series(records, stage, "refreshed")
     return [int(step) for step, value in zip(refreshed.steps, refreshed.values, strict=True) if value]
 
@@ -305,68 +309,3 @@ def refresh_steps(records: Iterable[Mapping[str, Any]], stage: str) -> list[int]
 def _csv(line: Series) -> bytes:
     rows = [f"{step},{value!r}" for step, value in zip(line.steps, line.values, strict=True)]
     return ("\n".join([f"step,{line.name}", *rows]) + "\n").encode()
-
-
-def _page(
-    metrics: Metrics,
-    charts: Sequence[str],
-    answers: Sequence[Prediction],
-    about: Mapping[str, str],
-    options: Mapping[str, Any],
-) -> str:
-    sections = [f'<p class="soft">{escape("; ".join(f"{name} {value}" for name, value in about.items()))}</p>']
-    sections += ["<h2>Results</h2>"]
-    sections += [f'<div class="card scroll figures">{table.to_html()}</div>' for table in figure_tables(metrics)]
-    if note := generated_note(metrics.get("evaluate", {})):
-        sections.append(f'<p class="card">{escape(" ".join(note), quote=False)}</p>')
-    calibration = confidence_charts(answers)
-    for heading, figures in (("Training", charts), ("Confidence and precision", calibration)):
-        if figures:
-            sections += [f"<h2>{heading}</h2>", f'<div class="charts">{"".join(figures)}</div>']
-    if answers and all(answer.abstained for answer in answers):
-        sections.append(f'<p class="card">{ABSTAINS}</p>')
-    if answers:
-        shown = answers[:: -(-len(answers) // SAMPLES)]
-        sections += [
-            "<h2>Answers and their evidence</h2>",
-            f'<p class="soft">{len(shown)} of {len(answers)} questions, evenly spaced over the file.</p>',
-            f'<div class="answers">{"".join(map(_answer, shown))}</div>',
-        ]
-    sections += ["<h2>All metrics</h2>", *(_all_figures(stage, values) for stage, values in metrics.items())]
-    if options:
-        sections += ["<h2>Options</h2>", _all_figures("options that differ from the defaults", options)]
-    return render_page("REALM run", sections)
-
-
-def _all_figures(stage: str, values: Mapping[str, Any]) -> str:
-    figures = render_table(("figure", "value"), [(name, json.dumps(value)) for name, value in values.items()])
-    return f'<details><summary>{escape(stage)}</summary><div class="card scroll">{figures}</div></details>'
-
-
-def _certainty(row: Prediction) -> str:
-    if row.confidence is None:
-        return ""
-    return f"; confidence {row.confidence:.2f}{', abstained' if row.abstained else ''}"
-
-
-def _answer(row: Prediction) -> str:
-    verdict = '<span class="right">&#10003; correct</span>' if row.em else '<span class="wrong">&#10007; wrong</span>'
-    verdict = "answer" if row.is_generated else verdict
-    f1 = "" if row.f1 is None else f"F1 {row.f1:.2f}; "
-    source = f"; the answer is from passage {row.evidence_rank + 1}" if row.evidence_rank >= 0 else ""
-    source += f", page {row.page}" if row.page else ""
-    before, after = row.evidence[: row.char_start], row.evidence[row.char_end :]
-    candidates = "".join(
-        f'<tr><td>{p:.3f}</td><td><span class="bar" style="width: {130 * min(p, 1):.0f}px"></span></td>'
-        f'<td>{escape(title)} <span class="soft">{escape(passage_id)}</span></td></tr>'
-        for p, title, passage_id in zip(row.p_z, row.titles, row.passage_ids, strict=True)
-    )
-    return (
-        f'<div class="card"><p class="question">{escape(row.question)}</p>'
-        f"<p>{verdict}: <b>{escape(row.prediction) or '(no answer)'}</b> "
-        f'<span class="soft">expected: {escape("; ".join(row.answers))}; {f1}'
-        f"span score {row.span_score:.2f}{_certainty(row)}</span></p>"
-        f"<p>{escape(before)}<mark>{escape(row.prediction)}</mark>{escape(after)}</p>"
-        f'<details><summary class="soft">p(z|x) of the {len(row.p_z)} passages read{source}</summary>'
-        f'<div class="scroll"><table class="candidates">{candidates}</table></div></details></div>'
-    )

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from realmops import __version__, artifacts
-from realmops.answering.passage_search import PassageQuery, PassageSearch, RankBy, Where
+from realmops.answering.metadata_filters import Where
+from realmops.answering.passage_search import PassageQuery, PassageSearch, RankBy
 from realmops.evaluate.exact_match import RESAMPLES
 from realmops.evaluate.predictions import RESULTS
 from realmops.evaluate.ranking_measures import (
@@ -36,10 +37,6 @@ def rank_file(
     """Write the best documents for the questions of a file into a folder; yield lines with the measures, if judged.
 
     The file has questions, or is the queries of a BEIR folder; the folder gets queries.tsv, run.txt and qrels.txt.
-    ``filters`` and ``by`` are those of ``PassageSearch.search``.
-
-    Raises:
-        ValueError: the folder has other files, or there are no questions.
     """
     artifacts.check_replaceable(folder, KIND)
     questions = read_search_questions(file)
@@ -67,7 +64,6 @@ def rank_file(
 
 
 def export_trec(folder: Path, root: Path, kind: str) -> str:
-    """Copy the rankings, judgements and queries of a run's evaluation into a folder of a kind; return a description."""
     source = root / RESULTS / TREC
     if not source.is_dir():
         raise ValueError(

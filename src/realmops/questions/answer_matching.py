@@ -205,11 +205,6 @@ class Expression:
             return []
         return [(start, end) for start, end in matches if start < end]
 
-    def first(self, text: str, start: int) -> int:
-        """Return the start of the first match from ``start`` on, -1 without; TimeoutError after ``MATCH_SECONDS``."""
-        match = self.pattern.search(text, start, timeout=MATCH_SECONDS)
-        return match.start() if match else -1
-
 
 @cache
 def compile_expression(text: str) -> Expression:

@@ -60,7 +60,6 @@ def read_queries(path: Path) -> Iterator[QuestionRecord]:
 
 
 def _judgements(path: Path) -> Iterator[tuple[str, str, str, int]]:
-    """Yield (place, query, document, grade) for each line after the header."""
     for number, raw in enumerate(iter_lines(path)):
         if isinstance(raw, Rejected):
             raise ValueError(f"{raw.place}: {raw.problem}")

@@ -214,7 +214,6 @@ class SourcePassages:
         return [self._row_of[name] for name in question.not_in if name in self._row_of]
 
     def lost(self, questions: Sequence[Question]) -> tuple[int, int]:
-        """Return (number of source passages that the snapshot lacks, number of source passages) of all questions."""
         named = {name for question in questions for name in question.not_in}
         return (len(named - self._row_of.keys()), len(named)) if named else (0, 0)
 

@@ -87,7 +87,6 @@ def _csv(path: Path) -> Iterator[QuestionRecord]:
 
 
 def _detect_delimiter(text: str) -> str | None:
-    """Return the delimiter of a table; None if its first line does not name the required columns."""
     mark = _SEPARATOR.match(text)
     first = text[mark.end() if mark else 0 :].partition("\n")[0]
     for delimiter in mark[1] if mark else ",;\t|":
@@ -141,7 +140,6 @@ def _detect_format(path: Path) -> str:
 
 
 def _has_json_lines(path: Path) -> bool:
-    """Return whether the first line of a file that begins with a brace is a whole JSON object, or should be one."""
     raw = next(iter_lines(path))
     if isinstance(raw, Rejected):
         return raw.ends_file
@@ -161,7 +159,6 @@ def _read(path: Path, limit: int) -> bytes:
 
 
 def _content(path: Path, limit: int | None = None) -> bytes:
-    """Return the decompressed file, or what its first ``limit`` bytes contain; UTF-16 becomes UTF-8."""
     content = _read(path, LARGEST_CONTENT + 1 if limit is None else limit)
     if len(content) > LARGEST_CONTENT:
         raise ValueError(f"{path}: more than {LARGEST_CONTENT >> 20} MiB; split it or convert it to JSON lines")

@@ -92,7 +92,6 @@ def read_form(record: Any, place: str, levels: tuple[str, ...] = _LEVELS) -> Ite
 
 
 def iter_items(value: Any, place: str | Path, container: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (place, item) for each item of a list: a whole file, or one of a record's ``container``."""
     items = expect_list(value, place, repr(container)) if container else value
     for number, item in enumerate(items, 1):
         kind = "paragraph" if container == "paragraphs" else "question"

@@ -102,7 +102,6 @@ def read_questions(
 
 
 def read_judged_questions(folder: Path) -> dict[str, list[Question]]:
-    """Return the questions of each split of a BEIR folder, with their judgements; {} for any other path."""
     copies: Counter[str] = Counter()
     splits = {} if corpus_file(folder) is None else qrels_files(folder)
     return {
@@ -131,7 +130,6 @@ def assign_languages(questions: Iterable[Question], among: Sequence[str]) -> lis
 
 
 def rows_of_people(questions: Sequence[Question]) -> list[int]:
-    """Return the positions of the questions of people with answers: EM, F1 and the calibration are theirs alone."""
     return [row for row, question in enumerate(questions) if question.measures_answers]
 
 
@@ -210,7 +208,6 @@ def _question(record: QuestionRecord, copies: Counter[str]) -> Question:
 
 
 def _check_judgements(value: Any, place: str) -> tuple[tuple[str, int], ...]:
-    """Return (document id, grade) of each judgement; a list is of relevant documents."""
     grades = dict.fromkeys(value, 1) if isinstance(value, list) and all(isinstance(x, str) for x in value) else value
     if grades is None:
         return ()

@@ -57,7 +57,6 @@ class RelevantPassages:
 
     @cached_property
     def largest_documents(self) -> NDArray[np.int64]:
-        """Numbers of passages of the documents, largest first."""
         return np.sort(np.bincount(self._encoded[1]))[::-1]
 
     def _passages(self, document: str) -> NDArray[np.int64]:

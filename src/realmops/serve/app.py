@@ -18,19 +18,17 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from realmops import __version__
 from realmops.answering.answer import InvalidRequest
-from realmops.answering.opened_model import Query
+from realmops.answering.opened_model import OpenedModel, Query
 from realmops.answering.passage_search import PassageQuery
 from realmops.answering.record import Record
 from realmops.serve import feedback_routes, open_inference, page, search_routes
 from realmops.serve.batching import Busy, Closed, PendingAnswer, RequestBatcher
-from realmops.serve.guard import QUESTION_LIMIT, QUESTIONS_LIMIT, Guard, Token, problem
+from realmops.serve.guard import FAILED, QUESTION_LIMIT, QUESTIONS_LIMIT, Guard, Token, problem
 from realmops.serve.metrics import Metrics
 from realmops.serve.model_watcher import ModelWatcher
-from realmops.serve.served_model import ServedModel
 
 Text = Annotated[str, Field(max_length=QUESTION_LIMIT)]
 _FOLDERS = re.compile(r"[^\s'\"(]*/")
-FAILED = "the question could not be answered: internal error; see the server's log"
 PassageId = Annotated[str, Field(max_length=80)]
 
 
@@ -74,7 +72,6 @@ class AnswerService:
             raise HTTPException(404, f"unknown model: this server serves {self.name!r}")
 
     def state(self) -> Record:
-        """Return the served model, and why a newer one was rejected; files are named without their folders."""
         refused = self.watcher.refused
         return {
             "model": self.batcher.served.about,
@@ -82,7 +79,7 @@ class AnswerService:
             "registry_away": without_folders(self.watcher.poll_error) or None,
         }
 
-    def submit(self, queries: Sequence[Query], served: ServedModel | None = None) -> list[PendingAnswer]:
+    def submit(self, queries: Sequence[Query], served: OpenedModel | None = None) -> list[PendingAnswer]:
         """Submit all questions of a request; raise HTTPException: 422 invalid, 429 full queue, 503 shutdown."""
         longest = max((len(query.question) for query in queries), default=0)
         if longest > QUESTION_LIMIT:

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from realmops.answering.answer import InvalidRequest, RetrievedPassages
-from realmops.answering.opened_model import Query
+from realmops.answering.opened_model import OpenedModel, Query
 from realmops.answering.passage_search import PassageQuery
 from realmops.answering.record import Record
-from realmops.serve.served_model import ServedModel
 
 _LOG = logging.getLogger(__name__)
 WAITING = 256  # accepted and unanswered questions of all requests, and as many searches
@@ -38,7 +37,7 @@ class Closed(Exception):
 class Pending:
     """An accepted request with a future of its record."""
 
-    served: ServedModel
+    served: OpenedModel
     record: Future[Record] = field(default_factory=Future)
     is_cancelled: bool = False  # the client disconnected
 
@@ -84,7 +83,7 @@ class BatchQueue(Generic[P]):
     """Bounded queue of requests (``waiting``: accepted and unanswered) with a thread that processes them in batches."""
 
     def __init__(
-        self, name: str, process: Callable[[list[P]], None], batch_size: Callable[[ServedModel], int], waiting: int
+        self, name: str, process: Callable[[list[P]], None], batch_size: Callable[[OpenedModel], int], waiting: int
     ) -> None:
         self._process: Callable[[list[P]], None] = process
         self._name, self._batch_size, self._waiting = name, batch_size, waiting
@@ -147,7 +146,6 @@ class BatchQueue(Generic[P]):
                 pending.fail(own_error)
 
     def _next_batch(self) -> list[P]:
-        """Collect pending requests into a batch for one served model."""
         with self._changed:
             batch = [self._queue.popleft()]
             size = self._batch_size(batch[0].served)
@@ -164,7 +162,7 @@ class RequestBatcher:
     """
 
     def __init__(
-        self, served: ServedModel, *, waiting: int = WAITING, on_batch: Callable[[int, float], None] | None = None
+        self, served: OpenedModel, *, waiting: int = WAITING, on_batch: Callable[[int, float], None] | None = None
     ) -> None:
         self.served = served  # the model of new requests
         self._on_batch = on_batch
@@ -175,10 +173,10 @@ class RequestBatcher:
     def depth(self) -> int:
         return self._answers.depth
 
-    def swap(self, served: ServedModel) -> None:
+    def swap(self, served: OpenedModel) -> None:
         self.served = served
 
-    def submit(self, queries: Sequence[Query], served: ServedModel | None = None) -> list[PendingAnswer]:
+    def submit(self, queries: Sequence[Query], served: OpenedModel | None = None) -> list[PendingAnswer]:
         """Accept questions, all or none, for one model; raise InvalidRequest, Busy or Closed."""
         served = served or self.served
         for query in queries:
@@ -200,12 +198,12 @@ class RequestBatcher:
         valid = []
         for pending in batch:
             try:
-                pending.served.shared_search.check(pending.query)
+                pending.served.passage_search.check(pending.query)
                 valid.append(pending)
             except InvalidRequest as error:
                 pending.fail(error)
         if valid:
-            records = valid[0].served.shared_search.search_batch([pending.query for pending in valid])
+            records = valid[0].served.passage_search.search_batch([pending.query for pending in valid])
             for pending, record in zip(valid, records, strict=True):
                 pending.record.set_result(record)
 

@@ -4,35 +4,21 @@ It is stored in a file of the run, and sent to MLflow if the run is tracked.
 """
 
 import logging
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 from urllib.parse import urlencode, urlsplit
 
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import RedirectResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ValidationError
 
-from realmops.answering.feedback import Feedback, FeedbackFileFull, append_feedback
-from realmops.serve.guard import FIELDS, QUESTION_LIMIT, form_of
+from realmops.answering.feedback import Feedback, FeedbackFileFull, Rating, append_feedback
+from realmops.serve.guard import form_of
 from realmops.tracking.feedback_log import FeedbackSender
 
 _LOG = logging.getLogger(__name__)
-Text = Annotated[str, Field(max_length=QUESTION_LIMIT)]
-PassageId = Annotated[str, Field(max_length=80)]
 router = APIRouter()
-
-
-class FeedbackRequest(BaseModel):
-    """Body of ``POST /v1/feedback``."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    question: Text
-    answer: Text = Field(description="The answer that was returned or held back; empty if there was none.")
-    right: bool
-    correct_answer: Text = Field("", description="The correct answer, if this one is wrong or there was none.")
-    passage_id: PassageId = Field("", description="The passage that the answer was quoted from.")
-    correct_passage_id: PassageId = Field("", description="A passage that contains the correct answer.")
 
 
 class FeedbackStore:
@@ -42,12 +28,10 @@ class FeedbackStore:
         self._root = root
         self._sender = FeedbackSender(root)
 
-    def append_feedback(self, request: FeedbackRequest) -> None:
-        """Store feedback durably; raise HTTPException: 422 invalid, 507 full file, 503 not writable."""
+    def append_feedback(self, rating: Rating) -> None:
+        """Store feedback durably; raise HTTPException: 507 full file, 503 not writable."""
         try:
-            append_feedback(self._root, Feedback(**request.model_dump()))
-        except ValueError as error:
-            raise HTTPException(422, str(error)) from None
+            append_feedback(self._root, Feedback(**asdict(rating)))
         except FeedbackFileFull as error:
             raise HTTPException(507, str(error)) from None
         except OSError as error:
@@ -68,7 +52,7 @@ def _refuse_other_sites(request: Request) -> None:
 
 
 @router.post("/v1/feedback", summary="Rate an answer as right or wrong")
-def feedback(request: Request, rating: FeedbackRequest) -> dict[str, bool]:
+def feedback(request: Request, rating: Rating) -> dict[str, bool]:
     """Store feedback with the run. `realmops questions --from-feedback` makes dev questions of it.
 
     Without an answer, send `answer` as "", `right` as false, and `correct_answer`.
@@ -84,15 +68,15 @@ async def from_page(request: Request) -> RedirectResponse:
     _refuse_other_sites(request)
     try:
         form = await form_of(request)
-    except ValueError:
-        raise HTTPException(422, f"too many form fields: at most {FIELDS} are allowed") from None
+    except ValueError as error:
+        raise HTTPException(422, str(error)) from None
     right = form.get("right")
     if right not in ("yes", "no"):
         raise HTTPException(422, "right: expected yes or no")
     query = request.query_params
     corrected = {} if right == "yes" else form
     try:
-        rating = FeedbackRequest(
+        rating = Rating(
             question=query.get("q", ""),
             answer=query.get("answer", ""),
             right=right == "yes",
@@ -100,7 +84,7 @@ async def from_page(request: Request) -> RedirectResponse:
             passage_id=query.get("passage", ""),
             correct_passage_id=corrected.get("passage", ""),
         )
-    except ValueError:
-        raise HTTPException(422, f"text too long: at most {QUESTION_LIMIT} characters are allowed") from None
+    except ValidationError as error:
+        raise HTTPException(422, error.errors()[0]["msg"].removeprefix("Value error, ")) from None
     await run_in_threadpool(request.app.state.feedback.append_feedback, rating)
     return RedirectResponse(f".?{urlencode({'q': rating.question, 'noted': 1})}", 303)

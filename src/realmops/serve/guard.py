@@ -29,6 +29,7 @@ FEEDBACK = "/feedback"  # POST with the cookie
 COOKIE = "realmops"
 SIGNED_IN_SECONDS = 12 * 3600
 FIELDS = 16  # per form
+FAILED = "the question could not be answered: internal error; see the server's log"
 
 
 def problem(path: str, status: int, message: str) -> dict[str, object]:
@@ -38,7 +39,10 @@ def problem(path: str, status: int, message: str) -> dict[str, object]:
 
 async def form_of(request: Request) -> dict[str, str]:
     """Return the first value of each form field, stripped; ValueError for more than ``FIELDS`` fields."""
-    fields = parse_qs((await request.body()).decode(errors="replace"), max_num_fields=FIELDS)
+    try:
+        fields = parse_qs((await request.body()).decode(errors="replace"), max_num_fields=FIELDS)
+    except ValueError:
+        raise ValueError(f"Too many form fields: at most {FIELDS} are allowed") from None
     return {name: values[0].strip() for name, values in fields.items()}
 
 

@@ -81,7 +81,7 @@ def serve_mcp(root: Path, model: str | None, port: int | None, report: Report) -
             opened.probe()
         except ClosedBookModel as error:
             report.log(f"mcp: the tool 'answer' is not available: {error}")
-    server = build_mcp_server(opened.passage_search() if opened else open_search(root, report), opened)
+    server = build_mcp_server(opened.passage_search if opened else open_search(root, report), opened)
     if port is None:
         server.run()
     else:

@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
 
-from realmops.serve.served_model import ServedModel
+from realmops.answering.opened_model import OpenedModel
 
 _SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10)
 _QUESTIONS = (1, 2, 3, 4, 8, 16, 32)
@@ -36,13 +36,12 @@ class Metrics:
         self._batch.observe(questions)
         self._batch_seconds.observe(seconds)
 
-    def model_changed(self, served: ServedModel | None) -> None:
-        """Count a newer model that is served now; None counts a rejected one."""
+    def model_changed(self, served: OpenedModel | None) -> None:
         self._loads.labels("refused" if served is None else "served").inc()
         if served is not None:
             self.show_model(served)
 
-    def show_model(self, served: ServedModel) -> None:
+    def show_model(self, served: OpenedModel) -> None:
         self._info.info({name: str(value) for name, value in served.about.items()})
 
     def text(self) -> bytes:

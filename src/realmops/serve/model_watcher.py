@@ -4,12 +4,12 @@ import gc
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Hashable
 
+from realmops.answering.opened_model import OpenedModel
 from realmops.answering.record import Record
 from realmops.serve.batching import RequestBatcher
-from realmops.serve.served_model import ModelSource, ServedModel
+from realmops.serve.model_sources import ModelSource
 
 _LOG = logging.getLogger(__name__)
 RETRY_SECONDS = 60.0  # until a rejected model is opened again, unchanged
@@ -27,7 +27,7 @@ class ModelWatcher:
         source: ModelSource,
         batcher: RequestBatcher,
         mark: Hashable,
-        on_change: Callable[[ServedModel | None], None],
+        on_change: Callable[[OpenedModel | None], None],
     ) -> None:
         self.source = source
         self.refused: Record | None = None  # reason and time (seconds since 1970) of the newest model's rejection
@@ -38,21 +38,20 @@ class ModelWatcher:
         self._stop = threading.Event()
         self._swapped = False
         self._opening = threading.Lock()
-        self._before: tuple[weakref.ref[ServedModel], ServedModel | None] | None = None
+        self._before: tuple[OpenedModel, OpenedModel | None] | None = None
 
-    def before_updates(self) -> ServedModel | None:
+    def before_updates(self) -> OpenedModel | None:
         """Return the served model over the corpus before all updates, cached until a swap; None without updates."""
         current = self._batcher.served
         if current.number == 0:
             return None
         with self._opening:
-            if self._before is None or self._before[0]() is not current:
+            if self._before is None or self._before[0] is not current:
                 self._before = None  # so that two of them are never in memory
-                before = None
-                if (opened := self.source.before_updates(current)) is not None:
-                    before = ServedModel.of(opened)
+                before = self.source.before_updates(current)
+                if before is not None:
                     before.probe()
-                self._before = weakref.ref(current), before
+                self._before = current, before
             return self._before[1]
 
     def start(self, every: float) -> None:
@@ -86,7 +85,7 @@ class ModelWatcher:
         self._tried = time.monotonic()
         self._mark = mark
         try:
-            newer = ServedModel.of(self.source.open())
+            newer = self.source.open()
             newer.warm_up()
             newer.probe()
         except Exception as error:  # any error keeps the old model

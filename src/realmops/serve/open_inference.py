@@ -157,7 +157,6 @@ def _outputs_of(*, is_calibrated: bool) -> dict[str, str]:
 
 
 def _requested_outputs(call: dict[str, Any]) -> list[str] | None:
-    """Return the names of the requested outputs; None for all that the model has."""
     requested = call.get("outputs")
     if requested is None:
         return None

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
@@ -25,11 +25,10 @@ from realmops.answering.record import TOP_PASSAGES, Record, always_abstains, sea
 from realmops.corpus.languages import detect_language
 from realmops.evaluate.report_page import STYLE
 from realmops.serve.batching import PendingAnswer
-from realmops.serve.guard import COOKIE, FIELDS, QUESTION_LIMIT, QUESTIONS_LIMIT, SIGNED_IN_SECONDS, Token, form_of
+from realmops.serve.guard import COOKIE, FAILED, QUESTION_LIMIT, QUESTIONS_LIMIT, SIGNED_IN_SECONDS, Token, form_of
 
 _LOG = logging.getLogger(__name__)
 PREVIEW = 60  # characters of a passage in a list
-FAILED = "The question could not be answered: internal error; see the server's log."
 router = APIRouter(include_in_schema=False)
 
 
@@ -68,39 +67,7 @@ class AnswerView:
 
     @property
     def is_held_back(self) -> bool:
-        """Whether the answer is below the threshold, or there is no calibration: then the passages come first."""
         return bool(self.record["answer"]) and self.record["abstained"]
-
-    @property
-    def searches(self) -> bool:
-        return searches(self.record)
-
-    @property
-    def top_passages(self) -> tuple[PassageView, ...]:
-        top = self.passages[:TOP_PASSAGES]
-        return tuple(replace(view, before=view.record["text"], quoted="", after="") for view in top)
-
-    @property
-    def title(self) -> str:
-        if self.searches:
-            return "Passages"
-        if self.is_held_back:
-            return "Best matches" if self.record["probability"] is None else "No confident answer"
-        return self.record["answer"] or "No answer"
-
-    @property
-    def announcement(self) -> str:
-        """Answer in a sentence, for screen readers."""
-        if self.searches:
-            return "The best passages follow."
-        if not self.record["answer"]:
-            return "No answer was found."
-        answer, certainty = self.record["answer"], describe_certainty(self.record)
-        if self.record["probability"] is None:
-            return f"The best passages follow. Possible answer: {answer}, {certainty}."
-        if self.is_held_back:
-            return f"No answer is confident enough. The best passages follow. Held back: {answer}, {certainty}."
-        return f"Answer: {answer}, {certainty}."
 
 
 @router.get("/")
@@ -119,8 +86,6 @@ async def ask(request: Request) -> HTMLResponse:
         "before": None,
         "before_failed": False,
         "noted": "noted" in params,
-        "error": "",
-        "status": 200,
         "compares": "before" in params,
         "about": about,
         "searches": searches({"model": about}),
@@ -130,15 +95,17 @@ async def ask(request: Request) -> HTMLResponse:
         "limit": QUESTION_LIMIT,
         "signed_in": request.app.state.token is not None,
     }
+    status, message = 200, ""
     if question:
         try:
             view |= await _answered(request, question, without)
         except HTTPException as error:
-            view |= {"error": f"{str(error.detail)[:1].upper()}{str(error.detail)[1:]}.", "status": error.status_code}
+            status, message = error.status_code, str(error.detail)
         except Exception:
             _LOG.exception("serve: the page could not answer a question")
-            view |= {"error": FAILED, "status": 500}
-    return _html("page.html", view, view["status"])
+            status, message = 500, FAILED
+    view["error"] = f"{message[:1].upper()}{message[1:]}." if message else ""
+    return _html("page.html", view, status)
 
 
 @router.get("/sign-in", response_model=None)
@@ -156,8 +123,8 @@ async def sign_in(request: Request) -> Response:
         return _redirect_to_page(request)
     try:
         value = (await form_of(request)).get("token", "")
-    except ValueError:
-        return _sign_in_page(request, f"Too many form fields: at most {FIELDS} are allowed; send 'token'.", 422)
+    except ValueError as error:
+        return _sign_in_page(request, f"{error}; send 'token'.", 422)
     if not token.matches(value):
         return _sign_in_page(request, "Wrong token.", 401)
     reply = _redirect_to_page(request)
@@ -180,7 +147,6 @@ async def sign_out() -> Response:
 
 
 def _redirect_to_page(request: Request) -> Response:
-    """Redirect to the page with its query string, and never to another site."""
     return RedirectResponse(f".?{request.url.query}" if request.url.query else ".", 303)
 
 
@@ -247,7 +213,6 @@ def _passages(
 
 
 def address(question: str, without: Sequence[str] = ()) -> str:
-    """Return the URL of a question's answer on this page, without the passages ``without``."""
     return "?" + urlencode([("q", question), *(("without", id_) for id_ in without)])
 
 
@@ -299,6 +264,7 @@ def _templates() -> tuple[Environment, dict[str, str]]:
         "script": Markup(script),
         "source_link": source_link,
         "holds_all": always_abstains,
+        "shown": TOP_PASSAGES,
         "certainty": describe_certainty,
         "feedback_address": feedback_address,
     }

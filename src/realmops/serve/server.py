@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from realmops.artifacts import canonical_json
-from realmops.serve.served_model import ModelSource, ServedModel
+from realmops.serve.model_sources import ModelSource
 
 TOKEN = "REALMOPS_TOKEN"  # the environment variable with the bearer token
 CONNECTIONS = 512  # open at a time; requests on more of them get 503
@@ -61,7 +61,7 @@ def serve(
 
     with _bound(host, port) as bound:
         mark = source.mark()
-        served = ServedModel.of(source.open())
+        served = source.open()
         served.warm_up()
         served.probe()
         metrics = Metrics()

@@ -1,7 +1,8 @@
-"""Answers of a published reader: p(y|x) by hand, decoding, the prior, citation marks, and search without a reader."""
+"""Answers that are spans of passages: p(y|x) by hand, decoding against a slow search, the prior, and citation marks."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from pathlib import Path
@@ -10,22 +11,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_open_qa import FP32, options
+from small_open_qa import BORN, FP32, NEVER, PORT, cut, open_qa, options
 from small_readers import write_reader
 from small_world import DOCUMENTS, World, build_world, tiny_models
 
 from realmops.answering.answer import InvalidRequest
+from realmops.answering.decoding import minimum_bayes_risk
 from realmops.answering.extractive import ExtractiveQa
+from realmops.answering.openqa import OpenQa
 from realmops.answering.search_only import SearchOnly
+from realmops.answering.span_answers import CITATION_MARK
 from realmops.model.extractive_reader import ExtractiveReader, load_extractive_reader
 from realmops.model.retriever import FusionWeights
-from realmops.questions.answer_matching import normalize_answer, token_f1
+from realmops.questions.answer_matching import exact_match, normalize_answer, token_f1
 from realmops.questions.question_sets import Question
 from realmops.search.embed import document_sequences, embed
 from realmops.search.exact import ExactIndex
 
-BORN = Question("born", "Where was Anna Berg born?", ("Oslo",))
 BUILT = Question("built", "Who built the Star?", ("Jon Vik",))
+WORDS = ("the port", "of", "Bergen", "1992", "May", "in")
 
 
 @pytest.fixture(scope="module")
@@ -81,36 +85,6 @@ def test_the_probability_is_a_sum_over_passages_and_spans(world: World, reader: 
     assert model.read(retrieved, ["no such words", None])[0].p_y == 0.0
 
 
-def test_the_best_span_has_the_highest_score(world: World, reader: ExtractiveReader) -> None:
-    model = extractive(world, reader)
-    [item] = retrieved = model.find([BUILT])
-    score_S, rows = model.candidates(retrieved)
-    _, rank, start, end = rows[score_S.argmax()].tolist()
-    [answer] = model.read(retrieved)
-    assert answer.best is not None
-    assert (answer.best.passage, answer.best.characters) == (item.passages[rank], (start, end))
-    assert answer.best.score == pytest.approx(float(score_S.max()))
-    assert answer.text == answer.text.strip() == model.snapshot.text(answer.best.passage)[start:end]
-
-
-def test_minimum_risk_has_the_highest_expected_score(world: World, reader: ExtractiveReader) -> None:
-    """Exact match and F1 against the 20 best spans, weighted by their probabilities."""
-    model = extractive(world, reader, decoding="minimum_risk")
-    retrieved = model.find([BORN, BUILT])
-    for item, answer in zip(retrieved, model.read(retrieved), strict=True):
-        score_S, rows = model.candidates([item])
-        top = np.argsort(-score_S, kind="stable")[:20]
-        texts = [model.snapshot.text(item.passages[k])[start:end] for _, k, start, end in rows[top].tolist()]
-        expected = [
-            sum(
-                math.exp(score) * ((normalize_answer(text) == normalize_answer(other)) + token_f1(text, [other]))
-                for score, other in zip(score_S[top], texts, strict=True)
-            )
-            for text in texts
-        ]
-        assert expected[texts.index(answer.text)] == pytest.approx(max(expected))
-
-
 def test_equal_priors_without_weight_and_none_for_missing_passages(world: World, reader: ExtractiveReader) -> None:
     """A weight of 0 gives equal p(z|x); missing passages, whose relevance is -inf, are neither read nor counted."""
     model = extractive(world, reader, reader_candidates=3)
@@ -136,20 +110,6 @@ def test_the_weight_of_relevance_is_in_the_prior(world: World, reader: Extractiv
     [item] = model.find([BORN])
     f = np.exp(2 * np.array(item.relevance) - 2 * max(item.relevance))
     np.testing.assert_allclose(item.p_z, f / f.sum(), rtol=1e-5)
-
-
-def test_a_citation_mark_is_no_answer(reader: ExtractiveReader, tmp_path: Path) -> None:
-    citing = ("Anna Berg", "Anna Berg was born in 1901 [26, 3]. She [7] wrote.", ("Anna Berg",))
-    model = extractive(build_world(tmp_path, (citing, *DOCUMENTS[1:])), reader, [0])
-    retrieved = model.find([BORN])
-    _, rows = model.candidates(retrieved)
-    marks = model.is_citation(rows, [[0]])
-    texts = {citing[1][start:end] for _, _, start, end in rows[marks].tolist()}
-    assert {"26", "[26", "3]", "7", "[7]"} <= texts
-    assert not texts & {"1901", "1901 [26", "She [7]"}
-    [answer] = model.read(retrieved, ["26"])
-    assert (answer.p_y, answer.read[0].best_of_y) == (0.0, None)
-    assert model.read(retrieved, ["1901"])[0].p_y > 0
 
 
 def test_a_question_longer_than_the_reader_allows_is_invalid(world: World, reader: ExtractiveReader) -> None:
@@ -182,3 +142,85 @@ def test_search_alone_gives_passages_and_no_answer(world: World) -> None:
     assert sum(read.p_z for read in answer.read) == pytest.approx(1, abs=1e-6)
     assert all((read.p_y_z, read.p_z_given_y, read.best) == (0.0, None, None) for read in answer.read)
     assert model.read(model.find([BORN]), ["Oslo"])[0].y == "Oslo"
+
+
+def test_a_citation_mark_is_no_answer(reader: ExtractiveReader, tmp_path: Path) -> None:
+    citing = ("Anna Berg", "Anna Berg was born in 1901 [26, 3]. She [7] wrote.", ("Anna Berg",))
+    model = extractive(build_world(tmp_path, (citing, *DOCUMENTS[1:])), reader, [0])
+    retrieved = model.find([BORN])
+    _, rows = model.candidates(retrieved)
+    marks = model.is_citation(rows, [[0]])
+    texts = {citing[1][start:end] for _, _, start, end in rows[marks].tolist()}
+    assert {"26", "[26", "3]", "7", "[7]"} <= texts
+    assert not texts & {"1901", "1901 [26", "She [7]"}
+    [answer] = model.read(retrieved, ["26"])
+    assert (answer.p_y, answer.read[0].best_of_y) == (0.0, None)
+    assert model.read(retrieved, ["1901"])[0].p_y > 0
+
+
+@pytest.mark.parametrize("text", ["[26]", "[3, 7]", "[4-6]", "[ 4 ; 11 ]", "[4\u20136,9]"])
+def test_numbers_in_brackets_are_citation_marks(text: str) -> None:
+    assert CITATION_MARK.fullmatch(text)
+    for other in ("[in 1931]", "26", "(26)", "[]", "[a]", "[26"):
+        assert not CITATION_MARK.search(other)
+
+
+def expected_score(text: str, texts: list[str], p: np.ndarray) -> float:
+    """The mean of exact match and F1, if one of the texts is drawn by p and is the right answer."""
+    scores = [(exact_match(text, [right]) + token_f1(text, [right])) / 2 for right in texts]
+    return float(np.dot(scores, p))
+
+
+def test_the_text_is_the_one_with_the_highest_expected_score() -> None:
+    rng = np.random.default_rng(0)
+    all_texts = [" ".join(some) for n in (1, 2, 3) for some in itertools.permutations(WORDS, n)]
+    others = 0
+    for _ in range(300):
+        texts = [all_texts[k] for k in rng.integers(len(all_texts), size=8)]
+        p = np.sort(rng.dirichlet(np.full(8, 0.7)))[::-1]
+        chosen = minimum_bayes_risk(texts, p * 3)
+        scores = [expected_score(text, texts, p) for text in texts]
+        assert scores[chosen] == pytest.approx(max(scores), rel=1e-9)
+        others += chosen != 0
+    assert 30 < others < 270, "neither always the first nor never"
+
+
+@pytest.mark.parametrize(
+    ("texts", "p", "chosen"),
+    [
+        (["Apple", "Walkman", "the Walkman"], [0.4, 0.35, 0.25], 1),  # equal texts
+        (["1994", "May 1992", "1992", "in May 1992"], [0.3, 0.25, 0.25, 0.2], 1),  # words in common
+        (["Oslo", "Bergen"], [0.5, 0.5], 0),
+        (["Oslo", "Bergen"], [0.6, 0.4], 0),
+        (["the", "a", "Bergen"], [0.4, 0.2, 0.4], 0),  # texts without a word have one normal form
+        (["Oslo"], [0.0], 0),
+    ],
+)
+def test_equal_texts_and_shared_words_count_together(texts: list[str], p: list[float], chosen: int) -> None:
+    assert minimum_bayes_risk(texts, np.array(p)) == chosen
+
+
+def test_the_answer_is_that_of_a_slow_search(world: World) -> None:
+    """The best of all spans of the passages, their texts compared one by one."""
+    model = open_qa(world, decoding="minimum_risk")
+    plain = open_qa(world)
+    questions = [BORN, PORT, NEVER]
+    answers = model.answer(questions, ranked=5, batch_size=2)
+    others = 0
+    for question, answer, highest in zip(
+        questions, answers, plain.answer(questions, ranked=5, batch_size=2), strict=True
+    ):
+        score_S, rows = model.spans([model.wordpieces(question.question)], [answer.passages])
+        prior = np.array(answer.log_prior)[rows[:, 1]]
+        logit_S = score_S.detach().double().numpy() + prior
+        order = np.argsort(-logit_S, kind="stable")[: OpenQa.candidate_spans]
+        texts = [cut(world, answer.passages[rank], first, last) for _, rank, first, last in rows[order].tolist()]
+        p = np.exp(logit_S[order] - logit_S.max())
+        scores = [expected_score(text, texts, p / p.sum()) for text in texts]
+        assert scores[texts.index(answer.text)] == pytest.approx(max(scores), rel=1e-4)
+        assert answer.best_of_passage == highest.best_of_passage
+        others += answer.text != highest.text
+        [explained] = model.read(model.find([Question("", question.question, ())]))
+        assert explained.y == answer.text
+        assert np.log(explained.p_y) == pytest.approx(answer.log_p, rel=1e-3)
+    assert others, "one of these questions has another answer than its best span"
