@@ -46,5 +46,5 @@ def test_expressions_have_separate_rules() -> None:
     later = hit_ranks_by_rule([hollow], padded[:, 1:].repeat(2, axis=1), TEXTS.__getitem__)
     assert later["regex_search"].tolist() == [0]
     assert later["regex_match"].tolist() == [198]
-    with pytest.raises(ValueError, match="'born' are regular expressions, those of 'mills' are not"):
+    with pytest.raises(ValueError, match="'born' by regex_search, 'mills' by token_boundary"):
         hit_ranks_by_rule([hollow, QUESTIONS[1]], padded.repeat(2, axis=0), TEXTS.__getitem__)

@@ -143,7 +143,7 @@ def test_answers_are_all_expressions_or_none() -> None:
     plain, expression = Question("a", "?", ("A",)), Question("b", "?", ("B",), is_regex=True)
     assert answers_are_regex([expression, expression])
     assert not answers_are_regex([plain])
-    with pytest.raises(ValueError, match="of 'b' are regular expressions, those of 'a' are not"):
+    with pytest.raises(ValueError, match="'a' by token_boundary, 'b' by regex_search"):
         answers_are_regex([plain, expression])
 
 

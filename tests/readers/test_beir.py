@@ -80,7 +80,7 @@ def test_a_question_with_answers_may_have_judgements(tmp_path: Path) -> None:
     [question] = read_questions([path], format="auto")
     assert (question.judgements, question.match_rule) == ({"MED-10": 1}, "token_boundary")
     assert Question("b", "Who?", ("Ann",), "doc-3").judgements == {"doc-3": 1}
-    with pytest.raises(ValueError, match="'c' has relevance judgements alone, 'a' has answers"):
+    with pytest.raises(ValueError, match="'a' by token_boundary, 'c' by judged"):
         answers_are_regex([question, Question("c", "Which?", (), relevant=(("x", 1),))])
 
 

@@ -8,7 +8,7 @@ read.
 import csv
 import json
 import re
-from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
@@ -21,7 +21,6 @@ from realmops.readers.documents import Rejected, iter_lines, read_json_lines
 AUTO = "auto"
 LARGEST_CONTENT = 256 << 20  # bytes of a file that is read into memory; SQuAD has 40 MB
 _HEAD = 1 << 16  # bytes read to detect a format
-_UTF16 = (BOM_UTF16_LE, BOM_UTF16_BE)
 _SEPARATOR = re.compile(r'"?sep=([,;|\t])"?\s*\n', re.IGNORECASE)  # Excel's first line
 
 
@@ -120,21 +119,20 @@ def find_question_reader(path: Path, format: str) -> Callable[[Path], Iterator[Q
 
 
 def _detect_format(path: Path) -> str:
-    head = _content(path, _HEAD).removeprefix(BOM_UTF8).lstrip()
-    if not head or head.startswith(b"{"):
+    head = _text(path, _HEAD).lstrip(" \t\r\n")
+    if not head or head.startswith("{"):
         return "jsonl" if not head or _has_json_lines(path) else "json"
-    if head.startswith(b"["):
+    if head.startswith("["):
         return "json"
-    text = head.decode(errors="replace")
-    if _detect_delimiter(text):
+    if _detect_delimiter(head):
         return "csv"
-    first = text.partition("\n")[0]
+    first = head.partition("\n")[0]
     columns = first.count("\t") + 1
     if columns not in _COLUMNS:
         raise ValueError(
             f"{path}:1: unknown format, {columns} columns found in {first.strip()[:60]!r}; allowed are JSON, a table "
             "that names the columns question and answer (or answers) in its first line, and 2 (DPR) or 4 (CuratedTREC) "
-            f"columns between tabs; name the format ({', '.join(FORMATS)}) or convert the file"
+            "columns between tabs; convert the file"
         )
     return _COLUMNS[columns]
 
@@ -150,31 +148,20 @@ def _has_json_lines(path: Path) -> bool:
     return True
 
 
-def _read(path: Path, limit: int) -> bytes:
+def _text(path: Path, limit: int | None = None) -> str:
+    """Return the decompressed text of a file, or of its first ``limit`` bytes."""
     try:
         with open_compressed(path) as (file, _):
-            return file.read(limit)
+            content = file.read(LARGEST_CONTENT + 1 if limit is None else limit)
     except DECOMPRESSION_ERRORS as error:
         raise ValueError(f"{path}: {describe_damage(error, path)}") from None
-
-
-def _content(path: Path, limit: int | None = None) -> bytes:
-    content = _read(path, LARGEST_CONTENT + 1 if limit is None else limit)
     if len(content) > LARGEST_CONTENT:
         raise ValueError(f"{path}: more than {LARGEST_CONTENT >> 20} MiB; split it or convert it to JSON lines")
-    if content[:2] not in _UTF16:
-        return content
+    encoding = "UTF-16" if content[:2] in (BOM_UTF16_LE, BOM_UTF16_BE) else "UTF-8"
     try:
-        return content.decode("utf-16", errors="strict" if limit is None else "replace").encode()
+        return content.decode(encoding, "strict" if limit is None else "replace").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: invalid UTF-16 at byte {error.start}; save the file as UTF-8") from None
-
-
-def _text(path: Path) -> str:
-    try:
-        return _content(path).removeprefix(BOM_UTF8).decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: invalid UTF-8 at byte {error.start}; save the file as UTF-8") from None
+        raise ValueError(f"{path}: invalid {encoding} at byte {error.start}; save the file as UTF-8") from None
 
 
 def _parse_json(path: Path) -> Any:
@@ -185,23 +172,14 @@ def _parse_json(path: Path) -> Any:
         raise ValueError(f"{path}: JSON nested too deeply; not a question file") from None
     except ValueError as error:
         line = getattr(error, "lineno", 1)
-        raise ValueError(
-            f"{path}:{line}: not valid JSON ({error}); download the file again or name its format"
-        ) from None
+        raise ValueError(f"{path}:{line}: not valid JSON ({error}); download the file again") from None
 
 
 def _columns(path: Path, count: int, names: str) -> Iterator[tuple[str, list[str]]]:
     """Yield (``file:line``, columns) for each line that is not blank."""
-    for number, line in enumerate(_content(path).removeprefix(BOM_UTF8).split(b"\n"), 1):
-        place = f"{path}:{number}"
-        try:
-            text = line.decode().removesuffix("\r")
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{place}: invalid UTF-8 at byte {error.start} of the line; save the file as UTF-8"
-            ) from None
-        if text.strip():
-            columns = text.split("\t")
+    for number, line in enumerate(_text(path).split("\n"), 1):
+        if line.strip():
+            place, columns = f"{path}:{number}", line.removesuffix("\r").split("\t")
             if len(columns) != count:
                 raise ValueError(f"{place}: {len(columns)} columns, expected {count} with tabs between them ({names})")
             yield place, columns

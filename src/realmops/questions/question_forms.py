@@ -210,13 +210,13 @@ FORMS = (
 
 def expect_object(value: Any, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{place} is {type(value).__name__}, expected a JSON object; correct it or name the format")
+        raise ValueError(f"{place} is {type(value).__name__}, expected a JSON object; correct it")
     return value
 
 
 def expect_list(value: Any, place: str | Path, name: str) -> list[Any]:
     if not isinstance(value, list):
-        raise ValueError(f"{place}: {name} is {type(value).__name__}, expected a list; correct it or name the format")
+        raise ValueError(f"{place}: {name} is {type(value).__name__}, expected a list; correct it")
     return value
 
 

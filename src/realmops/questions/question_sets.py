@@ -135,19 +135,11 @@ def rows_of_people(questions: Sequence[Question]) -> list[int]:
 
 def answers_are_regex(questions: Iterable[Question]) -> bool:
     """Return whether all answers are regular expressions; raise ValueError for a mixture of rules."""
-    if len(rules := {question.match_rule: question.id for question in questions}) > 1 and JUDGED_RULE in rules:
-        judged = rules.pop(JUDGED_RULE)
-        raise ValueError(
-            f"mixed rules: {judged!r} has relevance judgements alone, {rules.popitem()[1]!r} has answers; evaluate "
-            "them separately"
-        )
-    kinds = {question.is_regex: question.id for question in questions}
-    if len(kinds) > 1:
-        raise ValueError(
-            f"mixed answer rules: the answers of {kinds[True]!r} are regular expressions, those of {kinds[False]!r} "
-            "are not; evaluate them separately"
-        )
-    return kinds.popitem()[0] if kinds else False
+    rules = {question.match_rule: question.id for question in questions}
+    if len(rules) > 1:
+        named = ", ".join(f"{name!r} by {rule}" for rule, name in rules.items())
+        raise ValueError(f"questions have mixed match rules ({named}); evaluate them separately")
+    return "regex_search" in rules
 
 
 def is_in_orqa_dev(question: str) -> bool:
