@@ -7,9 +7,11 @@ import subprocess
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import forked
@@ -56,10 +58,10 @@ def update(project: Path, text: str) -> None:
 
 @contextmanager
 def watching(
-    source: Any, on_change: Callable[[OpenedModel | None], None] = lambda served: None
+    source: Any, on_change: Callable[[OpenedModel | None], None] = lambda served: None, **changes: Any
 ) -> Iterator[tuple[RequestBatcher, ModelWatcher]]:
-    """The batcher of a served model in this process, with its watcher."""
-    mark, batcher = source.mark(), RequestBatcher(source.open())
+    """The batcher of a served model in this process, with its watcher; ``changes`` are fields of the model."""
+    mark, batcher = source.mark(), RequestBatcher(replace(source.open(), **changes))
     try:
         yield batcher, ModelWatcher(source, batcher, mark, on_change)
     finally:
@@ -67,10 +69,16 @@ def watching(
 
 
 @contextmanager
-def client_of(root: Path, source: Any = None, **options: Any) -> Iterator[TestClient]:
-    """A client of the server's application in this process, which has ``state`` of its watcher at hand."""
-    with watching(source or RunFolder(root)) as (batcher, watcher):
-        app = make_app(batcher, watcher, Metrics(), None)
+def client_of(
+    root: Path,
+    source: Any = None,
+    token: str | None = None,
+    changes: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> Iterator[TestClient]:
+    """A client of the server's application in this process, whose ``state`` has the watcher."""
+    with watching(source or RunFolder(root), **changes) as (batcher, watcher):
+        app = make_app(batcher, watcher, Metrics(), token)
         app.state.watcher = watcher
         yield TestClient(app, **options)
 
@@ -100,7 +108,7 @@ def every_call(client: TestClient) -> Iterator[tuple[str, Any]]:
 
 
 class Served:
-    """A process of ``realmops serve``; ``log`` is what it said so far."""
+    """A process of ``realmops serve``; ``log`` is its stderr so far."""
 
     def __init__(self, process: subprocess.Popen[str] | Forked) -> None:
         self.process = process

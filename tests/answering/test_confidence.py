@@ -19,7 +19,6 @@ from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.calibration import (
     BINS,
     calibration_error,
-    chance_error,
     confidence_figures,
     coverage_curve,
     fit_confidence,
@@ -119,13 +118,6 @@ def test_the_calibration_error_by_hand_and_against_a_slow_one() -> None:
         rows = [n for n, p in enumerate(probability) if low / BINS <= p < (low + 1) / BINS or (low == 9 and p == 1)]
         slow += len(rows) / 502 * abs(correct[rows].mean() - probability[rows].mean())
     assert calibration_error(probability, correct) == pytest.approx(slow)
-
-
-def test_the_error_by_chance_shrinks_with_more_questions() -> None:
-    """In one bin of n answers at p = .5 the mean of |share - .5| is sqrt(2 / pi) * .5 / sqrt(n)."""
-    for count in (100, 2_500):
-        expected = math.sqrt(2 / math.pi) * 0.5 / math.sqrt(count)
-        assert chance_error(np.full(count, 0.5), seed=0) == pytest.approx(expected, rel=0.2)
 
 
 def test_coverage_and_the_most_certain_answers_keep_ties_together() -> None:

@@ -9,20 +9,16 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 from power import Disk
-from small_project import Quiet, cli
+from small_project import cli
 
-from realmops.answering import labelling
 from realmops.answering.confidence import MIN_CALIBRATION
 from realmops.answering.labelling import label_questions
 from realmops.answering.own_questions import WHAT_THEY_BRING, Label, read_labels, save_labels
 from realmops.cli import main
-from realmops.commands.open_model import open_search
-from realmops.evaluate.exact_match import bootstrap_interval, paired_bootstrap
 from realmops.questions.question_sets import read_questions
 
 BORN = "Where was Anna Berg born?"
@@ -121,17 +117,6 @@ def test_each_answer_is_durable_before_the_next_question(file: Path, error: type
     assert list(answers(file).values()) == [("Oslo", "p"), ("Anna", "p")]
 
 
-def test_invalid_unicode_is_not_added(root: Path, file: Path) -> None:
-    lines = iter(["\udcff?", BORN, "\udcff", "y", BORN, "Oslo", ""])
-
-    def search(question: str, _: int) -> Any:
-        return open_search(root, Quiet()).search(question, labelling.SHOWN)
-
-    printed = list(label_questions(search, lambda _: "", file, lambda _: next(lines)))
-    assert len([line for line in printed if line.startswith("not added: ")]) == 2
-    assert list(answers(file)) == [BORN]
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -189,23 +174,6 @@ def test_the_answer_of_a_fine_tuned_model_is_proposed(answering: Path, file: Pat
     assert "not added: the question 'who who" in result.stdout
     assert f"The model's answer: {proposed}\n" in result.stdout
     assert {question: answer for question, (answer, _) in answers(file).items()} == {BUILT: proposed}
-
-
-def test_the_printed_intervals_are_those_of_the_bootstrap() -> None:
-    def spread(count: int, correct: int) -> str:
-        interval = bootstrap_interval([1] * correct + [0] * (count - correct), seed=0)
-        return f"{interval.low:.2f} to {interval.high:.2f}".replace("0.", ".")
-
-    few, many = ([spread(count, count * tenths // 10) for tenths in (5, 8)] for count in (20, 30))
-    text = f"{few[0]} around .50 and {few[1]} around .80 with 20 questions, {many[0]} and {many[1]} with 30"
-    assert text in WHAT_THEY_BRING[1]
-
-    def low(wins: int, losses: int) -> float:
-        """Lower bound of a difference between two models on 20 questions."""
-        return paired_bootstrap([1] * wins + [0] * (20 - wins), [0] * (20 - losses) + [1] * losses, seed=0).low
-
-    assert max(low(6, 2), low(8, 3)) < 0, "differences of .2 and .25"
-    assert low(7, 1) > 0, "a difference of .3"
 
 
 def test_labels_of_eight_writers_are_all_kept(file: Path) -> None:

@@ -143,14 +143,6 @@ def test_a_filter_gives_the_best_of_the_allowed_passages(
     assert ids(search(root, RIVER, "--by", by, "-k", "3", *where_options(*where))) == ids(few)
 
 
-@pytest.mark.parametrize("by", ["run", "embeddings", "words"])
-def test_fewer_results_are_the_first_of_more(by: str, opened: Any) -> None:
-    for query in [f"{name} book river Oslo 19{year}" for name in PEOPLE for year in (51, 62, 77)]:
-        many = ids(opened.search(query, 40, by=by))
-        for k in (1, 2, 5):
-            assert ids(opened.search(query, k, by=by)) == many[:k]
-
-
 def test_words_count_as_a_share_of_the_best_allowed_passage(opened: Any) -> None:
     """Item7 is of team b: of team a, the best passage by the other words counts 1."""
     passages = opened.search("Item7 river Jon Item8", 40, [{"team": "a"}])["passages"]

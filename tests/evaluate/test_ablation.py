@@ -24,9 +24,7 @@ import numpy as np
 import pytest
 import small_project
 
-from realmops.commands import ablate as command
 from realmops.evaluate.ablation import (
-    Row,
     VariantOutcome,
     figure_table,
     render_report,
@@ -205,22 +203,6 @@ def points(project: Path) -> list[tuple[str, str, float, int, int]]:
         return sorted(connection.execute("SELECT run_uuid, key, value, timestamp, step FROM metrics").fetchall())
 
 
-def test_exact_match_of_generated_questions_is_in_no_table() -> None:
-    """Of two questions one was generated; with both generated there is no exact match at all."""
-    pair = [outcome("realm", 0, "10", "11"), outcome("baseline", 0, "00", "10")]
-    for generated, em, difference in ((1, 1.0, 1.0), (2, None, None)):
-        made = [replace(run, correct=np.where(np.arange(2) >= 2 - generated, math.nan, run.correct)) for run in pair]
-        realm, baseline = table_rows(made, VARIANTS)
-        assert made[0].em == em
-        assert (realm["recall_at_5"], baseline["recall_at_5"]) == (1.0, 0.5)
-        if em is None:
-            assert math.isnan(realm["em"])
-            assert math.isnan(baseline["em_difference"])
-            assert "EM" not in staleness_chart([realm, {**baseline, "variant": "stale_3x"}])
-        else:
-            assert (realm["em"], -baseline["em_difference"]) == (em, difference)
-
-
 def test_mlflow_has_the_datasets_and_the_tables_of_each_variant(project: Path) -> None:
     runs = mlflow_runs(project)
     parent, realm, baseline = (runs[name] for name in ("ablation", "realm seed 0", "baseline seed 0"))
@@ -296,25 +278,6 @@ def test_a_failed_variant_is_named_and_the_others_continue(project: Path) -> Non
     assert "TimeoutError: " in told
     assert "| REALM | " in printed
     assert "per token" not in printed
-
-
-def test_a_table_of_existing_results_trains_nothing_and_takes_none_of_other_settings(project: Path) -> None:
-    """Of ``per_token`` the last test left what is before its pre-training; ``realm`` stands with two epochs."""
-    out = project / "out"
-    made = {path: path.stat().st_mtime_ns for path in (out / "store").glob("*/log.txt")}
-
-    def tabulated(*settings: str) -> tuple[list[Row], list[str]]:
-        presets, settings = [str(project / "nothing.yaml")], ("tracking.enabled=false", *settings)
-        what = command.Ablation(project / "params.yaml", presets, settings, ["realm", "per_token"], [0], out)
-        return command.ablate(what, jobs=1, report=small_project.Quiet(), existing_only=True)
-
-    rows, missing = tabulated()
-    assert [row["variant"] for row in rows] == ["realm"]
-    assert [line.split(" in ")[0] for line in missing] == ["per_token, seed 0: the stage pretrain is not complete"]
-    rows, missing = tabulated("finetune.epochs=1")
-    assert rows == []
-    assert missing[0].startswith("realm, seed 0: the stage finetune is not complete")
-    assert {path: path.stat().st_mtime_ns for path in (out / "store").glob("*/log.txt")} == made
 
 
 def test_two_calls_at_once_train_a_stage_once(project: Path, tmp_path: Path) -> None:

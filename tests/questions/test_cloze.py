@@ -3,7 +3,6 @@
 import html
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from small_project import Quiet, cli, stage, toy_values, write_json_lines, write
 from small_world import World, build_world
 
 from realmops.answering.own_questions import WHAT_THEY_BRING
-from realmops.artifacts import DIGEST_KEY, read_manifest, write_manifest
+from realmops.artifacts import read_manifest
 from realmops.commands.questions import write_cloze_questions
 from realmops.commands.report import ask_commands
 from realmops.corpus.masking import SentencesWithSpans
@@ -28,7 +27,6 @@ from realmops.questions.cloze import (
     split_questions,
 )
 from realmops.questions.question_sets import Question, read_questions
-from realmops.stages.evaluate import _rankings
 from realmops.train.fine_tuning import question_loss
 from realmops.train.fusion_weights import fit_weights_on_questions
 from realmops.train.reader_training import reader_trainer
@@ -154,16 +152,6 @@ def test_source_passages_are_removed_from_rankings(world: World) -> None:
     assert sources.left_out([question, BORN], found).tolist() == [[0, 5, -1, -1], [4, 0, 1, -1]]
 
 
-def test_baselines_have_as_many_passages_as_the_model(world: World) -> None:
-    """Recall@100 of BM25 was that of 98 passages for a question of two."""
-    job = SimpleNamespace(section=lambda _: SimpleNamespace(query_wordpieces=64), inputs={})
-    asked = [not_in(world, 1, 4), BORN]
-    found = _rankings(job, world.snapshot, asked, None, lambda _, k: np.arange(k), 100)  # type: ignore[arg-type]
-    own, other = found["bm25_"].tolist()
-    assert own == [p for p in range(102) if p not in (1, 4)]
-    assert other == list(range(100))
-
-
 @pytest.mark.parametrize("given", [False, True])
 def test_the_source_passage_is_neither_read_nor_an_example(world: World, given: bool) -> None:
     """Whatever finds passages; the scores of the others stay what they were."""
@@ -270,24 +258,6 @@ def test_a_chosen_limit_holds_in_later_runs(project: Path) -> None:
     )
     assert write_cloze_questions(root, None, seed=seed)[0].startswith("9 questions generated from ")
     assert {path: path.read_bytes() for path in (root / "data/cloze").iterdir()} == before
-
-
-def test_other_labels_of_the_same_spans_make_other_questions(project: Path) -> None:
-    """A label chooses the question word."""
-    root, seed = project / "root", toy_values()["run"]["seed"]
-    assert cli("cloze", "--params", project / "params.yaml", "--root", root).exit_code == 0
-    paths = [root / name for name in FILES["questions"].values()]
-    before = [question for path in paths for question in read_questions([path], format="jsonl")]
-    folder = root / "data/spans/corpus"
-    manifest = read_manifest(folder, "spans")
-    fields = {key: value for key, value in manifest.items() if key not in ("schema", "kind", "files", DIGEST_KEY)}
-    assert fields["labels"] == ["NAME"]
-    write_manifest(folder, "spans", **fields | {"labels": ["LOC"]})
-    assert "questions generated from" in write_cloze_questions(root, None, seed=seed)[0]
-    after = [question for path in paths for question in read_questions([path], format="jsonl")]
-    assert [question.answers for question in after] == [question.answers for question in before]
-    assert {question.question.split()[0] for question in before} == {"what"}
-    assert {question.question.split()[0] for question in after} == {"where"}
 
 
 def test_too_few_spans_missing_questions_and_other_folders_are_errors(project: Path) -> None:

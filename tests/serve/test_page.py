@@ -5,7 +5,6 @@ import hashlib
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,16 +21,12 @@ from serving import QUESTION, Served, calibration, client_of, served, watching
 from small_project import QUESTIONS, answered, cli, wait_for, write_json_lines
 from small_world import DOCUMENTS
 
-from realmops.answering.confidence import ALWAYS_ABSTAIN, Confidence
+from realmops.answering.confidence import ALWAYS_ABSTAIN
 from realmops.answering.feedback import feedback_file, read_feedback
 from realmops.answering.opened_model import Query
 from realmops.evaluate.predictions import read_results, write_predictions
-from realmops.serve.app import make_app
-from realmops.serve.batching import RequestBatcher
 from realmops.serve.guard import COOKIE, Token
-from realmops.serve.metrics import Metrics
 from realmops.serve.model_sources import RunFolder
-from realmops.serve.model_watcher import ModelWatcher
 from realmops.serve.page import percent, source_link
 
 EVIL = '<script>window.owned=1</script><img src=x onerror="window.owned=1">'
@@ -57,16 +52,6 @@ def project(answering: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return project
 
 
-@contextmanager
-def client_with(root: Path, confidence: Confidence | None, token: str | None = None) -> Iterator[TestClient]:
-    """A client of the page of a model with this calibration."""
-    source = RunFolder(root)
-    batcher = RequestBatcher(replace(source.open(), confidence=confidence))
-    app = make_app(batcher, ModelWatcher(source, batcher, None, print), Metrics(), token)
-    yield TestClient(app, follow_redirects=False)
-    batcher.close()
-
-
 @pytest.fixture(scope="module")
 def client(project: Path) -> Iterator[TestClient]:
     with client_of(project / "root", follow_redirects=False) as found:
@@ -75,7 +60,7 @@ def client(project: Path) -> Iterator[TestClient]:
 
 @pytest.fixture
 def guarded(project: Path) -> Iterator[TestClient]:
-    with client_with(project / "never_updated", calibration(0.0), TOKEN) as found:
+    with client_of(project / "never_updated", token=TOKEN, follow_redirects=False) as found:
         yield found
 
 
@@ -147,7 +132,8 @@ def test_the_passages_come_before_an_answer_that_is_held_back(
     project: Path, threshold: float | None, title: str, reason: str
 ) -> None:
     """The first three have the words of the question marked. A model without a calibration shows no percentage."""
-    with client_with(project / "root", None if threshold is None else calibration(threshold)) as client:
+    confidence = None if threshold is None else calibration(threshold)
+    with client_of(project / "root", changes={"confidence": confidence}) as client:
         page, record = page_of(client, WORDS), ask(client, WORDS)
     answer = section(page, "answer")
     assert (texts(answer, ".//h2"), answer.xpath(".//p[@class='given']")) == (["Best matches"], [])
@@ -175,7 +161,9 @@ def test_a_passage_can_be_excluded_and_included_again(client: TestClient) -> Non
     assert [parse_qs(urlsplit(link).query)["without"] for link in back] == [gone[1:], gone[:1]]
 
 
-def test_the_answer_before_the_update_is_next_to_the_current_one(client: TestClient, project: Path) -> None:
+def test_the_answer_before_the_update_is_next_to_the_current_one(
+    client: TestClient, project: Path, tmp_path: Path
+) -> None:
     [link] = section(page_of(client, ASKED), "before").xpath(".//a/@href")
     sides = section(page_of(client, f"/{link}"), "before").xpath(".//div[@class='side']")
     with watching(RunFolder(project / "never_updated")) as (batcher, watcher):
@@ -185,14 +173,11 @@ def test_the_answer_before_the_update_is_next_to_the_current_one(client: TestCli
     for side, record, title in zip(sides, (earlier, ask(client)), titles, strict=True):
         assert (texts(side, ".//h3"), texts(side, ".//p[@class='given']")) == ([title], [record["answer"]])
         assert (" <b>" in side.text_content()) is (title != "Before any update")
-
-
-def test_an_error_of_the_model_before_the_update_costs_no_answer(project: Path, tmp_path: Path) -> None:
     shutil.copytree(project / "root", tmp_path / "root")
     (tmp_path / "root/data/snapshot/corpus/manifest.json").unlink()
-    with client_of(tmp_path / "root") as client:
-        page = page_of(client, f"{ASKED}&before=1")
-    assert texts(section(page, "answer"), ".//p[@class='given']")[0]
+    with client_of(tmp_path / "root") as broken:
+        page = page_of(broken, f"{ASKED}&before=1")
+    assert texts(section(page, "answer"), ".//p[@class='given']")[0], "its error costs no answer"
     assert "cannot be opened; see the server's log" in section(page, "before").text_content()
 
 
@@ -222,7 +207,8 @@ def test_an_invalid_question_is_explained_at_its_field(client: TestClient) -> No
 
 def test_feedback_without_a_script_corrects_an_answer(project: Path) -> None:
     feedback_file(project / "root").unlink(missing_ok=True)
-    with client_with(project / "root", calibration(ALWAYS_ABSTAIN)) as client:
+    held = {"confidence": calibration(ALWAYS_ABSTAIN)}
+    with client_of(project / "root", changes=held, follow_redirects=False) as client:
         record = ask(client)
         *thumbs, form = page_of(client, ASKED).xpath("//form[@data-feedback]")
         ids = [passage["passage_id"] for passage in record["passages"]]
@@ -388,16 +374,6 @@ def test_the_answer_appears_in_place_and_a_script_in_a_document_is_text(
     assert browser.execute_script("return window.stays") == 1, "the page was not reloaded"
     assert EVIL in browser.execute_script("return document.body.textContent")
     assert browser.execute_script("return [window.owned, document.images.length]") == [None, 0]
-
-
-def test_the_back_button_restores_an_excluded_passage(browser: webdriver.Chrome, server: Served) -> None:
-    browser.get(f"{server.url}{ASKED}")
-    first = announced(browser)
-    browser.find_element(By.CSS_SELECTOR, ".without a").send_keys(Keys.ENTER)
-    wait_for(lambda: browser.find_elements(By.CSS_SELECTOR, ".excluded"), 60)
-    assert "without=" in browser.current_url
-    browser.back()
-    wait_for(lambda: announced(browser) == first and not browser.find_elements(By.CSS_SELECTOR, ".excluded"), 60)
 
 
 def test_feedback_is_given_by_keys_in_the_order_of_the_page(

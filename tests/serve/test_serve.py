@@ -6,7 +6,7 @@ import shutil
 import socket
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -31,7 +31,6 @@ from realmops.artifacts import read_json, write_manifest
 from realmops.commands.open_model import open_run
 from realmops.evaluate.predictions import read_results
 from realmops.serve.batching import Busy, Closed, RequestBatcher
-from realmops.serve.server import CONNECTIONS
 
 SECOND = "Who wrote a novel?"
 GOOD = {"name": "question", "datatype": "BYTES", "shape": [1], "data": [QUESTION]}
@@ -190,17 +189,6 @@ def test_a_body_of_more_than_a_megabyte_is_not_read(server: Served, path: str) -
                 reply += received
     assert reply.startswith(b"HTTP/1.1 413 "), reply[:200]
     assert b"more than 1048576 bytes" in reply
-
-
-def test_requests_beyond_the_limit_of_connections_get_503(answering: Path) -> None:
-    with served(answering / "root") as server:
-        address = urlsplit(server.url)
-        with ExitStack() as idle:
-            for _ in range(CONNECTIONS):
-                idle.enter_context(socket.create_connection((address.hostname, address.port), 30))
-            wait_for(lambda: server.call("/health/live")[0] == 503, 30, server.process)
-        wait_for(lambda: server.call("/health/live")[0] == 200, 30, server.process)
-        assert server.ask()["answer"]
 
 
 def test_health_metrics_and_api_reference_are_served(server: Served) -> None:

@@ -4,20 +4,16 @@
 """
 
 import http.client
-import json
 import math
-import random
 import shutil
 import signal
-import socket
 import threading
 import urllib.error
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 from faults import times
@@ -157,36 +153,6 @@ def test_damage_to_any_file_of_an_update_is_found(copy: Path, updates: list[Path
             assert watcher.refused is None
         put(copy / "root", updates[0], len(cases) + 1)
         assert watcher.poll()
-
-
-def test_clients_that_hang_up_or_send_garbage_cost_no_answer(answering: Path) -> None:
-    rng, count = random.Random(0), times(60, 3000)
-    body = json.dumps({"question": QUESTION}).encode()
-    whole = b"POST /v1/answer HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    whole += b"Content-Length: %d\r\n\r\n" % len(body) + body
-    with served(answering / "root") as server:
-        address = urlsplit(server.url)
-        files = Path(f"/proc/{server.process.pid}/fd")
-        before = len(list(files.iterdir()))
-        crowd = Crowd(server)
-        with crowd.asking(1):
-            for _ in range(count):
-                sent = rng.choice(
-                    (
-                        whole, whole * rng.randrange(2, 5), whole[: rng.randrange(len(whole))],
-                        rng.randbytes(rng.randrange(1, 400)), whole[:20] + rng.randbytes(50) + whole[20:],
-                        whole.replace(b"Content-Length: ", b"Content-Length: -"),
-                        whole.replace(b"Host", b"Transfer-Encoding: chunked\r\nHost"),
-                    )
-                )  # fmt: skip
-                with suppress(OSError), socket.create_connection((address.hostname, address.port), 30) as connection:
-                    connection.sendall(sent)
-                    if rng.random() < 0.3:  # a reset instead of an end
-                        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        assert crowd.wrong == []
-        wait_for(lambda: "realmops_waiting_questions 0.0" in server.call("/metrics")[2], 30, server.process)
-        wait_for(lambda: len(list(files.iterdir())) <= before + 2, 60, server.process)
-        assert "Traceback" not in "".join(server.log)
 
 
 def test_sigterm_under_load_answers_accepted_requests_completely(answering: Path) -> None:
