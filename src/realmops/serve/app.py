@@ -22,7 +22,7 @@ from realmops.answering.opened_model import OpenedModel, Query
 from realmops.answering.passage_search import PassageQuery
 from realmops.answering.record import Record
 from realmops.serve import feedback_routes, open_inference, page, search_routes
-from realmops.serve.batching import Busy, Closed, PendingAnswer, RequestBatcher
+from realmops.serve.batching import Busy, Closed, Pending, RequestBatcher
 from realmops.serve.guard import FAILED, QUESTION_LIMIT, QUESTIONS_LIMIT, Guard, Token, problem
 from realmops.serve.metrics import Metrics
 from realmops.serve.model_watcher import ModelWatcher
@@ -79,7 +79,7 @@ class AnswerService:
             "registry_away": without_folders(self.watcher.poll_error) or None,
         }
 
-    def submit(self, queries: Sequence[Query], served: OpenedModel | None = None) -> list[PendingAnswer]:
+    def submit(self, queries: Sequence[Query], served: OpenedModel | None = None) -> list[Pending[Query]]:
         """Submit all questions of a request; raise HTTPException: 422 invalid, 429 full queue, 503 shutdown."""
         longest = max((len(query.question) for query in queries), default=0)
         if longest > QUESTION_LIMIT:
@@ -163,7 +163,7 @@ def make_app(batcher: RequestBatcher, watcher: ModelWatcher, metrics: Metrics, t
     return app
 
 
-async def _events(answers: Sequence[PendingAnswer]) -> AsyncIterator[bytes]:
+async def _events(answers: Sequence[Pending[Query]]) -> AsyncIterator[bytes]:
     """Yield server-sent events; when the client disconnects, cancel the pending questions."""
 
     def event(index: int, name: str, value: dict[str, Any]) -> bytes:

@@ -33,68 +33,52 @@ class Closed(Exception):
     """Error: the server is shutting down."""
 
 
+Q = TypeVar("Q", PassageQuery, Query)
+
+
 @dataclass(eq=False)
-class Pending:
-    """An accepted request with a future of its record."""
+class Pending(Generic[Q]):
+    """An accepted request with a future of its record and, of a question, of its retrieved passages."""
 
     served: OpenedModel
+    query: Q
     record: Future[Record] = field(default_factory=Future)
+    retrieved: Future[RetrievedPassages] = field(default_factory=Future)
     is_cancelled: bool = False  # the client disconnected
 
     def __post_init__(self) -> None:
-        self.record.set_running_or_notify_cancel()  # a disconnecting client cannot cancel a running future
-
-    def fail(self, error: BaseException) -> None:
-        if not self.record.done():
-            self.record.set_exception(error)
-
-
-@dataclass(eq=False, kw_only=True)
-class PendingSearch(Pending):
-    """An accepted search."""
-
-    query: PassageQuery
-
-
-@dataclass(eq=False, kw_only=True)
-class PendingAnswer(Pending):
-    """An accepted question, also with a future of its retrieved passages."""
-
-    query: Query
-    retrieved: Future[RetrievedPassages] = field(default_factory=Future)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.retrieved.set_running_or_notify_cancel()
+        for future in (self.record, self.retrieved):
+            future.set_running_or_notify_cancel()  # a disconnecting client cannot cancel a running future
 
     async def sources(self) -> Record:
         return self.served.sources(await asyncio.wrap_future(self.retrieved))
 
     def fail(self, error: BaseException) -> None:
-        super().fail(error)
-        if not self.retrieved.done():
-            self.retrieved.set_exception(error)
+        for future in (self.record, self.retrieved):
+            if not future.done():
+                future.set_exception(error)
 
 
-P = TypeVar("P", PendingSearch, PendingAnswer)
-
-
-class BatchQueue(Generic[P]):
+class BatchQueue(Generic[Q]):
     """Bounded queue of requests (``waiting``: accepted and unanswered) with a thread that processes them in batches."""
 
     def __init__(
-        self, name: str, process: Callable[[list[P]], None], batch_size: Callable[[OpenedModel], int], waiting: int
+        self,
+        name: str,
+        process: Callable[[list[Pending[Q]]], None],
+        batch_size: Callable[[OpenedModel], int],
+        waiting: int,
     ) -> None:
-        self._process: Callable[[list[P]], None] = process
+        self._process: Callable[[list[Pending[Q]]], None] = process
         self._name, self._batch_size, self._waiting = name, batch_size, waiting
-        self._queue: deque[P] = deque()
+        self._queue: deque[Pending[Q]] = deque()
         self.depth = 0  # accepted and unanswered requests
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, pending: Sequence[P]) -> None:
+    def put(self, pending: Sequence[Pending[Q]]) -> None:
         """Accept requests, all or none; raise Busy or Closed."""
         with self._changed:
             if self._closed:
@@ -134,7 +118,7 @@ class BatchQueue(Generic[P]):
             with self._changed:
                 self.depth -= len(batch)
 
-    def _process_singly(self, batch: list[P], error: Exception) -> None:
+    def _process_singly(self, batch: list[Pending[Q]], error: Exception) -> None:
         """Retry a failed batch one request at a time, so that one request's error does not fail the others."""
         for pending in (pending for pending in batch if not pending.record.done()):
             try:
@@ -145,7 +129,7 @@ class BatchQueue(Generic[P]):
                 _LOG.error("serve: no answer to %r", pending.query, exc_info=own_error)
                 pending.fail(own_error)
 
-    def _next_batch(self) -> list[P]:
+    def _next_batch(self) -> list[Pending[Q]]:
         with self._changed:
             batch = [self._queue.popleft()]
             size = self._batch_size(batch[0].served)
@@ -166,8 +150,8 @@ class RequestBatcher:
     ) -> None:
         self.served = served  # the model of new requests
         self._on_batch = on_batch
-        self._answers = BatchQueue[PendingAnswer]("questions", self._answer, lambda served: served.batch_size, waiting)
-        self._searches = BatchQueue[PendingSearch]("searches", self._search, lambda served: _SEARCHES, waiting)
+        self._answers = BatchQueue[Query]("questions", self._answer, lambda served: served.batch_size, waiting)
+        self._searches = BatchQueue[PassageQuery]("searches", self._search, lambda served: _SEARCHES, waiting)
 
     @property
     def depth(self) -> int:
@@ -176,17 +160,17 @@ class RequestBatcher:
     def swap(self, served: OpenedModel) -> None:
         self.served = served
 
-    def submit(self, queries: Sequence[Query], served: OpenedModel | None = None) -> list[PendingAnswer]:
+    def submit(self, queries: Sequence[Query], served: OpenedModel | None = None) -> list[Pending[Query]]:
         """Accept questions, all or none, for one model; raise InvalidRequest, Busy or Closed."""
         served = served or self.served
         for query in queries:
             served.check(query)
-        pending = [PendingAnswer(served, query=query) for query in queries]
+        pending = [Pending(served, query) for query in queries]
         self._answers.put(pending)
         return pending
 
-    def search(self, query: PassageQuery) -> PendingSearch:
-        pending = PendingSearch(self.served, query=query)
+    def search(self, query: PassageQuery) -> Pending[PassageQuery]:
+        pending = Pending(self.served, query)
         self._searches.put([pending])
         return pending
 
@@ -194,7 +178,7 @@ class RequestBatcher:
         self._answers.close()
         self._searches.close()
 
-    def _search(self, batch: list[PendingSearch]) -> None:
+    def _search(self, batch: list[Pending[PassageQuery]]) -> None:
         valid = []
         for pending in batch:
             try:
@@ -207,7 +191,7 @@ class RequestBatcher:
             for pending, record in zip(valid, records, strict=True):
                 pending.record.set_result(record)
 
-    def _answer(self, batch: list[PendingAnswer]) -> None:
+    def _answer(self, batch: list[Pending[Query]]) -> None:
         if not batch:
             return
         started = time.perf_counter()

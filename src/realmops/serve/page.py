@@ -24,7 +24,7 @@ from realmops.answering.passage_search import StemsByLanguage, highlights, stem_
 from realmops.answering.record import TOP_PASSAGES, Record, always_abstains, searches
 from realmops.corpus.languages import detect_language
 from realmops.evaluate.report_page import STYLE
-from realmops.serve.batching import PendingAnswer
+from realmops.serve.batching import Pending
 from realmops.serve.guard import COOKIE, FAILED, QUESTION_LIMIT, QUESTIONS_LIMIT, SIGNED_IN_SECONDS, Token, form_of
 
 _LOG = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ def _sign_in_page(request: Request, error: str, status: int) -> Response:
 async def _answered(request: Request, question: str, without: Sequence[str]) -> dict[str, Any]:
     service = request.app.state.service
     queries = [Query(question, frozenset(without))] + ([Query(question)] if without else [])
-    pending: list[PendingAnswer] = service.submit(queries)
+    pending: list[Pending[Query]] = service.submit(queries)
     earlier, has_failed = None, False
     if "before" in request.query_params:
         try:
@@ -190,7 +190,7 @@ def _preview(passage: Record) -> str:
     return f"{passage['title']}: {preview}" if passage["title"] else preview
 
 
-def _answer_view(pending: PendingAnswer, record: Record, without: Sequence[str]) -> AnswerView:
+def _answer_view(pending: Pending[Query], record: Record, without: Sequence[str]) -> AnswerView:
     citations = {citation["passage_id"]: citation for citation in record["citations"]}
     language = detect_language(record["question"], pending.served.model.snapshot.common_languages)
     passages = tuple(_passages(record, citations, without, stem_query(record["question"], language)))
