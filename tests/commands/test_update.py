@@ -311,7 +311,8 @@ def prediction(question: str, text: str, *, em: bool = False) -> Prediction:
     passages = {"passage_ids": ("p1", "p2"), "titles": ("T1", "T2"), "p_z": (0.7, 0.3), "passage_spans": (None, text)}
     span = {"evidence": "E", "evidence_rank": 1, "char_start": 0, "char_end": 1, "span_score": 2.0}
     gold = {"f1": float(em), "passage_scores": (None, 2.0), "gold_span": None, "gold_score": None, "first_hit": -1}
-    known = {"failed_at": "reader", "confidence": None, "abstained": None}
+    known = {"failed_at": "reader", "confidence": None, "abstained": None, "page": None}
+    known |= {"answer_rule": "en", "is_generated": False, "ndcg_at_10": None}
     return Prediction(question, f"{question}?", text, ("a",), em, **passages, **span, **gold, **known)
 
 

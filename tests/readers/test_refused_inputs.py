@@ -80,8 +80,8 @@ CHANGES: list[tuple[dict[str, Any], str]] = [  # of a question, the second of it
     ({"not_in": "p1"}, "'not_in' is str, expected a list of passage ids"),
     ({"is_regex": "yes"}, "'is_regex' is 'yes'"),
     ({"is_regex": True, "answers": ["(Ann"]}, r"question 'q2': '\(Ann' is no regular expression"),
-    ({"question": ...}, "keys found are answers, id; nearest form: question and answers, .* the key 'question'"),
-    ({"answers": ...}, "keys found are id, question; nearest form: .* needs the key 'answers' or 'answer';"),
+    ({"question": ...}, "the keys answers, id were found; expected 'question' and 'answers'"),
+    ({"answers": ...}, "the keys id, question were found; expected 'question' and 'answers'"),
 ]
 
 
@@ -150,25 +150,25 @@ TABLE: list[
     ("questions", "q", "1\tx\tWho?\tAnn\n1\tx\tWho?\tAnn\n", ":2: the id '1' was used at .*:1"),
     *(("questions", "q", f"who?\t{literal}\n", f":1: {report}") for literal, report in LITERALS),
     ("questions", "q", "who? Ann\n", ":1: unknown format, 1 columns found"),
-    ("questions", "q", "a\tb\tc\n", ":1: unknown format, 3 columns found in .* name the format"),
-    ("questions", "q", "[1]", ": question 1 is int"),
+    ("questions", "q", "a\tb\tc\n", ":1: unknown format, 3 columns found in .* convert the file"),
+    ("questions", "q", "[1]", ": record 1 is int"),
     (
         "questions",
         "q",
         "[{}]",
-        ": question 1: unknown form of a question: the keys found are none; nearest form: question and answers",
+        ": record 1: unknown form of a question: the keys none were found",
     ),
     ("questions", "q", '[{"qText": "a", "answers": ["b"]},\n]', ":2: not valid JSON"),
     *(
-        ("questions", "q", json.dumps([{"utterance": "a", "targetValue": target}]), f"question 1: {report}")
+        ("questions", "q", json.dumps([{"utterance": "a", "targetValue": target}]), f"record 1: {report}")
         for target, report in TARGETS
     ),
-    ("questions", "q", '{"data": [{"title": "t"}]}', ": question 1: unknown form .* found are title"),
+    ("questions", "q", '{"data": [{"title": "t"}]}', ", data 1: unknown form .* the keys title were found"),
     (
         "questions",
         "q",
         '{"data": [{"paragraphs": [{"qas": [{"question": "a"}]}]}]}',
-        "article 1, paragraph 1, question 1: .* the key 'answers'",
+        ", data 1, paragraphs 1, qas 1: .* the keys question were found",
     ),
     ("questions", "q", '{"data": 5}', "'data' is int, expected a list"),
     ("questions", "q", "[" + "1" * 5000 + "]", ":1: not valid JSON"),

@@ -42,27 +42,8 @@ class QuestionRecord:
     relevant: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """A form of records: its name, the keys that it needs (each a choice of several), and its reader."""
-
-    name: str
-    keys: tuple[tuple[str, ...], ...]
-    read: Callable[[str, dict[str, Any]], QuestionRecord]
-
-    def missing(self, fields: dict[str, Any]) -> list[str]:
-        """Return the needed keys that a record with lower-case keys lacks, as quoted text."""
-        return [
-            " or ".join(map(repr, names)) for names in self.keys if not any(name.lower() in fields for name in names)
-        ]
-
-
 def read_form(record: Any, place: str, levels: tuple[str, ...] = _LEVELS) -> Iterator[QuestionRecord]:
-    """Yield the questions of a JSON value by its keys; ``levels`` are the containers that it may be.
-
-    Raises:
-        ValueError: the record has none of ``FORMS``; the message names the nearest one.
-    """
+    """Yield the questions of a JSON value by its keys; ``levels`` are the containers that it may be."""
     found = expect_object(record, place)
     fields = {key.lower(): found[key] for key in sorted(found, key=str.islower)}  # "question" precedes "Question"
     container = next((key for key in levels if key in fields), None)
@@ -74,30 +55,19 @@ def read_form(record: Any, place: str, levels: tuple[str, ...] = _LEVELS) -> Ite
         return
     if fields.get("is_impossible") is True or "relevant" in fields:
         fields.setdefault("answers", [])
-    form = next((form for form in FORMS if not form.missing(fields)), None)
-    if form is None:
-        if {"_id", "text"} <= fields.keys():
-            raise ValueError(
-                f"{place}: a query of BEIR without its judgments: the keys found are {', '.join(sorted(found))}; pass "
-                "the folder with corpus.jsonl, queries.jsonl and qrels to realmops init --documents"
-            )
-        # Ties go to the last form, question and answers.
-        nearest = min(reversed(FORMS), key=lambda form: len(form.missing(fields)) / len(form.keys))
+    read = next((read for keys, read in FORMS if keys <= fields.keys()), None)
+    if read is None:
         raise ValueError(
-            f"{place}: unknown form of a question: the keys found are {', '.join(sorted(found)) or 'none'}; nearest "
-            f"form: {nearest.name}, which also needs the key {' and the key '.join(nearest.missing(fields))}; rename "
-            "the keys or convert the file"
+            f"{place}: unknown form of a question: the keys {', '.join(sorted(found)) or 'none'} were found; expected "
+            "'question' and 'answers' (or 'answer'), or a form of docs/data.md; rename the keys or convert the file"
         )
-    yield form.read(place, fields)
+    yield read(place, fields)
 
 
 def iter_items(value: Any, place: str | Path, container: str = "") -> Iterator[tuple[str, Any]]:
     items = expect_list(value, place, repr(container)) if container else value
     for number, item in enumerate(items, 1):
-        kind = "paragraph" if container == "paragraphs" else "question"
-        if not container or container == "data":
-            kind = "article" if isinstance(item, dict) and "paragraphs" in item else kind
-        yield f"{place}{':' if container in ('', 'data') else ','} {kind} {number}", item
+        yield f"{place}, {container} {number}" if container else f"{place}: record {number}", item
 
 
 def _read_question(place: str, fields: dict[str, Any]) -> QuestionRecord:
@@ -199,12 +169,13 @@ def _read_webquestions(place: str, fields: dict[str, Any]) -> QuestionRecord:
     return QuestionRecord(place, None, fields["utterance"], answers)
 
 
-FORMS = (
-    Form("Label Studio", (("data",), ("annotations",)), _read_label_studio),
-    Form("KILT", (("input",), ("output",)), _read_kilt),
-    Form("WebQuestions", (("utterance",), ("targetValue",)), _read_webquestions),
-    Form("brmson's WebQuestions", (("qText",), ("answers",)), _read_brmson),
-    Form("question and answers", (("question",), ("answers", "answer")), _read_question),
+FORMS: tuple[tuple[set[str], Callable[[str, dict[str, Any]], QuestionRecord]], ...] = (  # required keys, reader
+    ({"data", "annotations"}, _read_label_studio),
+    ({"input", "output"}, _read_kilt),
+    ({"utterance", "targetvalue"}, _read_webquestions),
+    ({"qtext", "answers"}, _read_brmson),
+    ({"question", "answers"}, _read_question),
+    ({"question", "answer"}, _read_question),
 )
 
 
