@@ -19,7 +19,6 @@ from exchange_lab import end_of, forked
 from small_project import Quiet, Values
 
 from realmops.config import load_params
-from realmops.refresh import lease
 from realmops.refresh.builder_process import run_index_builder
 from realmops.stages import STAGES, evaluate, finetune, ict, pretrain, sample, snapshot, tag
 from realmops.stages.runner import run_stage
@@ -82,5 +81,4 @@ def run_all(project: Path, root: Path, *, killed: bool) -> dict[str, list[int]]:
 
 def main(project: Path, calm: Path, disturbed: Path) -> None:
     torch.set_num_threads(1)
-    lease.HEARTBEAT_SECONDS, lease.EXPIRY_SECONDS = 0.5, 5.0  # a life may die before the first heartbeat of its lease
     print(json.dumps([run_all(project, calm, killed=False), run_all(project, disturbed, killed=True)]), flush=True)

@@ -66,6 +66,17 @@ def test_a_killed_holder_of_this_machine_is_followed_at_once(tmp_path: Path) -> 
     assert f"which {lease.socket.gethostname()}, process {holder.pid} holds" in said[0]
 
 
+def test_a_term_is_never_visible_without_lock_and_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is killed between the commit of its term and its first own heartbeat delays no other."""
+    (tmp_path / "claim").mkdir()
+    term = lease._start_term(tmp_path / "claim", LivenessTracker(Clock()))
+    assert term is not None
+    assert lease._start_term(tmp_path / "claim", LivenessTracker(Clock())) is None
+    term[1].close()  # as by a kill
+    with acquire_lease(tmp_path / "claim", never):
+        assert sorted(path.name for path in (tmp_path / "claim").iterdir()) == ["000001", "000002"]
+
+
 def elsewhere(claim: Path, beat: int, done: bool = False) -> None:
     """What a holder on another machine has signed in the first life; nobody here can see its lock."""
     (claim / "000001").mkdir(parents=True, exist_ok=True)

@@ -1,19 +1,21 @@
 """Leases: mutual exclusion of processes, or of pods on one volume; one does the work while the others wait.
 
-A lease is a folder of numbered terms ``<lease>/000001``, each taken by mkdir and never removed, so that no number is
-given twice. A term holds the holder's heartbeat, which changes while the holder lives and records when it has ended. A
+A lease is a folder of numbered terms ``<lease>/000001``, each committed by a rename that only one process can do, and
+never removed, so that no number is given twice. From the moment a term is visible it has the holder's file lock and
+heartbeat, which changes while the holder lives and records when it has ended. A
 term is over when its heartbeat records the end, when it has not changed for ``EXPIRY_SECONDS`` by the clock of the
 process that checks (no clock of another machine counts), or at once when its holder ran on this machine and its file
 lock is free. A holder that was suspended finds a higher number when it is resumed.
 """
 
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from realmops import artifacts
 from realmops.files import Clock, Files
@@ -51,7 +53,7 @@ def acquire_lease(folder: Path, log: Callable[[str], None], stop: threading.Even
             last_log = now
         if stop.wait(POLL_SECONDS):
             raise InterruptedError(f"stopped while waiting for {folder}")
-    with _hold(term) as lease:
+    with _hold(*term) as lease:
         yield lease
 
 
@@ -65,12 +67,12 @@ def try_acquire_lease(folder: Path, liveness: LivenessTracker) -> Iterator[Lease
     """
     folder.mkdir(exist_ok=True)
     term = _start_term(folder, liveness)
-    with _hold(term) if term else nullcontext() as lease:
+    with _hold(*term) if term else nullcontext() as lease:
         yield lease
 
 
 @contextmanager
-def _hold(term: Path) -> Iterator[Lease]:
+def _hold(term: Path, lock: IO[bytes]) -> Iterator[Lease]:
     lease, ended, heartbeat = Lease(), threading.Event(), Heartbeat(term / HEARTBEAT_FILE, 0.0)
 
     def beat(*, done: bool) -> None:
@@ -83,9 +85,7 @@ def _hold(term: Path) -> Iterator[Lease]:
             with suppress(OSError):
                 lease.lost = _newest_term(term.parent) > int(term.name)
 
-    with open(term / LOCK, "ab") as lock:
-        artifacts.try_lock(lock)
-        beat(done=False)
+    with lock:
         thread = threading.Thread(target=beat_until_end, daemon=True)
         thread.start()
         try:
@@ -96,14 +96,34 @@ def _hold(term: Path) -> Iterator[Lease]:
             beat(done=True)
 
 
-def _start_term(folder: Path, liveness: LivenessTracker) -> Path | None:
-    """Create the folder of a new term; return None while the last term runs, or if another process was faster."""
-    number = _newest_term(folder)
+def _start_term(folder: Path, liveness: LivenessTracker) -> tuple[Path, IO[bytes]] | None:
+    """Commit the folder of a new term; return it with its lock, None while the last term runs or if it is lost."""
+    number, files = _newest_term(folder), Files()
     last, following = _term_folder(folder, number), _term_folder(folder, number + 1)
-    if number == 0 or _is_over(last, _read_heartbeat(last), liveness):
-        with suppress(FileExistsError):
-            Files().mkdir(following)
-            return following
+    if number and not _is_over(last, _read_heartbeat(last), liveness):
+        return None
+    is_first = False
+
+    def commit(draft: Path) -> bool:
+        nonlocal is_first
+        own = _read_heartbeat(draft)
+        try:
+            files.rename(draft, following)
+            is_first = True
+        except OSError:  # another process was faster, or the rename was done and its reply lost
+            if (heartbeat := _read_heartbeat(following)) is None:
+                raise
+            is_first = heartbeat == own
+        return is_first
+
+    name = f".{secrets.token_hex(8)}"
+    with artifacts.atomic_folder(following, files=files, draft=name, commit=commit) as draft:
+        lock = open(draft / LOCK, "ab")  # noqa: SIM115 (closed by ``_hold``)
+        artifacts.try_lock(lock)
+        Heartbeat(draft / HEARTBEAT_FILE, 0.0).beat(nonce=name, done=False)
+    if is_first:
+        return following, lock
+    lock.close()
     return None
 
 
