@@ -16,7 +16,6 @@ from realmops.corpus.passages import split_sentences
 from realmops.corpus.snapshot_reader import LANGUAGES, Snapshot
 from realmops.search import bm25
 from realmops.search.bm25 import Bm25, query_stems, rank
-from realmops.search.bm25_writer import write_bm25
 
 TEXTS = {
     "de": "Die Häuser der Stadt wurden 1902 gebaut. Dr. Anna Berg zog z. B. aus Köln zu den alten Häusern.",
@@ -151,28 +150,6 @@ def test_a_question_of_no_sure_language_is_looked_up_both_ways(
     assert set(rank(index, ["Anna Berg"], 5)[0].tolist()) == {0, 1, 2, 4, 5}
     monkeypatch.setattr(index, "query_languages", lambda query: ("en", "de"))
     assert {*rank(index, ["houses Häuser"], 3)[0].tolist()} == {0, 4, 5}
-
-
-def test_an_update_has_the_bytes_of_a_new_index(mixed: Snapshot, tmp_path: Path) -> None:
-    new = corpus(tmp_path / "new", ["Une phrase française, tout à fait nouvelle.", *list(TEXTS.values())[1:]], AUTO)
-    write_bm25(tmp_path / "updated", new, earlier=mixed)
-    files = [
-        {path.name: path.read_bytes() for path in folder.iterdir()}
-        for folder in (tmp_path / "updated", tmp_path / "new" / bm25.FOLDER)
-    ]
-    assert files[0] == files[1]
-    assert "groups.npy" in files[0]
-
-
-def test_passages_in_another_language_than_before_are_counted_again(tmp_path: Path) -> None:
-    texts = [TEXTS["de"], TEXTS["en"]]
-    before, now = (corpus(tmp_path / code, texts, code) for code in ("en", "de"))
-    write_bm25(tmp_path / "updated", now, earlier=before)
-    files = [
-        {path.name: path.read_bytes() for path in folder.iterdir()}
-        for folder in (tmp_path / "updated", tmp_path / "de" / bm25.FOLDER)
-    ]
-    assert files[0] == files[1]
 
 
 def test_highlights_are_in_the_language_of_the_query() -> None:

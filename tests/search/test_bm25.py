@@ -1,5 +1,6 @@
-"""BM25: its scores by hand and against bm25s', its search, its files."""
+"""BM25: its postings by hand, its scores against those of bm25s, its search, its files."""
 
+import json
 import shutil
 import unicodedata
 from collections.abc import Sequence
@@ -11,11 +12,12 @@ import pytest
 from four_passages import TEXTS
 from hypothesis import given
 from hypothesis import strategies as st
+from small_project import cli
 from small_world import World, build_snapshot, write_texts
 
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.search import bm25
-from realmops.search.bm25 import Bm25, rank, split_words, titled_texts, top_k, words_with_offsets
+from realmops.search import bm25, bm25_writer
+from realmops.search.bm25 import Bm25, rank, split_words, titled_texts, words_with_offsets
 from realmops.search.bm25_writer import write_bm25
 
 QUERIES = ("Which ferry crosses lakes?", "Where was Anna Berg born?", "Jon Vik and Jon Vik in Bergen", "Zebra Oslo")
@@ -29,7 +31,7 @@ def indexed(folder: Path, texts: Sequence[str], block_wordpieces: int = 512) -> 
     return Bm25.of(snapshot)
 
 
-class Theirs:
+class PeerBm25:
     """bm25s over the same texts."""
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -43,12 +45,11 @@ class Theirs:
         import Stemmer
 
         stemmer = Stemmer.Stemmer("english")
-        found = bm25s.tokenize(list(texts), stopwords="en", stemmer=stemmer, return_ids=False, show_progress=False)
-        return [list(words) for words in found]
+        words = bm25s.tokenize(list(texts), stopwords="en", stemmer=stemmer, return_ids=False, show_progress=False)
+        return [list(words_of_text) for words_of_text in words]
 
     def scores(self, query: str) -> np.ndarray:
-        [words] = self.words([query])
-        return self.index.get_scores(words)
+        return self.index.get_scores(self.words([query])[0])
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def zipf(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bm25, list[str]]:
     return indexed(tmp_path_factory.mktemp("zipf"), [*texts, *texts[:40]]), [*texts, *texts[:40]]
 
 
-def test_bm25_finds_stems_and_pads_a_small_corpus(four: Bm25) -> None:
+def test_rankings_match_stems_and_are_padded(four: Bm25) -> None:
     ranking = rank(four, ["Which ferry crosses lakes?", "Where was Vell born?"], 6)
     assert ranking.shape == (2, 6)
     assert ranking[:, 0].tolist() == [2, 1]
@@ -75,19 +76,19 @@ def test_bm25_finds_stems_and_pads_a_small_corpus(four: Bm25) -> None:
     assert sorted(ranking[0, :4].tolist()) == [0, 1, 2, 3]
 
 
-def test_scores_are_those_of_bm25s_to_the_last_bit(world: World, zipf: tuple[Bm25, list[str]]) -> None:
+def test_scores_equal_those_of_bm25s_bit_for_bit(world: World, zipf: tuple[Bm25, list[str]]) -> None:
     for index, texts in ((Bm25.of(world.snapshot), titled_texts(world.snapshot)), zipf):
-        theirs = Theirs(texts)
+        peer = PeerBm25(texts)
         for query in (*QUERIES, *texts[:20]):
-            assert index.scores(query).tolist() == theirs.scores(query).tolist(), query
+            assert index.scores(query).tolist() == peer.scores(query).tolist(), query
 
 
-@pytest.mark.parametrize("few", [0, 1 << 17])
+@pytest.mark.parametrize("exhaustive", [0, 1 << 17])
 @pytest.mark.parametrize("k", [1, 3, 10, 400])
-def test_a_search_gives_the_best_scores_and_of_equal_ones_the_first(
-    zipf: tuple[Bm25, list[str]], k: int, few: int, monkeypatch: pytest.MonkeyPatch
+def test_a_search_returns_the_best_scores_and_of_equal_ones_the_first(
+    zipf: tuple[Bm25, list[str]], k: int, exhaustive: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bm25, "_EXHAUSTIVE", few)
+    monkeypatch.setattr(bm25, "_EXHAUSTIVE", exhaustive)
     index, texts = zipf
     queries = [*texts[:60], "word0", "word0 word1 word0", "word199 word0 word1 word2", "zebra", "word150 zebra"]
     score_QK, id_QK = index.search(queries, k)
@@ -100,7 +101,7 @@ def test_a_search_gives_the_best_scores_and_of_equal_ones_the_first(
         assert score_K.tolist() == [*score_P[best].tolist(), *[-np.inf] * (k - len(best))]
 
 
-def test_a_search_leaves_the_postings_of_frequent_words_that_cannot_matter(
+def test_maxscore_skips_postings_of_frequent_words_that_cannot_matter(
     zipf: tuple[Bm25, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index, _ = zipf
@@ -118,7 +119,7 @@ def test_a_search_leaves_the_postings_of_frequent_words_that_cannot_matter(
     assert max(read) < index._document_frequency(index._parse_query("word0")[1][0])
 
 
-def test_chosen_passages_have_the_scores_that_all_have(zipf: tuple[Bm25, list[str]]) -> None:
+def test_scores_of_given_passages_equal_those_of_all(zipf: tuple[Bm25, list[str]]) -> None:
     index, texts = zipf
     ids = np.array([7, -1, 0, 339, 7, 120, -1, 33])
     for query in (*texts[:20], "zebra", ""):
@@ -127,12 +128,12 @@ def test_chosen_passages_have_the_scores_that_all_have(zipf: tuple[Bm25, list[st
         assert index.score_passages(query, ids[:0]).tolist() == []
 
 
-def test_words_of_every_script_are_found(tmp_path: Path) -> None:
+def test_words_of_every_script_match(tmp_path: Path) -> None:
     texts = ["Große Straßen in Köln.", "Москва и Łódź, ΑΘΗΝΑ.", "東京 の 天気", "naïve café_2 \U0001d54f x", "Istanbul"]
     index = indexed(tmp_path, texts)
-    theirs = Theirs([f" {text}" for text in texts])
+    peer = PeerBm25([f" {text}" for text in texts])
     for query in ("GROSSE", "große köln", "москва", "αθηνα łódź", "東京", "NAÏVE", "café_2 X", "istanbul"):
-        assert index.scores(query).tolist() == theirs.scores(query).tolist(), query
+        assert index.scores(query).tolist() == peer.scores(query).tolist(), query
     assert index.search(["МОСКВА", "天気"], 1)[1].tolist() == [[1], [2]]
 
 
@@ -146,24 +147,13 @@ SPELLINGS = {  # of one word, and its form in the index
 
 
 @pytest.mark.parametrize("word", SPELLINGS)
-def test_composed_and_decomposed_spellings_are_one_word(tmp_path: Path, word: str) -> None:
+def test_unicode_forms_of_a_word_are_one_word(tmp_path: Path, word: str) -> None:
     index = indexed(tmp_path, [*SPELLINGS[word], "Anything else."])
     for query in SPELLINGS[word]:
         assert split_words(f"Who saw {query}?") == ["who", "saw", word]
-        found = index.scores(query).tolist()
-        assert found == [found[0]] * len(SPELLINGS[word]) + [0.0]
-        assert found[0] > 0
-
-
-@pytest.mark.parametrize("language", ["en", "cs"])
-def test_words_are_placed_in_the_text_as_it_is(language: str) -> None:
-    text = "A\u0301 Dvor\u030ca\u0301k, I\u0307stanbul İzmir; i\u0307ki Dvořák"
-    placed = [
-        (text.index(part), part) for part in ("Dvor\u030ca\u0301k", "I\u0307stanbul", "İzmir", "i\u0307ki", "Dvořák")
-    ]
-    words = ["dvořák", "istanbul", "izmir", "iki", "dvořák"]
-    assert [(start, text[start:end]) for _, start, end in words_with_offsets(text, language)] == placed
-    assert [word for word, _, _ in words_with_offsets(text, language)] == split_words(text, language) == words
+        scores = index.scores(query).tolist()
+        assert scores == [scores[0]] * len(SPELLINGS[word]) + [0.0]
+        assert scores[0] > 0
 
 
 PIECES = ["\u0307", "I", "i", "İ", "ı", "\u0301", "\u0323", "e", "é", "_", " ", "\n", "\u0958", "\u0344", "\u212b",
@@ -173,65 +163,101 @@ PIECES = ["\u0307", "I", "i", "İ", "ı", "\u0301", "\u0323", "e", "é", "_", " 
 
 @pytest.mark.parametrize("language", ["en", "de"])
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=9))
-def test_any_spelling_has_the_same_words_and_places_inside_the_text(language: str, pieces: list[str]) -> None:
+def test_any_unicode_form_has_the_same_words_with_offsets_within_the_text(language: str, pieces: list[str]) -> None:
     text = "".join(pieces)
     words = split_words(text, language)
     assert all(split_words(unicodedata.normalize(form, text), language) == words for form in ("NFC", "NFD", "NFKC"))
-    found = list(words_with_offsets(text, language))
-    assert [word for word, _, _ in found] == words
-    assert all(0 <= start < end <= len(text) for _, start, end in found)
+    placed = list(words_with_offsets(text, language))
+    assert [word for word, _, _ in placed] == words
+    assert all(split_words(text[start:end], language) == [word] for word, start, end in placed if len(words) == 1)
+    assert all(0 <= start < end <= len(text) for _, start, end in placed)
 
 
-def test_a_word_that_stands_in_a_passage_a_thousand_times_is_counted(tmp_path: Path) -> None:
+def test_counts_above_255_are_16_bits_wide(tmp_path: Path) -> None:
     texts = ["sail " * 999 + "sail.", "One sail.", "No boat."]
     index = indexed(tmp_path, texts, 4000)
     assert index.count_N.dtype == np.uint16
-    assert index.scores("sail").tolist() == Theirs(texts).scores("sail").tolist()
+    assert index.scores("sail").tolist() == PeerBm25(texts).scores("sail").tolist()
 
 
-def test_passages_without_words_are_never_found(tmp_path: Path) -> None:
+def test_passages_without_words_score_zero(tmp_path: Path) -> None:
     index = indexed(tmp_path, ["It is.", "A b c."])
     assert index.scores("It is a b").tolist() == [0, 0]
     assert index.search(["it"], 2)[1].tolist() == [[-1, -1]]
     assert rank(index, ["it"], 2).tolist() == [[0, 1]]
 
 
-def copy_of(world: World, folder: Path) -> Snapshot:
-    for name in ("snapshot", bm25.FOLDER):
-        shutil.copytree(world.folder / name, folder / name)
-    return Snapshot.open(folder / "snapshot")
-
-
-@pytest.mark.parametrize("name", ["words", "posting_offsets", "postings", "counts", "lengths"])
-def test_a_damaged_index_is_refused(world: World, tmp_path: Path, name: str) -> None:
-    snapshot = copy_of(world, tmp_path)
-    path = tmp_path / bm25.FOLDER / f"{name}.npy"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{name}\.npy has sha256"):
-        Bm25.of(snapshot, verify=True)
-    path.write_bytes(content[:-1])
-    with pytest.raises(ValueError, match=rf"{name}\.npy has {len(content) - 1} bytes"):
-        Bm25.of(snapshot)
-
-
-def test_an_index_of_another_corpus_and_none_are_refused(world: World, four: Bm25, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"made for corpus .* run the snapshot stage again"):
-        Bm25.open(four.folder, corpus_hash=world.snapshot.corpus_hash)
-    snapshot = copy_of(world, tmp_path)
-    shutil.rmtree(tmp_path / bm25.FOLDER)
-    with pytest.raises(ValueError, match=r"lexical holds no manifest\.json.*run the stage that makes it"):
-        Bm25.of(snapshot)
-
-
 @pytest.mark.parametrize("query", ["", "the", "zebra quagga"])
-def test_a_query_without_known_words_ranks_nothing_above_anything(four: Bm25, query: str) -> None:
+def test_a_query_without_known_words_ranks_passages_in_corpus_order(four: Bm25, query: str) -> None:
     assert four.scores(query).tolist() == [0.0] * 4
     assert rank(four, [query], 3).tolist() == [[0, 1, 2]]
 
 
-def test_of_equal_scores_the_first_passage_comes_first() -> None:
-    scores = np.array([1, 3, 1, 2, 3, 1], np.float32)
-    assert top_k(scores, 5).tolist() == [1, 4, 3, 0, 2]
-    assert top_k(scores, 9).tolist() == [1, 4, 3, 0, 2, 5]
+# ---- files
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_a_damaged_a_missing_and_another_corpus_index_are_refused(world: World, four: Bm25, tmp_path: Path) -> None:
+    for name in ("snapshot", bm25.FOLDER):
+        shutil.copytree(world.folder / name, tmp_path / name)
+    snapshot, path = Snapshot.open(tmp_path / "snapshot"), tmp_path / bm25.FOLDER / "postings.npy"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"postings\.npy has sha256"):
+        Bm25.of(snapshot, verify=True)
+    shutil.rmtree(tmp_path / bm25.FOLDER)
+    with pytest.raises(ValueError, match=r"lexical holds no manifest\.json.*run the stage that makes it"):
+        Bm25.of(snapshot)
+    with pytest.raises(ValueError, match=r"made for corpus .* run the snapshot stage again"):
+        Bm25.open(four.folder, corpus_hash=world.snapshot.corpus_hash)
+
+
+def test_postings_by_hand(tmp_path: Path) -> None:
+    """Words are in the order of their hashes; "and" and "a" are stop words."""
+    texts = ["Red ships and red ships.", "Sinking.", "A ship sinks and sinks and sinks."]
+    index = indexed(tmp_path, texts)
+    word_of = dict(zip(bm25.stem_hashes(["red", "sink", "ship"]).tolist(), ["red", "sink", "ship"], strict=True))
+    assert index.word_W.tolist() == sorted(word_of)
+    assert index.length_P.tolist() == [4, 1, 4]
+    spans = zip(index.offset_W[:-1], index.offset_W[1:], strict=True)
+    postings = {
+        word_of[code]: list(zip(index.posting_N[start:end].tolist(), index.count_N[start:end].tolist(), strict=True))
+        for code, (start, end) in zip(index.word_W.tolist(), spans, strict=True)
+    }
+    assert postings == {"red": [(0, 2)], "ship": [(0, 2), (2, 1)], "sink": [(1, 1), (2, 3)]}
+    assert index.count_N.dtype == np.uint8
+    assert {name: index.manifest[name] for name in ("passages", "words", "postings", "tokens")} == {
+        "passages": 3, "words": 3, "postings": 5, "tokens": 9,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bytes_do_not_depend_on_parts_and_workers(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    for name, value in {"_PASSAGES": 2, "_POSTINGS": 5, "_MERGED_PARTS": 2}.items():
+        monkeypatch.setattr(bm25_writer, name, value)
+    progress: list[int] = []
+    write_bm25(tmp_path / "l", world.snapshot, progress.append, workers=workers)
+    assert files(tmp_path / "l") == files(world.folder / bm25.FOLDER)
+    assert progress == [2] * 6
+    assert [path.name for path in tmp_path.iterdir()] == ["l"]
+
+
+def test_an_update_writes_an_index_of_its_own(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    root = tmp_path / "root"
+    options = ("--params", tmp_path / "params.yaml", "--root", root)
+    for name in ("finetune", "evaluate"):
+        assert cli("run", name, *options).exit_code == 0
+    with open(tmp_path / "documents.jsonl", "a") as documents:
+        documents.write('{"title": "Moss", "text": "Moss is a town by the sea."}\n')
+    assert cli("update", *options).exit_code == 0
+    [folder] = (root / "updates").iterdir()
+    assert "lexical/postings.npy" in json.loads((folder / "snapshot/manifest.json").read_text())["files"]
+    snapshot = Snapshot.open(folder / "snapshot/corpus")
+    assert [snapshot.title(row) for row in Bm25.of(snapshot).search(["moss"], 1)[1][0]] == ["Moss"]

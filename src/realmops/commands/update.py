@@ -204,7 +204,6 @@ def _read_corpus(task: _Task, documents: Path) -> Snapshot:
 
 
 def _index_words(task: _Task, new: Snapshot) -> None:
-    """Write the BM25 index next to the new snapshot; only the words of new passages are counted."""
     with suppress(ValueError):  # missing, or partly removed by a killed update
         bm25.Bm25.of(new, verify=True)
         return
@@ -213,11 +212,8 @@ def _index_words(task: _Task, new: Snapshot) -> None:
         new.folder.with_name(bm25.FOLDER),
         new,
         task.report.progress("words of passages", len(new)),
-        work=task.work / bm25.FOLDER,
         workers=options.workers,
-        earlier=task.old,
     )
-    shutil.rmtree(task.work / bm25.FOLDER)
 
 
 def _embed(task: _Task, new: Snapshot, out: Path) -> dict[str, Any]:

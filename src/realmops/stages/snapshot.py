@@ -87,7 +87,6 @@ def _write(
         job.out / bm25.FOLDER,
         corpus,
         job.report.progress("words of corpus", len(corpus)),
-        work=job.work / bm25.FOLDER,
         workers=options.workers,
     )
     return metrics
