@@ -181,35 +181,6 @@ class MemoryFiles(Files):
                 self._cut(child, rng, done)
 
 
-class StaleFiles(MemoryFiles):
-    """The same volume by a mount that shows a listing for ``shown`` seconds, but what it changes itself at once."""
-
-    def __init__(self, around: Any, top: Inode, clock: Clock, shown: float) -> None:
-        super().__init__(around, top)
-        self.clock, self.shown = clock, shown
-        self._listings: dict[Path, tuple[float, list[str]]] = {}
-        self.old = 0  # listings that were shown although they were out of date
-
-    def listdir(self, folder: Path) -> list[str]:
-        fresh, now = super().listdir(folder), self.clock.monotonic()
-        if folder not in self._listings or now - self._listings[folder][0] >= self.shown:
-            self._listings[folder] = (now, fresh)
-        self.old += self._listings[folder][1] != fresh
-        return list(self._listings[folder][1])
-
-    def _create(self, path: Path) -> Inode:
-        self._listings.pop(path.parent, None)
-        return super()._create(path)
-
-    def _rename(self, old: Path, new: Path) -> None:
-        self._listings.pop(new.parent, None)
-        super()._rename(old, new)
-
-    def _remove(self, path: Path) -> None:
-        self._listings.pop(path.parent, None)
-        super()._remove(path)
-
-
 class Fault:
     """One fault at the n-th operation (from 0); ``kill`` and ``kill after`` end this process for good."""
 
@@ -234,9 +205,6 @@ class Fault:
             raise Killed
         code = {"applied but error": errno.EIO}.get(self.kind) or getattr(errno, self.kind)
         raise OSError(code, self.kind, str(path))
-
-
-FAULTS = ("kill", "kill after", "ENOSPC", "EIO", "EROFS", "applied but error")
 
 
 def forked(work: Callable[[], int]) -> int:

@@ -1,4 +1,4 @@
-"""What the campaign against faults shares: its length, and disks that fail or are small.
+"""What the campaign against faults shares: its length, and disks that are full or small.
 
 ``make faults`` sets REALMOPS_FAULTS and runs the tests with the marker ``faults`` at full length; ``make test`` runs
 the same tests cut short.
@@ -15,15 +15,13 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 CAMPAIGN = "REALMOPS_FAULTS" in os.environ
-ERRORS = ("ENOSPC", "EIO", "EROFS", "torn")
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-CHANGES = ("fsync", "rename", "replace", "link", "mkdir")
 
 
 def times(short: int, long: int) -> int:
@@ -32,14 +30,13 @@ def times(short: int, long: int) -> int:
 
 
 class FailingDisk:
-    """Within the block, operation ``at`` (from 0) of this process that changes the disk fails, whoever asks for it.
+    """Within the block, the disk is full from change number ``at`` (from 0) of this process on.
 
-    ``torn``: half of a write is done, then the disk is full. ``short``: no error, but every write is done in part.
-    With ``lasting`` all later operations fail as well. fsync does nothing else here.
+    Half of a write that meets it is done. fsync does nothing else here.
     """
 
-    def __init__(self, at: int, kind: str, *, lasting: bool = False) -> None:
-        self.at, self.kind, self.lasting, self.count = at, kind, lasting, 0
+    def __init__(self, at: int) -> None:
+        self.at, self.count = at, 0
         self._patch = pytest.MonkeyPatch()
 
     @property
@@ -50,17 +47,14 @@ class FailingDisk:
         usual_open, usual_write, open_file = os.open, os.write, io.open
 
         def opened(path: Any, flags: int, *more: Any, **named: Any) -> int:
-            if flags & WRITING:
-                self._step(str(path))
+            if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                self._step()
             return usual_open(path, flags, *more, **named)
-
-        def written(handle: int, content: Any) -> int:
-            return self._write(str(handle), memoryview(content), lambda part: usual_write(handle, part))
 
         def file(path: Any, mode: str = "r", *more: Any, **named: Any) -> Any:
             if not set(mode) & set("wxa+"):
                 return open_file(path, mode, *more, **named)
-            self._step(str(path))
+            self._step()
             raw = _Raw(path, mode.replace("b", "").replace("t", ""))
             raw.disk = self
             buffered = (io.BufferedRandom if "+" in mode else io.BufferedWriter)(raw)
@@ -69,8 +63,8 @@ class FailingDisk:
         for place in (builtins, io):
             self._patch.setattr(place, "open", file)
         self._patch.setattr(os, "open", opened)
-        self._patch.setattr(os, "write", written)
-        for name in CHANGES:
+        self._patch.setattr(os, "write", lambda handle, content: self.write(content, partial(usual_write, handle)))
+        for name in ("fsync", "rename", "replace", "link", "mkdir"):
             self._patch.setattr(os, name, self._failing(getattr(os, name), name))
         return self
 
@@ -79,38 +73,28 @@ class FailingDisk:
 
     def _failing(self, usual: Callable[..., Any], name: str) -> Callable[..., Any]:
         def changed(*arguments: Any, **named: Any) -> Any:
-            self._step(str(arguments[0]))
+            self._step()
             return None if name == "fsync" else usual(*arguments, **named)
 
         return changed
 
-    def _due(self) -> bool:
-        number, self.count = self.count, self.count + 1
-        return self.kind != "short" and (number == self.at or (self.lasting and number > self.at))
+    def _step(self) -> None:
+        self.count += 1
+        if self.failed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _step(self, path: str) -> None:
-        if self._due():
-            self._fail(path)
-
-    def _fail(self, path: str) -> None:
-        code = {"torn": errno.ENOSPC}.get(self.kind) or getattr(errno, self.kind)
-        raise OSError(code, os.strerror(code), path)
-
-    def _write(self, path: str, content: memoryview, effect: Callable[[Any], int]) -> int:
-        due = self._due()
-        if due and self.kind == "torn":
-            effect(content[: len(content) // 2])
-        if due:
-            self._fail(path)
-        return effect(content[: len(content) // 2 + 1] if self.kind == "short" else content)
+    def write(self, content: Any, effect: Callable[[Any], int]) -> int:
+        if self.count == self.at:
+            effect(memoryview(content)[: len(content) // 2])
+        self._step()
+        return effect(content)
 
 
 class _Raw(io.FileIO):
     disk: FailingDisk
 
     def write(self, content: Any, /) -> int:
-        view = memoryview(content).cast("B")
-        return self.disk._write(str(self.name), view, super().write)
+        return self.disk.write(memoryview(content).cast("B"), super().write)
 
 
 @contextlib.contextmanager

@@ -45,12 +45,7 @@ def special_file_kind(mode: int) -> str:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading; a named pipe would block until it has a writer, and a device could be changed.
-
-    Raises:
-        ValueError: the path names a folder, a pipe or a device.
-        OSError: the path cannot be opened.
-    """
+    """Open a regular file for reading; ValueError for a folder, a pipe, which would block, or a device."""
     if kind := special_file_kind(os.stat(path).st_mode):
         raise ValueError(f"{path}: cannot be read: it is a {kind}, expected a regular file; copy its content into one")
     return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
@@ -81,13 +76,11 @@ def sha256_file(path: Path, *, reread: bool = False) -> str:
 
 
 def _identity(file: IO[Any]) -> tuple[int, ...]:
-    """Return size, times, inode and device of an open file."""
     status = os.fstat(file.fileno())
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev
 
 
 def digest_cache() -> Path:
-    """Return the folder of remembered digests."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "realmops" / "digests"
 
 
@@ -97,17 +90,14 @@ def canonical_json(value: Any) -> bytes:
 
 
 def digest_of(value: Any) -> str:
-    """Return the sha256 of a JSON value in canonical form."""
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
 def add_digest(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a JSON object with its digest added as a field."""
     return {**value, DIGEST_KEY: digest_of(value)}
 
 
 def has_valid_digest(value: Mapping[str, Any]) -> bool:
-    """Return whether the digest that :func:`add_digest` added still matches the other fields."""
     try:
         return bool(value.get(DIGEST_KEY) == digest_of({k: v for k, v in value.items() if k != DIGEST_KEY}))
     except ValueError:  # NaN, which canonical JSON never contains
@@ -120,11 +110,7 @@ def seed_for(seed: int, *stream: int | str) -> int:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        ValueError: the file is not valid JSON or too large; the message names the file and the position.
-    """
+    """Read a JSON file; ValueError with file and position if it is not valid or too large."""
     try:
         if (size := path.stat().st_size) > JSON_LIMIT:  # before anything is allocated
             raise ValueError(f"it has {size} bytes, the limit is {JSON_LIMIT}")
@@ -190,12 +176,8 @@ def atomic_folder(
     Until then ``final`` is unchanged; after an error the draft is deleted. The draft of a killed process is deleted
     when ``final`` is next written.
 
-    Args:
-        final: the name of the folder.
-        files: the file layer.
-        draft: the name of the draft, which whoever gives one also sweeps.
-        commit: commits the synced draft in another way than by replacing ``final``, and returns whether it did. Its
-            caller writes the files of the draft with ``files.write``, which syncs them.
+    Another ``commit`` than by replacing ``final`` returns whether it committed the synced draft. Its caller writes the
+    files with ``files.write``, which syncs them, names the ``draft``, and sweeps those of killed processes.
     """
     if commit is None:
         if final.is_symlink():  # the folder is kept on another disk: replace the target, not the link
@@ -209,7 +191,9 @@ def atomic_folder(
             with suppress(FileExistsError):  # its name is unique: mkdir was done and its reply lost
                 files.mkdir(path)
             if commit is None:
-                _hold_lock(path, locks)
+                handle = os.open(path, os.O_RDONLY)
+                locks.callback(os.close, handle)
+                try_lock(handle, fcntl.LOCK_SH)  # on a volume without locks, drafts are never taken for abandoned
             yield path
             if commit is None:
                 _sync_files(path)
@@ -220,12 +204,6 @@ def atomic_folder(
                 shutil.rmtree(path, ignore_errors=True)
             elif not is_committed:
                 files.discard(path)
-
-
-def _hold_lock(draft: Path, locks: ExitStack) -> None:
-    handle = os.open(draft, os.O_RDONLY)
-    locks.callback(os.close, handle)
-    try_lock(handle, fcntl.LOCK_SH)  # on a volume without locks, drafts are never taken for abandoned
 
 
 def _sync_files(folder: Path) -> None:
@@ -271,11 +249,7 @@ def build_manifest(kind: str, files: Mapping[str, Mapping[str, Any]], **fields: 
 
 
 def check_manifest(manifest: Any, kind: str) -> dict[str, Any]:
-    """Return a manifest of this kind.
-
-    Raises:
-        ValueError: it has another kind or schema, does not match its own digest, or its list of files is invalid.
-    """
+    """Return a manifest; ValueError if its kind, schema, own digest or list of files is not as it must be."""
     actual = (manifest.get("kind"), manifest.get("schema")) if isinstance(manifest, dict) else type(manifest).__name__
     if not isinstance(manifest, dict) or actual != (kind, SCHEMA):
         writer = ": written by another version of realmops" if actual[0] == kind else ""
@@ -283,18 +257,15 @@ def check_manifest(manifest: Any, kind: str) -> dict[str, Any]:
     if not has_valid_digest(manifest):
         raise ValueError("it does not match its own digest")
     files = manifest.get("files")
-    if not isinstance(files, dict) or not all(map(_is_file_entry, files.values())):
+    if not isinstance(files, dict):
         raise ValueError("it has no list of files with their bytes and sha256")
-    for name in files:
+    for name, entry in files.items():
+        size = entry.get("bytes") if isinstance(entry, dict) and "sha256" in entry else None
+        if type(size) is not int or size < 0:
+            raise ValueError("it has no list of files with their bytes and sha256")
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"the file name {name!r} leaves the folder")
     return manifest
-
-
-def _is_file_entry(entry: Any) -> bool:
-    if not isinstance(entry, dict) or not {"bytes", "sha256"} <= entry.keys():
-        return False
-    return type(entry["bytes"]) is int and entry["bytes"] >= 0
 
 
 def write_manifest(folder: Path, kind: str, **fields: Any) -> dict[str, Any]:
@@ -313,11 +284,7 @@ def read_manifest(folder: Path, kind: str, *, verify: bool = True, reread: bool 
     """Read the manifest of a folder and check all files against it: by size, with ``verify`` also by sha256.
 
     A file may be a symbolic link, as from DVC with ``cache.type: symlink``; its sha256 is always compared. ``reread``
-    is that of :func:`sha256_file`.
-
-    Raises:
-        ValueError: the folder has another kind or schema, or a file is missing, truncated, changed, or in a folder
-            that is a symbolic link; the message names the file.
+    is that of :func:`sha256_file`. ValueError names the folder or the file that does not match.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -345,11 +312,7 @@ def read_manifest(folder: Path, kind: str, *, verify: bool = True, reread: bool 
 
 
 def verify_manifests(root: Path) -> int:
-    """Read every file of all manifests below a folder, compare it with its digest, and return the number of files.
-
-    Raises:
-        ValueError: as :func:`read_manifest`, or there is no manifest.
-    """
+    """Read every file of all manifests below a folder, compare it with its digest, and return the number of files."""
     folders = [path.parent for path in sorted(root.rglob(MANIFEST)) if WORK_FOLDER not in path.relative_to(root).parts]
     if not folders:
         raise ValueError(f"{root} has no {MANIFEST}; name the folder of a run with --root")
@@ -361,11 +324,7 @@ def verify_manifests(root: Path) -> int:
 def read_bound_manifest(
     folder: Path, kind: str, corpus_hash: str | None, stage: str, *, verify: bool = True
 ) -> dict[str, Any]:
-    """Read the manifest of a folder that ``stage`` made for one corpus.
-
-    Raises:
-        ValueError: as :func:`read_manifest`, or the folder was made for another corpus than ``corpus_hash``.
-    """
+    """Read the manifest of a folder that ``stage`` made; ValueError also if it was for another corpus."""
     manifest = read_manifest(folder, kind, verify=verify)
     if corpus_hash is not None and manifest["corpus_hash"] != corpus_hash:
         raise ValueError(
@@ -376,11 +335,7 @@ def read_bound_manifest(
 
 
 def check_replaceable(folder: Path, kind: str) -> None:
-    """Check that a folder to be replaced contains only the unchanged files of its manifest.
-
-    Raises:
-        ValueError: a file was added or changed since; the message names the first one.
-    """
+    """Check that a folder to be replaced contains only the unchanged files of its manifest; else ValueError."""
     path = folder / MANIFEST
     manifest = read_json(path) if path.is_file() else {}
     is_valid = isinstance(manifest, dict) and manifest.get("kind") == kind and has_valid_digest(manifest)

@@ -29,7 +29,6 @@ class Clock:
     """The time of this machine; tests inject their own."""
 
     def monotonic(self) -> float:
-        """Return seconds of the monotonic clock, for intervals."""
         return time.monotonic()
 
     def unix(self) -> float:
@@ -37,16 +36,13 @@ class Clock:
         return time.time()
 
     def sleep(self, seconds: float) -> None:
-        """Suspend this thread for ``seconds``."""
         time.sleep(seconds)
 
 
 class Files:
     """Operations on the volume; each is one step, at which the process may fail or be killed.
 
-    Args:
-        around: called with the name of each operation, its path and its effect.
-        folder_mode: the permissions of new folders, before the umask.
+    ``folder_mode`` are the permissions of new folders, before the umask.
     """
 
     def __init__(self, around: Around | None = None, *, folder_mode: int = 0o750) -> None:
@@ -61,16 +57,10 @@ class Files:
             return []
 
     def read(self, path: Path, limit: int, *, copied: bool = False, depth: int = 1) -> Any:
-        """Return the bytes of a regular file.
+        """Return the bytes of a regular file of at most ``limit`` bytes.
 
-        Args:
-            path: the file.
-            limit: the most bytes that it may have.
-            copied: memory-map a local copy of a large file, if the local disk has room for one.
-            depth: the number of folders above the file that must not be symbolic links.
-
-        Raises:
-            ValueError: the file or a folder of it is a symbolic link, or the file is not regular or too long.
+        With ``copied`` a large file is copied to the local disk, if that has room, and memory-mapped. ValueError if the
+        file or one of the ``depth`` folders above it is a symbolic link, or the file is not regular or too long.
         """
         return self._around("read", path, lambda: _read(path, limit, copied, depth))
 
@@ -78,9 +68,6 @@ class Files:
         """Create a new file and make its bytes durable.
 
         An error of write, fsync or close is final: a second fsync would report success although the data is lost.
-
-        Raises:
-            OSError: the volume has no room (ENOSPC), the file exists, or the write failed.
         """
         free = self._around("free", path, lambda: free_bytes(path.parent))
         if free < SPARE_ROOM * len(content):
@@ -102,15 +89,14 @@ class Files:
         """Replace ``path`` atomically without making it durable, which is enough for heartbeats."""
         draft = path.with_name(f".{path.name}.draft")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._around("draft", draft, lambda: _write_and_close(os.open(draft, flags, 0o640), content))
+        self._around("draft", draft, lambda: _write_file(draft, flags, content))
         self._around("rename", path, lambda: os.rename(draft, path))
 
     def mkdir(self, folder: Path) -> None:
-        """Create one folder; raises FileExistsError if the name is taken."""
         self._around("mkdir", folder, lambda: os.mkdir(folder, self._folder_mode))
 
     def rename(self, old: Path, new: Path) -> None:
-        """Rename a folder within its parent; raises OSError if the new name is a folder that is not empty."""
+        """Rename a folder within its parent; OSError if the new name is a folder that is not empty."""
         self._around("rename", new, lambda: os.rename(old, new))
 
     def sync_folder(self, folder: Path) -> None:
@@ -118,10 +104,7 @@ class Files:
         self._around("sync_folder", folder, lambda: _sync_folder(folder))
 
     def make_folder(self, folder: Path) -> None:
-        """Create a folder and its missing parents, each with a durable name.
-
-        No name is looked up before it is created: NFS caches a failed lookup.
-        """
+        """Create a folder and its missing parents, each with a durable name; NFS caches a failed lookup of a name."""
         try:
             self.mkdir(folder)
         except FileExistsError:
@@ -149,7 +132,6 @@ class Files:
             self.delete(claimed)
 
     def unlink(self, path: Path) -> None:
-        """Delete a file or a symbolic link."""
         self._around("unlink", path, lambda: os.unlink(path))
 
     def delete(self, folder: Path) -> None:
@@ -165,7 +147,6 @@ class Files:
         self.rmdir(folder)
 
     def rmdir(self, folder: Path) -> None:
-        """Delete an empty folder."""
         self._around("rmdir", folder, lambda: os.rmdir(folder))
 
 
@@ -200,11 +181,9 @@ def _write_all(handle: int, content: Content) -> None:
             remaining = remaining[os.write(handle, remaining) :]
 
 
-def _write_and_close(handle: int, content: bytes) -> None:
-    try:
-        _write_all(handle, content)
-    finally:
-        os.close(handle)
+def _write_file(path: Path, flags: int, content: bytes) -> None:
+    with open(os.open(path, flags, 0o640), "wb") as file:
+        file.write(content)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -216,7 +195,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def is_writable(folder: Path) -> bool:
-    """Return whether this process may write to a folder: False on a volume mounted read-only."""
+    """Return whether this process may write to a folder; not on a volume mounted read-only."""
     return os.access(folder, os.W_OK)
 
 
@@ -226,7 +205,6 @@ def modified_time(path: Path) -> float:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free bytes on the volume of ``folder``."""
     return shutil.disk_usage(folder).free
 
 

@@ -34,8 +34,6 @@ class Journal:
     """
 
     def __init__(self, path: Path, stage: str) -> None:
-        if not NAME.fullmatch(stage):
-            raise ValueError(f"stage name {stage!r}: only letters, digits, - and _ are allowed")
         self.path = path
         self.stage = stage
         self.on_checkpoint: Callable[[], None] | None = None  # called once a checkpoint's lines are on the disk
@@ -73,7 +71,6 @@ class Journal:
         self._last_step = -1
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -90,11 +87,7 @@ def _finite(value: float) -> float | int | None:
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """Read the records of a metrics.jsonl, without an unfinished last line of a running stage.
-
-    Raises:
-        ValueError: a line is damaged; the message names the file and the line.
-    """
+    """Read the records of a metrics.jsonl, without an unfinished last line; ValueError names a damaged line."""
     records = []
     lines = path.read_bytes().split(b"\n")
     for line_number, line in enumerate(lines[:-1], 1):
@@ -120,15 +113,13 @@ class JournalValues:
     """The metrics that a stage has logged so far, read once."""
 
     def __init__(self, journal: Journal) -> None:
-        self.stage, self.records = journal.stage, read_journal(journal.path)
+        self._records = [record for record in read_journal(journal.path) if record["stage"] == journal.stage]
 
     def of(self, metric: str) -> Sequence[float]:
         """Return the finite values of a metric in step order."""
-        return metric_series(self.records, self.stage, metric).values
+        return [float(record[metric]) for record in self._records if record.get(metric) is not None]
 
-    def mean(self, metric: str, last: int | None = None) -> float:
+    def mean(self, metric: str, last: int = 0) -> float:
         """Return the mean of all or the ``last`` values of a metric; NaN if there is none, or if one is not finite."""
-        values = [r[metric] for r in self.records if r["stage"] == self.stage and metric in r][
-            -last if last else None :
-        ]
+        values = [record[metric] for record in self._records if metric in record][-last:]
         return sum(values) / len(values) if values and None not in values else float("nan")

@@ -11,7 +11,7 @@ import os
 import signal
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -40,7 +40,7 @@ from realmops.inputs.resolve import local_cache
 from realmops.journal import metric_series, read_journal
 from realmops.options import CLOSED_BOOK
 from realmops.refresh.child_processes import end_with
-from realmops.refresh.lease import Lease, acquire_lease
+from realmops.refresh.lease import acquire_lease
 from realmops.stages import (
     CLOZE_STEP,
     JOURNAL,
@@ -217,10 +217,10 @@ def _complete(task: Task, out: Path, report: Report, existing_only: bool = False
         key = fingerprint(stage, values, stage_inputs(stage, values, task.params.parent, task.view))
         home = out / "store" / f"{stage.name}-{key[:16]}"
         if not (is_complete(home, stage) or existing_only):
-            with acquire_lease(home / WORK_FOLDER / "claim", report.log) as lease:
+            with acquire_lease(home / WORK_FOLDER / "claim", report.log):
                 if not is_complete(home, stage):
                     report.log(f"ablate: {task.variant}, seed {task.seed}: {stage.name}, with its log in {home / LOG}")
-                    _run_stage(stage, replace(task, values=values), home, lease)
+                    _run_stage(stage, replace(task, values=values), home)
         if not is_complete(home, stage):
             log = home / LOG
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
@@ -230,30 +230,13 @@ def _complete(task: Task, out: Path, report: Report, existing_only: bool = False
     return ""
 
 
-class _LeasedConsole(Console):
-    """A console whose progress ends a stage that another process has taken over."""
-
-    def __init__(self, lease: Lease) -> None:
-        self.lease = lease
-
-    def progress(self, label: str, total: int, unit: str = "") -> Callable[[int], None]:
-        update = super().progress(label, total, unit)
-
-        def checked(units: int) -> None:
-            if self.lease.lost:
-                raise TimeoutError("another process has taken the stage over, since this one was suspended")
-            update(units)
-
-        return checked
-
-
-def _run_stage(stage: Stage, task: Task, home: Path, lease: Lease) -> None:
+def _run_stage(stage: Stage, task: Task, home: Path) -> None:
     """Run a stage in ``home`` as ``realmops run`` does, with its output in a log; an error is in the log alone."""
     for folder in (CLOZE, *(STAGES[need].folder for need in stage.needs)):
         if (task.view / folder).exists():
             replace_symlink(task.view / folder, home / folder)
     values = {**task.values, "tracking": {**task.values["tracking"], "enabled": False}}
-    presets, report = [*map(str, task.presets)], _LeasedConsole(lease)
+    presets, report = [*map(str, task.presets)], Console()
     run = partial(run_stages, presets=presets, project=task.params.parent, root=home, report=report, force=False)
     with open(home / LOG, "a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
         try:

@@ -21,7 +21,7 @@ from realmops.refresh.child_processes import MAX_PAUSE_SECONDS
 from realmops.refresh.exchange import Exchange, RunMismatchError, part_name, row_ranges
 from realmops.refresh.versions import CorruptVersionError, Version
 
-DONE, FAULT, MISCONFIGURED = 0, 1, 2  # exit codes: do not restart, restart, do not restart
+DONE, FAULT, MISCONFIGURED = 0, 1, 2  # exit codes; only after a fault a restart helps
 COLLECT_SECONDS = 30.0  # between two garbage collections while nothing is built
 MAX_FAILURES = 5  # of the volume, in a row
 
@@ -94,8 +94,11 @@ class Builder:
         if name is None:
             return False
         weights = self.exchange.load(self.exchange.weights, name)
+        start = self.exchange.clock.monotonic()
+        parts = row_ranges(self.work.rows, self.work.part_rows)
         try:
-            self._build(weights)
+            self._embed(weights, parts)
+            self._commit_index(weights, parts, start)
         finally:
             self.exchange.weights.unpin(weights)
         return True
@@ -113,14 +116,8 @@ class Builder:
                 return name  # loading will quarantine it
         return names[-1] if unbuilt and unbuilt[-1] == names[-1] else None
 
-    def _build(self, weights: Version) -> None:
-        start = self.exchange.clock.monotonic()
-        parts = row_ranges(self.work.rows, self.work.part_rows)
-        self._embed(weights, parts)
-        self._commit_index(weights, parts, start)
-
     def _commit_index(self, weights: Version, parts: list[tuple[int, int]], start: float) -> None:
-        """Merge the parts and publish them as the index generation of these weights (``Versions.publish``)."""
+        """Merge the parts and publish them as the index generation of these weights."""
         self._report(f"merging the {len(parts)} parts of step {weights.step}")
         contents = (self.exchange.load_part(part_name(weights.name, *part), weights) for part in parts)
         files, meta = self.work.merge(weights, contents)
@@ -166,22 +163,10 @@ def run_builder(
     poll: float = 0.5, grace: float = 120.0, on_status: Callable[[str], None] = log.info,
     files: Files | None = None, clock: Clock | None = None,
 ) -> int:  # fmt: skip
-    """Build indexes until the trainer finishes.
+    """Build indexes until the trainer finishes or SIGTERM is received; return the exit code of the process.
 
-    Args:
-        root: the exchange folder.
-        identity: the identity of the run, as its trainer has it.
-        work: how to embed and merge.
-        name: the name of this builder, unique on the exchange and the same after a restart.
-        poll: seconds between two checks for new weights.
-        grace: seconds for which removed versions stay in the trash.
-        on_status: called with each new status line.
-        files: the file layer; tests inject faults here.
-        clock: the clock; tests inject their own.
-
-    Returns:
-        The exit code of the process. 0: the trainer has finished, or SIGTERM was received. 1: a fault; restart it.
-        2: the exchange belongs to a run with another identity, or the settings are wrong; do not restart it.
+    ``name`` is unique on the exchange and the same after a restart; ``poll`` is the time between two checks for new
+    weights, ``grace`` the time for which removed versions stay in the trash, both in seconds.
     """
     clock = clock or Clock()
     if threading.current_thread() is threading.main_thread():

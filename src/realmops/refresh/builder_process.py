@@ -45,16 +45,10 @@ def exchange_identity(
 
 
 def run_index_builder(root: Path, folder: Path, *, watch_parent: int | None, works: Mapping[str, Work]) -> int:
-    """Serve one exchange until its trainer has finished.
+    """Serve the exchange ``root`` with the snapshot in ``folder`` until its trainer has finished; return the exit code.
 
-    Args:
-        root: the exchange folder.
-        folder: the snapshot.
-        watch_parent: the id of the parent process, with which this process ends.
-        works: the sharded computations that a stage may offer on the exchange, by name.
-
-    Returns:
-        The exit code of the process, as :func:`run_builder`.
+    The process ends with the process ``watch_parent``. ``works`` are the sharded computations that a stage may offer
+    on the exchange, by name.
     """
     if watch_parent is not None:
         end_with(watch_parent)

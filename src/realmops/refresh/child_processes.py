@@ -18,10 +18,10 @@ PARENT_SECONDS = 0.5  # between two checks of the parent process
 
 
 class SupervisedProcess:
-    """A supervised child process, restarted after each exit with exponential back-off.
+    """A child process that is restarted after each exit, and whose output is appended to ``log``.
 
-    The back-off begins at ``pause`` seconds and doubles up to ``MAX_PAUSE_SECONDS``; it is reset after a process that
-    ran for longer than that. Output is appended to ``log``.
+    The back-off begins at ``pause`` seconds, doubles up to ``MAX_PAUSE_SECONDS``, and is reset after a process that ran
+    for longer than that.
     """
 
     def __init__(
@@ -78,7 +78,6 @@ class SupervisedProcess:
         self._process = None
 
     def last_lines(self) -> str:
-        """Return the last lines of the log."""
         assert self.log is not None
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-LAST_LINES:])
 

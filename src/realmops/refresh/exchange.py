@@ -6,26 +6,19 @@ any instruction, the disk is full, two builders work at once, or a suspended tra
 
     <root>/run/v-000000/         the identity of the run: one manifest, written once, compared by every process
     <root>/fences/000007/        the fence number of one trainer process, taken by mkdir, never removed
-    <root>/checkpoints/v-000007-00000042/
-                                 by trainer 7 at step 42; names the index in use and the weights whose index it awaits
-    <root>/weights/v-000007-00000042/
-                                 retriever parameters of step 42
-    <root>/parts/v-000007-00000042-<first>-<end>/
-                                 the rows [first, end) embedded with these weights, by builders
-    <root>/indexes/v-000007-00000042/
-                                 the index of these weights, with the same name
+    <root>/checkpoints/v-000007-00000042/            by trainer 7 at step 42; names the index in use and the awaited
+    <root>/weights/v-000007-00000042/                retriever parameters of step 42
+    <root>/parts/v-000007-00000042-<first>-<end>/    the rows [first, end) embedded with these weights, by builders
+    <root>/indexes/v-000007-00000042/                the index of these weights
     <root>/finished/v-000007/    the outcome of trainer 7: done or failed
-    <root>/pins/<role>/<kind>.<version>.<holder>.<nonce>
-                                 a reader uses this version
-    <root>/alive/<role>/<holder>.json
-                                 a heartbeat, replaced often; used in messages and to expire the pins of dead readers
+    <root>/pins/<role>/<kind>.<version>.<holder>.<nonce>          a reader uses this version
+    <root>/alive/<role>/<holder>.json                             a heartbeat, for messages and to expire pins
 
 Every ``v-`` folder is an immutable version (versions.py), so every kind has one parent folder and one mount.
 The trainer removes checkpoints and weights, builders remove parts and indexes. The retention is
 
     checkpoints  the newest 2
-    weights      those whose index this trainer or a kept checkpoint awaits; not those that a killed trainer published
-                 after its last checkpoint
+    weights      those whose index this trainer or a kept checkpoint awaits
     indexes      the newest 2, those whose weights are kept, those that a kept checkpoint names, pinned ones
     parts        those of kept weights that have no index yet
 
@@ -35,7 +28,7 @@ since every name contains the fence number. A trainer reads from its checkpoint 
 
 import json
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -137,7 +130,6 @@ class Exchange:
     # Fences and outcomes
 
     def newest_fence(self) -> int:
-        """Return the highest fence number taken so far, 0 if none."""
         names = self.files.listdir(self.root / "fences")
         return max((int(name) for name in names if name.isdigit()), default=0)
 
@@ -189,13 +181,13 @@ class Exchange:
         return heartbeats
 
     def describe_builders(self) -> str:
-        """Describe all builders and the age of their heartbeats in one line."""
         builders = [
             f"{holder} ({heartbeat['doing']}), last heartbeat {seconds:.0f} s ago"
             for holder, seconds, heartbeat in self.heartbeats("builder")
         ]
-        none = "no builder has ever been seen: one is starting, or start one with `realmops index-builder`"
-        return "; ".join(builders) or none
+        return "; ".join(builders) or (
+            "no builder has ever been seen: one is starting, or start one with `realmops index-builder`"
+        )
 
     # Reading
 
@@ -252,7 +244,6 @@ class Exchange:
 
 
 def weights_of(part: str) -> str:
-    """Return the version name of the weights that a part was embedded with."""
     return "-".join(part.split("-")[:3])
 
 
@@ -269,44 +260,58 @@ def row_ranges(rows: int, size: int) -> list[tuple[int, int]]:
 def inspect_exchange(root: Path, clock: Clock | None = None) -> list[str]:
     """Describe the state of an exchange line by line, problems last, without writing to it (``realmops doctor``).
 
-    Times compare the clocks of this machine and of the volume, and are only as accurate as these agree.
+    Ages compare the clocks of this machine and of the volume, and are only as accurate as these agree.
     """
     clock = clock or Clock()
     exchange = Exchange(Path(root).absolute(), None, "builder-doctor", clock=clock)
     if IDENTITY_VERSION not in exchange.identity_store.names():
         return [f"{root} is no exchange: no trainer has started here, or it was removed"]
-    problems: list[str] = []
-    newest = {
-        kind: _newest_intact(exchange.stores[kind], problems) for kind in ("run", "checkpoints", "weights", "indexes")
-    }
+    lines, problems, run, largest = list[str](), list[str](), dict[str, Any](), 0
+    for kind in ("run", "checkpoints", "weights", "indexes"):
+        newest = _newest_intact(exchange.stores[kind], problems)
+        if kind == "run":
+            run = newest.run if newest else {}
+        else:
+            lines.append(f"{kind}: newest is {newest.name if newest else 'not there yet'}")
+        largest = max(largest, sum(file["bytes"] for file in newest.listing.values()) if newest else 0)
     for kind, store in exchange.stores.items():
         problems += [f"{kind}: {entry} was quarantined as damaged or superseded" for entry in store.quarantined()]
-    run = newest["run"].run if newest["run"] else {}
     indexes, finished = exchange.indexes.names(), exchange.finished()
-    awaited = [name for name in exchange.weights.names() if name not in indexes and "work" not in run]
-    lines = [
-        f"{kind}: newest is {version.name if version else 'not there yet'}"
-        for kind, version in newest.items()
-        if kind != "run"
-    ]
     for role in ROLES:
         heartbeats = exchange.heartbeats(role)
         lines += [] if heartbeats else [f"no {role} has ever been seen"]
         for holder, _, beat in heartbeats:
             try:
-                beat |= {"holder": holder, "written": modified_time(exchange.root / "alive" / role / f"{holder}.json")}
-                running, silent = beat["unix"] - beat["since_unix"], clock.unix() - beat["written"]
+                running = beat["unix"] - beat["since_unix"]
+                silent = clock.unix() - modified_time(exchange.root / "alive" / role / f"{holder}.json")
             except (OSError, KeyError, TypeError):
                 lines.append(f"{holder}: {beat['doing']}")
                 continue
             lines.append(f"{holder}: {beat['doing']}, running for {running:.0f} s, last heartbeat {silent:.0f} s ago")
-            problems += _holder_problems(beat, silent, exchange, None if finished else awaited)
+            if not finished and silent > SILENT_SECONDS:
+                advice = (
+                    "run its stage again: it resumes from the newest checkpoint" if role == "trainer"
+                    else "start one with `realmops index-builder` unless another is running"
+                )  # fmt: skip
+                problems.append(
+                    f"{holder} has been silent for {silent:.0f} s: it was killed, suspended or disconnected; {advice}"
+                )
+            problems += _holder_problems(holder, beat, exchange.newest_fence())
     if "work" in run:  # shards.py
         total = -(-run["passages"] // run["shard_rows"])
         lines.append(f"{run['work']}: {len(exchange.parts.names())} of {total} shards are committed")
-    lines += [f"awaited: the index of {name}" for name in awaited]
+    else:
+        lines += [f"awaited: the index of {name}" for name in exchange.weights.names() if name not in indexes]
     lines += [f"finished: {finished}"] if finished else []
-    return lines + problems + list(_volume_problems(exchange, newest.values()))
+    free, needed = free_bytes(exchange.root), SPARE_ROOM * largest
+    if free < max(needed, MIN_FREE_BYTES):
+        problems.append(
+            f"the volume is full: {free / 1e6:.1f} MB are free and the largest version here needs "
+            f"{needed / 1e6:.1f} MB; free some space"
+        )
+    if not is_writable(exchange.root):
+        problems.append(f"{exchange.root} cannot be written: the volume is read-only, or belongs to another user")
+    return lines + problems
 
 
 def _newest_intact(store: VersionStore, problems: list[str]) -> Version | None:
@@ -320,51 +325,11 @@ def _newest_intact(store: VersionStore, problems: list[str]) -> Version | None:
     return None
 
 
-def _holder_problems(
-    beat: Mapping[str, Any], silent: float, exchange: Exchange, awaited: list[str] | None
-) -> Iterator[str]:
-    """Yield the problems of the holder of a heartbeat that is ``silent`` seconds old.
-
-    ``awaited`` are the weights without index, None once the run has finished.
-    """
-    holder, ahead = beat["holder"], beat["unix"] - beat["written"]
-    if silent > SILENT_SECONDS and awaited is not None:
-        advice = (
-            "run its stage again: it resumes from the newest checkpoint"
-            if holder == "trainer"
-            else "start one with `realmops index-builder` unless another is running"
-        )
-        yield f"{holder} has been silent for {silent:.0f} s: it was killed, suspended or disconnected; {advice}"
-    elif awaited and beat["doing"] == "waiting for weights":
-        with suppress(OSError):  # removed meanwhile
-            written, first = min((modified_time(exchange.weights.folder / name), name) for name in awaited)
-            if exchange.clock.unix() - written > SILENT_SECONDS:
-                yield f"{holder} waits for weights and does not see {first}: its listing of the volume is old, or hangs"
-    if abs(ahead) > SILENT_SECONDS:
-        direction = "ahead of" if ahead > 0 else "behind"
+def _holder_problems(holder: str, beat: Mapping[str, Any], newest_fence: int) -> Iterator[str]:
+    if beat.get("fence") and beat["fence"] != newest_fence:
         yield (
-            f"the clock of {holder} is {abs(ahead):.0f} s {direction} the volume's: times in logs are wrong; nothing "
-            "else depends on clocks"
-        )
-    if silent < -SILENT_SECONDS:
-        yield f"the clock of this machine is {-silent:.0f} s behind the volume's"
-    if beat.get("fence") and beat["fence"] != exchange.newest_fence():
-        yield (
-            f"{holder} {beat['fence']} is seen here, but {exchange.newest_fence()} has taken over: two trainers share "
-            "this exchange; the older one ends at its next checkpoint"
+            f"{holder} {beat['fence']} is seen here, but {newest_fence} has taken over: two trainers share this "
+            "exchange; the older one ends at its next checkpoint"
         )
     if beat.get("realmops") not in (None, __version__):
         yield f"{holder} is realmops {beat['realmops']}, this is {__version__}: use one version"
-
-
-def _volume_problems(exchange: Exchange, newest: Iterable[Version | None]) -> Iterator[str]:
-    free = free_bytes(exchange.root)
-    sizes = [sum(file["bytes"] for file in version.listing.values()) for version in newest if version]
-    needed = SPARE_ROOM * max(sizes, default=0)
-    if free < max(needed, MIN_FREE_BYTES):
-        yield (
-            f"the volume is full: {free / 1e6:.1f} MB are free and the largest version here needs "
-            f"{needed / 1e6:.1f} MB; free some space"
-        )
-    if not is_writable(exchange.root):
-        yield f"{exchange.root} cannot be written: the volume is read-only, or belongs to another user"

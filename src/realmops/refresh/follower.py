@@ -36,10 +36,9 @@ def assign_exchange(path: Path, exchange: Path, snapshot: Path, owner: str) -> N
 class Follower:
     """A process that serves the exchanges of an assignment file, one after another, each by a child process.
 
-    The file is written by :func:`assign_exchange`. A builder that has finished, or does not fit its exchange, is not
-    restarted until the file changes; one that failed is restarted with back-off, as a pod would be. A builder is
-    stopped when both its assignment and its exchange are removed. The follower's heartbeat is in the folder ``alive``
-    next to the file; ``alive`` is a file that it touches for a liveness probe.
+    A builder that has finished, or does not fit its exchange, is not restarted until the file changes; one that failed
+    is restarted with back-off. A builder is stopped when both its assignment and its exchange are removed. The
+    heartbeat is in the folder ``alive`` next to the file; ``alive`` is a file that is touched for a liveness probe.
     """
 
     def __init__(self, path: Path, alive: Path | None, poll: float = 1.0) -> None:
@@ -120,5 +119,4 @@ def is_exchange(root: Path) -> bool:
 
 
 def print_status(message: str) -> None:
-    """Print a status of an index builder."""
     print(f"index builder: {message}", file=sys.stderr, flush=True)

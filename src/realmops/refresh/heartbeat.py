@@ -37,8 +37,7 @@ class Heartbeat:
 class LivenessTracker:
     """The time since each observed content changed, by the monotonic clock of the observer.
 
-    This is the only way in which the exchange judges whether a process is alive: file times and the clocks of other
-    machines are not trusted, and content that is observed for the first time counts as new.
+    File times and other machines' clocks are not trusted; content that is observed for the first time counts as new.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -4,11 +4,11 @@ The stage opens an exchange (exchange.py) with one version of weights, the model
 several are missing, a small file offers them to index builders that follow it. Any number of them may help, on one
 machine or on many that share the volume. The exchange has one more folder:
 
-    <exchange>/claims/<first>/   the lease on the shard that begins with that passage (lease.py)
+    <exchange>/claims/<first>   the lease on the shard that begins with that passage (lease.py)
 
 A shard is leased, computed, and committed under ``parts/``. Its bytes depend on the model and on its passages, not on
 the process that computes it. A process that is killed loses only its current shard; committed ones are reused. Leases
-only save work: two processes that compute the same shard, as after a lease has expired, write the same bytes.
+only save work: two processes that compute the same shard write the same bytes.
 """
 
 import hashlib
@@ -24,7 +24,6 @@ from realmops.artifacts import digest_of, write_json
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import DTYPES, PRECISIONS, resolve_device
 from realmops.refresh.exchange import Exchange, part_name, row_ranges
-from realmops.refresh.heartbeat import LivenessTracker
 from realmops.refresh.lease import try_acquire_lease
 from realmops.refresh.versions import CorruptVersionError, Version, version_name
 from realmops.search.embed import SHARD_ROWS, MakeShard, Progress, no_progress
@@ -56,19 +55,26 @@ def compute_in_shards(
 ) -> Iterator[dict[str, bytes]]:  # fmt: skip
     """Compute all shards of a corpus, with the help of index builders, and yield their files in order.
 
-    Args:
-        settings: folders, device, dtype and threads.
-        name: the name under which builders find ``work``.
-        work: the function that prepares the computation of shards.
-        snapshot: the corpus.
-        model: the model's files, by name.
-        progress: called with numbers of passages that any process has done.
+    Builders find ``work`` under ``name``; ``progress`` is called with numbers of passages that any process has done.
     """
-    run = shard_identity(name, snapshot, model, settings)
+    run = {  # on which all processes that compute shards must agree
+        "work": name,
+        "model": {file: hashlib.sha256(content).hexdigest() for file, content in sorted(model.items())},
+        "device": settings.device.type,
+        "precision": PRECISIONS[settings.dtype],
+        "threads": settings.threads,
+        "shard_rows": SHARD_ROWS,
+        **corpus_identity(snapshot),
+    }
     root = settings.folder / digest_of(run)[:16]
     exchange = Exchange.open(root, run, grace=0.0)
     (root / "claims").mkdir(exist_ok=True)
-    version = _publish_model(exchange, model)
+    version = None
+    while version is None:
+        exchange.weights.publish(MODEL, model, {"awaited": True, "step": 0})
+        with suppress(CorruptVersionError):  # a damaged one is quarantined
+            version = exchange.load(exchange.weights, MODEL)
+    exchange.weights.unpin(version)
     shards = ShardWorker(exchange, snapshot, work, version, settings.device, settings.dtype, progress)
     if len(shards.missing()) > 1:
         write_json(settings.offer, {"exchange": str(exchange.root), "snapshot": str(snapshot.folder.absolute())})
@@ -80,21 +86,6 @@ def compute_in_shards(
     yield from shards.read(settings.log)
 
 
-def shard_identity(
-    name: str, snapshot: Snapshot, model: Mapping[str, bytes], settings: ShardSettings
-) -> dict[str, Any]:
-    """Return the run identity on which all processes that compute shards must agree."""
-    return {
-        "work": name,
-        "model": {file: hashlib.sha256(content).hexdigest() for file, content in sorted(model.items())},
-        "device": settings.device.type,
-        "precision": PRECISIONS[settings.dtype],
-        "threads": settings.threads,
-        "shard_rows": SHARD_ROWS,
-        **corpus_identity(snapshot),
-    }
-
-
 def corpus_identity(snapshot: Snapshot) -> dict[str, Any]:
     """Return the fields of a run identity that describe the corpus."""
     return {
@@ -103,16 +94,6 @@ def corpus_identity(snapshot: Snapshot) -> dict[str, Any]:
         "passages": len(snapshot),
         "block_wordpieces": snapshot.block_wordpieces,
     }
-
-
-def _publish_model(exchange: Exchange, model: Mapping[str, bytes]) -> Version:
-    """Publish the model on the exchange, again if it is damaged there, and load it."""
-    while True:
-        exchange.weights.publish(MODEL, model, {"awaited": True, "step": 0})
-        with suppress(CorruptVersionError):
-            version = exchange.load(exchange.weights, MODEL)
-            exchange.weights.unpin(version)
-            return version
 
 
 class ShardWorker:
@@ -127,7 +108,6 @@ class ShardWorker:
         self.device, self.dtype, self.progress = device, dtype, progress
         self.ranges = row_ranges(exchange.run["passages"], exchange.run["shard_rows"])
         self._make: MakeShard | None = None
-        self._liveness = LivenessTracker(exchange.clock)
         self._reported: set[int] = set()  # first passages of the shards that ``progress`` was called for
 
     def missing(self) -> list[tuple[int, int]]:
@@ -144,8 +124,8 @@ class ShardWorker:
         """Compute one missing shard that no other process has leased; return False if there is none."""
         for first, end in self.missing():
             name = part_name(MODEL, first, end)
-            with try_acquire_lease(self.exchange.root / "claims" / f"{first:010d}", self._liveness) as lease:
-                if lease is None or name in self.exchange.parts.names():
+            with try_acquire_lease(self.exchange.root / "claims" / f"{first:010d}") as is_held:
+                if not is_held or name in self.exchange.parts.names():
                     continue
                 self.exchange.beat(f"computing passages {first} to {end - 1} of {len(self.snapshot)}")
                 self._make = self._make or self.work(self.snapshot, self.model.files, self.device, self.dtype)

@@ -37,12 +37,8 @@ class TrainerSide:
     """One trainer process on an exchange, with a fence number that it takes at the start.
 
     The weights of a step are published after the checkpoint of that step (if there is one) and before the next one.
-
-    Args:
-        exchange: the open exchange.
-        policy: when indexes are adopted.
-        mapped: the files of an index to memory-map from a local copy if they are large.
-        on_wait: called with a message and the seconds waited so far, at the start of a wait and then every second.
+    The files in ``mapped`` of an index are memory-mapped from a local copy if they are large. ``on_wait`` is called
+    with a message and the seconds waited so far, at the start of a wait and then every second.
     """
 
     def __init__(
@@ -132,8 +128,15 @@ class TrainerSide:
             self._collect()
 
     def _publish(self, store: VersionStore, step: int, files: Mapping[str, bytes], meta: dict[str, Any]) -> None:
-        if not store.publish(version_name(self.fence, step), files, meta, self.check_fence):
+        if not self._commit(store, version_name(self.fence, step), files, meta):
             raise FencedError(f"{store.kind} of step {step} exist already under fence {self.fence}, by another trainer")
+
+    def _commit(self, store: VersionStore, name: str, files: Mapping[str, bytes], meta: dict[str, Any]) -> bool:
+        try:
+            return store.publish(name, files, meta, self.check_fence)
+        except OSError:
+            self.check_fence()  # a successor may have swept the draft
+            raise
 
     def check_fence(self) -> None:
         """Raise FencedError if another trainer has taken over, or if the exchange of this fence was removed."""
@@ -248,7 +251,7 @@ class TrainerSide:
     def finish(self, state: Literal["done", "failed"], message: str = "") -> None:
         """Record the outcome of the run, after which builders exit."""
         meta = {"state": state, "message": message}
-        self.exchange.outcomes.publish(f"v-{self.fence:06d}", {}, meta, self.check_fence)
+        self._commit(self.exchange.outcomes, f"v-{self.fence:06d}", {}, meta)
         self.beat(self._step, state)
 
     def _collect(self) -> None:

@@ -18,10 +18,10 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from errno import EEXIST, ENOENT, ENOMEM, ENOTEMPTY, ESTALE
+from errno import EEXIST, ENOENT, ENOTEMPTY
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from realmops.artifacts import (
     check_manifest,
 )
 from realmops.files import DEAD, Clock, Files
-from realmops.memory_map import Content, iter_blocks, memory_bytes
+from realmops.memory_map import Content, iter_blocks
 from realmops.refresh.heartbeat import LivenessTracker
 
 MANIFEST_LIMIT = 1 << 20
@@ -44,9 +44,8 @@ HOLDER = re.compile(r"(trainer|builder)(-[a-z0-9-]{1,40})?")
 ROLES = ("trainer", "builder")
 SECOND_READ_SECONDS = 0.2  # before a version that seems damaged or removed is read again
 COMMIT_DELAYS = (0.05, 0.2, 0.8)  # seconds before each retry of a commit
-SWEPT_RETRIES = 4  # of a draft that another process has swept
 STALE_SECONDS = 600.0  # without a change, after which a draft or a pin counts as abandoned
-MAX_QUARANTINED = 4  # versions; further ones are deleted
+MAX_QUARANTINED = 4  # versions; earlier ones are deleted
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +71,6 @@ class Version:
 
     @property
     def step(self) -> int:
-        """The training step of the version."""
         return step_of(self.name)
 
 
@@ -82,12 +80,10 @@ def version_name(fence: int, step: int) -> str:
 
 
 def fence_of(name: str) -> int:
-    """Return the fence number of the trainer that wrote this version."""
     return int(name.split("-")[1])
 
 
 def step_of(name: str) -> int:
-    """Return the training step of this version."""
     return int(name.split("-")[2])
 
 
@@ -108,8 +104,8 @@ def _sha256(content: Content) -> str:
 class VersionStore:
     """The store of the versions of one kind in the folder ``root/kind``, as seen by one holder.
 
-    ``run`` is the identity that every manifest must carry (None: any; for inspection only). ``grace`` is the time in
-    seconds for which removed versions stay in the trash (twice the age of a listing on NFS; 0 suffices locally).
+    ``run`` is the identity that every manifest must carry (None: any). Removed versions stay in the trash for ``grace``
+    seconds (twice the age of a listing on NFS; 0 suffices locally).
     """
 
     def __init__(
@@ -121,21 +117,18 @@ class VersionStore:
         self.files, self.clock, self.grace = files, clock, grace
         self.folder = root / kind
         self._liveness = LivenessTracker(clock)
-        self._skipped: set[str] = set()
 
     # Listing
 
     def names(self) -> list[str]:
         """List the committed versions, oldest first; NFS caches a failed lookup of a name for longer than a listing."""
-        names = self.files.listdir(self.folder)
-        return [name for name in names if NAME.fullmatch(name) and name not in self._skipped]
+        return [name for name in self.files.listdir(self.folder) if NAME.fullmatch(name)]
 
     def exists(self, name: str) -> bool:
         """Return whether a version is committed, or in the trash, from where it is restored if needed."""
-        return bool({name, f".trash.{name}"} & set(self.files.listdir(self.folder)) - self._skipped)
+        return bool({name, f".trash.{name}"} & set(self.files.listdir(self.folder)))
 
     def quarantined(self) -> list[str]:
-        """List the quarantined entries."""
         return [entry for entry in self.files.listdir(self.folder) if entry.startswith(".bad.")]
 
     def manifest(self, name: str) -> Version:
@@ -172,18 +165,28 @@ class VersionStore:
     def load(self, name: str, mapped: Collection[str] = ()) -> Version:
         """Load a version with its files, pinned until :meth:`unpin`; a version that seems damaged is read twice.
 
-        Args:
-            name: the version.
-            mapped: the files to memory-map from a local copy if they are large.
+        The files in ``mapped`` are memory-mapped from a local copy if they are large.
 
         Raises:
             CorruptVersionError: the version is damaged, for every reader.
             FileNotFoundError: the version was removed meanwhile.
             OSError: the volume failed; the version may be intact.
         """
-        pin = self._pin(name)
+        folder = self.root / "pins" / self.holder.split("-")[0]
+        pin = folder / f"{self.kind}.{name}.{self.holder}.{secrets.token_hex(4)}"
+        self.files.write(pin, b"")
+        self.files.sync_folder(folder)
         try:
-            return self._read_twice(name, pin, mapped)
+            try:
+                return self._read(name, pin, mapped)
+            except (CorruptVersionError, FileNotFoundError):
+                self.clock.sleep(SECOND_READ_SECONDS)
+            if name not in self.names():
+                raise FileNotFoundError(f"{self.folder / name} was removed while it was read")
+            try:
+                return self._read(name, pin, mapped)
+            except FileNotFoundError as error:
+                raise CorruptVersionError(f"{error.filename} is missing") from error
         except BaseException:
             self._unpin(pin)
             raise
@@ -193,63 +196,32 @@ class VersionStore:
         if version.pin is not None:
             self._unpin(version.pin)
 
-    def _pin(self, name: str) -> Path:
-        folder = self.root / "pins" / self.holder.split("-")[0]
-        pin = folder / f"{self.kind}.{name}.{self.holder}.{secrets.token_hex(4)}"
-        self.files.write(pin, b"")
-        self.files.sync_folder(folder)
-        return pin
-
     def _unpin(self, pin: Path) -> None:
         with suppress(OSError):  # a pin that stays expires with its holder
             self.files.unlink(pin)
 
-    def _read_twice(self, name: str, pin: Path, mapped: Collection[str]) -> Version:
-        try:
-            return self._read(name, pin, mapped)
-        except (CorruptVersionError, FileNotFoundError):
-            self.clock.sleep(SECOND_READ_SECONDS)
-        if name not in self.names():
-            raise FileNotFoundError(f"{self.folder / name} was removed while it was read")
-        try:
-            return self._read(name, pin, mapped)
-        except FileNotFoundError as error:
-            raise CorruptVersionError(f"{error.filename} is missing") from error
-
     def _read(self, name: str, pin: Path, mapped: Collection[str]) -> Version:
         version, files = self.manifest(name), {}
-        size = sum(entry["bytes"] for file, entry in version.listing.items() if file not in mapped)
-        if size > memory_bytes():
-            path = self.folder / name / MANIFEST
-            raise OSError(ENOMEM, f"it lists {size} bytes, more than the memory of this machine", str(path))
         for file, entry in version.listing.items():
-            path = self.folder / name / file
+            path, depth = self.folder / name / file, 1 + file.count("/")
             try:
-                is_copied, depth = file in mapped, 1 + file.count("/")
-                files[file] = content = self.files.read(path, entry["bytes"], copied=is_copied, depth=depth)
+                content = self.files.read(path, entry["bytes"], copied=file in mapped, depth=depth)
             except ValueError as error:
                 raise CorruptVersionError(str(error)) from error
             if len(content) != entry["bytes"]:
                 raise CorruptVersionError(f"{path} has {len(content)} bytes, its manifest lists {entry['bytes']}")
             if (digest := _sha256(content)) != entry["sha256"]:
                 raise CorruptVersionError(f"{path} has sha256 {digest}, its manifest lists {entry['sha256']}")
+            files[file] = content
         return replace(version, files=files, pin=pin)
 
     def quarantine(self, name: str, reason: str) -> None:
-        """Take a version out of use with a warning; where this process may not rename it, only skip it from now on."""
+        """Take a version out of use with a warning."""
         log.warning("%s is quarantined: %s", self.folder / name, reason)
-        try:
-            keep = len(self.quarantined()) < MAX_QUARANTINED
-            entry = f".bad.{name}.{secrets.token_hex(4)}" if keep else f"{DEAD}{secrets.token_hex(8)}"
-            self.files.rename(self.folder / name, self.folder / entry)
-            self.files.sync_folder(self.folder)
-            if not keep:
-                self._delete(entry)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            log.warning("%s cannot be renamed (%s) and is skipped from now on", self.folder / name, error)
-            self._skipped.add(name)
+        self._move(name, f".bad.{name}.{secrets.token_hex(4)}")
+        self.files.sync_folder(self.folder)
+        for entry in self.quarantined()[:-MAX_QUARANTINED]:
+            self.files.discard(self.folder / entry)
 
     # Publishing
 
@@ -259,8 +231,7 @@ class VersionStore:
     ) -> bool:  # fmt: skip
         """Commit a version; once this returns, it survives a power cut.
 
-        After an error a reader sees either no version or the complete one. A draft that is swept while it is written,
-        by a successor with the same holder name, is written again: ``guard`` may notice the successor only later.
+        After an error a reader sees either no version or the complete one.
 
         Args:
             name: the version.
@@ -273,18 +244,6 @@ class VersionStore:
         """
         assert NAME.fullmatch(name), name
         assert all(FILE.fullmatch(file) and file != MANIFEST for file in contents), list(contents)
-        for _ in range(SWEPT_RETRIES):
-            try:
-                return self._publish(name, contents, meta, guard)
-            except OSError as error:
-                if error.errno not in (ENOENT, ESTALE):
-                    raise
-            guard()
-        return self._publish(name, contents, meta, guard)
-
-    def _publish(
-        self, name: str, contents: Mapping[str, Content], meta: Mapping[str, Any], guard: Callable[[], None]
-    ) -> bool:
         nonce = secrets.token_hex(8)
         is_committed = False
 
@@ -301,49 +260,41 @@ class VersionStore:
                     self.files.mkdir(folder)
             for file, content in contents.items():
                 self.files.write(draft / file, content)
-            self.files.write(draft / MANIFEST, self._build_manifest(name, nonce, contents, meta))
+            listing = {
+                file: {"bytes": len(content), "sha256": _sha256(content)} for file, content in sorted(contents.items())
+            }
+            fields = {
+                "name": name, "nonce": nonce, "writer": self.holder, "run": self.run, "meta": dict(meta),
+                "created_unix": self.clock.unix(),
+            }  # fmt: skip
+            manifest = build_manifest(self.kind, listing, **fields)
+            self.files.write(draft / MANIFEST, canonical_json(manifest))
         guard()
         return is_committed
 
-    def _build_manifest(self, name: str, nonce: str, contents: Mapping[str, Content], meta: Mapping[str, Any]) -> bytes:
-        listing = {
-            file: {"bytes": len(content), "sha256": _sha256(content)} for file, content in sorted(contents.items())
-        }
-        fields = {
-            "name": name, "nonce": nonce, "writer": self.holder, "run": self.run, "meta": dict(meta),
-            "created_unix": self.clock.unix(),
-        }  # fmt: skip
-        return canonical_json(build_manifest(self.kind, listing, **fields))
-
     def _commit(self, draft: Path, name: str, nonce: str) -> bool:
         """Rename the draft to its final name; after an error, list the folder: the rename may have been applied."""
-        committed = False
-        failure: OSError | None = None
-        for delay in (0.0, *COMMIT_DELAYS):
-            if delay:
-                self.clock.sleep(delay)
+        is_renamed = False
+        for delay in (*COMMIT_DELAYS, None):
             try:
-                if not committed:
+                if not is_renamed:
                     self.files.rename(draft, self.folder / name)
                 self.files.sync_folder(self.folder)
                 return True
-            except OSError as error:
-                failure = error
-            names = self.files.listdir(self.folder)
-            if name in names:
+            except OSError:
                 owner = self._published_nonce(name)
                 if owner is not None and owner != nonce:
                     return False
-                committed = owner == nonce
-            elif draft.name not in names:
-                raise OSError(ESTALE, "the draft was swept by another process; publish again", str(draft)) from failure
-        assert failure is not None
-        raise failure
+                is_renamed = owner == nonce
+                if delay is None:
+                    raise
+                self.clock.sleep(delay)
+        raise AssertionError
 
     def _published_nonce(self, name: str) -> str | None:
         """Return the nonce of the published version, or None if there is no usable one."""
         try:
-            return self.manifest(name).nonce
+            return self.manifest(name).nonce if name in self.files.listdir(self.folder) else None
         except FileNotFoundError:
             return None
         except CorruptVersionError as error:
@@ -357,9 +308,9 @@ class VersionStore:
         for entry in self.files.listdir(self.folder):
             if entry.startswith(f".stage.{self.holder}."):
                 self.files.discard(self.folder / entry)
-        for folder, pin, kind, _, holder in self._pins():
-            if (kind, holder) == (self.kind, self.holder):
-                self._unpin(folder / pin)
+        for pin, _, holder in self._pins():
+            if holder == self.holder:
+                self._unpin(pin)
 
     def collect(self, keep: Callable[[], set[str]]) -> None:
         """Remove all versions that are neither pinned nor named by ``keep()``, and the drafts of dead writers.
@@ -368,7 +319,8 @@ class VersionStore:
         """
         for entry in self.files.listdir(self.folder):
             if entry.startswith(DEAD):
-                self._delete(entry)
+                with suppress(OSError):  # the next collection deletes the rest
+                    self.files.delete(self.folder / entry)
             elif entry.startswith(".stage."):
                 content = tuple(self.files.listdir(self.folder / entry))
                 if self._liveness.seconds_unchanged(entry, content) >= STALE_SECONDS:
@@ -397,31 +349,21 @@ class VersionStore:
 
     def _names_in_use(self, keep: Callable[[], set[str]]) -> set[str]:
         # Pins first: a reader releases its pin only after a checkpoint names the version.
-        pinned = {
-            version
-            for folder, pin, kind, version, holder in self._pins()
-            if kind == self.kind and self._pin_age(folder.name, holder, pin) < STALE_SECONDS
-        }
+        pinned = {name for pin, name, holder in self._pins() if self._pin_age(pin, holder) < STALE_SECONDS}
         return pinned | keep()
 
-    def _pins(self) -> Iterator[tuple[Path, str, str, str, str]]:
-        for role in ROLES:
-            folder = self.root / "pins" / role
-            for pin in self.files.listdir(folder):
-                parts = pin.split(".")
-                if len(parts) == 4:
-                    yield folder, pin, parts[0], parts[1], parts[2]
+    def _pins(self) -> list[tuple[Path, str, str]]:
+        """Return path, version and holder of each pin of this kind."""
+        folders = [self.root / "pins" / role for role in ROLES]
+        pins = [(folder / pin, pin.split(".")) for folder in folders for pin in self.files.listdir(folder)]
+        return [(path, parts[1], parts[2]) for path, parts in pins if len(parts) == 4 and parts[0] == self.kind]
 
-    def _pin_age(self, role: str, holder: str, pin: str) -> float:
+    def _pin_age(self, pin: Path, holder: str) -> float:
         try:
-            heartbeat = self.files.read(self.root / "alive" / role / f"{holder}.json", MANIFEST_LIMIT)
+            heartbeat = self.files.read(self.root / "alive" / pin.parent.name / f"{holder}.json", MANIFEST_LIMIT)
         except (FileNotFoundError, ValueError):
             heartbeat = b""
-        return self._liveness.seconds_unchanged(f"pin {pin}", heartbeat)
-
-    def _delete(self, entry: str) -> None:
-        with suppress(OSError):  # the next collection deletes the rest
-            self.files.delete(self.folder / entry)
+        return self._liveness.seconds_unchanged(pin.name, heartbeat)
 
     def _move(self, old: str, new: str) -> None:
         try:
