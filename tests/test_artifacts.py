@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,9 @@ def test_an_error_in_the_block_leaves_the_old_folder(tmp_path: Path, exists: boo
         final.mkdir()
         (final / "a").write_bytes(b"old")
     before = contents(tmp_path)
-    with pytest.raises(KeyboardInterrupt), atomic_folder(final) as stage:
+    with ExitStack() as stack:
+        stack.enter_context(pytest.raises(KeyboardInterrupt))
+        stage = stack.enter_context(atomic_folder(final))
         (stage / "a").write_bytes(b"half")
         raise KeyboardInterrupt
     assert contents(tmp_path) == before
