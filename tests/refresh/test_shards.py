@@ -194,7 +194,7 @@ def test_a_killed_stage_reuses_committed_shards_and_counts_them_as_progress(worl
     assert sorted(done) == [2, 5, 5]
 
 
-def test_another_model_and_precision_have_shards_of_their_own(finished: Stage) -> None:
+def test_another_model_and_precision_have_other_shards(finished: Stage) -> None:
     assert finished.run(b"b") == rows_of(b"b")
     finished.settings = replace(finished.settings, dtype=torch.bfloat16)
     finished.run()
