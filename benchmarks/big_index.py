@@ -70,7 +70,7 @@ def encode(encoder: Path, documents: list[Path], questions: Path, wordpieces: in
     from safetensors.torch import save_file
 
     from realmops.devices import resolve_precision
-    from realmops.search.corpus_statistics import principal_components
+    from realmops.train.initialisation import principal_components
 
     against.one_thread()
     encoders.LIMIT = wordpieces

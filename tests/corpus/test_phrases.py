@@ -15,8 +15,8 @@ from realmops.corpus.spans import token_spans
 from realmops.corpus.vocabulary import SPECIAL_TOKENS, build_tokenizer, is_continuation
 from realmops.model.build import build_models
 from realmops.questions.cloze import clause_around_gap, cloze_questions, find_numbers, format_question, question_word
-from realmops.search.corpus_statistics import init_lexical_features
 from realmops.train.conll import read_conll
+from realmops.train.initialisation import init_lexical_features
 from realmops.train.tagger import _encode, _runs, tag_names
 
 GERMAN = [

@@ -59,12 +59,8 @@ class ApproximateIndex(InMemory, ABC):
     """A structure over embeddings P x E that proposes candidates; their scores are exact.
 
     An index type is a subclass and a row in ``TYPES``. It is built from the embeddings and its recipe alone, so that it
-    is the same on every machine (except ``pq``, whose codes on a GPU differ).
-
-    Args:
-        embedding_PE: the passages' embeddings; exact scores are computed on their device.
-        recipe: parameters of the structure and of its search.
-        device: device of the models; types with a GPU implementation are built there, and ``place`` names the result.
+    is the same on every machine (except ``pq``, whose codes on a GPU differ). Types with a GPU implementation are built
+    on ``device``, that of the models; ``place`` names the result.
     """
 
     place = "the CPU"
@@ -95,10 +91,7 @@ class ApproximateIndex(InMemory, ABC):
         """The largest search width; beyond it an exact search is as fast."""
 
     def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return exact scores and ids of the best candidates, on the query's device.
-
-        A query with fewer than ``k`` candidates is searched exactly.
-        """
+        """Return scores and ids of the best candidates; a query with fewer than ``k`` is searched exactly."""
         k = min(k, len(self.embedding_PE))
         query = query_QE.detach().float().to(self.embedding_PE.device)
         id_QD = self.candidates(query, k).to(query.device)
@@ -121,24 +114,25 @@ class ApproximateIndex(InMemory, ABC):
             release_pages(self.embedding_PE)
         return torch.cat(scores)
 
-    def recall(self, query_QE: Tensor, k: int) -> float:
-        """Return the recall of the exact top k; passages of equal score are interchangeable."""
-        return self._recall(query_QE, k, self._min_scores(query_QE, k))
+    def recall(self, query_QE: Tensor, k: int, min_Q1: Tensor | None = None) -> float:
+        """Return the recall of the exact top k; passages of equal score are interchangeable.
+
+        ``min_Q1`` are the scores of :meth:`_min_scores` where they are known.
+        """
+        min_Q1 = self._min_scores(query_QE, k) if min_Q1 is None else min_Q1
+        return float((self.search(query_QE, k)[0].to(min_Q1.device) >= min_Q1).double().mean())
 
     def _min_scores(self, query_QE: Tensor, k: int) -> Tensor:
         """Return the score, Q x 1, at or above which a passage belongs to the exact top k."""
         exact_QK = search(query_QE.detach().float().to(self.embedding_PE.device), self.embedding_PE, k)[0]
         return exact_QK[:, -1:] - SCORE_TOLERANCE * exact_QK.abs().amax(1, keepdim=True)
 
-    def _recall(self, query_QE: Tensor, k: int, min_Q1: Tensor) -> float:
-        return float((self.search(query_QE, k)[0].to(min_Q1.device) >= min_Q1).double().mean())
-
     def tune_search_width(self, query_QE: Tensor, k: int) -> None:
         """Double the search width until the recall of the top k reaches its target; ValueError if it never does."""
         target, width, min_Q1 = self.recipe.target_recall, 1, self._min_scores(query_QE, k)
         while True:
             self.set_search_width(width)
-            recall = self._recall(query_QE, k, min_Q1)
+            recall = self.recall(query_QE, k, min_Q1)
             self.recipe = replace(self.recipe, width=width, recall=recall, k=k)
             if recall >= target:
                 return
@@ -164,7 +158,6 @@ def select_type(passages: int, width: int, memory: int, *, on_gpu: bool = False)
 
 
 def device_memory(device: torch.device) -> int:
-    """Return the total memory of a device, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return memory_bytes()
@@ -175,16 +168,8 @@ def passage_index(
 ) -> PassageIndex:
     """Build an index over embeddings, of the configured or the selected type.
 
-    Args:
-        embedding_PE: the passages' embeddings.
-        options: the options of section ``index``.
-        device: device of the embeddings of an exact index, and of ``ivf`` and ``pq`` where FAISS supports it.
-        seed: seed of the structure.
-        queries: returns embedded queries; called only if recall must be measured.
-        k: number of results for the measurement of recall.
-
-    Raises:
-        ValueError: FAISS is not installed, there are too few passages, or the target recall is not reached.
+    ``queries`` returns embedded queries, on which the recall of the top ``k`` is measured where it must be. ValueError
+    if FAISS is not installed, there are too few passages, or the target recall is not reached.
     """
     kind = index_type(options, len(embedding_PE), embedding_PE.shape[1], device)
     if kind == "exact":
@@ -196,11 +181,7 @@ def passage_index(
 
 
 def index_type(options: IndexOptions, passages: int, width: int, device: torch.device) -> str:
-    """Return the configured index type, or the selected one for ``auto``.
-
-    Raises:
-        ValueError: the type needs FAISS, which is not installed, or has too few passages.
-    """
+    """Return the configured index type, or the selected one for ``auto``."""
     kind: str = options.type
     if kind == "auto":
         kind = select_type(passages, width, device_memory(device), on_gpu=device.type == "cuda")
@@ -242,7 +223,6 @@ class FaissIndex(ApproximateIndex):
             _log_once(logging.INFO if recipe.type == "hnsw" else logging.WARNING, recipe.type, self.place)
 
     def _built(self, faiss: Any, *, on_gpu: bool) -> Any:
-        """Train the structure and add the passages."""
         recipe, width, max_points = self.recipe, self.embedding_PE.shape[1], _POINTS_PER_LIST[1]
         codes = f"PQ{faiss_gpu.code_bytes(width)}x8np" if on_gpu else f"PQ{width}x4fs"
         factory = {
@@ -278,7 +258,6 @@ class FaissIndex(ApproximateIndex):
         return torch.from_numpy(self._index.search(query_QE.cpu().numpy(), count)[1])
 
     def set_search_width(self, width: int) -> None:
-        """Set ``efSearch`` of ``hnsw`` or ``nprobe`` of the other types."""
         if self.recipe.type == "hnsw":
             self._index.hnsw.efSearch = width
         else:

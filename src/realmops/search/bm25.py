@@ -50,7 +50,7 @@ _TOLERANCE = 1 - 1e-5  # factor of a threshold: fp32 sums in another order diffe
 
 
 class LexicalRetriever(Protocol):
-    """Interface of a lexical retriever over a fixed list of passages."""
+    """A lexical retriever over a fixed list of passages."""
 
     def scores(self, query: str) -> Scores:
         """Return the score of every passage, [P]."""
@@ -131,12 +131,7 @@ def stems(words: Sequence[str], language: str = ENGLISH) -> list[str]:
 
 
 def query_stems(query: str, languages: Sequence[str]) -> list[str]:
-    """Return the stems of a query without stop words; stems in further languages are added unless the first has them.
-
-    Args:
-        query: the text.
-        languages: codes of those that the query may be in.
-    """
+    """Return a query's stems without stop words in the first language, then those that only further ones have."""
     result: list[str] = []
     for language in languages:
         excluded = stop_words(language)

@@ -34,7 +34,7 @@ MakeShard = Callable[[int, int, Progress], dict[str, bytes]]
 
 
 def no_progress(count: int) -> None:
-    """Ignore progress."""
+    pass
 
 
 def embed(
@@ -199,10 +199,9 @@ def make_document_embedder(
 def embed_documents(
     retriever: Retriever, snapshot: Snapshot, rows: Sequence[int], dtype: torch.dtype, progress: Progress = no_progress
 ) -> Tensor:
-    """Embed the given passages, N x X."""
     return make_document_embedder(retriever, snapshot, dtype, len(rows))(rows, progress)
 
 
 def query_sequences(queries: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Pair joined queries with their segments, which are all 0."""
+    """Pair joined queries with their segments, all 0."""
     return [(tokens, np.zeros(len(tokens), dtype=np.int64)) for tokens in queries]

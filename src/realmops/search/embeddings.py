@@ -85,11 +85,7 @@ def join_shards(parts: Iterable[dict[str, bytes]], passages: int, width: int) ->
 def index_header(passages: int, width: int, **names: str) -> bytes:
     """Return the header of a safetensors file of embeddings P x E (fp32).
 
-    Args:
-        passages: number of passages, P.
-        width: embedding width, E.
-        names: what the embeddings belong to, by ``CORPUS_HASH`` and ``TOWER``; empty if it is unknown or stored
-            elsewhere (on the exchange, in run.json).
+    ``names`` are what the embeddings belong to, by ``CORPUS_HASH`` and ``TOWER``, as far as it is known here.
     """
     entry = {"dtype": "F32", "shape": [passages, width], "data_offsets": [0, passages * width * 4]}
     metadata = {"__metadata__": known} if (known := {name: value for name, value in names.items() if value}) else {}
@@ -101,11 +97,8 @@ def index_header(passages: int, width: int, **names: str) -> bytes:
 def save_index(path: Path, embedding_PE: Tensor, corpus_hash: str, tower: str = "") -> None:
     """Write embeddings P x E as fp32 safetensors, in parts, so that 13 million rows need no extra memory.
 
-    Args:
-        path: the file to create.
-        embedding_PE: the embeddings.
-        corpus_hash: of the snapshot with these passages; empty for a published index of unknown passages.
-        tower: ``passage_tower_digest`` of the retriever; empty for a published index of an unknown one.
+    ``corpus_hash`` is that of the snapshot, ``tower`` the ``passage_tower_digest`` of the retriever; both are empty for
+    a published index of unknown passages.
     """
     with open(path, "xb") as file:
         file.write(index_header(len(embedding_PE), embedding_PE.shape[1], **{CORPUS_HASH: corpus_hash, TOWER: tower}))
@@ -133,11 +126,9 @@ def _header(content: Content) -> tuple[dict[str, Any], int]:
 
 
 def load_index(folder: Path, snapshot: Snapshot) -> Tensor:
-    """Map the embeddings P x E of a folder.
+    """Map the embeddings P x E of a folder; ValueError if they belong to other passages or another order.
 
-    Raises:
-        ValueError: the embeddings belong to other passages, or to the same ones in another order. The index of a
-            published checkpoint imported without its passages names no corpus; only its number of passages is compared.
+    The index of a published checkpoint imported without its passages names no corpus: only their number is compared.
     """
     with open(folder / INDEX, "rb") as file:
         content = map_file(file)
@@ -166,14 +157,7 @@ def indexed_tower(folder: Path) -> str:
 
 
 def save_passages(folder: Path, passages: PassageIndex, corpus_hash: str, tower: str) -> None:
-    """Write the embeddings of an index, and the recipe if it is approximate.
-
-    Args:
-        folder: the folder to write to.
-        passages: the index.
-        corpus_hash: of the snapshot with these passages.
-        tower: ``passage_tower_digest`` of the retriever.
-    """
+    """Write the embeddings of an index as :func:`save_index`, and the recipe if it is approximate."""
     save_index(folder / INDEX, passages.vectors(slice(None)), corpus_hash, tower)
     if (index := unwrap_approximate(passages)) is not None:
         artifacts.write_json(folder / RECIPE, asdict(index.recipe))

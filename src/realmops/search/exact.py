@@ -45,14 +45,12 @@ class InMemory:
 
     @property
     def device(self) -> torch.device:
-        """Device of the embeddings."""
         return self.embedding_PE.device
 
     def __len__(self) -> int:
         return len(self.embedding_PE)
 
     def vectors(self, ids: Tensor | slice) -> Tensor:
-        """Return the embeddings of passages, ids.shape x X; a view for a slice."""
         return self.embedding_PE[ids.to(self.device) if isinstance(ids, Tensor) else ids]
 
 
@@ -87,12 +85,10 @@ class ExactIndex(InMemory):
 
     @cached_property
     def bf16_copy(self) -> Bf16Prefilter | None:
-        """The bf16 copy, made at first access; None where it does not apply."""
         return Bf16Prefilter.build(self.embedding_PE)
 
     @cached_property
     def int8_copy(self) -> Int8Prefilter | None:
-        """The int8 copy, made at first access; None where it does not apply."""
         return Int8Prefilter.build(self.embedding_PE)
 
 
@@ -135,18 +131,11 @@ def prepare_for_serving(passages: PassageIndex) -> PassageIndex:
 
 
 def exact_index(embedding_PX: Tensor, vectors: int) -> PassageIndex:
-    """Build an exact index of passages with ``vectors`` vectors each."""
     return multi_vector_index(embedding_PX, vectors, ExactIndex)
 
 
 def multi_vector_index(embedding_PX: Tensor, vectors: int, make: Callable[[Tensor], PassageIndex]) -> PassageIndex:
-    """Build an index of passages with ``vectors`` vectors each.
-
-    Args:
-        embedding_PX: the embeddings, the vectors of a passage concatenated.
-        vectors: number of vectors per passage.
-        make: builds an index over single vectors.
-    """
+    """Build an index of passages with ``vectors`` vectors each, concatenated, by an index over single vectors."""
     if vectors == 1:
         return make(embedding_PX)
     return MaxSimIndex(make(embedding_PX.view(-1, embedding_PX.shape[1] // vectors)), vectors)

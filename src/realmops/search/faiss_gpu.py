@@ -79,7 +79,6 @@ def find_gpu_failure(gpu: int) -> str:
 
 
 def device_index(device: torch.device) -> int:
-    """Return the index of a GPU among those visible to this process."""
     return torch.cuda.current_device() if str(device) == "cuda" else device.index
 
 
@@ -102,24 +101,20 @@ class GpuIndex:
         self.cp = self._index.cp  # clustering parameters
 
     def train(self, rows: np.ndarray) -> None:
-        """Train the structure on a sample of rows."""
         with self._lock:
             self._index.train(rows)
 
     def add(self, rows: np.ndarray) -> None:
-        """Add rows to the index."""
         with self._lock:
             self._index.add(rows)
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return scores and ids of the k best rows of each query."""
         with self._lock:
             results: tuple[np.ndarray, np.ndarray] = self._index.search(queries, k)
         return results
 
     @property
     def nprobe(self) -> int:
-        """Number of lists visited per query."""
         lists: int = self._index.nprobe
         return lists
 

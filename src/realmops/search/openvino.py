@@ -37,12 +37,7 @@ Sequences = Sequence[tuple[np.ndarray, np.ndarray]]
 
 
 class OpenVinoGraph:
-    """A tower's encoder with its current weights, compiled by OpenVINO.
-
-    Args:
-        tower: encoder with pooling and projection; these two stay in torch.
-        vectors: vectors of a passage, M.
-    """
+    """A tower's encoder with its current weights, compiled by OpenVINO; pooling and projection stay in torch."""
 
     def __init__(self, tower: Embedder, vectors: int) -> None:
         self.tower, self.vectors = tower, vectors
@@ -100,16 +95,15 @@ class OpenVinoGraph:
 def compile_graph(tower: Tower, vectors: int, dtype: torch.dtype, passages: int) -> OpenVinoGraph | None:
     """Compile a tower's graph to embed this number of passages.
 
-    Returns:
-        The graph; None where torch is to embed: in fp32, for few passages, without OpenVINO, for encoders that do not
-        pack sequences, and if a parameter is not finite.
+    None where torch is to embed: in fp32, for few passages, without OpenVINO, for encoders that do not pack sequences,
+    and if a parameter is not finite.
     """
     if not isinstance(tower, Embedder) or tower.device.type != "cpu" or dtype == torch.float32:
         return None
     outputs = sum(layer.out_features for layer in tower.encoder.modules() if isinstance(layer, nn.Linear))
     if passages * (OF_ANY_WIDTH + outputs) < MIN_WORK or not tower.encoder.packs or not supports_bf16():
         return None
-    if not has_openvino() or not all(bool(part.isfinite().all()) for part in tower.parameters()):
+    if find_spec("openvino") is None or not all(bool(part.isfinite().all()) for part in tower.parameters()):
         return None
     return OpenVinoGraph(tower, vectors)
 
@@ -140,9 +134,7 @@ def _in_fp32(encoder: Encoder) -> Encoder:
 class _RotaryTable(nn.Module):
     """Cosines and sines of rotary positions, computed in fp32 on the first call: bf16 would round the angles.
 
-    Args:
-        rotary: module of transformers, called with hidden states, positions 1 x T and arguments that select its angles.
-        positions: number of rows of each table.
+    ``rotary`` of transformers is called with hidden states, positions 1 x T and arguments that select its angles.
     """
 
     def __init__(self, rotary: nn.Module, positions: int) -> None:
@@ -157,11 +149,6 @@ class _RotaryTable(nn.Module):
             all_1P = torch.arange(self.positions)[None]
             self.tables[key] = tuple(table_1PE[0] for table_1PE in self.rotary(x, all_1P, *args, **kwargs))
         return tuple(F.embedding(position_ids, table_PE) for table_PE in self.tables[key])
-
-
-def has_openvino() -> bool:
-    """Return whether OpenVINO is installed."""
-    return find_spec("openvino") is not None
 
 
 def import_openvino() -> Any:

@@ -11,10 +11,10 @@ from realmops.model.reader_files import save_models
 from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, Retriever
 from realmops.model.retriever_files import TextFormat
 from realmops.options import ENCODER, BertOptions, Ict, Optimiser, ReaderOptions, RetrieverOptions, RunOptions
-from realmops.search.corpus_statistics import init_lexical_features, init_towers
 from realmops.stages import READER_SHAPE, Job
 from realmops.stages.common import StageTrainings, open_snapshot, open_spans
 from realmops.train.held_out import held_out_rows
+from realmops.train.initialisation import init_lexical_features, init_towers
 from realmops.train.inverse_cloze import ict_steps, train_reader, train_retriever
 
 ENDS = 10  # first and last steps whose accuracies are compared

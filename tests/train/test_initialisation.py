@@ -14,14 +14,14 @@ from realmops.model.build import build_models
 from realmops.model.packed import PackedBatch
 from realmops.model.retriever import BagOfWords, Embedder, Retriever
 from realmops.model.sequences import join_query
-from realmops.search import corpus_statistics
-from realmops.search.corpus_statistics import (
+from realmops.search.embed import document_sequences, embed, query_sequences
+from realmops.train import initialisation
+from realmops.train.initialisation import (
     init_towers,
     latent_directions,
     principal_components,
     wordpiece_idf,
 )
-from realmops.search.embed import document_sequences, embed, query_sequences
 
 FP32 = torch.float32
 
@@ -120,17 +120,17 @@ def test_the_start_is_a_function_of_passages_and_seed(world: World) -> None:
 
 
 def test_large_corpora_are_sampled(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_statistics, "LSI_PASSAGES", 5)
-    monkeypatch.setattr(corpus_statistics, "_BATCH", 2)
+    monkeypatch.setattr(initialisation, "LSI_PASSAGES", 5)
+    monkeypatch.setattr(initialisation, "_BATCH", 2)
     seen: list[int] = []
-    real = corpus_statistics.document_sequences
+    real = initialisation.document_sequences
 
     def spy(snapshot: Any, rows: list[int]) -> Any:
         assert len(rows) <= 2, "some passages at a time"
         seen.extend(rows)
         return real(snapshot, rows)
 
-    monkeypatch.setattr(corpus_statistics, "document_sequences", spy)
+    monkeypatch.setattr(initialisation, "document_sequences", spy)
     told: list[int] = []
     options = section("retriever", tower="bag", head="cosine", embedding_width=8)
     size = world.snapshot.tokenizer.get_vocab_size()
