@@ -325,7 +325,7 @@ def initialise_projection(embedder: Embedder, generator: torch.Generator) -> Non
     """Initialise projection and pooler in place, both preserving inner products of pooled vectors.
 
     A ``random`` projection, Gaussian of variance 1/E, does so in expectation, an orthogonal one approximately if E < D.
-    ``pca`` is fitted later to the passages (``search.corpus_statistics``), and is orthogonal until then.
+    ``pca`` is fitted later to the passages (``train.initialisation``), and is orthogonal until then.
     """
     with BUILD_LOCK, torch.no_grad():
         if embedder.projection is not None and embedder.start == "random":

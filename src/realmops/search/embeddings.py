@@ -85,7 +85,7 @@ def join_shards(parts: Iterable[dict[str, bytes]], passages: int, width: int) ->
 def index_header(passages: int, width: int, **names: str) -> bytes:
     """Return the header of a safetensors file of embeddings P x E (fp32).
 
-    ``names`` are what the embeddings belong to, by ``CORPUS_HASH`` and ``TOWER``, as far as it is known here.
+    ``names`` are what the embeddings belong to, by ``CORPUS_HASH`` and ``TOWER``, where they are known.
     """
     entry = {"dtype": "F32", "shape": [passages, width], "data_offsets": [0, passages * width * 4]}
     metadata = {"__metadata__": known} if (known := {name: value for name, value in names.items() if value}) else {}
