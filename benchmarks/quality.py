@@ -105,13 +105,13 @@ def reached(looks: Sequence[Look], level: float) -> Seconds | None:
 def looking(watch: Watch, questions: Sequence[Any], count: int, found: list[Look], log: Callable[[str], None]) -> Any:
     """Let fine-tuning stop some times to answer the questions."""
     from realmops.evaluate.exact_match import is_exact_match
+    from realmops.options import epoch_steps
     from realmops.stages import finetune as stage
-    from realmops.train.fine_tuning import finetune_steps
     from realmops.train.reader_training import ReaderTrainer
 
     def seen(train: Callable[..., Any]) -> Callable[..., Any]:
         def with_looks(context: Any, model: Any, lessons: Sequence[Any], options: Any, optimiser: Any) -> Any:
-            at, done = look_steps(finetune_steps(len(lessons), options), count), 0
+            at, done = look_steps(epoch_steps(len(lessons), options.batch_size, options.epochs), count), 0
 
             def tick(units: int) -> None:
                 nonlocal done

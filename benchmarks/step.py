@@ -77,12 +77,12 @@ class Step:
         self.candidates = [list(range(b * CANDIDATES, (b + 1) * CANDIDATES)) for b in range(batch)]
         self.examples = [self._example(batch * CANDIDATES + b) for b in range(batch)]
         groups = [Group("retriever", self.retriever, 1e-5), Group("reader", self.reader, 1e-5)]
-        self.optimiser, self.schedule = BertAdamW(groups, weight_decay=0.01, clip=1.0), Schedule(1000, 0)
+        self.optimiser, self.schedule = BertAdamW(groups), Schedule(1000, 0)
 
     def _example(self, passage: int) -> Any:
         import numpy as np
 
-        from realmops.train.examples import Example
+        from realmops.train.masked_sentences import Example
 
         original = self.realm.snapshot.body(passage)[: self.realm.options.query_wordpieces - 2]
         x, positions = original.copy(), np.array([place for place in MASKED if place < len(original)])

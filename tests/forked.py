@@ -1,8 +1,4 @@
-"""Processes of the command line without the start of Python: forked from one that has imported PyTorch and the stages.
-
-For tests whose claim is what processes do to each other, and not how one starts. Each process of pytest has one fork
-server, which has imported ``fork_server``.
-"""
+"""Processes of the command line forked from one that has imported PyTorch and the stages (``fork_server``)."""
 
 from __future__ import annotations
 
@@ -28,10 +24,9 @@ _LOCK = threading.Lock()  # an exit code can be read once, and each start of a p
 
 
 class Forked:
-    """Work in a forked process, with as much of ``subprocess.Popen`` as tests use.
+    """Work in a forked process, with what tests use of ``subprocess.Popen``.
 
-    ``work`` is a function of a module; ``log`` the file that standard output and error are appended to, without which
-    they are piped to ``stderr``; ``env`` is in the place of the environment of this process.
+    ``work`` is a function of a module; standard output and error are appended to ``log``, or piped to ``stderr``.
     """
 
     def __init__(
@@ -68,8 +63,7 @@ class Forked:
     @property
     def sentinel(self) -> int:
         """Handle for ``multiprocessing.connection.wait``."""
-        sentinel: int = self._process.sentinel
-        return sentinel
+        return int(self._process.sentinel)
 
     @property
     def returncode(self) -> int | None:
@@ -86,21 +80,21 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self) -> tuple[str, str]:
-        """Wait for the end; what was piped is in the second place."""
+        """Wait for the end; return "" and what was piped."""
         assert self.stderr
         with self.stderr:
-            told = self.stderr.read()
+            output = self.stderr.read()
         self.wait()
-        return "", told
+        return "", output
 
 
 def realmops(*words: str | Path, **options: Any) -> Forked:
-    """``realmops`` with these words; ``options`` are those of ``Forked``."""
+    """Run ``realmops`` with these words."""
     return Forked(partial(run_program, "realmops", [str(word) for word in words]), **options)
 
 
 def start_builder(command: list[str], *, stdin: int, stdout: Any, stderr: Any, env: Mapping[str, str] | None) -> Forked:
-    """The index builder of a stage, which ends with this process; ``subprocess.Popen`` for those that stages start."""
+    """Start the index builder of a stage as ``subprocess.Popen`` does; it ends with this process."""
     python, words = command[:4], command[4:]
     assert python == [sys.executable, "-P", "-m", "realmops"], command
     if "--watch-parent" in words:  # this process is not its parent
@@ -115,7 +109,7 @@ FORKS: Any = SimpleNamespace(Popen=start_builder, DEVNULL=subprocess.DEVNULL, Ti
 
 @contextmanager
 def forked_builders() -> Iterator[None]:
-    """Let the stages of this process fork their index builders."""
+    """Context manager: the stages of this process fork their index builders."""
     usual: Any = child_processes.subprocess
     child_processes.subprocess = FORKS
     try:
@@ -126,15 +120,9 @@ def forked_builders() -> Iterator[None]:
 
 
 def run_program(module: str, words: list[str]) -> None:
-    """``python -m module`` with these words, in this process."""
+    """Run ``python -m module`` with these words in this process."""
     sys.argv = [module, *words]
     run_module(module, run_name="__main__", alter_sys=True)
-
-
-def run_code(code: str, words: list[str]) -> None:
-    """``python -c code`` with these words, in this process."""
-    sys.argv = ["-c", *words]
-    exec(code, {"__name__": "__main__"})
 
 
 def redirect(output: Path | int) -> None:
@@ -165,7 +153,6 @@ def _end_with_starter() -> None:
 
 
 def _start_server() -> None:
-    """Start the server of this process of pytest, if it does not run."""
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1"):
         forkserver.set_forkserver_preload(["fork_server"])
         forkserver.ensure_running()

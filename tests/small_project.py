@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import yaml
 from click.testing import CliRunner, Result
 from forked import Forked, forked_builders, realmops
@@ -118,15 +117,6 @@ def write_text(project: Path, text: str) -> None:
     new.rename(project / "documents.jsonl")
 
 
-def near(value: Any) -> Any:
-    """An expected record whose numbers may differ as those of a model and of its graph, which ``ask`` computes with."""
-    if isinstance(value, dict):
-        return {key: near(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [near(part) for part in value]
-    return pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value
-
-
 def cli(*arguments: str | Path) -> Result:
     """The command line in this process; an error that it does not explain itself is raised here."""
     result = CliRunner().invoke(main, [str(a) for a in arguments])
@@ -138,10 +128,9 @@ def cli(*arguments: str | Path) -> Result:
 def run_all_here(params: Path, root: Path, *settings: str, report: Quiet | None = None) -> list[str]:
     """The names of the stages that ``realmops run all`` runs, all in this process."""
     values = config.load_params(params, presets=[], settings=settings)
-    told = report or Quiet()
+    places: dict[str, Any] = {"project": params.parent, "root": root, "report": report or Quiet()}
     with forked_builders():
-        done = run_stages(planned_steps(values), values, project=params.parent, root=root, report=told, force=False)
-        return [name for name, _ in done]
+        return [name for name, _ in run_stages(planned_steps(values), values, force=False, **places)]
 
 
 def command(*arguments: str | Path) -> list[str]:
@@ -150,8 +139,7 @@ def command(*arguments: str | Path) -> list[str]:
 
 
 def run_command(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **variables}
-    return subprocess.run(command(*arguments), capture_output=True, text=True, env=environment)
+    return subprocess.run(command(*arguments), capture_output=True, text=True, env={**os.environ, **variables})
 
 
 def group_exists(group: int) -> bool:

@@ -1,10 +1,9 @@
-"""A world of twelve documents, small enough to follow by hand, and models to go with it."""
+"""A world of twelve documents, small enough to follow by hand, with small models."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from threading import Barrier
 from types import MappingProxyType
@@ -24,7 +23,7 @@ from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
 from realmops.model.retriever_files import TextFormat
 from realmops.model.sequences import SpecialTokens
-from realmops.options import SECTIONS, BertOptions, Optimiser, ReaderOptions, RetrieverOptions
+from realmops.options import BertOptions, Optimiser, ReaderOptions, RetrieverOptions
 from realmops.readers.sources import list_sources
 from realmops.search import bm25
 from realmops.search.bm25_writer import write_bm25
@@ -49,12 +48,13 @@ DOCUMENTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Fjell", "Fjell is a town in Norway. Jon Vik was born there.", ("Norway", "Jon Vik")),
     ("Rain", "It rains in Bergen.", ("Bergen",)),
 )
+DEFAULTS = default_options()
 PARAMS = Path(__file__).parents[1] / "params.yaml"
 PAPERS_READER = {"copies": False, "apart": False, "matches": False}
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    """What calls return that begin together, each in a thread."""
+    """Return the results of calls that begin together, each in a thread."""
     ready = Barrier(len(calls))
 
     def begin(call: Callable[[], Any]) -> Any:
@@ -83,7 +83,7 @@ class World:
         return np.array(self.snapshot.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def words(self, tokens: np.ndarray) -> str:
-        """Wordpieces as text: pieces of a word joined, everything else apart."""
+        """Return wordpieces as text, the pieces of a word joined."""
         names = [str(self.snapshot.tokenizer.id_to_token(int(t))) for t in tokens]
         return " ".join(names).replace(" ##", "")
 
@@ -130,13 +130,7 @@ def labels_of(spans: Spans, passage: int) -> list[str]:
 
 def section(name: str, **changes: Any) -> Any:
     """A section with changes of its defaults."""
-    assert name in SECTIONS
-    return parse_section(name, {**_params()[name], **changes})
-
-
-@cache
-def _params() -> dict[str, dict[str, Any]]:
-    return default_options()
+    return parse_section(name, {**DEFAULTS[name], **changes})
 
 
 def tiny_models(
@@ -147,10 +141,7 @@ def tiny_models(
     copying: Mapping[str, bool] = MappingProxyType({}),
     **changes: Any,
 ) -> tuple[Retriever, Reader]:
-    """Two layers of width 16, with weights so large that documents make a difference from the start.
-
-    The reader is the paper's, but for what ``copying`` changes.
-    """
+    """Two layers of width 16, with weights so large that documents make a difference; the reader is the paper's."""
     shape: BertOptions = section("bert", width=16, layers=2, heads=2, intermediate=32, positions=64, dropout=dropout)
     options: RetrieverOptions = section("retriever", **{"embedding_width": 8, **changes})
     reading: ReaderOptions = section("reader", **{**PAPERS_READER, **copying})
@@ -225,7 +216,7 @@ class Killed(BaseException):
 
 
 def killed_and_resumed(train: Callable[..., Any], kill_at: int) -> tuple[Any, MemoryJournal]:
-    """What a training gives that was killed behind so many lines of its journal and started again, and this journal."""
+    """Kill a training after that many lines of its journal and resume it; return its result and its journal."""
     checkpoints, journal = MemoryCheckpoints(), MemoryJournal()
 
     def progress(count: int) -> None:
@@ -240,7 +231,6 @@ def killed_and_resumed(train: Callable[..., Any], kill_at: int) -> tuple[Any, Me
 
 
 def same_parameters(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
-    """To the last bit."""
     for name, parameter in ours.named_parameters():
         assert torch.equal(parameter, theirs.get_parameter(name)), name
 

@@ -493,6 +493,6 @@ class Options(BaseModel):
 SECTIONS: dict[str, type[Section]] = {name: type(section) for name, section in Options()}
 
 
-def finetune_steps(questions: int, options: Finetune) -> int:
-    """Return the number of steps of ``options.epochs`` epochs, rounded up; epochs may be a fraction."""
-    return math.ceil(options.epochs * math.ceil(questions / options.batch_size))
+def epoch_steps(items: int, batch_size: int, epochs: float) -> int:
+    """Return the number of steps of ``epochs`` epochs, rounded up; epochs may be a fraction."""
+    return math.ceil(epochs * math.ceil(items / batch_size))

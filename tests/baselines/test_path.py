@@ -1,4 +1,4 @@
-"""The path retriever on twelve passages: its lessons by hand, its loss, and that it learns to follow a link."""
+"""The path retriever on twelve passages: its examples and its loss by hand, and that it learns to follow a link."""
 
 import math
 from dataclasses import replace
@@ -26,7 +26,7 @@ from realmops.questions.question_sets import Question
 from realmops.search.bm25 import top_k
 
 FP32 = torch.float32
-# The Star names Jon Vik; that he built ships in Bergen stands in his own passage.
+# The Star names Jon Vik; that he built ships in Bergen is in his own passage.
 DIRECT = Question("direct", "Where was Anna Berg born?", ("Oslo",))
 TWO_STEPS = Question("two", "Where did the builder of The Star build?", ("ships in Bergen",))
 NOWHERE = Question("nowhere", "Who wrote The Cold Sea?", ("Nobody",))
@@ -48,7 +48,7 @@ def retriever(world: World, **changes: Any) -> PathRetriever:
     return PathRetriever.start(reader.bert, world.snapshot, options(**changes), FP32, seed=0)
 
 
-def test_a_lesson_ends_at_a_start_with_the_answer_or_goes_on_to_it(world: World) -> None:
+def test_an_example_ends_at_a_start_with_the_answer_or_continues_to_it(world: World) -> None:
     model = retriever(world)
     direct, two = model.training_example(DIRECT), model.training_example(TWO_STEPS)
     assert direct.starts == top_k(model.bm25.scores(DIRECT.question), 2).tolist()
@@ -65,28 +65,28 @@ def test_a_lesson_ends_at_a_start_with_the_answer_or_goes_on_to_it(world: World)
 
 def test_the_loss_is_that_of_both_steps(world: World) -> None:
     model = retriever(world)
-    lesson = model.training_example(TWO_STEPS)
+    example = model.training_example(TWO_STEPS)
     with torch.no_grad():
-        read = {p: model._encode([(lesson.question, p)])[0] for p in (*lesson.starts, *lesson.linked)}
+        read = {p: model._encode([(example.question, p)])[0] for p in (*example.starts, *example.linked)}
         begin, end, step = model.scorer.begin, model.scorer.end, model.scorer.step
 
         def minus_log_p(state: torch.Tensor, choices: list[torch.Tensor], right: np.ndarray) -> float:
             shares = [math.exp(float(state @ choice)) for choice in choices]
             return -math.log(sum(np.array(shares)[right]) / sum(shares))
 
-        first = minus_log_p(begin, [read[p] for p in lesson.starts], lesson.is_right_start)
-        state = step(read[lesson.starts[lesson.first]], begin)
-        second = minus_log_p(state, [end, *(read[p] for p in lesson.linked)], lesson.is_right_next)
-        assert float(model.loss([lesson])) == pytest.approx(first + second, rel=1e-4)
-        other: PathExample = replace(lesson, linked=lesson.linked[:1], is_right_next=np.array([True, False]))
-        both = (float(model.loss([lesson])) + float(model.loss([other]))) / 2
-        assert float(model.loss([lesson, other])) == pytest.approx(both, rel=1e-4)
+        first = minus_log_p(begin, [read[p] for p in example.starts], example.is_right_start)
+        state = step(read[example.starts[example.first]], begin)
+        second = minus_log_p(state, [end, *(read[p] for p in example.linked)], example.is_right_next)
+        assert float(model.loss([example])) == pytest.approx(first + second, rel=1e-4)
+        other: PathExample = replace(example, linked=example.linked[:1], is_right_next=np.array([True, False]))
+        both = (float(model.loss([example])) + float(model.loss([other]))) / 2
+        assert float(model.loss([example, other])) == pytest.approx(both, rel=1e-4)
 
 
 def test_it_learns_to_follow_a_link_to_a_passage_that_words_do_not_find(world: World) -> None:
     model = retriever(world)
-    lessons = [lesson for q in (DIRECT, TWO_STEPS) if (lesson := model.training_example(q))]
-    train_paths(tiny_context(), model, lessons, model.options, tiny_optimiser())
+    examples = [example for q in (DIRECT, TWO_STEPS) if (example := model.training_example(q))]
+    train_paths(tiny_context(), model, examples, model.options, tiny_optimiser())
     ranking = model.rank([DIRECT.question, TWO_STEPS.question], 12)
     assert "Oslo" in world.snapshot.text(int(ranking[0, 0]))
     assert ranking[1, 0] == 8
@@ -95,28 +95,23 @@ def test_it_learns_to_follow_a_link_to_a_passage_that_words_do_not_find(world: W
     assert sorted(ranking[1].tolist()) == list(range(12)), "each passage once"
 
 
-def test_a_ranking_of_more_than_there_is_is_padded(world: World) -> None:
-    ranking = retriever(world).rank(["Who?"], 14)
-    assert ranking[0, 12:].tolist() == [-1, -1]
-    assert sorted(ranking[0, :12].tolist()) == list(range(12))
-
-
-def test_saved_and_loaded_it_ranks_the_same(world: World, tmp_path: Path) -> None:
-    model = retriever(world)
+def test_a_saved_retriever_ranks_the_same_and_pads(world: World, tmp_path: Path) -> None:
+    model, questions = retriever(world), [DIRECT.question, TWO_STEPS.question]
     model.save(tmp_path)
     again = PathRetriever.load(tmp_path, world.snapshot, model.options, torch.device("cpu"), FP32)
-    asked = [DIRECT.question, TWO_STEPS.question]
-    assert again.rank(asked, 5).tolist() == model.rank(asked, 5).tolist()
+    ranking = again.rank(questions, 14)
+    assert ranking.tolist() == model.rank(questions, 14).tolist()
+    assert ranking[0, 12:].tolist() == [-1, -1]
 
 
 def test_killed_and_resumed_it_ends_with_the_same_bits(world: World) -> None:
     def trained(**surroundings: Any) -> torch.nn.Module:
         model = retriever(world, epochs=6, checkpoint_every=2)
-        lessons = [lesson for q in (DIRECT, TWO_STEPS) if (lesson := model.training_example(q))]
-        train_paths(tiny_context(**surroundings), model, lessons, model.options, tiny_optimiser())
+        examples = [example for q in (DIRECT, TWO_STEPS) if (example := model.training_example(q))]
+        train_paths(tiny_context(**surroundings), model, examples, model.options, tiny_optimiser())
         return model.scorer
 
-    undisturbed = MemoryJournal()
-    whole, (resumed, journal) = trained(journal=undisturbed), killed_and_resumed(trained, 3)
+    uninterrupted = MemoryJournal()
+    whole, (resumed, journal) = trained(journal=uninterrupted), killed_and_resumed(trained, 3)
     same_parameters(resumed, whole)
-    assert journal.without_times() == undisturbed.without_times()
+    assert journal.without_times() == uninterrupted.without_times()

@@ -6,7 +6,7 @@ from small_world import World, build_world, section
 
 from realmops.corpus import masking
 from realmops.corpus.masking import SentencesWithSpans, choose_mask_positions, is_recurring
-from realmops.train.examples import Examples
+from realmops.train.masked_sentences import Examples
 
 SCHEMES = ("salient", "random_token", "random_span", "matched_span")
 # 20 wordpieces in 14 words: rows 2, 3, 9, 15, 16 and 17 continue one

@@ -17,7 +17,7 @@ from realmops.model.build import build_models
 from realmops.questions.cloze import clause_around_gap, cloze_questions, find_numbers, format_question, question_word
 from realmops.train.conll import read_conll
 from realmops.train.initialisation import init_lexical_features
-from realmops.train.tagger import _encode, _runs, tag_names
+from realmops.train.tagger import _encode, tag_names, word_entities
 
 GERMAN = [
     "Der Maler lebte in Bergen. Dort sah Karl Lund die große Stadt und eine Brücke.",
@@ -187,7 +187,7 @@ def test_a_tagger_learns_the_tags_of_words_without_blanks(tmp_path: Path) -> Non
     for sentence, wanted in ((chinese, [(0, 2, "LOC")]), (german, [(0, 2, "LOC")])):
         encoded = _encode(sentence, tokenizer, tags, 96)
         starts_word = ~is_continuation(tokenizer)[encoded.tokens[1:-1]]
-        assert list(_runs([tags[tag] for tag in encoded.tags[1:-1]], starts_word)) == wanted
+        assert list(word_entities([tags[tag] for tag in encoded.tags[1:-1]], starts_word)) == wanted
     assert encoded.capitals.tolist() == [0, 1, 1, 0, 0]
 
 

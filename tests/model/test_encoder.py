@@ -25,7 +25,7 @@ from realmops.model.retriever import Retriever
 from realmops.model.retriever_files import retriever_files, retriever_from_files
 from realmops.options import Pretrain
 from realmops.search.embed import document_sequences, embed
-from realmops.train.examples import Examples
+from realmops.train.masked_sentences import Examples
 from realmops.train.realm import Realm
 from realmops.train.tagger import Tagger
 

@@ -23,10 +23,9 @@ from realmops.model.reader import MaskedSentences, Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import join_document, join_query, join_reader
 from realmops.options import Pretrain
-from realmops.train.candidates import Candidates
-from realmops.train.examples import NULL, Example, Examples
 from realmops.train.inverse_cloze import train_reader
-from realmops.train.pretraining import pretrain
+from realmops.train.masked_sentences import NULL, Example, Examples
+from realmops.train.pretraining import Candidates, pretrain
 from realmops.train.realm import Realm
 
 LIMIT = 60

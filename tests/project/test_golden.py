@@ -30,8 +30,8 @@ from realmops.model.packed import PackedBatch
 from realmops.sample.corpus import write_sample
 from realmops.search.exact import ExactIndex
 from realmops.train import inverse_cloze
-from realmops.train.examples import Examples
 from realmops.train.index_source import Index
+from realmops.train.masked_sentences import Examples
 from realmops.train.pretraining import pretrain
 from realmops.train.realm import Realm
 

@@ -13,9 +13,9 @@ from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, DENSE_ONLY, FusionW
 from realmops.search.bm25 import Bm25
 from realmops.search.exact import ExactIndex, exact_index
 from realmops.search.hybrid import MIN_WEIGHT, HybridSearch, fit_fusion_weights, normalised_bm25
-from realmops.train.candidates import Candidates
-from realmops.train.examples import Examples
 from realmops.train.index_source import Index
+from realmops.train.masked_sentences import Examples
+from realmops.train.pretraining import Candidates
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""Warm starts on twelve passages: what an inverse cloze example is, what a batch is, and that both trainings learn."""
+"""Warm starts on twelve passages: examples and batches of the inverse cloze task, and both trainings."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -37,8 +37,6 @@ from realmops.train.inverse_cloze import (
     train_retriever,
 )
 
-ONE_SENTENCE = 11
-
 
 def options(**changes: Any) -> Ict:
     values = {"steps": 30, "batch_size": 8, "neighbours": 2, "learning_rate": 3e-3, "removal": 0.9}
@@ -51,44 +49,34 @@ def draws(world: World, passage: int, count: int, **changes: Any) -> list[invers
     return [draw_cloze(world.snapshot, passage, rng, chosen, special) for _ in range(count)]
 
 
-def test_a_cloze_example_by_hand(world: World) -> None:
-    """Passage 3, "Bergen": each of its three sentences is the query, taken out of the document or left in."""
+def test_a_cloze_query_is_a_uniform_sentence_removed_at_the_rate(world: World) -> None:
+    """Passage 3, "Bergen", has three sentences; the title stays."""
     sentences = ["bergen is a port .", "he lived in bergen until 1950 .", "it rains ."]
-    seen = set()
-    for example in draws(world, 3, 200, removal=0.5):
+    examples, queries = draws(world, 3, 3000), list[str]()
+    for example in examples:
         query = world.words(example.queries[0]).removeprefix("[CLS] ").removesuffix(" [SEP]")
-        seen.add((query, example.removed))
         rest = [s for s in sentences if not (s == query and example.removed)]
         tokens, segments = example.document
-        assert world.words(tokens) == f"[CLS] bergen [SEP] {' '.join(rest)} [SEP]", "the title stays"
+        assert world.words(tokens) == f"[CLS] bergen [SEP] {' '.join(rest)} [SEP]"
         assert segments.tolist() == [0, 0, 0] + [1] * (len(tokens) - 3)
-    assert seen == {(sentence, removed) for sentence in sentences for removed in (True, False)}
-
-
-def test_sentences_are_uniform_and_removed_at_the_rate(world: World) -> None:
-    """3,000 draws: 0.9 removed (deviation 0.0055), each of three sentences a third (deviation 0.009)."""
-    examples = draws(world, 3, 3000)
+        queries.append(query)
+    assert [queries.count(query) / 3000 for query in sentences] == pytest.approx([1 / 3] * 3, abs=0.03)
     assert np.mean([e.removed for e in examples]) == pytest.approx(0.9, abs=0.02)
-    queries = [world.words(e.queries[0]) for e in examples]
-    shares = [queries.count(query) / 3000 for query in sorted(set(queries))]
-    assert shares == pytest.approx([1 / 3] * 3, abs=0.03)
-    assert [e.removed for e in draws(world, 3, 50, removal=0.0)] == [False] * 50
-    assert [e.removed for e in draws(world, 3, 50, removal=1.0)] == [True] * 50
+    for rate in (0.0, 1.0):
+        assert [e.removed for e in draws(world, 3, 50, removal=rate)] == [bool(rate)] * 50
 
 
 def test_a_passage_of_one_sentence_keeps_it(world: World) -> None:
-    for example in draws(world, ONE_SENTENCE, 50, removal=1.0):
+    for example in draws(world, 11, 50, removal=1.0):
         assert example.removed is False
         assert world.words(example.document[0]) == "[CLS] rain [SEP] it rains in bergen . [SEP]"
-        assert world.words(example.queries[0]) == "[CLS] it rains in bergen . [SEP]"
 
 
-def test_queries_and_documents_are_cut_at_their_limits(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_query_is_cut_at_its_limit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inverse_cloze, "QUERY_WORDPIECES", 5)
     for example in draws(world, 3, 20):
         assert len(example.queries[0]) <= 5
         assert world.words(example.queries[0][[0, -1]]) == "[CLS] [SEP]"
-        assert len(example.document[0]) <= world.snapshot.block_wordpieces
 
 
 # ---- crops
@@ -118,7 +106,7 @@ def tale(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def test_crops_are_whole_words_inside_the_passage(tale: World) -> None:
-    """4 to 16 words, every length as likely, from the first word to the last; a short passage is a crop itself."""
+    """4 to 16 words with equal probability, anywhere; a short passage is a crop itself."""
     body, continues = tale.snapshot.body(0), tale.snapshot.continues(0)
     bounds, rng = sorted(word_bounds(tale, 0)), np.random.default_rng(0)
     assert len(bounds) - 1 < len(body), "some words have several wordpieces"
@@ -154,8 +142,8 @@ def test_words_are_dropped_whole_and_never_all(tale: World) -> None:
         assert len(drop_words(body[: bounds[2]], continues[: bounds[2]], rng)) >= 1
 
 
-def test_crops_are_queries_and_what_they_cover_is_taken_out(tale: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All three of a passage, or none of them; what no crop covers stays, in its order."""
+def test_crops_are_removed_from_their_passage_together(tale: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All three of a passage, or none of them; the rest stays in its order."""
     drawn: list[tuple[int, int]] = []
     usual = inverse_cloze.crop_run
     monkeypatch.setattr(inverse_cloze, "crop_run", lambda *given: (drawn.append(usual(*given)), drawn[-1])[1])
@@ -195,22 +183,22 @@ def test_batches_are_runs_of_neighbours(count: int, batch_size: int, neighbours:
     assert reached == set(range(count))
 
 
-def test_the_retriever_learns_the_inverse_cloze_task(world: World) -> None:
-    """30 steps on twelve passages: the loss falls, and both accuracies are logged where there is something to log."""
-    retriever, _ = tiny_models(world)
-    journal = MemoryJournal()
+def test_both_trainings_learn(world: World) -> None:
+    """30 steps of the retriever, whose accuracies are logged where there is something to log, and 60 of the reader."""
+    retriever, reader = tiny_models(world)
+    journal, second = MemoryJournal(), MemoryJournal()
     train_retriever(tiny_context(journal=journal), retriever, world.snapshot, options(), tiny_optimiser())
-    loss = journal.values("loss")
-    assert len(loss) == 30
-    assert np.mean(loss[-5:]) < 0.7 * np.mean(loss[:5])
-    assert journal.values("accuracy_removed")
+    text = (world.snapshot, world.spans, options(reader_steps=60), tiny_optimiser())
+    train_reader(tiny_context(journal=second), reader, *text)
+    for loss, share in ((journal.values("loss"), 0.7), (second.values("loss"), 0.8)):
+        assert np.mean(loss[-5:]) < share * np.mean(loss[:5])
     assert len(journal.values("accuracy_kept")) < 30, "some batches have no kept sentence"
     for name in ("accuracy_removed", "accuracy_kept"):
         assert all(0 <= value <= 1 for value in journal.values(name))
 
 
 @pytest.mark.parametrize(("head", "task"), [("normalised", {}), ("cosine", CROP)], ids=["sentences", "crops"])
-def test_the_first_loss_is_the_slow_ones(world: World, head: str, task: dict[str, Any]) -> None:
+def test_the_first_loss_equals_the_slow_one(world: World, head: str, task: dict[str, Any]) -> None:
     """Step 0 again by hand, one sequence at a time: the mean over queries of -log of the own passage's share."""
     retriever, _ = tiny_models(world, head=head)
     context, chosen = tiny_context(), options(**task, steps=1)
@@ -242,19 +230,10 @@ def test_rows_of_sentences_with_spans(world: World) -> None:
     assert found == [("the cold sea is a novel by anna berg .", "anna berg"), ("it is set in oslo .", "oslo")]
 
 
-def test_a_corpus_without_spans_is_refused(world: World) -> None:
-    class NoSpans:
-        rows = np.zeros((0, 6), dtype=np.int32)
-        folder = "some/tag"
-
-    with pytest.raises(ValueError, match=r"some/tag holds no salient span; .* see the tag"):
-        SentencesWithSpans(world.snapshot, NoSpans())  # type: ignore[arg-type]
-
-
 class Spy(Reader):
-    """A reader that keeps what it was asked: x, z and the masked places of x, with the targets in their places."""
+    """A reader that records its examples: x, with the targets in their places, z and the masked places of x."""
 
-    asked: list[tuple[np.ndarray, np.ndarray, list[int]]]
+    seen: list[tuple[np.ndarray, np.ndarray, list[int]]]
 
     def log_token(self, batch: PackedBatch, rows_M: Tensor, targets_M: Tensor, *where: Any) -> Tensor:
         tokens_T = batch.tokens_T.clone()
@@ -265,26 +244,26 @@ class Spy(Reader):
             inner = int(batch.segments_T[start:end].argmax()) - 1  # the row of the [SEP] between x and z
             tokens = tokens_T[start:end].numpy()
             masked = (rows_M[(rows_M > start) & (rows_M < start + inner)] - start - 1).tolist()
-            self.asked.append((tokens[1:inner], tokens[inner + 1 : -1], masked))
+            self.seen.append((tokens[1:inner], tokens[inner + 1 : -1], masked))
         return super().log_token(batch, rows_M, targets_M, *where)
 
 
-def asked(world: World, held_out: Sequence[int] = ()) -> list[tuple[np.ndarray, np.ndarray, list[int]]]:
+def seen_examples(world: World, held_out: Sequence[int] = ()) -> list[tuple[np.ndarray, np.ndarray, list[int]]]:
     _, reader = tiny_models(world)
     spy = Spy(reader.bert, reader.masked_words)
-    spy.asked = []
+    spy.seen = []
     train_reader(tiny_context(), spy, world.snapshot, world.spans, options(), tiny_optimiser(), held_out)
-    return spy.asked
+    return spy.seen
 
 
 def test_neighbours_are_the_four_nearest_by_bm25_over_wordpieces(world: World, tmp_path: Path) -> None:
-    """Against bm25s, for every sentence; of passages that are as near as each other any will do."""
+    """Against bm25s, for every sentence; equally near passages are interchangeable."""
     import bm25s
 
     theirs, snapshot = bm25s.BM25(backend="numpy"), world.snapshot
     theirs.index([list(map(str, snapshot.body(p).tolist())) for p in range(len(snapshot))], show_progress=False)
     neighbours = inverse_cloze.Neighbours(snapshot, tmp_path / "neighbours")
-    assert not (tmp_path / "neighbours").exists(), "nothing is made before it is wanted"
+    assert not (tmp_path / "neighbours").exists(), "not before the first draw"
     for passage, first, end in snapshot.sentence_rows.tolist():
         sentence = snapshot.body(passage)[first:end]
         score_P = theirs.get_scores(list(map(str, sentence.tolist())))
@@ -295,8 +274,8 @@ def test_neighbours_are_the_four_nearest_by_bm25_over_wordpieces(world: World, t
     assert neighbours.draw(alone, 5, np.random.default_rng(0)) == 5, "no passage has it"
 
 
-def test_the_readers_examples(world: World) -> None:
-    """[CLS] sentence [SEP] passage [SEP] with a salient span masked whole; every kind of passage occurs."""
+def test_the_reader_reads_a_masked_sentence_with_every_kind_of_passage(world: World) -> None:
+    """A salient span is masked whole, and other wordpieces as in BERT."""
     rows = SentencesWithSpans(world.snapshot, world.spans)[:]
     sentences = {world.snapshot.body(int(p))[a:b].tobytes(): int(p) for p, a, b, _, _ in rows}
     spans = {
@@ -305,7 +284,7 @@ def test_the_readers_examples(world: World) -> None:
     bodies = {world.snapshot.body(i).tobytes(): i for i in range(len(world.snapshot))}
     kinds = {"own": 0, "other": 0, "null": 0}
     extra = 0
-    for x, z, masked in asked(world):
+    for x, z, masked in seen_examples(world):
         mine = [set(span) for sentence, span in spans if sentence == x.tobytes()]
         assert any(span <= set(masked) for span in mine)
         extra += set(masked) not in mine
@@ -315,23 +294,23 @@ def test_the_readers_examples(world: World) -> None:
             kinds["own" if bodies[z.tobytes()] == sentences[x.tobytes()] else "other"] += 1
     assert sum(kinds.values()) == 30 * 8
     assert min(kinds.values()) > 15, kinds
-    assert extra > 50, "other wordpieces are masked as in BERT"
+    assert extra > 50
 
 
-def test_the_reader_never_sees_a_held_out_sentence_masked(world: World) -> None:
-    """The sentences of spans 0 and 6 are no x, whatever span of them is masked; all cannot be held out."""
+def test_the_reader_is_not_trained_on_held_out_sentences(world: World) -> None:
+    """Those of spans 0 and 6 are never x, whichever span is masked; not all can be held out."""
     rows = SentencesWithSpans(world.snapshot, world.spans)[:]
     held = {world.snapshot.body(int(p))[a:b].tobytes() for p, a, b, _, _ in rows[[0, 6]]}
     everything, without, all_held = (
-        {x.tobytes() for x, _, _ in asked(world, held_out)} for held_out in ((), [0, 6], range(len(rows)))
+        {x.tobytes() for x, _, _ in seen_examples(world, held_out)} for held_out in ((), [0, 6], range(len(rows)))
     )
     assert held <= everything
     assert without == everything - held
     assert all_held == everything
 
 
-def test_steps_follow_a_small_corpus() -> None:
-    """At most ``epochs`` times as many passages are read as there are; published corpora take the steps of before."""
+def test_steps_are_limited_by_epochs() -> None:
+    """Not with the corpora of the presets."""
     few = options(steps=60, batch_size=32, reader_steps=40, reader_batch_size=16, epochs=1)
     assert ict_steps(170, few) == (6, 11)
     assert ict_steps(10, few) == (1, 1), "a batch has each passage once"
@@ -344,13 +323,3 @@ def test_steps_follow_a_small_corpus() -> None:
         text = passages * (4 if "squad" not in presets else 1)  # the sample has four warm-up worlds
         assert ict_steps(passages, whole)[0] == whole.steps, presets
         assert ict_steps(text, whole)[1] == whole.reader_steps, presets
-
-
-def test_the_reader_learns_masked_words(world: World) -> None:
-    _, reader = tiny_models(world)
-    journal = MemoryJournal()
-    train_reader(
-        tiny_context(journal=journal), reader, world.snapshot, world.spans, options(reader_steps=60), tiny_optimiser()
-    )
-    loss = journal.values("loss")
-    assert np.mean(loss[-5:]) < 0.8 * np.mean(loss[:5])

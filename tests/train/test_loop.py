@@ -1,4 +1,4 @@
-"""The loop that every training shares: killed anywhere and started again, it ends with the same bits."""
+"""The loop that every training shares: killed anywhere and resumed, it ends with the same bits."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,14 +10,15 @@ from safetensors.torch import load
 from small_world import Killed, MemoryCheckpoints, MemoryJournal, same_parameters, tiny_context, tiny_optimiser
 from torch import Tensor, nn
 
-from realmops.train.loop import STATE, TENSORS, fit
+from realmops.options import epoch_steps
+from realmops.train.loop import STATE, TENSORS, DeferredMetrics, LossAndMetrics, fit
 from realmops.train.optimiser import Group
 from realmops.train.parallel import ProcessGroup
 
 STEPS, EVERY = 7, 3
 
 
-class Trainee(nn.Module):
+class Net(nn.Module):
     """A net whose loss depends on dropout, so that the state of the random generator counts."""
 
     def __init__(self) -> None:
@@ -38,12 +39,11 @@ class Fuse:
     """Counts places where the process may end, and ends it at one of them."""
 
     def __init__(self, at: int) -> None:
-        self.at, self.count, self.places = at, 0, list[str]()
+        self.at, self.places = at, list[str]()
 
     def __call__(self, place: str) -> None:
-        self.count += 1
         self.places.append(place)
-        if self.count == self.at:
+        if len(self.places) == self.at:
             raise Killed(place)
 
 
@@ -65,208 +65,171 @@ class FusedJournal(MemoryJournal):
         self.fuse(f"after the line of step {step}")
 
 
-def one_process(
+def train(
     fuse: Fuse, checkpoints: FusedCheckpoints, journal: FusedJournal, delay: int = 0, **context: Any
-) -> tuple[Trainee, list[int]]:
-    """A fresh process: new parameters, new optimiser; only checkpoints and journal are from before."""
+) -> tuple[Net, list[int]]:
+    """A new process: new parameters, new optimiser; only checkpoints and journal are from before."""
     checkpoints.fuse = journal.fuse = fuse
-    model, adopted = Trainee(), list[int]()
+    model, begun = Net(), list[int]()
     torch.manual_seed(fuse.at)  # a process starts with any state of the global generator
 
-    def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
+    def step_loss(step: int) -> LossAndMetrics:
         fuse(f"in step {step}")
-        return model.loss(step), {"seen": float(step)}
+        return model.loss(step), DeferredMetrics((), lambda: {"seen": float(step)})
 
     def at_step(step: int) -> None:
         fuse(f"before step {step}")
-        adopted.append(step)
+        begun.append(step)
 
     groups = [Group("inner", model.inner, 0.1, delay), Group("outer", model.outer, 0.05)]
-    fit(
-        tiny_context(checkpoints=checkpoints, journal=journal, **context),
-        groups,
-        tiny_optimiser(),
-        step_loss,
-        steps=STEPS,
-        checkpoint_every=EVERY,
-        at_step=at_step,
-    )
-    return model, adopted
+    surroundings = tiny_context(checkpoints=checkpoints, journal=journal, **context)
+    fit(surroundings, groups, tiny_optimiser(), step_loss, steps=STEPS, checkpoint_every=EVERY, at_step=at_step)
+    return model, begun
 
 
-def undisturbed(delay: int = 0) -> tuple[Trainee, FusedCheckpoints, FusedJournal, Fuse]:
+def uninterrupted(**changes: Any) -> tuple[Net, FusedCheckpoints, FusedJournal, Fuse]:
     fuse, checkpoints, journal = Fuse(0), FusedCheckpoints(), FusedJournal()
-    model, adopted = one_process(fuse, checkpoints, journal, delay)
-    assert adopted == list(range(STEPS))
+    model, begun = train(fuse, checkpoints, journal, **changes)
+    assert begun == list(range(STEPS))
     return model, checkpoints, journal, fuse
 
 
-PLACES = undisturbed()[3].places
-
-
-def test_there_are_kills_everywhere() -> None:
-    """Four places in each step, and two for each checkpoint: those of steps 3 and 6 and the end."""
-    assert len(PLACES) == 4 * STEPS + 2 * 3
-    assert PLACES[:4] == ["before step 0", "in step 0", "before the line of step 0", "after the line of step 0"]
-    assert PLACES[-1] == "after the checkpoint of step 7"
+PLACES = uninterrupted()[3].places
 
 
 @pytest.mark.parametrize("delay", [0, 4])
 @pytest.mark.parametrize("place", PLACES)
-def test_killed_anywhere_it_ends_with_the_same_bits(place: str, delay: int) -> None:
-    """Parameters, moments and journal; the group that begins late starts before and after the kill."""
-    expected, expected_checkpoints, expected_journal, _ = undisturbed(delay)
+def test_killed_anywhere_and_resumed_it_ends_with_the_same_bits(place: str, delay: int) -> None:
+    """Parameters, moments and journal; four places in each step, and two for each checkpoint: 3, 6 and the end."""
+    assert len(PLACES) == 4 * STEPS + 2 * 3
+    expected, expected_checkpoints, expected_journal, _ = uninterrupted(delay=delay)
     checkpoints, journal = FusedCheckpoints(), FusedJournal()
     with pytest.raises(Killed, match=place):
-        one_process(Fuse(PLACES.index(place) + 1), checkpoints, journal, delay)
-    model, _ = one_process(Fuse(0), checkpoints, journal, delay)
+        train(Fuse(PLACES.index(place) + 1), checkpoints, journal, delay)
+    model, _ = train(Fuse(0), checkpoints, journal, delay)
     same_parameters(model, expected)
     assert checkpoints.saved[STEPS][TENSORS] == expected_checkpoints.saved[STEPS][TENSORS]
     assert journal.without_times() == expected_journal.without_times()
 
 
-def test_a_finished_training_is_not_touched_again() -> None:
-    """No step runs, nothing is logged, and what another loop wrote behind its lines stays."""
-    model, checkpoints, journal, _ = undisturbed()
+def test_a_finished_training_does_nothing() -> None:
+    """No step runs, nothing is logged, and what another loop wrote after its lines stays."""
+    model, checkpoints, journal, _ = uninterrupted()
     journal.fuse = Fuse(0)
     journal.log(99, other=1.0)
     fuse = Fuse(0)
-    again, adopted = one_process(fuse, checkpoints, journal)
-    assert (fuse.count, adopted) == (0, [])
+    again, begun = train(fuse, checkpoints, journal)
+    assert (fuse.places, begun) == ([], [])
     assert journal.lines()[-1] == {"step": 99, "other": 1.0}
-    assert all(torch.equal(p, model.get_parameter(name)) for name, p in again.named_parameters())
+    same_parameters(again, model)
 
 
-def test_the_journal_has_the_steps_numbers() -> None:
-    """Prefix and first step are those of the context; the rate is the schedule's: a ramp of three steps, then down."""
-    _, _, journal, _ = undisturbed()
-    lines = journal.lines()
-    assert [line["step"] for line in lines] == list(range(STEPS))
-    assert [line["seen"] for line in lines] == list(range(STEPS))
+def test_the_journal_has_the_steps_with_prefix_and_first_step_of_the_context() -> None:
+    """The rate is the schedule's: a ramp of three steps, then down."""
+    journal, second = uninterrupted()[2], uninterrupted(prefix="reader_", first_step=100)[2]
+    assert [(line["step"], line["seen"]) for line in journal.lines()] == [(n, n) for n in range(STEPS)]
     assert journal.values("rate") == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0, 3 / 4, 2 / 4, 1 / 4])
-    assert all(line["loss"] > 0 and line["gradient_norm"] > 0 for line in lines)
-    assert all(line["step_seconds"] >= 0 and line["between_seconds"] >= 0 for line in lines)
-    second = FusedJournal()
-    one_process(Fuse(0), FusedCheckpoints(), second, prefix="reader_", first_step=100)
+    for line in journal.lines():
+        assert min(line["loss"], line["gradient_norm"]) > 0 <= min(line["step_seconds"], line["between_seconds"])
     assert [line["step"] for line in second.lines()] == list(range(100, 100 + STEPS))
     assert second.values("reader_loss") == journal.values("loss")
 
 
-def test_a_second_loop_appends_behind_the_first_and_keeps_its_lines() -> None:
-    """Killed in the second loop before its first checkpoint, only the second loop's lines are forgotten."""
-    _, _, journal, _ = undisturbed()
+def test_a_second_loop_keeps_the_lines_of_the_first() -> None:
+    """Killed in the second loop before its first checkpoint, only the second loop's lines are dropped."""
+    journal, second = uninterrupted()[2], FusedCheckpoints()
     first, end = journal.content, journal.position()
-    second = FusedCheckpoints()
     with pytest.raises(Killed):
-        one_process(Fuse(7), second, journal, stream="second", journal_start=end)
+        train(Fuse(7), second, journal, stream="second", journal_start=end)
     assert not second.saved
     assert journal.position() > end
-    one_process(Fuse(0), second, journal, stream="second", journal_start=end)
+    train(Fuse(0), second, journal, stream="second", journal_start=end)
     assert journal.content.startswith(first)
     assert [line["step"] for line in journal.lines()] == [*range(STEPS), *range(STEPS)]
 
 
-def test_equal_seeds_repeat_and_others_do_not() -> None:
-    def losses(**context: Any) -> list[float]:
-        journal = FusedJournal()
-        one_process(Fuse(0), FusedCheckpoints(), journal, **context)
-        return journal.values("loss")
-
-    assert losses() == losses()
-    assert losses() != losses(seed=1)
-    assert losses() != losses(stream="other")
+def test_seed_and_stream_determine_the_losses() -> None:
+    losses = [uninterrupted(**c)[2].values("loss") for c in ({}, {}, {"seed": 1}, {"stream": "other"})]
+    assert losses[0] == losses[1]
+    assert losses[0] != losses[2] != losses[3] != losses[0]
 
 
-def test_a_group_that_begins_late_keeps_its_start_until_then() -> None:
-    """Its parameters in the checkpoint of step 3 are those it began with; in that of step 6 they are not."""
-    _, checkpoints, _, _ = undisturbed(delay=4)
-    start = Trainee().inner.weight
-    assert torch.equal(load(checkpoints.saved[3][TENSORS])["p.inner.weight"], start)
-    assert not torch.equal(load(checkpoints.saved[6][TENSORS])["p.inner.weight"], start)
-    assert not torch.equal(load(checkpoints.saved[3][TENSORS])["p.outer.weight"], Trainee().outer.weight)
-    assert sorted(checkpoints.saved) == [3, 6, STEPS]
-    assert sorted(checkpoints.saved[3]) == sorted([STATE, TENSORS])
+def test_a_late_group_keeps_its_start_until_its_first_step() -> None:
+    saved, start = uninterrupted(delay=4)[1].saved, Net()
+    assert (sorted(saved), sorted(saved[3])) == ([3, 6, STEPS], sorted([STATE, TENSORS]))
+    assert torch.equal(load(saved[3][TENSORS])["p.inner.weight"], start.inner.weight)
+    assert not torch.equal(load(saved[6][TENSORS])["p.inner.weight"], start.inner.weight)
+    assert not torch.equal(load(saved[3][TENSORS])["p.outer.weight"], start.outer.weight)
 
 
 def test_progress_counts_every_step_once() -> None:
-    """A resumed process tells at once how far it was: the checkpoint of step 6, then one step."""
-    checkpoints, journal, told = FusedCheckpoints(), FusedJournal(), list[int]()
-    one_process(Fuse(0), checkpoints, journal, progress=told.append)
-    assert told == [0] + [1] * STEPS
+    """A resumed process first reports the step of its checkpoint."""
+    checkpoints, journal, counted = FusedCheckpoints(), FusedJournal(), list[int]()
+    train(Fuse(0), checkpoints, journal, progress=counted.append)
+    assert counted == [0] + [1] * STEPS
     del checkpoints.saved[STEPS]
-    told.clear()
-    one_process(Fuse(0), checkpoints, journal, progress=told.append)
-    assert told == [6, 1]
+    counted.clear()
+    train(Fuse(0), checkpoints, journal, progress=counted.append)
+    assert counted == [6, 1]
 
 
-def test_no_steps_leave_everything_as_it_is() -> None:
-    model, journal = Trainee(), MemoryJournal()
+def fit_all(model: Net, loss: Callable[[int], Tensor], steps: int = STEPS, rate: float = 0.1, **context: Any) -> int:
+    def step_loss(step: int) -> LossAndMetrics:
+        return loss(step), DeferredMetrics((), dict)
+
+    groups, every = [Group("all", model, rate)], context.pop("every", EVERY)
+    return fit(tiny_context(**context), groups, tiny_optimiser(), step_loss, steps=steps, checkpoint_every=every)
+
+
+def test_no_steps_change_nothing() -> None:
+    model, journal = Net(), MemoryJournal()
     journal.log(0, other=1.0)
-    context = tiny_context(journal=journal, journal_start=journal.position())
-    end = fit(
-        context,
-        [Group("all", model, 0.1)],
-        tiny_optimiser(),
-        lambda step: (model.loss(step), {}),
-        steps=0,
-        checkpoint_every=1,
-    )
-    assert end == journal.position()
-    assert all(torch.equal(p, Trainee().get_parameter(name)) for name, p in model.named_parameters())
+    assert fit_all(model, model.loss, 0, journal=journal, journal_start=journal.position()) == journal.position()
+    same_parameters(model, Net())
 
 
-# ---- numbers that are none
+@pytest.mark.parametrize(("epochs", "steps"), [(0, 0), (1, 3), (2, 6), (0.5, 2), (0.01, 1)])
+def test_a_part_of_an_epoch_is_some_of_its_batches(epochs: float, steps: int) -> None:
+    """Nine items, four at a time, are three batches."""
+    assert epoch_steps(9, 4, epochs) == steps
 
 
-def trained(
-    step_loss: Callable[[Trainee, int], Tensor], rate: float = 0.1, every: int = EVERY, **context: Any
-) -> tuple[dict[int, dict[str, bytes]], str]:
-    """The checkpoints of a training that fails, and what it says."""
-    model, checkpoints = Trainee(), MemoryCheckpoints()
-    surroundings = tiny_context(checkpoints=checkpoints, name="ict: crops", first_step=100, **context)
-    groups = [Group("all", model, rate)]
-    with pytest.raises(ValueError, match="ict: crops, step 1") as raised:
-        fit(
-            surroundings,
-            groups,
-            tiny_optimiser(),
-            lambda step: (step_loss(model, step), {}),
-            steps=STEPS,
-            checkpoint_every=every,
+# ---- numbers that are not finite
+
+
+class Others(ProcessGroup):
+    """Processes of which another one has a loss that is not finite."""
+
+    def mean(self, value: float, device: torch.device) -> float:
+        return math.nan
+
+
+@pytest.mark.parametrize(
+    ("loss", "context", "last", "message"),
+    [
+        *(
+            (lambda m, step, value=value: m.loss(step) * (value if step == 4 else 1.0), {}, 3,
+             f"step 104: the loss is {value:g} and .*; the last finite loss: .* at step 103")
+            for value in (math.nan, math.inf, -math.inf)
+        ),
+        # The square root of 0 has a gradient of infinity times 0.
+        (lambda m, step: m.loss(step) + (0.0 * m.inner.weight.sum()).sqrt(), {}, None,
+         r"step 100: the loss is 5\.51.* the norm of its gradient nan; finite .* loss: no earlier step"),
+        (lambda m, step: m.loss(step), {"processes": Others()}, None, "step 100: the loss is nan"),
+        # The gradient is finite and the update is not: the next step would show it, after the checkpoint.
+        (lambda m, step: m.loss(step), {"rate": 1e39, "every": 1}, None,
+         r"step 101: all\.inner\.weight has values that are NaN or infinite"),
+    ],
+    ids=["nan", "inf", "-inf", "gradient", "another process", "weights"],
+)  # fmt: skip
+def test_a_training_ends_at_a_number_that_is_not_finite_and_keeps_the_checkpoint_before(
+    loss: Callable[[Net, int], Tensor], context: dict[str, Any], last: int | None, message: str
+) -> None:
+    model, checkpoints = Net(), MemoryCheckpoints()
+    with pytest.raises(ValueError, match=f"ict: crops, {message}.*run.precision=fp32"):
+        fit_all(
+            model, lambda step: loss(model, step), checkpoints=checkpoints, name="ict: crops", first_step=100, **context
         )
-    assert "run.precision=fp32" in str(raised.value)
-    return checkpoints.saved, str(raised.value)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_not_finite_ends_the_training_and_leaves_the_checkpoint_before(value: float) -> None:
-    saved, said = trained(lambda model, step: model.loss(step) * (value if step == 4 else 1.0))
-    assert list(saved) == [3]
-    assert all(tensor.isfinite().all() for tensor in load(saved[3][TENSORS]).values())
-    assert f"step 104: the loss is {value:g} and " in said
-    assert "at step 103" in said
-
-
-def test_a_gradient_that_is_not_finite_ends_it_at_the_first_step() -> None:
-    """The loss is finite: the square root of 0 has a gradient of infinity times 0."""
-    saved, said = trained(lambda model, step: model.loss(step) + (0.0 * model.inner.weight.sum()).sqrt())
-    assert not saved
-    assert "step 100: the loss is 5.51" in said
-    assert "the norm of its gradient nan; finite numbers are required; the last finite loss: no earlier step" in said
-
-
-def test_a_loss_that_is_not_finite_in_another_process_ends_this_one_too() -> None:
-    class Others(ProcessGroup):
-        def mean(self, value: float, device: torch.device) -> float:
-            return math.nan
-
-    saved, said = trained(lambda model, step: model.loss(step), processes=Others())
-    assert not saved
-    assert "step 100: the loss is nan" in said
-
-
-def test_no_checkpoint_holds_weights_that_are_not_finite() -> None:
-    """The gradient is finite and the update is not: that would show in the next step, behind the checkpoint."""
-    saved, said = trained(lambda model, step: model.loss(step), rate=1e39, every=1)
-    assert not saved
-    assert "step 101: all.inner.weight has values that are NaN or infinite" in said
+    assert list(checkpoints.saved) == ([] if last is None else [last])
+    for files in checkpoints.saved.values():
+        assert all(tensor.isfinite().all() for tensor in load(files[TENSORS]).values())

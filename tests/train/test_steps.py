@@ -1,37 +1,27 @@
-"""What a training step sends to a GPU and waits for, counted without one, at any size of the batch.
-
-    PYTHONPATH=src:tests python tests/train/test_steps.py
-
-prints the counts of every kind of step (tests/elsewhere.py says what they are).
-"""
+"""The transfers to a GPU and the synchronisations of a training step, counted without a GPU (tests/elsewhere.py)."""
 
 import copy
-import sys
-import tempfile
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from elsewhere import ELSEWHERE, Counts, recorded
-from small_world import World, build_world, section, tiny_context, tiny_models, tiny_optimiser
+from small_world import World, section, tiny_context, tiny_models, tiny_optimiser
 
 from realmops.answering.openqa import OpenQa
 from realmops.devices import to_device, to_host
 from realmops.model import packed
 from realmops.model.build import add_span_head
-from realmops.model.packed import PackedBatch
 from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, FusionWeights, Retriever
 from realmops.questions.question_sets import Question
 from realmops.search.bm25 import Bm25
-from realmops.search.embed import document_sequences, embed, embed_documents, embed_on_device, query_sequences
+from realmops.search.embed import document_sequences, embed_documents, embed_on_device, query_sequences
 from realmops.search.exact import ExactIndex, PassageIndex, exact_index
 from realmops.search.hybrid import HybridSearch
-from realmops.train.examples import Examples
 from realmops.train.fine_tuning import finetune
 from realmops.train.index_source import Index
+from realmops.train.masked_sentences import Examples
 from realmops.train.pretraining import pretrain
 from realmops.train.realm import Realm
 
@@ -42,7 +32,7 @@ ASKED = (("Where was Anna Berg born?", "Oslo"), ("Which town is a port?", "Berge
 
 
 class Steps:
-    """The counts of each step, told of by the training loop."""
+    """The counts of each step, as a progress callback."""
 
     def __init__(self, counts: Counts) -> None:
         self.counts, self.before, self.steps = counts, replace(counts), list[Counts]()
@@ -70,14 +60,14 @@ class Once:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of step: what is not as usual, and how many copies there and back it may have."""
+    """A kind of step: its options, and the number of copies to the GPU and back that it may have."""
 
     copies: int
     options: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     hybrid: bool = False
     not_in: tuple[int, ...] = ()  # passages
-    means: bool = False  # of each sequence, which are operations of their own
+    means: bool = False  # the mean of each sequence is an operation
 
 
 VECTORS = {"head": "cosine", "pooling": "mean", "document_vectors": 3}
@@ -134,54 +124,27 @@ def finetuning(world: World, kind: Kind, batch: int) -> list[Counts]:
 
 def check(few: list[Counts], many: list[Counts], kind: Kind) -> None:
     for counts in (*few, *many):
-        assert counts.waits == counts.brought == 2, "once for what was found, once for the metrics"
+        assert counts.waits == counts.brought == 2, "once for the results of the search, once for the metrics"
         assert counts.sent + counts.brought <= kind.copies
     assert kind.means or max(c.operations for c in many) <= max(c.operations for c in few)
 
 
 @pytest.mark.parametrize("name", PRETRAIN)
-def test_a_pre_training_step_waits_twice_whatever_the_batch(world: World, name: str) -> None:
+def test_a_pretraining_step_synchronises_twice_for_any_batch(world: World, name: str) -> None:
     kind = PRETRAIN[name]
     check(pretraining(world, kind, 4), pretraining(world, kind, 16), kind)
 
 
 @pytest.mark.parametrize("name", FINETUNE)
-def test_a_fine_tuning_step_waits_twice_whatever_the_batch(world: World, name: str) -> None:
+def test_a_fine_tuning_step_synchronises_twice_for_any_batch(world: World, name: str) -> None:
     kind = FINETUNE[name]
     few, many = finetuning(world, kind, 4), finetuning(world, kind, 16)
-    if kind.hybrid:  # the best of words and of embeddings are scored once more, where the embeddings are
+    if kind.hybrid:  # the best by BM25 and by embeddings are scored once more, on the device of the embeddings
         few, many = ([replace(c, waits=c.waits - 1, brought=c.brought - 1) for c in steps] for steps in (few, many))
     check(few, many, kind)
 
 
-def test_waits_and_copies_are_counted() -> None:
-    with recorded() as counts:
-        layer = torch.nn.Linear(4, 3).to(ELSEWHERE)
-        assert (counts.sent, counts.waits) == (2, 0)
-        whole = layer(torch.ones(5, 4, device=ELSEWHERE)).sum()
-        whole.backward()
-        loss = whole.detach()
-        assert layer.weight.grad.device == ELSEWHERE
-        assert (counts.sent, counts.waits) == (2, 0)
-        for number, wait in enumerate(
-            (
-                loss.item, lambda: float(loss), lambda: bool(loss), loss.tolist, loss.cpu, layer.weight.nonzero,
-                lambda: layer.weight[layer.weight > 0], lambda: torch.ones(2).copy_(layer.weight[0, :2]),
-            ),
-            start=1,
-        ):  # fmt: skip
-            wait()
-            assert counts.waits == number
-        assert (counts.sent, counts.brought) == (2, 2)
-        _ = layer.weight[torch.tensor([0, 1])]
-        assert counts.sent == 3, "an index is sent"
-        with pytest.raises(RuntimeError, match="tensors of two devices"):
-            layer(torch.ones(5, 4))
-        with pytest.raises(TypeError, match="no numpy array"):
-            loss.numpy()
-
-
-def test_what_is_sent_and_brought_together_stays_the_same() -> None:
+def test_tensors_that_are_transferred_together_keep_their_values() -> None:
     whole, truth = torch.tensor([[1, 1 << 40], [-3, 0]]), torch.tensor([True, False])
     part = torch.tensor([0.1, -0.0, torch.inf, 1e-45])
     with recorded() as counts:
@@ -197,67 +160,30 @@ def test_what_is_sent_and_brought_together_stays_the_same() -> None:
     assert [id(tensor) for tensor in to_device(CPU, whole, part)] == [id(whole), id(part)]
 
 
-@pytest.mark.parametrize(("pooling", "segments"), [("cls", "two"), ("mean", "one")])
-def test_embeddings_and_what_is_found_with_them_are_those_of_the_cpu(world: World, pooling: str, segments: str) -> None:
-    """In batches by length as out of them; for words and embeddings together, too."""
-    retriever, _ = tiny_models(world, pooling=pooling)
-    retriever.query.segments = segments  # of both towers
+@pytest.mark.parametrize("together", [1 << 20, 1])
+def test_hidden_states_and_searches_are_those_of_the_cpu(
+    world: World, monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    """Of sequences in one attention and in groups of similar lengths; hits of BM25 and embeddings together."""
+    monkeypatch.setattr(packed, "_UNGROUPED_SCORES", together)
+    monkeypatch.setattr(packed, "_GROUP_SCORES", 200)
+    retriever, _ = tiny_models(world, pooling="mean")
+    retriever.query.segments = "one"  # of both towers
     sequences = document_sequences(world.snapshot, range(len(world.snapshot)))
     texts = [f"{title} {world.snapshot.text(row)}" for row, title in enumerate(world.snapshot.column("title"))][:5]
     queries = query_sequences([world.wordpieces(text) for text in texts])
-    words, mixture = Bm25.of(world.snapshot), FusionWeights(1.0, 2.0)
+    bm25, mixture = Bm25.of(world.snapshot), FusionWeights(1.0, 2.0)
 
-    def found() -> list[Any]:
+    def results() -> list[Any]:
         embedding_PE = embed_on_device(retriever.document, sequences, FP32)
-        hybrid = HybridSearch(ExactIndex(embedding_PE), words, mixture, retriever.scale)
+        hybrid = HybridSearch(ExactIndex(embedding_PE), bm25, mixture, retriever.scale)
         best = hybrid.search(embed_on_device(retriever.query, queries, FP32), texts, 4, 6)
         return [*to_host(embedding_PE), best.id_QK, best.dense_QK, best.words_QK]
 
-    expected = found()
-    assert torch.equal(expected[0], embed(retriever.document, sequences, FP32))
-    assert retriever.document.training, "as it was before"
-    assert not embed_on_device(retriever.eval().document, sequences[:1], FP32).requires_grad
-    assert not retriever.document.training
+    expected = results()
+    assert retriever.document.training, "its mode is restored"
     with recorded():
         retriever.to(ELSEWHERE)
-        there = found()
-    for ours, theirs in zip(there, expected, strict=True):
+        actual = results()
+    for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("together", [1 << 20, 1])
-def test_hidden_states_are_those_of_the_cpu(world: World, monkeypatch: pytest.MonkeyPatch, together: int) -> None:
-    """Of sequences in any order of lengths, attended to together and in groups of like lengths."""
-    monkeypatch.setattr(packed, "_UNGROUPED_SCORES", together)
-    monkeypatch.setattr(packed, "_GROUP_SCORES", 200)
-    _, reader = tiny_models(world)
-    sequences = [np.arange(5, 5 + length) for length in (9, 3, 7, 3, 8, 1)]
-    segments = [np.arange(len(one)) % 2 for one in sequences]
-    expected_TD = reader.bert(PackedBatch(sequences, segments)).detach()
-    batch = PackedBatch(sequences, segments)
-    assert len(batch.groups) == (1 if together > 1 else 2)
-    with recorded() as counts:
-        reader.to(ELSEWHERE)
-        before = counts.sent
-        hidden_TD = reader.bert(batch)
-        assert counts.sent == before + 1
-        hidden_TD.sum().backward()
-        (found_TD,) = to_host(hidden_TD)
-    torch.testing.assert_close(found_TD, expected_TD, rtol=1e-4, atol=1e-5)
-
-
-def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        world = build_world(Path(folder))
-        for what, count, kinds in (("pre-training", pretraining, PRETRAIN), ("fine-tuning", finetuning, FINETUNE)):
-            for name, kind in kinds.items():
-                for batch in (4, 8, 16):
-                    one = count(world, kind, batch)[0]
-                    sys.stdout.write(
-                        f"{what}, {name}, batch of {batch}: {one.operations} operations, {one.sent} copies there, "
-                        f"{one.brought} back, {one.waits} waits\n"
-                    )
-
-
-if __name__ == "__main__":
-    main()

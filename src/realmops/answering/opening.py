@@ -25,7 +25,7 @@ from realmops.devices import configure_process, device_and_dtype, freeze_linear_
 from realmops.journal import JOURNAL, METRICS
 from realmops.model.retriever import Retriever
 from realmops.model.retriever_files import RETRIEVER_FOLDER, load_retriever, passage_tower_digest
-from realmops.options import Finetune, RunOptions, finetune_steps
+from realmops.options import Finetune, RunOptions, epoch_steps
 from realmops.search.bm25 import Bm25
 from realmops.search.embed import Progress
 from realmops.search.embeddings import INDEX, embed_corpus, load_passages, save_passages
@@ -43,7 +43,7 @@ QUERY_WORDPIECES: int = default_options()["finetune"]["query_wordpieces"]  # que
 class Baselines:
     """Models and rankers that REALM is compared with; callers pass them, since imports point down only."""
 
-    closed_book: Mapping[str, Callable[[Path, Snapshot, torch.device], AnswerModel]]  # open a model, by its kind
+    closed_book: Mapping[str, Callable[[Path, torch.device], AnswerModel]]  # open a model, by its kind
     open_ranker: Callable[[Path, Snapshot, Finetune, torch.device, torch.dtype], Ranker | None]
 
 
@@ -79,7 +79,7 @@ def open_tuned(
             "finetune with that option first, or remove it"
         )
     if is_closed_book:
-        return baselines.closed_book[name](folder, snapshot, resolve_device(run.device))
+        return baselines.closed_book[name](folder, resolve_device(run.device))
     kind = KINDS[name] if reads else SearchOnly
     retriever = load_retriever(folder, snapshot.vocabulary_hash)
     reader = kind.load_reader(folder, snapshot)
@@ -134,7 +134,8 @@ def tuned_steps(root: Path) -> int | None:
         return None
     metrics = artifacts.read_json(root / STAGE_FOLDERS["finetune"] / METRICS)
     options = parse_section("finetune", sections["finetune"])
-    return finetune_steps(metrics.get("questions_with_evidence", metrics["questions"]), options)
+    examples = metrics.get("questions_with_evidence", metrics["questions"])
+    return epoch_steps(examples, options.batch_size, options.epochs)
 
 
 def open_run(root: Path, baselines: Baselines, state: CorpusState | None = None, *, reads: bool = True) -> OpenedModel:

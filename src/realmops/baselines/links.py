@@ -25,8 +25,7 @@ class PassageLinks:
     """Undirected links between passages: a link between their documents, or the same document.
 
     The column "links" of a document has the titles that it links to. If no document has it, a passage links to every
-    document whose title occurs in its text as whole words in the same case; a suffix of the title in parentheses is
-    ignored.
+    document whose title, without a suffix in parentheses, occurs in its text as whole words in the same case.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
@@ -37,20 +36,15 @@ class PassageLinks:
         self._document_P = np.array([number[name] for name in names], dtype=np.int64)
         by_title: dict[Words, set[int]] = defaultdict(set)
         for title, document in zip(snapshot.column("title"), self._document_P.tolist(), strict=True):
-            by_title[_words(title.partition(" (")[0])].add(document)
+            by_title[_title_words(title)].add(document)
         by_title.pop((), None)
         column = [json.loads(extra).get(COLUMN) if extra else None for extra in snapshot.column("extra")]
         if any(column):
-            titles_P = [[_words(str(title).partition(" (")[0]) for title in titles or ()] for titles in column]
+            titles_P = [[_title_words(str(title)) for title in titles or ()] for titles in column]
         else:
             max_words = min(_MAX_TITLE, max(map(len, by_title), default=0))
             titles_P = [list(_ngrams(_words(text), max_words)) for text in snapshot.column("text")]
-        pairs = {
-            (p, document)
-            for p, titles in enumerate(titles_P)
-            for title in titles
-            for document in by_title.get(title, ())
-        }
+        pairs = {(p, d) for p, titles in enumerate(titles_P) for title in titles for d in by_title.get(title, ())}
         passages, documents = np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2).T
         shape = (len(names), len(number))
 
@@ -77,6 +71,10 @@ def _row(matrix: Any, row: int) -> NDArray[np.int64]:
 
 def _words(text: str) -> Words:
     return tuple(_WORD.findall(normalize_unicode(text)))
+
+
+def _title_words(title: str) -> Words:
+    return _words(title.partition(" (")[0])
 
 
 def _ngrams(words: Sequence[str], max_words: int) -> Iterator[Words]:

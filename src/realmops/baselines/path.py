@@ -7,7 +7,6 @@ Shape suffixes: N pairs of question and passage, D width, B questions, C choices
 """
 
 import copy
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
-from realmops.artifacts import seed_for
+from realmops.artifacts import read_json, seed_for, write_json
 from realmops.baselines.links import PassageLinks
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import autocast
@@ -33,8 +32,7 @@ from realmops.questions.answer_matching import contains_answer
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import Question
 from realmops.search.bm25 import Bm25, Rows, rank, top_k
-from realmops.train.fine_tuning import finetune_steps
-from realmops.train.loop import DeferredMetrics, TrainingContext, fit_epochs, whole_batch
+from realmops.train.loop import DeferredMetrics, LossAndMetrics, TrainingContext, fit_epochs, whole_batch
 from realmops.train.optimiser import Group
 
 STARTS = 10  # candidates for the first passage, the best by BM25
@@ -61,11 +59,10 @@ class PathExample:
 
     question: np.ndarray  # wordpieces
     starts: list[int]  # candidates of the first step
-    is_right_start: np.ndarray  # targets of the first step, bool [len(starts)]
+    is_right_start: np.ndarray  # targets of the first step, bool
     first: int  # index in ``starts`` of the passage that the second step continues
     linked: list[int]  # candidates of the second step
-    # Targets of the second step, bool [1 + len(linked)]: the end of the path, then ``linked``
-    is_right_next: np.ndarray
+    is_right_next: np.ndarray  # targets of the second step, bool: the end of the path, then ``linked``
 
 
 class PathRetriever:
@@ -91,14 +88,13 @@ class PathRetriever:
     def load(
         cls, folder: Path, snapshot: Snapshot, options: Finetune, device: torch.device, dtype: torch.dtype
     ) -> Self:
-        """Load a scorer saved by ``save``."""
-        scorer = PathScorer(encoder_from_description(json.loads((folder / SHAPE).read_text())))
+        scorer = PathScorer(encoder_from_description(read_json(folder / SHAPE)))
         scorer.load_state_dict(load_tensors((folder / WEIGHTS).read_bytes()))
         return cls(scorer.to(device), snapshot, options, dtype)
 
     def save(self, folder: Path) -> None:
         """Write the scorer; all other state is derived from the snapshot."""
-        (folder / SHAPE).write_text(json.dumps(self.scorer.bert.describe(), indent=1, sort_keys=True) + "\n")
+        write_json(folder / SHAPE, self.scorer.bert.describe())
         (folder / WEIGHTS).write_bytes(save_tensors(cpu_state(self.scorer)))
 
     def _wordpieces(self, question: str) -> np.ndarray:
@@ -119,9 +115,9 @@ class PathRetriever:
         hidden_ND: Tensor = hidden_TD.index_select(0, torch.from_numpy(batch.starts[:-1]).to(self.device))
         return hidden_ND.float()
 
-    def _starts(self, question: str) -> list[int]:
-        starts: list[int] = rank(self.bm25, [question], min(STARTS, len(self.bm25)))[0].tolist()
-        return starts
+    def _lexical(self, question: str, k: int) -> list[int]:
+        best: list[int] = rank(self.bm25, [question], min(k, len(self.bm25)))[0].tolist()
+        return best
 
     def _linked(self, question: str, passage: int) -> list[int]:
         linked = self.links.of(passage)
@@ -132,7 +128,7 @@ class PathRetriever:
 
     def training_example(self, question: Question) -> PathExample | None:
         """Build the training example of a question, or None if no path of up to two passages leads to an answer."""
-        starts = self._starts(question.question)
+        starts = self._lexical(question.question, STARTS)
 
         def is_right(passages: list[int]) -> np.ndarray:
             texts = map(self.snapshot.text, passages)
@@ -176,15 +172,14 @@ class PathRetriever:
         ranking = np.full((len(questions), k), -1, np.int64)
         for row, question in enumerate(questions):
             paths = self._paths(question)
-            lexical = rank(self.bm25, [question], min(k, len(self.bm25)))[0].tolist()
-            merged = dict.fromkeys([*sorted(paths, key=lambda p: -paths[p]), *lexical])
-            best = list(merged)[:k]
+            by_path = sorted(paths, key=lambda p: -paths[p])
+            best = list(dict.fromkeys([*by_path, *self._lexical(question, k)]))[:k]
             ranking[row, : len(best)] = best
         return ranking
 
     def _paths(self, question: str) -> dict[int, float]:
         """Return the log probability of the most probable path that ends in each passage."""
-        x, starts = self._wordpieces(question), self._starts(question)
+        x, starts = self._wordpieces(question), self._lexical(question, STARTS)
         start_CD = self._encode([(x, passage) for passage in starts])
         log_start_C = (start_CD @ self.scorer.begin).log_softmax(0)
         beam = log_start_C.topk(min(BEAM, len(starts))).indices.tolist()
@@ -211,13 +206,12 @@ def train_paths(
 ) -> int:
     """Train the scorer with the reader's epochs, batch size and learning rate; return the length of the journal."""
 
-    def loss(batch: Sequence[PathExample]) -> tuple[Tensor, DeferredMetrics]:
+    def loss(batch: Sequence[PathExample]) -> LossAndMetrics:
         retriever.scorer.train()
         return retriever.loss(batch), DeferredMetrics((), dict)
 
     groups = [Group("scorer", retriever.scorer, options.reader_learning_rate)]
-    steps, every = finetune_steps(len(lessons), options), options.checkpoint_every
     return fit_epochs(
         context, groups, optimiser, lessons, whole_batch, loss,
-        batch_size=options.batch_size, steps=steps, checkpoint_every=every,
+        batch_size=options.batch_size, epochs=options.epochs, checkpoint_every=options.checkpoint_every,
     )  # fmt: skip

@@ -16,18 +16,13 @@ from realmops.options import Finetune
 from realmops.search.bm25 import Bm25, LexicalRetriever, rank, titled_texts
 
 DENSE_RETRIEVERS = ("pretrain", "ict")  # values of finetune.retriever without a ranker
-
-
 QUESTIONS_IN_MEMORY = 1024  # size of the cache of passages by words or links
 
 
 def build_ranker(
     retriever: str, snapshot: Snapshot, path: PathRetriever | None = None, remembered: int | None = None
 ) -> Ranker | None:
-    """Build the ranker of a baseline retriever; return None for a dense retriever.
-
-    ``path`` is the trained retriever of ``finetune.retriever: path``, and ``remembered`` the cache size of the ranker.
-    """
+    """Build the ranker of a baseline retriever, of which ``path`` is trained; return None for a dense retriever."""
     if retriever in DENSE_RETRIEVERS:
         return None
     if path is not None:
@@ -44,7 +39,6 @@ def build_ranker(
 def open_ranker(
     folder: Path, snapshot: Snapshot, options: Finetune, device: torch.device, dtype: torch.dtype
 ) -> Ranker | None:
-    """Open the ranker of a fine-tuned model; return None for a dense retriever."""
     path = PathRetriever.load(folder, snapshot, options, device, dtype) if options.retriever == "path" else None
     return build_ranker(options.retriever, snapshot, path, QUESTIONS_IN_MEMORY)
 

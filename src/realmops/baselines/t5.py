@@ -21,18 +21,19 @@ from torch.nn.utils.rnn import pad_sequence
 
 from realmops.answering.answer import Answer, RetrievedPassages
 from realmops.answering.retrieval import AnswerModel
-from realmops.artifacts import read_json, seed_for, write_json
+from realmops.artifacts import seed_for
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.corpus.vocabulary import open_tokenizer
 from realmops.devices import autocast
-from realmops.hub import CONFIG, T5, TOKENIZER, encoder_folder, read_config
+from realmops.hub import CONFIG, T5, TOKENIZER, encoder_folder, read_config, read_weights
+from realmops.model.reader_files import READER_FOLDER
 from realmops.model.sequences import SpecialTokens
-from realmops.model.transformers_models import BUILD_LOCK, import_transformers
+from realmops.model.transformers_models import BUILD_LOCK, import_transformers, load_transformers_model
 from realmops.options import ClosedBookOptions, Optimiser
 from realmops.questions.question_sets import Question
-from realmops.train.loop import DeferredMetrics, TrainingContext, epoch_steps, fit, fit_epochs
+from realmops.train.loop import DeferredMetrics, LossAndMetrics, TrainingContext, fit, fit_epochs
 from realmops.train.optimiser import Group
 
-FILE = "closed_book.json"
 BATCH_SIZE = 32  # passages or questions
 LEARNING_RATE = 1e-3  # T5's for fine-tuning
 PASSAGE_WORDPIECES = 64  # of the corrupted title and text
@@ -45,51 +46,30 @@ JOIN = "<join>"  # between two pieces without a space: WordPiece cannot restore 
 
 @dataclass(frozen=True)
 class ClosedBook(AnswerModel):
-    """A T5 model with its tokenizer."""
+    """A T5 model with its tokenizer, which has sentinels and parses special tokens in a text as text."""
 
     kind = "t5"
     batch_size = 64
     net: Any  # T5ForConditionalGeneration of transformers
-    tokenizer: Tokenizer  # tokenizer with sentinels
-    question_wordpieces: int  # maximum length of a question, end of sequence included
-    answer_wordpieces: int  # maximum length of an answer, end of sequence included
-    # Hash of the snapshot's vocabulary; None for a pre-trained T5 with a different tokenizer
-    vocabulary_hash: str | None
-
-    def __post_init__(self) -> None:
-        self.tokenizer.encode_special_tokens = True  # parse "<join>" in a text as text
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
+    tokenizer: Tokenizer
 
     @classmethod
     def build(cls, options: ClosedBookOptions, snapshot: Snapshot, shape: Any, seed: int) -> Self:
         """Build the model of ``closed_book.init``; ``small`` has an encoder and a decoder in the reader's shape."""
-        if options.init == "small":
-            tokenizer = _add_sentinels(snapshot)
-            net, vocabulary_hash = _build_small(tokenizer, shape, seed), snapshot.vocabulary_hash
-        else:
-            (net, tokenizer), vocabulary_hash = _open(encoder_folder(options.init, T5)), None
-        return cls(net, tokenizer, QUESTION_WORDPIECES, ANSWER_WORDPIECES, vocabulary_hash)
+        if options.init != "small":
+            return cls(*_open(encoder_folder(options.init, T5)))
+        tokenizer = _add_sentinels(snapshot)
+        return cls(_build_small(tokenizer, shape, seed), tokenizer)
 
     def save(self, folder: Path) -> None:
-        """Write the model in the format of transformers, the tokenizer and the limits into a stage folder."""
-        self.net.save_pretrained(folder)
-        self.tokenizer.save(str(folder / TOKENIZER))
-        limits = {"question_wordpieces": self.question_wordpieces, "answer_wordpieces": self.answer_wordpieces}
-        write_json(folder / FILE, {**limits, "vocabulary_hash": self.vocabulary_hash})
+        self.net.save_pretrained(folder / READER_FOLDER)
+        self.tokenizer.save(str(folder / READER_FOLDER / TOKENIZER))
 
     @classmethod
-    def open(cls, folder: Path, snapshot: Snapshot, device: torch.device) -> Self:
-        """Load a saved model onto a device; raise ValueError if it was trained with another vocabulary."""
-        values = read_json(folder / FILE)
-        trained_with = values["vocabulary_hash"]
-        if trained_with not in (None, snapshot.vocabulary_hash):
-            raise ValueError(
-                f"{folder}: trained with the vocabulary {trained_with[:12]}, but the snapshot has "
-                f"{snapshot.vocabulary_hash[:12]}; train the closed-book model again"
-            )
-        net, tokenizer = _open(folder)
-        return cls(net.to(device), tokenizer, **values)
+    def open(cls, folder: Path, device: torch.device) -> Self:
+        """Load a model from the folder of a stage."""
+        net, tokenizer = _open(folder / READER_FOLDER)
+        return cls(net.to(device), tokenizer)
 
     @cached_property
     def sentinel_ids(self) -> np.ndarray:
@@ -110,13 +90,9 @@ class ClosedBook(AnswerModel):
         """Return the ids of a text without special tokens, int64."""
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
-    def append_eos(self, ids: np.ndarray) -> np.ndarray:
-        """Return ``ids`` with the end-of-sequence id appended."""
-        return np.append(ids, self.eos_id)
-
     def encode_question(self, text: str) -> np.ndarray:
-        """Return a question as input, truncated to ``question_wordpieces``."""
-        return self.append_eos(self.encode(text)[: self.question_wordpieces - 1])
+        """Return a question as input, truncated to ``QUESTION_WORDPIECES``."""
+        return np.append(self.encode(text)[: QUESTION_WORDPIECES - 1], self.eos_id)
 
     def encode_target(self, answer: str) -> np.ndarray:
         """Return an answer as target; for WordPiece, ``JOIN`` is inserted between pieces without a space ("12,340")."""
@@ -128,16 +104,14 @@ class ClosedBook(AnswerModel):
                 ids.append(join)
             ids.append(piece)
             end = stop
-        return self.append_eos(np.array(ids[: self.answer_wordpieces - 1], dtype=np.int64))
+        return np.array([*ids[: ANSWER_WORDPIECES - 1], self.eos_id], dtype=np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, without padding, end and sentinels."""
         skipped = {self.pad_id, self.eos_id, *self.sentinel_ids.tolist()}
         return str(self.tokenizer.decode([i for i in ids if i not in skipped], skip_special_tokens=False))
 
-    def loss(
-        self, inputs: Sequence[np.ndarray], targets: Sequence[np.ndarray], dtype: torch.dtype
-    ) -> tuple[Tensor, DeferredMetrics]:
+    def loss(self, inputs: Sequence[np.ndarray], targets: Sequence[np.ndarray], dtype: torch.dtype) -> LossAndMetrics:
         """Return the mean cross entropy of the targets' wordpieces, and their accuracy as a deferred metric."""
         self.net.train()
         input_BL, is_input_BL = self._padded(inputs)
@@ -149,27 +123,22 @@ class ClosedBook(AnswerModel):
             ).logits
         logits_NV, target_N = logits_BTV[is_target_BT].float(), target_BT[is_target_BT]
         accuracy = (logits_NV.argmax(-1) == target_N).float().mean()
-        return F.cross_entropy(logits_NV, target_N), DeferredMetrics(
-            [accuracy], lambda share: {"accuracy": share.item()}
-        )
+        deferred = DeferredMetrics([accuracy], lambda share: {"accuracy": share.item()})
+        return F.cross_entropy(logits_NV, target_N), deferred
 
     def check(self, question: str) -> None:
         """Accept every question: long ones are truncated."""
 
     def find(self, questions: Sequence[Question], ranked: int = 0) -> list[RetrievedPassages]:
-        """Return questions without passages."""
         return [RetrievedPassages(question, (), (), (), ()) for question in questions]
 
     @torch.no_grad()
     def read(self, found: Sequence[RetrievedPassages], target_answers: Sequence[str | None] = ()) -> list[Answer]:
-        """Decode answers greedily, with their log probability including the end of sequence.
-
-        The probability of other answers is not available, so that ``target_answers`` must be empty.
-        """
+        """Decode answers greedily, with their log probability including the end of sequence."""
         assert not any(target_answers), "a closed-book model cannot score given answers"
         self.net.eval()
         greedy = import_transformers().GenerationConfig(
-            max_new_tokens=self.answer_wordpieces,
+            max_new_tokens=ANSWER_WORDPIECES,
             do_sample=False,
             num_beams=1,
             pad_token_id=self.pad_id,
@@ -206,8 +175,7 @@ def span_corruption(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return input and target of T5's pre-training without end of sequence (Raffel et al. 2020, section 3.1.4).
 
-    15 % of the wordpieces are masked, in random spans of 3 on average that are not adjacent. In the input one sentinel
-    replaces each span; the target is each sentinel followed by its span.
+    In the input one sentinel replaces each span; the target is each sentinel followed by its span.
     """
     masked = max(1, round(NOISE_DENSITY * len(tokens)))
     spans = min(max(1, round(masked / MEAN_SPAN_LENGTH)), len(sentinels))
@@ -234,9 +202,9 @@ def _random_partition(total: int, count: int, rng: np.random.Generator) -> np.nd
 def pretrain(
     context: TrainingContext, model: ClosedBook, snapshot: Snapshot, options: ClosedBookOptions, optimiser: Optimiser
 ) -> int:
-    """Pre-train by span corruption on title and body of random passages; return the length of the journal.
+    """Pre-train by span corruption on title and body of random passages, long bodies cropped at random.
 
-    Long bodies are cropped at random.
+    Returns the journal's length at the end.
     """
 
     def passage(number: int, rng: np.random.Generator) -> np.ndarray:
@@ -246,11 +214,11 @@ def pretrain(
         start = int(rng.integers(max(0, len(body) - room) + 1))
         return np.concatenate([title, body[start : start + room]])
 
-    def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
+    def step_loss(step: int) -> LossAndMetrics:
         rng = context.rng("batch", step)
         numbers = rng.integers(len(snapshot), size=BATCH_SIZE).tolist()
         examples = [span_corruption(passage(number, rng), model.sentinel_ids, rng) for number in numbers]
-        inputs, targets = ([model.append_eos(ids) for ids in side] for side in zip(*examples, strict=True))
+        inputs, targets = ([np.append(ids, model.eos_id) for ids in side] for side in zip(*examples, strict=True))
         return model.loss(inputs, targets, context.dtype)
 
     groups = [Group("closed_book", model.net.to(context.device), LEARNING_RATE)]
@@ -269,11 +237,6 @@ def drop_regex_questions(questions: Sequence[Question]) -> list[Question]:
     return usable
 
 
-def answering_steps(questions: int, options: ClosedBookOptions) -> int:
-    """Return the number of steps of fine-tuning."""
-    return epoch_steps(questions, BATCH_SIZE, options.epochs)
-
-
 def finetune(
     context: TrainingContext,
     model: ClosedBook,
@@ -281,31 +244,29 @@ def finetune(
     options: ClosedBookOptions,
     optimiser: Optimiser,
 ) -> int:
-    """Fine-tune on pairs of a question and an answer, drawn at random in each epoch; return the length of the journal.
+    """Fine-tune on pairs of a question and an answer, drawn at random in each epoch.
 
-    Only the questions of ``drop_regex_questions`` are used; their order is shuffled in each epoch.
+    Returns the journal's length at the end.
     """
-    questions = drop_regex_questions(questions)
     pairs = [(model.encode_question(q.question), [*map(model.encode_target, q.answers)]) for q in questions]
 
     def draw(batch: Sequence[Pair], step: int) -> list[tuple[np.ndarray, np.ndarray]]:
         rng = context.rng("answer", step)
         return [(question, answers[rng.integers(len(answers))]) for question, answers in batch]
 
-    def loss(drawn: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[Tensor, DeferredMetrics]:
+    def loss(drawn: Sequence[tuple[np.ndarray, np.ndarray]]) -> LossAndMetrics:
         return model.loss([x for x, _ in drawn], [y for _, y in drawn], context.dtype)
 
     groups = [Group("closed_book", model.net.to(context.device), LEARNING_RATE)]
-    steps, every = answering_steps(len(questions), options), options.checkpoint_every
     return fit_epochs(
         context, groups, optimiser, pairs, draw, loss,
-        batch_size=BATCH_SIZE, steps=steps, checkpoint_every=every,
+        batch_size=BATCH_SIZE, epochs=options.epochs, checkpoint_every=options.checkpoint_every,
     )  # fmt: skip
 
 
 def _add_sentinels(snapshot: Snapshot) -> Tokenizer:
     """Return a copy of the snapshot's tokenizer with additional ids for sentinels, and for ``JOIN`` with WordPiece."""
-    tokenizer = Tokenizer.from_str(snapshot.tokenizer.to_str())
+    tokenizer = open_tokenizer(snapshot.tokenizer.to_str())
     if not isinstance(tokenizer.decoder, decoders.WordPiece):  # its pieces contain spaces
         tokenizer.add_special_tokens(list(SENTINELS))
         return tokenizer
@@ -339,32 +300,21 @@ def _build_small(tokenizer: Tokenizer, shape: Any, seed: int) -> Any:
 
 def _open(folder: Path) -> tuple[Any, Tokenizer]:
     """Load model and tokenizer of a folder; raise ValueError if it is damaged or not a T5."""
-    transformers = import_transformers()
-    family = read_config(folder).get("model_type")
-    if family != "t5":
+    values = read_config(folder)
+    if (family := values.get("model_type")) != "t5":
         raise ValueError(
             f"{folder / CONFIG}: model_type is {family!r}; only T5 models are supported (model_type t5); use for "
             "example google-t5/t5-base"
         )
-    try:
-        with BUILD_LOCK:
-            net, loading_info = transformers.T5ForConditionalGeneration.from_pretrained(
-                folder,
-                use_safetensors=True,
-                local_files_only=True,
-                dtype=torch.float32,
-                attn_implementation="eager",
-                output_loading_info=True,
-            )
-        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
-    except Exception as error:  # the libraries raise many types for damaged files
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"{folder}: T5 model cannot be loaded ({type(error).__name__}: {reason}); download it again"
-        ) from None
-    if missing := sorted(loading_info["missing_keys"]):
+    values |= {"attn_implementation": "eager"}
+    net, missing = load_transformers_model(read_weights(folder), values, str(folder), "AutoModelForSeq2SeqLM")
+    if missing:
         raise ValueError(f"{folder}: T5 model is incomplete: parameter {missing[0]} is missing; download it again")
-    ids = [tokenizer.token_to_id(name) for name in SENTINELS]
+    try:
+        tokenizer = open_tokenizer((folder / TOKENIZER).read_text("utf-8"))
+        ids = [tokenizer.token_to_id(name) for name in SENTINELS]
+    except Exception as error:  # tokenizers has no type of its own
+        raise ValueError(f"{folder / TOKENIZER}: tokenizer cannot be opened ({error}); download it again") from None
     if None in ids or tokenizer.get_vocab_size() > net.config.vocab_size:
         raise ValueError(
             f"{folder / TOKENIZER}: tokenizer does not match this T5, which has {net.config.vocab_size} pieces "

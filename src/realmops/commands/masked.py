@@ -25,9 +25,9 @@ from realmops.search.embed import embed, query_sequences
 from realmops.search.embeddings import INDEX, embed_corpus, indexed_tower, load_index
 from realmops.search.exact import exact_index
 from realmops.stages import METRICS, STAGES
-from realmops.train.candidates import Candidates
-from realmops.train.examples import NULL, Example
 from realmops.train.index_source import Index
+from realmops.train.masked_sentences import NULL, Example
+from realmops.train.pretraining import Candidates
 from realmops.train.realm import Realm
 
 MASK = "[MASK]"

@@ -22,8 +22,7 @@ from realmops.search.approximate import RECALL_QUERIES, passage_index, unwrap_ap
 from realmops.search.embed import embed, query_sequences, text_queries
 from realmops.search.exact import PassageIndex, multi_vector_index
 from realmops.stages import Job
-from realmops.train.checkpoints import FolderCheckpoints
-from realmops.train.loop import TrainingContext
+from realmops.train.loop import FolderCheckpoints, TrainingContext
 from realmops.train.parallel import process_group
 
 T = TypeVar("T")

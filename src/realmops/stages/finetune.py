@@ -27,7 +27,7 @@ from realmops.model.build import add_span_head
 from realmops.model.extractive_reader import ExtractiveReader
 from realmops.model.reader import SPAN_WIDTH
 from realmops.model.reader_files import load_models
-from realmops.options import ENCODER, NO_READER, ClosedBookOptions, Finetune, Optimiser, RunOptions, finetune_steps
+from realmops.options import ENCODER, NO_READER, ClosedBookOptions, Finetune, Optimiser, RunOptions, epoch_steps
 from realmops.questions.question_sets import Question, rows_of_people
 from realmops.search.approximate import ApproximateIndex, unwrap_approximate
 from realmops.search.embed import embed, query_sequences
@@ -42,7 +42,7 @@ from realmops.stages.common import (
     warn_of_timeouts,
 )
 from realmops.stages.finetune_retriever import EVIDENCE_DEPTH, prepare_retrieval, start_models
-from realmops.train.fine_tuning import finetune, query_steps, train_query_tower
+from realmops.train.fine_tuning import finetune, train_query_tower
 from realmops.train.fusion_weights import fit_reading_weight, fit_weights_on_questions
 from realmops.train.loop import TrainingContext
 from realmops.train.parallel import process_group
@@ -93,7 +93,8 @@ def _open_qa(
         kind = OpenQa
     model = kind(retriever, reader, snapshot, finder.passages, options, dtype, finder.ranker, finder.bm25)
     if kind is not OpenQa and finder.passages is not None and options.retriever_training == "queries":
-        context = trainings.context(dtype, "query", query_steps(len(questions), options), "query tower", "query_")
+        steps = epoch_steps(len(questions), options.retriever_batch_size, options.retriever_epochs)
+        context = trainings.context(dtype, "query", steps, "query tower", "query_")
         trainings.end = train_query_tower(context, model, questions, options, job.section(Optimiser))
     if model.hybrid:
         retriever.mixture = fit_weights_on_questions(model, held_out)
@@ -142,25 +143,23 @@ def _learn_to_read(trainings: StageTrainings, model: RetrieveAndRead, questions:
     job, options, optimiser = trainings.job, model.options, trainings.job.section(Optimiser)
     model.word_vectors.requires_grad_(not options.freeze_words)
     if isinstance(model, OpenQa) and options.reader_training == "passages":
-        context = trainings.context(model.dtype, "finetune", finetune_steps(len(questions), options), "fine-tuning")
-        finetune(context, model, questions, options, optimiser)
+        finetune(_reading_context(trainings, model.dtype, len(questions)), model, questions, options, optimiser)
         return {}
     trainer = reader_trainer(model)
     examples = trainer.examples(questions, EVIDENCE_DEPTH, job.report.progress("evidence", len(questions)))
-    trainer.train(_evidence_context(trainings, model.dtype, len(examples)), examples, options, optimiser)
-    return {"questions_with_evidence": len(examples)}
-
-
-def _evidence_context(trainings: StageTrainings, dtype: torch.dtype, examples: int) -> TrainingContext:
-    """Return the context of a training on examples; raise ValueError if there are none."""
     if not examples:
         raise ValueError(
             f"no training question has an answer in its top {EVIDENCE_DEPTH} passages, so the reader cannot be trained "
             "on them; check that questions.train belongs to these documents, or set finetune.epochs=0"
         )
-    return trainings.context(
-        dtype, "finetune", finetune_steps(examples, trainings.job.section(Finetune)), "fine-tuning"
-    )
+    trainer.train(_reading_context(trainings, model.dtype, len(examples)), examples, options, optimiser)
+    return {"questions_with_evidence": len(examples)}
+
+
+def _reading_context(trainings: StageTrainings, dtype: torch.dtype, examples: int) -> TrainingContext:
+    options = trainings.job.section(Finetune)
+    steps = epoch_steps(examples, options.batch_size, options.epochs)
+    return trainings.context(dtype, "finetune", steps, "fine-tuning")
 
 
 def _closed_book(
@@ -175,7 +174,8 @@ def _closed_book(
     dtype = device_and_dtype(job.section(RunOptions), model.net)[1]
     corruption = trainings.context(dtype, "span_corruption", options.steps, "span corruption", "corrupted_")
     trainings.end = t5.pretrain(corruption, model, snapshot, options, optimiser)
-    answering = trainings.context(dtype, "closed_book", t5.answering_steps(len(usable), options), "fine-tuning")
+    steps = epoch_steps(len(usable), t5.BATCH_SIZE, options.epochs)
+    answering = trainings.context(dtype, "closed_book", steps, "fine-tuning")
     t5.finetune(answering, model, usable, options, optimiser)
     if not process_group().is_main_process:
         return FineTuned(model, [], {})

@@ -19,7 +19,7 @@ from realmops.model.extractive_reader import ExtractiveReader, load_extractive_r
 from realmops.model.reader import Reader
 from realmops.model.reader_files import load_models
 from realmops.model.retriever import DENSE_ONLY, Retriever
-from realmops.options import ENCODER, NO_READER, Finetune, IndexOptions, Optimiser, RunOptions, finetune_steps
+from realmops.options import ENCODER, NO_READER, Finetune, IndexOptions, Optimiser, RunOptions, epoch_steps
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import JUDGED_RULE, Question
 from realmops.questions.relevance import RelevantPassages
@@ -31,11 +31,10 @@ from realmops.search.exact import PassageIndex, exact_index
 from realmops.stages import READER_INIT, Job
 from realmops.stages.common import StageTrainings, build_index, question_queries, sample_queries
 from realmops.stages.sharded_work import embed_in_shards
-from realmops.train.index_source import IndexSource, RefreshSchedule
+from realmops.train.in_batch_negatives import Positives, train_by_passages
+from realmops.train.index_source import IndexSource, RefreshSchedule, open_exchange
 from realmops.train.loop import TrainingContext
 from realmops.train.parallel import process_group
-from realmops.train.passage_batches import Positives, passage_steps, train_by_passages
-from realmops.train.training_exchange import BuilderSettings, open_exchange
 
 SHARD_ROWS = 512  # passages that the index builder embeds and commits at a time
 BUILDER_TIMEOUT = 900.0  # seconds to wait for an index
@@ -142,7 +141,8 @@ def _train_paths(
     for question in questions:
         walks += [walk] if (walk := path.training_example(question)) else []
         bar(1)
-    context = trainings.context(path.dtype, "paths", finetune_steps(len(walks), options), "paths", "path_")
+    steps = epoch_steps(len(walks), options.batch_size, options.epochs)
+    context = trainings.context(path.dtype, "paths", steps, "paths", "path_")
     trainings.end = train_paths(context, path, walks, options, job.section(Optimiser))
     return path, len(walks)
 
@@ -154,7 +154,7 @@ def _train_by_passages(
     job = trainings.job
     options = job.section(Finetune)
     positives = _positives(job, snapshot, questions)
-    steps = passage_steps(len(positives.passages), options)
+    steps = epoch_steps(len(positives.passages), options.retriever_batch_size, options.retriever_epochs)
     dtype = device_and_dtype(job.section(RunOptions), retriever)[1]
     context = trainings.context(dtype, "retriever", steps, "retriever", "retriever_")
     data = (questions, positives, options, job.section(Optimiser))
@@ -174,13 +174,12 @@ def _with_refresh(
         return
     policy = RefreshPolicy("fixed_lag", None, "wait", BUILDER_TIMEOUT)
     refresh = RefreshSchedule(steps, every, every // 2, 0, "child", "auto", SHARD_ROWS, policy)
-    settings = BuilderSettings(job.work, torch.get_num_threads(), job.report.log)
     device = context.device
 
     def passages(embedding_PE: Tensor, searcher: Retriever) -> PassageIndex:
         return exact_index(embedding_PE.to(device), searcher.vectors)
 
-    with open_exchange(context, settings, refresh, snapshot, retriever, passages) as refreshed:
+    with open_exchange(context, refresh, snapshot, retriever, passages, job.work, job.report.log) as refreshed:
         yield refreshed
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from realmops.artifacts import seed_for
@@ -35,15 +34,13 @@ from realmops.stages.common import (
     rank_passages,
 )
 from realmops.stages.sharded_work import embed_in_shards
-from realmops.train import held_out
-from realmops.train.candidates import retrieval_depth
-from realmops.train.examples import Example, Examples
-from realmops.train.held_out import BestCheckpoint
-from realmops.train.index_source import ExchangeSource, Index, RefreshSchedule
+from realmops.train import held_out_sentences
+from realmops.train.held_out_sentences import BestCheckpoint
+from realmops.train.index_source import ExchangeSource, Index, RefreshSchedule, open_exchange
+from realmops.train.masked_sentences import Example, Examples
 from realmops.train.parallel import process_group
-from realmops.train.pretraining import pretrain
+from realmops.train.pretraining import pretrain, retrieval_depth
 from realmops.train.realm import Realm
-from realmops.train.training_exchange import BuilderSettings, open_exchange
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -94,8 +91,8 @@ def run(job: Job) -> dict[str, Any]:
         shard_rows=options.shard_rows,
         policy=policy,
     )
-    settings = BuilderSettings(job.work, torch.get_num_threads(), job.report.log)
-    with open_exchange(context, settings, refresh, snapshot, retriever, passages) as (context, source):
+    place = (job.work, job.report.log)
+    with open_exchange(context, refresh, snapshot, retriever, passages, *place) as (context, source):
         optimiser = job.section(Optimiser)
         pretrain(context, realm, examples, optimiser, source, evaluate=measure, warn=job.report.warn)
     if not context.processes.is_main_process:
@@ -108,10 +105,9 @@ def run(job: Job) -> dict[str, Any]:
         realm = Realm(retriever.to(device), reader.to(device), snapshot, options, dtype, bm25)
         final, after = _final_index(job, retriever, snapshot, best.step), best.figures
     save_models(job.out, retriever, reader, TextFormat.of(snapshot))
-    assert source.own is not None
-    metrics = _metrics(job, after, source.own) | {"best_step": best.step}
+    metrics = _metrics(job, after, source) | {"best_step": best.step}
     if masked:
-        metrics |= held_out.evaluate_masked_words(
+        metrics |= held_out_sentences.evaluate_masked_words(
             realm, masked, final, job.report.progress("masked sentences", len(masked))
         )
     return metrics
@@ -133,8 +129,8 @@ def _examples(job: Job, corpus: Snapshot, **changes: Any) -> Examples:
 def _held_out(job: Job, snapshot: Snapshot) -> tuple[np.ndarray, list[Example]]:
     """Return the held-out rows of the spans, and their sentences with salient spans masked, for any ``masking``."""
     salient, seed = _examples(job, snapshot, masking="salient", exclude_trivial=True), job.section(RunOptions).seed
-    rows = held_out.held_out_rows(len(salient.rows), seed, salient.options.masked_sentences)
-    return rows, held_out.mask_spans(salient, rows, seed)
+    rows = held_out_sentences.held_out_rows(len(salient.rows), seed, salient.options.masked_sentences)
+    return rows, held_out_sentences.mask_spans(salient, rows, seed)
 
 
 def _metrics(job: Job, after: Mapping[str, float], source: ExchangeSource) -> dict[str, Any]:
@@ -187,7 +183,7 @@ def _build_measure(
         figures = {"recall_at_5": float(hits.mean())}
         if (structure := unwrap_approximate(index.passages)) is not None:
             figures["index_recall"] = structure.recipe.recall
-        figures |= held_out.measure(realm, masked, index)
+        figures |= held_out_sentences.measure(realm, masked, index)
         best.offer(index.step, figures, index.retriever, realm.reader)
         return figures
 

@@ -63,8 +63,7 @@ def _sentences(path: Path) -> Iterator[TaggedSentence]:
 
 def _sentence(path: Path, rows: Sequence[tuple[int, list[str]]], has_comment: bool) -> TaggedSentence:
     """Take the first column as token and the last as tag; second and third in numbered lines after a comment."""
-    is_counted = all(len(columns) > 2 and columns[0] == str(n) for n, (_, columns) in enumerate(rows, start=1))
-    is_numbered = has_comment and is_counted
+    is_numbered = has_comment and all(len(c) > 2 and c[0] == str(n) for n, (_, c) in enumerate(rows, start=1))
     words, tags = [], []
     for number, columns in rows:
         if is_numbered:
@@ -76,26 +75,24 @@ def _sentence(path: Path, rows: Sequence[tuple[int, list[str]]], has_comment: bo
             raise ValueError(f"{path}:{number}: the tag {tag!r} is not O, B-TYPE or I-TYPE")
         words.append(columns[0])
         tags.append(tag)
-    return TaggedSentence(tuple(words), tuple(_iob2(tags)))
+    return TaggedSentence(tuple(words), tuple(iob2(tags)))
 
 
-def _iob2(tags: Sequence[str]) -> Iterator[str]:
-    previous = "O"
-    for tag in tags:
-        yield "B-" + tag[2:] if tag.startswith("I-") and previous[2:] != tag[2:] else tag
-        previous = tag
+def iob2(tags: Sequence[str]) -> list[str]:
+    """Return IO, IOB1 or IOB2 tags as IOB2: the first tag of an entity is B."""
+    pairs = zip(["O", *tags], tags, strict=False)
+    return ["B" + tag[1:] if tag[0] == "I" and previous[2:] != tag[2:] else tag for previous, tag in pairs]
 
 
-def entity_spans(tags: Sequence[str]) -> set[tuple[int, int, str]]:
+def entity_spans(tags: Sequence[str]) -> list[tuple[int, int, str]]:
     """Return (first word, end, kind) of each entity in strict IOB2 tags: B begins an entity, I continues it."""
-    spans: set[tuple[int, int, str]] = set()
+    spans: list[tuple[int, int, str]] = []
     start: int | None = None
     for index, tag in enumerate([*tags, "O"]):
-        kind = tag[2:]
         if start is not None and tag != f"I-{tags[start][2:]}":
-            spans.add((start, index, tags[start][2:]))
+            spans.append((start, index, tags[start][2:]))
             start = None
-        if tag == f"B-{kind}":
+        if tag[0] == "B":
             start = index
     return spans
 

@@ -4,7 +4,7 @@ Shape suffixes: B questions, P passages, K passages that are read, S answer span
 W maximum of spans per question.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -15,20 +15,19 @@ from realmops.answering.retrieval import RetrieveAndRead
 from realmops.devices import to_device
 from realmops.model.likelihood import hard_em_span_loss, marginal_span_loss
 from realmops.options import Finetune, Optimiser
-from realmops.options import finetune_steps as finetune_steps
 from realmops.questions.question_sets import Question
-from realmops.train.loop import DeferredMetrics, TrainingContext, epoch_steps, fit_epochs, whole_batch
+from realmops.train.loop import DeferredMetrics, LossAndMetrics, TrainingContext, fit_epochs, whole_batch
 from realmops.train.optimiser import Group
 
 SPAN_LEARNING_RATE = 1e-3  # of a new span head
 SEARCHED = 256  # passages in the early loss of the query tower alone: at most 75 MB for 32 questions and six vectors
 
 
-def question_loss(model: OpenQa, questions: Sequence[Question]) -> tuple[Tensor, DeferredMetrics]:
+def question_loss(model: OpenQa, questions: Sequence[Question]) -> LossAndMetrics:
     """Return the mean of early retriever loss (over the top passages) plus span loss (over those read), and metrics."""
     options = model.options
     depth = options.retriever_candidates if model.ranker is None else max(5, options.reader_candidates)
-    early_B, relevance_BP, id_BP, correct_BP = early_loss(model, questions, depth)
+    early_B, relevance_BP, id_BP, retrieval = early_loss(model, questions, depth)
     passages = [[p for p in row if p >= 0] for row in id_BP[:, : options.reader_candidates].tolist()]
     score_S, rows = model.spans([model.wordpieces(q.question) for q in questions], passages)
     question_S, rank_S = to_device(model.device, torch.from_numpy(rows[:, :2].T))[0]
@@ -37,31 +36,34 @@ def question_loss(model: OpenQa, questions: Sequence[Question]) -> tuple[Tensor,
     span_B, has_gold_B = _span_loss(options.span_loss, logit_S, gold_S, rows, len(questions))
 
     def metrics(early_B: Tensor, span_B: Tensor, has_gold_B: Tensor) -> dict[str, float]:
-        return {
-            "early_loss": early_B.mean().item(),
-            "span_loss": span_B.mean().item(),
-            "no_correct_passage": float((~correct_BP.any(-1)).float().mean()),
-            "no_correct_span": float((~has_gold_B).float().mean()),
-            "recall_at_5": float(correct_BP[:, :5].any(-1).float().mean()),
-        }
+        no_correct_span = float((~has_gold_B).float().mean())
+        return retrieval(early_B) | {"span_loss": span_B.mean().item(), "no_correct_span": no_correct_span}
 
     return (early_B + span_B).mean(), DeferredMetrics((early_B, span_B, has_gold_B), metrics)
 
 
 def early_loss(
     model: RetrieveAndRead, questions: Sequence[Question], depth: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute -log p of the relevant passages among the top ``depth`` of each question, B; 0 if none is relevant.
+) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], dict[str, float]]]:
+    """Compute -log p of the relevant passages among the top ``depth`` of each question; 0 if none is relevant.
 
     Returns:
-        The loss, and of the top passages f(x, z), ids and whether they are relevant (both on the CPU), all B x P.
+        The loss, B; f(x, z) and ids (on the CPU) of the top passages, B x P; and the metrics of the loss.
     """
     relevance_BP, id_BP = model.evidence(questions, depth)
     correct_BP = torch.from_numpy(
         np.stack([model.is_correct(q, row) for q, row in zip(questions, id_BP.tolist(), strict=True)])
     )
     loss_B = marginal_span_loss(relevance_BP, to_device(model.device, correct_BP)[0])
-    return loss_B, relevance_BP, id_BP, correct_BP
+
+    def metrics(loss_B: Tensor) -> dict[str, float]:
+        return {
+            "early_loss": loss_B.mean().item(),
+            "no_correct_passage": float((~correct_BP.any(-1)).float().mean()),
+            "recall_at_5": float(correct_BP[:, :5].any(-1).float().mean()),
+        }
+
+    return loss_B, relevance_BP, id_BP, metrics
 
 
 def _span_loss(kind: str, logit_S: Tensor, gold_S: Tensor, rows: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
@@ -79,10 +81,9 @@ def _span_loss(kind: str, logit_S: Tensor, gold_S: Tensor, rows: np.ndarray, cou
 
 
 def by_group(logit_S: Tensor, gold_S: Tensor, group_S: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
-    """Pad the spans of each group (a question or one of its passages) to ``count`` x W, logits with -inf.
+    """Pad logits and gold labels of the spans of each group (a question or one of its passages) to ``count`` x W.
 
-    ``gold_S`` is on the CPU, and ``group_S`` ascending. Logits and gold labels are returned on the device of the
-    logits.
+    ``gold_S`` is on the CPU and ``group_S`` ascending; both results are on the device of the logits.
     """
     sizes = np.bincount(group_S, minlength=count)
     width = int(sizes.max())
@@ -99,7 +100,7 @@ def finetune(
 ) -> None:
     """Train query tower and reader; every epoch shuffles the questions."""
 
-    def loss(batch: Sequence[Question]) -> tuple[Tensor, DeferredMetrics]:
+    def loss(batch: Sequence[Question]) -> LossAndMetrics:
         model.retriever.train()
         model.reader.train()
         return question_loss(model, batch)
@@ -107,16 +108,10 @@ def finetune(
     groups = [Group("reader", model.reader, options.reader_learning_rate)]
     if model.ranker is None:
         groups.insert(0, Group("query", model.retriever.query, options.retriever_learning_rate))
-    steps, every = finetune_steps(len(questions), options), options.checkpoint_every
     fit_epochs(
         context, groups, optimiser, questions, whole_batch, loss,
-        batch_size=options.batch_size, steps=steps, checkpoint_every=every,
+        batch_size=options.batch_size, epochs=options.epochs, checkpoint_every=options.checkpoint_every,
     )  # fmt: skip
-
-
-def query_steps(questions: int, options: Finetune) -> int:
-    """Return the number of steps of ``options.retriever_epochs`` epochs of the query tower over the questions."""
-    return epoch_steps(questions, options.retriever_batch_size, options.retriever_epochs)
 
 
 def train_query_tower(
@@ -128,28 +123,17 @@ def train_query_tower(
 ) -> int:
     """Train the query tower alone by the early loss, with the top passages of the whole index as negatives.
 
-    f(x, z) is that of the search: if it includes BM25, the embeddings learn what the words lack.
-
-    Returns:
-        The journal's length at the end.
+    f(x, z) is that of the search: if it includes BM25, the embeddings learn what the words lack. Returns the journal's
+    length at the end.
     """
 
-    def loss(batch: Sequence[Question]) -> tuple[Tensor, DeferredMetrics]:
+    def loss(batch: Sequence[Question]) -> LossAndMetrics:
         model.retriever.train()
-        loss_B, _, _, correct_BP = early_loss(model, batch, min(SEARCHED, options.retriever_candidates))
-
-        def metrics(loss_B: Tensor) -> dict[str, float]:
-            return {
-                "early_loss": loss_B.mean().item(),
-                "no_correct_passage": float((~correct_BP.any(-1)).float().mean()),
-                "recall_at_5": float(correct_BP[:, :5].any(-1).float().mean()),
-            }
-
+        loss_B, _, _, metrics = early_loss(model, batch, min(SEARCHED, options.retriever_candidates))
         return loss_B.mean(), DeferredMetrics([loss_B], metrics)
 
     groups = [Group("query", model.retriever.query, options.retriever_learning_rate)]
-    steps, every = query_steps(len(questions), options), options.checkpoint_every
     return fit_epochs(
-        context, groups, optimiser, questions, whole_batch, loss,
-        batch_size=options.retriever_batch_size, steps=steps, checkpoint_every=every,
+        context, groups, optimiser, questions, whole_batch, loss, batch_size=options.retriever_batch_size,
+        epochs=options.retriever_epochs, checkpoint_every=options.checkpoint_every,
     )  # fmt: skip

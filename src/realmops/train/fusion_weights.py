@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -17,10 +18,9 @@ READING_WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 
 
 def fit_weights_on_questions(model: RetrieveAndRead, questions: Sequence[Question]) -> FusionWeights:
-    """Return the weights of BM25 and embeddings that rank relevant passages highest.
+    """Return the weights of BM25 and embeddings that rank relevant passages highest, unchanged without such questions.
 
-    Questions generated from the corpus are ignored: they consist of its words, so BM25 would get too high a weight. The
-    weights stay unchanged if there are no others, or if no question distinguishes them.
+    Questions generated from the corpus are ignored: they consist of its words, so BM25 would get too high a weight.
     """
     start = model.retriever.mixture
     questions = [question for question in questions if not question.is_generated]
@@ -40,12 +40,11 @@ def fit_reading_weight(
     answers: Sequence[Answer],
     is_right: Callable[[str, Question], bool],
 ) -> float:
-    """Return the weight of f(x, z) relative to a span's score with the highest exact match.
+    """Return the weight of f(x, z) relative to a span's score with the highest exact match, and the smallest change.
 
-    Ties are broken by the smallest change. The best span of a passage is the same under any weight, so the reader does
-    not run again. Questions generated from the corpus are ignored: their source passage is excluded, so f(x, z) is less
-    informative than for human questions. So are those without answers. If there are no others, the weight is
-    ``generated_reading_weight``. ``answers`` are those of ``model`` to the held-out ``questions``.
+    The best span of a passage is the same under any weight, so the reader does not run again. Questions generated from
+    the corpus are ignored: their source passage is excluded, so f(x, z) is less informative than for human questions.
+    ``answers`` are those of ``model`` to the held-out ``questions``.
     """
     before = model.retriever.mixture.reading
     human = [(q, answer) for q, answer in zip(questions, answers, strict=True) if q.measures_answers]
@@ -55,18 +54,12 @@ def fit_reading_weight(
     with torch.no_grad():
         relevance = [model.evidence([q], model.options.reader_candidates)[0][0].tolist() for q in questions]
 
+    def best_text(answer: Answer, relevance: Sequence[float], change: float) -> str:
+        spans = [(span, f) for span, f in zip(answer.best_of_passage, relevance, strict=False) if span is not None]
+        return max(((span.score + change * f, span.text) for span, f in spans), key=itemgetter(0), default=(0.0, ""))[1]
+
     def exact_matches(weight: float) -> float:
-        texts = [_text(answer, f, weight - before) for answer, f in zip(answers, relevance, strict=True)]
+        texts = [best_text(answer, f, weight - before) for answer, f in zip(answers, relevance, strict=True)]
         return sum(map(is_right, texts, questions))
 
     return max(sorted(READING_WEIGHTS, key=lambda w: abs(w - before)), key=exact_matches)
-
-
-def _text(answer: Answer, relevance: Sequence[float], change: float) -> str:
-    """Return the best span's text after adding ``change`` to the weight of f(x, z)."""
-    spans = [
-        (span.score + change * f, span.text)
-        for span, f in zip(answer.best_of_passage, relevance, strict=False)
-        if span is not None
-    ]
-    return max(spans, key=lambda span: span[0], default=(0.0, ""))[1]

@@ -1,45 +1,52 @@
-"""Sources of the training loop's indexes: the exchange delivers generations of embeddings to index.
+"""Sources of the training loop's indexes: the trainer's side of the exchange, and its index builder.
 
-Shape suffixes: P passages, E embedding width, Q queries, K results.
+Shape suffixes: P passages, E embedding width.
 """
 
+import copy
+import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.devices import PRECISIONS
 from realmops.model.retriever import Retriever
 from realmops.model.retriever_files import TextFormat, retriever_files, retriever_from_files
+from realmops.refresh.builder import MISCONFIGURED
+from realmops.refresh.builder_process import exchange_identity
+from realmops.refresh.child_processes import SupervisedProcess
+from realmops.refresh.exchange import Exchange, FencedError
+from realmops.refresh.follower import builder_command
 from realmops.refresh.trainer import RefreshPolicy, TrainerSide
-from realmops.refresh.versions import Version
 from realmops.search.embeddings import EMBEDDINGS, view_embeddings
 from realmops.search.exact import PassageIndex
+from realmops.train.loop import TrainingContext
+from realmops.train.parallel import ProcessGroup
 
+BUILDER_LOG = "index-builder.log"
+MOST_STARTS = 20  # before a builder that keeps exiting fails the training
+QUIET_SECONDS = 5.0  # shorter waits are not logged
 
-@dataclass(frozen=True)
-class IndexGeneration:
-    """Embeddings of all passages by one published version of the retriever."""
-
-    step: int  # of the published weights
-    embedding_PE: Tensor
-    retriever: Retriever
-    published: float  # seconds since 1970
-    new: bool  # False if a resumed run had already adopted it
+Build = Callable[[Tensor, Retriever], PassageIndex]
+"""(embeddings P x E, their retriever) -> index."""
 
 
 @dataclass
 class Index:
-    """A searchable index generation."""
+    """A searchable index generation: all passages by one published version of the retriever."""
 
-    step: int
+    step: int  # of the published weights
     passages: PassageIndex
     retriever: Retriever
-    published: float
-    new: bool
+    published: float  # seconds since 1970
+    new: bool  # False if a resumed run had already adopted it
 
 
 class IndexSource(Protocol):
@@ -49,17 +56,12 @@ class IndexSource(Protocol):
         """Return the index to use from this step on, or None to keep the current one."""
 
 
-def generation_in_use(step: int, *, refresh_every: int, lag: int) -> int:
-    """Return the step whose weights built the index of training step ``step`` under a fixed lag."""
-    assert step >= 0
-    return max(0, (step - lag) // refresh_every * refresh_every)
-
-
-def top_k_change(old_QK: np.ndarray, new_QK: np.ndarray) -> float:
-    """Return the fraction of top-k results, over all queries, that differ between two indexes, ignoring order."""
-    assert old_QK.shape == new_QK.shape
-    common = sum(len(set(old) & set(new)) for old, new in zip(old_QK.tolist(), new_QK.tolist(), strict=True))
-    return 1 - common / old_QK.size
+class _Generation(NamedTuple):
+    step: int
+    embedding_PE: Tensor
+    retriever: Retriever
+    published: float
+    new: bool
 
 
 @dataclass(frozen=True)
@@ -75,68 +77,151 @@ class RefreshSchedule:
     shard_rows: int  # passages per shard
     policy: RefreshPolicy
 
+    def generation(self, step: int) -> int:
+        """Return the step whose weights built the index of training step ``step`` under a fixed lag."""
+        published = (step - self.lag) // self.every * self.every
+        return published if published > self.delay else 0
+
+    def publishes(self, step: int) -> bool:
+        """Return whether weights are due: not those of a frozen retriever, nor those that no step adopts."""
+        is_adopted = self.policy.adopt != "fixed_lag" or step + self.lag < self.steps
+        return step == 0 or (step % self.every == 0 and step > self.delay and is_adopted)
+
 
 @dataclass(eq=False)
 class ExchangeSource:
-    """The trainer's side of the exchange: checkpoint store and source of index generations."""
+    """The trainer's side of the exchange: checkpoint store, and source of the indexes of all processes.
 
-    trainer: TrainerSide
+    The first process reads the exchange and broadcasts generations to the others, in host memory, because embeddings
+    of an approximate index may not fit on a GPU.
+    """
+
+    trainer: TrainerSide | None  # None in the other processes
     refresh: RefreshSchedule
     text: TextFormat
     device: torch.device
+    processes: ProcessGroup
+    build: Build
     waited: float = 0.0  # seconds, including those before a resume
     refreshes: int = 0
     _step: int | None = None  # of the current index
 
     def restore(self) -> dict[str, bytes] | None:
-        """Return the files of the newest checkpoint, or None."""
+        assert self.trainer
         version = self.trainer.restore()
         if version is None:
             return None
-        self.refreshes = version.meta["trainer"]["refreshes"]
-        self.waited = version.meta["trainer"]["waited"]
+        self.refreshes, self.waited = (version.meta["trainer"][name] for name in ("refreshes", "waited"))
         return version.files
 
     def save(self, step: int, files: Mapping[str, bytes]) -> None:
-        """Commit a checkpoint to the exchange."""
+        assert self.trainer
         self.trainer.save_checkpoint(step, files, {"refreshes": self.refreshes, "waited": self.waited})
 
-    def at_step(self, step: int, retriever: Retriever) -> IndexGeneration | None:
-        """Publish the weights if they are due, and return the generation to adopt, or None to keep the current one."""
-        self.trainer.beat(step)
-        if self._publishes(step):
-            files = retriever_files(retriever, self.text)
-            self.trainer.publish_weights(step, files, {"published": time.time()})
-        previous = self.trainer.index_step
-        started = time.perf_counter()
-        version = self._due(step)
+    def at_step(self, step: int, retriever: Retriever) -> Index | None:
+        """Publish the weights if they are due, and return the index to adopt, or None to keep the current one."""
+        generation = self._next_generation(self.trainer, step, retriever) if self.trainer else None
+        if self.processes.size > 1:
+            generation = self._broadcast(generation, retriever)
+        if generation is None:
+            return None
+        weights_step, embedding_PE, searcher, published, new = generation
+        return Index(weights_step, self.build(embedding_PE, searcher), searcher, published, new)
+
+    def _next_generation(self, trainer: TrainerSide, step: int, retriever: Retriever) -> _Generation | None:
+        trainer.beat(step)
+        if trainer.lacks_index or self.refresh.publishes(step):
+            trainer.publish_weights(step, retriever_files(retriever, self.text), {"published": time.time()})
+        started, previous = time.perf_counter(), trainer.index_step
         if self.refresh.policy.adopt == "as_soon_as_ready":
+            version = trainer.newest_index(step)
             new = step == 0 or (version is not None and version.step != previous)
         else:
-            new = step == 0 or self._generation(step) != self._generation(step - 1)
+            due = self.refresh.generation(step)
+            version = None if due == self._step else trainer.index_for(due)
+            new = step == 0 or due != self.refresh.generation(step - 1)
         self.waited += time.perf_counter() - started
         if version is None:
             return None
         self._step = version.step
         self.refreshes += int(new and step > 0)
-        embedding_PE = view_embeddings(version.files[EMBEDDINGS])
         searcher = retriever_from_files(version.files).to(self.device).eval()
-        return IndexGeneration(version.step, embedding_PE, searcher, float(version.meta["published"]), new)
+        embedding_PE = view_embeddings(version.files[EMBEDDINGS])
+        return _Generation(version.step, embedding_PE, searcher, float(version.meta["published"]), new)
 
-    def _due(self, step: int) -> Version | None:
-        if self.refresh.policy.adopt == "as_soon_as_ready":
-            return self.trainer.newest_index(step)
-        due = self._generation(step)
-        return None if due == self._step else self.trainer.index_for(due)
+    def _broadcast(self, own: _Generation | None, retriever: Retriever) -> _Generation | None:
+        """Return the first process's generation in all processes, None if it has no new one."""
+        embedding_PE = own.embedding_PE.cpu() if own else torch.empty(0, 0)
+        header = [1, own.step, *embedding_PE.shape, own.published, own.new] if own else [0] * 6
+        exists, weights_step, passages, width, published, new = self.processes.broadcast_numbers(header, self.device)
+        if not exists:
+            return None
+        if own is None:
+            embedding_PE = torch.empty(int(passages), int(width))
+        searcher = own.retriever if own else copy.deepcopy(retriever).eval()
+        self.processes.broadcast([embedding_PE, *searcher.parameters()])
+        return own or _Generation(int(weights_step), embedding_PE, searcher, published, bool(new))
 
-    def _publishes(self, step: int) -> bool:
-        """Return whether to publish weights: not those of a frozen retriever, nor those that no step adopts."""
-        if step == 0 or self.trainer.lacks_index:
-            return True
-        is_adopted = self.refresh.policy.adopt != "fixed_lag" or step + self.refresh.lag < self.refresh.steps
-        return step % self.refresh.every == 0 and step > self.refresh.delay and is_adopted
 
-    def _generation(self, step: int) -> int:
-        """Return the step whose weights built the index of ``step`` under ``fixed_lag``."""
-        generation = generation_in_use(step, refresh_every=self.refresh.every, lag=self.refresh.lag)
-        return generation if generation > self.refresh.delay else 0
+@contextmanager
+def open_exchange(
+    context: TrainingContext,
+    refresh: RefreshSchedule,
+    snapshot: Snapshot,
+    retriever: Retriever,
+    build: Build,
+    work: Path,
+    log: Callable[[str], None],
+) -> Iterator[tuple[TrainingContext, ExchangeSource]]:
+    """Open the exchange of a training and, with ``builder: child``, run its index builder as a child process.
+
+    Only the first of several processes opens the exchange; on exit it publishes whether training finished or failed.
+    ``work`` is a folder that outlives a killed process.
+
+    Yields:
+        The context with the exchange as its checkpoint store, and the source of indexes.
+
+    Raises:
+        ChildProcessError: the child builder is misconfigured or exited ``MOST_STARTS`` times.
+    """
+    processes, text = context.processes, TextFormat.of(snapshot)
+    if not processes.is_main_process:
+        yield context, ExchangeSource(None, refresh, text, context.device, processes, build)
+        return
+    root = work / "exchange" if refresh.exchange == "auto" else Path(refresh.exchange)
+    run_identity = exchange_identity(
+        snapshot,
+        run_key=work.name,
+        embedding_width=retriever.width,
+        precision=PRECISIONS[context.dtype],
+        threads=torch.get_num_threads(),
+        part_rows=refresh.shard_rows,
+    )
+    child = None
+    if refresh.builder == "child":
+        command = builder_command(root, snapshot.folder, "--watch-parent", str(os.getpid()))
+        child = SupervisedProcess(
+            command, pause=0.0, log=work / BUILDER_LOG, environment={**os.environ, "HOSTNAME": "child"}
+        )
+
+    def on_wait(message: str, seconds: float) -> None:
+        if child is not None and (code := child.poll()) is not None:
+            if code == MISCONFIGURED or child.starts >= MOST_STARTS:
+                raise ChildProcessError(
+                    f"index builder failed: exit code {code} after {child.starts} starts:\n{child.last_lines()}"
+                )
+            child.poll()  # restarts it
+        if seconds >= QUIET_SECONDS:
+            log(message)
+
+    opened_exchange = Exchange.open(root, run_identity, grace=0.0 if child else 120.0)
+    trainer = TrainerSide(opened_exchange, refresh.policy, (EMBEDDINGS,), on_wait)
+    source = ExchangeSource(trainer, refresh, text, context.device, processes, build)
+    try:
+        with child or nullcontext():
+            yield replace(context, checkpoints=source), source
+            trainer.finish("done")
+    except (ValueError, TimeoutError, ChildProcessError, RuntimeError) as error:
+        with suppress(FencedError):  # a newer trainer publishes the final state
+            trainer.finish("failed", str(error))
+        raise

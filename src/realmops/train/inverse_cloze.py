@@ -27,7 +27,7 @@ from realmops.model.sequences import SpecialTokens, join_document, join_query
 from realmops.options import Ict, Optimiser
 from realmops.search.bm25 import Bm25
 from realmops.search.bm25_writer import write_bm25
-from realmops.train.loop import DeferredMetrics, TrainingContext, fit
+from realmops.train.loop import DeferredMetrics, LossAndMetrics, TrainingContext, fit
 from realmops.train.optimiser import Group
 
 QUERY_WORDPIECES = 64  # as in the paper
@@ -37,14 +37,11 @@ CROP_DROPPED = 0.3  # probability of dropping a word of a crop, so that a query 
 
 def ict_steps(passages: int, options: Ict) -> tuple[int, int]:
     """Return the steps of retriever and reader, each limited to ``ict.epochs`` passes over the passages."""
-    steps_and_batch = (
-        (options.steps, min(options.batch_size, passages)),
-        (options.reader_steps, options.reader_batch_size),
-    )
     if not options.epochs:
         return options.steps, options.reader_steps
-    retriever, reader = (min(steps, math.ceil(options.epochs * passages / size)) for steps, size in steps_and_batch)
-    return retriever, reader
+    examples = options.epochs * passages
+    retriever = min(options.steps, math.ceil(examples / min(options.batch_size, passages)))
+    return retriever, min(options.reader_steps, math.ceil(examples / options.reader_batch_size))
 
 
 @dataclass(frozen=True)
@@ -59,11 +56,9 @@ class Cloze:
 def draw_cloze(
     snapshot: Snapshot, passage: int, rng: np.random.Generator, options: Ict, special: SpecialTokens
 ) -> Cloze:
-    """Draw the queries of a passage by ``ict.task``, and cut them out of it with probability ``ict.removal``.
+    """Draw the queries of a passage, and cut them out of it with probability ``ict.removal`` unless nothing is left.
 
-    ``cloze`` is the paper's task: one uniform sentence. ``crop`` draws ``ict.crops`` runs of ``CROP_WORDS`` words, of
-    which each word is dropped with probability ``CROP_DROPPED``. Queries stay in a passage that would be empty
-    without them.
+    ``cloze`` is the paper's task: one uniform sentence. ``crop`` draws ``ict.crops`` runs of words.
     """
     body, continues = snapshot.body(passage), snapshot.continues(passage)
     if options.task == "cloze":
@@ -77,8 +72,7 @@ def draw_cloze(
     removed = bool(rng.random() < options.removal) and not in_query.all()
     queries = [body[first:end] for first, end in runs]
     if options.task == "crop":
-        pairs = zip(queries, runs, strict=True)
-        queries = [drop_words(query, continues[first:end], rng) for query, (first, end) in pairs]
+        queries = [drop_words(body[first:end], continues[first:end], rng) for first, end in runs]
     context = body[~in_query] if removed else body
     document = join_document(snapshot.title_tokens(passage), context, special, snapshot.block_wordpieces)
     return Cloze([join_query(query, special, QUERY_WORDPIECES) for query in queries], document, removed)
@@ -102,10 +96,7 @@ def drop_words(query: np.ndarray, continues: np.ndarray, rng: np.random.Generato
 
 
 def cloze_batch(count: int, batch_size: int, neighbours: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw the passages of a batch: random runs of ``neighbours`` consecutive passages, without replacement.
-
-    Neighbouring passages are from one article or from adjacent ones: hard negatives.
-    """
+    """Draw the passages of a batch: random runs of ``neighbours`` consecutive passages, which are hard negatives."""
     batch_size = min(batch_size, count)
     runs = -(-count // neighbours)
     chosen = rng.permutation(runs)[: -(-batch_size // neighbours) + 1]
@@ -118,23 +109,20 @@ def train_retriever(
 ) -> int:
     """Train the retriever by the inverse cloze task, with the passages of all processes as in-batch negatives.
 
-    A batch consists of runs of neighbouring passages (``cloze_batch``). Logs the accuracy for queries that were removed
-    from their passage and for those that were kept.
-
-    Returns:
-        The journal's length at the end.
+    Logs the accuracy for queries that were removed from their passage and for those that were kept. Returns the
+    journal's length at the end.
 
     Raises:
         ValueError: a batch has fewer passages than there are processes.
     """
     special, processes = SpecialTokens.of(snapshot.tokenizer), context.processes
-    if min(options.batch_size, len(snapshot)) < processes.size:
+    if (size := min(options.batch_size, len(snapshot))) < processes.size:
         raise ValueError(
             f"batch too small for {processes.size} processes: ict.batch_size is {options.batch_size} and the "
-            f"corpus has {len(snapshot)} passages; start at most {min(options.batch_size, len(snapshot))} processes"
+            f"corpus has {len(snapshot)} passages; start at most {size} processes"
         )
 
-    def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
+    def step_loss(step: int) -> LossAndMetrics:
         rng = context.rng("batch", step)
         passages = cloze_batch(len(snapshot), options.batch_size, options.neighbours, rng)
         drawn = [draw_cloze(snapshot, int(p), rng, options, special) for p in passages]
@@ -195,8 +183,7 @@ def train_reader(
 
     One salient span of x is masked, and a random share of its other wordpieces. z is x's own passage, one that is
     similar to the unmasked x by BM25, a random passage, or empty, with the probabilities ``Z_SHARES``. Sentences of
-    the spans in rows ``held_out`` are not trained on, unless there are no others. The temporary BM25 index is written
-    below ``work``.
+    the spans in rows ``held_out`` are not trained on, unless there are no others.
     """
     special = SpecialTokens.of(snapshot.tokenizer)
     rows = SentencesWithSpans(snapshot, spans)
@@ -212,26 +199,21 @@ def train_reader(
 
     def example(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Draw (unmasked x, mask of x, z)."""
-        passage, first, end, start, stop = draw_row(rng)
-        body = snapshot.body(int(passage))
+        passage, first, end, start, stop = draw_row(rng).tolist()
+        body = snapshot.body(passage)
         x = body[first:end][: options.reader_wordpieces - 3]
-        salient = (int(start - first), int(stop - first))
         masked_x = np.zeros(len(x), dtype=bool)
-        if salient[0] < len(x):
-            masked_x[salient[0] : salient[1]] = True
+        masked_x[start - first : stop - first] = True
         kind = rng.choice(list(Z_SHARES), p=list(Z_SHARES.values()))
-        if kind == "own":
-            z = reader.document(snapshot, int(passage))
-        elif kind == "neighbour":
-            z = reader.document(snapshot, neighbours.draw(body[first:end], int(passage), rng))
+        if kind == "neighbour":
+            passage = neighbours.draw(body[first:end], passage, rng)
         elif kind == "random":
-            z = reader.document(snapshot, int(rng.integers(len(snapshot))))
-        else:
-            z = body[:0]
+            passage = int(rng.integers(len(snapshot)))
+        z = body[:0] if kind == "null" else reader.document(snapshot, passage)
         masked_x |= rng.random(len(x)) < RANDOM_MASKS
         return x, masked_x, z
 
-    def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
+    def step_loss(step: int) -> LossAndMetrics:
         rng = context.rng("batch", step)
         drawn = [example(rng) for _ in range(options.reader_batch_size)]
         examples, weight = context.processes.split_batch(drawn, [int(masked.sum()) for _, masked, _ in drawn])
@@ -241,7 +223,8 @@ def train_reader(
         masked_batch = MaskedSentences(sentences, positions, targets, special, options.reader_wordpieces)
         with autocast(context.device, context.dtype):
             log_token_M = reader.log_masked_pairs(masked_batch, [z for _, _, z in examples])
-        return -weight * log_token_M.mean(), {"masked": float(len(log_token_M))}
+        count = float(len(log_token_M))
+        return -weight * log_token_M.mean(), DeferredMetrics((), lambda: {"masked": count})
 
     groups, every = [Group("reader", reader, options.reader_learning_rate)], options.checkpoint_every
     with TemporaryDirectory(prefix="realmops-", dir=work) as folder:

@@ -2,10 +2,12 @@
 
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -14,10 +16,11 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from realmops import artifacts
 from realmops.artifacts import seed_for
 from realmops.devices import configure_malloc, to_host
 from realmops.journal import Journal
-from realmops.options import Optimiser
+from realmops.options import Optimiser, epoch_steps
 from realmops.train.optimiser import BertAdamW, Group, Schedule
 from realmops.train.parallel import SINGLE_PROCESS, ProcessGroup
 
@@ -26,6 +29,7 @@ U = TypeVar("U")
 STATE, TENSORS = "state.json", "training.safetensors"
 RAMP_STEPS = (10, 10_000)  # minimum, unless it is more than half of the steps, and maximum of the learning rate's ramp
 _TRIM_SECONDS = 10.0  # between two releases of freed memory
+_CHECKPOINT, _KEPT = "checkpoint", 2  # kind of manifest; checkpoints that are kept
 
 
 class Checkpoints(Protocol):
@@ -39,8 +43,32 @@ class Checkpoints(Protocol):
 
 
 @dataclass(frozen=True)
+class FolderCheckpoints:
+    """Checkpoints of a training without an exchange: the newest two, each a folder with digests."""
+
+    folder: Path
+
+    def restore(self) -> dict[str, bytes] | None:
+        for path in sorted(self.folder.glob("step-*"), reverse=True):
+            try:
+                names = artifacts.read_manifest(path, _CHECKPOINT)["files"]
+            except ValueError:  # damaged
+                continue
+            return {name: (path / name).read_bytes() for name in names}
+        return None
+
+    def save(self, step: int, files: Mapping[str, bytes]) -> None:
+        with artifacts.atomic_folder(self.folder / f"step-{step:08d}") as stage:
+            for name, content in files.items():
+                (stage / name).write_bytes(content)
+            artifacts.write_manifest(stage, _CHECKPOINT, step=step)
+        for old in sorted(self.folder.glob("step-*"))[:-_KEPT]:
+            shutil.rmtree(old)
+
+
+@dataclass(frozen=True)
 class TrainingContext:
-    """Environment of a training loop: seed, device, precision, checkpoints, journal and processes."""
+    """Environment of a training loop."""
 
     stream: str  # name of the stage, part of every seed
     seed: int
@@ -68,38 +96,27 @@ class DeferredMetrics:
     metrics: Callable[..., dict[str, float]]  # called with ``tensors`` on the CPU
 
     def now(self) -> dict[str, float]:
-        """Compute the metrics immediately."""
         return self.metrics(*to_host(*self.tensors))
 
 
-StepLoss = Callable[[int], tuple[Tensor, DeferredMetrics | dict[str, float]]]
-"""step -> (loss, metrics)"""
+LossAndMetrics = tuple[Tensor, DeferredMetrics]
 
 
 def fit(
     context: TrainingContext,
     groups: list[Group],
     options: Optimiser,
-    step_loss: StepLoss,
+    step_loss: Callable[[int], LossAndMetrics],
     *,
     steps: int,
     checkpoint_every: int,
     at_step: Callable[[int], None] | None = None,
 ) -> int:
-    """Train until step ``steps``, resuming from the newest checkpoint.
+    """Train until step ``steps``, resuming from the newest checkpoint; return the journal's length at the end.
 
-    Args:
-        context: device, seed, checkpoints and journal of the training.
-        groups: the parameters to train.
-        options: the section ``optimiser``.
-        step_loss: returns the loss and the metrics of a step. All its randomness is a function of (seed, stream,
-            step), so that a resumed training is bit-identical to an uninterrupted one on the same machine.
-        steps: total number of steps.
-        checkpoint_every: steps between two checkpoints.
-        at_step: called before each step, after the checkpoint of that step was committed.
-
-    Returns:
-        The journal's length at the end.
+    All randomness of ``step_loss`` is a function of (seed, stream, step), so that a resumed training is bit-identical
+    to an uninterrupted one on the same machine. ``at_step`` is called before each step, after the checkpoint of that
+    step was committed.
 
     Raises:
         ValueError: in all processes, at the first step whose loss or gradient is not finite.
@@ -128,11 +145,10 @@ def fit(
             seed_for(context.seed, context.stream, "dropout", step, *([processes.rank] if processes.rank else []))
         )
         optimiser.zero_grad()
-        loss, returned = step_loss(step)
+        loss, deferred = step_loss(step)
         loss.backward()  # type: ignore[no-untyped-call]
         processes.average_gradients(optimiser.parameters)
         norm = optimiser.step(step, schedule)
-        deferred = returned if isinstance(returned, DeferredMetrics) else DeferredMetrics((), partial(dict, returned))
         loss, norm, *values = to_host(loss, norm, *deferred.tensors)
         mean_loss = processes.mean(loss.item(), context.device)
         if not math.isfinite(mean_loss) or not math.isfinite(norm.item()):
@@ -161,58 +177,37 @@ def fit_epochs(
     options: Optimiser,
     items: Sequence[T],
     draw: Callable[[Sequence[T], int], Sequence[U]],
-    loss: Callable[[Sequence[U]], tuple[Tensor, DeferredMetrics]],
+    loss: Callable[[Sequence[U]], LossAndMetrics],
     *,
     batch_size: int,
-    steps: int,
+    epochs: float,
     checkpoint_every: int,
 ) -> int:
     """Train in epochs over ``items`` by :func:`fit`, whose result it returns; every epoch shuffles them.
 
-    Args:
-        context: as for ``fit``.
-        groups: as for ``fit``.
-        options: as for ``fit``.
-        items: the training examples.
-        draw: (items of the batch of all processes, step) -> examples of this step.
-        loss: mean loss and metrics of this process's part of these examples.
-        batch_size: items of a batch of all processes.
-        steps: total number of steps.
-        checkpoint_every: as for ``fit``.
+    ``draw`` maps the items of the batch of all processes and the step to its examples; ``loss`` is the mean loss of
+    this process's part of these.
     """
-    rows_of = epoch_rows(context, len(items), batch_size)
+    per_epoch = epoch_steps(len(items), batch_size, 1)
 
-    def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
-        local, weight = context.processes.split_batch(draw([items[row] for row in rows_of(step)], step))
+    @lru_cache(1)
+    def order(epoch: int) -> np.ndarray:
+        return context.rng("order", epoch).permutation(len(items))
+
+    def step_loss(step: int) -> LossAndMetrics:
+        epoch, batch = divmod(step, per_epoch)
+        rows = order(epoch)[batch * batch_size : (batch + 1) * batch_size]
+        local, weight = context.processes.split_batch(draw([items[row] for row in rows], step))
         mean_loss, metrics = loss(local)
         return weight * mean_loss, metrics
 
+    steps = epoch_steps(len(items), batch_size, epochs)
     return fit(context, groups, options, step_loss, steps=steps, checkpoint_every=checkpoint_every)
 
 
 def whole_batch(batch: Sequence[T], step: int) -> Sequence[T]:
     """Return the items of a batch, for a training that draws nothing at a step."""
     return batch
-
-
-def epoch_steps(items: int, batch_size: int, epochs: float) -> int:
-    """Return the number of steps of ``epochs`` epochs, rounded up; epochs may be a fraction."""
-    return math.ceil(epochs * math.ceil(items / batch_size))
-
-
-def epoch_rows(context: TrainingContext, count: int, batch_size: int) -> Callable[[int], np.ndarray]:
-    """Return a function from a step to the rows of its batch; every epoch shuffles the ``count`` rows."""
-    per_epoch = -(-count // batch_size)
-    orders: dict[int, np.ndarray] = {}
-
-    def rows(step: int) -> np.ndarray:
-        epoch, batch = divmod(step, per_epoch)
-        if epoch not in orders:
-            orders.clear()
-            orders[epoch] = context.rng("order", epoch).permutation(count)
-        return orders[epoch][batch * batch_size : (batch + 1) * batch_size]
-
-    return rows
 
 
 def _not_finite(context: TrainingContext, step: int, cause: str, last: str) -> ValueError:

@@ -44,18 +44,11 @@ class BertAdamW:
     parameter of one dimension) are not decayed. The global gradient norm is clipped first.
     """
 
-    def __init__(
-        self,
-        groups: Iterable[Group],
-        *,
-        weight_decay: float = WEIGHT_DECAY,
-        clip: float = CLIP,
-        bias_correction: bool = False,
-    ) -> None:
-        self.clip, self.bias_correction, self.weight_decay = clip, bias_correction, weight_decay
+    def __init__(self, groups: Iterable[Group], *, bias_correction: bool = False) -> None:
+        self.bias_correction = bias_correction
         self.names: list[str] = []
         self.parameters: list[Tensor] = []
-        self._settings: list[tuple[float, int, bool]] = []  # learning rate, first step and weight decay of each
+        self._settings: list[tuple[float, int, float]] = []  # learning rate, first step and weight decay of each
         registered: set[int] = set()
         for group in groups:
             for name, parameter in group.module.named_parameters():
@@ -63,31 +56,27 @@ class BertAdamW:
                     registered.add(id(parameter))
                     self.names.append(f"{group.name}.{name}")
                     self.parameters.append(parameter)
-                    self._settings.append((group.learning_rate, group.begin, parameter.dim() > 1))
+                    decay = WEIGHT_DECAY if parameter.dim() > 1 else 0.0
+                    self._settings.append((group.learning_rate, group.begin, decay))
         self.m = [torch.zeros_like(p) for p in self.parameters]
         self.v = [torch.zeros_like(p) for p in self.parameters]
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 
     @torch.no_grad()
     def step(self, step: int, schedule: Schedule) -> Tensor:
-        """Update the parameters that have a gradient and whose group has begun.
-
-        Returns:
-            The global gradient norm before clipping, on the gradients' device.
-        """
+        """Update the parameters with a gradient whose group has begun; return the gradient norm before clipping."""
         numbered = enumerate(zip(self.parameters, self._settings, strict=True))
         gradient_of = {i: p.grad for i, (p, (_, begin, _)) in numbered if p.grad is not None and step >= begin}
         gradients = list(gradient_of.values())
         norm = torch.nn.utils.get_total_norm(gradients)
-        torch._foreach_mul_(gradients, (self.clip / (norm + 1e-6)).clamp(max=1.0))
-        batches: dict[tuple[float, int, bool], list[int]] = {}
+        torch._foreach_mul_(gradients, (CLIP / (norm + 1e-6)).clamp(max=1.0))
+        batches: dict[tuple[float, int, float], list[int]] = {}
         for i in gradient_of:
             batches.setdefault(self._settings[i], []).append(i)
-        for (rate, begin, decays), rows in batches.items():
+        for (rate, begin, decay), rows in batches.items():
             steps = step - begin if self.bias_correction else UNCORRECTED
             adamw(
                 [self.parameters[i] for i in rows],
@@ -101,7 +90,7 @@ class BertAdamW:
                 beta1=BETA_1,
                 beta2=BETA_2,
                 lr=schedule.factor(step, begin) * rate,
-                weight_decay=self.weight_decay if decays else 0.0,
+                weight_decay=decay,
                 eps=EPSILON,
                 maximize=False,
             )
@@ -109,15 +98,10 @@ class BertAdamW:
 
     def state(self) -> dict[str, Tensor]:
         """Return the moments by parameter name, for a checkpoint."""
-        return {
-            f"{kind}.{name}": t
-            for kind, ts in (("m", self.m), ("v", self.v))
-            for name, t in zip(self.names, ts, strict=True)
-        }
+        moments = (("m", self.m), ("v", self.v))
+        return {f"{kind}.{name}": t for kind, ts in moments for name, t in zip(self.names, ts, strict=True)}
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the moments of a checkpoint."""
-        for kind, tensors in (("m", self.m), ("v", self.v)):
-            for name, tensor in zip(self.names, tensors, strict=True):
-                tensor.copy_(state[f"{kind}.{name}"])
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name])

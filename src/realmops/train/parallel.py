@@ -31,7 +31,6 @@ class ProcessGroup:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is the main process, which has the checkpoints, the journal and the exchange."""
         return self.rank == 0
 
     def wait(self) -> None:
@@ -42,12 +41,8 @@ class ProcessGroup:
     def split_batch(self, batch: Sequence[T], weights: Sequence[float] | None = None) -> tuple[Sequence[T], float]:
         """Return this process's part of a batch, and the factor for its mean loss.
 
-        The mean over processes of (factor x mean loss of the part) is the mean loss of the batch. A process without an
-        example gets the first one, with factor 0.
-
-        Args:
-            batch: the examples of all processes.
-            weights: weight of each example in the mean; equal by default.
+        The mean over processes of (factor x mean loss of the part) is the mean loss of the batch, in which each example
+        has its weight. A process without an example gets the first one, with factor 0.
         """
         if self.size == 1:
             return batch, 1.0
@@ -57,11 +52,8 @@ class ProcessGroup:
         return [batch[i] for i in rows] or batch[:1], factor
 
     def gathered_order(self, batch: Sequence[T], part_size: int) -> list[T | None]:
-        """Return a batch in the order that :meth:`gather` gives the parts of :meth:`split_batch`.
-
-        Each part is padded to ``part_size``; None marks padding.
-        """
-        parts = [list(batch[rank :: self.size]) for rank in range(self.size)]
+        """Return a batch in the order of its gathered parts, each padded by None to ``part_size``."""
+        parts = [batch[rank :: self.size] for rank in range(self.size)]
         return [item for part in parts for item in [*part, *[None] * (part_size - len(part))]]
 
     @torch.no_grad()
@@ -82,7 +74,6 @@ class ProcessGroup:
         torch._foreach_div_(gradients, self.size)
 
     def mean(self, value: float, device: torch.device) -> float:
-        """Return the mean of a number over all processes."""
         if self.size == 1:
             return value
         total = torch.tensor(value, dtype=torch.float64, device=device)
@@ -104,7 +95,6 @@ class ProcessGroup:
         return values
 
     def max(self, count: int, device: torch.device) -> int:
-        """Return the maximum over all processes."""
         if self.size == 1:
             return count
         tensor = torch.tensor(count, device=device)
@@ -113,9 +103,7 @@ class ProcessGroup:
 
     def gather(self, x_BD: Tensor) -> Tensor:
         """Concatenate the rows of all processes by rank: B x D to N x D, differentiable."""
-        if self.size == 1:
-            return x_BD
-        return torch.cat(all_gather(x_BD))  # type: ignore[no-untyped-call]
+        return x_BD if self.size == 1 else torch.cat(all_gather(x_BD))  # type: ignore[no-untyped-call]
 
 
 SINGLE_PROCESS = ProcessGroup()

@@ -1,8 +1,6 @@
 """Train a reader on parts of passages: one with the answer and, later in training, one without.
 
-ORQA and REALM read the first five whole passages for every question. A part around the answer is read six to eight
-times as fast, and short trainings on real text depend on the number of questions they see. Evaluation reads whole
-passages.
+A part around the answer is read six to eight times as fast as ORQA's five whole passages; evaluation reads those.
 
 Shape suffixes: B questions, S answer spans of all windows, N passages, L wordpieces of the longest passage.
 """
@@ -22,12 +20,12 @@ from realmops.answering.span_answers import SpanAnswers
 from realmops.devices import autocast, to_device
 from realmops.model.extractive_reader import PassageWindow
 from realmops.model.likelihood import marginal_span_loss
-from realmops.options import Finetune, Optimiser
+from realmops.options import Finetune, Optimiser, epoch_steps
 from realmops.questions.answer_matching import answer_token_spans, matched_spans
 from realmops.questions.question_sets import Question
 from realmops.search.embed import Progress, no_progress
-from realmops.train.fine_tuning import SPAN_LEARNING_RATE, by_group, finetune_steps
-from realmops.train.loop import DeferredMetrics, TrainingContext, fit_epochs
+from realmops.train.fine_tuning import SPAN_LEARNING_RATE, by_group
+from realmops.train.loop import DeferredMetrics, LossAndMetrics, TrainingContext, fit_epochs
 from realmops.train.optimiser import Group
 
 NEGATIVES_FROM = 0.55  # fraction of the steps after which each question also gets a window without an answer
@@ -63,22 +61,12 @@ Drawn = tuple[ReaderExample, list[Window]]
 
 
 class ReaderTrainer(ABC):
-    """Training of a reader of spans."""
+    """Training of a reader of spans, whose ``head`` scores them and has its own learning rate."""
 
     longest_window: ClassVar[int]  # wordpieces
 
-    def __init__(self, model: SpanAnswers) -> None:
-        self.base = model
-
-    @property
-    @abstractmethod
-    def reader(self) -> nn.Module:
-        """The reader, with its head."""
-
-    @property
-    @abstractmethod
-    def head(self) -> nn.Module:
-        """The layer that scores spans, with its own learning rate."""
+    def __init__(self, model: SpanAnswers, head: nn.Module) -> None:
+        self.base, self.head = model, head
 
     @abstractmethod
     def spans(self, question: Question, passage: int) -> Spans:
@@ -93,7 +81,7 @@ class ReaderTrainer(ABC):
         return self.longest_window
 
     @abstractmethod
-    def loss(self, drawn: Sequence[Drawn]) -> tuple[Tensor, DeferredMetrics]:
+    def loss(self, drawn: Sequence[Drawn]) -> LossAndMetrics:
         """Return the mean loss of windows, and metrics."""
 
     def examples(
@@ -138,24 +126,23 @@ class ReaderTrainer(ABC):
         self, context: TrainingContext, examples: Sequence[ReaderExample], options: Finetune, optimiser: Optimiser
     ) -> int:
         """Train the reader. Return the journal's length at the end."""
-        steps = finetune_steps(len(examples), options)
+        steps = epoch_steps(len(examples), options.batch_size, options.epochs)
 
         def draw(batch: Sequence[ReaderExample], step: int) -> list[Drawn]:
             rng, negatives = context.rng("windows", step), step >= NEGATIVES_FROM * steps
             return [(example, self.draw(example, rng, negatives=negatives)) for example in batch]
 
-        def loss(drawn: Sequence[Drawn]) -> tuple[Tensor, DeferredMetrics]:
-            self.reader.train()
+        def loss(drawn: Sequence[Drawn]) -> LossAndMetrics:
+            self.base.reader.train()
             return self.loss(drawn)
 
         groups = [
             Group("spans", self.head, SPAN_LEARNING_RATE),
-            Group("reader", self.reader, options.reader_learning_rate),
+            Group("reader", self.base.reader, options.reader_learning_rate),
         ]
-        every = options.checkpoint_every
         return fit_epochs(
             context, groups, optimiser, examples, draw, loss,
-            batch_size=options.batch_size, steps=steps, checkpoint_every=every,
+            batch_size=options.batch_size, epochs=options.epochs, checkpoint_every=options.checkpoint_every,
         )  # fmt: skip
 
 
@@ -165,26 +152,14 @@ class SpanHeadTrainer(ReaderTrainer):
     longest_window = 96
 
     def __init__(self, model: OpenQa) -> None:
-        super().__init__(model)
+        assert model.reader.spans is not None
+        super().__init__(model, model.reader.spans)
         self.model = model
 
-    @property
-    def reader(self) -> nn.Module:
-        """The reader, with its head."""
-        return self.model.reader
-
-    @property
-    def head(self) -> nn.Module:
-        """The span head."""
-        assert self.model.reader.spans is not None
-        return self.model.reader.spans
-
     def spans(self, question: Question, passage: int) -> Spans:
-        """Return the spans of at most ``answer_wordpieces`` in a passage that are an answer."""
         return sorted((first, last + 1) for _, first, last in self.model.gold(question, [passage]))
 
     def length(self, passage: int) -> int:
-        """Return the length of a passage in wordpieces."""
         return len(self.model.snapshot.body(passage))
 
     def wordpieces(self, question: Question) -> np.ndarray:
@@ -194,14 +169,12 @@ class SpanHeadTrainer(ReaderTrainer):
         return self.model.wordpieces(question.question)[:limit]
 
     def room(self, question: Question) -> int:
-        """Return the longest window that ``finetune.reader_wordpieces`` leaves after the question."""
         return min(self.longest_window, self.model.options.reader_wordpieces - 3 - len(self.wordpieces(question)))
 
-    def loss(self, drawn: Sequence[Drawn]) -> tuple[Tensor, DeferredMetrics]:
+    def loss(self, drawn: Sequence[Drawn]) -> LossAndMetrics:
         """Return the mean over questions of the negative log probability of their gold spans, and metrics.
 
-        The softmax is over all spans of a question's windows. As at evaluation, the weighted relevance f(x, z) of its
-        passage is added to a span's score.
+        As at evaluation, the weighted relevance f(x, z) of its passage is added to a span's score.
         """
         model = self.model
         inputs = [(b, example, window) for b, (example, windows) in enumerate(drawn) for window in windows]
@@ -229,22 +202,11 @@ class ExtractiveTrainer(ReaderTrainer):
     longest_window = 128
 
     def __init__(self, model: ExtractiveQa) -> None:
-        super().__init__(model)
+        super().__init__(model, model.reader.head)
         self.model = model
         model.reader.freeze_unseen_biases()
 
-    @property
-    def reader(self) -> nn.Module:
-        """The reader, with its head."""
-        return self.model.reader
-
-    @property
-    def head(self) -> nn.Module:
-        """The span head."""
-        return self.model.reader.head
-
     def spans(self, question: Question, passage: int) -> Spans:
-        """Return the spans of a passage that contain an answer."""
         text = self.model.snapshot.text(passage)
         offsets = self.model.reader.tokenize(text).offsets
         spans = []
@@ -254,24 +216,20 @@ class ExtractiveTrainer(ReaderTrainer):
         return spans
 
     def length(self, passage: int) -> int:
-        """Return the length of a passage in wordpieces of the reader."""
         return len(self.model.reader.tokenize(self.model.snapshot.text(passage)).offsets)
 
     def text(self, window: Window) -> str:
-        """Return the text of a window."""
         text = self.model.snapshot.text(window.passage)
         offsets = self.model.reader.tokenize(text).offsets[window.begin : window.end]
         return text[offsets[0][0] : offsets[-1][1]] if offsets else ""
 
-    def loss(self, drawn: Sequence[Drawn]) -> tuple[Tensor, DeferredMetrics]:
-        """Return the ``passages_loss`` of windows, and metrics."""
+    def loss(self, drawn: Sequence[Drawn]) -> LossAndMetrics:
         pairs = [(example.question, window) for example, windows in drawn for window in windows]
         texts = [(q.question, self.text(window), q.answers if window.spans else ()) for q, window in pairs]
         return passages_loss(self.model, texts, [question.match_rule for question, _ in pairs])
 
 
 def reader_trainer(model: SpanAnswers) -> ReaderTrainer:
-    """Return the training of a model's reader."""
     if isinstance(model, ExtractiveQa):
         return ExtractiveTrainer(model)
     assert isinstance(model, OpenQa)
@@ -296,16 +254,12 @@ def is_gold(spans: np.ndarray, window: Window) -> np.ndarray:
 
 def passages_loss(
     model: ExtractiveQa, pairs: Sequence[tuple[str, str, Sequence[str]]], rules: Sequence[str]
-) -> tuple[Tensor, DeferredMetrics]:
-    """Return the mean over passages of -log p of their answers, and metrics; ``rules`` match answers in passages.
+) -> LossAndMetrics:
+    """Return the mean over passages of -log p of their answers, and metrics.
 
     p is the sum over all spans that match an answer, or that of the null answer without answers. A passage none of
-    whose spans is an answer does not count.
-
-    Args:
-        model: the reader and its options.
-        pairs: question, text and answers of each passage.
-        rules: the match rule of each.
+    whose spans is an answer does not count. ``pairs`` are question, text and answers of each passage, ``rules`` the
+    match rules of the answers.
     """
     reader, longest = model.reader, model.options.answer_wordpieces
     windows = {w.pair: w for w in reversed(reader.windows([pair[:2] for pair in pairs], reader.longest))}  # the first

@@ -25,9 +25,9 @@ from realmops.options import Pretrain
 from realmops.search.bm25 import Bm25
 from realmops.search.embed import document_sequences
 from realmops.search.hybrid import normalised_bm25
-from realmops.train.examples import NULL, Example
 from realmops.train.inverse_cloze import crop_run, drop_words
-from realmops.train.loop import DeferredMetrics
+from realmops.train.loop import DeferredMetrics, LossAndMetrics
+from realmops.train.masked_sentences import NULL, Example
 from realmops.train.parallel import SINGLE_PROCESS, ProcessGroup
 
 _EMPTY = np.zeros(0, dtype=np.int64)
@@ -78,15 +78,9 @@ class Realm:
     def log_prior(
         self, examples: Sequence[Example], candidates: Sequence[Sequence[int]], embedded: Embedded | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return log p(z|x) by the current parameters and a mask of the padding among the candidates.
+        """Return log p(z|x), B x K with the null document last, and the mask of padding among the candidates (CPU).
 
-        Args:
-            examples: B masked sentences.
-            candidates: passage ids of each.
-            embedded: the result of :meth:`embed` for them, if it exists already.
-
-        Returns:
-            The log prior, B x K with the null document last; and the mask, B x K on the CPU, True for padding.
+        ``embedded`` is the result of :meth:`embed`, if it exists already.
 
         Raises:
             ValueError: a sentence has no candidate and there is no null document.
@@ -116,19 +110,15 @@ class Realm:
         return torch.tensor([[filler if p is None else p for p in row] for row in padded]), missing
 
     def log_token(self, examples: Sequence[Example], candidates: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Return log p(y_j|z,x) of every masked wordpiece under every candidate, null last: B x K x M.
-
-        The second result is the mask of existing j, B x M.
-        """
+        """Return log p(y_j|z,x) of every masked wordpiece under every candidate, B x K x M; and the mask of j."""
         passages = sorted({p for row in candidates for p in row})
         documents = [*(self.reader.document(self.snapshot, p) for p in passages), _EMPTY]
         column_of = {p: i for i, p in enumerate(passages)} | {NULL: len(passages)}
         id_BK, missing_BK = self._pad(candidates)
         column_BK = np.array([[column_of[p] for p in row] for row in id_BK.tolist()])
         with autocast(self.device, self.dtype):
-            return self.reader.log_masked(
-                self._masked(examples), documents, np.where(missing_BK.numpy(), -1, column_BK)
-            )
+            column_BK = np.where(missing_BK.numpy(), -1, column_BK)
+            return self.reader.log_masked(self._masked(examples), documents, column_BK)
 
     def _masked(self, examples: Sequence[Example]) -> MaskedSentences:
         sentences, positions, targets = ([getattr(e, name) for e in examples] for name in ("x", "positions", "targets"))
@@ -142,11 +132,9 @@ class Realm:
 
     @torch.no_grad()
     def guess(self, example: Example, candidates: Sequence[int]) -> dict[str, float]:
-        """Return metrics of the prediction of an example's masked words.
+        """Return log p(y|x) (equation 1, nats) of an example's masked words, and whether the best are all correct.
 
-        ``masked_log_p`` is log p(y|x) (equation 1) in nats; ``masked_accuracy`` is 1 if the most likely wordpiece of
-        every mask is correct, else 0. With a null document, ``masked_log_p_without`` and ``masked_accuracy_without``
-        are the same for p(y|null,x), without retrieval.
+        With a null document, the names with ``_without`` are the same for p(y|null,x), without retrieval.
         """
         log_prior_BK, missing_BK = self.log_prior([example], [candidates])
         log_prior_K = log_prior_BK[0, ~missing_BK[0]]
@@ -173,12 +161,11 @@ class Realm:
         weight: float = 1.0,
         crops: np.random.Generator | None = None,
         processes: ProcessGroup = SINGLE_PROCESS,
-    ) -> tuple[Tensor, DeferredMetrics]:
+    ) -> LossAndMetrics:
         """Return the mean of -log p(y|x) over examples (joint) or masked wordpieces (per_token), and metrics.
 
-        ``candidates`` are the passage ids of this process's ``examples``. Gradients reach the retriever if
-        ``retriever_learns``. ``crops`` is the generator of the crop loss, which ``pretrain.crop_weight`` adds; it is
-        equal in all ``processes``, which share the batch.
+        ``crops`` is the generator of the crop loss, which ``pretrain.crop_weight`` adds; it is equal in all
+        ``processes``, which share the batch.
         """
         with torch.set_grad_enabled(retriever_learns):
             embedded = self.embed(examples, candidates)

@@ -6,7 +6,7 @@ Shape suffixes: T wordpieces of all sentences, D width, L tags.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,8 @@ from realmops.model.packed import PackedBatch, batch_by_length
 from realmops.model.sequences import SpecialTokens
 from realmops.options import Optimiser, Tag
 from realmops.search.embed import MakeShard, Progress
-from realmops.train.conll import TaggedSentence
-from realmops.train.loop import TrainingContext, fit
+from realmops.train.conll import TaggedSentence, entity_spans, iob2
+from realmops.train.loop import DeferredMetrics, LossAndMetrics, TrainingContext, fit
 from realmops.train.optimiser import Group
 
 TAGGER, WEIGHTS, SPANS = "tagger.json", "tagger.safetensors", "spans.json"
@@ -70,11 +70,9 @@ def _encode(sentence: TaggedSentence, tokenizer: Tokenizer, tags: Sequence[str],
     special = SpecialTokens.of(tokenizer)
     number = {tag: i for i, tag in enumerate(tags)}
     tokens, capitals, labels, first_piece = special.begin, [0] * len(special.begin), [0] * len(special.begin), []
-    blank = (
-        "" if getattr(tokenizer.model, "continuing_subword_prefix", None) else " "
-    )  # pieces that mark a preceding blank
+    marks_words = not getattr(tokenizer.model, "continuing_subword_prefix", None)  # pieces mark a preceding blank
     for word, tag in zip(sentence.words, sentence.tags, strict=True):
-        pieces = tokenizer.encode(blank + word, add_special_tokens=False).ids or [special.unknown]
+        pieces = tokenizer.encode(marks_words * " " + word, add_special_tokens=False).ids or [special.unknown]
         first_piece.append(len(tokens) if len(tokens) + len(pieces) < limit else -1)
         if first_piece[-1] < 0:
             continue
@@ -97,13 +95,12 @@ def train_tagger(
 ) -> None:
     """Train by cross entropy over every wordpiece; the later pieces of a word have its I- tag.
 
-    A random share of the wordpieces is masked, so that the tagger learns from the context instead of memorising names,
-    which differ between corpora.
+    A share of the wordpieces is masked, so that the tagger learns from the context instead of memorising names.
     """
     encoded = [_encode(s, tokenizer, tagger.tags, tagger.limit) for s in sentences]
     mask = SpecialTokens.of(tokenizer).mask
 
-    def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
+    def step_loss(step: int) -> LossAndMetrics:
         tagger.train()
         rng = context.rng("batch", step)
         batch = [encoded[i] for i in rng.integers(len(encoded), size=BATCH_SIZE)]
@@ -111,7 +108,7 @@ def train_tagger(
         with autocast(context.device, context.dtype):
             logits_TL = tagger(PackedBatch(masked, [e.capitals for e in batch]))
         target_T = torch.from_numpy(np.concatenate([e.tags for e in batch])).to(logits_TL.device)
-        return F.cross_entropy(logits_TL.float(), target_T), {}
+        return F.cross_entropy(logits_TL.float(), target_T), DeferredMetrics((), dict)
 
     groups = [Group("tagger", tagger, options.learning_rate)]
     fit(context, groups, optimiser, step_loss, steps=options.steps, checkpoint_every=max(1, options.steps))
@@ -157,14 +154,7 @@ def tagger_files(tagger: Tagger | None, options: Tag) -> dict[str, bytes]:
 def make_span_finder(
     snapshot: Snapshot, files: Mapping[str, bytes], device: torch.device, dtype: torch.dtype
 ) -> MakeShard:
-    """Return a function that finds the spans of a shard: dates, and entities that do not overlap a date.
-
-    Args:
-        snapshot: the corpus.
-        files: the result of :func:`tagger_files`.
-        device: device of the tagger.
-        dtype: its precision.
-    """
+    """Return a function that finds the spans of a shard: dates, and entities that overlap none."""
     settings, tagger = json.loads(files[TAGGER]), None
     if WEIGHTS in files:
         tagger = Tagger(encoder_from_description(settings["bert"]), settings["tags"])
@@ -209,21 +199,13 @@ def find_entities(tagger: Tagger, snapshot: Snapshot, passages: range, dtype: to
     entities: dict[int, list[Entity]] = {p: [] for p in passages}
     for (passage, first, end), best in zip(sentences, _predict(tagger, sequences, dtype), strict=True):
         chars, starts_word = snapshot.chars(passage), ~snapshot.continues(passage)[first:end]
-        for start, stop, name in _runs([tagger.tags[b] for b in best[prefix:-1]], starts_word):
+        for start, stop, name in word_entities([tagger.tags[b] for b in best[prefix:-1]], starts_word):
             entities[passage].append((int(chars[first + start, 0]), int(chars[first + stop - 1, 1]), name))
     return entities
 
 
-def _runs(tags: Sequence[str], starts_word: np.ndarray) -> Iterator[tuple[int, int, str]]:
-    """Yield entities as (first row, end row, type): whole words whose first wordpiece has the type's tag."""
-    start, name = -1, ""
-    for row, tag in enumerate(tags):
-        if not (starts_word[row] or row == 0):
-            continue  # a word belongs to the entity of its first wordpiece
-        if start >= 0 and tag != f"I-{name}":
-            yield start, row, name
-            start = -1
-        if tag != "O" and start < 0:
-            start, name = row, tag[2:]
-    if start >= 0:
-        yield start, len(tags), name
+def word_entities(tags: Sequence[str], starts_word: np.ndarray) -> list[tuple[int, int, str]]:
+    """Return entities as (first row, end row, type): whole words whose first wordpiece has the type's tag."""
+    rows = [row for row in range(len(tags)) if row == 0 or starts_word[row]]
+    ends = [*rows, len(tags)]
+    return [(rows[first], ends[end], name) for first, end, name in entity_spans(iob2([tags[row] for row in rows]))]

@@ -1,7 +1,4 @@
-"""Held-out masked sentences: evaluation of the indexes and models of a pre-training, and its best checkpoint.
-
-Measures retrieval and the likelihood of the masked words; the stage evaluates questions.
-"""
+"""Held-out masked sentences: evaluation of the indexes and models of a pre-training, and its best checkpoint."""
 
 import math
 import shutil
@@ -19,11 +16,10 @@ from realmops.model.reader_files import load_models, save_models
 from realmops.model.retriever import Retriever
 from realmops.model.retriever_files import TextFormat
 from realmops.search.embed import embed, query_sequences
-from realmops.train.candidates import Candidates
-from realmops.train.examples import Example, Examples
 from realmops.train.index_source import Index
+from realmops.train.masked_sentences import Example, Examples
+from realmops.train.pretraining import Candidates, find_run
 from realmops.train.realm import Realm
-from realmops.train.wordpieces import find_run
 
 FIGURES = "figures.json"
 START = "start_hit_at_5"  # of the initial models
@@ -32,10 +28,7 @@ READ_PER_INDEX = 64  # masked sentences read with every index: reading takes lon
 
 
 def held_out_rows(spans: int, seed: int, limit: int = MOST_HELD_OUT) -> np.ndarray:
-    """Return the rows of the held-out spans, at most a tenth of all so that small corpora keep training data.
-
-    ``ict`` runs before ``pretrain`` and does not know its ``limit``: it leaves out the maximum.
-    """
+    """Return the rows of the held-out spans, at most a tenth of all; ``ict``, which has no limit, leaves out most."""
     rows: np.ndarray = np.random.default_rng(seed_for(seed, "evaluate", "masked")).permutation(spans)
     return rows[: min(limit, MOST_HELD_OUT, max(1, spans // 10))]
 
@@ -97,31 +90,25 @@ class BestCheckpoint:
     """The checkpoint with the highest held-out p(y|x) (equation 1) whose hit@5 is at least that of the initial models.
 
     A checkpoint is the retriever that built an index and the reader at the step that adopted the index; the initial
-    models are the first. Without held-out sentences the last checkpoint counts as the best.
-
-    Args:
-        folder: holds one folder per checkpoint. An older one is deleted after the new one is committed, so that a
-            process killed in between leaves both.
-        text: how texts become the models' sequences.
+    models are the first. Without held-out sentences the last checkpoint counts as the best. An older one is deleted
+    after the new one is committed, so that a process killed in between leaves both.
     """
 
     def __init__(self, folder: Path, text: TextFormat) -> None:
         self.folder, self.text = folder, text
 
     def _all(self) -> list[Path]:
-        """Return the folders, the best one last; a killed process may leave two."""
+        """Return the folders, the best one last."""
         folders = [path.parent for path in self.folder.glob(f"step-*/{FIGURES}")]
         return sorted(folders, key=lambda path: (_rank_of(artifacts.read_json(path / FIGURES)), -_step_of(path)))
 
     @property
     def figures(self) -> dict[str, float]:
-        """Metrics of the best checkpoint."""
         figures: dict[str, float] = artifacts.read_json(self._all()[-1] / FIGURES)
         return figures
 
     @property
     def step(self) -> int:
-        """Training step of the best checkpoint."""
         return _step_of(self._all()[-1])
 
     def offer(self, step: int, figures: Mapping[str, float], retriever: Retriever, reader: Reader) -> None:
@@ -152,7 +139,6 @@ class BestCheckpoint:
                 shutil.rmtree(old)
 
     def models(self) -> tuple[Retriever, Reader]:
-        """Load the best checkpoint."""
         return load_models(self._all()[-1], self.text.vocabulary_hash)
 
     def describe(self, last: Mapping[str, float]) -> str:

@@ -1,9 +1,7 @@
-"""Fine-tune both towers of the retriever on questions, in batches of passages with all of their questions.
+"""Fine-tune both towers of the retriever on questions, with DPR's in-batch negatives and every question of a passage.
 
-REALM and ORQA freeze the passage embeddings during fine-tuning. Here each passage of a batch is embedded once per
-step, and all questions that it answers are compared with all passages of the batch (DPR's in-batch negatives, with
-every question of a passage at once). If the index is refreshed during training, it also provides hard negatives:
-retrieved passages without an answer (EMDR2 and RAG-end2end refresh theirs too). Rebuild the index afterwards.
+REALM and ORQA freeze the passage embeddings during fine-tuning. If the index is refreshed during training, it also
+provides hard negatives: retrieved passages without an answer (EMDR2 and RAG-end2end refresh theirs too).
 
 Shape suffixes: Q questions, N passages of all processes and the hard negatives, E embedding width.
 """
@@ -24,12 +22,12 @@ from realmops.devices import autocast, to_device
 from realmops.model.likelihood import in_batch_loss
 from realmops.model.packed import PackedBatch
 from realmops.model.retriever import Retriever
-from realmops.options import Finetune, Optimiser
+from realmops.options import Finetune, Optimiser, epoch_steps
 from realmops.questions.question_sets import Question
 from realmops.questions.relevance import RelevantPassages
 from realmops.search.embed import document_sequences, embed, query_sequences, text_queries
 from realmops.train.index_source import Index, IndexSource
-from realmops.train.loop import DeferredMetrics, TrainingContext, epoch_steps, fit
+from realmops.train.loop import DeferredMetrics, LossAndMetrics, TrainingContext, fit
 from realmops.train.optimiser import Group
 
 NEIGHBOURS = 8  # consecutive passages that share a batch: hard negatives
@@ -53,11 +51,6 @@ class Positives:
             for passage in passages:
                 rows[passage].append(row)
         return Positives(sorted(rows), [rows[passage] for passage in sorted(rows)])
-
-
-def passage_steps(passages: int, options: Finetune) -> int:
-    """Return the number of steps of ``options.retriever_epochs`` epochs over the passages."""
-    return epoch_steps(passages, options.retriever_batch_size, options.retriever_epochs)
 
 
 def passage_batches(context: TrainingContext, count: int, batch_size: int) -> Callable[[int], list[int]]:
@@ -89,17 +82,14 @@ def train_by_passages(
 
     Passages of all processes are negatives, except those that are relevant too. The result does not depend on the
     number of processes: all draw the questions of the whole batch, and each question has the same weight. Hard
-    negatives are retrieved from the indexes of ``source``; None trains without them.
-
-    Returns:
-        The journal's length at the end.
+    negatives are retrieved from the indexes of ``source``, if there is one. Returns the journal's length at the end.
     """
     relevant = RelevantPassages(snapshot)
     current: list[Index] = []
     processes = context.processes
     batch_of = passage_batches(context, len(positives.passages), options.retriever_batch_size)
 
-    def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
+    def step_loss(step: int) -> LossAndMetrics:
         retriever.train()
         rng = context.rng("questions", step)
         drawn = [
@@ -144,7 +134,7 @@ def train_by_passages(
             current[:] = [new]
 
     groups = [Group("retriever", retriever, options.retriever_learning_rate)]
-    steps = passage_steps(len(positives.passages), options)
+    steps = epoch_steps(len(positives.passages), options.retriever_batch_size, options.retriever_epochs)
     every = options.checkpoint_every if source is None else options.retriever_refresh_every
     return fit(context, groups, optimiser, step_loss, steps=steps, checkpoint_every=every, at_step=at_step)
 

@@ -28,10 +28,7 @@ class Example:
 
 
 class Examples:
-    """Masked sentences of a text, drawn by seed and step.
-
-    The text is the corpus that is searched or, with ``elsewhere``, another one, as CC-News in the paper's Table 1.
-    """
+    """Masked sentences of the corpus that is searched or, ``elsewhere``, of another text (CC-News in Table 1)."""
 
     def __init__(self, snapshot: Snapshot, spans: Spans, options: Pretrain, *, elsewhere: bool = False) -> None:
         self.snapshot, self.options, self.elsewhere = snapshot, options, elsewhere
@@ -87,8 +84,6 @@ class Examples:
 
 def visible_text(text: str, chars: np.ndarray, positions: np.ndarray) -> str:
     """Return the text of N consecutive wordpieces, ``chars`` (N x 2) of a passage, with ``positions`` blanked out."""
-    if not len(chars):
-        return ""
     visible = list(text[chars[0, 0] : chars[-1, 1]])
     for start, end in (chars[positions] - chars[0, 0]).tolist():
         visible[start:end] = " " * (end - start)

@@ -1,6 +1,7 @@
-"""The retriever learns from questions by batches of passages."""
+"""Both towers learn from questions with in-batch negatives."""
 
 import copy
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -29,18 +30,17 @@ from realmops.model.sequences import join_query
 from realmops.options import Finetune
 from realmops.questions.question_sets import Question
 from realmops.search.embed import document_sequences, embed
-from realmops.train import passage_batches as module
-from realmops.train.index_source import Index
-from realmops.train.loop import TrainingContext
-from realmops.train.parallel import ProcessGroup
-from realmops.train.passage_batches import (
+from realmops.train import in_batch_negatives as module
+from realmops.train.in_batch_negatives import (
     NEIGHBOURS,
     Positives,
     hard_negatives,
     passage_batches,
-    passage_steps,
     train_by_passages,
 )
+from realmops.train.index_source import Index
+from realmops.train.loop import TrainingContext
+from realmops.train.parallel import ProcessGroup
 
 # Passages 0, 1, 4 and 5 hold Oslo, 2, 3 and 9 hold 1950, 6 alone 1972, 8 and 2 Karl Lund
 QUESTIONS = [
@@ -66,39 +66,24 @@ def test_positives_by_hand() -> None:
     assert Positives.of([[], []]) == Positives([], [])
 
 
-@pytest.mark.parametrize(("epochs", "steps"), [(2, 6), (1, 3), (0.5, 2), (0, 0)])
-def test_steps_by_hand(epochs: float, steps: int) -> None:
-    """Five passages, two at a time, are three batches."""
-    assert passage_steps(5, options(retriever_epochs=epochs)) == steps
-
-
 @pytest.mark.parametrize(("count", "batch_size"), [(50, 16), (50, 7), (5, 2), (3, 32), (8, 8), (1, 1)])
-def test_each_passage_comes_once_an_epoch_beside_its_neighbours(count: int, batch_size: int) -> None:
-    """All of them, in another order in each epoch, in runs of eight (the first and the last may be shorter)."""
-    context = tiny_context()
-    batch = passage_batches(context, count, batch_size)
+def test_each_epoch_has_each_passage_once_next_to_its_neighbours(count: int, batch_size: int) -> None:
+    """In another order in each epoch and for each seed, in runs of eight (the first and the last may be shorter)."""
     per_epoch = math.ceil(count / batch_size)
     orders = []
-    for epoch in range(6):
-        order = [row for step in range(per_epoch) for row in batch(epoch * per_epoch + step)]
+    for seed, epoch in itertools.product(range(2), range(4)):
+        batch = passage_batches(tiny_context(seed=seed), count, batch_size)
+        batches = [batch(epoch * per_epoch + step) for step in range(per_epoch)]
+        assert all(len(rows) == batch_size for rows in batches[:-1])
+        order = [row for rows in batches for row in rows]
         assert sorted(order) == list(range(count))
-        runs = np.split(order, np.flatnonzero(np.diff(order) != 1) + 1)
-        assert len(runs) <= math.ceil(count / NEIGHBOURS) + 1
-        orders.append(order)
-    assert [batch(0), batch(1)] == [orders[0][:batch_size], (orders[0] + orders[1])[batch_size : 2 * batch_size]] or (
-        per_epoch == 1
-    )
-    if count == 50:
-        assert len({tuple(order) for order in orders}) == 6
-        starts = {min(order.index(row) for row in range(8)) for order in orders}
-        assert len(starts) > 1
-    other = passage_batches(tiny_context(seed=1), count, batch_size)
-    assert [batch(step) for step in range(per_epoch)] == [batch(step) for step in range(per_epoch)]
-    assert count < 50 or [other(step) for step in range(3)] != [batch(step) for step in range(3)]
+        assert len(np.flatnonzero(np.diff(order) != 1)) <= math.ceil(count / NEIGHBOURS)
+        orders.append(tuple(order))
+    assert count < 50 or len({*orders}) == 8
 
 
 def slow_loss(world: World, retriever: Retriever, rows: list[int], chosen: Finetune) -> float:
-    """The mean over all questions of -log of the own passage's share among the passages that hold no answer."""
+    """Return the mean over all questions of -log of the own passage's share among irrelevant passages."""
     losses = []
     with torch.no_grad():
         documents = {}
@@ -127,8 +112,8 @@ def train(world: World, chosen: Finetune, **changes: Any) -> tuple[Retriever, Me
     return retriever, context.journal
 
 
-def test_the_first_loss_is_the_slow_ones(world: World) -> None:
-    """All five passages: 0 and 5 hold Oslo, 2 and 8 hold Karl Lund; neither is a negative of the other."""
+def test_the_first_loss_equals_the_slow_one(world: World) -> None:
+    """0 and 5 contain Oslo, 2 and 8 Karl Lund; neither is a negative of the other."""
     chosen = options(retriever_batch_size=5, retriever_epochs=1)
     start, _ = tiny_models(world)
     _, journal = train(world, chosen)
@@ -145,9 +130,9 @@ def test_the_retriever_learns(world: World) -> None:
     assert journal.values("accuracy")[-1] == 1.0
 
 
-def test_of_many_questions_of_a_passage_some_are_asked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_passage_with_many_questions_gets_a_sample_of_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_QUESTIONS", 1)
-    asked: list[int] = []
+    queries: list[int] = []
 
     def batches(context: TrainingContext, groups: Any, options: Any, step_loss: Any, **rest: Any) -> int:
         for step in range(40):
@@ -156,14 +141,14 @@ def test_of_many_questions_of_a_passage_some_are_asked(world: World, monkeypatch
 
     def packed(sequences: list[np.ndarray], *segments: Any) -> PackedBatch:
         if not segments:
-            asked.extend(hash(tokens.tobytes()) for tokens in sequences)
+            queries.extend(hash(tokens.tobytes()) for tokens in sequences)
         return PackedBatch(sequences, *segments)
 
     monkeypatch.setattr(module, "fit", batches)
     monkeypatch.setattr(module, "PackedBatch", packed)
     train(world, options(retriever_batch_size=5))
-    assert len(asked) == 40 * 5, "one of each passage"
-    assert len(set(asked)) == 6, "both of passage 0 in turn"
+    assert len(queries) == 40 * 5, "one of each passage"
+    assert len(set(queries)) == 6, "both of passage 0, sometimes"
 
 
 # ---- several processes
@@ -171,7 +156,7 @@ def test_of_many_questions_of_a_passage_some_are_asked(world: World, monkeypatch
 
 @dataclass(frozen=True)
 class Together(ProcessGroup):
-    """One of several processes, run one after the other: all documents are embedded before, for all to gather."""
+    """One of several processes that run one after the other; the embeddings of all are gathered in a first pass."""
 
     gathered: list[Tensor] = field(default_factory=list)
 
@@ -188,26 +173,26 @@ class Together(ProcessGroup):
 
 @pytest.mark.parametrize("processes", [2, 3, 7])
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4], [4, 0], [3]])
-def test_processes_share_a_batch_of_any_size(
+def test_the_mean_loss_of_processes_is_that_of_the_batch(
     world: World, rows: list[int], processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mean of their losses is that of all questions, also where a passage has more questions than another."""
+    """Also where a passage has more questions than another, and for more processes than passages."""
     monkeypatch.setattr(module, "passage_batches", lambda *_: lambda step: rows)
-    found: list[float] = []
+    losses: list[float] = []
 
     def one_step(context: TrainingContext, groups: Any, options: Any, step_loss: Any, **rest: Any) -> int:
-        found.append(step_loss(0)[0].item())
+        losses.append(step_loss(0)[0].item())
         return 0
 
     monkeypatch.setattr(module, "fit", one_step)
     gathered: list[Tensor] = []
     for _ in range(2):
-        found.clear()
+        losses.clear()
         for rank in range(processes):
             train(world, options(), processes=Together(rank, processes, gathered))
-    assert len(found) == processes
+    assert len(losses) == processes
     start, _ = tiny_models(world)
-    assert sum(found) / processes == pytest.approx(slow_loss(world, start, rows, options()), rel=1e-5)
+    assert sum(losses) / processes == pytest.approx(slow_loss(world, start, rows, options()), rel=1e-5)
 
 
 @pytest.mark.parametrize("kill_at", [1, 3, 4])
@@ -236,25 +221,21 @@ def test_hard_negatives_are_the_best_passages_without_an_answer_outside_the_batc
     assert hard_negatives(index, [everywhere], [], world.snapshot, 24, torch.float32) == []
 
 
-def test_an_index_that_is_refreshed_meanwhile_gives_hard_negatives(world: World) -> None:
+def test_each_refreshed_index_provides_hard_negatives(world: World) -> None:
     """Five passages, two at a time: a quarter of a batch, rounded up, is one hard negative in each step."""
-    retriever, _ = tiny_models(world)
-    asked: list[int] = []
+    steps: list[int] = []
 
     class Source:
-        def at_step(self, step: int, now: Retriever) -> Index | None:
-            asked.append(step)
-            return index_of(world, copy.deepcopy(now).eval(), step) if step % 2 == 0 else None
+        def at_step(self, step: int, retriever: Retriever) -> Index | None:
+            steps.append(step)
+            return index_of(world, copy.deepcopy(retriever).eval(), step) if step % 2 == 0 else None
 
-    journal = MemoryJournal()
-    context = tiny_context(journal=journal)
-    chosen = options(retriever_refresh_every=2)
-    given = (retriever, world.snapshot, QUESTIONS, POSITIVES, chosen, tiny_optimiser())
-    train_by_passages(context, *given, Source())
-    assert asked == [0, 1, 2, 3, 4, 5]
-    assert journal.values("hard_negatives") == [1.0] * 6
-    without = MemoryJournal()
-    plain, _ = tiny_models(world)
-    train_by_passages(tiny_context(journal=without), plain, *given[1:])
-    assert without.values("hard_negatives") == [0.0] * 6
-    assert all(a > b for a, b in zip(journal.values("loss")[:1], without.values("loss")[:1], strict=True))
+    losses = []
+    for source, count in ((Source(), 1.0), (None, 0.0)):
+        journal, (retriever, _) = MemoryJournal(), tiny_models(world)
+        data = (world.snapshot, QUESTIONS, POSITIVES, options(retriever_refresh_every=2), tiny_optimiser())
+        train_by_passages(tiny_context(journal=journal), retriever, *data, source)
+        assert journal.values("hard_negatives") == [count] * 6
+        losses.append(journal.values("loss")[0])
+    assert steps == [0, 1, 2, 3, 4, 5]
+    assert losses[0] > losses[1]
