@@ -313,7 +313,7 @@ def _open(folder: Path) -> tuple[Any, Tokenizer]:
     try:
         tokenizer = open_tokenizer((folder / TOKENIZER).read_text("utf-8"))
         ids = [tokenizer.token_to_id(name) for name in SENTINELS]
-    except Exception as error:  # tokenizers has no type of its own
+    except Exception as error:  # tokenizers raises plain Exceptions
         raise ValueError(f"{folder / TOKENIZER}: tokenizer cannot be opened ({error}); download it again") from None
     if None in ids or tokenizer.get_vocab_size() > net.config.vocab_size:
         raise ValueError(
