@@ -28,7 +28,12 @@ from realmops.devices import autocast
 from realmops.hub import CONFIG, T5, TOKENIZER, encoder_folder, read_config, read_weights
 from realmops.model.reader_files import READER_FOLDER
 from realmops.model.sequences import SpecialTokens
-from realmops.model.transformers_models import BUILD_LOCK, import_transformers, load_transformers_model
+from realmops.model.transformers_models import (
+    BUILD_LOCK,
+    import_transformers,
+    load_transformers_model,
+    save_transformers_model,
+)
 from realmops.options import ClosedBookOptions, Optimiser
 from realmops.questions.question_sets import Question
 from realmops.train.loop import DeferredMetrics, LossAndMetrics, TrainingContext, fit, fit_epochs
@@ -62,7 +67,7 @@ class ClosedBook(AnswerModel):
         return cls(_build_small(tokenizer, shape, seed), tokenizer)
 
     def save(self, folder: Path) -> None:
-        self.net.save_pretrained(folder / READER_FOLDER)
+        save_transformers_model(self.net, folder / READER_FOLDER)
         self.tokenizer.save(str(folder / READER_FOLDER / TOKENIZER))
 
     @classmethod
@@ -309,7 +314,7 @@ def _open(folder: Path) -> tuple[Any, Tokenizer]:
     values |= {"attn_implementation": "eager"}
     net, missing = load_transformers_model(read_weights(folder), values, str(folder), "AutoModelForSeq2SeqLM")
     if missing:
-        raise ValueError(f"{folder}: T5 model is incomplete: parameter {missing[0]} is missing; download it again")
+        raise ValueError(f"{folder}: the parameter {min(missing)} is missing; download the folder again")
     try:
         tokenizer = open_tokenizer((folder / TOKENIZER).read_text("utf-8"))
         ids = [tokenizer.token_to_id(name) for name in SENTINELS]
