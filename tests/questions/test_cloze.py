@@ -27,8 +27,7 @@ from realmops.questions.cloze import (
     split_questions,
 )
 from realmops.questions.question_sets import Question, read_questions
-from realmops.train.fine_tuning import question_loss
-from realmops.train.fusion_weights import fit_weights_on_questions
+from realmops.train.fine_tuning import fit_weights_on_questions, question_loss
 from realmops.train.reader_training import reader_trainer
 
 # All that can be asked of the twelve documents: words of the sentence without the span, the span, and the passages with
@@ -186,7 +185,7 @@ def test_weights_are_fitted_on_questions_of_people_alone(world: World, monkeypat
     def fit_mixture(dense: object, words: object, there: torch.Tensor, correct: torch.Tensor) -> None:
         seen.append((tuple(there.shape), int(correct.sum())))
 
-    monkeypatch.setattr("realmops.train.fusion_weights.fit_fusion_weights", fit_mixture)
+    monkeypatch.setattr("realmops.train.fine_tuning.fit_fusion_weights", fit_mixture)
     model = open_qa(world)
     fit_weights_on_questions(model, [BORN, not_in(world, 0, 1)])
     assert seen == [((1, 12), 4)]

@@ -27,8 +27,13 @@ from realmops.search.bm25 import Bm25
 from realmops.search.embed import embed, query_sequences
 from realmops.search.hybrid import fit_fusion_weights
 from realmops.train import fine_tuning as module
-from realmops.train.fine_tuning import finetune, question_loss, train_query_tower
-from realmops.train.fusion_weights import fit_reading_weight, fit_weights_on_questions
+from realmops.train.fine_tuning import (
+    finetune,
+    fit_reading_weight,
+    fit_weights_on_questions,
+    question_loss,
+    train_query_tower,
+)
 
 
 @torch.no_grad()

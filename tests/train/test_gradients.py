@@ -36,7 +36,7 @@ from realmops.search.exact import PassageIndex
 from realmops.train import fine_tuning, in_batch_negatives, loop, pretraining, reader_training, tagger
 from realmops.train import inverse_cloze as ict
 from realmops.train.conll import TaggedSentence
-from realmops.train.in_batch_negatives import Positives
+from realmops.train.in_batch_negatives import group_by_passage
 from realmops.train.loop import TrainingContext
 from realmops.train.masked_sentences import Examples
 from realmops.train.optimiser import BertAdamW, Group
@@ -126,7 +126,7 @@ def by_passages(world: World, **model: Any) -> None:
     retriever, _ = tiny_models(world, **model)
     randomise(retriever)
     chosen = section("finetune", retriever_batch_size=3, **LENGTHS)
-    positives = Positives.of([[0], [3], [8]])
+    positives = group_by_passage([[0], [3], [8]])
     arguments = retriever, world.snapshot, QUESTIONS, positives, chosen, tiny_optimiser()
     in_batch_negatives.train_by_passages(tiny_context(), *arguments)
 

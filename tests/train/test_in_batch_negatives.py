@@ -33,7 +33,7 @@ from realmops.search.embed import document_sequences, embed
 from realmops.train import in_batch_negatives as module
 from realmops.train.in_batch_negatives import (
     NEIGHBOURS,
-    Positives,
+    group_by_passage,
     hard_negatives,
     passage_batches,
     train_by_passages,
@@ -52,7 +52,8 @@ QUESTIONS = [
     Question("capital", "Which city is the capital?", ("Oslo",)),
     Question("poet", "Where is the poet from?", ("Oslo",)),
 ]
-POSITIVES = Positives.of([[0], [2], [6], [], [8], [5], [0]])
+POSITIVES = group_by_passage([[0], [2], [6], [], [8], [5], [0]])
+PASSAGES = list(POSITIVES)
 
 
 def options(**changes: Any) -> Finetune:
@@ -61,9 +62,8 @@ def options(**changes: Any) -> Finetune:
 
 
 def test_positives_by_hand() -> None:
-    assert POSITIVES.passages == [0, 2, 5, 6, 8]
-    assert POSITIVES.questions == [[0, 6], [1], [5], [2], [4]]
-    assert Positives.of([[], []]) == Positives([], [])
+    assert list(POSITIVES.items()) == [(0, [0, 6]), (2, [1]), (5, [5]), (6, [2]), (8, [4])]
+    assert group_by_passage([[], []]) == {}
 
 
 @pytest.mark.parametrize(("count", "batch_size"), [(50, 16), (50, 7), (5, 2), (3, 32), (8, 8), (1, 1)])
@@ -88,16 +88,16 @@ def slow_loss(world: World, retriever: Retriever, rows: list[int], chosen: Finet
     with torch.no_grad():
         documents = {}
         for row in rows:
-            [document] = document_sequences(world.snapshot, [POSITIVES.passages[row]])
+            [document] = document_sequences(world.snapshot, [PASSAGES[row]])
             documents[row] = retriever.document(PackedBatch([document[0]], [document[1]]))[0].double()
         for own in rows:
-            for asked in POSITIVES.questions[own]:
+            for asked in POSITIVES[PASSAGES[own]]:
                 question = QUESTIONS[asked]
                 tokens = join_query(world.wordpieces(question.question), world.special, chosen.query_wordpieces)
                 query, total = retriever.query(PackedBatch([tokens]))[0].double(), 0.0
                 f = {row: float(retriever.scale * query @ document) for row, document in documents.items()}
                 for row in rows:
-                    holds = question.answers[0] in world.snapshot.text(POSITIVES.passages[row])
+                    holds = question.answers[0] in world.snapshot.text(PASSAGES[row])
                     total += math.exp(f[row]) if row == own or not holds else 0.0
                 losses.append(-math.log(math.exp(f[own]) / total))
     return float(np.mean(losses))

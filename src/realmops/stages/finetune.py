@@ -42,8 +42,7 @@ from realmops.stages.common import (
     warn_of_timeouts,
 )
 from realmops.stages.finetune_retriever import EVIDENCE_DEPTH, prepare_retrieval, start_models
-from realmops.train.fine_tuning import finetune, train_query_tower
-from realmops.train.fusion_weights import fit_reading_weight, fit_weights_on_questions
+from realmops.train.fine_tuning import finetune, fit_reading_weight, fit_weights_on_questions, train_query_tower
 from realmops.train.loop import TrainingContext
 from realmops.train.parallel import process_group
 from realmops.train.reader_training import reader_trainer

@@ -31,7 +31,7 @@ from realmops.search.exact import PassageIndex, exact_index
 from realmops.stages import READER_INIT, Job
 from realmops.stages.common import StageTrainings, build_index, question_queries, sample_queries
 from realmops.stages.sharded_work import embed_in_shards
-from realmops.train.in_batch_negatives import Positives, train_by_passages
+from realmops.train.in_batch_negatives import Positives, group_by_passage, train_by_passages
 from realmops.train.index_source import IndexSource, RefreshSchedule, open_exchange
 from realmops.train.loop import TrainingContext
 from realmops.train.parallel import process_group
@@ -154,13 +154,13 @@ def _train_by_passages(
     job = trainings.job
     options = job.section(Finetune)
     positives = _positives(job, snapshot, questions)
-    steps = epoch_steps(len(positives.passages), options.retriever_batch_size, options.retriever_epochs)
+    steps = epoch_steps(len(positives), options.retriever_batch_size, options.retriever_epochs)
     dtype = device_and_dtype(job.section(RunOptions), retriever)[1]
     context = trainings.context(dtype, "retriever", steps, "retriever", "retriever_")
     data = (questions, positives, options, job.section(Optimiser))
     with _with_refresh(job, context, retriever, snapshot, steps) as (context, source):
         trainings.end = train_by_passages(context, retriever, snapshot, *data, source)
-    return len(positives.passages)
+    return len(positives)
 
 
 @contextmanager
@@ -208,7 +208,7 @@ def _positives(job: Job, snapshot: Snapshot, questions: list[Question]) -> Posit
             "the retriever cannot be trained on passages; check that questions.train belongs to these documents, or "
             "set finetune.retriever_training=queries"
         )
-    return Positives.of(positives)
+    return group_by_passage(positives)
 
 
 def _embed_all(job: Job, retriever: Retriever, snapshot: Snapshot) -> Tensor:

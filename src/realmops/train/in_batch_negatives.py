@@ -6,12 +6,9 @@ provides hard negatives: retrieved passages without an answer (EMDR2 and RAG-end
 Shape suffixes: Q questions, N passages of all processes and the hard negatives, E embedding width.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -36,21 +33,17 @@ HARD_SHARE = 0.25  # hard negatives per passage of a batch
 HARD_DEPTH = 20  # top passages that are searched for a hard negative
 
 
-@dataclass(frozen=True)
-class Positives:
-    """Training passages in ascending order, and for each the rows of the questions that it answers."""
+Positives = dict[int, list[int]]
+"""Training passages in ascending order, and for each the rows of the questions that it answers."""
 
-    passages: list[int]
-    questions: list[list[int]]
 
-    @staticmethod
-    def of(passages_of_question: Sequence[Sequence[int]]) -> Positives:
-        """Group questions by their relevant passages, of which a question may have several or none."""
-        rows = defaultdict(list)
-        for row, passages in enumerate(passages_of_question):
-            for passage in passages:
-                rows[passage].append(row)
-        return Positives(sorted(rows), [rows[passage] for passage in sorted(rows)])
+def group_by_passage(passages_of_question: Sequence[Sequence[int]]) -> Positives:
+    """Group questions by their relevant passages, of which a question may have several or none."""
+    rows = defaultdict(list)
+    for row, passages in enumerate(passages_of_question):
+        for passage in passages:
+            rows[passage].append(row)
+    return {passage: rows[passage] for passage in sorted(rows)}
 
 
 def passage_batches(context: TrainingContext, count: int, batch_size: int) -> Callable[[int], list[int]]:
@@ -87,15 +80,14 @@ def train_by_passages(
     relevant = RelevantPassages(snapshot)
     current: list[Index] = []
     processes = context.processes
-    batch_of = passage_batches(context, len(positives.passages), options.retriever_batch_size)
+    passages = list(positives)
+    batch_of = passage_batches(context, len(passages), options.retriever_batch_size)
 
     def step_loss(step: int) -> LossAndMetrics:
         retriever.train()
         rng = context.rng("questions", step)
-        drawn = [
-            (positives.passages[row], rng.permutation(positives.questions[row])[:MOST_QUESTIONS].tolist())
-            for row in batch_of(step)
-        ]
+        batch = [passages[row] for row in batch_of(step)]
+        drawn = [(p, rng.permutation(positives[p])[:MOST_QUESTIONS].tolist()) for p in batch]
         local, weight = processes.split_batch(drawn, [float(len(rows)) for _, rows in drawn])
         part_size = math.ceil(len(drawn) / processes.size)
         embedded = [passage for passage, _ in local]
@@ -110,7 +102,7 @@ def train_by_passages(
         document_NE = torch.cat([processes.gather(document_NE[:part_size]), document_NE[part_size:]])
         relevance_QN = retriever.scores(query_QE, document_NE)
         own = np.repeat(np.arange(len(local)), [len(rows) for _, rows in local]) + processes.rank * part_size
-        columns = [*processes.gathered_order([passage for passage, _ in drawn], part_size), *hard]
+        columns = [*processes.gathered_order(batch, part_size), *hard]
         ignored_QN = torch.tensor([[p is None or relevant.is_relevant(q, p) for p in columns] for q in local_questions])
         ignored_QN[torch.arange(len(own)), torch.from_numpy(own)] = False
         own_Q, ignored_QN = to_device(relevance_QN.device, torch.from_numpy(own), ignored_QN)
@@ -134,7 +126,7 @@ def train_by_passages(
             current[:] = [new]
 
     groups = [Group("retriever", retriever, options.retriever_learning_rate)]
-    steps = epoch_steps(len(positives.passages), options.retriever_batch_size, options.retriever_epochs)
+    steps = epoch_steps(len(passages), options.retriever_batch_size, options.retriever_epochs)
     every = options.checkpoint_every if source is None else options.retriever_refresh_every
     return fit(context, groups, optimiser, step_loss, steps=steps, checkpoint_every=every, at_step=at_step)
 
