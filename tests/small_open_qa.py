@@ -1,16 +1,18 @@
 """An Open-QA model over twelve passages, with three questions."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from small_world import World, section, tiny_models
+from small_world import World, index_of, section, tiny_models
 
 from realmops.answering.openqa import OpenQa
 from realmops.model.build import add_span_head
+from realmops.model.packed import PackedBatch
+from realmops.model.sequences import SpecialTokens, join_reader
 from realmops.options import Finetune
 from realmops.questions.question_sets import Question
-from realmops.search.embed import document_sequences, embed
-from realmops.search.exact import ExactIndex
 
 FP32 = torch.float32
 BORN = Question("born", "Where was Anna Berg born?", ("Oslo",))
@@ -27,18 +29,39 @@ def options(**changes: Any) -> Finetune:
     return section("finetune", **{**values, **changes})
 
 
-def open_qa(world: World, *, width: int = 8, **changes: Any) -> OpenQa:
-    retriever, reader = tiny_models(world)
+def open_qa(
+    world: World, *, width: int = 8, dropout: float = 0.0, order: Sequence[int] | None = None, **changes: Any
+) -> OpenQa:
+    """Return a model that retrieves passages in this order for every question, by embeddings without it."""
+    retriever, reader = tiny_models(world, dropout=dropout)
     add_span_head(reader, width, seed=0)
     with torch.no_grad():
         for parameter in reader.spans.parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    sequences = document_sequences(world.snapshot, range(len(world.snapshot)))
-    passages = ExactIndex(embed(retriever.document, sequences, FP32))
-    return OpenQa(retriever, reader, world.snapshot, passages, options(**changes), FP32)
+    if order is None:
+        return OpenQa(retriever, reader, world.snapshot, index_of(world, retriever).passages, options(**changes), FP32)
+    return OpenQa(retriever, reader, world.snapshot, None, options(**changes), FP32, ranker(order))
 
 
-def cut(world: World, passage: int, first: int, last: int) -> str:
-    """The text between two wordpieces, by their characters."""
+def ranker(order: Sequence[int]) -> Callable[[str, int], np.ndarray]:
+    """Return a ranker that finds these passages for every question."""
+    return lambda question, k: np.array([*order, *[-1] * k][:k])
+
+
+def cut(world: World | OpenQa, passage: int, first: int, last: int) -> str:
+    """Return the text from the first to the last wordpiece."""
     characters = world.snapshot.chars(passage)
     return world.snapshot.text(passage)[characters[first, 0] : characters[last, 1]]
+
+
+@torch.no_grad()
+def span_scores(model: OpenQa, x: np.ndarray, body: np.ndarray) -> dict[tuple[int, int], float]:
+    """Score each span (first, last) of a passage's wordpieces, one at a time."""
+    special, longest = SpecialTokens.of(model.snapshot.tokenizer), model.options.answer_wordpieces
+    joined, segments, offset = join_reader(x, body, special, model.options.reader_wordpieces)
+    hidden = model.reader.bert(PackedBatch([joined], [segments]))
+    spans = [(first, last) for first in range(len(body)) for last in range(first, min(first + longest, len(body)))]
+    return {
+        (first, last): float(model.reader.spans(hidden, torch.tensor([offset + first]), torch.tensor([offset + last])))
+        for first, last in spans
+    }

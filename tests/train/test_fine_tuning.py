@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_open_qa import BORN, NEVER, PORT, cut, open_qa, options
+from small_open_qa import BORN, NEVER, PORT, cut, open_qa, options, span_scores
 from small_project import QUESTIONS
 from small_world import MemoryJournal, World, build_world, tiny_context, tiny_optimiser
 from torch import Tensor
@@ -20,7 +20,6 @@ from realmops.answering.openqa import OpenQa
 from realmops.evaluate.exact_match import is_exact_match
 from realmops.model.packed import PackedBatch
 from realmops.model.retriever import FusionWeights
-from realmops.model.sequences import SpecialTokens, join_query, join_reader
 from realmops.questions.answer_matching import normalize_answer
 from realmops.questions.question_sets import Question
 from realmops.search.bm25 import Bm25
@@ -36,22 +35,12 @@ from realmops.train.fine_tuning import (
 )
 
 
-@torch.no_grad()
 def span_logits(model: OpenQa, question: Question, passages: Sequence[int]) -> list[list[tuple[float, bool]]]:
     """Return (score, is gold) of every span of each passage, one passage and one span at a time."""
-    snapshot, chosen = model.snapshot, model.options
-    special, x = SpecialTokens.of(snapshot.tokenizer), model.wordpieces(question.question)
-    scores = []
+    x, scores = model.wordpieces(question.question), []
     for passage in passages:
-        body, row = snapshot.body(passage), []
-        joined, segments, offset = join_reader(x, body, special, chosen.reader_wordpieces)
-        hidden = model.reader.bert(PackedBatch([joined], [segments]))
-        for first in range(len(body)):
-            for last in range(first, min(first + chosen.answer_wordpieces, len(body))):
-                at = torch.tensor([offset + first]), torch.tensor([offset + last])
-                text = snapshot.text(passage)[slice(*snapshot.chars(passage)[[first, last], [0, 1]])]
-                row.append((float(model.reader.spans(hidden, *at)), text in question.answers))
-        scores.append(row)
+        row = span_scores(model, x, model.snapshot.body(passage)).items()
+        scores.append([(score, cut(model, passage, *span) in question.answers) for span, score in row])
     return scores
 
 
@@ -269,19 +258,6 @@ def test_query_tower_and_reader_learn_and_embeddings_are_constant(world: World) 
     for part in (model.retriever.query, model.reader.bert, model.reader.spans):
         for name, parameter in part.named_parameters():
             assert (parameter.grad is not None) is parameter.requires_grad, name
-
-
-@pytest.mark.parametrize("candidates", [3, 12, 5000])
-def test_relevance_ranks_all_passages(world: World, candidates: int) -> None:
-    model = open_qa(world)
-    tokens = [model.wordpieces(q.question) for q in (BORN, PORT)]
-    with torch.no_grad():
-        score_BK, id_BK = model.relevance([q.question for q in (BORN, PORT)], candidates)
-        joined = [join_query(t, world.special, model.options.query_wordpieces) for t in tokens]
-        plain_BP = model.retriever.scale * model.retriever.query(PackedBatch(joined)) @ model.passages.embedding_PE.T
-    count = min(candidates, 12)
-    assert id_BK.tolist() == plain_BP.argsort(dim=1, descending=True)[:, :count].tolist()
-    torch.testing.assert_close(score_BK, plain_BP.gather(1, id_BK))
 
 
 # ---- answers

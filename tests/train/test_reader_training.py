@@ -1,7 +1,7 @@
 """Training of readers on windows of passages: examples, windows, both losses against slow versions, resuming."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,14 +9,14 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import small_open_qa
 import torch
-from small_open_qa import FP32
+from small_open_qa import FP32, ranker, span_scores
 from small_readers import build_model, write_reader
 from small_world import (
     MemoryJournal,
     World,
     build_world,
-    index_of,
     killed_and_resumed,
     same_parameters,
     section,
@@ -27,11 +27,8 @@ from small_world import (
 
 from realmops.answering.extractive import ExtractiveQa
 from realmops.answering.openqa import OpenQa
-from realmops.model.build import add_span_head
 from realmops.model.extractive_reader import ExtractiveReader, load_extractive_reader
-from realmops.model.packed import PackedBatch
 from realmops.model.retriever import FusionWeights
-from realmops.model.sequences import join_reader
 from realmops.questions.question_sets import Question
 from realmops.train import loop
 from realmops.train import reader_training as module
@@ -57,7 +54,6 @@ QUESTIONS = [
 ]  # fmt: skip
 RULE = "token_boundary"
 Pairs = Sequence[tuple[str, str, Sequence[str]]]
-RATES = {"reader_learning_rate": 3e-3}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,37 +62,25 @@ def fast_span_head() -> Iterator[None]:
         yield
 
 
-STEPS = {"epochs": 2, "batch_size": 2, "checkpoint_every": 2}
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_reader(tmp_path_factory.mktemp("readers") / "bert", "bert")
 
 
-def ranker(order: Sequence[int]) -> Callable[[str, int], np.ndarray]:
-    """Return a ranker that finds these passages for every question."""
-    return lambda question, k: np.array([*order, *[-1] * k][:k])
+def options(**changes: Any) -> dict[str, Any]:
+    steps = {"epochs": 2, "batch_size": 2, "checkpoint_every": 2, "reader_learning_rate": 3e-3}
+    return {**steps, "query_wordpieces": 24, **changes}
 
 
-def open_qa(world: World, *, dropout: float = 0.0, order: Sequence[int] | None = None, **changes: Any) -> OpenQa:
-    retriever, reader = tiny_models(world, dropout=dropout)
-    add_span_head(reader, 8, seed=0)
-    passages = index_of(world, retriever).passages if order is None else None
-    lengths = {"query_wordpieces": 24, "reader_wordpieces": 60, "answer_wordpieces": 4}
-    options = section("finetune", **{**STEPS, **lengths, **RATES, **changes})
-    return OpenQa(retriever, reader, world.snapshot, passages, options, FP32, None if order is None else ranker(order))
+def open_qa(world: World, **changes: Any) -> OpenQa:
+    return small_open_qa.open_qa(world, **options(**changes))
 
 
-def extractive(
-    world: World, folder: Path, order: Sequence[int], *, dropout: float = 0.0, **changes: Any
-) -> ExtractiveQa:
-    retriever, _ = tiny_models(world)
+def extractive(world: World, folder: Path, order: Sequence[int], dropout: float = 0.0, **changes: Any) -> ExtractiveQa:
     reader = load_extractive_reader(folder)
     reader.set_dropout(dropout)
-    lengths = {"query_wordpieces": 24, "reader_wordpieces": 120, "answer_wordpieces": 8}
-    options = section("finetune", **{**STEPS, **lengths, **RATES, **changes})
-    return ExtractiveQa(retriever, reader, world.snapshot, None, options, FP32, ranker(order))
+    chosen = section("finetune", **options(reader_wordpieces=120, answer_wordpieces=8, **changes))
+    return ExtractiveQa(tiny_models(world)[0], reader, world.snapshot, None, chosen, FP32, ranker(order))
 
 
 def trainer_of(kind: str, world: World, folder: Path, order: Sequence[int], **changes: Any) -> ReaderTrainer:
@@ -230,26 +214,16 @@ def test_question_and_window_fit_the_reader(long_world: World, folder: Path) -> 
     assert 0 < loss.item() < math.inf
 
 
-def slow_span_head_loss(world: World, trainer: SpanHeadTrainer, example: ReaderExample, windows: list[Window]) -> float:
+def slow_span_head_loss(trainer: SpanHeadTrainer, example: ReaderExample, windows: list[Window]) -> float:
     """Return -log of the probability of gold spans, one window and one span at a time."""
-    model, special = trainer.model, world.special
-    spans = model.reader.spans
-    assert spans is not None
-    question = trainer.wordpieces(example.question)
-    right = total = 0.0
+    model, right, total = trainer.model, 0.0, 0.0
     for window in windows:
-        body = world.snapshot.body(window.passage)[window.begin : window.end]
-        joined, segments, offset = join_reader(question, body, special, model.options.reader_wordpieces)
-        hidden = model.reader.bert(PackedBatch([joined], [segments]))
-        for first in range(len(body)):
-            for last in range(first, min(first + model.options.answer_wordpieces, len(body))):
-                score = float(spans(hidden, torch.tensor([offset + first]), torch.tensor([offset + last])))
-                mass = math.exp(score + model.retriever.mixture.reading * window.relevance)
-                total += mass
-                is_right = window.passage == example.passage and (
-                    (window.begin + first, window.begin + last + 1) in example.spans
-                )
-                right += mass if is_right else 0.0
+        body = model.snapshot.body(window.passage)[window.begin : window.end]
+        for (first, last), score in span_scores(model, trainer.wordpieces(example.question), body).items():
+            mass = math.exp(score + model.retriever.mixture.reading * window.relevance)
+            total += mass
+            span = (window.begin + first, window.begin + last + 1)
+            right += mass * (window.passage == example.passage and span in example.spans)
     return -math.log(right / total)
 
 
@@ -268,7 +242,7 @@ def test_the_loss_of_the_span_head_equals_the_slow_one(
     assert [len(windows) for _, windows in drawn] == [1 + negatives] * 2
     with torch.no_grad():
         loss, later = trainer.loss(drawn)
-        expected = [slow_span_head_loss(world, trainer, *pair) for pair in drawn]
+        expected = [slow_span_head_loss(trainer, *pair) for pair in drawn]
     assert loss.item() == pytest.approx(np.mean(expected), rel=1e-4)
     metrics = later.now()
     assert metrics["span_loss"] == loss.item()
@@ -319,8 +293,10 @@ def test_the_loss_of_a_published_reader_equals_the_slow_one(world: World, folder
     assert not any(gradient.any() for gradient in gradients)
 
 
-def train(kind: str, world: World, folder: Path, *, epochs: int = 2, dropout: float = 0.0, **changes: Any) -> Any:
-    trainer = trainer_of(kind, world, folder, range(12), epochs=epochs, dropout=dropout)
+def train(
+    kind: str, world: World, folder: Path, *, epochs: int = 2, batch_size: int = 2, dropout: float = 0.0, **changes: Any
+) -> Any:
+    trainer = trainer_of(kind, world, folder, range(12), epochs=epochs, batch_size=batch_size, dropout=dropout)
     context = tiny_context(**{"journal": MemoryJournal(), **changes})
     trainer.train(context, trainer.examples(QUESTIONS, 12), trainer.base.options, tiny_optimiser())
     return trainer.base, context.journal
@@ -358,9 +334,8 @@ def test_processes_draw_the_windows_of_one(world: World, folder: Path, monkeypat
 
     monkeypatch.setattr(loop, "fit", one_step)
     monkeypatch.setattr(module, "NEGATIVES_FROM", 0.0)
-    monkeypatch.setitem(STEPS, "batch_size", 3)
     for processes in (ProcessGroup(), ProcessGroup(0, 2), ProcessGroup(1, 2)):
-        train("spans", world, folder, processes=processes)
+        train("spans", world, folder, batch_size=3, processes=processes)
     assert sum(losses[2]) / 2 == pytest.approx(losses[1][0], rel=1e-5)
 
 
