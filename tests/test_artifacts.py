@@ -27,7 +27,7 @@ from realmops.artifacts import (
 )
 from realmops.cli import main
 from realmops.journal import Journal
-from realmops.train.checkpoints import FolderCheckpoints
+from realmops.train.loop import FolderCheckpoints
 
 
 def contents(folder: Path) -> dict[str, bytes]:

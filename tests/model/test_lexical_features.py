@@ -17,9 +17,9 @@ from realmops.model.reader import MaskedSentences, Reader
 from realmops.model.reader_files import load_models, save_models
 from realmops.model.sequences import SpecialTokens, join_reader
 from realmops.questions.question_sets import Question
-from realmops.train.masked_sentences import Examples
 from realmops.train.initialisation import init_lexical_features
 from realmops.train.inverse_cloze import train_reader
+from realmops.train.masked_sentences import Examples
 from realmops.train.realm import Realm
 
 VOCABULARY = [

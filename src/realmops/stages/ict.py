@@ -13,12 +13,8 @@ from realmops.model.retriever_files import TextFormat
 from realmops.options import ENCODER, BertOptions, Ict, Optimiser, ReaderOptions, RetrieverOptions, RunOptions
 from realmops.stages import READER_SHAPE, Job
 from realmops.stages.common import StageTrainings, open_snapshot, open_spans
-<<<<<<< HEAD
-from realmops.train.held_out import held_out_rows
-from realmops.train.initialisation import init_lexical_features, init_towers
-=======
 from realmops.train.held_out_sentences import held_out_rows
->>>>>>> 4079918f (A reader is trained in one epoch loop, a T5 is saved as every reader, and the exchange is one source of indexes)
+from realmops.train.initialisation import init_lexical_features, init_towers
 from realmops.train.inverse_cloze import ict_steps, train_reader, train_retriever
 
 ENDS = 10  # first and last steps whose accuracies are compared
