@@ -186,7 +186,7 @@ def test_a_pca_of_full_width_keeps_distances(world: World) -> None:
 
 
 @pytest.mark.parametrize("form", [{}, {"projection": "random"}, {"projection": "identity", "embedding_width": 0}])
-def test_other_towers_are_left_as_they_are(world: World, form: dict[str, Any]) -> None:
+def test_other_towers_do_not_change(world: World, form: dict[str, Any]) -> None:
     retriever, _ = tiny_models(world, **form)
     before = {name: tensor.clone() for name, tensor in retriever.state_dict().items()}
     init_towers(retriever, world.snapshot, FP32, 0, no_bar)
