@@ -9,8 +9,8 @@ from realmops.cluster import IMAGE
 def table(
     variants: list,
     options: str,
-    presets: str,
-    settings: str,
+    presets: list,
+    settings: list,
     seeds: int,
     out: str,
     rows: dsl.Output[dsl.Markdown],
@@ -22,8 +22,8 @@ def table(
     Args:
         variants: names of the variants, without the reference.
         options: params as JSON, only the differences from the defaults.
-        presets: names of presets for all variants, as a JSON list.
-        settings: section.key=value for all variants, as a JSON list.
+        presets: names of presets for all variants.
+        settings: section.key=value for all variants.
         seeds: number of seeds each was trained with.
         out: folder of the ablation on the shared volume.
         rows: the table, and the missing variants.

@@ -9,8 +9,8 @@ from realmops.cluster import IMAGE
 def variant(
     name: str,
     options: str,
-    presets: str,
-    settings: str,
+    presets: list,
+    settings: list,
     seeds: int,
     out: str,
     limits: str,
@@ -21,8 +21,8 @@ def variant(
     Args:
         name: name of the variant, a key of variants.yaml.
         options: params as JSON, only the differences from the defaults.
-        presets: names of presets for all variants, as a JSON list.
-        settings: section.key=value for all variants, as a JSON list.
+        presets: names of presets for all variants.
+        settings: section.key=value for all variants.
         seeds: number of seeds to train with.
         out: folder of the ablation on the shared volume.
         limits: resource limits of this pod, for its log.

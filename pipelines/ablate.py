@@ -24,8 +24,8 @@ def ablations(
     run: str = "ablations",
     variants: list = VARIANTS,
     seeds: int = 1,
-    presets: str = '["ablation"]',
-    overrides: str = "[]",
+    presets: list = ["ablation"],  # noqa: B006  # default of a pipeline parameter
+    overrides: list = [],  # noqa: B006
     options: str = OPTIONS,
     runs: str = RUNS,
     image: str = IMAGE,
@@ -36,7 +36,7 @@ def ablations(
     memory_request: str = "2Gi",
     accelerator: str = "nvidia.com/gpu",
     accelerators: str = "0",
-    node_selector: dict = {},  # noqa: B006  # default of a pipeline parameter
+    node_selector: dict = {},  # noqa: B006
     tolerations: list = [],  # noqa: B006
     affinity: dict = {},  # noqa: B006
     settings: str = "realmops-tracking",
@@ -48,8 +48,8 @@ def ablations(
         run: name of the ablation's folder; the same name resumes a stopped ablation.
         variants: keys of variants.yaml; the reference realm is always trained.
         seeds: number of seeds to train each with.
-        presets: names of presets that override the options of all variants, as a JSON list.
-        overrides: section.key=value for all variants, as a JSON list.
+        presets: names of presets that override the options of all variants.
+        overrides: section.key=value for all variants.
         options: params as JSON, only the differences from the defaults.
         runs: folder of all runs on the volume, which is mounted at /realmops.
         image: image of all pods.

@@ -23,6 +23,7 @@ from realmops.cli import HEADINGS
 from realmops.cli import main as realmops
 from realmops.config_yaml import read_params
 from realmops.options import SECTIONS
+from realmops.starter.yaml_text import option_comment
 
 ROOT = Path(__file__).parents[1]
 MADE = "<!-- Written by `make docs`: change {source} and call it again. -->"
@@ -118,10 +119,7 @@ def commented_params(text: str) -> str:
         if match := SECTION.fullmatch(line):
             section = match["name"]
         elif match := OPTION.fullmatch(line):
-            field = SECTIONS[section].model_fields[match["name"]]
-            paper = [f"paper: {paper_value(field)}"] if paper_value(field) else []
-            comment = "; ".join([*([field.description] if field.description else []), *paper])
-            line = f"{match['assignment']:<25}  # {comment}"
+            line = f"{match['assignment']:<25}  # {option_comment(section, match['name'])}"
         lines.append(line)
     return "\n".join(lines) + "\n"
 

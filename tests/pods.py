@@ -91,20 +91,13 @@ class Podman:
         self._end()
 
     def __call__(self, *words: str) -> str:
-        """What a podman command prints; AssertionError when it fails."""
-        return self.inside("podman", *words)
-
-    def inside(self, *words: str) -> str:
-        done = self._run(*words)
+        """Return what a podman command prints; AssertionError if it fails."""
+        done = self._run("podman", *words)
         assert done.returncode == 0, f"{' '.join(words)}: {done.stderr or done.stdout}"
         return done.stdout
 
     def fails(self, *words: str) -> bool:
         return self._run("podman", *words).returncode != 0
-
-    def logs(self, container: str) -> str:
-        done = self._run("podman", "logs", container)
-        return done.stdout + done.stderr
 
     def play(self, one: Object) -> None:
         """``podman kube play``, a pod without a network."""
@@ -115,10 +108,6 @@ class Podman:
 
     def state(self, container: str, field: str) -> str:
         return self("inspect", container, "--format", f"{{{{.{field}}}}}").strip()
-
-    def kill(self, process: str) -> None:
-        """SIGKILL a process by its ``State.Pid``, as the kernel does: after podman's own kill nothing is restarted."""
-        self.inside("kill", "-9", process)
 
     def _run(self, *words: str) -> subprocess.CompletedProcess[str]:
         enter = ["nsenter", "--target", self._pid, "--mount", "--net", "--pid", "--"]

@@ -1,8 +1,8 @@
-"""A folder of ``realmops init`` on a real Kubeflow Pipelines, as docs/operate.md walks it: only with -m kubeflow.
+"""A project of ``realmops init`` on a real Kubeflow Pipelines, as in docs/operate.md: only with -m kubeflow.
 
-KF_PIPELINES_ENDPOINT names its API, KUBECONFIG the cluster, REALMOPS_IMAGE the image there (realmops:local), and
-REALMOPS_STORE the url for a remote of DVC, whose credentials both the environment and the cluster's objects have. What
-``k8s/overlays/standalone`` makes must be there, and in its namespace nothing else may train at the same time.
+KF_PIPELINES_ENDPOINT is its API, KUBECONFIG the cluster, REALMOPS_IMAGE the image there (realmops:local), and
+REALMOPS_STORE the url for a remote of DVC, whose credentials both the environment and the cluster's objects have. The
+objects of ``k8s/overlays/standalone`` must exist, and nothing else may train in their namespace.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ print(sorted(run.info.status for run in runs))
 
 
 class Cluster:
-    """The server and the cluster that the environment names, and a project with documents of its own."""
+    """The server and the cluster that the environment names, and a project with its documents."""
 
     def __init__(self, folder: Path) -> None:
         missing = [variable for variable in VARIABLES if not os.environ.get(variable)]
@@ -71,12 +71,11 @@ class Cluster:
         return done.stdout + done.stderr
 
     def submit(self, *words: str) -> str:
-        """Submit the project once."""
         sets = [word for setting in SETTINGS for word in ("--set", setting)]
         return self.realmops("submit", "--once", "--argument", f"model={self.name}", *sets, *words)
 
     def mlflow(self, code: str) -> str:
-        """What a script prints that runs next to the MLflow server."""
+        """Return what a script prints next to the MLflow server."""
         script = f"import mlflow; mlflow.set_tracking_uri('http://127.0.0.1:5000'){code.format(name=self.name)}"
         return self.kubectl("exec", "deployment/mlflow", "--", "python", "-c", script)
 
@@ -97,7 +96,7 @@ class Cluster:
         return int(self.kubectl("get", DEPLOYMENT, "-o", "jsonpath={.spec.replicas}"))
 
     def pod_of(self, run_id: str, state: str) -> str:
-        """A pod of a task of ours (not of a driver) that is in that phase, waited for."""
+        """Wait for a pod of a task, not of a driver, in a phase."""
         label = f"pipeline/runid={run_id},!component-driver"
         for _ in range(600):
             pods = json.loads(self.kubectl("get", "pods", "-l", label, "-o", "json"))["items"]
@@ -121,7 +120,7 @@ def run_of(lines: str) -> str:
 
 @pytest.fixture(scope="module")
 def trained(cluster: Cluster) -> tuple[Any, list[int]]:
-    """A run that was waited for, and the replicas of the index builders as they were meanwhile."""
+    """A completed run, and the replicas of the index builders meanwhile."""
     seen: list[int] = []
     over = threading.Event()
 
@@ -142,22 +141,10 @@ def trained(cluster: Cluster) -> tuple[Any, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def changed(trained: tuple[Any, list[int]], cluster: Cluster) -> list[str]:
-    """What eight submitters print at once after one more document."""
+def terminated(trained: tuple[Any, list[int]], cluster: Cluster) -> str:
+    """A run after one more document, terminated while it pre-trains."""
     (cluster.documents / "Vik.txt").write_text("Vik is a village near Bergen.")
-    printed: list[str] = []
-    threads = [threading.Thread(target=lambda: printed.append(cluster.submit())) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return printed
-
-
-@pytest.fixture(scope="module")
-def terminated(changed: list[str], cluster: Cluster) -> str:
-    """Their run, terminated while it pre-trains."""
-    run_id = run_of(changed[0])
+    run_id = run_of(cluster.submit())
     for _ in range(1200):
         if cluster.replicas():
             break
@@ -176,7 +163,7 @@ def test_every_task_of_a_submission_succeeds(trained: tuple[Any, list[int]]) -> 
     assert {name: ended.get(name) for name in STAGES} == dict.fromkeys(STAGES, "SUCCEEDED")
 
 
-def test_index_builders_are_raised_for_pretrain_alone(trained: tuple[Any, list[int]]) -> None:
+def test_index_builders_are_scaled_up_for_pretrain_only(trained: tuple[Any, list[int]]) -> None:
     _, seen = trained
     assert seen == [0, 1, 0]
 
@@ -185,8 +172,9 @@ def test_mlflow_has_the_run_and_its_model_is_the_champion(trained: tuple[Any, li
     assert "['index_staleness_steps', 'recall_at_5']" in cluster.mlflow(CHAMPION)
 
 
-def test_a_second_submission_starts_nothing(trained: tuple[Any, list[int]], cluster: Cluster) -> None:
-    """Even with only the files that git has."""
+def test_a_second_submission_with_the_files_of_git_starts_nothing(
+    trained: tuple[Any, list[int]], cluster: Cluster
+) -> None:
     away = cluster.documents.rename(cluster.documents.parent / "away")
     lines = cluster.submit()
     away.rename(cluster.documents)
@@ -194,36 +182,12 @@ def test_a_second_submission_starts_nothing(trained: tuple[Any, list[int]], clus
     assert run_of(lines) == trained[0].run_id
 
 
-def test_kfp_runs_the_compiled_file(trained: tuple[Any, list[int]], cluster: Cluster) -> None:
-    """Of the same options into the same folder: every stage finds its work done."""
-    arguments = trained[0].runtime_config.parameters
-    compiled = Path(__file__).parents[2] / "pipelines/train.yaml"
-    words = ["run", "create", "-e", "realmops", "-r", cluster.name, "-f", str(compiled)]
-    words += [f"image={cluster.image}", *(f"{name}={json.dumps(arguments[name])}" for name in ("run", "options"))]
-    endpoint = ["--endpoint", os.environ["KF_PIPELINES_ENDPOINT"]]
-    done = subprocess.run(
-        [sys.executable, "-c", "from kfp.cli.__main__ import main; main()", *endpoint, *words],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    [run] = [run for run in cluster.server().list_runs(page_size=100).runs if run.display_name == cluster.name]
-    assert cluster.ended(run.run_id).state == "SUCCEEDED"
-
-
-def test_one_more_document_is_one_run_of_eight_submitters_at_once(changed: list[str]) -> None:
-    assert len({run_of(lines) for lines in changed}) == 1
-    [submitter] = [lines for lines in changed if "submitted: " in lines]
-    assert "): snapshot.documents; " in submitter, "what changed since the last run that succeeded"
-
-
-def test_a_run_that_is_terminated_leaves_no_index_builder_and_no_running_mlflow_run(
-    terminated: str, cluster: Cluster
-) -> None:
+def test_a_terminated_run_leaves_no_index_builder_and_no_running_mlflow_run(terminated: str, cluster: Cluster) -> None:
     assert cluster.replicas() == 0
     assert "['FINISHED', 'KILLED']" in cluster.mlflow(STATES)
 
 
-def test_it_is_tried_again_and_a_lost_pod_is_made_again(terminated: str, cluster: Cluster) -> None:
+def test_a_terminated_run_is_submitted_again_and_survives_a_lost_pod(terminated: str, cluster: Cluster) -> None:
     lines = cluster.submit()
     assert "submitting it again" in lines
     run_id = run_of(lines)

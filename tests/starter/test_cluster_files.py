@@ -9,7 +9,7 @@ import pytest
 import yaml
 from compiled import init_dvc
 from manifest_rules import faults
-from manifests import Object, find, read_all, render
+from manifests import find, read_all, render
 from small_project import cli
 
 from realmops import config
@@ -32,22 +32,9 @@ def git(folder: Path, *words: str) -> None:
 # The Job that submits
 
 
-def copied(objects: list[Object], folder: Path) -> Path:
-    """The project that the command of the Job copies from its ConfigMap, below ``folder``."""
-    [params] = [one for one in objects if one["metadata"]["name"].startswith("realmops-params")]
-    [container] = find(objects, "Job/realmops-retrain")["spec"]["template"]["spec"]["containers"]
-    [mount] = [one for one in container["volumeMounts"] if one["name"] == "params"]
-    (folder / "config").mkdir(parents=True)
-    for key, content in params["data"].items():
-        (folder / "config" / key).write_text(content)
-    shell, option, script, name = container["command"]
-    script = script.replace(mount["mountPath"], f"{folder}/config").replace("/tmp/project", f"{folder}/project")
-    subprocess.run([shell, option, script.replace("exec realmops", "echo"), name, *container["args"]], check=True)
-    return folder / "project"
-
-
-def test_the_job_has_the_options_of_the_project_with_its_own_presets(tmp_path: Path) -> None:
-    project = tmp_path / "project"
+def test_the_job_copies_the_project_with_its_presets(tmp_path: Path) -> None:
+    """From the ConfigMap, by the command of its container."""
+    project, pod = tmp_path / "project", tmp_path / "pod"
     (project / "presets").mkdir(parents=True)
     (project / "presets/mine.yaml").write_text("pretrain: {steps: 7}\n")
     init_dvc(project)
@@ -60,13 +47,20 @@ def test_the_job_has_the_options_of_the_project_with_its_own_presets(tmp_path: P
     file.write_text(yaml.safe_dump(own))
     objects = render(project)
     assert faults(objects) == []
-    app = copied(objects, tmp_path / "pod")
-    values = config.load_params(app / "params.yaml")
+    [params] = [one for one in objects if one["metadata"]["name"].startswith("realmops-params")]
+    [container] = find(objects, "Job/realmops-retrain")["spec"]["template"]["spec"]["containers"]
+    [mount] = [one for one in container["volumeMounts"] if one["name"] == "params"]
+    (pod / "config").mkdir(parents=True)
+    for key, content in params["data"].items():
+        (pod / "config" / key).write_text(content)
+    shell, option, script, name = container["command"]
+    script = script.replace(mount["mountPath"], f"{pod}/config").replace("/tmp/project", f"{pod}/project")
+    subprocess.run([shell, option, script.replace("exec realmops", "echo"), name, *container["args"]], check=True)
+    values = config.load_params(pod / "project/params.yaml")
     assert values == config.load_params(project / "params.yaml")
     assert values["pretrain"]["steps"] == 7
-    assert {path.relative_to(app).as_posix() for path in app.rglob("*") if path.is_file()} == {
-        *("params.yaml", "presets/mine.yaml", ".dvc/config", "documents.dvc"),
-    }
+    copied = {path.relative_to(pod / "project").as_posix() for path in (pod / "project").rglob("*") if path.is_file()}
+    assert copied == {"params.yaml", "presets/mine.yaml", ".dvc/config", "documents.dvc"}
 
 
 def test_a_preset_that_the_cluster_lacks_is_named(tmp_path: Path) -> None:
@@ -80,21 +74,15 @@ def test_a_preset_that_the_cluster_lacks_is_named(tmp_path: Path) -> None:
     assert f"{tmp_path}/kustomization.yaml: presets/later.yaml is not in the files of realmops-params" in warning
     assert "add presets__later.yaml=presets/later.yaml there" in warning
     assert "mine.yaml" not in warning
-    text = (tmp_path / "kustomization.yaml").read_text()
-    (tmp_path / "kustomization.yaml").write_text(
-        text.replace("      - params.yaml", "      - presets__later.yaml=presets/later.yaml\n      - params.yaml")
-    )
+    (tmp_path / "kustomization.yaml").write_text("configMapGenerator: 3")  # not one of realmops init
     assert not cli("params", "--params", params, "--json").stderr
-    for broken in ("[", "configMapGenerator: 3", ""):  # is none of ours, or reported by kubectl
-        (tmp_path / "kustomization.yaml").write_text(broken)
-        assert not cli("params", "--params", params, "--json").stderr
 
 
 # Images and other values to set
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_what_is_to_set_is_listed_and_is_all_that_is_wrong(cluster: str, tmp_path: Path) -> None:
+def test_only_the_listed_values_have_to_be_set(cluster: str, tmp_path: Path) -> None:
     lines = created(tmp_path, "--cluster", cluster).splitlines()
     to_set = [line.strip() for line in lines[lines.index("to set before you use a cluster:") + 1 : -2]]
     files = {name: (tmp_path / name).read_text().splitlines() for name in {line.split(",")[0] for line in to_set}}
@@ -115,20 +103,16 @@ def test_what_is_to_set_is_listed_and_is_all_that_is_wrong(cluster: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "image",
-    ["realmops:local", "host:5000/team/realmops:f2c1a07", f"host/realmops@{DIGEST}", f"host/realmops:1@{DIGEST}"],
+    ("image", "cluster"),
+    [("host:5000/team/realmops:f2c1a07", "production"), (f"host/realmops:1@{DIGEST}", "local")],
 )
-@pytest.mark.parametrize("cluster", CLUSTERS)
 def test_all_pods_have_the_named_image(image: str, cluster: str, tmp_path: Path) -> None:
-    told = created(tmp_path, "--cluster", cluster, "--image", image)
-    assert "newName" not in told
+    assert "newName" not in created(tmp_path, "--cluster", cluster, "--image", image)
     [builder] = find(render(tmp_path), "Deployment/realmops-index-builder")["spec"]["template"]["spec"]["containers"]
     assert builder["image"] == image.replace(":1@", "@")
 
 
-@pytest.mark.parametrize(
-    "image", ["realmops", "host:5000/realmops", "", f"@{DIGEST}", "realmops@sha256:1", "realmops:"]
-)
+@pytest.mark.parametrize("image", ["host:5000/realmops", "", f"@{DIGEST}", "realmops@sha256:1", "realmops:"])
 def test_an_image_without_a_version_is_refused_and_nothing_is_written(image: str, tmp_path: Path) -> None:
     result = cli("init", tmp_path / "mine", "--image", image)
     assert (result.exit_code, f"--image is {image!r}; expected NAME:TAG" in result.stderr) == (2, True)
@@ -145,10 +129,8 @@ def test_an_image_without_a_version_is_refused_and_nothing_is_written(image: str
         ("https://me:secret@git.test:8443/team/docs", "https://git.test:8443/team/docs"),
         ("https://token@git.test/team/docs.git?private_token=x#y", "https://git.test/team/docs.git"),
         ("git@git.test:team/docs.git", "ssh://git@git.test/team/docs.git"),
-        ("git.test:/srv/docs.git", "ssh://git@git.test/srv/docs.git"),
         ("ssh://me:secret@git.test:2222/team/docs.git", "ssh://me@git.test:2222/team/docs.git"),
-        ("ssh://git.test/~me/docs.git", "ssh://git@git.test/~me/docs.git"),
-        *((remote, "") for remote in ("", "/srv/docs.git", "../docs", "file:///srv/docs.git", "git://git.test/docs")),
+        *((remote, "") for remote in ("", "../docs", "file:///srv/docs.git", "git://git.test/docs")),
     ],
 )
 def test_a_remote_is_an_address_for_a_cluster_without_secrets(remote: str, address: str) -> None:
@@ -158,9 +140,8 @@ def test_a_remote_is_an_address_for_a_cluster_without_secrets(remote: str, addre
 def test_argo_cd_and_flux_get_repository_branch_and_folder(tmp_path: Path) -> None:
     git(tmp_path, "init", "--initial-branch", "release/1")
     git(tmp_path, "remote", "add", "origin", "git@git.test:team/docs.git")
-    told = created(tmp_path / "search" / "it's 1")
-    assert "git: ssh://git@git.test/team/docs.git, branch release/1, in k8s/argo-cd.yaml and k8s/flux.yaml" in told
-    assert "repoURL" not in told
+    lines = created(tmp_path / "search" / "it's 1")
+    assert "git: ssh://git@git.test/team/docs.git, branch release/1, in k8s/argo-cd.yaml and k8s/flux.yaml" in lines
     folder = tmp_path / "search" / "it's 1"
     [application], [source, sync] = (read_all(folder / f"k8s/{name}.yaml") for name in ("argo-cd", "flux"))
     assert faults([application, source, sync]) == []

@@ -31,16 +31,9 @@ from realmops.console import Console, show
 )
 @option.flag("--json", "as_json", help="Print one line of JSON, with BM25 and embedding scores.")
 def search(
-    query: str | None,
-    root: Path,
-    model: str | None,
-    file: Path | None,
-    run: Path | None,
-    k: int,
-    where: Sequence[str],
-    by: Any,
-    as_json: bool,
-) -> Iterator[str]:
+    query: str | None, root: Path, model: str | None, file: Path | None, run: Path | None, k: int,
+    where: Sequence[str], by: Any, as_json: bool,
+) -> Iterator[str]:  # fmt: skip
     """Find passages.
 
     You can search as soon as there is a snapshot: by BM25 at first, then by the newest retriever. Each passage is

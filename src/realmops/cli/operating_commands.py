@@ -1,21 +1,18 @@
 """Commands for the cluster, index builders and MLflow."""
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from realmops.cli import shared_options as option
 from realmops.cli.group import exit_with, main
 
-if TYPE_CHECKING:
-    from realmops.cluster.input_plan import PlannedInput
-
 
 @main.command()
-@option.params
+@option.values
 @click.option("--pipeline", default="train", help="train, ablations, refresh, or the file of a compiled pipeline.")
 @option.repeated("--argument", "arguments", "NAME=VALUE", "A parameter of the pipeline, for example image=realmops:1.")
 @click.option("--experiment", default="realmops", help="The experiment in Kubeflow Pipelines.")
@@ -31,17 +28,9 @@ if TYPE_CHECKING:
 @option.flag("--wait", "waits", help="Wait for the end of the run; exit code 1 unless it succeeded.")
 @option.flag("--dry-run", help="Print inputs, key and arguments; send and write nothing.")
 def submit(
-    params: Path,
-    presets: Sequence[str],
-    settings: Sequence[str],
-    pipeline: str,
-    endpoint: str | None,
-    namespace: str | None,
-    once: bool,
-    waits: bool,
-    dry_run: bool,
-    **options: Any,
-) -> None:
+    values: option.Values, project: Path, pipeline: str, endpoint: str | None, namespace: str | None, once: bool,
+    waits: bool, dry_run: bool, **options: Any,
+) -> None:  # fmt: skip
     """Start the training on Kubeflow Pipelines.
 
     Local files and folders in the options are added to DVC and pushed to its remote, from which the pods fetch them.
@@ -51,53 +40,44 @@ def submit(
     compiled pipeline, and the arguments that affect the result, such as the image. The exit code is 2 for invalid
     input, and 1 if the server is unreachable.
     """
+    from realmops.cluster.input_plan import send_inputs
     from realmops.cluster.kfp_client import KfpClient
     from realmops.cluster.submit import SUCCEEDED, Pipeline, prepare, submit, wait
 
-    compiled = Pipeline.named(pipeline)
-    values = option.load_values(params, presets, settings)
-    submission, notes = prepare(values, params.parent, compiled, **options)
-    for item in submission.inputs:
-        click.echo(item)
-    for note in notes:
-        click.echo(note, err=True)
+    compiled = Pipeline.read(pipeline)
+    submission, notes = prepare(values, project, compiled, **options)
+    _show(submission.inputs, notes)
     if dry_run:
-        for line in submission.describe():
-            click.echo(line)
+        click.echo(f"not submitted: {submission.name} with the key {submission.key}")
+        for name, value in submission.arguments.items():
+            click.echo(f"argument {name}: {value}")
         return
     server = KfpClient(endpoint, namespace)
-    _send(submission.inputs, params.parent)
+    _show((), send_inputs(submission.inputs, project, click.echo))
     run = submit(submission, server, once=once, log=click.echo)
     if waits:
         sys.exit(0 if wait(run.run_id, compiled.tasks, server, log=click.echo) == SUCCEEDED else 1)
 
 
 @main.command()
-@option.params
-def upload(params: Path, presets: Sequence[str], settings: Sequence[str]) -> None:
+@option.values
+def upload(values: option.Values, project: Path) -> None:
     """Add local inputs to DVC, and push them to its remote.
 
     Inputs are the files and folders that options name. Commit the .dvc files, so that a submission from git or in the
     cluster finds their content. Content that the remote has is not sent again.
     """
-    from realmops.cluster.input_plan import notes_of, plan_inputs
+    from realmops.cluster.input_plan import notes_of, plan_inputs, send_inputs
 
-    inputs = plan_inputs(option.load_values(params, presets, settings), params.parent)
+    inputs = plan_inputs(values, project)
+    _show(inputs, notes_of(inputs))
+    _show((), send_inputs(inputs, project, click.echo))
+
+
+def _show(inputs: Iterable[object], notes: Iterable[str]) -> None:
     for item in inputs:
         click.echo(item)
-    for note in notes_of(inputs):
-        click.echo(note, err=True)
-    _send(inputs, params.parent)
-
-
-def _send(inputs: "Sequence[PlannedInput]", project: Path) -> None:
-    """Push planned inputs, and warn about files that the Job of retrain-on-sync would lack."""
-    from realmops.cluster.input_plan import send_inputs
-    from realmops.starter.cluster_files import unlisted_files
-
-    send_inputs(inputs, project, click.echo)
-    pointers = [item.tracked.path.with_name(f"{item.tracked.path.name}.dvc") for item in inputs if item.tracked]
-    for note in unlisted_files(project, pointers):
+    for note in notes:
         click.echo(note, err=True)
 
 
@@ -152,8 +132,7 @@ def clean(runs: Path, older_than: int, delete: bool) -> Iterator[str]:
     """List or delete old runs of pipelines.
 
     Only folders are deleted that a pipeline has marked as its run, and that have not changed for the given number of
-    days. Runs with promoted models and runs with a running
-    stage are kept.
+    days. Runs with promoted models and runs with a running stage are kept.
     """
     from realmops.cluster.clean import clean
 

@@ -76,14 +76,9 @@ def ceilings(values: option.Values, project: Path, **options: Any) -> Iterable[s
 )
 @option.params
 def run_ablations(
-    params: Path,
-    presets: Sequence[str],
-    settings: Sequence[str],
-    variants: Sequence[str],
-    seeds: int,
-    jobs: int,
+    params: Path, presets: Sequence[str], settings: Sequence[str], variants: Sequence[str], seeds: int, jobs: int,
     out: Path,
-) -> Iterator[str]:
+) -> Iterator[str]:  # fmt: skip
     """Train and compare variants of REALM.
 
     The variants are listed in variants.yaml, next to the params file or else in the package; the preset ablations/NAME

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +16,14 @@ if TYPE_CHECKING:
 
 @task()
 def variant(
-    name: str, options: str, presets: str, settings: str, seeds: int, out: str, limits: str, metrics: Metrics
+    name: str,
+    options: str,
+    presets: list[str],
+    settings: list[str],
+    seeds: int,
+    out: str,
+    limits: str,
+    metrics: Metrics,
 ) -> None:
     """Train and evaluate one variant of an ablation with every seed; :func:`table` writes table and MLflow runs."""
     from realmops.commands.ablate import mean_metrics, train
@@ -36,27 +41,15 @@ def variant(
 def table(
     variants: list[str],
     options: str,
-    presets: str,
-    settings: str,
+    presets: list[str],
+    settings: list[str],
     seeds: int,
     out: str,
     rows: Output,
     page: Output,
     metrics: Metrics,
 ) -> None:
-    """Write the table of the reference and the variants trained so far, and their MLflow runs.
-
-    Args:
-        variants: names of the variants, without the reference.
-        options: params as JSON, the differences from the defaults.
-        presets: names of presets for every variant, as a JSON list.
-        settings: ``section.key=value`` for every variant, as a JSON list.
-        seeds: number of seeds.
-        out: folder of the ablation on the shared volume.
-        rows: output artifact for the table, in Markdown.
-        page: output artifact for the table with its curves, in HTML.
-        metrics: output artifact for the metrics of each variant.
-    """
+    """Write the table of the reference and the variants trained so far, and their MLflow runs."""
     from realmops.commands.ablate import ablate
     from realmops.evaluate.ablation import REFERENCE, figure_table
 
@@ -72,41 +65,14 @@ def table(
     write_metrics(figures, metrics)
 
 
-def _ablation(variants: list[str], options: str, presets: str, settings: str, seeds: int, out: str) -> Ablation:
+def _ablation(
+    variants: list[str], options: str, presets: list[str], settings: list[str], seeds: int, out: str
+) -> Ablation:
     from realmops.commands.ablate import Ablation
 
     if seeds < 1:
         raise ValueError(f"seeds is {seeds}; it must be at least 1")
-    values = load_options(options, out)
-    preset_names, overrides = _parse_names("presets", presets), _parse_names("overrides", settings)
     artifacts.make_folder(Path(out))
     params = Path(out) / "params.yaml"
-    is_new = not params.exists()
-    artifacts.write_json(params, values)  # JSON is YAML; all pods of an ablation write the same file
-    ablation = Ablation(
-        params,
-        presets=preset_names,
-        settings=overrides,
-        variants=list(dict.fromkeys(variants)),
-        seeds=range(seeds),
-        out=Path(out),
-    )
-    try:
-        _ = ablation.tasks  # validates every variant with its presets
-    except ValueError:
-        if is_new:
-            params.unlink()
-            with suppress(OSError):  # other pods have written there
-                Path(out).rmdir()
-        raise
-    return ablation
-
-
-def _parse_names(key: str, text: str) -> list[str]:
-    try:
-        names = json.loads(text)
-    except ValueError:
-        names = None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f'{key} is {text[:60]!r}; expected a JSON list of strings, for example ["ablation"]')
-    return names
+    artifacts.write_json(params, load_options(options, out))  # JSON is YAML; all pods write the same file
+    return Ablation(params, presets, settings, [*dict.fromkeys(variants)], range(seeds), Path(out))

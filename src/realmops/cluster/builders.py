@@ -7,6 +7,7 @@ shared volume, where each builder writes a heartbeat next to the file that assig
 import json
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -23,19 +24,34 @@ SCALING = "scaling"  # lease next to it, held while assignment and replicas chan
 POLL_SECONDS = 1.0  # polling interval
 RETRY_SECONDS = 5.0  # retry interval while the API server is unreachable
 SCALE_DOWN_SECONDS = 1500.0  # retries of the last task, which may take half an hour
-SHARD_SCALE_DOWN_SECONDS = 60.0  # retries after shards; the last task of the run scales down in any case
+SHARD_SECONDS = 60.0  # retries for shards; the last task of the run scales down in any case
 
 
-def patch_replicas(deployment: str, replicas: int) -> None:
-    """Patch the replicas of a Deployment in this pod's namespace.
+def patch_replicas(deployment: str, replicas: int, seconds: float, log: Log) -> None:
+    """Patch the replicas of a Deployment in this pod's namespace; retry while the Kubernetes API is unreachable.
 
     Raises:
         ValueError: if the Deployment does not exist or the ServiceAccount may not scale it.
-        TimeoutError: if the Kubernetes API server does not respond.
+        TimeoutError: if the Kubernetes API server has not responded for ``seconds``.
     """
-    cluster, body = _cluster(), {"spec": {"replicas": replicas}}
+    deadline, is_logged = time.monotonic() + seconds, False
+    while True:
+        try:
+            return _patch_scale(deployment, replicas)
+        except TimeoutError as error:
+            if time.monotonic() > deadline:
+                raise
+            if not is_logged:
+                log(f"{error}; retrying for {seconds:.0f} s")
+            is_logged = True
+        time.sleep(RETRY_SECONDS)
+
+
+def _patch_scale(deployment: str, replicas: int) -> None:
+    cluster = _cluster()
     kubectl = f"kubectl -n {cluster.namespace} get"
     try:
+        body = {"spec": {"replicas": replicas}}
         cluster.call("AppsV1Api", "patch_namespaced_deployment_scale", deployment, cluster.namespace, body)
     except RefusedError as error:
         reasons = {
@@ -57,40 +73,14 @@ def _cluster() -> Cluster:
         ) from None
 
 
-def patch_replicas_with_retries(deployment: str, replicas: int, seconds: float, log: Log) -> None:
-    """Retry ``patch_replicas`` for up to ``seconds`` while the Kubernetes API server is unreachable."""
-    last_error = TimeoutError()
-
-    def try_patch() -> bool | None:
-        nonlocal last_error
-        try:
-            patch_replicas(deployment, replicas)
-        except TimeoutError as error:
-            last_error = error
-            return None
-        return True
-
-    def log_retry(elapsed: float) -> None:
-        log(f"{last_error}; retrying for {seconds:.0f} s")
-
-    if not poll_until(try_patch, RETRY_SECONDS, seconds, log_retry):
-        raise last_error
-
-
 @contextmanager
 def scaled_builders(
     values: Values, root: Path, deployment: str, builders: int, owner: str, wait_seconds: float, log: Log
 ) -> Iterator[Values]:
     """Context manager: scale up the builders for the pre-training under ``root``, unless it is up to date.
 
-    While another run holds the builders, wait until it ends or its heartbeat stops. Without a Deployment nothing is
-    scaled.
-
-    Yields:
-        The options to run pre-training with.
-
-    Raises:
-        TimeoutError: if the builders are not available after ``wait_seconds``.
+    Yields the options to run pre-training with. While another run holds the builders, it waits until that ends or its
+    heartbeat stops, and raises TimeoutError after ``wait_seconds``. Without a Deployment nothing is scaled.
     """
     from realmops.stages.runner import stage_inputs, up_to_date_metrics
 
@@ -124,7 +114,6 @@ def scaled_builders(
 
 
 def assignment_path(root: Path) -> Path:
-    """Return the file that assigns work to the builders, on the volume of a run's folder."""
     return root.parent.parent / ASSIGNMENT
 
 
@@ -133,15 +122,14 @@ def scale_up_builders(
 ) -> None:
     """Assign work to the builders, scale up their Deployment and wait until ``builders`` of them are alive.
 
-    Raises:
-        TimeoutError: if fewer are alive after ``wait_seconds``; the message has the reasons that Kubernetes reports.
+    If fewer are alive after ``wait_seconds``, TimeoutError has the reasons that Kubernetes reports.
     """
     from realmops.refresh.follower import HEARTBEATS_FOLDER, assign_exchange
 
     assignment = assignment_path(root)
     with acquire_lease(assignment.parent / SCALING, log):
         assign_exchange(assignment, exchange, root / STAGES["snapshot"].folder / "corpus", owner)
-        patch_replicas_with_retries(deployment, builders, wait_seconds, log)
+        patch_replicas(deployment, builders, wait_seconds, log)
     signs = assignment.parent / HEARTBEATS_FOLDER
     first, alive = read_heartbeats(signs), set[str]()
 
@@ -160,11 +148,11 @@ def scale_up_builders(
 
 
 def _reasons(deployment: str) -> str:
-    """Return why builders do not start, as far as this ServiceAccount can read it, and the commands that show more."""
+    """Return why builders do not start, as far as this ServiceAccount can read it."""
     cluster = _cluster()
-    warnings = describe_pods(lambda cluster: cluster.warnings(cluster.namespace, f"{deployment}-"))
+    pods = describe_pods(lambda cluster: cluster.pods(cluster.namespace, "", "Pending"))
     kubectl, events = f"kubectl -n {cluster.namespace}", "events --field-selector involvedObject.kind=Pod,type=Warning"
-    reasons = "".join(f"{warning}; " for warning in warnings[:3])
+    reasons = "".join(f"{pod}; " for pod in pods if pod.startswith(f"{deployment}-"))
     return f"{reasons}see '{kubectl} get {events}' and '{kubectl} logs deployment/{deployment}'"
 
 
@@ -174,11 +162,9 @@ def shard_helpers(
 ) -> Iterator[None]:
     """Context manager: let builders help with the shards that a stage under ``root`` offers.
 
-    Builders are scaled up while the stage offers shards and no other run holds them, and scaled down afterwards. The
-    stage never waits for them; if they are unavailable, a warning is logged.
-
-    ``pods`` is the total number of pods that work on the shards, this one included. ``held`` is True if this task
-    already holds the lease of the builders.
+    ``pods`` pods work on the shards, this one included: builders are scaled up while the stage offers shards and no
+    other run holds them. The stage never waits for them; if they are unavailable, a warning is logged. ``held`` is
+    True if this task holds the lease of the builders.
     """
     if pods < 2 or not deployment:
         yield
@@ -197,32 +183,24 @@ def shard_helpers(
                     work = json.loads(content)
                     with acquire_lease(assignment.parent / SCALING, report.log):
                         assign_exchange(assignment, Path(work["exchange"]), Path(work["snapshot"]), owner)
-                        patch_replicas(deployment, pods - 1)
+                        patch_replicas(deployment, pods - 1, SHARD_SECONDS, report.log)
                     report.log(f"{stage}: scaled up {pods - 1} index builders to help with {work['exchange']}")
                     assigned = content
                 ended.wait(POLL_SECONDS)
         finally:
             if assigned:
-                _scale_down(deployment, assignment, owner, SHARD_SCALE_DOWN_SECONDS, report.log)
+                _scale_down(deployment, assignment, owner, SHARD_SECONDS, report.log)
 
     def watch_offers() -> None:
-        last_error = ""
-        while not ended.wait(POLL_SECONDS):
-            if not offer.is_file():
-                continue
-            try:
-                with nullcontext() if held else acquire_lease(assignment.parent / "claim", report.log, ended):
-                    serve_offer()
-            except InterruptedError:
-                return
-            except ValueError as error:  # a retry does not help
-                report.warn(f"{stage} works without index builders: {error}")
-                return
-            except OSError as error:
-                if str(error) != last_error:
-                    report.warn(f"{stage} works without index builders and retries: {error}")
-                last_error = str(error)
-                ended.wait(RETRY_SECONDS)
+        try:
+            while not ended.wait(POLL_SECONDS):
+                if offer.is_file():
+                    with nullcontext() if held else acquire_lease(assignment.parent / "claim", report.log, ended):
+                        serve_offer()
+        except InterruptedError:  # the stage ended first
+            return
+        except (OSError, ValueError) as error:
+            report.warn(f"{stage} works without index builders: {error}")
 
     watcher = threading.Thread(target=watch_offers)
     watcher.start()
@@ -246,15 +224,12 @@ def _scale_down(deployment: str, assignment: Path, owner: str, seconds: float, l
         if read_json(assignment).get("owner") != owner:
             log(f"{assignment}: the index builders work for another run, which scales them down")
             return False
-        patch_replicas_with_retries(deployment, 0, seconds, log)
+        patch_replicas(deployment, 0, seconds, log)
         return True
 
 
 def release_builders(deployment: str, root: Path, owner: str, log: Log) -> None:
-    """Scale down the builders of ``owner``, and remove the exchange of a finished pre-training.
-
-    Builders of another run are left running.
-    """
+    """Scale down the builders of ``owner``, not those of another run; remove a finished pre-training's exchange."""
     assignment = assignment_path(root)
     if not deployment or not assignment.is_file():  # never scaled up
         return
@@ -268,14 +243,9 @@ def release_builders(deployment: str, root: Path, owner: str, log: Log) -> None:
 
 
 def read_heartbeats(folder: Path) -> dict[str, bytes]:
-    """Return the last heartbeat of each builder, by name.
-
-    A builder is alive if its heartbeat changes between two reads; clocks are not compared.
-    """
+    """Return the last heartbeat of each builder; one is alive if it changes. Clocks are not compared."""
     heartbeats = {}
-    for path in folder.glob("*.json") if folder.is_dir() else ():
-        try:
+    for path in folder.glob("*.json"):
+        with suppress(OSError):  # the builder ends
             heartbeats[path.stem] = path.read_bytes()
-        except OSError:
-            continue  # being replaced
     return heartbeats

@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from realmops import artifacts
@@ -25,41 +24,22 @@ LOCKS = (*STAGES, "promote")
 DAY = 86400.0
 
 
-@dataclass(frozen=True)
-class MarkedRun:
-    """A run with its mark: bytes on the disk, and the newest change of a file as Unix time."""
-
-    path: Path
-    size: int
-    changed: float
-
-    def __str__(self) -> str:
-        hours = max(time.time() - self.changed, 0) / 3600
-        age = f"{hours / 24:.0f} days" if hours >= 48 else f"{hours:.1f} hours"
-        size = f"{self.size / 1e9:.2f} GB" if self.size >= 1e7 else f"{self.size / 1e6:.2f} MB"
-        return f"{self.path} ({size}, changed {age} ago)"
-
-
 def clean(runs: Path, days: float, *, delete: bool, problems: list[str]) -> Iterator[str]:
-    """Yield a line for each marked run in a folder, and delete those that nothing has changed for ``days``.
+    """Yield a line for each marked run in a folder; with ``delete``, delete those that are unchanged for ``days``.
 
-    A run with promoted models, or with a running stage, is kept.
-
-    Args:
-        runs: folder of the runs.
-        days: least age of a run that is deleted.
-        delete: False to delete nothing.
-        problems: gets a line for each folder that cannot be deleted.
+    A run with promoted models, or with a running stage, is kept. ``problems`` gets a line for each folder that cannot
+    be deleted.
     """
     runs, deleted, left = runs.resolve(), 0, 0
     for path in sorted(runs.iterdir()):
         if path.is_symlink() or not path.is_dir() or not _is_marked(path):
             left += 1
             continue
-        run = _scan(path)
+        size, age = _scan(path)
+        run = f"{path} ({size / 1e6:.2f} MB, changed {age / DAY:.1f} days ago)"
         if any(path.glob(f"{PROMOTED}/*/{MANIFEST}")):
             yield f"keep {run}: it has promoted models; delete {path / PROMOTED} to free it"
-        elif not path.name.startswith(DELETED) and time.time() - run.changed < days * DAY:
+        elif not path.name.startswith(DELETED) and age < days * DAY:
             yield f"keep {run}"
         elif not delete:
             deleted += 1
@@ -83,8 +63,8 @@ def _is_marked(path: Path) -> bool:
     return False
 
 
-def _scan(folder: Path) -> MarkedRun:
-    """Read sizes and times below a folder, without following links."""
+def _scan(folder: Path) -> tuple[int, float]:
+    """Return bytes on the disk and seconds since the last change below a folder, without following links."""
     sizes, changed = {}, folder.stat().st_mtime
     for place, folders, files in os.walk(folder):
         for entry in (*folders, *files):
@@ -92,7 +72,7 @@ def _scan(folder: Path) -> MarkedRun:
                 status = Path(place, entry).lstat()
                 sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
                 changed = max(changed, status.st_mtime)
-    return MarkedRun(folder, sum(sizes.values()), changed)
+    return sum(sizes.values()), time.time() - changed
 
 
 def _delete(path: Path) -> None:

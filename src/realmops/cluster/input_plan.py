@@ -17,17 +17,14 @@ from realmops.inputs.addresses import is_address
 from realmops.inputs.dvc_project import TrackedInput, add_and_push, find_tracked
 from realmops.inputs.resolve import PinnedInput, address_identity, can_resolve
 from realmops.stages.option_inputs import HUB, MODELS, listed_inputs
+from realmops.starter.cluster_files import unlisted_files
 
 _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
 class PlannedInput:
-    """An input of a submission: its option, value and identity.
-
-    An input on the hub or on the volume has no identity but its value, and is not ``tracked`` by DVC, as one with an
-    address.
-    """
+    """An input of a submission; on the hub and on the volume the value is its only identity."""
 
     key: str
     value: str
@@ -58,33 +55,28 @@ class PlannedInput:
 
 
 def plan_inputs(values: Values, project: Path) -> list[PlannedInput]:
-    """Return the inputs in use with their identities; nothing is written or sent.
-
-    Raises:
-        ValueError: an input has no place that a pod can read, or cannot be read.
-    """
-    project = Path(os.path.abspath(project))
+    """Return the inputs in use with their identities; ValueError for one that pods cannot read. Nothing is sent."""
     tracked: dict[Path, TrackedInput] = {}
-
-    def plan(key: str, value: str) -> PlannedInput:
-        if is_address(value):
-            return PlannedInput(key, value, address_identity(value))
-        path = Path(os.path.abspath(project / value))
-        is_here = can_resolve(value, project)
-        is_known_by_name = value.startswith(HUB) or path.is_relative_to(VOLUME)
-        if is_known_by_name or (key in MODELS and not is_here and _is_on_hub(value, path)):
-            return PlannedInput(key, value, value)
-        if path not in tracked:
-            tracked[path] = find_tracked(path, project)
-        return PlannedInput(key, value, tracked[path].identity, tracked[path])
-
-    def checked(key: str, value: str) -> PlannedInput:
+    inputs = []
+    for key, value in listed_inputs(values).items():
         try:
-            return plan(key, value)
+            inputs.append(_plan(key, value, Path(os.path.abspath(project)), tracked))
         except ValueError as error:
             raise ValueError(f"{key} is {value!r}: {error}") from None
+    return inputs
 
-    return [checked(key, value) for key, value in listed_inputs(values).items()]
+
+def _plan(key: str, value: str, project: Path, tracked: dict[Path, TrackedInput]) -> PlannedInput:
+    if is_address(value):
+        return PlannedInput(key, value, address_identity(value))
+    path = Path(os.path.abspath(project / value))
+    if value.startswith(HUB) or path.is_relative_to(VOLUME):
+        return PlannedInput(key, value, value)
+    if key in MODELS and not can_resolve(value, project) and _is_on_hub(value, path):
+        return PlannedInput(key, value, value)
+    if path not in tracked:
+        tracked[path] = find_tracked(path, project)
+    return PlannedInput(key, value, tracked[path].identity, tracked[path])
 
 
 def _is_on_hub(value: str, path: Path) -> bool:
@@ -96,19 +88,18 @@ def _is_on_hub(value: str, path: Path) -> bool:
 
 
 def pins_of(inputs: Iterable[PlannedInput]) -> dict[str, PinnedInput]:
-    """Return what pods fetch, by option."""
     return {item.key: item.pinned for item in inputs if item.identity != item.value}
 
 
 def notes_of(inputs: Iterable[PlannedInput]) -> list[str]:
-    """Return what the user should know of the inputs."""
     return [item.note for item in inputs if item.note]
 
 
-def send_inputs(inputs: Sequence[PlannedInput], project: Path, log: Log) -> None:
-    """Add and push what the remote of DVC lacks of the inputs on this machine."""
-    for path, item in {item.tracked.path: item for item in inputs if item.tracked}.items():
-        assert item.tracked is not None
+def send_inputs(inputs: Sequence[PlannedInput], project: Path, log: Log) -> list[str]:
+    """Add and push what DVC's remote lacks; return warnings about files that the Job of retrain-on-sync would lack."""
+    tracked = {item.tracked.path: (item.value, item.tracked) for item in inputs if item.tracked}
+    for path, (value, content) in tracked.items():
         if path.exists():
-            count = add_and_push(item.tracked, project)
-            log(f"{item.value}: {count:,} objects pushed" if count else f"{item.value}: was there already")
+            count = add_and_push(content, project)
+            log(f"{value}: {count:,} objects pushed" if count else f"{value}: was there already")
+    return unlisted_files(project, [path.with_name(f"{path.name}.dvc") for path in tracked])

@@ -1,10 +1,14 @@
-"""The key of a training: equal if everything that determines its result is equal."""
+"""The key of a training: equal if everything that determines its result is equal; and the image of its pods."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from realmops import artifacts
 from realmops.config import Values, cache_key_options
+from realmops.starter.cluster_files import PLACEHOLDER
 
 NOT_TRAINED_WITH = {"tracking"}  # sections of params without effect on the result
 SUBMISSION_PARAMETERS = {"options", "run", "key"}  # pipeline parameters that a submission sets
@@ -12,6 +16,7 @@ PLACEMENT = {  # parameters of where a training runs; the number of processes an
     "accelerator", "affinity", "builders", "cpu", "cpu_request", "deployment", "endpoint", "memory", "memory_request",
     "node_selector", "runs", "secret", "settings", "shard_pods", "tolerations", "volume", "wait_seconds",
 }  # fmt: skip
+IMAGE_NAME = "realmops"  # of the image in the manifests, which "images:" replaces
 DIGEST = "@sha256:"  # in an image name, after the registry and repository
 
 
@@ -62,3 +67,29 @@ def image_note(image: str) -> list[str]:
         f"image is {image!r}, whose {f'tag {tag}' if tag else 'missing tag'} does not identify the code: after a new "
         "build the key is unchanged and --once finds the older run; set IMAGE@sha256:..., or a tag for each build"
     ]
+
+
+def find_image(project: Path) -> str | None:
+    """Return the image that kustomization.yaml sets for realmops, or None; ValueError if it has a placeholder."""
+    file = project / "kustomization.yaml"
+    if not file.is_file():
+        return None
+    try:
+        content: Any = yaml.load(file.read_bytes(), yaml.CSafeLoader) or {}
+        entry = next((entry for entry in content.get("images") or () if entry.get("name") == IMAGE_NAME), None)
+    except (AttributeError, TypeError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"{file} is not a kustomization with images: {' '.join(str(error).split())}; see 'kubectl kustomize'"
+        ) from None
+    if entry is None:
+        return None
+    fields = {name: str(entry[name]) for name in ("newName", "newTag", "digest") if entry.get(name) is not None}
+    for name, value in fields.items():
+        if PLACEHOLDER in value:
+            raise ValueError(
+                f"{file}: {name} of the image {IMAGE_NAME} is {value}, a placeholder; set it to that of your image, "
+                "for example ghcr.io/OWNER/realmops, or give --argument image=IMAGE"
+            )
+    image = fields.get("newName", IMAGE_NAME)
+    image += f":{fields['newTag']}" if "newTag" in fields else ""
+    return image + (f"@{fields['digest']}" if "digest" in fields else "")

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,16 +33,10 @@ class KfpClient:
     reports an unreachable server, and does not distinguish a name conflict from other errors.
 
     Methods raise ValueError for errors that the user must fix, and TimeoutError if the server is unreachable.
+    ``namespace`` is that of a Kubeflow profile, by default this pod's; without profiles that of the server.
     """
 
     def __init__(self, endpoint: str | None, namespace: str | None = None) -> None:
-        """Connect and check the version of the server.
-
-        Args:
-            endpoint: URL of the API.
-            namespace: namespace of a Kubeflow profile; this pod's by default. On a server without profiles, the
-                namespace in which Kubeflow Pipelines is installed; requests do not contain it.
-        """
         self.endpoint = (endpoint or "").rstrip("/")
         self._shown = redact(self.endpoint)
         if not self.endpoint.startswith(("http://", "https://")):
@@ -93,46 +88,40 @@ class KfpClient:
 
     def _error_of(self, status: int, reason: str, body: str | None) -> Exception:
         message = f"{self._shown} returned {status} {reason}"
-        if status == 401:
-            return ValueError(f"{message}: {SIGN_IN}")
-        if status == 403:
-            return ValueError(
-                f"{message}: set --namespace to your own{f' ({self._own} is not)' if self._own else ''}, or bind the "
-                f"submitting user to the ClusterRole kubeflow-pipelines-edit there; {SIGN_IN}"
-            )
-        if status == 404:
-            return ValueError(f"{message}: check that this is the address of the Kubeflow Pipelines API")
-        try:
+        remedies = {
+            401: SIGN_IN,
+            403: f"set --namespace to your own{f' ({self._own} is not)' if self._own else ''}, or bind the submitting "
+            f"user to the ClusterRole kubeflow-pipelines-edit there; {SIGN_IN}",
+            404: "check that this is the address of the Kubeflow Pipelines API",
+        }
+        if status in remedies:
+            return ValueError(f"{message}: {remedies[status]}")
+        with suppress(ValueError, AttributeError):
             fields = json.loads(body or "")
             message += f": {fields.get('message') or fields.get('error_message') or fields.get('error') or body}"
-        except (ValueError, AttributeError):
-            pass
         if status == 409:
             return TakenError(message)
         return TimeoutError(f"{message}; try again") if status >= 500 or status == 429 else ValueError(message)
 
     def link(self, run: Any) -> str:
-        """Return the URL of a run in Kubeflow's UI."""
         base = redact(os.environ.get("KF_PIPELINES_UI_ENDPOINT") or self.endpoint)
         return f"{base.rstrip('/')}/#/runs/details/{run.run_id}"
 
     def experiment(self, name: str) -> str:
         """Return the id of an experiment, creating it if necessary."""
-        from kfp_server_api import V2beta1Experiment
-
-        api, body = self._experiments, V2beta1Experiment(display_name=name, **self._namespace)
-        list_, create = api.experiment_service_list_experiments, api.experiment_service_create_experiment
-        experiment = self._get_or_create(name, "experiments", list_, create, self._namespace, {"experiment": body})
-        return str(experiment.experiment_id)
+        return self._id_of("experiment", self._experiments, name)
 
     def pipeline(self, name: str) -> str:
         """Return the id of a pipeline, creating it if necessary."""
-        from kfp_server_api import V2beta1Pipeline
+        return self._id_of("pipeline", self._pipelines, name)
 
-        api, body = self._pipelines, V2beta1Pipeline(display_name=name, **self._namespace)
-        list_, create = api.pipeline_service_list_pipelines, api.pipeline_service_create_pipeline
-        pipeline = self._get_or_create(name, "pipelines", list_, create, self._namespace, {"pipeline": body})
-        return str(pipeline.pipeline_id)
+    def _id_of(self, kind: str, api: Any, name: str) -> str:
+        import kfp_server_api
+
+        body = getattr(kfp_server_api, f"V2beta1{kind.title()}")(display_name=name, **self._namespace)
+        list_, create = getattr(api, f"{kind}_service_list_{kind}s"), getattr(api, f"{kind}_service_create_{kind}")
+        found = self._get_or_create(name, f"{kind}s", list_, create, self._namespace, {kind: body})
+        return str(getattr(found, f"{kind}_id"))
 
     def version(self, pipeline: str, name: str, file: Path) -> Any:
         """Return a version of a pipeline, uploading it if necessary."""
@@ -141,19 +130,10 @@ class KfpClient:
         return self._get_or_create(name, "pipeline_versions", list_, create, {"pipeline_id": pipeline}, body)
 
     def _get_or_create(
-        self,
-        name: str,
-        kind: str,
-        list_: Callable[..., Any],
-        create: Callable[..., Any],
-        where: Mapping[str, str],
+        self, name: str, kind: str, list_: Callable[..., Any], create: Callable[..., Any], where: Mapping[str, str],
         body: Mapping[str, Any],
-    ) -> Any:
-        """Return the object of that name, creating it if necessary.
-
-        Raises:
-            TimeoutError: if another process is creating it, which has reserved the name; a retry finds the object.
-        """
+    ) -> Any:  # fmt: skip
+        """Return the object of that name, creating it if necessary; TimeoutError if another process is creating it."""
 
         def find() -> Any:
             by_name = _filter(operation="EQUALS", key="display_name", stringValue=name)
@@ -171,36 +151,28 @@ class KfpClient:
             ) from None
 
     def runs(self, **predicate: Any) -> Iterator[Any]:
-        """Yield the runs that match a predicate, page by page.
+        """Yield the runs that match a predicate.
 
         Requests for later pages have no filter: the page token contains it, and a server rejects a second one that it
         cannot compare, such as a time.
         """
         more = {"filter": _filter(**predicate)}
-        while True:
+        while more:
             page = self.call(self._runs.run_service_list_runs, page_size=PAGE, **more, **self._namespace)
             yield from page.runs or ()
-            if not page.next_page_token:
-                return
-            more = {"page_token": page.next_page_token}
+            more = {"page_token": page.next_page_token} if page.next_page_token else {}
 
     def runs_of(self, version: Any) -> list[Any]:
         """Return the runs of a pipeline version."""
         since = (version.created_at - timedelta(minutes=1)).isoformat()  # no run is older than its version
         recent = self.runs(operation="GREATER_THAN_EQUALS", key="created_at", timestampValue=since)
-        version_id = version.pipeline_version_id
-        return [
-            run
-            for run in recent
-            if run.pipeline_version_reference and run.pipeline_version_reference.pipeline_version_id == version_id
-        ]
+        found = [(run, run.pipeline_version_reference) for run in recent]
+        return [run for run, of in found if of and of.pipeline_version_id == version.pipeline_version_id]
 
     def run(self, run_id: str) -> Any:
-        """Return a run with its details."""
         return self.call(self._runs.run_service_get_run, run_id=run_id)
 
     def start(self, experiment: str, version: Any, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Start a run of a pipeline version in an experiment, and return it."""
         from kfp_server_api import V2beta1PipelineVersionReference, V2beta1Run, V2beta1RuntimeConfig
 
         body = V2beta1Run(

@@ -28,24 +28,14 @@ class RefusedError(ValueError):
 
 @dataclass(frozen=True)
 class Cluster:
-    """A connection to a cluster.
-
-    Attributes:
-        namespace: this pod's namespace, or that of the kubeconfig's context.
-        credentials: the credentials in use, for messages.
-    """
+    """A connection with this pod's namespace, or that of the kubeconfig's context; ``credentials`` are for messages."""
 
     client: Any
     namespace: str
     credentials: str
 
     def call(self, kind: str, function: str, *arguments: Any, **options: Any) -> Any:
-        """Call a method of one of the client's API classes.
-
-        Raises:
-            RefusedError: if the server rejects the request.
-            TimeoutError: if the server is unreachable or overloaded, and a retry may succeed.
-        """
+        """Call a method of an API class; RefusedError for a rejected request, TimeoutError where a retry may help."""
         from kubernetes import client
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
@@ -76,20 +66,6 @@ class Cluster:
         pods = self.call("CoreV1Api", "list_namespaced_pod", namespace, **selectors).items
         return [f"{pod.metadata.name}: {', '.join(_reasons(pod.status)) or 'no reason yet'}" for pod in pods]
 
-    def warnings(self, namespace: str, prefix: str) -> list[str]:
-        """Return the last warning event of each pod whose name starts with ``prefix``."""
-        of_pods = "involvedObject.kind=Pod,type=Warning"
-        events = self.call("CoreV1Api", "list_namespaced_event", namespace, field_selector=of_pods).items
-        events.sort(key=_last_seen)  # the server sorts by name
-        last = {event.involved_object.name: f"{event.reason}: {event.message}" for event in events}
-        return [f"{name}: {warning}" for name, warning in last.items() if name.startswith(prefix)]
-
-
-def _last_seen(event: Any) -> float:
-    """Return when an event last occurred; the field that holds the time depends on the component that emitted it."""
-    times = (event.series and event.series.last_observed_time, event.last_timestamp, event.event_time)
-    return max((time.timestamp() for time in times if time), default=0.0)
-
 
 def _reasons(status: Any) -> Iterator[str]:
     if status.reason:
@@ -107,7 +83,7 @@ def _reasons(status: Any) -> Iterator[str]:
 
 
 def connect() -> Cluster:
-    """Connect to the cluster of this pod, or else to that of KUBECONFIG; ValueError if there is neither."""
+    """Connect to the cluster of this pod, else to that of KUBECONFIG; ValueError if there is neither."""
     from kubernetes import client, config
     from kubernetes.config import ConfigException
     from yaml import YAMLError
@@ -126,7 +102,6 @@ def connect() -> Cluster:
 
 
 def connect_if_configured() -> Cluster | None:
-    """Connect as ``connect`` does; None if no cluster is configured."""
     files = (os.environ.get("KUBECONFIG") or "~/.kube/config").split(os.pathsep)
     if not NAMESPACE.is_file() and not any(Path(file).expanduser().is_file() for file in files):
         return None

@@ -21,12 +21,7 @@ PINS = "inputs"  # key of the inputs that pods fetch
 
 
 def pack_options(values: Values, pins: Mapping[str, PinnedInput] = MappingProxyType({})) -> str:
-    """Return the differences from the defaults of this version, as JSON.
-
-    Args:
-        values: all sections of the params.
-        pins: the content of each input that pods fetch, by section.key, as the training key has it.
-    """
+    """Return the differences from the defaults of this version as JSON, with the inputs that pods fetch, by option."""
     packed = {key: {name: field for name, field in asdict(pin).items() if field} for key, pin in pins.items()}
     changes: dict[str, Any] = {OF: _digest()} | ({PINS: packed} if packed else {})
     for section, keys in config.default_options().items():
@@ -36,11 +31,7 @@ def pack_options(values: Values, pins: Mapping[str, PinnedInput] = MappingProxyT
 
 
 def unpack_options(text: str) -> dict[str, dict[str, Any]]:
-    """Return all sections from the JSON of ``pack_options``; :func:`packed_pins` returns the inputs in it.
-
-    Raises:
-        ValueError: if the text is not such JSON, or refers to the defaults of another version.
-    """
+    """Return all sections from the JSON of ``pack_options``; ValueError if it refers to another version's defaults."""
     try:
         values = json.loads(text)
     except ValueError as error:
@@ -58,7 +49,7 @@ def unpack_options(text: str) -> dict[str, dict[str, Any]]:
 
 
 def packed_pins(text: str) -> dict[str, PinnedInput]:
-    """Return the inputs that pods fetch, by section.key, from the JSON of ``pack_options``."""
+    """Return the inputs that pods fetch, by option, from the JSON of ``pack_options``."""
     return {key: PinnedInput(**fields) for key, fields in json.loads(text).get(PINS, {}).items()}
 
 

@@ -37,17 +37,13 @@ class Place:
         own = "" if self.namespace == INSTALLED_IN else f", with 'namespace: {self.namespace}' in it"
         return f"'kubectl apply -k .' with the files of 'realmops init --cluster {kind}'{own}"
 
-    def describe(self, objects: Mapping[str, str]) -> str:
-        """Return one line about the namespace and the objects that runs need, given names by parameter."""
+    @property
+    def description(self) -> str:
+        """One line about the namespace, for the log."""
         owner = "the profile's" if self.profiles else "the server's"
-        required = [f"{KINDS[parameter]} {name}" for parameter, name in objects.items() if name]
-        return (
-            f"pods run in namespace {self.namespace} ({owner}), which needs "
-            f"{', '.join([*required, f'ServiceAccount {self.account}'])}; {self.advice} creates them"
-        )
+        return f"pods run in namespace {self.namespace} ({owner}); {self.advice} creates what they need"
 
     def commands(self, run_id: str, phase: str) -> str:
-        """Return kubectl commands that show why pods of a run are pending or have failed."""
         kubectl = f"kubectl -n {self.namespace}"
         more = "logs POD -c main" if phase == "Failed" else "get events --field-selector type=Warning"
         return (
@@ -59,8 +55,8 @@ class Place:
 def place_of(endpoint: str, namespace: str | None, profiles: bool) -> Place:
     """Return the namespace of a run's pods.
 
-    Without profiles the server runs all pods in its own namespace and ignores that of a request. Its API does not
-    return that namespace: it is taken from the address of the Service, else from ``namespace``, else ``kubeflow``.
+    Without profiles the server runs all pods in its own namespace and does not report it: it is taken from the address
+    of the Service, else from ``namespace``, else ``kubeflow``.
     """
     if profiles:
         return Place(namespace or "", profiles)
@@ -70,13 +66,7 @@ def place_of(endpoint: str, namespace: str | None, profiles: bool) -> Place:
 
 
 def check(place: Place, objects: Mapping[str, str], log: Log) -> None:
-    """Check that the required objects exist in the namespace.
-
-    Without access to the cluster nothing is checked; missing objects then show as pending pods.
-
-    Raises:
-        ValueError: if an object is missing; the message names what to apply.
-    """
+    """Raise ValueError if a required object is missing in the namespace; without access to it nothing is checked."""
     cluster = connect_if_configured()
     if cluster is None:
         return
@@ -87,13 +77,10 @@ def check(place: Place, objects: Mapping[str, str], log: Log) -> None:
         except (RefusedError, TimeoutError) as error:
             log(f"{kind} {name} in namespace {place.namespace} was not checked: {error}")
             continue
-        if exists:
-            continue
-        remedy = f"{place.advice} creates it"
-        if kind == "ServiceAccount":
-            source = "the Kubeflow profile of that name" if place.profiles else "Kubeflow Pipelines"
-            remedy = f"it is created with {source}"
-        raise ValueError(
-            f"{kind} {name} does not exist in namespace {place.namespace}, where the pods run (checked with "
-            f"{cluster.credentials}): {remedy}; --namespace and --argument set others"
-        )
+        if not exists:
+            creator = "the profile" if place.profiles else "Kubeflow Pipelines"
+            remedy = f"{creator} creates it" if kind == "ServiceAccount" else f"{place.advice} creates it"
+            raise ValueError(
+                f"{kind} {name} does not exist in namespace {place.namespace}, where the pods run (checked with "
+                f"{cluster.credentials}): {remedy}; --namespace and --argument set others"
+            )

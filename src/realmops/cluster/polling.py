@@ -16,16 +16,9 @@ def poll_until(
     timeout: float = math.inf,
     on_progress: Callable[[float], None] = lambda elapsed: None,
 ) -> T | None:
-    """Call ``poll`` until it returns a value other than None.
+    """Return the first value of ``poll`` other than None, or None after ``timeout`` seconds.
 
-    Args:
-        poll: called repeatedly; None means not ready.
-        interval: seconds between calls.
-        timeout: seconds after which to give up.
-        on_progress: called with the elapsed seconds after the first poll, then every ``LOG_SECONDS``.
-
-    Returns:
-        The value, or None after the timeout.
+    ``on_progress`` gets the elapsed seconds after the first poll, then every ``LOG_SECONDS``.
     """
     started = time.monotonic()
     reported = -math.inf

@@ -8,7 +8,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,13 +17,12 @@ from typing import Any, Self
 import yaml
 
 from realmops.cluster.input_plan import PlannedInput, notes_of, pins_of, plan_inputs
-from realmops.cluster.key import image_note, training_key
+from realmops.cluster.key import find_image, image_note, training_key
 from realmops.cluster.kfp_client import KfpClient
 from realmops.cluster.kube import describe_pods
 from realmops.cluster.packed_options import pack_options
 from realmops.cluster.pod_namespace import KINDS, OPTIONAL, RUN_LABEL, check
-from realmops.cluster.polling import Log, poll_until
-from realmops.cluster.project_image import check_placeholders, find_image
+from realmops.cluster.polling import Log
 from realmops.config import Values
 from realmops.resources import resource_folder
 
@@ -56,18 +55,11 @@ class Pipeline:
     parameters: Mapping[str, Mapping[str, Any]]
 
     @classmethod
-    def named(cls, name: str) -> Self:
-        """Read a pipeline of the package by name, or a compiled file by path; ValueError if neither exists."""
-        own = resource_folder("pipelines") / f"{name}.yaml"
-        if Path(name).is_file() or not own.is_file():
-            return cls.read(Path(name))
-        return cls.read(own)
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read a compiled pipeline; ValueError if the file is not one."""
+    def read(cls, name: str) -> Self:
+        """Read a compiled file, or the pipeline of the package with that name; ValueError if there is neither."""
+        path = Path(name) if Path(name).is_file() else resource_folder("pipelines") / f"{name}.yaml"
         if not path.is_file():
-            raise ValueError(f"{path} does not exist; --pipeline must be train, ablations, refresh or a compiled file")
+            raise ValueError(f"{name} does not exist; --pipeline must be train, ablations, refresh or a compiled file")
         try:
             documents = list(yaml.load_all(path.read_bytes(), yaml.CSafeLoader))
             spec = documents[0]
@@ -79,22 +71,13 @@ class Pipeline:
     @cached_property
     def tasks(self) -> set[str]:
         """Names of the tasks that run as pods, including those in groups."""
-        spec = self.documents[0]
-        components = spec.get("components", {})
-        tasks = [group.get("dag", {}).get("tasks", {}) for group in (spec["root"], *components.values())]
-        return {
-            name
-            for group in tasks
-            for name, task in group.items()
-            if "executorLabel" in components[task["componentRef"]["name"]]
-        }
+        components = self.documents[0].get("components", {})
+        groups = (self.documents[0]["root"], *components.values())
+        tasks = [task for group in groups for task in group.get("dag", {}).get("tasks", {}).items()]
+        return {name for name, task in tasks if "executorLabel" in components[task["componentRef"]["name"]]}
 
     def parse_arguments(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """Parse ``NAME=VALUE`` arguments into values of each parameter's type, by name.
-
-        Raises:
-            ValueError: for an unknown parameter or a value of another type.
-        """
+        """Parse ``NAME=VALUE`` into values by name; ValueError for an unknown parameter or a value of another type."""
         allowed = sorted({*self.parameters} - {"options", "key"})
         values: dict[str, Any] = {}
         for argument in arguments:
@@ -137,44 +120,20 @@ class Submission:
     @property
     def objects(self) -> dict[str, str]:
         """Names of the Kubernetes objects that the run uses, by parameter."""
-        declared = self.pipeline.parameters
-        return {
-            name: str(self.arguments.get(name, declared[name].get("defaultValue", "")))
-            for name in KINDS
-            if name in declared
-        }
-
-    def describe(self) -> Iterator[str]:
-        """Yield lines on what a submission would send."""
-        yield f"not submitted: {self.name} with the key {self.key}, in the experiment {self.experiment}"
-        yield from (f"argument {name}: {value}" for name, value in self.arguments.items())
+        declared = {name: entry for name, entry in self.pipeline.parameters.items() if name in KINDS}
+        return {name: str(self.arguments.get(name, one.get("defaultValue", ""))) for name, one in declared.items()}
 
 
 def prepare(
-    values: Values,
-    project: Path,
-    pipeline: Pipeline,
-    arguments: Sequence[str],
-    experiment: str,
-    name: str | None,
+    values: Values, project: Path, pipeline: Pipeline, arguments: Sequence[str], experiment: str, name: str | None
 ) -> tuple[Submission, list[str]]:
-    """Build the submission of a pipeline with these params; nothing is sent.
+    """Build the submission of a pipeline with these params, and notes about its key and inputs; nothing is sent.
 
-    The run's folder is named by the key, so that a second submission of a failed run resumes there. With the options
-    the pods get the identities of the inputs, and where to fetch them.
-
-    File names in ``values`` are relative to ``project``, the folder of the params file. Without an argument ``image``
-    that of its kustomization.yaml is taken.
-
-    Returns:
-        The submission, and notes for the user about its key and inputs.
-
-    Raises:
-        ValueError: if the arguments do not match the pipeline's parameters, a placeholder of ``realmops init`` is left,
-            or pods cannot read an input.
+    The run's folder is named by the key, so that a second submission of a failed run resumes there. ``project`` is the
+    folder of the params file; without an argument ``image`` that of its kustomization.yaml is used. ValueError if the
+    arguments do not match the pipeline's parameters, or pods cannot read an input.
     """
     chosen = pipeline.parse_arguments(arguments)
-    check_placeholders(values, "params.yaml")
     if "image" in pipeline.parameters and "image" not in chosen and (image := find_image(project)):
         chosen["image"] = image
     inputs = plan_inputs(values, project)
@@ -184,12 +143,8 @@ def prepare(
         notes += image_note(str(chosen.get("image", pipeline.parameters["image"].get("defaultValue", ""))))
     generated = {"options": pack_options(values, pins_of(inputs)), "run": key[:16], "key": key}
     chosen = {parameter: value for parameter, value in generated.items() if parameter in pipeline.parameters} | chosen
-    missing = [
-        parameter
-        for parameter, entry in pipeline.parameters.items()
-        if parameter not in chosen and "defaultValue" not in entry and not entry.get("isOptional")
-    ]
-    if missing:
+    required = [one for one, entry in pipeline.parameters.items() if not {"defaultValue", "isOptional"} & entry.keys()]
+    if missing := [parameter for parameter in required if parameter not in chosen]:
         raise ValueError(f"{pipeline.path} also needs {', '.join(missing)}: set --argument {missing[0]}=VALUE")
     return Submission(pipeline, key, name or f"{pipeline.name}-{key[:16]}", experiment, chosen, inputs), notes
 
@@ -208,7 +163,7 @@ def submit(submission: Submission, server: KfpClient, *, once: bool, log: Log) -
             return run
     for run in runs:
         log(f"{describe_run(run)} has the same key {submission.key[:16]}: submitting it again")
-    log(server.place.describe(submission.objects))
+    log(server.place.description)
     run = server.start(experiment, version, submission.name, submission.arguments)
     log(f"submitted: {describe_run(run)} with the key {submission.key[:16]}")
     log(f"run page: {server.link(run)}")
@@ -216,69 +171,59 @@ def submit(submission: Submission, server: KfpClient, *, once: bool, log: Log) -
 
 
 def wait(run_id: str, tasks: set[str], server: KfpClient, log: Log) -> str:
-    """Wait until a run ends and return its final state.
-
-    Changes of the tasks' states are logged, and pods that are pending for long. A task is RUNNING from its creation,
-    independently of its pod, which is a separate node in the details of a run.
-    """
+    """Wait until a run ends and return its final state; log states of its tasks and pods that are pending for long."""
     states: dict[str, str] = {}
     since: dict[str, float] = {}  # first time each pod was pending; infinite once logged
     last_response = time.monotonic()
 
-    def poll_run() -> Any:
-        nonlocal last_response
-        try:
-            run = server.run(run_id)
-        except TimeoutError:
-            if time.monotonic() - last_response > UNREACHABLE_SECONDS:
-                raise
-            return None
-        last_response = time.monotonic()
+    def log_progress(run: Any) -> None:
+        """Log changes. A task is RUNNING from its creation; its pod is a separate node in the details of a run."""
         details = (run.run_details.task_details if run.run_details else None) or ()
-        for task in details:
-            # iterations of a loop share the name of their task
-            if task.display_name in tasks and task.state and states.get(task.task_id) != task.state:
-                states[task.task_id] = task.state
+        named = [task for task in details if task.display_name in tasks and task.state]
+        for task in named:  # iterations of a loop share the name of their task
+            if states.get(task.task_id) != task.state:
                 log(f"{task.display_name}: {task.state}")
+            states[task.task_id] = task.state
         pending = [node.task_id for node in details if node.state == "PENDING" and PODS.fullmatch(node.display_name)]
         for pod in pending:
             since.setdefault(pod, last_response)
         if late := [pod for pod in pending if last_response - since[pod] > PENDING_SECONDS]:
             since.update(dict.fromkeys(late, math.inf))
-            running = [task.display_name for task in details if task.state == "RUNNING" and task.display_name in tasks]
-            _log_pending(running, len(late), run_id, server, log)
-        return run if run.state == SUCCEEDED or run.state in FAILURES else None
+            running = dict.fromkeys(task.display_name for task in named if task.state == "RUNNING")
+            log(
+                f"{', '.join(running) or 'before the first task'}: pending pods after {PENDING_SECONDS:.0f} s: "
+                f"{len(late)}; possible causes are a missing claim, an image that cannot be pulled or no free node"
+            )
+            _log_pods(run_id, "Pending", server, log)
 
-    run: Any = poll_until(poll_run, WATCH_SECONDS)
-    reason = f", {run.error.message}" if run.error and run.error.message else ""
-    log(f"{describe_run(run)}{reason}")
+    while True:
+        try:
+            run = server.run(run_id)
+        except TimeoutError:
+            if time.monotonic() - last_response > UNREACHABLE_SECONDS:
+                raise
+        else:
+            last_response = time.monotonic()
+            log_progress(run)
+            if run.state == SUCCEEDED or run.state in FAILURES:
+                break
+        time.sleep(WATCH_SECONDS)
+    log(f"{describe_run(run)}{f', {run.error.message}' if run.error and run.error.message else ''}")
     if run.state in FAILURES:
-        place = server.place
-        log(f"failed pods: {place.commands(run_id, 'Failed')}")
-        for line in describe_pods(lambda cluster: cluster.pods(place.namespace, f"{RUN_LABEL}={run_id}", "Failed")):
-            log(f"pod {line}")
+        _log_pods(run_id, "Failed", server, log)
     return str(run.state)
 
 
-def _log_pending(tasks: Sequence[str], late: int, run_id: str, server: KfpClient, log: Log) -> None:
-    """Log pending pods with their tasks, and the reasons if the cluster is accessible; the server has no reasons."""
+def _log_pods(run_id: str, phase: str, server: KfpClient, log: Log) -> None:
+    """Log the commands that show why pods of a run are in this phase, and the reasons if the cluster is accessible."""
     place = server.place
-    pods = "1 pod is" if late == 1 else f"{late} pods are"
-    log(
-        f"{', '.join(dict.fromkeys(tasks)) or 'before the first task'}: {pods} still PENDING after "
-        f"{PENDING_SECONDS:.0f} s; possible causes are a missing claim, an image that cannot be pulled or no free "
-        f"node: {place.commands(run_id, 'Pending')}"
-    )
-    for line in describe_pods(lambda cluster: cluster.pods(place.namespace, f"{RUN_LABEL}={run_id}", "Pending")):
+    log(f"{phase.lower()} pods: {place.commands(run_id, phase)}")
+    for line in describe_pods(lambda cluster: cluster.pods(place.namespace, f"{RUN_LABEL}={run_id}", phase)):
         log(f"pod {line}")
 
 
 def find_older_run(server: KfpClient, key: str, run_id: str) -> str | None:
-    """Return a description of an older active run with the same key, or None.
-
-    Of two runs created in the same second, the one with the lower id is the older. A run that is being cancelled does
-    not count.
-    """
+    """Return a description of an older active run with the same key, or None; in the same second by the lower id."""
     this = server.run(run_id)
     for run in server.runs(operation="IN", key="state", stringValues={"values": LIVE}):
         arguments = (run.runtime_config.parameters if run.runtime_config else None) or {}
@@ -288,5 +233,4 @@ def find_older_run(server: KfpClient, key: str, run_id: str) -> str | None:
 
 
 def describe_run(run: Any) -> str:
-    """Return name, id and state of a run, for people."""
     return f"the run {run.display_name} ({run.run_id}, {run.state or 'PENDING'})"

@@ -76,7 +76,6 @@ def make_run_folder(root: Path) -> None:
 
 
 def finite_numbers(results: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers among the metrics of a stage."""
     return {name: float(v) for name, v in results.items() if isinstance(v, int | float) and math.isfinite(v)}
 
 

@@ -42,14 +42,7 @@ KILLED_SECONDS = 120.0  # until the pods of a terminated run have ended: they ha
 
 @task()
 def inputs(options: str, root: str, fetched: Output, metrics: Metrics) -> None:
-    """Fetch the inputs in the options onto the volume, for all later tasks of the run.
-
-    Args:
-        options: params as JSON, the differences from the defaults.
-        root: folder of the run on the shared volume; the inputs are next to the folder of the runs.
-        fetched: output artifact for value and identity of each input, in Markdown.
-        metrics: output artifact for the number of inputs.
-    """
+    """Fetch the inputs in the options next to the folder of the runs, for all later tasks of the run."""
     values, console = unpack_options(options), Console()
     make_run_folder(Path(root))
     place, cache, pins = Path(root), Path(root).parent.parent / INPUTS, packed_pins(options)
@@ -78,17 +71,6 @@ def run_stage(
     """Run a stage under ``root`` and write its manifest and metrics.
 
     The first stage also reads the external files of all steps, so that a missing one does not waste a training.
-
-    Args:
-        stage: name of the stage.
-        options: params as JSON, the differences from the defaults.
-        root: folder of the run on the shared volume.
-        manifest: output artifact for folder, digests and metrics.
-        metrics: output artifact for the chief metrics.
-        processes: number of processes that torchrun starts for training.
-        owner: id of the pipeline run.
-        deployment: name of the index builders' Deployment; empty for none.
-        shard_pods: number of pods that tag and embed the corpus; all but this one are replicas of ``deployment``.
     """
     values = load_options(options, root)
     if stage == STEPS[0]:
@@ -103,14 +85,7 @@ def run_stage(
 
 @task()
 def cloze(options: str, root: str, questions: Output, metrics: Metrics) -> None:
-    """Generate questions from the corpus, as ``realmops run all`` does, if the options name generated questions.
-
-    Args:
-        options: params as JSON, the differences from the defaults.
-        root: folder of the run on the shared volume.
-        questions: output artifact for folder and digest of the question files.
-        metrics: output artifact for the number of questions by split.
-    """
+    """Generate questions from the corpus, as ``realmops run all`` does, if the options name generated questions."""
     from realmops.commands.questions import write_cloze_questions
 
     values, folder = load_options(options, root), Path(root) / CLOZE
@@ -164,19 +139,7 @@ def evaluate(
     deployment: str,
     shard_pods: int,
 ) -> None:
-    """Run the evaluation as :func:`run_stage` does, and write its report.
-
-    Args:
-        options: params as JSON, the differences from the defaults.
-        root: folder of the run on the shared volume.
-        manifest: output artifact for folder, digests and metrics.
-        report: output artifact for the report of the run, in HTML.
-        summary: output artifact for the tables of metrics, in Markdown.
-        metrics: output artifact for the chief metrics.
-        owner: id of the pipeline run.
-        deployment: name of the index builders' Deployment; empty for none.
-        shard_pods: number of pods that embed the corpus.
-    """
+    """Run the evaluation as :func:`run_stage` does; write its report, and the tables of metrics as Markdown."""
     from realmops.commands.report import read_metrics, report_path
     from realmops.evaluate.run_report import figure_tables
 
@@ -219,16 +182,7 @@ def guard(key: str, run: str, endpoint: str) -> None:
 
 @task()
 def promote(options: str, root: str, model: str, margin: float, champion: Output, metrics: Metrics) -> None:
-    """Make the run the champion of a registered model if it is better; otherwise succeed without a change.
-
-    Args:
-        options: params as JSON, the differences from the defaults.
-        root: folder of the run on the shared volume.
-        model: name of the registered model; nothing is done if it is empty.
-        margin: required improvement of exact match, 0 to 1.
-        champion: output artifact for the decision and the run's metrics.
-        metrics: output artifact for the decision and the difference of exact match (or recall@5).
-    """
+    """Make the run the champion of a registered model if it is better; otherwise succeed without a change."""
     report, place = Console(), Path(root)
     if not model:
         champion.metadata["message"] = "promote: no registered model is set, so nothing is promoted"
@@ -243,18 +197,14 @@ def promote(options: str, root: str, model: str, margin: float, champion: Output
     from realmops.evaluate.compare import deciding_metric
     from realmops.tracking.runs import headline_metrics
 
-    with acquire_lease(
-        place.parent / artifacts.WORK_FOLDER / "promote", report.log
-    ):  # MLflow does not serialise promotions
-        promotion = promote(
-            load_options(options, root), project=place, root=place, name=model, margin=margin, copy=False
-        )
+    values, lease = load_options(options, root), place.parent / artifacts.WORK_FOLDER / "promote"
+    with acquire_lease(lease, report.log):  # MLflow does not serialise promotions
+        promotion = promote(values, project=place, root=place, name=model, margin=margin, copy=False)
     report.log(promotion.message)
     results = artifacts.read_json(place / STAGES["evaluate"].folder / METRICS)
-    difference = (
-        {} if promotion.difference is None else {f"{deciding_metric(results)}_difference": promotion.difference}
-    )
-    figures = {"promoted": int(promotion.champion), **difference}
+    figures: dict[str, float] = {"promoted": int(promotion.champion)}
+    if promotion.difference is not None:
+        figures[f"{deciding_metric(results)}_difference"] = promotion.difference
     champion.metadata.update(
         {"name": model, "message": promotion.message, **headline_metrics("evaluate", results), **figures}
     )
@@ -264,14 +214,7 @@ def promote(options: str, root: str, model: str, margin: float, champion: Output
 
 @task()
 def refresh(options: str, root: str, changes: Output, metrics: Metrics) -> None:
-    """Update the corpus of the trained run in ``root``, as ``realmops update`` does.
-
-    Args:
-        options: params as JSON, the differences from the defaults.
-        root: folder of the trained run on the shared volume.
-        changes: output artifact for the changed answers, in Markdown.
-        metrics: output artifact for the metrics of the update.
-    """
+    """Update the corpus of the trained run in ``root``, as ``realmops update`` does."""
     from realmops.commands.update import changes_markdown, update
 
     result = update(load_options(options, root), project=Path(root), root=Path(root), report=Console())
@@ -306,13 +249,10 @@ def _run(stage: str, values: Values, root: Path, manifest: Output, metrics: Metr
     else:
         results = runner.run_stage(stage, values, project=root, root=root, report=Console())
     full = artifacts.read_json(folder / artifacts.MANIFEST)
-    small = {"stage": stage, "folder": str(folder), "fingerprint": full["fingerprint"], "files": full["files"]}
+    common = {"fingerprint": full["fingerprint"]}
+    small = {"stage": stage, "folder": str(folder), "files": full["files"], **common}
     artifacts.write_json(Path(manifest.path), small)
-    place = {
-        "folder": folder.absolute().as_uri(),
-        "digest": full["manifest_digest"],
-        "fingerprint": full["fingerprint"],
-    }
+    place = {"folder": folder.absolute().as_uri(), "digest": full[artifacts.DIGEST_KEY], **common}
     manifest.metadata.update(place | finite_numbers(results))
     # the UI shows ten metrics at once, in alphabetical order; the manifest has all
     write_metrics({name: results[name] for name in HEADLINE_METRICS.get(stage, results) if name in results}, metrics)

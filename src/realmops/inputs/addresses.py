@@ -30,11 +30,7 @@ def is_address(value: str) -> bool:
 
 
 def name_of(address: str) -> str:
-    """Return the name of the file or folder at an address; its suffix determines the format.
-
-    Raises:
-        ValueError: the address has credentials, or no usable name.
-    """
+    """Return the name of the file or folder at an address; ValueError if it has credentials, or no usable name."""
     refuse_credentials(address, "the input")
     scheme, _, path = address.partition("://")
     path = unquote(urlsplit(address).path) if scheme in WEB else path
@@ -50,10 +46,8 @@ def name_of(address: str) -> str:
 def version_of(address: str) -> str:
     """Return a digest of an address and of what its server reports of the content, such as an ETag.
 
-    Where a web server reports nothing, the file is read.
-
-    Raises:
-        ValueError: the address cannot be read, is an empty folder, or names a file outside of it.
+    Where a web server reports nothing, the file is read. ValueError if the address cannot be read, is an empty folder,
+    or names a file outside of it.
     """
     with filesystem(address) as (fs, path):
         fs.invalidate_cache()

@@ -26,14 +26,10 @@ _REMOTE_OPTIONS = ("url", "endpointurl", "region", "projectname", "account_name"
 
 @dataclass(frozen=True)
 class TrackedInput:
-    """Content that DVC tracks.
+    """Content that DVC tracks: its absolute path, and the path of the input ``below`` it.
 
-    Attributes:
-        path: absolute path of the tracked file or folder.
-        below: path of the input in the tracked folder; empty if it is the input itself.
-        digest: name of the hash and digest of the tracked content, as DVC computes it: ``md5:...``, ``md5:....dir``.
-        remote: options of its remote, without credentials.
-        is_current: whether DVC's record has this digest; if not, it is to be added.
+    ``digest`` names the hash, as ``md5:...`` or ``md5:....dir``; ``remote`` has the options without credentials.
+    ``is_current`` is False if DVC's record has another digest, so that the content is to be added.
     """
 
     path: Path
@@ -76,11 +72,8 @@ def _open_repo(folder: Path, config: Mapping[str, Any] | None = None) -> Iterato
 def find_tracked(path: Path, project: Path) -> TrackedInput:
     """Return a file or folder as DVC tracks it, or would track it; nothing is written or sent.
 
-    Content that is missing here counts as DVC recorded it.
-
-    Raises:
-        ValueError: there is no DVC project or remote, or the path is missing and not tracked, or has content that DVC
-            does not read.
+    Content that is missing here counts as DVC recorded it. ValueError if there is no DVC project or remote, or the path
+    is missing and not tracked, or has content that DVC does not read.
     """
     from_record = not path.exists()
     with _open_repo(project) as repo:
@@ -105,8 +98,7 @@ def is_tracked(path: Path) -> bool:
 def add_and_push(tracked: TrackedInput, project: Path) -> int:
     """Track content that differs from DVC's record, and push it; return the number of objects sent.
 
-    Raises:
-        ValueError: the content changed since ``find_tracked``, a stage makes it, or the remote cannot be written.
+    ValueError if it changed since ``find_tracked``, a stage makes it, or the remote cannot be written.
     """
     with _open_repo(project) as repo:
         output = _output_of(repo, tracked.path)

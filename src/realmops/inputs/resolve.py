@@ -37,12 +37,9 @@ class Report(Protocol):
 
 @dataclass(frozen=True)
 class ResolvedInput:
-    """An input on this machine.
+    """The path of an option's value on this machine.
 
-    Attributes:
-        value: the option's value.
-        path: the file or folder.
-        fetched: identity of fetched content: DVC's digest, or the address in full and what its server reports of it.
+    ``fetched`` is the identity of fetched content: DVC's digest, or the address and what its server reports of it.
     """
 
     value: str
@@ -59,11 +56,8 @@ class ResolvedInput:
 class PinnedInput:
     """The content that a submission has found for an input, which its pods fetch and compare.
 
-    Attributes:
-        identity: as in :class:`ResolvedInput`; for content that DVC tracks, hash, digest and place in it.
-        name: name of the file or folder that DVC tracks; empty for an address.
-        below: path of the input in that folder.
-        remote: options of the remote of DVC, without credentials.
+    ``name`` is that of the file or folder that DVC tracks, empty for an address; ``below`` is the path of the input in
+    that folder, and ``remote`` has the options of DVC's remote, without credentials.
     """
 
     identity: str
@@ -92,15 +86,8 @@ def can_resolve(value: str, project: Path) -> bool:
 def resolve(value: str, project: Path, cache: Path, report: Report, pinned: PinnedInput | None = None) -> ResolvedInput:
     """Return an input's path and identity, after fetching what is not on this machine.
 
-    Args:
-        value: the option's value: a path in the project, or an address.
-        project: folder of the params file.
-        cache: folder of fetched inputs.
-        report: where to log.
-        pinned: the only content to take; without it any.
-
-    Raises:
-        ValueError: the content cannot be read, is not the pinned one, changed meanwhile, or does not fit on the disk.
+    ``value`` is an address, or a path in the project, the folder of the params file. ValueError if the content cannot
+    be read, is not the pinned one, changed meanwhile, or does not fit on the disk.
     """
     if pinned is not None and pinned.name:
         name = Path(pinned.below).name or pinned.name

@@ -1,8 +1,5 @@
-"""The models of a new project: encoder, reader and name tagger, by availability, documents and GPU."""
+"""The models of a new project: encoder, reader and name tagger, by availability and documents."""
 
-import os
-import subprocess
-from importlib.metadata import version
 from pathlib import Path
 
 from realmops import hub
@@ -19,30 +16,25 @@ MULTILINGUAL_READERS = ("deepset/xlm-roberta-base-squad2",)
 READER_EPOCHS = 2  # over the questions of the user
 WIDE = 768  # hidden size from which an encoder needs the learning rates of the preset base
 TAGGED = "data/public"  # the presets' folder of tagged sentences
-GPU_SECONDS = 10.0  # timeout of nvidia-smi
 LARGE = 20_000_000  # bytes, about 20,000 passages; from scratch, the preset large pays off from here
 
 
 def choose_model(project: Project, encoder: str | None, size: int) -> list[str]:
-    """Return the presets of the model, by encoder, size of the documents in bytes, and GPU."""
-    chosen, gpu = encoder or _available_encoder(), _gpu_name()
-    if gpu:
-        project.lines.append(f"GPU: {gpu}")
+    """Return the presets of the model, by encoder and size of the documents in bytes."""
+    is_available = hub.is_cached(ENCODER) or hub.describe_model(ENCODER) if encoder is None else True
+    chosen = encoder or (ENCODER if is_available else "small")
     if chosen == "small":
         reason = "" if encoder else f"; {ENCODER} is not in the hub's cache, and the hub is unreachable"
         presets = ["squad", "large"] if size >= LARGE else ["squad"]
         project.lines.append(f"encoder: from scratch (presets: {', '.join(presets)}){reason}")
         return presets
+    path, note = Path(chosen), ""
     if chosen != ENCODER:
-        path = Path(chosen)
         project.put("retriever.init", path_in_params(project, path) if path.is_dir() else chosen)
+    if not hub.is_sentence_encoder(path) if path.is_dir() else chosen.startswith(("google-bert/", "bert-")):
+        project.put("retriever.pooling", "mean")  # [CLS] of a BERT without such training retrieves little
+        note = "; retriever.pooling: mean, because it is not a sentence encoder"
     presets = ["squad", "minilm", *(["base"] if is_wide(chosen) else [])]
-    if gpu and _is_plain_bert(chosen):
-        presets = ["squad", "bert-base"]
-    note = "; bert-base is for a plain BERT on a GPU, and untested" if "bert-base" in presets else ""
-    if _is_plain_bert(chosen) and "bert-base" not in presets:  # [CLS] of a BERT without such training retrieves little
-        project.put("retriever.pooling", "mean")
-        note += "; retriever.pooling: mean, because it is not a sentence encoder"
     project.lines.append(f"encoder: {chosen} (presets: {', '.join(presets)}){note}")
     return presets
 
@@ -79,12 +71,6 @@ def choose_reader(project: Project, reader: str | None, *, has_questions: bool) 
     project.lines.append(f"reader: {note}")
 
 
-def _is_plain_bert(encoder: str) -> bool:
-    """Return whether an encoder is not a sentence encoder, judged by its folder or its name on the hub."""
-    folder = Path(encoder)
-    return not hub.is_sentence_encoder(folder) if folder.is_dir() else encoder.startswith(("google-bert/", "bert-"))
-
-
 def is_wide(encoder: str) -> bool:
     """Return whether an encoder has base size or more, judged by its configuration or its name on the hub."""
     folder = Path(encoder)
@@ -95,28 +81,8 @@ def is_wide(encoder: str) -> bool:
     return any(isinstance(width, int) and width >= WIDE for width in widths)
 
 
-def _gpu_name() -> str:
-    """Return the name of an NVIDIA GPU that torch can use, or "", without the seconds of importing torch."""
-    if version("torch").endswith("+cpu") or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return ""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=GPU_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return next(iter(process.stdout.splitlines()), "").strip()
-
-
-def _available_encoder() -> str:
-    """Return ``ENCODER`` if it is in the hub's cache or the hub is reachable, else "small"."""
-    return ENCODER if hub.is_cached(ENCODER) or hub.describe_model(ENCODER) else "small"
-
-
 def fetch_tagged(project: Project) -> None:
-    """Download the tagged sentences of the presets; if that fails, find names without a tagger.
-
-    They are English: in other languages names are found without a tagger, too.
-    """
+    """Download the tagged sentences of the presets, which are English; otherwise find names without a tagger."""
     values = project.values
     if not reads_spans(values) or values["tag"]["method"] != "tagger" or not values["tag"]["train"].startswith(TAGGED):
         return

@@ -40,8 +40,8 @@ def add_questions(project: Project, files: Sequence[Path]) -> None:
 def add_judged_questions(project: Project, judged: Mapping[str, Sequence[Question]]) -> None:
     """Set questions.train, dev and test to the judged questions of a BEIR folder, by the names of its splits.
 
-    The query tower is trained on train. Without dev, a part of train is held out for it, and without test, dev is test.
-    Without train, questions generated from the documents remain train and dev.
+    Without dev, a part of train is held out for it, and without test, dev is test. Without train, questions generated
+    from the documents remain train and dev.
     """
     parts = {"dev" if name in ("validation", "valid") else name: part for name, part in judged.items()}
     if "test" not in parts and "dev" in parts:

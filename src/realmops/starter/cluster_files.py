@@ -31,11 +31,8 @@ PARAMS_MAP = "realmops-params"  # ConfigMap of the Job that submits
 def kustomization_text(cluster: str, image: str | None, files: Sequence[str]) -> str:
     """Return an overlay of the package adapted to a project's folder, with its options as a ConfigMap.
 
-    ``image`` has a tag or a digest; None for a placeholder. ``files`` are what the Job that
-    submits reads next to params.yaml, as paths in the project's folder.
-
-    Raises:
-        ValueError: the image has neither tag nor digest.
+    ``image`` has a tag or a digest, and is a placeholder if None. ``files`` are what the Job that submits reads next to
+    params.yaml.
     """
     text = (resource_folder("k8s") / "overlays" / cluster / "kustomization.yaml").read_text(encoding="utf-8")
     text = text.replace("../../", f"k8s/{BASES}/").replace(" ../", " --cluster ")
@@ -64,7 +61,7 @@ def _image_lines(image: str) -> list[str]:
 
 
 def _map_entry(file: str) -> str:
-    """Return the entry of a file for a ConfigMap, which has no folders."""
+    """Return the entry of a file in a ConfigMap, which has no folders."""
     return f"{file.replace('/', '__')}={file}" if "/" in file else file
 
 

