@@ -160,6 +160,7 @@ class MemoryJournal:
     """A stage's metrics file, in memory."""
 
     content: bytes = b""
+    finished: int = 0
 
     def log(self, step: int, **metrics: float) -> None:
         self.content += json.dumps({"step": step, **metrics}).encode() + b"\n"

@@ -37,6 +37,7 @@ class Journal:
         self.path = path
         self.stage = stage
         self.on_checkpoint: Callable[[], None] | None = None  # called once a checkpoint's lines are on the disk
+        self.finished = 0  # length of the lines of finished trainings
         self._last_step = -1
         make_folder(path.parent)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115

@@ -203,15 +203,15 @@ def train_paths(
     lessons: Sequence[PathExample],
     options: Finetune,
     optimiser: Optimiser,
-) -> int:
-    """Train the scorer with the reader's epochs, batch size and learning rate; return the length of the journal."""
+) -> None:
+    """Train the scorer with the reader's epochs, batch size and learning rate."""
 
     def loss(batch: Sequence[PathExample]) -> LossAndMetrics:
         retriever.scorer.train()
         return retriever.loss(batch), DeferredMetrics((), dict)
 
     groups = [Group("scorer", retriever.scorer, options.reader_learning_rate)]
-    return fit_epochs(
+    fit_epochs(
         context, groups, optimiser, lessons, whole_batch, loss,
         batch_size=options.batch_size, epochs=options.epochs, checkpoint_every=options.checkpoint_every,
     )  # fmt: skip

@@ -206,11 +206,8 @@ def _random_partition(total: int, count: int, rng: np.random.Generator) -> np.nd
 
 def pretrain(
     context: TrainingContext, model: ClosedBook, snapshot: Snapshot, options: ClosedBookOptions, optimiser: Optimiser
-) -> int:
-    """Pre-train by span corruption on title and body of random passages, long bodies cropped at random.
-
-    Returns the journal's length at the end.
-    """
+) -> None:
+    """Pre-train by span corruption on title and body of random passages, long bodies cropped at random."""
 
     def passage(number: int, rng: np.random.Generator) -> np.ndarray:
         title = model.encode(snapshot.title(number))[: PASSAGE_WORDPIECES // 2]
@@ -228,7 +225,7 @@ def pretrain(
 
     groups = [Group("closed_book", model.net.to(context.device), LEARNING_RATE)]
     every = options.checkpoint_every
-    return fit(context, groups, optimiser, step_loss, steps=options.steps, checkpoint_every=every)
+    fit(context, groups, optimiser, step_loss, steps=options.steps, checkpoint_every=every)
 
 
 def drop_regex_questions(questions: Sequence[Question]) -> list[Question]:
@@ -248,11 +245,8 @@ def finetune(
     questions: Sequence[Question],
     options: ClosedBookOptions,
     optimiser: Optimiser,
-) -> int:
-    """Fine-tune on pairs of a question and an answer, drawn at random in each epoch.
-
-    Returns the journal's length at the end.
-    """
+) -> None:
+    """Fine-tune on pairs of a question and an answer, drawn at random in each epoch."""
     pairs = [(model.encode_question(q.question), [*map(model.encode_target, q.answers)]) for q in questions]
 
     def draw(batch: Sequence[Pair], step: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -263,7 +257,7 @@ def finetune(
         return model.loss([x for x, _ in drawn], [y for _, y in drawn], context.dtype)
 
     groups = [Group("closed_book", model.net.to(context.device), LEARNING_RATE)]
-    return fit_epochs(
+    fit_epochs(
         context, groups, optimiser, pairs, draw, loss,
         batch_size=BATCH_SIZE, epochs=options.epochs, checkpoint_every=options.checkpoint_every,
     )  # fmt: skip

@@ -57,7 +57,6 @@ class StageTrainings:
 
     job: Job
     steps: int = 0  # total of the trainings so far
-    end: int = 0  # length of the journal after the last finished training
 
     def context(self, dtype: torch.dtype, stream: str, steps: int, label: str, prefix: str = "") -> TrainingContext:
         """Build the context of the next training, with checkpoints in the stage's work folder and a progress bar."""
@@ -72,7 +71,6 @@ class StageTrainings:
             job.report.progress(label, steps),
             prefix,
             self.steps,
-            self.end,
             process_group(),
             f"{job.journal.stage}: {label}",
         )

@@ -94,7 +94,7 @@ def _open_qa(
     if kind is not OpenQa and finder.passages is not None and options.retriever_training == "queries":
         steps = epoch_steps(len(questions), options.retriever_batch_size, options.retriever_epochs)
         context = trainings.context(dtype, "query", steps, "query tower", "query_")
-        trainings.end = train_query_tower(context, model, questions, options, job.section(Optimiser))
+        train_query_tower(context, model, questions, options, job.section(Optimiser))
     if model.hybrid:
         retriever.mixture = fit_weights_on_questions(model, held_out)
         configure_malloc()
@@ -172,7 +172,7 @@ def _closed_book(
     usable, optimiser = t5.drop_regex_questions(questions), job.section(Optimiser)
     dtype = device_and_dtype(job.section(RunOptions), model.net)[1]
     corruption = trainings.context(dtype, "span_corruption", options.steps, "span corruption", "corrupted_")
-    trainings.end = t5.pretrain(corruption, model, snapshot, options, optimiser)
+    t5.pretrain(corruption, model, snapshot, options, optimiser)
     steps = epoch_steps(len(usable), t5.BATCH_SIZE, options.epochs)
     answering = trainings.context(dtype, "closed_book", steps, "fine-tuning")
     t5.finetune(answering, model, usable, options, optimiser)

@@ -143,7 +143,7 @@ def _train_paths(
         bar(1)
     steps = epoch_steps(len(walks), options.batch_size, options.epochs)
     context = trainings.context(path.dtype, "paths", steps, "paths", "path_")
-    trainings.end = train_paths(context, path, walks, options, job.section(Optimiser))
+    train_paths(context, path, walks, options, job.section(Optimiser))
     return path, len(walks)
 
 
@@ -159,7 +159,7 @@ def _train_by_passages(
     context = trainings.context(dtype, "retriever", steps, "retriever", "retriever_")
     data = (questions, positives, options, job.section(Optimiser))
     with _with_refresh(job, context, retriever, snapshot, steps) as (context, source):
-        trainings.end = train_by_passages(context, retriever, snapshot, *data, source)
+        train_by_passages(context, retriever, snapshot, *data, source)
     return len(positives)
 
 

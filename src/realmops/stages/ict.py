@@ -53,7 +53,7 @@ def run(job: Job) -> dict[str, Any]:
     optimiser = job.section(Optimiser)
     trainings = StageTrainings(job)
     context = trainings.context(dtype, "ict", options.steps, "inverse cloze task")
-    trainings.end = train_retriever(context, retriever, corpus, options, optimiser)
+    train_retriever(context, retriever, corpus, options, optimiser)
     if spans is not None:
         context = trainings.context(reader_dtype, "warm_start", options.reader_steps, "reader's warm start", "reader_")
         held_out = (

@@ -129,11 +129,10 @@ def train_query_tower(
     questions: Sequence[Question],
     options: Finetune,
     optimiser: Optimiser,
-) -> int:
+) -> None:
     """Train the query tower alone by the early loss, with the top passages of the whole index as negatives.
 
-    f(x, z) is that of the search: if it includes BM25, the embeddings learn what the words lack. Returns the journal's
-    length at the end.
+    f(x, z) is that of the search: if it includes BM25, the embeddings learn what the words lack.
     """
 
     def loss(batch: Sequence[Question]) -> LossAndMetrics:
@@ -142,7 +141,7 @@ def train_query_tower(
         return loss_B.mean(), DeferredMetrics([loss_B], metrics)
 
     groups = [Group("query", model.retriever.query, options.retriever_learning_rate)]
-    return fit_epochs(
+    fit_epochs(
         context, groups, optimiser, questions, whole_batch, loss, batch_size=options.retriever_batch_size,
         epochs=options.retriever_epochs, checkpoint_every=options.checkpoint_every,
     )  # fmt: skip

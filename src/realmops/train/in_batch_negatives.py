@@ -70,12 +70,12 @@ def train_by_passages(
     options: Finetune,
     optimiser: Optimiser,
     source: IndexSource | None = None,
-) -> int:
+) -> None:
     """Train the retriever by softmax of each question's passage among all passages of the batch.
 
     Passages of all processes are negatives, except those that are relevant too. The result does not depend on the
     number of processes: all draw the questions of the whole batch, and each question has the same weight. Hard
-    negatives are retrieved from the indexes of ``source``, if there is one. Returns the journal's length at the end.
+    negatives are retrieved from the indexes of ``source``, if there is one.
     """
     relevant = RelevantPassages(snapshot)
     current: list[Index] = []
@@ -128,7 +128,7 @@ def train_by_passages(
     groups = [Group("retriever", retriever, options.retriever_learning_rate)]
     steps = epoch_steps(len(passages), options.retriever_batch_size, options.retriever_epochs)
     every = options.checkpoint_every if source is None else options.retriever_refresh_every
-    return fit(context, groups, optimiser, step_loss, steps=steps, checkpoint_every=every, at_step=at_step)
+    fit(context, groups, optimiser, step_loss, steps=steps, checkpoint_every=every, at_step=at_step)
 
 
 def hard_negatives(

@@ -106,11 +106,10 @@ def cloze_batch(count: int, batch_size: int, neighbours: int, rng: np.random.Gen
 
 def train_retriever(
     context: TrainingContext, retriever: Retriever, snapshot: Snapshot, options: Ict, optimiser: Optimiser
-) -> int:
+) -> None:
     """Train the retriever by the inverse cloze task, with the passages of all processes as in-batch negatives.
 
-    Logs the accuracy for queries that were removed from their passage and for those that were kept. Returns the
-    journal's length at the end.
+    Logs the accuracy for queries that were removed from their passage and for those that were kept.
 
     Raises:
         ValueError: a batch has fewer passages than there are processes.
@@ -143,7 +142,7 @@ def train_retriever(
         return in_batch_loss(relevance_QN, own_Q).mean(), DeferredMetrics([relevance_QN.argmax(-1) == own_Q], metrics)
 
     groups, every = [Group("retriever", retriever, options.learning_rate)], options.checkpoint_every
-    return fit(context, groups, optimiser, step_loss, steps=options.steps, checkpoint_every=every)
+    fit(context, groups, optimiser, step_loss, steps=options.steps, checkpoint_every=every)
 
 
 RANDOM_MASKS = 0.15  # fraction of the wordpieces of x that are masked in addition to the salient span
@@ -188,12 +187,11 @@ def train_reader(
     special = SpecialTokens.of(snapshot.tokenizer)
     rows = SentencesWithSpans(snapshot, spans)
     sentence_N = spans.rows[:, 1]
-    excluded = set(sentence_N[list(held_out)].tolist())
-    if excluded and np.isin(sentence_N, list(excluded)).all():
-        excluded.clear()
+    is_excluded_N = np.isin(sentence_N, sentence_N[list(held_out)])
+    is_excluded_N &= not is_excluded_N.all()
 
     def draw_row(rng: np.random.Generator) -> np.ndarray:
-        while int(sentence_N[row := int(rng.integers(len(rows)))]) in excluded:
+        while is_excluded_N[row := int(rng.integers(len(rows)))]:
             pass
         return rows[row]
 

@@ -79,7 +79,6 @@ class TrainingContext:
     progress: Callable[[int], None]
     prefix: str = ""  # of metric names
     first_step: int = 0  # the first step's number in the journal
-    journal_start: int = 0  # the journal's length at the loop's start
     processes: ProcessGroup = SINGLE_PROCESS
     name: str = ""  # of the training, for messages
 
@@ -111,8 +110,8 @@ def fit(
     steps: int,
     checkpoint_every: int,
     at_step: Callable[[int], None] | None = None,
-) -> int:
-    """Train until step ``steps``, resuming from the newest checkpoint; return the journal's length at the end.
+) -> None:
+    """Train until step ``steps``, resuming from the newest checkpoint.
 
     All randomness of ``step_loss`` is a function of (seed, stream, step), so that a resumed training is bit-identical
     to an uninterrupted one on the same machine. ``at_step`` is called before each step, after the checkpoint of that
@@ -125,11 +124,12 @@ def fit(
     ramp = max(options.ramp_share * steps, min(RAMP_STEPS[0], steps // 2))
     schedule = Schedule(steps, int(min(RAMP_STEPS[1], ramp)))
     processes = context.processes
-    start, position = _restore(context, optimiser) if processes.is_main_process else (0, context.journal_start)
+    start, position = _restore(context, optimiser) if processes.is_main_process else (0, 0)
     start = int(processes.broadcast_numbers([start], context.device)[0])
     processes.broadcast([*optimiser.parameters, *optimiser.m, *optimiser.v])
     if start == steps:
-        return position
+        context.journal.finished = position
+        return
     if processes.is_main_process:
         context.journal.truncate(position)
     context.progress(start)
@@ -167,8 +167,7 @@ def fit(
             configure_malloc()
             trimmed = ended
     if processes.is_main_process:
-        _save(context, optimiser, steps, last)
-    return context.journal.position()
+        context.journal.finished = _save(context, optimiser, steps, last)
 
 
 def fit_epochs(
@@ -182,8 +181,8 @@ def fit_epochs(
     batch_size: int,
     epochs: float,
     checkpoint_every: int,
-) -> int:
-    """Train in epochs over ``items`` by :func:`fit`, whose result it returns; every epoch shuffles them.
+) -> None:
+    """Train in epochs over ``items`` by :func:`fit`; every epoch shuffles them.
 
     ``draw`` maps the items of the batch of all processes and the step to its examples; ``loss`` is the mean loss of
     this process's part of these.
@@ -202,7 +201,7 @@ def fit_epochs(
         return weight * mean_loss, metrics
 
     steps = epoch_steps(len(items), batch_size, epochs)
-    return fit(context, groups, options, step_loss, steps=steps, checkpoint_every=checkpoint_every)
+    fit(context, groups, options, step_loss, steps=steps, checkpoint_every=checkpoint_every)
 
 
 def whole_batch(batch: Sequence[T], step: int) -> Sequence[T]:
@@ -218,24 +217,30 @@ def _not_finite(context: TrainingContext, step: int, cause: str, last: str) -> V
     )
 
 
-def _save(context: TrainingContext, optimiser: BertAdamW, step: int, last: str) -> None:
-    """Commit a checkpoint; raise ValueError if a weight overflowed although loss and gradient were finite."""
+def _save(context: TrainingContext, optimiser: BertAdamW, step: int, last: str) -> int:
+    """Commit a checkpoint; return the journal's length.
+
+    Raises:
+        ValueError: a weight overflowed although loss and gradient were finite.
+    """
     configure_malloc()  # a checkpoint takes as much memory as the optimiser
     tensors = {f"p.{name}": p.detach() for name, p in zip(optimiser.names, optimiser.parameters, strict=True)}
     tensors = {name: tensor.cpu().contiguous() for name, tensor in (tensors | optimiser.state()).items()}
     broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if broken:
         raise _not_finite(context, step, f"{broken[0].removeprefix('p.')} has values that are NaN or infinite", last)
-    state = {"step": step, "journal": context.journal.position()}
+    position = context.journal.position()
+    state = {"step": step, "journal": position}
     files = {TENSORS: save_tensors(tensors), STATE: json.dumps(state, sort_keys=True).encode()}
     context.checkpoints.save(step, files)
+    return position
 
 
 def _restore(context: TrainingContext, optimiser: BertAdamW) -> tuple[int, int]:
     """Restore the newest checkpoint. Return (step, journal length)."""
     files = context.checkpoints.restore()
     if files is None:
-        return 0, context.journal_start
+        return 0, context.journal.finished
     tensors, state = load_tensors(files[TENSORS]), json.loads(files[STATE])
     with torch.no_grad():
         for name, parameter in zip(optimiser.names, optimiser.parameters, strict=True):

@@ -18,7 +18,6 @@ from realmops.answering.extractive import ExtractiveQa
 from realmops.answering.openqa import OpenQa
 from realmops.answering.span_answers import SpanAnswers
 from realmops.devices import autocast, to_device
-from realmops.model.extractive_reader import PassageWindow
 from realmops.model.likelihood import marginal_span_loss
 from realmops.options import Finetune, Optimiser, epoch_steps
 from realmops.questions.answer_matching import answer_token_spans, matched_spans
@@ -124,8 +123,7 @@ class ReaderTrainer(ABC):
 
     def train(
         self, context: TrainingContext, examples: Sequence[ReaderExample], options: Finetune, optimiser: Optimiser
-    ) -> int:
-        """Train the reader. Return the journal's length at the end."""
+    ) -> None:
         steps = epoch_steps(len(examples), options.batch_size, options.epochs)
 
         def draw(batch: Sequence[ReaderExample], step: int) -> list[Drawn]:
@@ -140,7 +138,7 @@ class ReaderTrainer(ABC):
             Group("spans", self.head, SPAN_LEARNING_RATE),
             Group("reader", self.base.reader, options.reader_learning_rate),
         ]
-        return fit_epochs(
+        fit_epochs(
             context, groups, optimiser, examples, draw, loss,
             batch_size=options.batch_size, epochs=options.epochs, checkpoint_every=options.checkpoint_every,
         )  # fmt: skip
@@ -266,11 +264,11 @@ def passages_loss(
     ordered = [windows[n] for n in range(len(pairs))]
     with autocast(model.device, model.dtype):
         log_start_NL, log_end_NL = reader.log_probabilities(ordered)
-    targets = [
-        (n, start, end)
-        for n, (window, (_, text, answers), rule) in enumerate(zip(ordered, pairs, rules, strict=True))
-        for start, end in target_positions(window, text, answers, rule, longest)
-    ]
+    targets: list[tuple[int, int, int]] = []
+    for n, (window, (_, text, answers), rule) in enumerate(zip(ordered, pairs, rules, strict=True)):
+        spans = answer_token_spans(text, answers, window.chars(text), rule=rule, max_wordpieces=longest)
+        targets += [(n, window.first + first, window.first + end - 1) for first, end in spans]
+        targets += [(n, null, null) for null in window.null_positions[:1] if not answers]
     n_T, start_T, end_T = to_device(model.device, *torch.tensor(targets, dtype=torch.int64).reshape(-1, 3).T)
     log_p_T = log_start_NL[n_T, start_T] + log_end_NL[n_T, end_T]
     total_N = log_p_T.new_full((len(pairs), len(targets)), -torch.inf)
@@ -281,13 +279,3 @@ def passages_loss(
         return {"span_loss": loss_N.mean().item(), "no_correct_span": 1 - len(loss_N) / len(pairs)}
 
     return loss_N.sum() / max(len(loss_N), 1), DeferredMetrics((loss_N,), metrics)
-
-
-def target_positions(
-    window: PassageWindow, text: str, answers: Sequence[str], rule: str, longest: int
-) -> list[tuple[int, int]]:
-    """Return (start, end) wordpieces of the answers in a sequence, or the null answer if there are no answers."""
-    if not answers:
-        return [(null, null) for null in window.null_positions[:1]]
-    spans = answer_token_spans(text, answers, window.chars(text), rule=rule, max_wordpieces=longest)
-    return [(window.first + first, window.first + end - 1) for first, end in spans]
