@@ -97,19 +97,18 @@ class BestCheckpoint:
     def __init__(self, folder: Path, text: TextFormat) -> None:
         self.folder, self.text = folder, text
 
-    def _all(self) -> list[Path]:
-        """Return the folders, the best one last."""
-        folders = [path.parent for path in self.folder.glob(f"step-*/{FIGURES}")]
-        return sorted(folders, key=lambda path: (_rank_of(artifacts.read_json(path / FIGURES)), -_step_of(path)))
-
-    @property
-    def figures(self) -> dict[str, float]:
-        figures: dict[str, float] = artifacts.read_json(self._all()[-1] / FIGURES)
-        return figures
+    def _folder(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
 
     @property
     def step(self) -> int:
-        return _step_of(self._all()[-1])
+        """Training step of the best checkpoint, the newest one; -1 before the first."""
+        return max((int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*")), default=-1)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        figures: dict[str, float] = artifacts.read_json(self._folder(self.step) / FIGURES)
+        return figures
 
     def offer(self, step: int, figures: Mapping[str, float], retriever: Retriever, reader: Reader) -> None:
         """Save models if they are the first or better than the best so far; NaN and infinity are never better.
@@ -117,44 +116,35 @@ class BestCheckpoint:
         Raises:
             ValueError: a metric of the first models is not finite.
         """
-        existing = self._all()
+        best = self.figures if self.step >= 0 else None
         broken = [f"{name} is {value:g}" for name, value in figures.items() if not math.isfinite(value)]
-        if broken and existing:
+        if broken and best:
             return
         if broken:
             raise ValueError(
                 f"{broken[0]} with the models of step {step}, the initial models of pre-training; a finite number is "
                 "required: train ict again with lower learning rates or run.precision=fp32"
             )
-        start = self.figures[START] if existing else figures.get("hit_at_5", 0.0)
-        worse = existing and (figures.get("hit_at_5", start) < start or _rank_of(figures) <= _rank_of(self.figures))
-        if worse and "hit_at_5" in figures:
-            return
-        folder = self.folder / f"step-{step:08d}"
-        with artifacts.atomic_folder(folder) as stage:
+        if best and "hit_at_5" in figures:  # otherwise the last is the best
+            is_worse = figures["hit_at_5"] < best[START] or figures["held_out_log_p"] <= best["held_out_log_p"]
+            if is_worse:
+                return
+        start = best[START] if best else figures.get("hit_at_5", 0.0)
+        with artifacts.atomic_folder(self._folder(step)) as stage:
             save_models(stage, retriever, reader, self.text)
             artifacts.write_json(stage / FIGURES, {**figures, START: start})
-        for old in existing:
-            if old != folder:
+        for old in self.folder.glob("step-*"):
+            if old != self._folder(step):
                 shutil.rmtree(old)
 
     def models(self) -> tuple[Retriever, Reader]:
-        return load_models(self._all()[-1], self.text.vocabulary_hash)
+        return load_models(self._folder(self.step), self.text.vocabulary_hash)
 
     def describe(self, last: Mapping[str, float]) -> str:
         """Return a log line on why the best checkpoint, not the last one with metrics ``last``, is the result."""
-        figures = self.figures
-        which = "the initial models" if self.step == 0 else f"the models of step {self.step}"
+        best, which = self.figures, f"the models of step {self.step}" if self.step else "the initial models"
         return (
-            f"pretrain: {which} are better than the last and are saved: held-out hit@5 {figures['hit_at_5']:.3f} "
-            f"(last {last['hit_at_5']:.3f}), log p(y|x) {figures['held_out_log_p']:.3f} "
+            f"pretrain: {which} are better than the last and are saved: held-out hit@5 {best['hit_at_5']:.3f} "
+            f"(last {last['hit_at_5']:.3f}), log p(y|x) {best['held_out_log_p']:.3f} "
             f"(last {last['held_out_log_p']:.3f})"
         )
-
-
-def _step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
-
-
-def _rank_of(figures: Mapping[str, float]) -> float:
-    return figures.get("held_out_log_p", 0.0)
