@@ -225,7 +225,7 @@ def run(size: int, parts: Sequence[str], documents: Sequence[Path], width: int) 
             write_repeated(Path(folder) / "documents.jsonl", documents, size)
         else:
             generated.write_documents(Path(folder) / "documents.jsonl", size, 2)
-        settings = {"bert.width": width, "bert.intermediate": 2 * width} | (REAL if documents else {})
+        settings = {"bert.width": width} | (REAL if documents else {})
         (Path(folder) / SETTINGS).write_text(json.dumps(settings))
         for part in parts:
             words = [sys.executable, __file__, "--part", part, folder]

@@ -56,7 +56,7 @@ def main() -> None:
     from realmops.model.build import build_encoder
     from realmops.train.conll import read_conll
     from realmops.train.loop import TrainingContext
-    from realmops.train.tagger import Tagger, predict_words, tag_names, train_tagger
+    from realmops.train.tagger import HIDDEN_SMALL, Tagger, predict_words, tag_names, train_tagger
 
     values = config.load_params(PARAMS, settings=[f"retriever.init={arguments.encoder}", *arguments.settings])
     sections = {name: config.parse_section(name, values[name]) for name in ("bert", "run", "tag", "optimiser")}
@@ -77,7 +77,7 @@ def main() -> None:
     progress = Console().progress("tagger", sections["tag"].steps)
     context = TrainingContext("tag", sections["run"].seed, torch.device("cpu"), dtype, Nothing(), Nothing(), progress)
     start = time.perf_counter()
-    train_tagger(context, tagger, training, tokenizer, sections["tag"], sections["optimiser"])
+    train_tagger(context, tagger, training, tokenizer, sections["tag"], sections["optimiser"], HIDDEN_SMALL)
     print(f"{len(training)} sentences, {sections['tag'].steps} steps, {time.perf_counter() - start:.0f} s\n")
     print("| file | sentences | F1 | PER | LOC | ORG | MISC | sentences/s |\n|---|---|---|---|---|---|---|---|")
     for path in arguments.test:

@@ -32,7 +32,7 @@ def encoder_of(width: int) -> Any:
     from realmops.model.encoder_files import build_small_encoder
     from realmops.options import BertOptions
 
-    shape = {"width": width, "heads": width // 32, "intermediate": 4 * width, "layers": 2}
+    shape = {"width": width, "heads": width // 32, "layers": 2}
     options = BertOptions(**default_options()["bert"] | shape)
     return build_small_encoder(options, VOCABULARY, torch.Generator().manual_seed(0))[0]
 

@@ -24,7 +24,7 @@ from typing import Any
 import against
 from against import Row
 
-SHAPE = {"width": 256, "layers": 4, "heads": 4, "intermediate": 1024}
+SHAPE = {"width": 256, "layers": 4, "heads": 4}
 PARAMS = Path(__file__).parents[1] / "params.yaml"
 
 

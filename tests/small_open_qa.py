@@ -24,7 +24,7 @@ def options(**changes: Any) -> Finetune:
     values: dict[str, Any] = {
         "epochs": 2, "batch_size": 2, "retriever_learning_rate": 1e-2, "reader_learning_rate": 1e-2,
         "retriever_candidates": 8, "reader_candidates": 3, "query_wordpieces": 24, "reader_wordpieces": 60,
-        "answer_wordpieces": 4, "checkpoint_every": 100,
+        "answer_wordpieces": 4,
     }  # fmt: skip
     return section("finetune", **{**values, **changes})
 

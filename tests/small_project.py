@@ -55,26 +55,25 @@ Bergen B-LOC
 """
 # The laptop profile made small; a fixed precision, so that every processor takes the same way.
 SMALL: dict[str, dict[str, Any]] = {
-    "run": {"precision": "fp32", "threads": 1},
-    "bert": {"vocabulary": 150, "width": 16, "layers": 1, "heads": 2, "intermediate": 32},
+    "run": {"precision": "fp32", "threads": 1, "checkpoint_every": 2},
+    "bert": {"vocabulary": 150, "width": 16, "layers": 1, "heads": 2},
     "sample": {"subjects": 60},
     "snapshot": {"documents": "documents.jsonl", "warmup": ""},
     "questions": {split: f"questions.{split}.jsonl" for split in QUESTIONS},
     "tag": {"method": "given", "train": "tagged.conll", "dev": "tagged.conll", "steps": 4},
     "retriever": {"embedding_width": 8},
-    "ict": {"steps": 4, "batch_size": 4, "reader_steps": 4, "reader_batch_size": 4, "checkpoint_every": 3},
+    "ict": {"steps": 4, "batch_size": 4, "reader_steps": 4, "reader_batch_size": 4},
     "pretrain": {
         "steps": 12, "batch_size": 2, "candidates": 3, "retriever_delay": 2, "refresh_every": 4, "lag": 2,
         "shard_rows": 5, "builder_timeout": 120, "masked_sentences": 6,
     },
-    "finetune": {"epochs": 2, "batch_size": 2, "retriever_candidates": 8, "checkpoint_every": 2},
+    "finetune": {"epochs": 2, "batch_size": 2, "retriever_candidates": 8},
     "tracking": {"enabled": False},
 }  # fmt: skip
 # Lengths for an encoder of 64 positions.
 SHORT: dict[str, dict[str, Any]] = {
     "bert": {"positions": 64},
-    "ict": {"reader_wordpieces": 64},
-    "pretrain": {"query_wordpieces": 64, "reader_wordpieces": 64},
+    "pretrain": {"reader_wordpieces": 64},
     "finetune": {"query_wordpieces": 32, "reader_wordpieces": 64},
 }
 Values = dict[str, dict[str, Any]]

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Barrier
@@ -139,14 +140,17 @@ def tiny_models(
     dropout: float = 0.0,
     seed: int = 0,
     copying: Mapping[str, bool] = MappingProxyType({}),
+    share_embedders: bool = True,
     **changes: Any,
 ) -> tuple[Retriever, Reader]:
     """Two layers of width 16, with weights so large that documents make a difference; the reader is the paper's."""
-    shape: BertOptions = section("bert", width=16, layers=2, heads=2, intermediate=32, positions=64, dropout=dropout)
+    shape: BertOptions = section("bert", width=16, layers=2, heads=2, positions=64, dropout=dropout)
     options: RetrieverOptions = section("retriever", **{"embedding_width": 8, **changes})
     reading: ReaderOptions = section("reader", **{**PAPERS_READER, **copying})
     vocabulary = world.snapshot.tokenizer.get_vocab_size()
     retriever, reader = build_models(shape, options, reading, vocabulary, seed)
+    if not share_embedders:
+        retriever = Retriever(retriever.query, deepcopy(retriever.query), options.document_vectors)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in (retriever, reader):

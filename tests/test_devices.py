@@ -28,7 +28,7 @@ CPU, FP32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
 
 
 def encoder() -> Encoder:
-    options = section("bert", width=64, layers=2, heads=4, intermediate=40, positions=16, dropout=0.0)
+    options = section("bert", width=64, layers=2, heads=4, positions=16, dropout=0.0)
     return build_small_encoder(options, 60, torch.Generator().manual_seed(0))[0].eval()
 
 

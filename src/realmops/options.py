@@ -62,6 +62,9 @@ class RunOptions(Section, name="run"):
         "CPU threads of a trainer and of a builder; auto: OMP_NUM_THREADS, or the CPUs of the process (8 at most; "
         "1 for narrow encoders without AMX); the number affects rounding, a resumed stage keeps its own",
     )
+    checkpoint_every: Size = option(
+        100, "steps between checkpoints, from which a killed stage resumes; pretrain has one at each index refresh"
+    )
 
 
 class BertOptions(Section, name="bert"):
@@ -71,7 +74,6 @@ class BertOptions(Section, name="bert"):
     width: Size = option(128, "for small", paper="768")
     layers: Size = option(2, "for small", paper="12")
     heads: Size = option(4, "for small", paper="12")
-    intermediate: Size = option(512, "for small", paper="3072")
     positions: Size = option(512, "for small", paper="512")
     dropout: Share = option(
         0.0, "for any encoder; takes a third of a step on a CPU; see also finetune.reader_dropout", paper="0.1"
@@ -122,15 +124,13 @@ class Tag(Section, name="tag"):
 
     method: Literal["tagger", "phrases", "given", "dates"] = option(
         "tagger",
-        "tagger (trained by the stage), phrases (names by capitals or recurrence, and numbers), dates, or given "
-        "(spans in the documents)",
+        "tagger (trained by the stage) or phrases (names by capitals or recurrence, and numbers), both with dates, "
+        "dates alone, or given (spans in the documents)",
     )
     train: str = option("data/sample/ner.train.conll", "CoNLL format: token in the first column, tag in the last")
     dev: str = option("data/sample/ner.dev.conll", "sentences for evaluating the tagger (seqeval's F1)")
-    dates: bool = option(True, "also dates, by regular expression", paper="true")
     steps: Count = option(300, "training steps of the tagger")
     learning_rate: PositiveAmount = option(0.0005, "BERT for fine-tuning: 5e-5")
-    hidden: Share = option(0.3, "fraction of wordpieces masked in training, against memorising names")
 
 
 class RetrieverOptions(Section, name="retriever"):
@@ -166,7 +166,6 @@ class RetrieverOptions(Section, name="retriever"):
     document_vectors: Size = option(
         1, "vectors per passage, scored by the nearest (the index grows in proportion); needs pooling: mean", paper="1"
     )
-    share_embedders: bool = option(True, "one tower for queries and documents", paper="not specified, release: true")
     hybrid: bool = option(False, "f(x, z) combines BM25 and embeddings, with fitted weights", paper="false")
 
     @model_validator(mode="after")
@@ -271,10 +270,7 @@ class IndexOptions(Section, name="index"):
 class Ict(Section, name="ict"):
     """Warm start of the retriever (inverse cloze task) and the reader (masked words)."""
 
-    task: Literal["cloze", "crop"] = option(
-        "cloze", "cloze (the query is a sentence) or crop (several spans of 4 to 16 words)", paper="cloze"
-    )
-    crops: Size = option(3, "for task: crop; number per passage")
+    crops: Count = option(0, "queries per passage, each a span of 4 to 16 words; 0: one query, a sentence", paper="0")
     steps: Count = option(60, "maximum training steps of the retriever", paper="100000")
     epochs: Amount = option(
         10, "limits steps and reader_steps to this number of epochs over the passages; 0: no limit", paper="31"
@@ -288,8 +284,6 @@ class Ict(Section, name="ict"):
     )
     reader_batch_size: Size = option(32, "pairs of sentence and passage")
     reader_learning_rate: PositiveAmount = option(0.0005, "BERT: 1e-4")
-    reader_wordpieces: Size = option(128, "of x and the text of z together", paper="512")
-    checkpoint_every: Size = option(100, "steps; a killed stage resumes from the last one")
 
 
 class Pretrain(Section, name="pretrain"):
@@ -300,9 +294,9 @@ class Pretrain(Section, name="pretrain"):
     candidates: Size = option(8, "candidate passages per sentence, including the null document", paper="8")
     retriever_learning_rate: PositiveAmount = option(0.0002, paper="3e-5")
     reader_learning_rate: PositiveAmount = option(0.0005, paper="3e-5")
+    query_wordpieces: ClassVar[int] = 96  # as in the paper
     retriever_delay: Count = option(50, "initial steps that train only the reader", paper="0")
-    query_wordpieces: Size = option(96, paper="96")
-    reader_wordpieces: Size = option(128, "of x and the text of z together", paper="384")
+    reader_wordpieces: Size = option(128, "of x and the text of z together, also in ict", paper="384")
     examples: Literal["corpus", "warmup"] = option(
         "corpus", "source of the masked sentences: corpus or warmup", paper="both"
     )
@@ -325,8 +319,6 @@ class Pretrain(Section, name="pretrain"):
     query_encoder: Literal["snapshot", "fresh"] = option(
         "snapshot", "weights that embed x for the search: snapshot (those of the index) or fresh; release: snapshot"
     )
-    max_staleness_steps: Size = option(5000, "maximum age of the index in steps; beyond it on_stale applies")
-    on_stale: Literal["wait", "warn", "continue"] = option("wait", "action for an older index: wait, warn or continue")
     builder: Literal["child", "external"] = option("child", "child (the stage starts the index builder) or external")
     builder_timeout: PositiveAmount = option(900, "timeout in seconds for an index")
     exchange: str = option("auto", "folder shared with the builder; auto: in the work folder of the stage")
@@ -395,7 +387,6 @@ class Finetune(Section, name="finetune"):
     wanted_precision: Share = option(
         0.8, "abstain below the confidence that reaches this precision on dev questions of people", paper="not used"
     )
-    checkpoint_every: Size = option(100, "steps")
 
     @property
     def reads_passages(self) -> bool:
@@ -418,7 +409,6 @@ class ClosedBookOptions(Section, name="closed_book"):
     init: str = option("small", "small (from scratch, with the reader's shape), a folder, or a name on the hub")
     steps: Count = option(600, "steps of span corruption over the passages, for small; T5: 2^19")
     epochs: Amount = option(20, "over the training questions")
-    checkpoint_every: Size = option(100, "steps")
 
 
 class Optimiser(Section, name="optimiser"):
@@ -470,7 +460,7 @@ class Options(BaseModel):
         """Check the constraints between sections."""
         bert, limits = self.bert, ("block_wordpieces", "query_wordpieces", "reader_wordpieces")
         for (section, options), key in product(self, limits):
-            if (length := getattr(options, key, 0)) > bert.positions:
+            if key in type(options).model_fields and (length := getattr(options, key)) > bert.positions:
                 raise ValueError(
                     f"{section}.{key} is {length}, above the encoder's bert.positions={bert.positions}; lower "
                     f"{section}.{key} or raise bert.positions"

@@ -40,7 +40,7 @@ def few_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def options(**changes: Any) -> Finetune:
     values: dict[str, Any] = {"epochs": 30, "batch_size": 2, "reader_learning_rate": 5e-3, "reader_wordpieces": 60}
-    return section("finetune", **{**values, "query_wordpieces": 24, "checkpoint_every": 20, **changes})
+    return section("finetune", **{**values, "query_wordpieces": 24, **changes})
 
 
 def retriever(world: World, **changes: Any) -> PathRetriever:
@@ -106,9 +106,9 @@ def test_a_saved_retriever_ranks_the_same_and_pads(world: World, tmp_path: Path)
 
 def test_killed_and_resumed_it_ends_with_the_same_bits(world: World) -> None:
     def trained(**surroundings: Any) -> torch.nn.Module:
-        model = retriever(world, epochs=6, checkpoint_every=2)
+        model = retriever(world, epochs=6)
         examples = [example for q in (DIRECT, TWO_STEPS) if (example := model.training_example(q))]
-        train_paths(tiny_context(**surroundings), model, examples, model.options, tiny_optimiser())
+        train_paths(tiny_context(**surroundings, checkpoint_every=2), model, examples, model.options, tiny_optimiser())
         return model.scorer
 
     uninterrupted = MemoryJournal()

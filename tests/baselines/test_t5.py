@@ -46,7 +46,7 @@ MARKS = np.array([900, 901, 902, 903])
 
 
 def options(**changes: Any) -> ClosedBookOptions:
-    return ClosedBookOptions(**{"init": "small", "steps": 7, "epochs": 60, "checkpoint_every": 100, **changes})
+    return ClosedBookOptions(**{"init": "small", "steps": 7, "epochs": 60, **changes})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -242,9 +242,9 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(
     monkeypatch.setattr(t5, "BATCH_SIZE", 3)
 
     def process(**surroundings: Any) -> ClosedBook:
-        chosen, model = options(init=init, epochs=3, checkpoint_every=2), build(world.snapshot, init=init)
+        chosen, model = options(init=init, epochs=3), build(world.snapshot, init=init)
         train, text = (pretrain, world.snapshot) if training == "pretrain" else (finetune, ASKED)
-        train(tiny_context(**surroundings), model, text, chosen, tiny_optimiser())  # type: ignore[operator]
+        train(tiny_context(**surroundings, checkpoint_every=2), model, text, chosen, tiny_optimiser())  # type: ignore[operator]
         return model
 
     start, whole, journal = build(world.snapshot, init=init), MemoryCheckpoints(), MemoryJournal()

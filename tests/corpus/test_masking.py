@@ -163,7 +163,7 @@ def test_spans_of_most_passages_do_not_recur(tmp_path: Path, monkeypatch: pytest
 
 
 def test_recurring_spans_alone_are_drawn_and_masked(world: World, tmp_path: Path) -> None:
-    options = section("pretrain", masking="recurring", query_wordpieces=40, reader_wordpieces=60)
+    options = section("pretrain", masking="recurring", reader_wordpieces=60)
     examples = Examples(world.snapshot, world.spans, options)
     rng = np.random.default_rng(0)
     drawn = [examples.draw(rng) for _ in range(2000)]

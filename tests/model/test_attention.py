@@ -97,7 +97,7 @@ def test_a_packed_batch_is_its_sequences_one_by_one(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gradient_checkpointing_keeps_little_and_gives_the_same_bits(dtype: torch.dtype) -> None:
-    options = section("bert", width=24, layers=3, heads=4, intermediate=40, positions=16, dropout=0.2)
+    options = section("bert", width=24, layers=3, heads=4, positions=16, dropout=0.2)
     bert = build_small_encoder(options, 60, torch.Generator().manual_seed(0))[0].train()
 
     def kept_and_gradients() -> tuple[int, list[Tensor]]:

@@ -110,7 +110,7 @@ def models(world: World, folder: Path, **copying: bool) -> tuple[Retriever, Read
     vocabulary = len(world.snapshot.vocabulary)
     made = build_models(
         shape,
-        section("retriever", init=str(folder), embedding_width=8, share_embedders=False),
+        section("retriever", init=str(folder), embedding_width=8),
         section("reader", **{**PAPERS_READER, **copying}),
         vocabulary,
         0,
@@ -120,7 +120,7 @@ def models(world: World, folder: Path, **copying: bool) -> tuple[Retriever, Read
 
 
 def options() -> Pretrain:
-    lengths = {"query_wordpieces": 40, "reader_wordpieces": 60, "candidates": 4, "batch_size": 4, "steps": 4}
+    lengths = {"reader_wordpieces": 60, "candidates": 4, "batch_size": 4, "steps": 4}
     rates = {"retriever_learning_rate": 1e-2, "reader_learning_rate": 1e-2, "retriever_delay": 0}
     rest = {"masking": "salient", "null_document": True, "gradient_checkpointing": True}
     found: Pretrain = section("pretrain", **{**lengths, **rates, **rest})

@@ -44,7 +44,7 @@ CASED = [*SPECIAL_TOKENS, "Oslo", "oslo", "Z", "##ü", "##rich", "z", "##u", "a"
 def write_encoder(folder: Path, pieces: list[str] | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     pieces = pieces or [*SPECIAL_TOKENS, *(f"w{n}" for n in range(35))]
-    options = section("bert", width=8, layers=1, heads=2, intermediate=16, positions=512, dropout=0.0)
+    options = section("bert", width=8, layers=1, heads=2, positions=512, dropout=0.0)
     save_encoder(folder, *build_small_encoder(options, len(pieces), torch.Generator().manual_seed(0)))
     (folder / "vocab.txt").write_bytes(vocabulary_bytes(pieces))
     return folder
@@ -53,7 +53,7 @@ def write_encoder(folder: Path, pieces: list[str] | None = None) -> Path:
 def test_threads_that_build_at_once_initialise_and_leave_torch_as_it_was(tmp_path: Path) -> None:
     """transformers replaces torch's functions while it builds a model, and puts back what it found."""
     folder, functions = write_encoder(tmp_path / "encoder"), dict(vars(torch.nn.init))
-    options = section("bert", width=8, layers=1, heads=2, intermediate=16, positions=64, dropout=0.0)
+    options = section("bert", width=8, layers=1, heads=2, positions=64, dropout=0.0)
 
     def build() -> Any:
         return build_small_encoder(options, 40, torch.Generator().manual_seed(0))[0]

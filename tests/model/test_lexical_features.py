@@ -243,8 +243,8 @@ def test_it_is_handed_on_with_what_it_knows(world: World, tmp_path: Path) -> Non
 @pytest.mark.parametrize("comparing", [True, False])
 def test_masked_word_training_changes_the_vectors(world: World, comparing: bool) -> None:
     reader = readers(world)[comparing]
-    options = section("ict", reader_steps=3, reader_batch_size=4, reader_wordpieces=64)
-    train_reader(tiny_context(), reader, world.snapshot, world.spans, options, tiny_optimiser())
+    options = section("ict", reader_steps=3, reader_batch_size=4)
+    train_reader(tiny_context(), reader, world.snapshot, world.spans, options, tiny_optimiser(), 64)
     assert (reader.matches is not None) is comparing
     assert reader.matches is None or bool(reader.matches.vectors.weight.any())
 
@@ -254,7 +254,7 @@ def test_pretraining_reads_as_fine_tuning_does(world: World) -> None:
     retriever = tiny_models(world)[0]
     reader = readers(world)[1].eval()
     torch.nn.init.normal_(reader.matches.vectors.weight)
-    options = section("pretrain", query_wordpieces=30, reader_wordpieces=60)
+    options = section("pretrain", reader_wordpieces=60)
     masked = Examples(world.snapshot, world.spans, options).example(0, np.random.default_rng(0))
     realm = Realm(retriever, reader, world.snapshot, options, torch.float32)
     found = [4, 1]

@@ -36,7 +36,7 @@ def test_few_numbers_of_rows_in_bf16() -> None:
 
 def test_rows_that_are_added_in_bf16_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    options = section("bert", width=24, layers=2, heads=4, intermediate=40, positions=16, dropout=0.0)
+    options = section("bert", width=24, layers=2, heads=4, positions=16, dropout=0.0)
     bert, _ = build_small_encoder(options, 60, torch.Generator().manual_seed(0))
     spans = SpanHead(24, 8)
     parameters = [p for p in (*bert.parameters(), *spans.parameters()) if p.requires_grad]

@@ -47,7 +47,7 @@ def models(world: World, copying: dict[str, bool], **changes: Any) -> tuple[Retr
 
 
 def options(**changes: Any) -> Pretrain:
-    lengths = {"query_wordpieces": 40, "reader_wordpieces": LIMIT, "candidates": 4, "batch_size": 4}
+    lengths = {"reader_wordpieces": LIMIT, "candidates": 4, "batch_size": 4}
     rest = {"masking": "salient", "marginal": "joint", "null_document": True, "retriever_delay": 0}
     return section("pretrain", **{**lengths, **rest, **changes})
 
@@ -239,7 +239,7 @@ def test_x_fits_the_reader_too(tmp_path: Path) -> None:
     """With less room for the reader than for the query the masked rows must still be in the reader's sequence."""
     text = f"Anna {'in it ' * 10}was Oslo then."
     world = build_world(tmp_path, (("Long", text, ("Oslo",)), ("Short", "It is in Oslo.", ("Oslo",))), 100)
-    changes = {"query_wordpieces": 40, "reader_wordpieces": 16, "candidates": 2}
+    changes = {"reader_wordpieces": 16, "candidates": 2}
     chosen, found = options(**changes), example(world, 0, 0, **changes)
     assert len(found.x) <= 13
     retriever, reader = models(world, {})
@@ -375,10 +375,10 @@ def test_the_reader_learns_to_copy(world: World, copying: dict[str, bool], monke
     """Thirty steps: the loss falls, and every part of the copy head has moved."""
     monkeypatch.undo()
     torch.set_default_dtype(torch.float32)
-    chosen = section("ict", reader_steps=30, reader_batch_size=8, reader_learning_rate=3e-3, reader_wordpieces=64)
+    chosen = section("ict", reader_steps=30, reader_batch_size=8, reader_learning_rate=3e-3)
     _, reader = tiny_models(world, copying=copying)
     start, journal = {name: p.detach().clone() for name, p in reader.copy.named_parameters()}, MemoryJournal()
-    train_reader(tiny_context(journal=journal), reader, world.snapshot, world.spans, chosen, tiny_optimiser())
+    train_reader(tiny_context(journal=journal), reader, world.snapshot, world.spans, chosen, tiny_optimiser(), 64)
     loss = journal.values("loss")
     assert np.mean(loss[-5:]) < 0.9 * np.mean(loss[:5])
     assert len(start) == 4
@@ -397,12 +397,13 @@ def test_the_warm_start_masks_the_same_for_every_reader(world: World, monkeypatc
             return usual(reader, masked, documents)
 
         monkeypatch.setattr(kind, "log_masked_pairs", spy)
-    chosen = section("ict", reader_steps=1, reader_batch_size=6, reader_wordpieces=LIMIT)
+    chosen = section("ict", reader_steps=1, reader_batch_size=6)
     for copying in (TOGETHER, APART):
         _, reader = models(world, copying)
         journal = MemoryJournal()
         start = {name: p.detach().clone() for name, p in reader.named_parameters()}
-        train_reader(tiny_context(journal=journal), reader, world.snapshot, world.spans, chosen, tiny_optimiser())
+        context = tiny_context(journal=journal)
+        train_reader(context, reader, world.snapshot, world.spans, chosen, tiny_optimiser(), LIMIT)
         with torch.no_grad():
             for name, parameter in reader.named_parameters():
                 parameter.copy_(start[name])

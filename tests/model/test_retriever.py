@@ -22,7 +22,7 @@ from realmops.model.sequences import join_document
 from realmops.search.embed import document_sequences, embed, embed_documents
 
 FP32 = torch.float32
-SHAPE = {"layers": 2, "heads": 2, "intermediate": 32, "positions": 64, "dropout": 0.0}
+SHAPE = {"layers": 2, "heads": 2, "positions": 64, "dropout": 0.0}
 
 
 def batch(world: World, rows: Sequence[int] = range(5)) -> PackedBatch:
@@ -124,7 +124,7 @@ def test_the_vector_that_is_nearest_to_the_query_counts(world: World) -> None:
 
 
 def test_the_vector_of_cls_is_one_alone() -> None:
-    shape = section("bert", width=16, layers=1, heads=2, intermediate=32, positions=64)
+    shape = section("bert", width=16, layers=1, heads=2, positions=64)
     with pytest.raises(ValueError, match=r"document_vectors is 2, and retriever.pooling=auto gives one .*pooling=mean"):
         build_models(shape, section("retriever", document_vectors=2), section("reader"), 150, 0)
 
@@ -283,15 +283,6 @@ def test_every_parameter_of_every_form_gets_a_gradient(world: World, form: dict[
         assert parameter.grad.any(), name
 
 
-def test_the_towers_start_equal_in_every_form() -> None:
-    for form in ALL_FORMS:
-        options = section("retriever", **{"embedding_width": 8, **form, "share_embedders": False})
-        shape = section("bert", width=16, layers=1, heads=2, intermediate=32, positions=64)
-        retriever, _ = build_models(shape, options, section("reader"), 150, 0)
-        for name, tensor in retriever.query.state_dict().items():
-            assert torch.equal(tensor, retriever.document.state_dict()[name]), (form, name)
-
-
 def test_a_null_document_has_an_embedding_in_every_form(world: World) -> None:
     nothing = np.zeros(0, dtype=np.int64)
     tokens, segments = join_document(nothing, nothing, world.special, 48)
@@ -309,13 +300,13 @@ def test_a_null_document_has_an_embedding_in_every_form(world: World) -> None:
     ],
 )
 def test_a_width_that_a_tower_cannot_have_is_refused(form: dict[str, Any], message: str) -> None:
-    shape = section("bert", width=16, layers=1, heads=2, intermediate=32, positions=64)
+    shape = section("bert", width=16, layers=1, heads=2, positions=64)
     with pytest.raises(ValueError, match=message):
         build_models(shape, section("retriever", **form), section("reader"), 150, 0)
 
 
 def test_width_0_is_the_encoders_own() -> None:
-    shape = section("bert", width=16, layers=1, heads=2, intermediate=32, positions=64)
+    shape = section("bert", width=16, layers=1, heads=2, positions=64)
     retriever, _ = build_models(shape, section("retriever", embedding_width=0), section("reader"), 150, 0)
     assert retriever.query.width == 16
     assert isinstance(retriever.query, Embedder)

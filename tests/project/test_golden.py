@@ -43,13 +43,13 @@ SNAPSHOT = {
     "documents": "data/sample/corpus.jsonl.gz", "warmup": "", "block_wordpieces": 48,
     "wikipedia_titles": False, "workers": 1,
 }  # fmt: skip
-BERT = {"vocabulary": 600, "width": 8, "layers": 1, "heads": 1, "intermediate": 8, "positions": 128}
+BERT = {"vocabulary": 600, "width": 8, "layers": 1, "heads": 1, "positions": 128}
 ICT = {
     "steps": STEPS, "batch_size": 6, "removal": 0.9, "neighbours": 2, "reader_steps": STEPS,
-    "reader_batch_size": 6, "reader_wordpieces": 96,
+    "reader_batch_size": 6,
 }  # fmt: skip
 PRETRAIN = {
-    "steps": STEPS, "batch_size": 6, "candidates": 3, "query_wordpieces": 64, "reader_wordpieces": 96,
+    "steps": STEPS, "batch_size": 6, "candidates": 3, "reader_wordpieces": 96,
     "marginal": "joint", "null_document": True, "exclude_trivial": True,
     "query_encoder": "snapshot",
 }  # fmt: skip
@@ -117,7 +117,8 @@ def first_batches(snapshot: Snapshot, spans: Spans) -> dict[str, Any]:
             if name == "ict":
                 inverse_cloze.train_retriever(context, retriever, snapshot, section("ict", **ICT), tiny_optimiser())
             else:
-                inverse_cloze.train_reader(context, reader, snapshot, spans, section("ict", **ICT), tiny_optimiser())
+                options = section("ict", **ICT)
+                inverse_cloze.train_reader(context, reader, snapshot, spans, options, tiny_optimiser(), 96)
         found[name] = seen.summary()
     seen = Seen(snapshot)
     embedding = torch.zeros(len(snapshot), 4)
@@ -167,7 +168,7 @@ def masks(snapshot: Snapshot, spans: Spans) -> dict[str, Any]:
 
 def make(folder: Path) -> dict[str, Any]:
     """All that is held fast, made in a folder."""
-    values = toy_values(sample=SAMPLE, snapshot=SNAPSHOT, bert=BERT, tag={"method": "dates", "dates": True})
+    values = toy_values(sample=SAMPLE, snapshot=SNAPSHOT, bert=BERT, tag={"method": "dates"})
     write_params(folder / "params.yaml", values)
     with mock.patch("realmops.stages.sample.write_sample", partial(write_sample, warmup_worlds=1)):
         stage("sample", values, folder, folder)

@@ -234,20 +234,6 @@ def test_i2_as_soon_as_ready_adopts_the_newest_once_and_waits_if_it_is_too_stale
     assert messages == []
 
 
-@pytest.mark.parametrize(("on_stale", "warned"), [("warn", True), ("continue", False)])
-def test_a_stale_index_is_used_with_or_without_a_warning(
-    on_stale: Any, warned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    files = MemoryFiles()
-    trainer = open_trainer(files, RefreshPolicy("as_soon_as_ready", max_staleness_steps=3, on_stale=on_stale))
-    trainer.publish_weights(0, PARAMS, {})
-    build(files)
-    trainer.newest_index(0)
-    trainer.publish_weights(2, PARAMS, {})
-    assert trainer.newest_index(4) is None
-    assert ("the index is 4 steps old" in caplog.text) == warned
-
-
 # An exchange that was removed or replaced
 
 

@@ -50,7 +50,7 @@ def settings(folder: Path, log: Callable[[str], None] = print) -> ShardSettings:
 
 def random_tagger(world: World) -> Tagger:
     """A tagger that has learned nothing and tags every other word."""
-    options = section("bert", width=16, layers=1, heads=2, intermediate=32)
+    options = section("bert", width=16, layers=1, heads=2)
     bert, _ = build_encoder("small", options, world.snapshot.tokenizer.get_vocab_size(), 0)
     tagger = Tagger(bert, ["O", "B-NAME", "I-NAME"])
     with torch.no_grad():
@@ -117,7 +117,7 @@ def test_embeddings_in_shards_equal_those_of_the_whole_corpus(world: World, tmp_
 
 def test_spans_in_shards_are_dates_and_the_entities_of_the_tagger_between_them(world: World, tmp_path: Path) -> None:
     tagger = random_tagger(world)
-    files = tagger_files(tagger, section("tag"))
+    files = tagger_files(tagger)
     parts = compute_in_shards(settings(tmp_path), "tagging", make_span_finder, world.snapshot, files)
     entities = find_entities(tagger, world.snapshot, range(12), FP32)
     for passage, spans in enumerate(spans for part in parts for spans in read_spans(part)):
@@ -136,7 +136,7 @@ def test_six_processes_compute_the_bytes_of_one_and_a_killed_helper_loses_one_sh
     monkeypatch.setattr(shards, "SHARD_ROWS", 1)
     model = {
         "embedding": lambda: retriever_files(tiny_models(world)[0], world.text),
-        "tagging": lambda: tagger_files(random_tagger(world), section("tag")),
+        "tagging": lambda: tagger_files(random_tagger(world)),
     }[name]()
     log, killed, done = tmp_path / "log", tmp_path / "killed", tmp_path / "done"
     alone = list(compute_in_shards(settings(tmp_path / "alone"), name, WORKS[name], world.snapshot, model))

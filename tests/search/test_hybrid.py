@@ -235,7 +235,7 @@ def test_pre_training_retrieves_by_words_too(world: World, bm25: Bm25) -> None:
     embedding_PE[:, 0] = torch.arange(12, 0, -1)
     query_BE = torch.zeros(1, 8)
     query_BE[0, 0] = 1.0
-    examples = Examples(world.snapshot, world.spans, section("pretrain", query_wordpieces=40, reader_wordpieces=60))
+    examples = Examples(world.snapshot, world.spans, section("pretrain", reader_wordpieces=60))
     masked = examples.example(int(world.spans.offsets[9]), np.random.default_rng(0))  # "Jon Vik built it in 1950."
     assert masked.visible_text.split() == ["built", "it", "in", "1950."]
     for mixture, first in ((DENSE_ONLY, [0, 1, 2]), (FusionWeights(0.001, 8.0), [8])):

@@ -10,7 +10,7 @@ from small_project import Quiet, model_tensors, stage, write_project
 
 from realmops.stages import Job, ict
 
-CROPS = {"task": "crop", "crops": 2, "steps": 20, "epochs": 0, "batch_size": 8, "reader_steps": 0, "removal": 0.0}
+CROPS = {"crops": 2, "steps": 20, "epochs": 0, "batch_size": 8, "reader_steps": 0, "removal": 0.0}
 
 
 def job_of(found: list[float], monkeypatch: pytest.MonkeyPatch, *, kept: bool = False) -> tuple[Job, Quiet]:

@@ -370,9 +370,9 @@ def test_the_alarm_of_a_collapsed_retriever_is_heard(
 @pytest.mark.parametrize(
     "change",
     [
-        {"share_embedders": False, "head": "paper"},
+        {"head": "paper"},
         {"head": "release"},
-        {"tower": "bag", "head": "cosine", "share_embedders": False},
+        {"tower": "bag", "head": "cosine"},
         {"projection": "pca", "pooling": "mean", "head": "cosine"},
         {"projection": "identity", "embedding_width": 16, "head": "cosine"},
     ],
@@ -502,7 +502,7 @@ def test_every_retriever_of_a_hybrid_is_measured_by_embeddings_and_with_words(pr
 
 def test_a_closed_book_answers_and_reads_nothing(project: Path, warm: Path, tmp_path: Path) -> None:
     root = copy_of(warm, tmp_path, "data", "models")
-    book = {"steps": 3, "epochs": 2, "checkpoint_every": 2}
+    book = {"steps": 3, "epochs": 2}
     values = toy_values(finetune={"reader": "t5"}, closed_book=book)
     tuned = stage("finetune", values, project, root)
     assert tuned["questions"] == len(small_project.QUESTIONS["train"])

@@ -141,7 +141,7 @@ def test_a_training_that_loses_the_server_loses_no_point(
     for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.address)
-    ict = {"steps": 60, "checkpoint_every": 10}
+    ict = {"steps": 60}
     params = small_project.write_project(tmp_path, ict=ict, tracking={"enabled": True})
     for name in ("snapshot", "tag"):
         small_project.stage(name, read_yaml(params), tmp_path, tmp_path)

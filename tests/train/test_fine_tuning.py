@@ -116,7 +116,7 @@ def test_a_ranker_determines_the_passages_and_the_retriever_does_not_learn(world
 
 def test_the_query_tower_alone_learns_from_judged_questions(world: World) -> None:
     """The softmax of the relevant passages among the best of the whole index, by hand."""
-    model, [first, second, *_] = open_qa(world), dict.fromkeys(world.snapshot.column("document_id"))
+    model, [first, _, _, second, *_] = open_qa(world), dict.fromkeys(world.snapshot.column("document_id"))
     questions = [Question("a", "Where was the poet born?", (), relevant=((second, 1), (first, 0)))]
     questions.append(Question("b", "Who?", (), relevant=(("of another corpus", 1),)))
     chosen = options(retriever_epochs=15, retriever_batch_size=2, retriever_candidates=11)

@@ -75,18 +75,18 @@ def embeddings(world: World, retriever: Retriever) -> PassageIndex:
     return index_of(world, retriever).passages
 
 
-def inverse_cloze(world: World, task: str = "cloze", **model: Any) -> None:
+def inverse_cloze(world: World, crops: int = 0, **model: Any) -> None:
     retriever, _ = tiny_models(world, **model)
     randomise(retriever)
-    chosen = section("ict", task=task, batch_size=8, neighbours=2, removal=0.5)
+    chosen = section("ict", crops=crops, batch_size=8, neighbours=2, removal=0.5)
     ict.train_retriever(tiny_context(), retriever, world.snapshot, chosen, tiny_optimiser())
 
 
 def masked_words(world: World, **model: Any) -> None:
     _, reader = tiny_models(world, **model)
     randomise(reader)
-    chosen = section("ict", reader_batch_size=8, reader_wordpieces=60)
-    ict.train_reader(tiny_context(), reader, world.snapshot, world.spans, chosen, tiny_optimiser())
+    chosen = section("ict", reader_batch_size=8)
+    ict.train_reader(tiny_context(), reader, world.snapshot, world.spans, chosen, tiny_optimiser(), 60)
 
 
 def realm(
@@ -95,7 +95,7 @@ def realm(
     retriever, reader = tiny_models(world, **model)
     randomise(retriever, reader)
     changes = {"batch_size": 4, "candidates": 4, "retriever_delay": 0, "masking": "salient", "crop_weight": crop_weight}
-    chosen = section("pretrain", **changes, marginal=marginal, null_document=True, **LENGTHS)
+    chosen = section("pretrain", **changes, marginal=marginal, null_document=True, reader_wordpieces=60)
     examples = Examples(world.snapshot, world.spans, chosen)
     if hybrid:
         retriever.mixture = DEFAULT_FUSION_WEIGHTS
@@ -162,11 +162,11 @@ def published(world: World, *, family: str = "bert", share: float = 0.0, freeze_
 
 
 def tags(world: World) -> None:
-    options = section("bert", width=16, layers=2, heads=2, intermediate=32, positions=64)
+    options = section("bert", width=16, layers=2, heads=2, positions=64)
     bert, _ = build_encoder("small", options, world.snapshot.tokenizer.get_vocab_size(), 0)
     model = Tagger(bert, tag_names(TAGGED))
     randomise(model)
-    train_tagger(tiny_context(), model, TAGGED, world.snapshot.tokenizer, section("tag"), tiny_optimiser())
+    train_tagger(tiny_context(), model, TAGGED, world.snapshot.tokenizer, section("tag"), tiny_optimiser(), 0.3)
 
 
 def paths(world: World) -> None:
@@ -180,7 +180,7 @@ def paths(world: World) -> None:
 
 
 def t5(world: World, train: Callable[..., int]) -> None:
-    chosen = ClosedBookOptions(init="small", steps=1, epochs=1, checkpoint_every=1)
+    chosen = ClosedBookOptions(init="small", steps=1, epochs=1)
     shape = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     model = ClosedBook.build(chosen, world.snapshot, shape, 0)
     randomise(model.net)
@@ -198,10 +198,10 @@ TOWERS = {
 }
 TRAININGS: dict[str, tuple[ModuleType, Callable[..., None], dict[str, Any]]] = {
     **{f"ict: {name}": (ict, inverse_cloze, towers) for name, towers in TOWERS.items()},
-    "ict: crops": (ict, inverse_cloze, {"task": "crop", "head": "cosine"}),
-    "ict: bag": (ict, inverse_cloze, {"task": "crop", **BAG}),
-    "ict: bags": (ict, inverse_cloze, {"task": "crop", **BAG, "share_embedders": False}),
-    "ict: vectors": (ict, inverse_cloze, {"task": "crop", **VECTORS}),
+    "ict: crops": (ict, inverse_cloze, {"crops": 3, "head": "cosine"}),
+    "ict: bag": (ict, inverse_cloze, {"crops": 3, **BAG}),
+    "ict: bags": (ict, inverse_cloze, {"crops": 3, **BAG, "share_embedders": False}),
+    "ict: vectors": (ict, inverse_cloze, {"crops": 3, **VECTORS}),
     "ict: reader": (ict, masked_words, {}),
     "ict: reader that copies": (ict, masked_words, {"copying": COPIES}),
     "ict: reader apart": (ict, masked_words, {"copying": APART}),

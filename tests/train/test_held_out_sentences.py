@@ -119,7 +119,7 @@ def test_without_held_out_sentences_the_last_checkpoint_is_the_best(offered: tup
 
 def test_no_span_of_a_held_out_sentence_is_drawn(world: World) -> None:
     """Rows 0 and 6, and those of the same sentences; passages stay uniform among those with a span left."""
-    options = section("pretrain", masking="salient", query_wordpieces=40, reader_wordpieces=60)
+    options = section("pretrain", masking="salient", reader_wordpieces=60)
     examples = Examples(world.snapshot, world.spans, options)
     rows = examples.rows[:]
     held = np.array([0, 6])
@@ -137,7 +137,7 @@ def test_no_span_of_a_held_out_sentence_is_drawn(world: World) -> None:
 def test_trivial_passages_are_excluded_from_the_evaluation(world: World) -> None:
     """The last span of passage 2 is in a sentence that passage 3 has, too; training may use both."""
     retriever, reader = tiny_models(world)
-    limits = {"candidates": 13, "query_wordpieces": 40, "reader_wordpieces": 60}
+    limits = {"candidates": 13, "reader_wordpieces": 60}
     options = section("pretrain", **limits, exclude_trivial=False)
     realm = Realm(retriever, reader, world.snapshot, options, torch.float32)
     embedding_PE = embed_documents(retriever, world.snapshot, range(len(world.snapshot)), torch.float32)
@@ -279,7 +279,7 @@ def test_ict_does_not_train_on_the_sentences_that_pretraining_holds_out(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[Any] = []
-    monkeypatch.setattr(stages_ict, "train_reader", lambda *arguments: held.append(arguments[6]))
+    monkeypatch.setattr(stages_ict, "train_reader", lambda *arguments: held.append(arguments[7]))
     shutil.copytree(project / "root/data", project / "again/data")
     small_project.stage("ict", small_project.toy_values(**OPTIONS), project, project / "again")
     spans = Spans.open(project / "root/data/spans/corpus")

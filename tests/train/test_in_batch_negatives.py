@@ -58,7 +58,7 @@ PASSAGES = list(POSITIVES)
 
 def options(**changes: Any) -> Finetune:
     values = {"retriever_epochs": 2, "retriever_batch_size": 2, "retriever_learning_rate": 3e-3}
-    return section("finetune", **{**values, "query_wordpieces": 24, "checkpoint_every": 2, **changes})
+    return section("finetune", **{**values, "query_wordpieces": 24, **changes})
 
 
 def test_positives_by_hand() -> None:
@@ -105,7 +105,7 @@ def slow_loss(world: World, retriever: Retriever, rows: list[int], chosen: Finet
 
 def train(world: World, chosen: Finetune, **changes: Any) -> tuple[Retriever, MemoryJournal]:
     retriever, _ = tiny_models(world, dropout=changes.pop("dropout", 0.0), seed=changes.pop("start", 0))
-    context = tiny_context(**{"journal": MemoryJournal(), **changes})
+    context = tiny_context(**{"journal": MemoryJournal(), "checkpoint_every": 2, **changes})
     arguments = retriever, world.snapshot, QUESTIONS, POSITIVES, chosen, tiny_optimiser()
     train_by_passages(context, *arguments)
     assert isinstance(context.journal, MemoryJournal)

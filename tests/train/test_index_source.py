@@ -148,7 +148,7 @@ def main(folder: Path) -> None:
 
     configure_malloc()
     card = {"passages": PASSAGES, "embedding_width": WIDTH}
-    bert = section("bert", width=16, layers=1, heads=2, intermediate=32, positions=64)
+    bert = section("bert", width=16, layers=1, heads=2, positions=64)
     text = TextFormat(build_tokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]), "", 64)
     retriever, _ = build_models(bert, section("retriever", embedding_width=WIDTH), section("reader"), 100, seed=0)
     trainer = TrainerSide(Exchange.open(folder, card, grace=0.0))

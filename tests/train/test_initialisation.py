@@ -116,7 +116,6 @@ def test_the_start_is_a_function_of_passages_and_seed(world: World) -> None:
     first = weight(0)
     torch.manual_seed(8)
     assert torch.equal(first, weight(0))
-    assert torch.equal(first, weight(0, share_embedders=False)), "the document tower of two is filled too"
 
 
 def test_large_corpora_are_sampled(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,8 +40,8 @@ from realmops.train.inverse_cloze import (
 
 def options(**changes: Any) -> Ict:
     values = {"steps": 30, "batch_size": 8, "neighbours": 2, "learning_rate": 3e-3, "removal": 0.9}
-    values |= {"reader_steps": 30, "reader_batch_size": 8, "reader_learning_rate": 3e-3, "reader_wordpieces": 64}
-    return section("ict", **{**values, "checkpoint_every": 100, **changes})
+    values |= {"reader_steps": 30, "reader_batch_size": 8, "reader_learning_rate": 3e-3}
+    return section("ict", **{**values, **changes})
 
 
 def draws(world: World, passage: int, count: int, **changes: Any) -> list[inverse_cloze.Cloze]:
@@ -82,7 +82,7 @@ def test_a_query_is_cut_at_its_limit(world: World, monkeypatch: pytest.MonkeyPat
 # ---- crops
 
 
-CROP = {"task": "crop", "crops": 3}
+CROP = {"crops": 3}
 TALE = (
     "Oslo",
     "The poet Anna Berg was born there in a small house by the cold sea, where it rains and rains until the ships "
@@ -171,7 +171,7 @@ def test_both_trainings_learn(world: World) -> None:
     retriever, reader = tiny_models(world)
     journal, second = MemoryJournal(), MemoryJournal()
     train_retriever(tiny_context(journal=journal), retriever, world.snapshot, options(), tiny_optimiser())
-    text = (world.snapshot, world.spans, options(reader_steps=60), tiny_optimiser())
+    text = (world.snapshot, world.spans, options(reader_steps=60), tiny_optimiser(), 64)
     train_reader(tiny_context(journal=second), reader, *text)
     for loss, share in ((journal.values("loss"), 0.7), (second.values("loss"), 0.8)):
         assert np.mean(loss[-5:]) < share * np.mean(loss[:5])
@@ -235,7 +235,7 @@ def seen_examples(world: World, held_out: Sequence[int] = ()) -> list[tuple[np.n
     _, reader = tiny_models(world)
     spy = Spy(reader.bert, reader.masked_words)
     spy.seen = []
-    train_reader(tiny_context(), spy, world.snapshot, world.spans, options(), tiny_optimiser(), held_out)
+    train_reader(tiny_context(), spy, world.snapshot, world.spans, options(), tiny_optimiser(), 64, held_out)
     return spy.seen
 
 

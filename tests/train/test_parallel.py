@@ -48,7 +48,7 @@ EXTENDED: dict[str, dict[str, Any]] = {
     "bert": {"dropout": 0.0},
     "retriever": {"tower": "bag", "head": "cosine", "hybrid": True},
     "reader": {"copies": True, "apart": True},
-    "ict": {"task": "crop", "batch_size": 4, "reader_batch_size": 3},
+    "ict": {"crops": 3, "batch_size": 4, "reader_batch_size": 3},
     "pretrain": {
         "steps": 6, "refresh_every": 3, "lag": 1, "batch_size": 3, "masking": "recurring", "crop_weight": 0.5,
         "masked_sentences": 0,

@@ -46,7 +46,7 @@ NOTHING = np.zeros(0, dtype=np.int64)
 def options(**changes: Any) -> Pretrain:
     steps = {"steps": 10, "batch_size": 4, "refresh_every": 4, "lag": 2}
     rates = {"retriever_delay": 0, "retriever_learning_rate": 1e-2, "reader_learning_rate": 1e-2}
-    lengths = {"query_wordpieces": 40, "reader_wordpieces": 60, "candidates": 4, "masking": "salient"}
+    lengths = {"reader_wordpieces": 60, "candidates": 4, "masking": "salient"}
     return section("pretrain", **{**steps, **rates, **lengths, **changes})
 
 
@@ -99,7 +99,7 @@ def test_long_sentences_are_cut_around_the_span(tmp_path: Path) -> None:
     """Room for 10 wordpieces: spans at the start, after the limit, and longer than the room."""
     text = f"Anna {'in it ' * 20}was Oslo then."
     world = build_world(tmp_path, (("Long", text, ("Anna", "Oslo", text[7:80], text[:-1])),), block_wordpieces=200)
-    chosen = options(query_wordpieces=12)
+    chosen = options(reader_wordpieces=13)
     body = world.snapshot.body(0).tolist()
     spans = [(int(start), int(end)) for start, end in world.spans.of(0)[:, 2:4]]
     assert max(end - start for start, end in spans) > 10

@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(**changes: Any) -> dict[str, Any]:
-    steps = {"epochs": 2, "batch_size": 2, "checkpoint_every": 2, "reader_learning_rate": 3e-3}
+    steps = {"epochs": 2, "batch_size": 2, "reader_learning_rate": 3e-3}
     return {**steps, "query_wordpieces": 24, **changes}
 
 
@@ -297,7 +297,7 @@ def train(
     kind: str, world: World, folder: Path, *, epochs: int = 2, batch_size: int = 2, dropout: float = 0.0, **changes: Any
 ) -> Any:
     trainer = trainer_of(kind, world, folder, range(12), epochs=epochs, batch_size=batch_size, dropout=dropout)
-    context = tiny_context(**{"journal": MemoryJournal(), **changes})
+    context = tiny_context(**{"journal": MemoryJournal(), "checkpoint_every": 2, **changes})
     trainer.train(context, trainer.examples(QUESTIONS, 12), trainer.base.options, tiny_optimiser())
     return trainer.base, context.journal
 

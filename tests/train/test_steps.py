@@ -91,7 +91,7 @@ FINETUNE = {
 
 def pretraining(world: World, kind: Kind, batch: int) -> list[Counts]:
     values = {"steps": STEPS, "batch_size": batch, "candidates": 8, "refresh_every": 100}
-    lengths = {"query_wordpieces": 40, "reader_wordpieces": 60, "retriever_delay": 0}
+    lengths = {"reader_wordpieces": 60, "retriever_delay": 0}
     chosen = section("pretrain", **{**values, **lengths, **kind.options})
     with recorded() as counts:
         retriever, reader = tiny_models(world, dropout=0.1, **kind.model)
@@ -104,7 +104,7 @@ def pretraining(world: World, kind: Kind, batch: int) -> list[Counts]:
 
 def finetuning(world: World, kind: Kind, batch: int) -> list[Counts]:
     values = {"epochs": 1, "batch_size": batch, "retriever_candidates": 8, "reader_candidates": 3}
-    lengths = {"query_wordpieces": 24, "reader_wordpieces": 60, "answer_wordpieces": 4, "checkpoint_every": 100}
+    lengths = {"query_wordpieces": 24, "reader_wordpieces": 60, "answer_wordpieces": 4}
     chosen = section("finetune", **{**values, **lengths, **kind.options})
     not_in = tuple(map(world.snapshot.passage_id, kind.not_in))
     asked = [(str(i), *ASKED[i % len(ASKED)]) for i in range(STEPS * batch)]

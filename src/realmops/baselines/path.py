@@ -213,5 +213,5 @@ def train_paths(
     groups = [Group("scorer", retriever.scorer, options.reader_learning_rate)]
     fit_epochs(
         context, groups, optimiser, lessons, whole_batch, loss,
-        batch_size=options.batch_size, epochs=options.epochs, checkpoint_every=options.checkpoint_every,
+        batch_size=options.batch_size, epochs=options.epochs,
     )  # fmt: skip

@@ -224,8 +224,7 @@ def pretrain(
         return model.loss(inputs, targets, context.dtype)
 
     groups = [Group("closed_book", model.net.to(context.device), LEARNING_RATE)]
-    every = options.checkpoint_every
-    fit(context, groups, optimiser, step_loss, steps=options.steps, checkpoint_every=every)
+    fit(context, groups, optimiser, step_loss, steps=options.steps)
 
 
 def drop_regex_questions(questions: Sequence[Question]) -> list[Question]:
@@ -259,7 +258,7 @@ def finetune(
     groups = [Group("closed_book", model.net.to(context.device), LEARNING_RATE)]
     fit_epochs(
         context, groups, optimiser, pairs, draw, loss,
-        batch_size=BATCH_SIZE, epochs=options.epochs, checkpoint_every=options.checkpoint_every,
+        batch_size=BATCH_SIZE, epochs=options.epochs,
     )  # fmt: skip
 
 

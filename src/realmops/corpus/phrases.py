@@ -250,14 +250,14 @@ def _match_phrases(text: str, units: Sequence[Unit], phrases: dict[str, float]) 
     return spans
 
 
-def with_dates(snapshot: Snapshot, passage: int, entities: Sequence[Entity], dates: bool) -> list[Entity]:
-    """Return the dates of a passage, if ``dates`` is set, followed by the entities that overlap none."""
-    date_spans = find_dates(snapshot.text(passage), snapshot.language_of(passage)) if dates else []
+def with_dates(snapshot: Snapshot, passage: int, entities: Sequence[Entity]) -> list[Entity]:
+    """Return the dates of a passage, followed by the entities that overlap none."""
+    date_spans = find_dates(snapshot.text(passage), snapshot.language_of(passage))
     disjoint = [e for e in entities if not any(e[0] < stop and start < e[1] for start, stop in date_spans)]
     return [*((start, stop, DATE) for start, stop in date_spans), *disjoint]
 
 
-def find_phrases_and_dates(snapshot: Snapshot, dates: bool) -> Iterator[list[Entity]]:
-    """Yield the spans of each passage without a tagger: names, phrases, numbers and, if ``dates`` is set, dates."""
+def find_phrases_and_dates(snapshot: Snapshot) -> Iterator[list[Entity]]:
+    """Yield the spans of each passage without a tagger: names, phrases, numbers and dates."""
     phrases = PhraseFinder(snapshot)
-    return (with_dates(snapshot, passage, phrases.of(passage), dates) for passage in range(len(snapshot)))
+    return (with_dates(snapshot, passage, phrases.of(passage)) for passage in range(len(snapshot)))

@@ -66,7 +66,7 @@ def build_models(
     seed: int,
     warn: Callable[[str], None] | None = None,
 ) -> tuple[Retriever, Reader]:
-    """Build retriever and reader; both towers start equal, and an encoder tower as a copy of the reader's encoder.
+    """Build retriever and reader; both towers are one, which starts as a copy of the reader's encoder.
 
     The word vectors of a `BagOfWords`, a projection by PCA and the statistics of `LexicalFeatures` are filled later
     from the passages (``train.initial_weights``).
@@ -77,10 +77,9 @@ def build_models(
         query: Tower = _build_bag(retriever, vocabulary, generator)
     else:
         query = _build_embedder(retriever, copy.deepcopy(encoder), generator, warn)
-    document = query if retriever.share_embedders else copy.deepcopy(query)
     reader_class = READERS["apart" if reader.apart else "together"]
     return (
-        Retriever(query, document, retriever.document_vectors),
+        Retriever(query, query, retriever.document_vectors),
         reader_class(encoder, head, copies=reader.copies, matches=reader.matches),
     )
 

@@ -94,7 +94,7 @@ def build_small_encoder(
     transformers, width = import_transformers(), options.width
     config = transformers.BertConfig(
         vocab_size=vocabulary, hidden_size=width, num_hidden_layers=options.layers,
-        num_attention_heads=options.heads, intermediate_size=options.intermediate,
+        num_attention_heads=options.heads, intermediate_size=4 * width,
         max_position_embeddings=options.positions, hidden_dropout_prob=options.dropout,
         attention_probs_dropout_prob=options.dropout,
     )  # fmt: skip

@@ -22,13 +22,12 @@ class RefreshPolicy:
 
     ``fixed_lag`` adopts exactly the requested generation and waits for it: asynchronous and reproducible.
     ``as_soon_as_ready`` adopts the newest generation that is available. If its index is more than
-    ``max_staleness_steps`` old (None: no limit), the trainer waits, warns or continues. A wait of ``builder_timeout``
+    ``max_staleness_steps`` old (None: no limit), the trainer waits. A wait of ``builder_timeout``
     seconds ends the run; ``poll`` is the interval of its checks in seconds.
     """
 
     adopt: Literal["fixed_lag", "as_soon_as_ready"] = "fixed_lag"
     max_staleness_steps: int | None = None
-    on_stale: Literal["wait", "warn", "continue"] = "wait"
     builder_timeout: float = 900.0
     poll: float = 0.1
 
@@ -166,17 +165,14 @@ class TrainerSide:
     def newest_index(self, step: int) -> Version | None:
         """Adopt an index newer than the one in use at ``step``, or return None if there is none (``as_soon_as_ready``).
 
-        Wait if there is no index at all yet, or if the one in use is too stale and ``on_stale`` is ``wait``.
+        Wait if there is no index at all yet, or if the one in use is too stale.
         """
         index = self._newest()
         if index is None and self.lacks_index:
             raise ValueError("no index is possible: no weights were published; publish the weights of this step first")
-        if index is None and (not self._pinned or (self._is_too_stale(step) and self.policy.on_stale == "wait")):
+        if index is None and (not self._pinned or self._is_too_stale(step)):
             index = self._wait(self._newest, f"a newer index at step {step}" if self._pinned else "a first index")
-        adopted = self._adopt(index) if index else None
-        if self._is_too_stale(step) and self.policy.on_stale == "warn":
-            log.warning("the index is %d steps old; %s", step - self.index_step, self.exchange.describe_builders())
-        return adopted
+        return self._adopt(index) if index else None
 
     @property
     def lacks_index(self) -> bool:

@@ -160,7 +160,7 @@ STAGES: dict[str, Stage] = {
             "Warm-start the retriever (inverse cloze task) and the reader (masked words).",
             ("run", "bert", "retriever", "ict", "optimiser"),
             ("snapshot", "tag"),
-            options=READER_SHAPE,
+            options=(*READER_SHAPE, "pretrain.reader_wordpieces"),
         ),
         Stage(
             "pretrain",

@@ -73,6 +73,7 @@ class StageTrainings:
             self.steps,
             process_group(),
             f"{job.journal.stage}: {label}",
+            run.checkpoint_every,
         )
         self.steps += steps
         return context

@@ -172,7 +172,7 @@ def _with_refresh(
     if not every:
         yield context, None
         return
-    policy = RefreshPolicy("fixed_lag", None, "wait", BUILDER_TIMEOUT)
+    policy = RefreshPolicy("fixed_lag", None, BUILDER_TIMEOUT)
     refresh = RefreshSchedule(steps, every, every // 2, 0, "child", "auto", SHARD_ROWS, policy)
     device = context.device
 

@@ -59,10 +59,20 @@ def run(job: Job) -> dict[str, Any]:
         held_out = (
             () if has_warmup else held_out_rows(len(spans.rows), run_options.seed).tolist()
         )  # held out in pretrain
-        train_reader(context, reader, text, spans, options, optimiser, held_out, job.work)
+        train_reader(
+            context,
+            reader,
+            text,
+            spans,
+            options,
+            optimiser,
+            job.option("pretrain.reader_wordpieces"),
+            held_out,
+            job.work,
+        )
     if not context.processes.is_main_process:
         return {}
-    if requested.task == "crop" and options.steps and not crops_helped(job):
+    if requested.crops and options.steps and not crops_helped(job):
         retriever = initialise()[0]
     save_models(job.out, retriever, reader, TextFormat.of(corpus))
     names = ("accuracy_removed", "accuracy_kept", "reader_loss")

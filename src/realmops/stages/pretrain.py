@@ -42,6 +42,8 @@ from realmops.train.parallel import process_group
 from realmops.train.pretraining import pretrain, retrieval_depth
 from realmops.train.realm import Realm
 
+MAX_STALENESS_STEPS = 5000  # age of the index for which training waits, if lag is auto
+
 
 def run(job: Job) -> dict[str, Any]:
     """Pre-train and write both models; return utility, staleness, refreshes, and recall before and after.
@@ -80,7 +82,7 @@ def run(job: Job) -> dict[str, Any]:
     best = BestCheckpoint(job.work / "best", TextFormat.of(snapshot))
     measure = _build_measure(job, masked, realm, best)
     adopt: Literal["fixed_lag", "as_soon_as_ready"] = "as_soon_as_ready" if options.lag == "auto" else "fixed_lag"
-    policy = RefreshPolicy(adopt, options.max_staleness_steps, options.on_stale, options.builder_timeout)
+    policy = RefreshPolicy(adopt, MAX_STALENESS_STEPS, options.builder_timeout)
     refresh = RefreshSchedule(
         options.steps,
         options.refresh_every,

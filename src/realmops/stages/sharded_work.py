@@ -10,7 +10,7 @@ from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import configure_malloc, device_and_dtype
 from realmops.model.retriever import Retriever
 from realmops.model.retriever_files import TextFormat, retriever_files
-from realmops.options import RunOptions, Tag
+from realmops.options import RunOptions
 from realmops.refresh.shards import ShardSettings, Work, compute_in_shards
 from realmops.search.embeddings import join_shards, make_shard_embedder
 from realmops.stages import Job
@@ -20,9 +20,9 @@ EMBEDDING, TAGGING = "embedding", "tagging"
 WORKS: Mapping[str, Work] = {EMBEDDING: make_shard_embedder, TAGGING: make_span_finder}
 
 
-def tag_in_shards(job: Job, tagger: Tagger | None, options: Tag, snapshot: Snapshot) -> Iterator[list[Entity]]:
+def tag_in_shards(job: Job, tagger: Tagger | None, snapshot: Snapshot) -> Iterator[list[Entity]]:
     """Yield the entities of each passage in order."""
-    model = tagger_files(tagger, options)
+    model = tagger_files(tagger)
     for files in _run_shards(job, TAGGING, snapshot, tagger, model, f"tags of {snapshot.folder.name}"):
         yield from read_spans(files)
 

@@ -45,7 +45,7 @@ def _train(job: Job, options: Tag) -> tuple[Tagger, dict[str, Any]]:
     from realmops.devices import device_and_dtype
     from realmops.model.build import build_encoder
     from realmops.stages.common import StageTrainings, open_snapshot
-    from realmops.train.tagger import Tagger, predict_words, tag_names, train_tagger
+    from realmops.train.tagger import HIDDEN, HIDDEN_SMALL, Tagger, predict_words, tag_names, train_tagger
 
     snapshot = open_snapshot(job)
     training, held_out = read_conll(job.inputs["tag.train"]), read_conll(job.inputs["tag.dev"])
@@ -59,7 +59,8 @@ def _train(job: Job, options: Tag) -> tuple[Tagger, dict[str, Any]]:
         tagger.output.bias.zero_()
     tagger.to(device)
     context = StageTrainings(job).context(dtype, "tag", options.steps, "tagger")
-    train_tagger(context, tagger, training, snapshot.tokenizer, options, job.section(Optimiser))
+    hidden = HIDDEN_SMALL if job.option(INIT) == "small" else HIDDEN
+    train_tagger(context, tagger, training, snapshot.tokenizer, options, job.section(Optimiser), hidden)
     if not context.processes.is_main_process:
         return tagger, {}
     predicted = predict_words(tagger, held_out, snapshot.tokenizer, dtype)
@@ -81,11 +82,11 @@ def _tag(job: Job, options: Tag, tagger: Tagger | None, snapshot: Snapshot, fold
     folder.mkdir()
     spans: Iterable[list[Entity]]
     if options.method == "phrases":
-        spans = find_phrases_and_dates(snapshot, options.dates)
+        spans = find_phrases_and_dates(snapshot)
     else:
         from realmops.stages.sharded_work import tag_in_shards
 
-        spans = tag_in_shards(job, tagger, options, snapshot)
+        spans = tag_in_shards(job, tagger, snapshot)
     with SpansWriter(folder) as writer:
         for passage, entities in enumerate(spans):
             writer.add(

@@ -119,7 +119,7 @@ def finetune(
         groups.insert(0, Group("query", model.retriever.query, options.retriever_learning_rate))
     fit_epochs(
         context, groups, optimiser, questions, whole_batch, loss,
-        batch_size=options.batch_size, epochs=options.epochs, checkpoint_every=options.checkpoint_every,
+        batch_size=options.batch_size, epochs=options.epochs,
     )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def train_query_tower(
     groups = [Group("query", model.retriever.query, options.retriever_learning_rate)]
     fit_epochs(
         context, groups, optimiser, questions, whole_batch, loss, batch_size=options.retriever_batch_size,
-        epochs=options.retriever_epochs, checkpoint_every=options.checkpoint_every,
+        epochs=options.retriever_epochs,
     )  # fmt: skip
 
 

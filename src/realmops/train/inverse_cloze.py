@@ -58,20 +58,20 @@ def draw_cloze(
 ) -> Cloze:
     """Draw the queries of a passage, and cut them out of it with probability ``ict.removal`` unless nothing is left.
 
-    ``cloze`` is the paper's task: one uniform sentence. ``crop`` draws ``ict.crops`` runs of words.
+    The paper's task draws one uniform sentence; with ``ict.crops``, queries are runs of words.
     """
     body, continues = snapshot.body(passage), snapshot.continues(passage)
-    if options.task == "cloze":
+    if options.crops:
+        runs = [crop_run(continues, rng) for _ in range(options.crops)]
+    else:
         sentences = snapshot.sentences(passage)
         runs = [tuple(sentences[rng.integers(len(sentences))])]
-    else:
-        runs = [crop_run(continues, rng) for _ in range(options.crops)]
     in_query = np.zeros(len(body), dtype=bool)
     for first, end in runs:
         in_query[first:end] = True
     removed = bool(rng.random() < options.removal) and not in_query.all()
     queries = [body[first:end] for first, end in runs]
-    if options.task == "crop":
+    if options.crops:
         queries = [drop_words(body[first:end], continues[first:end], rng) for first, end in runs]
     context = body[~in_query] if removed else body
     document = join_document(snapshot.title_tokens(passage), context, special, snapshot.block_wordpieces)
@@ -141,8 +141,8 @@ def train_retriever(
 
         return in_batch_loss(relevance_QN, own_Q).mean(), DeferredMetrics([relevance_QN.argmax(-1) == own_Q], metrics)
 
-    groups, every = [Group("retriever", retriever, options.learning_rate)], options.checkpoint_every
-    fit(context, groups, optimiser, step_loss, steps=options.steps, checkpoint_every=every)
+    groups = [Group("retriever", retriever, options.learning_rate)]
+    fit(context, groups, optimiser, step_loss, steps=options.steps)
 
 
 RANDOM_MASKS = 0.15  # fraction of the wordpieces of x that are masked in addition to the salient span
@@ -175,14 +175,16 @@ def train_reader(
     spans: Spans,
     options: Ict,
     optimiser: Optimiser,
+    limit: int,
     held_out: Sequence[int] = (),
     work: Path | None = None,
 ) -> None:
     """Train the reader by masked language modelling over join(x, z), so that it learns to use the second segment.
 
     One salient span of x is masked, and a random share of its other wordpieces. z is x's own passage, one that is
-    similar to the unmasked x by BM25, a random passage, or empty, with the probabilities ``Z_SHARES``. Sentences of
-    the spans in rows ``held_out`` are not trained on, unless there are no others.
+    similar to the unmasked x by BM25, a random passage, or empty, with the probabilities ``Z_SHARES``; x and z have
+    at most ``limit`` wordpieces. Sentences of the spans in rows ``held_out`` are not trained on, unless there are no
+    others.
     """
     special = SpecialTokens.of(snapshot.tokenizer)
     rows = SentencesWithSpans(snapshot, spans)
@@ -199,7 +201,7 @@ def train_reader(
         """Draw (unmasked x, mask of x, z)."""
         passage, first, end, start, stop = draw_row(rng).tolist()
         body = snapshot.body(passage)
-        x = body[first:end][: options.reader_wordpieces - 3]
+        x = body[first:end][: limit - 3]
         masked_x = np.zeros(len(x), dtype=bool)
         masked_x[start - first : stop - first] = True
         kind = rng.choice(list(Z_SHARES), p=list(Z_SHARES.values()))
@@ -218,13 +220,13 @@ def train_reader(
         sentences = [np.where(masked, special.mask, x) for x, masked, _ in examples]
         positions = [np.flatnonzero(masked) for _, masked, _ in examples]
         targets = [x[masked] for x, masked, _ in examples]
-        masked_batch = MaskedSentences(sentences, positions, targets, special, options.reader_wordpieces)
+        masked_batch = MaskedSentences(sentences, positions, targets, special, limit)
         with autocast(context.device, context.dtype):
             log_token_M = reader.log_masked_pairs(masked_batch, [z for _, _, z in examples])
         count = float(len(log_token_M))
         return -weight * log_token_M.mean(), DeferredMetrics((), lambda: {"masked": count})
 
-    groups, every = [Group("reader", reader, options.reader_learning_rate)], options.checkpoint_every
+    groups = [Group("reader", reader, options.reader_learning_rate)]
     with TemporaryDirectory(prefix="realmops-", dir=work) as folder:
         neighbours = Neighbours(snapshot, Path(folder) / "neighbours")
-        fit(context, groups, optimiser, step_loss, steps=options.reader_steps, checkpoint_every=every)
+        fit(context, groups, optimiser, step_loss, steps=options.reader_steps)

@@ -81,6 +81,7 @@ class TrainingContext:
     first_step: int = 0  # the first step's number in the journal
     processes: ProcessGroup = SINGLE_PROCESS
     name: str = ""  # of the training, for messages
+    checkpoint_every: int = 100  # steps between two checkpoints
 
     def rng(self, *names: str | int) -> np.random.Generator:
         """Return a generator seeded by (seed, stream, ``names``), for one use at one step."""
@@ -108,7 +109,7 @@ def fit(
     step_loss: Callable[[int], LossAndMetrics],
     *,
     steps: int,
-    checkpoint_every: int,
+    checkpoint_every: int | None = None,  # else that of the context
     at_step: Callable[[int], None] | None = None,
 ) -> None:
     """Train until step ``steps``, resuming from the newest checkpoint.
@@ -133,10 +134,11 @@ def fit(
     if processes.is_main_process:
         context.journal.truncate(position)
     context.progress(start)
+    every = checkpoint_every or context.checkpoint_every
     ended = trimmed = time.perf_counter()
     last = "no earlier step in this process"
     for step in range(start, steps):
-        if step > start and step % checkpoint_every == 0 and processes.is_main_process:
+        if step > start and step % every == 0 and processes.is_main_process:
             _save(context, optimiser, step, last)
         if at_step is not None:
             at_step(step)
@@ -180,7 +182,6 @@ def fit_epochs(
     *,
     batch_size: int,
     epochs: float,
-    checkpoint_every: int,
 ) -> None:
     """Train in epochs over ``items`` by :func:`fit`; every epoch shuffles them.
 
@@ -201,7 +202,7 @@ def fit_epochs(
         return weight * mean_loss, metrics
 
     steps = epoch_steps(len(items), batch_size, epochs)
-    fit(context, groups, options, step_loss, steps=steps, checkpoint_every=checkpoint_every)
+    fit(context, groups, options, step_loss, steps=steps)
 
 
 def whole_batch(batch: Sequence[T], step: int) -> Sequence[T]:

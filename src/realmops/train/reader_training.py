@@ -140,7 +140,7 @@ class ReaderTrainer(ABC):
         ]
         fit_epochs(
             context, groups, optimiser, examples, draw, loss,
-            batch_size=options.batch_size, epochs=options.epochs, checkpoint_every=options.checkpoint_every,
+            batch_size=options.batch_size, epochs=options.epochs,
         )  # fmt: skip
 
 

@@ -8,7 +8,6 @@ Shape suffixes: T wordpieces of all sentences, D width, L tags.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +32,7 @@ from realmops.train.optimiser import Group
 
 TAGGER, WEIGHTS, SPANS = "tagger.json", "tagger.safetensors", "spans.json"
 BATCH_SIZE = 32  # sentences
+HIDDEN_SMALL, HIDDEN = 0.3, 0.1  # share of masked wordpieces: of an encoder from scratch, of a pre-trained one
 SENTENCE_WORDPIECES = 96  # longer sentences are truncated
 _CHUNK = 2048  # passages whose sentences are batched by length together
 
@@ -92,10 +92,11 @@ def train_tagger(
     tokenizer: Tokenizer,
     options: Tag,
     optimiser: Optimiser,
+    hidden: float,
 ) -> None:
     """Train by cross entropy over every wordpiece; the later pieces of a word have its I- tag.
 
-    A share of the wordpieces is masked, so that the tagger learns from the context instead of memorising names.
+    A share of the wordpieces, ``hidden``, is masked, so that the tagger learns from the context, not the names.
     """
     encoded = [_encode(s, tokenizer, tagger.tags, tagger.limit) for s in sentences]
     mask = SpecialTokens.of(tokenizer).mask
@@ -104,7 +105,7 @@ def train_tagger(
         tagger.train()
         rng = context.rng("batch", step)
         batch = [encoded[i] for i in rng.integers(len(encoded), size=BATCH_SIZE)]
-        masked = [np.where(rng.random(len(e.tokens)) < options.hidden, mask, e.tokens) for e in batch]
+        masked = [np.where(rng.random(len(e.tokens)) < hidden, mask, e.tokens) for e in batch]
         with autocast(context.device, context.dtype):
             logits_TL = tagger(PackedBatch(masked, [e.capitals for e in batch]))
         target_T = torch.from_numpy(np.concatenate([e.tags for e in batch])).to(logits_TL.device)
@@ -142,12 +143,11 @@ def predict_words(
     ]
 
 
-def tagger_files(tagger: Tagger | None, options: Tag) -> dict[str, bytes]:
-    """Serialise a tagger with its options; without one, the files describe a search for dates alone."""
-    settings: dict[str, Any] = {"dates": options.dates or tagger is None}
+def tagger_files(tagger: Tagger | None) -> dict[str, bytes]:
+    """Serialise a tagger; without one, the files describe a search for dates alone."""
     if tagger is None:
-        return {TAGGER: json.dumps(settings, sort_keys=True).encode()}
-    settings |= {"bert": tagger.bert.describe(), "tags": tagger.tags}
+        return {TAGGER: b"{}"}
+    settings = {"bert": tagger.bert.describe(), "tags": tagger.tags}
     return {TAGGER: json.dumps(settings, sort_keys=True).encode(), WEIGHTS: save_tensors(cpu_state(tagger))}
 
 
@@ -166,7 +166,7 @@ def make_span_finder(
         for low in range(first, end, _CHUNK):
             passages = range(low, min(low + _CHUNK, end))
             entities = find_entities(tagger, snapshot, passages, dtype) if tagger else {}
-            spans += [with_dates(snapshot, p, entities.get(p, []), settings["dates"]) for p in passages]
+            spans += [with_dates(snapshot, p, entities.get(p, [])) for p in passages]
             progress(len(passages))
         return {SPANS: json.dumps(spans).encode()}
 
