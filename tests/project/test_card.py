@@ -59,11 +59,6 @@ def test_manifests_and_pipelines_are_those_at_the_top(name: str, some: str) -> N
     assert (resource_folder(name) / some).is_file()
 
 
-def test_src_has_no_second_copy() -> None:
-    own = {path.name for folder in ("k8s", "pipelines") for path in (ROOT / folder).rglob("*.yaml")}
-    assert {path.name for path in (ROOT / "src").rglob("*.yaml")} & own == set()
-
-
 def test_an_installed_package_finds_its_own_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not that of a checkout around it; tests/commands/test_init.py builds the package."""
     package = tmp_path / "src" / "realmops"

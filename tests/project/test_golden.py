@@ -75,7 +75,7 @@ def snapshot_digests(snapshot: Snapshot, spans: Spans) -> dict[str, str]:
 
 
 class Seen:
-    """The sequences of every batch that a loop has encoded: the first as words, all of them as a digest."""
+    """Sequences of every batch that a loop encodes."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
@@ -92,7 +92,7 @@ class Seen:
 
 
 class NoNeighbours:
-    """In the place of BM25, whose figures are floating point: the passage behind."""
+    """The next passage instead of BM25's neighbours, whose scores are floating point."""
 
     def __init__(self, snapshot: Snapshot, folder: Path) -> None:
         self.count = len(snapshot)
@@ -140,7 +140,7 @@ def first_batches(snapshot: Snapshot, spans: Spans) -> dict[str, Any]:
 
 @contextmanager
 def drawn(seen: Seen) -> Iterator[None]:
-    """Write down what pretrain's loop draws: passage, masked sentence and targets."""
+    """Context manager: record passage, masked sentence and targets that pretrain's loop draws."""
     usual = Examples.draw
 
     def draw(self: Examples, rng: np.random.Generator) -> Any:
@@ -167,7 +167,7 @@ def masks(snapshot: Snapshot, spans: Spans) -> dict[str, Any]:
 
 
 def make(folder: Path) -> dict[str, Any]:
-    """All that is held fast, made in a folder."""
+    """Return everything that golden.json has."""
     values = toy_values(sample=SAMPLE, snapshot=SNAPSHOT, bert=BERT, tag={"method": "dates"})
     write_params(folder / "params.yaml", values)
     with mock.patch("realmops.stages.sample.write_sample", partial(write_sample, warmup_worlds=1)):

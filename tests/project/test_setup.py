@@ -1,7 +1,6 @@
 """`make setup` lets uv install, from where the user's pip is told to look."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -75,10 +74,3 @@ def test_a_complete_set_up_calls_nothing_and_a_failed_one_is_repeated(project: P
     (project / "constraints.txt").write_text("")
     assert setup(project).returncode == 0
     assert (project / "calls").read_text() != calls
-
-
-def test_every_file_that_the_makefile_calls_exists() -> None:
-    text = (ROOT / "Makefile").read_text(encoding="utf-8")
-    named = set(re.findall(r"(?<![\w/$)}.-])(?:tests|scripts|benchmarks)/[\w/]+\.py", text))
-    assert len(named) >= 5
-    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []

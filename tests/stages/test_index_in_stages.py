@@ -81,15 +81,6 @@ def test_a_killed_training_ends_with_the_same_weights(project: Path, root: Path)
     assert again == calm
 
 
-def test_fine_tuning_writes_what_the_index_was_and_found(root: Path) -> None:
-    recipe = json.loads((root / "models/finetune" / RECIPE).read_text())
-    assert recipe["type"] == "ivf"
-    assert recipe["lists"] == 2 * len(Snapshot.open(root / "data/snapshot/corpus")) // 39
-    assert recipe["k"] == 200
-    assert recipe["recall"] == metrics(root, "finetune")["index_recall"] >= 0.1
-    assert RECIPE in json.loads((root / "models/finetune/manifest.json").read_text())["files"]
-
-
 def test_evaluation_and_questions_use_the_same_index(root: Path) -> None:
     run = open_run(root)
     model = run.model

@@ -155,36 +155,6 @@ def test_answers_of_people_judge_the_document_of_their_passage(project: Path, tm
     assert {line.split()[0] for line in (tmp_path / "run/run.txt").read_text().splitlines()} == {"own", "lost", "open"}
 
 
-def test_search_needs_a_query_or_a_file_with_a_folder(project: Path, tmp_path: Path) -> None:
-    def stderr(*words: str | Path) -> str:
-        result = small_project.cli("search", "--root", project / "root", *words)
-        assert result.exit_code == 2
-        return result.stderr
-
-    file = project / "questions.test.jsonl"
-    for words in (
-        (),
-        ("Who?", "--from", file, "--run", tmp_path / "run"),
-        ("--from", file),
-        ("Who?", "--run", tmp_path),
-    ):
-        assert "give QUERY, or --from FILE with --run FOLDER" in stderr(*words)
-    (tmp_path / "mine").write_text("kept")
-    assert "was not written by this command" in stderr("--from", file, "--run", tmp_path)
-    assert (tmp_path / "mine").read_text() == "kept"
-
-
-def test_export_copies_the_files_of_the_evaluation(project: Path, tmp_path: Path) -> None:
-    for _ in range(2):  # the second replaces the first
-        result = small_project.cli("export", tmp_path / "out", "--format", "trec", "--root", project / "root")
-        assert result.exit_code == 0, result.stderr
-    source = project / "root/results/trec"
-    names = sorted(path.name for path in source.iterdir())
-    assert {"qrels.txt", "run.txt", "bm25_run.txt", "queries.tsv"} <= {*names}
-    assert result.stdout == f"{', '.join(names)}: written to {tmp_path / 'out'}\n"
-    assert all((tmp_path / "out" / name).read_bytes() == (source / name).read_bytes() for name in names)
-
-
 def test_a_beir_folder_is_converted_by_split(project: Path, tmp_path: Path) -> None:
     beir = tmp_path / "beir"
     (beir / "qrels").mkdir(parents=True)

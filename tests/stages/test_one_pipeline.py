@@ -1,6 +1,5 @@
 """One pipeline: the stages as data, dvc.yaml, params.yaml, the presets and the command line say the same."""
 
-import ast
 import os
 import re
 import subprocess
@@ -16,7 +15,6 @@ from small_encoders import write_encoder
 from small_project import cli, stage, toy_values, write_project
 
 from realmops import config
-from realmops.options import SECTIONS
 from realmops.stages import STAGES, Stage, files_in_use, parse_sections, runner, stages_to_run
 
 ROOT = Path(__file__).parents[2]
@@ -85,31 +83,6 @@ def test_metrics_and_plots_of_dvc_yaml_lie_in_outputs_of_stages() -> None:
 # The stages among themselves and the command line
 
 
-def test_the_stages_fit_together() -> None:
-    for place, (name, one) in enumerate(STAGES.items()):
-        assert one.name == name
-        assert {*one.needs} <= {*list(STAGES)[:place]}, "what comes before it"
-        assert {*one.sections} <= SECTIONS.keys()
-        for section, _, option in (key.partition(".") for key in one.files):
-            assert section in one.sections
-            assert option in SECTIONS[section].model_fields
-        for section, _, option in (key.partition(".") for key in one.options):
-            assert section not in one.sections
-            assert option in SECTIONS[section].model_fields
-    folders = [Path(one.folder) for one in STAGES.values()]
-    assert len({*folders}) == len(folders)
-    assert not [(a, b) for a in folders for b in folders if a in b.parents]
-
-
-def test_the_command_line_offers_the_stages_in_their_order() -> None:
-    assert ", ".join(STAGES) in " ".join(cli("--help").output.split())
-    first_words = [line.split()[0] for line in cli("run", "--help").output.splitlines() if line.strip()]
-    assert [word for word in first_words if word in STAGES] == list(STAGES)
-    refused = cli("run", "train")
-    assert refused.exit_code == 2
-    assert all(name in refused.output for name in STAGES)
-
-
 def test_the_tagger_is_left_out_where_nothing_reads_spans() -> None:
     """The reader's warm start, REALM and made questions read them."""
     idle = {"ict": {"reader_steps": 0}, "pretrain": {"steps": 0}}
@@ -127,24 +100,6 @@ def test_params_yaml_has_the_sections_of_the_stages_each_key_with_a_comment() ->
     sections = {s for one in STAGES.values() for s in (*one.sections, *(key.partition(".")[0] for key in one.options))}
     assert yaml.safe_load(text).keys() == sections | {"presets", *ALL_STAGES}
     assert [line for line in text.splitlines() if re.match(r"  \w+:", line) and "  # " not in line] == []
-
-
-def read_names() -> set[str]:
-    """Every attribute that the code outside config.py reads, and every ``section.key`` in its texts."""
-    names: set[str] = {key for one in STAGES.values() for key in one.files}
-    for path in (ROOT / "src/realmops").rglob("*.py"):
-        if path.name != "config.py":
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Attribute):
-                    names.add(node.attr)
-    return names
-
-
-def test_every_option_is_read_somewhere() -> None:
-    names = read_names()
-    for name, section in SECTIONS.items():
-        for key in section.model_fields if name not in ALL_STAGES else ():
-            assert names & {key, f"{name}.{key}"}, f"{name}.{key}"
 
 
 # A stage reads the sections that it declares, all of them and no other

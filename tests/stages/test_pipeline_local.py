@@ -6,10 +6,8 @@ import math
 import os
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -46,21 +44,17 @@ from realmops.baselines.links import LinkedBm25, PassageLinks
 from realmops.baselines.tfidf import TfIdf
 from realmops.config import load_params
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.corpus.vocabulary import vocabulary_bytes
-from realmops.corpus.word_counts import train_vocabulary
 from realmops.evaluate.predictions import read_predictions
 from realmops.evaluate.recall import first_hit_ranks
 from realmops.model.reader_files import load_models
 from realmops.questions.question_sets import Question
-from realmops.readers.sources import list_sources
 from realmops.refresh import child_processes
-from realmops.refresh.follower import assign_exchange
 from realmops.search.bm25 import Bm25, rank, titled_texts
 from realmops.search.embed import embed, query_sequences
 from realmops.search.embeddings import embed_corpus, load_index
 from realmops.stages import HEADLINE_METRICS, STAGES, Job, fingerprint, ict
 from realmops.stages.common import question_queries
-from realmops.stages.runner import run_stage, stage_inputs
+from realmops.stages.runner import stage_inputs
 
 HERE = Path(__file__).parents[1]
 # What other stages, the report and people compare runs by; recall@k comes under both match rules.
@@ -175,16 +169,6 @@ def test_evaluate_can_do_without_bm25(finished: Path, tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "results", "evaluate")["presets"] == [str(tmp_path / "lean.yaml")]
 
 
-def test_everything_that_people_look_at_is_there(finished: Path) -> None:
-    for name in ("report.html", "predictions.parquet", "plots/pretrain_recall_at_5.csv"):
-        assert (finished / "results" / name).stat().st_size, name
-    printed = cli("report", "--root", finished)
-    assert printed.exit_code == 0
-    assert "BM25 (and the model's" in printed.output
-    assert "mlflow ui" in printed.output
-    assert "/#/experiments/1/runs?viewStateShareKey=realmops-runs" in printed.output
-
-
 def times(root: Path) -> dict[Path, int]:
     return {p: p.stat().st_mtime_ns for p in root.rglob("*") if p.is_file()}
 
@@ -203,29 +187,6 @@ def test_a_stage_of_a_new_version_runs_again(tmp_path: Path) -> None:
     inputs = stage_inputs(snapshot, values, tmp_path, root)
     keys = {fingerprint(replace(snapshot, version=version), values, inputs) for version in (1, 2, 3)}
     assert len(keys) == 3
-
-
-def test_what_a_killed_run_left_is_used_again_but_with_force(tmp_path: Path) -> None:
-    """A stage killed once its vocabulary was there, and later as it ended."""
-    params, root = write_project(tmp_path), tmp_path / "root"
-
-    def again(force: bool) -> dict[str, Any]:
-        values = load_params(params)
-        return run_stage("snapshot", values, project=tmp_path, root=root, report=Quiet(), force=force)
-
-    usual = again(False)["vocabulary"]
-    key = read_manifest(root / "data/snapshot", "snapshot")["fingerprint"]
-    work = root / ".realmops/work" / f"snapshot-{key[:16]}"
-    for force, expected in ((False, usual + 1), (True, usual)):
-        shutil.rmtree(root / "data/snapshot")
-        work.mkdir(parents=True)
-        pieces = train_vocabulary(list_sources(tmp_path / "documents.jsonl", "auto"), size=150)
-        (work / "vocab.txt").write_bytes(vocabulary_bytes([*pieces, "left"]))
-        assert again(force)["vocabulary"] == expected
-        assert not work.exists()
-    work.mkdir()
-    assert again(False)["vocabulary"] == usual
-    assert not work.exists(), "nothing to do but this"
 
 
 def test_force_runs_again_and_gives_the_same(finished: Path) -> None:
@@ -301,12 +262,6 @@ def test_another_text_than_the_corpus_can_be_masked(project: Path, tmp_path: Pat
     assert metrics["hit_at_5_after"] == 0, "no passage of the corpus holds 1961"
 
 
-def test_masking_a_text_that_is_not_there_is_refused(project: Path, tmp_path: Path) -> None:
-    root = copy_of(project, tmp_path, "data", "models/ict")
-    with pytest.raises(ValueError, match=r"pretrain\.examples is warmup, but .*data/snapshot has no warm-up text"):
-        stage("pretrain", toy_values(pretrain={"examples": "warmup"}), project, root)
-
-
 def copy_of(project: Path, root: Path, *folders: str) -> Path:
     for folder in folders:
         shutil.copytree(project / "root" / folder, root / folder)
@@ -343,14 +298,6 @@ def test_an_option_of_pretraining_runs_and_has_an_effect(
     assert all(math.isfinite(line["loss"]) for line in lines)
     assert lines != usual
     assert ("p_null" in metrics) == change.get("null_document", True)
-
-
-def test_a_retriever_that_no_step_trains_is_warned_of(project: Path, tmp_path: Path) -> None:
-    root, report = copy_of(project, tmp_path, "data", "models/ict"), Quiet()
-    pretrain_beside(project, root, toy_values(pretrain={"retriever_delay": 12}), report)
-    [line] = [line for line in report.warned if "the retriever is not trained" in line]
-    assert "pretrain.steps is 12" in line
-    assert "pretrain.retriever_delay=12" in line
 
 
 def test_the_alarm_of_a_collapsed_retriever_is_heard(
@@ -391,7 +338,7 @@ def test_a_retriever_of_another_form_goes_through_all_stages(
     assert {key: described[key] for key in change} == change
 
 
-def test_stages_of_no_steps_hand_on_what_they_got(project: Path, tmp_path: Path) -> None:
+def test_stages_without_steps_keep_their_models(project: Path, tmp_path: Path) -> None:
     """Full scale starts the reader as BERT: ``ict.reader_steps`` is 0 in the preset ``paper``."""
     root = copy_of(project, tmp_path, "data/snapshot")  # and no spans, which nothing reads
     values = toy_values(ict={"steps": 0, "reader_steps": 0}, pretrain={"steps": 0}, finetune={"epochs": 0})
@@ -402,7 +349,7 @@ def test_stages_of_no_steps_hand_on_what_they_got(project: Path, tmp_path: Path)
     assert "em" in stage("evaluate", values, project, root)
 
 
-def test_fine_tuning_starts_where_it_is_told(project: Path, tmp_path: Path) -> None:
+def test_fine_tuning_starts_from_the_chosen_models(project: Path, tmp_path: Path) -> None:
     """ORQA, REALM without its retriever or its reader, and REALM: with no step taken, the start is what is saved."""
     root = copy_of(project, tmp_path, "data", "models/ict")
     pretrain_beside(project, root, toy_values(pretrain={"retriever_delay": 0}))
@@ -572,6 +519,8 @@ def test_a_stage_killed_again_and_again_ends_with_the_same_bytes(lived: tuple[Pa
     calm, killed = (root / STAGES[name].folder for root in lived)
     read_manifest(killed, name)
     assert_same_files(calm, killed)
+    assert [p for p in litter(lived[1]) if lived[1] / "exchange" not in p.parents] == []
+    assert list((lived[1] / ".realmops" / "work").iterdir()) == []
 
 
 def test_all_stages_in_one_process_write_the_bytes_of_a_process_for_each(
@@ -609,13 +558,7 @@ def test_ctrl_c_ends_all_stages_with_one_line_and_no_orphan(lived: tuple[Path, P
     assert litter(root) == []
 
 
-def test_killed_stages_leave_no_litter(lived: tuple[Path, Path]) -> None:
-    killed = lived[1]
-    assert [p for p in litter(killed) if killed / "exchange" not in p.parents] == []
-    assert list((killed / ".realmops" / "work").iterdir()) == []
-
-
-def test_a_stage_does_not_run_beside_itself(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_runs_in_one_process_at_a_time(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when only ``dvc`` was killed and is started again while its stage goes on."""
     root = copy_of(project, tmp_path, "data")
     usual = ict.run
@@ -647,45 +590,6 @@ def builders(root: Path) -> list[int]:
     return found
 
 
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are found in /proc")
-def test_a_builder_that_follows_a_file_serves_one_trainer_after_another(project: Path, tmp_path: Path) -> None:
-    """As the Deployment does: work that is damaged is waited out, a killed builder comes back, SIGTERM ends all."""
-    work, alive, said = tmp_path / "builder/assignment.json", tmp_path / "alive", tmp_path / "said.txt"
-    environment = {**os.environ, "HOSTNAME": "GPU-1.node-of-a-rack-with-a-long-name.example.org"}
-    with open(said, "wb") as output:
-        words = command("index-builder", "--follow", work, "--alive", alive)
-        process = subprocess.Popen(words, stderr=output, env=environment)
-    try:
-        wait_for(alive.is_file, 60)
-        wait_for(lambda: "names none" in said.read_text(), 60)
-        work.parent.mkdir(exist_ok=True)
-        work.write_text('{"exchange": ')
-        for number in range(2):
-            root = copy_of(project, tmp_path / f"run-{number}", "data", "models/ict")
-            exchange = root / "exchange"
-            assign_exchange(work, exchange, root / "data/snapshot/corpus", "")
-            values = toy_values(pretrain={"builder": "external", "exchange": str(exchange)})
-            wait_for(lambda place=exchange: builders(place), 60)
-            if number == 0:
-                os.kill(builders(exchange)[0], signal.SIGKILL)
-            assert stage("pretrain", values, project, root)["refreshes"] > 0
-            wait_for(lambda place=exchange: not builders(place), 60)
-        wait_for(lambda: "is done" in said.read_text().splitlines()[-1], 60)
-        assert time.time() - alive.stat().st_mtime < 600
-        assign_exchange(
-            work, exchange, root / "data/snapshot/corpus", ""
-        )  # the same again, for a trainer that is resumed
-        wait_for(lambda: said.read_text().count(f"serving {exchange}") == 2, 60)
-        process.terminate()
-        assert process.wait() == 0
-        assert not builders(exchange)
-    finally:
-        process.kill()
-        process.wait()
-    lines = said.read_text()
-    assert lines.startswith(f"index builder: waiting for work: {work} names none")
-
-
 def run_with_started_builder(words: list[str]) -> None:
     """A process of the command line whose index builder starts as a user's."""
     child_processes.subprocess = subprocess  # type: ignore[attr-defined]
@@ -694,7 +598,7 @@ def run_with_started_builder(words: list[str]) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are found in /proc")
 def test_trainer_and_its_child_builder_end_together_or_go_on(lived: tuple[Path, Path], tmp_path: Path) -> None:
-    """Killed while the builder starts, told to end, killed in the middle; at last the builder alone is killed."""
+    """SIGTERM, SIGKILL in the middle; at last the builder alone is killed."""
     root = tmp_path / "root"
     shutil.copytree(lived[0] / "data", root / "data")
     shutil.copytree(lived[0] / "models/ict", root / "models/ict")
@@ -710,19 +614,11 @@ def test_trainer_and_its_child_builder_end_together_or_go_on(lived: tuple[Path, 
         assert found is not True, log.read_text()
         return found
 
-    def indexes() -> list[Path]:
-        return list((root / ".realmops" / "work").glob("*/exchange/indexes/v-*"))
-
-    def checkpoints() -> list[Path]:
-        return list((root / ".realmops" / "work").glob("*/exchange/checkpoints/v-*"))
+    def versions(kind: str) -> list[Path]:
+        return list((root / ".realmops" / "work").glob(f"*/exchange/{kind}/v-*"))
 
     trainer = start_trainer()
-    await_while_alive(lambda: builders(root), trainer)
-    trainer.kill()
-    wait_for(lambda: not builders(root), 60)
-
-    trainer = start_trainer()
-    await_while_alive(indexes, trainer)
+    await_while_alive(lambda: versions("indexes"), trainer)
     trainer.terminate()
     assert trainer.wait() == 128 + signal.SIGTERM, log.read_text()
     wait_for(lambda: not builders(root), 60)
@@ -730,7 +626,7 @@ def test_trainer_and_its_child_builder_end_together_or_go_on(lived: tuple[Path, 
     assert litter(root) == []
 
     trainer = start_trainer()
-    await_while_alive(checkpoints, trainer)
+    await_while_alive(lambda: versions("checkpoints"), trainer)
     trainer.kill()
     wait_for(lambda: not builders(root), 60)
 
@@ -742,49 +638,3 @@ def test_trainer_and_its_child_builder_end_together_or_go_on(lived: tuple[Path, 
     steps = [line["step"] for line in journal(root / "models/pretrain")]
     assert steps == list(range(12))
     assert litter(root) == []
-
-
-# MLflow
-
-
-def test_the_stages_of_one_variant_are_one_mlflow_run(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = tmp_path / "root"
-    shutil.copytree(finished, root)
-    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "DVC_EXP_NAME"):
-        monkeypatch.setenv(name, "")
-    for name in ("ict", "evaluate"):
-        assert "warning" not in embedded(root, name, "--force", "--set", "tracking.enabled=true")
-    with contextlib.closing(sqlite3.connect(root / ".realmops/mlflow/mlflow.db")) as database:
-
-        def rows(query: str) -> list[Any]:
-            return database.execute(query).fetchall()
-
-        corpus = json.loads((root / "data/snapshot/corpus/manifest.json").read_text())["corpus_hash"]
-        assert rows("SELECT name, status FROM runs") == [(f"realm seed 0 corpus {corpus[:8]}", "FINISHED")]
-        assert dict(rows("SELECT key, value FROM params"))["pretrain.steps"] == "12"
-        steps = rows("SELECT step FROM metrics WHERE key = 'ict/reader_loss' ORDER BY step")
-        assert [step for (step,) in steps] == [4, 5, 6, 7]
-        metrics = json.loads((root / "results/metrics.json").read_text())
-        found = dict(rows("SELECT key, value FROM metrics WHERE key NOT LIKE '%/%'"))
-        before_questions = metrics["zero_shot_recall_at_5_token_boundary"]
-        assert {name: found[name] for name in ("em", "recall_at_5", "zero_shot_recall_at_5")} == {
-            "em": metrics["em"], "recall_at_5": metrics["recall_at_5"], "zero_shot_recall_at_5": before_questions
-        }  # fmt: skip
-        tags = dict(rows("SELECT key, value FROM tags"))
-        assert tags["realmops.corpus_hash"] == corpus
-        assert {"realmops.params_hash", "realmops.run_key"} <= tags.keys()
-        kind = (tags["realmops.kind"], tags["realmops.variant"], tags["realmops.seed"])
-        assert kind == ("run", "realm", "0")
-        digests = dict(rows("SELECT name, digest FROM datasets"))
-        assert digests.keys() == {"corpus", "questions.train", "questions.test"}
-        assert digests["corpus"] == corpus[:36]
-        [(files,)] = rows("SELECT artifact_uri FROM runs")
-        shown = Path(files.removeprefix("file://"))
-        assert {path.name for path in shown.iterdir()} == {
-            "predictions.parquet", "predictions.table.json", "report.html"
-        }  # fmt: skip
-        assert (shown / "report.html").read_bytes() == (root / "results/report.html").read_bytes()
-        kinds = rows("SELECT value FROM experiment_tags WHERE key = 'mlflow.experimentKind'")
-        assert kinds == [("custom_model_development",)], "the UI opens the page that compares training runs"

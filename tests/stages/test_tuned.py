@@ -7,16 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import small_project
 import torch
 from small_world import Killed, write_documents
 
 from realmops.answering.answer import Answer
-from realmops.answering.corpus_states import pipeline_state
 from realmops.answering.openqa import OpenQa
-from realmops.commands.masked import _build_example, explain_sentence, load_pretrained
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.journal import Journal
 from realmops.model.reader_files import load_models
@@ -24,7 +21,6 @@ from realmops.questions.question_sets import Question
 from realmops.refresh import shards
 from realmops.refresh.versions import VersionStore
 from realmops.search import embeddings
-from realmops.search.bm25 import Bm25
 from realmops.search.embeddings import embed_corpus, load_index
 from realmops.stages import Job, resolve_models
 from realmops.stages import finetune as stage
@@ -165,16 +161,6 @@ def test_the_readers_dropout_is_its_own(project: Path) -> None:
     assert found[0.0][READER] != found[0.3][READER]
 
 
-def test_without_an_epoch_the_retriever_stays_as_it_was(project: Path) -> None:
-    metrics = tune(project, retriever_epochs=0)
-    root = project / "root"
-    before, after = (small_project.model_files(root / "models" / name) for name in ("pretrain", "finetune"))
-    weights = [name for name in before if name.startswith("retriever/") and name.endswith(".safetensors")]
-    assert weights
-    assert all(before[name] == after[name] for name in weights)
-    assert "passages_with_questions" not in metrics
-
-
 def test_a_query_tower_that_goes_on_learning_leaves_the_passages_tower_alone(project: Path) -> None:
     """Passages of an update are embedded by the saved tower: it must be the one that embedded the others."""
     tune(project, reader_training="passages", freeze_words=True, epochs=1)
@@ -209,34 +195,6 @@ def test_questions_that_nothing_answers_are_refused(
     shutil.copytree(project / "root", tmp_path / "root", ignore=shutil.ignore_patterns("finetune"))
     with pytest.raises(ValueError, match=message):
         small_project.stage("finetune", values, tmp_path, tmp_path / "root")
-
-
-def test_masked_sentences_are_explained_with_words(project: Path) -> None:
-    """p(z|x) is that of f(x, z) with both parts, for each candidate by hand."""
-    root = project / "root"
-    sentence = "The poet was born in [MASK] and wrote in 1931."
-    found = explain_sentence(sentence, root, pipeline_state(root), "Oslo")
-    snapshot = Snapshot.open(root / "data/snapshot/corpus")
-    model = load_pretrained(root, pipeline_state(root))
-    realm, index = model.realm, model.index
-    mixture, words = realm.retriever.mixture, Bm25.of(snapshot)
-    assert mixture.lexical > 0
-    query = sentence.replace("[MASK]", " ")
-    best = float(words.search([query], 1)[0][0, 0])
-    example = _build_example(sentence, "Oslo", realm)
-    names = [snapshot.title(p) for p in range(len(snapshot))]
-    ids = [names.index(c["title"]) for c in found["candidates"][:-1]]
-    with torch.no_grad():
-        embedded = realm.embed([example], [ids])
-    f = []
-    for z in [*ids, -1]:
-        dense = float(realm.retriever.scale * embedded.query_BE[0] @ embedded.document_UE[embedded.row_of[z]])
-        bm25 = float(words.score_passages(query, np.array([z]))[0]) / best
-        f.append(mixture.dense * dense + mixture.lexical * bm25)
-    assert [c["p_z"] for c in found["candidates"]] == pytest.approx(
-        torch.tensor(f).double().softmax(0).tolist(), rel=1e-4
-    )
-    assert index.passages.embedding_PE.shape[0] == 12
 
 
 def test_folders_of_models_are_resolved_against_the_project(tmp_path: Path) -> None:
