@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import small_project
 import torch
-from serving import Served, served
 from small_project import cli
 
 from realmops.answering import metadata_filters
@@ -303,26 +301,3 @@ def test_highlights_are_of_stems_and_overlaps_are_merged() -> None:
     assert shown == ["building", "rivers"]
     pairs = [highlights("春夏秋冬", {"zh": stems}) for stems in (["春夏", "夏秋"], ["春夏", "秋冬"])]
     assert pairs == [[(0, 3)], [(0, 2), (2, 4)]]
-
-
-@pytest.fixture(scope="module")
-def server(root: Path) -> Iterator[Served]:
-    small_project.run_all_here(root / "params.yaml", root, "tag.method=dates")
-    with served(root) as process:
-        yield process
-
-
-def test_the_server_finds_the_passages_of_the_command(server: Served, root: Path) -> None:
-    body = {"query": "Who built Item7?", "k": 4, "filters": {"team": ["a", "b"], "year": {"gte": 1952}}}
-    status, _, reply = server.call("/v1/search", body)
-    expected = search(root, "Who built Item7?", "-k", "4", *where_options("team=a", "team=b", "year>=1952"))
-    assert (status, reply) == (200, small_project.near(expected))
-    for change, message in (
-        ({"query": ""}, "the query is empty"),
-        ({"k": 0}, "k: "),
-        ({"filters": {"none": 1}}, "no document has the field 'none'"),
-        ({"filters": {"year": float("nan")}}, "a filter has the value nan"),
-        ({"query": "x" * 2001}, "query: "),
-    ):
-        status, _, reply = server.call("/v1/search", body | change)
-        assert (status, message in reply["error"]["message"]) == (422, True), reply

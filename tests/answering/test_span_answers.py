@@ -16,11 +16,10 @@ from small_readers import write_reader
 from small_world import DOCUMENTS, World, build_world, tiny_models
 
 from realmops.answering.answer import InvalidRequest
-from realmops.answering.decoding import minimum_bayes_risk
 from realmops.answering.extractive import ExtractiveQa
 from realmops.answering.openqa import OpenQa
-from realmops.answering.search_only import SearchOnly
-from realmops.answering.span_answers import CITATION_MARK
+from realmops.answering.retrieval import SearchOnly
+from realmops.answering.span_answers import CITATION_MARK, minimum_bayes_risk
 from realmops.model.extractive_reader import ExtractiveReader, load_extractive_reader
 from realmops.model.retriever import FusionWeights
 from realmops.questions.answer_matching import exact_match, normalize_answer, token_f1

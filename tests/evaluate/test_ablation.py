@@ -9,7 +9,6 @@ import io
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import sqlite3
@@ -17,9 +16,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import forked
 import numpy as np
 import pytest
 import small_project
@@ -34,7 +32,6 @@ from realmops.evaluate.ablation import (
     utility_chart,
 )
 from realmops.journal import Series
-from realmops.refresh import lease
 from realmops.stages import STAGES
 from realmops.tracking.client import local_tracking_uri, mlflow_client
 from realmops.tracking.runs import tracking_folder
@@ -278,31 +275,3 @@ def test_a_failed_variant_is_named_and_the_others_continue(project: Path) -> Non
     assert "TimeoutError: " in told
     assert "| REALM | " in printed
     assert "per token" not in printed
-
-
-def test_two_calls_at_once_train_a_stage_once(project: Path, tmp_path: Path) -> None:
-    """As two pods on one volume, of which one waits for the other; what the stages after it made still stands."""
-    out = project / "out"
-    lost = (out / "realm/seed-0/models/pretrain").resolve()
-    before = (lost / "manifest.json").read_text()
-    shutil.rmtree(lost)
-    logs = {path: path.read_text() for path in (out / "store").glob("*/log.txt")}
-    words = words_of(project, "--out", out, "--variant", "realm", "--set", "tracking.enabled=false")
-    files = [tmp_path / f"{number}.txt" for number in range(2)]
-    with lease.acquire_lease(lost.parents[1] / ".realmops/claim", print):
-        calls = [forked.realmops(*words, log=path) for path in files]
-        small_project.wait_for(lambda: all(path.is_file() and "waiting for" in path.read_text() for path in files), 250)
-    assert [call.wait() for call in calls] == [0, 0], [path.read_text() for path in files]
-    for path in files:
-        holder = rf"waiting for .*/claim, which .*, process {os.getpid()} holds, since 0 s"
-        assert re.search(holder, path.read_text())
-    assert files_of(before) == files_of((lost / "manifest.json").read_text())
-    more = {path: path.read_text().removeprefix(logs[path]).splitlines() for path in logs}
-    assert {path for path in more if more[path]} == {lost.parents[1] / "log.txt"}
-    assert len([line for line in more[lost.parents[1] / "log.txt"] if "masked_accuracy=" in line]) == 1
-
-
-def files_of(manifest: str) -> dict[str, Any]:
-    """The files of a stage but those that hold times."""
-    files: dict[str, Any] = json.loads(manifest)["files"]
-    return {name: entry for name, entry in files.items() if name not in ("metrics.json", "metrics.jsonl")}

@@ -87,8 +87,8 @@ def test_a_question_with_answers_may_have_judgements(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("1\tMED-10", "test.tsv:2: found '1 | MED-10'; expected query-id, corpus-id and a whole number"),
-        ("1\tMED-10\tyes", "test.tsv:2: found '1 | MED-10 | yes'"),
+        ("1\tMED-10", "test.tsv:2: 2 columns, expected 3 with tabs between them"),
+        ("1\tMED-10\tyes", "test.tsv:2: the score is 'yes', expected a whole number"),
         ("9\tMED-10\t1", "test.tsv:2: the query '9' is not in .*queries.jsonl"),
         ("1\tMED-10\t1\n1\tMED-10\t2", "test.tsv:3: query '1' and document 'MED-10' have two grades"),
     ],

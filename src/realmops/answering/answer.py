@@ -16,6 +16,14 @@ class InvalidRequest(ValueError):
     """An invalid question, query, filter or text; the only error whose message a server returns."""
 
 
+def check_unicode(text: str, name: str) -> None:
+    """Raise InvalidRequest for an unpaired surrogate, which UTF-8 cannot encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"the {name} contains an unpaired surrogate; send valid Unicode") from None
+
+
 @dataclass(frozen=True)
 class Span:
     """A candidate answer: the text between two character offsets of a passage.

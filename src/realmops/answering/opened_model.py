@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from realmops.answering.answer import InvalidRequest, RetrievedPassages
+from realmops.answering.answer import InvalidRequest, RetrievedPassages, check_unicode
 from realmops.answering.confidence import Confidence
 from realmops.answering.passage_search import PassageSearch
 from realmops.answering.record import Record, answer_record, sources_record
@@ -59,11 +59,8 @@ class OpenedModel:
 
     def check(self, query: Query) -> None:
         """Raise InvalidRequest if the question is empty or too long, y is blank, or either is invalid Unicode."""
-        for name, text in (("question", query.question), ("answer", query.y or "")):
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                raise InvalidRequest(f"the {name} contains an unpaired surrogate; send valid Unicode") from None
+        check_unicode(query.question, "question")
+        check_unicode(query.y or "", "answer")
         if query.y is not None and not query.y.strip():
             raise InvalidRequest(f"the answer {query.y!r} is blank; pass the answer to evaluate, or omit it")
         self.model.check(query.question)

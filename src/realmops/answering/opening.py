@@ -16,8 +16,7 @@ from realmops.answering.extractive import ExtractiveQa
 from realmops.answering.opened_model import OpenedModel
 from realmops.answering.openqa import OpenQa
 from realmops.answering.passage_search import PassageSearch
-from realmops.answering.retrieval import AnswerModel, Ranker, RetrieveAndRead
-from realmops.answering.search_only import SearchOnly
+from realmops.answering.retrieval import AnswerModel, Ranker, RetrieveAndRead, SearchOnly
 from realmops.artifacts import MANIFEST, PROMOTED, STAGE_FOLDERS, WORK_FOLDER, read_json, write_json
 from realmops.config import default_options, parse_section
 from realmops.corpus.snapshot_reader import Snapshot

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realmops.answering.answer import InvalidRequest
+from realmops.answering.answer import InvalidRequest, check_unicode
 from realmops.answering.metadata_filters import Ids, MetadataFilters, Where
 from realmops.answering.record import Record, passage_record
+from realmops.answering.retrieval import HYBRID_DEPTH
 from realmops.corpus.languages import ENGLISH, load_languages
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.retriever import DENSE_ONLY, FusionWeights, Retriever
@@ -25,7 +26,6 @@ from realmops.search.hybrid import HybridSearch
 RankBy = Literal["run", "embeddings", "words"]
 StemsByLanguage = Mapping[str, Collection[str]]  # stems by language
 MAX_RESULTS = 1000  # results of a search
-DEPTH = 100  # candidates from embeddings and from BM25 each, before fusion
 NO_EMBEDDINGS = (
     "there are no embeddings: the stage ict has not run, or finetune.retriever is bm25, tfidf, graph or path; "
     "search by words"
@@ -83,10 +83,7 @@ class PassageSearch:
         """Return the passages that satisfy the filters, None without; InvalidRequest if the request is invalid."""
         if not request.query.strip():
             raise InvalidRequest("the query is empty; send at least one word")
-        try:
-            request.query.encode()
-        except UnicodeEncodeError:
-            raise InvalidRequest("the query contains an unpaired surrogate; send valid Unicode") from None
+        check_unicode(request.query, "query")
         if not 1 <= request.k <= MAX_RESULTS:
             raise InvalidRequest(f"k is {request.k}; allowed: 1 to {MAX_RESULTS}")
         if request.by == "embeddings" and self.retriever is None:
@@ -127,7 +124,7 @@ class PassageSearch:
         assert self.retriever is not None
         assert self.passages is not None
         hybrid = HybridSearch(self.passages, self.bm25, mixture, self.retriever.scale)
-        hits = hybrid.search(query_QE, queries, k, max(k, DEPTH) if mixture.lexical else k)
+        hits = hybrid.search(query_QE, queries, k, max(k, HYBRID_DEPTH) if mixture.lexical else k)
         for ids, score, dense in zip(hits.id_QK, hits.relevance(mixture), hits.dense_QK, strict=True):
             is_hit = ids >= 0
             yield ids[is_hit].numpy(), score[is_hit].tolist(), dense[is_hit].tolist()

@@ -7,16 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from realmops.answering.answer import Answer, RetrievedPassages, Span
+from realmops.answering.answer import Answer, ReadPassage, RetrievedPassages, Span
 from realmops.answering.confidence import Confidence
-from realmops.answering.search_only import SearchOnly
+from realmops.answering.retrieval import SearchOnly
 from realmops.corpus.snapshot_reader import Snapshot
 
 Record = dict[str, Any]
 TOP_PASSAGES = 3  # shown before an answer that is held back
 _PREVIEW = 240  # characters shown of a passage
 _CONTEXT = 60  # characters shown on either side of a quotation
-_LONGEST_WORD = 30  # longer strings without a space are in a script without spaces
 
 
 def answer_record(
@@ -27,6 +26,10 @@ def answer_record(
     Without a ``confidence`` there is no probability of being right, and the model abstains. With an answer ``y`` to
     evaluate, citations and p(z|x, y) are those of y, and the record contains y and p(y|x).
     """
+
+    def shares(read: ReadPassage) -> Record:
+        return {"p_z": read.p_z, "p_z_given_y": read.p_z_given_y}
+
     best = answer.best
     citing = [(read, read.best_of_y) for read in answer.read if read.best_of_y is not None] if best else []
     citing.sort(key=lambda pair: (pair[1] != best, -pair[0].p_y_z))  # the chosen span first
@@ -39,23 +42,12 @@ def answer_record(
         "threshold": confidence.threshold if confidence else None,
         "abstained": confidence.abstains(answer) if confidence else True,
         **({} if y is None else {"y": y, "p_y": answer.p_y}),
-        "citations": [
-            {
-                **citation_record(snapshot, read.passage, span.characters),
-                "p_z": read.p_z,
-                "p_z_given_y": read.p_z_given_y,
-            }
-            for read, span in citing
-        ],
+        "citations": [citation_record(snapshot, read.passage, span.characters) | shares(read) for read, span in citing],
         "quote": citation_record(snapshot, best.passage, enclosing_sentence(snapshot, best)) if best else None,
         "passages": [
-            {
-                **passage_record(snapshot, read.passage),
-                "p_z": read.p_z,
-                "p_z_given_y": read.p_z_given_y,
-                "span": read.best.text if read.best else None,
-                "score": read.best.score if read.best else None,
-            }
+            passage_record(snapshot, read.passage)
+            | shares(read)
+            | {"span": read.best.text if read.best else None, "score": read.best.score if read.best else None}
             for read in answer.read
         ],
         "model": about,
@@ -162,15 +154,9 @@ def _source_lines(source: Record, text: str) -> list[str]:
 
 def _context(text: str, start: int, end: int) -> tuple[str, str]:
     """Return ``_CONTEXT`` characters of whole words on either side of a quotation, with ellipses if truncated."""
-    before, after = text[:start], text[end:]
-    if len(before) > _CONTEXT:
-        window = before[-_CONTEXT:]
-        part, space, whole_words = window.partition(" ")
-        splits_word = not before[-_CONTEXT - 1].isspace() and space and len(part) < _LONGEST_WORD
-        before = "… " + (whole_words if splits_word else window).lstrip()
-    if len(after) > _CONTEXT:
-        window = after[:_CONTEXT]
-        whole_words, space, part = window.rpartition(" ")
-        splits_word = not after[_CONTEXT].isspace() and space and len(part) < _LONGEST_WORD
-        after = (whole_words if splits_word else window).rstrip() + " …"
+    before, after = text[max(0, start - _CONTEXT - 1) : start], text[end : end + _CONTEXT + 1]
+    if start > _CONTEXT:
+        before = f"… {before.partition(' ')[2] or before}"  # scripts without blanks have no words
+    if len(text) - end > _CONTEXT:
+        after = f"{after.rpartition(' ')[0] or after} …"
     return before, after

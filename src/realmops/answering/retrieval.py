@@ -9,7 +9,7 @@ Shape suffixes: B questions, P passages, K retrieved passages, E embedding width
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -268,3 +268,18 @@ class RetrieveAndRead(AnswerModel):
                 RetrievedPassages(question, read, tuple(relevance[:n]), tuple(prior[:n]), tuple(ids[:ranked]))
             )
         return retrieved
+
+
+class SearchOnly(RetrieveAndRead):
+    """Model that retrieves passages and answers no question (``reader.init: none``)."""
+
+    kind = "search"
+    gives_answers = False
+
+    @classmethod
+    def load_reader(cls, folder: Path, snapshot: Snapshot) -> None:
+        """Return None: there is no reader."""
+
+    def read(self, retrieved: Sequence[RetrievedPassages], target_answers: Sequence[str | None] = ()) -> list[Answer]:
+        ys = target_answers or [None] * len(retrieved)
+        return [replace(Answer.unread(item), y=y or "") for item, y in zip(retrieved, ys, strict=True)]

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from realmops.answering.answer import Answer, ReadPassage, RetrievedPassages, Span
-from realmops.answering.decoding import minimum_bayes_risk
 from realmops.answering.retrieval import RetrieveAndRead
-from realmops.questions.answer_matching import match_normal_form, matched_spans
+from realmops.corpus.languages import ENGLISH
+from realmops.questions.answer_matching import match_normal_form, matched_spans, normalize_answer, words_f1
 from realmops.questions.question_sets import Question
 
 CITATION_MARK = re.compile(r"\[\s*\d+(?:\s*[,;\u2013-]\s*\d+)*\s*\]")  # "[26]", "[3, 7]", "[4-6]"
@@ -157,3 +157,21 @@ def rows_among(rows: np.ndarray, gold: Sequence[tuple[int, ...]]) -> NDArray[np.
     gold_rows = np.array(gold)
     shape = np.maximum(rows.max(0), gold_rows.max(0)) + 1
     return np.isin(np.ravel_multi_index(rows.T, shape), np.ravel_multi_index(gold_rows.T, shape))
+
+
+def minimum_bayes_risk(texts: Sequence[str], p: NDArray[np.float64], language: str = ENGLISH) -> int:
+    """Return the index of the text with the highest expected score (minimum Bayes risk, Kumar and Byrne 2004).
+
+    The score is the mean of exact match and F1. The candidates are most probable first, and the first one wins ties;
+    ``p`` need not sum to 1.
+    """
+    p_of: dict[str, float] = {}
+    forms = [normalize_answer(text, language) for text in texts]
+    for form, share in zip(forms, p.tolist(), strict=True):
+        p_of[form] = p_of.get(form, 0.0) + share
+    words = {form: form.split() for form in p_of}
+
+    def expected_score(answer: str) -> float:
+        return sum(share * ((answer == form) + words_f1(words[answer], words[form])) for form, share in p_of.items())
+
+    return forms.index(max(p_of, key=expected_score))

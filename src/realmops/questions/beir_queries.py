@@ -7,20 +7,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from realmops.questions.question_files import read_columns
 from realmops.questions.question_forms import QuestionRecord
 from realmops.readers.beir import ENDINGS, ID, beir_file
-from realmops.readers.documents import (
-    RawRecord,
-    Rejected,
-    check_id,
-    check_text,
-    iter_lines,
-    read_json_lines,
-    require_key,
-)
+from realmops.readers.documents import RawRecord, check_id, check_text, iter_lines, read_json_lines, require_key
 
 _QRELS = "qrels"
-_COLUMNS = 3  # query-id, corpus-id, score
 _QUERY = re.compile(rb'\s*\{\s*"_id"')
 
 
@@ -60,19 +52,9 @@ def read_queries(path: Path) -> Iterator[QuestionRecord]:
 
 
 def _judgements(path: Path) -> Iterator[tuple[str, str, str, int]]:
-    for number, raw in enumerate(iter_lines(path)):
-        if isinstance(raw, Rejected):
-            raise ValueError(f"{raw.place}: {raw.problem}")
-        try:
-            cells = raw.data.decode().rstrip("\r\n").split("\t")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{raw.place}: invalid UTF-8 at byte {error.start}; save the file as UTF-8") from None
-        is_number = cells[-1].strip().removeprefix("-").isdecimal()
-        if not number and not is_number:
-            continue  # the header
-        if len(cells) != _COLUMNS or not is_number:
-            raise ValueError(
-                f"{raw.place}: found {' | '.join(cells)[:100]!r}; expected query-id, corpus-id and a whole number "
-                "(score) with tabs between them"
-            )
-        yield raw.place, cells[0], cells[1], int(cells[2])
+    """Yield (place, query, document, grade) for each line after the header."""
+    for place, (query, document, grade) in read_columns(path, 3, "query-id, corpus-id, score"):
+        if grade.strip().removeprefix("-").isdecimal():
+            yield place, query, document, int(grade)
+        elif not place.endswith(":1"):
+            raise ValueError(f"{place}: the score is {grade[:100]!r}, expected a whole number")

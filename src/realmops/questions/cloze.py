@@ -117,8 +117,6 @@ def _words(text: str, language: str) -> list[str]:
 
 
 def format_question(words: Sequence[str], language: str) -> str:
-    if language == ENGLISH:
-        return " ".join(words) + "?"
     text = " ".join(word for word in words if word)
     text = compile_regex(_BLANK_BETWEEN_CHARACTERS).sub("", text)
     return f"¿{text}?" if language == "es" else f"{text}？" if language in ("zh", "ja") else f"{text}?"

@@ -40,13 +40,13 @@ def _json(path: Path) -> Iterator[QuestionRecord]:
 
 def _curatedtrec(path: Path) -> Iterator[QuestionRecord]:
     """Read lines of id, kind, question and regular expression between tabs."""
-    for place, columns in _columns(path, 4, "id, kind, question, regular expression"):
+    for place, columns in read_columns(path, 4, "id, kind, question, regular expression"):
         yield QuestionRecord(place, columns[0], columns[2], [columns[3]], is_regex=True)
 
 
 def _dpr(path: Path) -> Iterator[QuestionRecord]:
     """Read lines of question and Python list of answers between tabs; either may be quoted as in CSV."""
-    for place, columns in _columns(path, 2, "question, list of answers"):
+    for place, columns in read_columns(path, 2, "question, list of answers"):
         question, literal = map(_unquote, columns)
         yield QuestionRecord(place, None, question, parse_literal(literal, place))
 
@@ -175,7 +175,7 @@ def _parse_json(path: Path) -> Any:
         raise ValueError(f"{path}:{line}: not valid JSON ({error}); download the file again") from None
 
 
-def _columns(path: Path, count: int, names: str) -> Iterator[tuple[str, list[str]]]:
+def read_columns(path: Path, count: int, names: str) -> Iterator[tuple[str, list[str]]]:
     """Yield (``file:line``, columns) for each line that is not blank."""
     for number, line in enumerate(_text(path).split("\n"), 1):
         if line.strip():

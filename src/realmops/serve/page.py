@@ -43,10 +43,6 @@ class PassageView:
     without_url: str  # the page without this passage
     stems: StemsByLanguage  # of the question
 
-    @property
-    def preview(self) -> str:
-        return _preview(self.record)
-
     def parts(self) -> Iterator[tuple[str, bool]]:
         """Yield the text in parts, each with whether it is a word of the question."""
         text, last = self.record["text"], 0
@@ -258,7 +254,7 @@ def _templates() -> tuple[Environment, dict[str, str]]:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["percent"] = percent
+    environment.filters |= {"percent": percent, "preview": _preview}
     environment.globals |= {
         "style": Markup(style),
         "script": Markup(script),

@@ -12,8 +12,7 @@ from realmops.answering.confidence import MIN_CALIBRATION, READER_QUESTIONS, Con
 from realmops.answering.extractive import ExtractiveQa
 from realmops.answering.opening import save_tuned
 from realmops.answering.openqa import OpenQa
-from realmops.answering.retrieval import AnswerModel, RetrieveAndRead
-from realmops.answering.search_only import SearchOnly
+from realmops.answering.retrieval import AnswerModel, RetrieveAndRead, SearchOnly
 from realmops.answering.span_answers import SpanAnswers
 from realmops.baselines import t5
 from realmops.corpus.snapshot_reader import Snapshot
