@@ -151,7 +151,7 @@ def test_a_calibration_is_saved_and_a_damaged_file_is_refused(tmp_path: Path) ->
     stored = json.loads((tmp_path / FILE).read_text())
     for damage in ({"slope": math.nan}, {"threshold": None}, {"intercept": "a"}, {"more": 1}):
         (tmp_path / FILE).write_text(json.dumps(stored | damage))
-        with pytest.raises(ValueError, match=r"confidence\.json is not a calibration of this version .* delete"):
+        with pytest.raises(ValueError, match=r"is not a calibration of this version: found .*; .* delete"):
             Confidence.load(tmp_path)
 
 

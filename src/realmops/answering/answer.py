@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from realmops.questions.question_sets import Question
 
+QUESTION_LIMIT = 2000  # characters of a question, an answer or a query that a server reads
+
 
 class InvalidRequest(ValueError):
     """An invalid question, query, filter or text; the only error whose message a server returns."""

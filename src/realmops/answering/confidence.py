@@ -9,13 +9,14 @@ Shape suffix: Q questions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
 
 from realmops.answering.answer import Answer
 from realmops.artifacts import read_json, write_json
@@ -29,7 +30,7 @@ OWN_QUESTIONS, READER_QUESTIONS = "questions.dev", "the reader's public question
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class Confidence:
     """Calibration of a model: P(right) = sigmoid(slope * log odds of p(y|x) + intercept).
 
@@ -51,16 +52,13 @@ class Confidence:
         path = folder / FILE
         if not path.is_file():
             return None
+        values = read_json(path)
         try:
-            calibration = cls(**read_json(path))
-            numbers = calibration.slope, calibration.intercept, calibration.threshold, calibration.wanted_precision
-            if not all(math.isfinite(number) for number in (*numbers, calibration.questions)):
-                raise TypeError("a number is not finite")
-        except TypeError as error:
+            return cls(**values)
+        except (TypeError, ValueError):
             raise ValueError(
-                f"{path} is not a calibration of this version ({error}); fine-tune again, or delete the file"
+                f"{path} is not a calibration of this version: found {values}; fine-tune again, or delete the file"
             ) from None
-        return calibration
 
     def save(self, folder: Path) -> None:
         write_json(folder / FILE, asdict(self))

@@ -12,6 +12,7 @@ from typing import Annotated, Self
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from realmops.answering.answer import QUESTION_LIMIT
 from realmops.answering.own_questions import Label, check_label_file, save_labels, usage_lines
 from realmops.artifacts import WORK_FOLDER, make_folder, sync_folder
 from realmops.questions.question_sets import text_key
@@ -20,7 +21,7 @@ from realmops.readers.documents import read_json_lines
 FILE = "feedback.jsonl"
 LINE_LIMIT = 1 << 15  # bytes of one entry, which no entry exceeds
 FILE_LIMIT = 1 << 26  # bytes of the file
-Text = Annotated[str, Field(max_length=2000, strict=True)]
+Text = Annotated[str, Field(max_length=QUESTION_LIMIT, strict=True)]
 PassageId = Annotated[str, Field(max_length=80)]
 
 

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -17,19 +17,18 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from realmops import __version__
-from realmops.answering.answer import InvalidRequest
+from realmops.answering.answer import QUESTION_LIMIT, InvalidRequest
+from realmops.answering.feedback import PassageId, Text
 from realmops.answering.opened_model import OpenedModel, Query
-from realmops.answering.passage_search import PassageQuery
+from realmops.answering.passage_search import MAX_RESULTS, PassageQuery
 from realmops.answering.record import Record
-from realmops.serve import feedback_routes, open_inference, page, search_routes
+from realmops.serve import feedback_routes, open_inference, page
 from realmops.serve.batching import Busy, Closed, Pending, RequestBatcher
-from realmops.serve.guard import FAILED, QUESTION_LIMIT, QUESTIONS_LIMIT, Guard, Token, problem
+from realmops.serve.guard import FAILED, QUESTIONS_LIMIT, Guard, Token, problem
 from realmops.serve.metrics import Metrics
 from realmops.serve.model_watcher import ModelWatcher
 
-Text = Annotated[str, Field(max_length=QUESTION_LIMIT)]
 _FOLDERS = re.compile(r"[^\s'\"(]*/")
-PassageId = Annotated[str, Field(max_length=80)]
 
 
 class AnswerRequest(BaseModel):
@@ -54,6 +53,19 @@ class AnswerRequest(BaseModel):
     def queries(self) -> list[Query]:
         texts = [self.question] if self.question is not None else self.questions or []
         return [Query(text, frozenset(self.without)) for text in texts]
+
+
+class SearchRequest(BaseModel):
+    """Body of ``POST /v1/search``."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    query: Text
+    k: int = Field(10, ge=1, le=MAX_RESULTS, description="Number of passages.")
+    filters: dict[str, Any] = Field(
+        default_factory=dict,
+        description='By document field: a value, a list of allowed values, or a range as {"gte": 1990}.',
+    )
+    by: Literal["run", "embeddings", "words"] = Field("run", description="`run` ranks by the run's own retriever.")
 
 
 class AnswerService:
@@ -137,6 +149,15 @@ def make_app(batcher: RequestBatcher, watcher: ModelWatcher, metrics: Metrics, t
         records = await service.answer(question.queries())
         return JSONResponse(records[0] if question.question is not None else {"answers": records})
 
+    @app.post("/v1/search", summary="Find passages", response_model=None)
+    async def search(request: SearchRequest) -> Response:
+        """Return the best passages with their documents, dense and BM25 scores, and the positions of query words.
+
+        Filters are applied before ranking: the result is the top k of the passages that match.
+        """
+        query = PassageQuery(request.query, request.k, [request.filters], request.by)
+        return JSONResponse(await service.search(query))
+
     @app.head("/health/live", include_in_schema=False)
     @app.get("/health/live", summary="Liveness probe")
     async def live() -> dict[str, bool]:
@@ -155,7 +176,6 @@ def make_app(batcher: RequestBatcher, watcher: ModelWatcher, metrics: Metrics, t
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     app.include_router(page.router)
-    app.include_router(search_routes.router)
     app.include_router(feedback_routes.router)
     app.include_router(open_inference.router)
     _explain_errors(app)

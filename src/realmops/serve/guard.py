@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 BODY_LIMIT = 1 << 20  # bytes
 QUESTIONS_LIMIT = 64  # per request
-QUESTION_LIMIT = 2000  # characters
 PUBLIC_PATHS = ("/health", "/v2/health", "/sign-in")  # of probes, and of browsers before they have a cookie
 PAGE = "/"
 COOKIE_PATHS = (PAGE, "/docs", "/openapi.json")  # GET with the cookie; other routes need the token

@@ -19,13 +19,14 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from realmops.answering.answer import QUESTION_LIMIT
 from realmops.answering.opened_model import Query
 from realmops.answering.passage_search import StemsByLanguage, highlights, stem_query
 from realmops.answering.record import TOP_PASSAGES, Record, always_abstains, searches
 from realmops.corpus.languages import detect_language
 from realmops.evaluate.report_page import STYLE
 from realmops.serve.batching import Pending
-from realmops.serve.guard import COOKIE, FAILED, QUESTION_LIMIT, QUESTIONS_LIMIT, SIGNED_IN_SECONDS, Token, form_of
+from realmops.serve.guard import COOKIE, FAILED, QUESTIONS_LIMIT, SIGNED_IN_SECONDS, Token, form_of
 
 _LOG = logging.getLogger(__name__)
 PREVIEW = 60  # characters of a passage in a list
