@@ -36,7 +36,7 @@ def _label(question: str, found: Record, proposed: str, path: Path, ask: Ask) ->
     earlier = read_labels(path).get(text_key(question))
     yield from format_passages(found)
     if earlier:
-        yield f"This question has the answer {_first_answer(earlier)!r}; a new one replaces it."
+        yield f"This question has the answer {earlier.get('answers') or earlier['answer']!r}; a new one replaces it."
     if proposed:
         yield f"The model's answer: {proposed}"
     choices = ["the answer"]
@@ -61,8 +61,3 @@ def _label(question: str, found: Record, proposed: str, path: Path, ask: Ask) ->
             return
     save_labels(path, [Label(question, answer, holding["passage_id"] if holding else "")])
     yield f"{'replaced' if earlier else 'added'}; {progress_line(path)}"
-
-
-def _first_answer(line: Record) -> str:
-    answers: list[str] | str = line["answers"] if "answers" in line else line["answer"]
-    return answers if isinstance(answers, str) else answers[0]

@@ -187,7 +187,7 @@ def _open_once(root: Path, baselines: Baselines, state: CorpusState | None, read
 
 def open_if_tuned(root: Path, baselines: Baselines, *, reads: bool = True) -> OpenedModel | None:
     """Open a run's fine-tuned model; None if there is none, or if it reads no passages."""
-    if _is_done(root, "finetune"):
+    if (root / STAGE_FOLDERS["finetune"] / MANIFEST).is_file():
         with suppress(ClosedBookModel):  # retrievers of earlier stages remain
             return open_run(root, baselines, reads=reads)
     return None
@@ -207,18 +207,12 @@ def open_search(
     about = {"snapshot": snapshot.corpus_hash, "stage": "snapshot"}
     bm25 = Bm25.of(snapshot)
     for stage in ("pretrain", "ict"):
-        sections = trained_sections(root, stage) if _is_done(root, stage) else {}
-        if not sections:
-            continue
-        run = parse_section("run", sections["run"])
-        retriever, passages, dtype = _load_with_embeddings(root, stage, run, snapshot, progress)
-        return PassageSearch(snapshot, bm25, retriever, passages, QUERY_WORDPIECES, dtype, about | {"stage": stage})
+        if sections := trained_sections(root, stage):
+            run = parse_section("run", sections["run"])
+            retriever, passages, dtype = _load_with_embeddings(root, stage, run, snapshot, progress)
+            return PassageSearch(snapshot, bm25, retriever, passages, QUERY_WORDPIECES, dtype, about | {"stage": stage})
     log("search: no retriever is trained yet, searching by words (BM25) only")
     return PassageSearch(snapshot, bm25, None, None, QUERY_WORDPIECES, torch.float32, about)
-
-
-def _is_done(root: Path, stage: str) -> bool:
-    return (root / STAGE_FOLDERS[stage] / MANIFEST).is_file()
 
 
 def _load_with_embeddings(

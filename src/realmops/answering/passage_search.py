@@ -153,15 +153,12 @@ class PassageSearch:
     def _result(self, query: str, ids: Ids, score: list[float], dense: list[float | None]) -> Record:
         words = self.bm25.score_passages(query, ids).tolist()
         query_stems = stem_query(query, self.bm25.query_languages(query))
-        rows = zip(ids.tolist(), score, dense, words, strict=True)
-        return {"query": query, "passages": [self._record(*row, query_stems) for row in rows], "model": self.about}
-
-    def _record(
-        self, passage: int, score: float, dense: float | None, bm25: float, query_stems: StemsByLanguage
-    ) -> Record:
-        record = passage_record(self.snapshot, passage) | {"extra": self.snapshot.extra(passage)}
-        record |= {"score": score, "embeddings": dense, "words": bm25}
-        return {**record, "highlights": highlights(record["text"], query_stems)}
+        passages = []
+        for passage, *scores in zip(ids.tolist(), score, dense, words, strict=True):
+            record = passage_record(self.snapshot, passage) | {"extra": self.snapshot.extra(passage)}
+            record |= zip(("score", "embeddings", "words"), scores, strict=True)
+            passages.append(record | {"highlights": highlights(record["text"], query_stems)})
+        return {"query": query, "passages": passages, "model": self.about}
 
 
 def _best_by_words(query: str, k: int, allowed: Ids | None, words: Bm25) -> Ranking:
@@ -206,17 +203,15 @@ def format_passages(record: Mapping[str, Any]) -> Iterator[str]:
     if not record["passages"]:
         yield "no passages found"
     for number, passage in enumerate(record["passages"], 1):
-        highlights = passage["highlights"]
-        first = max(0, highlights[0][0] - _CONTEXT) if highlights else 0
-        end = min(len(passage["text"]), (highlights[0][1] if highlights else 0) + 2 * _CONTEXT)
-        text, at = "", first
-        for low, high in highlights:
-            if high <= end:
-                text += f"{passage['text'][at:low]}[{passage['text'][low:high]}]"
-                at = high
-        text = " ".join((text + passage["text"][at:end]).split())
-        before, after = "… " if first else "", " …" if end < len(passage["text"]) else ""
+        text, marks = passage["text"], passage["highlights"]
+        first = max(0, marks[0][0] - _CONTEXT) if marks else 0
+        end = min(len(text), (marks[0][1] if marks else 0) + 2 * _CONTEXT)
+        shown = text[:end]
+        for low, high in reversed([mark for mark in marks if mark[1] <= end]):
+            shown = f"{shown[:low]}[{shown[low:high]}]{shown[high:]}"
+        shown = " ".join(shown[first:].split())
+        before, after = "… " if first else "", " …" if end < len(text) else ""
         page = f", page {passage['page']}" if passage.get("page") else ""
         yield f"{number}. {passage['title'] or passage['document_id']}  ({passage['score']:.3g})"
-        yield f"   {before}{text}{after}"
+        yield f"   {before}{shown}{after}"
         yield f"   {passage['uri']}, characters {passage['start']} to {passage['end']}{page}"

@@ -228,16 +228,15 @@ def read_predictions(path: Path) -> list[Prediction]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist; run 'realmops run evaluate' there first")
     try:
-        return [Prediction(**_tupled(row)) for row in pq.read_table(path).to_pylist()]
+        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+        for row in rows:
+            row.update((name, tuple(value)) for name, value in row.items() if isinstance(value, list))
+        return [Prediction(**row) for row in rows]
     except (pa.ArrowException, TypeError) as error:
         raise ValueError(
             f"{path} has no predictions in the format of this version ({error}); run 'realmops run evaluate --force' "
             "there"
         ) from None
-
-
-def _tupled(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
 
 
 def results_file(folder: Path) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -266,7 +266,8 @@ def write_report(
         for line in lines:
             write_bytes(folder / "plots" / f"{chart.stage}_{line.name}.csv", _csv(line))
         if lines:
-            marks = refresh_steps(records, chart.stage) if chart.refreshes else []
+            refreshed = metric_series(records, chart.stage, "refreshed") if chart.refreshes else Series("", [], [])
+            marks = [int(step) for step, value in zip(refreshed.steps, refreshed.values, strict=True) if value]
             charts.append(line_chart(chart.title, chart.unit, lines, marks, smooth=chart.smooth))
     answers = read_predictions(predictions) if predictions else []
     body = render_template(
@@ -299,11 +300,6 @@ def confidence_charts(answers: Sequence[Prediction]) -> list[str]:
         line_chart("Reliability diagram", "share of correct answers", [observed, ideal], across="confidence"),
         line_chart("Precision by coverage", "precision", [covered], smooth=False, across="share of questions answered"),
     ]
-
-
-def refresh_steps(records: Iterable[Mapping[str, Any]], stage: str) -> list[int]:
-    refreshed = metric_series(records, stage, "refreshed")
-    return [int(step) for step, value in zip(refreshed.steps, refreshed.values, strict=True) if value]
 
 
 def _csv(line: Series) -> bytes:

@@ -160,16 +160,6 @@ def token_bytes(text: str) -> bytes:
     return TOKEN_SEPARATOR.join([b"", *tokens, b""]) if tokens else b""
 
 
-def regex_match_spans(text: str, answer: str) -> list[CharSpan]:
-    """Return (start, end) of the match at the start of the text, the rule of ORQA's release for predictions."""
-    return compile_expression(answer).spans(text, at_start=True)
-
-
-def regex_search_spans(text: str, answer: str) -> list[CharSpan]:
-    """Return (start, end) of all matches, the rule of CuratedTREC's README."""
-    return compile_expression(answer).spans(text)
-
-
 class Expression:
     """An answer's regular expression: case-insensitive, Unicode, multi-line; empty matches are ignored.
 
@@ -224,8 +214,8 @@ def check_expression(text: str, place: str) -> None:
 MATCH_RULES: dict[str, Callable[[str, str], list[CharSpan]]] = {
     "substring": substring_spans,
     "token_boundary": token_boundary_spans,
-    "regex_match": regex_match_spans,
-    "regex_search": regex_search_spans,
+    "regex_match": lambda text, answer: compile_expression(answer).spans(text, at_start=True),  # ORQA's, of predictions
+    "regex_search": lambda text, answer: compile_expression(answer).spans(text),  # of CuratedTREC's README
 }
 WORD_RULES = ("substring", "token_boundary")
 REGEX_RULES = ("regex_match", "regex_search")

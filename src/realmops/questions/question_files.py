@@ -21,6 +21,7 @@ from realmops.readers.documents import Rejected, iter_lines, read_json_lines
 AUTO = "auto"
 LARGEST_CONTENT = 256 << 20  # bytes of a file that is read into memory; SQuAD has 40 MB
 _HEAD = 1 << 16  # bytes read to detect a format
+_QUOTED = re.compile(r'\A"((?:[^"]|"")*)"\Z')  # a column as in CSV
 _SEPARATOR = re.compile(r'"?sep=([,;|\t])"?\s*\n', re.IGNORECASE)  # Excel's first line
 
 
@@ -47,7 +48,10 @@ def _curatedtrec(path: Path) -> Iterator[QuestionRecord]:
 def _dpr(path: Path) -> Iterator[QuestionRecord]:
     """Read lines of question and Python list of answers between tabs; either may be quoted as in CSV."""
     for place, columns in read_columns(path, 2, "question, list of answers"):
-        question, literal = map(_unquote, columns)
+        quoted = [re.fullmatch(r'"((?:[^"]|"")*)"', column) for column in columns]
+        question, literal = (
+            q[1].replace('""', '"') if q else column for q, column in zip(quoted, columns, strict=True)
+        )
         yield QuestionRecord(place, None, question, parse_literal(literal, place))
 
 
@@ -78,7 +82,12 @@ def _csv(path: Path) -> Iterator[QuestionRecord]:
                 if len(row) != len(names):
                     raise ValueError(f"{place}: {len(row)} columns, expected {len(names)} ({', '.join(names)})")
                 cells = dict(zip(names, row, strict=True))
-                answers = [cells["answer"]] if "answer" in cells else _split_answers(cells["answers"], place)
+                if (answer := cells.get("answer")) is not None:
+                    answers = [answer]
+                elif cells["answers"].lstrip().startswith("["):
+                    answers = parse_literal(cells["answers"], place)
+                else:
+                    answers = [text.strip() for text in cells["answers"].split(";")]
                 question_id, passage = cells.get("id") or None, cells.get("passage_id") or None
                 yield QuestionRecord(place, question_id, cells["question"], answers, passage)
     except csv.Error as error:
@@ -93,12 +102,6 @@ def _detect_delimiter(text: str) -> str | None:
         if "question" in names and ("answer" in names or "answers" in names):
             return delimiter
     return None
-
-
-def _split_answers(cell: str, place: str) -> list[Any]:
-    if cell.lstrip().startswith("["):
-        return parse_literal(cell, place)
-    return [answer.strip() for answer in cell.split(";")]
 
 
 FORMATS: dict[str, Callable[[Path], Iterator[QuestionRecord]]] = {
@@ -183,8 +186,3 @@ def read_columns(path: Path, count: int, names: str) -> Iterator[tuple[str, list
             if len(columns) != count:
                 raise ValueError(f"{place}: {len(columns)} columns, expected {count} with tabs between them ({names})")
             yield place, columns
-
-
-def _unquote(column: str) -> str:
-    quoted = re.fullmatch(r'"((?:[^"]|"")*)"', column)
-    return quoted[1].replace('""', '"') if quoted else column

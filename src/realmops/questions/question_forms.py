@@ -156,10 +156,6 @@ def _read_label_studio(place: str, fields: dict[str, Any]) -> QuestionRecord:
     return QuestionRecord(place, fields.get("id"), question, answers)
 
 
-def _read_brmson(place: str, fields: dict[str, Any]) -> QuestionRecord:
-    return QuestionRecord(place, fields.get("qid"), fields["qtext"], fields["answers"])
-
-
 def _read_webquestions(place: str, fields: dict[str, Any]) -> QuestionRecord:
     """Read ``(list (description "A B") (description C))`` of ``targetValue`` as answers."""
     target = check_text(fields["targetvalue"], "targetValue", place)
@@ -173,7 +169,10 @@ FORMS: tuple[tuple[set[str], Callable[[str, dict[str, Any]], QuestionRecord]], .
     ({"data", "annotations"}, _read_label_studio),
     ({"input", "output"}, _read_kilt),
     ({"utterance", "targetvalue"}, _read_webquestions),
-    ({"qtext", "answers"}, _read_brmson),
+    (
+        {"qtext", "answers"},
+        lambda place, row: QuestionRecord(place, row.get("qid"), row["qtext"], row["answers"]),
+    ),
     ({"question", "answers"}, _read_question),
     ({"question", "answer"}, _read_question),
 )
