@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from realmops.answering.opening import trained_sections
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.devices import configure_process, resolve_precision
+from realmops.devices import resolve_precision
 from realmops.evaluate.exact_match import bootstrap_interval
 from realmops.evaluate.ranking_measures import DEPTH, measure_run, passage_depth, rank_documents
 from realmops.evaluate.recall import first_relevant_ranks
@@ -29,6 +29,7 @@ from realmops.model.build import build_models
 from realmops.model.retriever import DENSE_ONLY, FusionWeights, Retriever
 from realmops.model.retriever_files import load_retriever
 from realmops.options import ENCODER, BertOptions, ReaderOptions, RetrieverOptions
+from realmops.process import configure_process
 from realmops.questions.question_sets import Question, read_questions
 from realmops.questions.relevance import RelevantPassages
 from realmops.search.bm25 import Bm25, rank

@@ -270,7 +270,7 @@ def compare(
 
 def measure(arguments: argparse.Namespace) -> list[Row]:
     """The rows of every model."""
-    from realmops.devices import configure_process
+    from realmops.process import configure_process
 
     against.one_thread()
     against.quiet_transformers()

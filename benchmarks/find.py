@@ -98,7 +98,7 @@ class Untrained:
         snapshot = Snapshot.open(self.root / STAGES["snapshot"].folder / "corpus", verify=False)
         encoder, _ = generated.random_bert("MiniLM-L6")
         width = encoder.width
-        tower = Embedder(encoder, width, "cosine", pooling="mean", projection="identity", temperature=0.05)
+        tower = Embedder(encoder, width, "cosine", pooling="mean", projection="identity")
         retriever, reader = Retriever(tower, tower), Reader(*generated.random_bert("MiniLM-L6"))
         retriever.mixture, reader.spans = FusionWeights(1.0, 1.0), SpanHead(width, 256)
         values = config.load_params(PROJECT / "params.yaml", settings=["run.device=cpu"])

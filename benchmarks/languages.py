@@ -29,6 +29,7 @@ from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.vocabulary import UNCASED
 from realmops.corpus.word_counts import train_vocabulary
 from realmops.devices import resolve_precision
+from realmops.model import retriever as retriever_module
 from realmops.model.build import build_models
 from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, DENSE_ONLY, Retriever
 from realmops.questions.question_sets import Question, read_questions
@@ -126,9 +127,8 @@ def retriever_of(encoder: Path, vocabulary: int, temperature: float) -> Retrieve
     options = {"projection": "identity", "embedding_width": 0, "head": "cosine"}
     values = merge_options({"retriever": {**options, "init": str(encoder)}}, "languages.py")
     bert, retriever, reader = (parse_section(name, values[name]) for name in ("bert", "retriever", "reader"))
-    model = build_models(bert, retriever, reader, vocabulary, 0)[0].eval()
-    model.query.temperature = temperature
-    return model
+    retriever_module.TEMPERATURE = temperature
+    return build_models(bert, retriever, reader, vocabulary, 0)[0].eval()
 
 
 def encoder_table(folders: dict[str, Path], place: Path, encoder: Path, temperature: float) -> list[str]:

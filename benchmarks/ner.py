@@ -51,9 +51,10 @@ def main() -> None:
     from realmops.console import Console
     from realmops.corpus.encoder_tokenizer import read_encoder_vocabulary
     from realmops.corpus.vocabulary import UNCASED, bert_words, build_tokenizer, learn_pieces
-    from realmops.devices import configure_process, resolve_precision
+    from realmops.devices import resolve_precision
     from realmops.hub import encoder_folder
     from realmops.model.build import build_encoder
+    from realmops.process import configure_process
     from realmops.train.conll import read_conll
     from realmops.train.loop import TrainingContext
     from realmops.train.tagger import HIDDEN_SMALL, Tagger, predict_words, tag_names, train_tagger

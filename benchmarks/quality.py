@@ -143,7 +143,7 @@ def looking(watch: Watch, questions: Sequence[Any], count: int, found: list[Look
 
 def run(values: Mapping[str, Any], project: Path, root: Path, looks: int, log: Callable[[str], None]) -> dict[str, Any]:
     """All stages from nothing: seconds of each with those of its parts, the looks, and the end's dev figures."""
-    from realmops.devices import configure_process
+    from realmops.process import configure_process
     from realmops.questions.question_sets import read_questions
     from realmops.stages import STAGES, check_files
     from realmops.stages.runner import run_stage

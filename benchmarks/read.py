@@ -47,8 +47,9 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     import numpy as np
     import torch
 
-    from realmops.devices import DTYPES, autocast, configure_process
+    from realmops.devices import DTYPES, autocast
     from realmops.model.extractive_reader import ExtractiveReader
+    from realmops.process import configure_process
 
     against.one_thread()
     against.quiet_transformers()

@@ -7,7 +7,7 @@ transformers 5 removed the pipeline, so this runs in a throw-away environment:
     runs/peer/bin/python benchmarks/reader_fixture.py
 
 The readers and the pairs of question and passage are those of tests/small_readers.py, which makes the same ones in
-every transformers. tests/model/test_peer_readers.py compares our answers. A pair is left out if its two best
+every transformers. tests/model/test_extractive_reader.py compares our answers. A pair is left out if its two best
 spans, or the best one and the null answer, are so close that rounding decides.
 
 The pipeline sums the scores of spans of equal text, also if overlapping windows hold the same span. Here a span counts

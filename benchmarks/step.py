@@ -56,7 +56,7 @@ class Step:
         import torch
 
         from realmops import config
-        from realmops.devices import configure_malloc
+        from realmops.process import configure_malloc
         from realmops.train.optimiser import BertAdamW, Group, Schedule
         from realmops.train.realm import Realm
 

@@ -1,9 +1,7 @@
-"""A stand-in for the Hugging Face hub, written from the source of huggingface_hub 2.4.
+"""A stand-in for the Hugging Face hub, from the source of huggingface_hub 2.4: what an upload calls without Xet.
 
-It has what an upload calls without Xet: repos/create, validate-yaml, preupload, the commit in NDJSON, git-lfs' batch
-with storage and verification; and models/NAME, its tree and resolve. It refuses what the hub refuses: a wrong token, an
-owner that the token may not write to, a card with invalid metadata, large files in a commit, and LFS files that were
-not uploaded.
+It refuses what the hub refuses: a wrong token, an owner that the token may not write to, a card with invalid metadata,
+large files in a commit, and LFS files that were not uploaded.
 """
 
 from __future__ import annotations
@@ -64,7 +62,6 @@ class Hub:
 
     @property
     def writes(self) -> list[tuple[str, str]]:
-        """Requests that send something."""
         return [each for each in self.requests if each[0] not in ("GET", "HEAD")]
 
     def respond(self, method: str, path: str, headers: Any, body: bytes) -> tuple[int, dict[str, str], bytes]:
@@ -92,8 +89,6 @@ class Hub:
             assert headers["Content-Type"] == LFS_TYPE
             self.find(f"{parts[0]}/{parts[1].removesuffix('.git')}")
             return self.batch(json.loads(body))
-        if (method, parts) == ("POST", ["verify"]):
-            return self.verify(json.loads(body))
         if method in ("GET", "HEAD") and parts[2:4] == ["resolve", "main"]:
             files = self.find("/".join(parts[:2])).files
             if (name := "/".join(parts[4:])) not in files:
@@ -130,24 +125,16 @@ class Hub:
     def batch(self, asked: dict[str, Any]) -> dict[str, Any]:
         assert (asked["operation"], asked["hash_algo"]) == ("upload", "sha256")
         assert "basic" in asked["transfers"]
-        objects = []
-        for entry in asked["objects"]:
-            actions = {
-                "upload": {"href": f"{self.url}/storage/{entry['oid']}", "header": {}},
-                "verify": {"href": f"{self.url}/verify", "header": {}},
-            }
-            objects.append(entry if entry["oid"] in self.stored else {**entry, "actions": actions})
+        objects = [
+            {**entry, "actions": {"upload": {"href": f"{self.url}/storage/{entry['oid']}", "header": {}}}}
+            for entry in asked["objects"]
+        ]
         return {"transfer": "basic", "objects": objects}
 
     def store(self, oid: str, content: bytes) -> dict[str, Any]:
         if hashlib.sha256(content).hexdigest() != oid:
             raise Refused(400, "checksum mismatch")
         self.stored[oid] = content
-        return {}
-
-    def verify(self, asked: dict[str, Any]) -> dict[str, Any]:
-        if len(self.stored.get(asked["oid"], b"")) != asked["size"]:
-            raise Refused(404, "object is not stored")
         return {}
 
     def commit(self, name: str, repository: Repository, lines: list[dict[str, Any]]) -> dict[str, Any]:
@@ -184,17 +171,13 @@ class Hub:
 
 
 def is_lfs(path: str, sample: bytes) -> bool:
-    """Return whether a file belongs into LFS: by its name, or because it is binary."""
     return any(fnmatch.fnmatch(path, pattern) for pattern in LFS) or b"\0" in sample
 
 
 def upload_mode(repository: Repository, path: str, sample: str, size: int) -> dict[str, Any]:
-    first = base64.b64decode(sample, validate=True)
-    assert len(first) == min(size, 512)
-    mode = "lfs" if size > REGULAR_LIMIT or is_lfs(path, first) else "regular"
+    mode = "lfs" if size > REGULAR_LIMIT or is_lfs(path, base64.b64decode(sample, validate=True)) else "regular"
     answer = {"path": path, "uploadMode": mode, "shouldIgnore": False}
-    if path in repository.files:
-        content = repository.files[path]
+    if (content := repository.files.get(path)) is not None:  # by its hash a client skips an unchanged file
         git = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
         answer["oid"] = hashlib.sha256(content).hexdigest() if mode == "lfs" else git
     return answer
@@ -210,23 +193,19 @@ def front_matter(card: str) -> dict[str, Any]:
 
 
 def check_card(content: str, repoType: str) -> dict[str, Any]:
-    """Check a card's metadata as the hub does: types of the fields, and the structure of the model-index."""
+    """Check the licence, the tags and the structure of the model-index, as the hub does."""
     assert repoType == "model"
     try:
-        front, problem = front_matter(content), ""
-        if not isinstance(front.get("license"), str):
-            problem = '"license" must be a string'
-        elif not all(isinstance(tag, str) for tag in front.get("tags", [])):
-            problem = '"tags" must be an array of strings'
-        elif "model-index" in front:
+        front = front_matter(content)
+        assert isinstance(front.get("license"), str), '"license" must be a string'
+        assert all(isinstance(tag, str) for tag in front.get("tags", [])), '"tags" must be an array of strings'
+        if "model-index" in front:
             name, results = model_index_to_eval_results(front["model-index"])
-            values = [result.metric_value for result in results]
-            if not name or not all(isinstance(value, int | float) for value in values):
-                problem = '"model-index[0].results[0].metrics[0].value" must be a number'
-    except (yaml.YAMLError, KeyError, TypeError) as error:
+            assert name
+            assert all(isinstance(result.metric_value, int | float) for result in results), "a value must be a number"
+    except (AssertionError, yaml.YAMLError, KeyError, TypeError) as error:
         problem = f"{type(error).__name__}: {error}"
-    if problem:
-        raise Refused(400, problem, errors=[{"message": problem}], warnings=[])
+        raise Refused(400, problem, errors=[{"message": problem}], warnings=[]) from None
     return {"errors": [], "warnings": []}
 
 

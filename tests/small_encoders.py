@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from small_world import DOCUMENTS
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -79,57 +80,52 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, special: tuple[str, ...]
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 
-_SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-_WIDE = {"initializer_range": 0.25}  # so large that texts differ
-_ROBERTA = {**_SHAPE, **_WIDE, "max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 1}
-FAMILIES: dict[str, tuple[Callable[[tuple[str, ...]], Tokenizer], tuple[str, ...], dict[str, Any]]] = {
-    "bert": (wordpiece, SPECIAL_TOKENS, {**_SHAPE, **_WIDE, "max_position_embeddings": 64}),
-    "roberta": (byte_bpe, ROBERTAS, {**_ROBERTA, "layer_norm_eps": 1e-5}),
-    "xlm-roberta": (unigram, ROBERTAS, {**_ROBERTA, "layer_norm_eps": 1e-5}),
-    "camembert": (unigram, ROBERTAS, {**_ROBERTA, "layer_norm_eps": 1e-5}),
-    "mpnet": (wordpiece, ROBERTAS, {**_SHAPE, **_WIDE, "max_position_embeddings": 66, "layer_norm_eps": 1e-5}),
-    "distilbert": (
-        wordpiece,
-        SPECIAL_TOKENS,
-        {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 64, **_WIDE},
-    ),
-    "electra": (wordpiece, SPECIAL_TOKENS, {**_SHAPE, **_WIDE, "embedding_size": 24, "max_position_embeddings": 64}),
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+    "max_position_embeddings": 64, "initializer_range": 0.25,  # so large that texts differ
+}  # fmt: skip
+_ROBERTA = {"max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 1, "layer_norm_eps": 1e-5}
+_DECODER = {"num_key_value_heads": 2, "head_dim": 8}
+_BERT = (wordpiece, SPECIAL_TOKENS)
+_ALL: dict[str, tuple[Callable[[tuple[str, ...]], Tokenizer], tuple[str, ...], dict[str, Any]]] = {
+    "bert": (*_BERT, {}),
+    "roberta": (byte_bpe, ROBERTAS, _ROBERTA),
+    "xlm-roberta": (unigram, ROBERTAS, _ROBERTA),
+    "camembert": (unigram, ROBERTAS, _ROBERTA),
+    "mpnet": (wordpiece, ROBERTAS, {"max_position_embeddings": 66, "layer_norm_eps": 1e-5}),
+    "distilbert": (*_BERT, {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}),
+    "electra": (*_BERT, {"embedding_size": 24}),
     "modernbert": (
         byte_bpe,
         SPECIAL_TOKENS,
         {
-            **_SHAPE, **_WIDE, "num_hidden_layers": 4, "local_attention": 16, "max_position_embeddings": 64,
-            "pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3,
+            "num_hidden_layers": 4, "local_attention": 16, "pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3,
+            "bos_token_id": 2, "eos_token_id": 3,
         },
     ),
+    "albert": (*_BERT, {"embedding_size": 24}),
+    "ernie": (*_BERT, {}),
+    "nomic_bert": (*_BERT, {}),
+    "deberta-v2": (*_BERT, {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
+    "convbert": (*_BERT, {}),
+    "fnet": (*_BERT, {}),
+    "gemma3_text": (*_BERT, {**_DECODER, "sliding_window": 16, "query_pre_attn_scalar": 8}),
+    "qwen3": (byte_bpe, ("<pad>", "<|end|>"), _DECODER),  # its tokenizer only ends a text
 }  # fmt: skip
-_DECODER = {**_SHAPE, **_WIDE, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
-_OTHERS: dict[str, dict[str, Any]] = {  # with BERT's tokenizer
-    "albert": {**_SHAPE, **_WIDE, "embedding_size": 24, "max_position_embeddings": 64},
-    "ernie": {**_SHAPE, **_WIDE, "max_position_embeddings": 64},
-    "nomic_bert": {**_SHAPE, **_WIDE, "max_position_embeddings": 64},
-    "deberta-v2": {
-        **_SHAPE, **_WIDE, "max_position_embeddings": 64, "relative_attention": True, "pos_att_type": ["c2p", "p2c"],
-    },
-    "convbert": {**_SHAPE, **_WIDE},
-    "fnet": {**_SHAPE},
-    "gemma3_text": {**_DECODER, "sliding_window": 16, "query_pre_attn_scalar": 8},
-}  # fmt: skip
-_QWEN3 = (byte_bpe, ("<pad>", "<|end|>"), _DECODER)  # its tokenizer ends a text, and no more
+FAMILIES = [*_ALL][:8]  # with tokenizers of several kinds
 PADDED = ("mpnet", "deberta-v2")  # families that need padded batches
 DECODERS = ("qwen3", "gemma3_text")
-ENCODERS = [*FAMILIES, "albert", "ernie", "nomic_bert", "deberta-v2"]
+ENCODERS = [*_ALL][:12]
 
 
 def write_encoder(folder: Path, family: str, head: bool = True, **changes: Any) -> Path:
     """A folder of this family with random weights, biases and norms too, with its masked word head or without."""
-    known = FAMILIES | {"qwen3": _QWEN3}
-    make, special, shape = known.get(family) or (wordpiece, SPECIAL_TOKENS, _OTHERS[family])
+    make, special, shape = _ALL[family]
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make(special)
     ends = next(pair for pair in (("<s>", "</s>"), ("[CLS]", "[SEP]"), ("", "<|end|>")) if pair[1] in special)
     write_tokenizer(folder, tokenizer, special, *ends)
-    values = {"vocab_size": tokenizer.get_vocab_size(), **shape, **changes}
+    values = {"vocab_size": tokenizer.get_vocab_size(), **_SHAPE, **shape, **changes}
     config = transformers.AutoConfig.for_model(family, **values)
     torch.manual_seed(1)
     kind = transformers.AutoModelForMaskedLM if head and family not in DECODERS else transformers.AutoModel
@@ -141,3 +137,14 @@ def write_encoder(folder: Path, family: str, head: bool = True, **changes: Any) 
             assert parameter.isfinite().all(), name
     model.save_pretrained(folder)
     return folder
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def change_weights(folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> None:
+    """Replace each weight by ``change(name, weight)``, or remove it."""
+    changed = {name: change(name, x) for name, x in load_file(folder / "model.safetensors").items()}
+    kept = {name: x for name, x in changed.items() if x is not None}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})

@@ -147,8 +147,7 @@ def write_reader(folder: Path, family: str, seed: int = 0, **changes: Any) -> Pa
     return folder
 
 
-def write_tokenizer(folder: Path, family: str, **changes: Any) -> None:
-    """tokenizer.json and tokenizer_config.json."""
+def write_tokenizer(folder: Path, family: str) -> None:
     known = FAMILIES[family]
     known.tokenizer().save(str(folder / "tokenizer.json"))
     about = {f"{role}_token": next(t for t in known.special if role in t.lower()) for role in ("pad", "unk", "mask")}
@@ -156,26 +155,7 @@ def write_tokenizer(folder: Path, family: str, **changes: Any) -> None:
     about |= {"cls_token": cls, "sep_token": sep, "model_max_length": POSITIONS}
     if known.tokenizer_class:
         about["tokenizer_class"] = known.tokenizer_class
-    (folder / "tokenizer_config.json").write_text(json.dumps({**about, **changes}))
-
-
-def write_left_padded(folder: Path, model_class: str = "XLNetForQuestionAnsweringSimple") -> Path:
-    """An XLNet: passage, question, [SEP] and [CLS]; padding on the left."""
-    folder.mkdir(parents=True)
-    write_tokenizer(folder, "bert", padding_side="left", tokenizer_class="PreTrainedTokenizerFast")
-    tokenizer = FAMILIES["bert"].tokenizer()
-    ids = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A [SEP] [CLS]", pair="$A [SEP] $B:1 [SEP]:1 [CLS]:2", special_tokens=ids
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = transformers.XLNetConfig(
-        vocab_size=tokenizer.get_vocab_size(), d_model=32, n_layer=2, n_head=4, d_inner=48, pad_token_id=0,
-        start_n_top=2, end_n_top=2, initializer_range=0.3,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    getattr(transformers, model_class)(config).save_pretrained(folder)
-    return folder
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 
 def question_and_passage(number: int) -> tuple[str, str]:

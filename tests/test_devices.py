@@ -10,7 +10,7 @@ import torch
 from small_world import section
 from torch import Tensor
 
-from realmops import devices
+from realmops import process
 from realmops.devices import (
     NARROW,
     autocast,
@@ -38,12 +38,10 @@ def hidden(bert: Encoder, dtype: torch.dtype) -> Tensor:
     return found
 
 
-def test_devices_and_precisions_by_name() -> None:
+def test_devices_and_precisions_are_found_by_name() -> None:
     assert resolve_device("cpu") == CPU
     assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-    assert resolve_precision("fp32", CPU) == torch.float32
-    assert resolve_precision("bf16", CPU) == torch.bfloat16
-    assert resolve_precision("auto", CPU) in (torch.float32, torch.bfloat16)
+    assert [resolve_precision(name, CPU) for name in ("fp32", "bf16")] == [FP32, BF16]
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match=r"run\.device is 'cuda', but torch finds no GPU here"):
             resolve_device("cuda")
@@ -59,7 +57,7 @@ def test_precision_auto_depends_on_processor_and_width(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     assert tuple(resolve_precision("auto", CPU, width) for width in (NARROW, NARROW + 1, math.inf)) == dtypes
-    assert resolve_precision("bf16", CPU, NARROW) == BF16, "as asked for"
+    assert resolve_precision("bf16", CPU, NARROW) == BF16
     run, narrow = section("run", device="cpu"), encoder()
     wide = build_small_encoder(section("bert", width=192, layers=1, heads=4), 300, torch.Generator().manual_seed(0))[0]
     found = [device_and_dtype(run, *models)[1] for models in ((narrow, None), (wide,), (narrow, wide))]
@@ -101,16 +99,16 @@ def test_auto_is_the_cpus_of_the_process(
 ) -> None:
     if quota:
         (tmp_path / "cpu.max").write_text(quota)
-    monkeypatch.setattr(devices, "_CPU_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(process, "_CPU_QUOTA", tmp_path / "cpu.max")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
     monkeypatch.delenv("OMP_NUM_THREADS")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert devices.resolve_threads("auto") == threads
-    assert devices.resolve_threads(3) == 3
+    assert process.resolve_threads("auto") == threads
+    assert process.resolve_threads(3) == 3
     for has_amx in (False, True):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_amx=has_amx: has_amx)
-        assert devices.resolve_threads("auto", 128) == (threads if has_amx or "OMP_NUM_THREADS" in environment else 1)
-        assert devices.resolve_threads("auto", 129) == threads
+        assert process.resolve_threads("auto", 128) == (threads if has_amx or "OMP_NUM_THREADS" in environment else 1)
+        assert process.resolve_threads("auto", 129) == threads
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    assert devices.resolve_threads("auto") <= 8
+    assert process.resolve_threads("auto") <= 8

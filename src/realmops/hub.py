@@ -29,12 +29,9 @@ POOLING = "1_Pooling/config.json"  # of a sentence encoder: pooling mode
 MODULES = "modules.json"  # of a sentence encoder: its modules in order
 HUB_SECONDS = 5.0  # timeout of a question to the hub
 _COMMON = (CONFIG, VOCABULARY, TOKENIZER, TOKENIZER_CONFIG, POOLING, MODULES)
-_POOLING_MODE = "pooling_mode_"
 _POOLED: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
-_USED_MODULES = {"Transformer", "Pooling", "Normalize", "Dense"}
 _DENSE = ("*_Dense/config.json", "*_Dense/model.safetensors")
 _DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # sentence-transformers writes "document" even if it is empty
-_SHARDS = ("model-*.safetensors", "pytorch_model-*.bin")
 
 
 @dataclass(frozen=True)
@@ -87,20 +84,8 @@ def encoder_folder(init: str, family: ModelFamily = BERT) -> Path:
     return folder
 
 
-@dataclass(frozen=True)
-class HubModel:
-    """A model on the hub, with its licence ("unknown" if its card has none) and the bytes of its weights."""
-
-    name: str
-    licence: str
-    size: int
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.licence}, {self.size / 1e6:,.0f} MB)"
-
-
-def describe_model(name: str) -> HubModel | None:
-    """Return a model's licence and size without loading it; None if the hub does not answer in ``HUB_SECONDS``."""
+def describe_model(name: str) -> str | None:
+    """Return a model's name, licence and size, without loading it; None if the hub does not answer."""
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:
@@ -110,7 +95,7 @@ def describe_model(name: str) -> HubModel | None:
     except Exception:  # no network, unknown name, an error of the hub: it is not proposed
         return None
     size = sum(file.size or 0 for file in found.siblings or () if file.rfilename.endswith(".safetensors"))
-    return HubModel(name, str(getattr(found.card_data, "license", None) or "unknown"), size)
+    return f"{name} ({getattr(found.card_data, 'license', None) or 'unknown'}, {size / 1e6:,.0f} MB)"
 
 
 def is_cached(name: str) -> bool:
@@ -150,8 +135,8 @@ def sentence_pooling(folder: Path) -> Pooling:
     values = _read_object(folder / POOLING)
     modes = values.get("pooling_mode")
     if modes is None:  # before sentence-transformers 6: a flag per mode
-        flags = [key for key, is_on in values.items() if key.startswith(_POOLING_MODE) and is_on]
-        modes = [key.removeprefix(_POOLING_MODE).removesuffix("_token").removesuffix("_tokens") for key in flags]
+        flags = [key for key, is_on in values.items() if key.startswith("pooling_mode_") and is_on]
+        modes = [key.removeprefix("pooling_mode_").removesuffix("_token").removesuffix("_tokens") for key in flags]
     modes = modes if isinstance(modes, list) else [modes]
     if len(modes) != 1 or modes[0] not in _POOLED:
         raise ValueError(
@@ -187,8 +172,8 @@ def sentence_prompts(folder: Path) -> tuple[str, str]:
 
 
 def unused_modules(folder: Path) -> list[str]:
-    """Return the types of a sentence encoder's modules that are ignored here (all but ``_USED_MODULES``)."""
-    return [kind for kind, _ in _modules(folder) if kind not in _USED_MODULES]
+    """Return the types of a sentence encoder's modules that are ignored here."""
+    return [kind for kind, _ in _modules(folder) if kind not in ("Transformer", "Pooling", "Normalize", "Dense")]
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
@@ -226,9 +211,9 @@ def _from_hub(name: str, family: ModelFamily) -> Path:
             if not family.missing(folder):
                 return folder
         patterns = [*_COMMON, SPECIAL_TOKENS_MAP, SENTENCE_CONFIG, *_DENSE, *family.vocabulary, *family.more]
-        folder = Path(snapshot_download(name, allow_patterns=[*patterns, *SAFETENSORS, _SHARDS[0]]))
+        folder = Path(snapshot_download(name, allow_patterns=[*patterns, *SAFETENSORS, "model-*.safetensors"]))
         if BIN in family.weights and not any((folder / weights).is_file() for weights in SAFETENSORS):
-            folder = Path(snapshot_download(name, allow_patterns=[*patterns, *BIN, _SHARDS[1]]))
+            folder = Path(snapshot_download(name, allow_patterns=[*patterns, *BIN, "pytorch_model-*.bin"]))
     except Exception as error:  # no network, unknown name, HF_HUB_OFFLINE: the remedy is the same
         target = name.split("/")[-1] or "FOLDER"
         raise ValueError(

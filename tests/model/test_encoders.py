@@ -1,510 +1,326 @@
-"""Encoders of others: what a folder must hold, weights in both forms, pickles that are none, and tokenizers."""
+"""Encoders of every family: equal to transformers on random weights, packed or padded, trained, saved and reloaded."""
+
+from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
-import zipfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError
-from huggingface_hub.utils import filter_repo_objects
+import torch.nn.functional as F
+import transformers
 from safetensors.torch import load_file, save_file
-from small_project import Quiet, run_all_here, stage, toy_values, write_project
-from small_world import at_once, section
-from transformers import BertTokenizerFast
+from small_encoders import DECODERS, ENCODERS, FAMILIES, PADDED, change_weights, edit_json, write_encoder
+from small_project import toy_values
+from small_world import World, at_once, section
+from torch import Tensor
 
-from realmops.corpus.encoder_tokenizer import read_encoder_vocabulary
-from realmops.corpus.snapshot_reader import Snapshot
-from realmops.corpus.vocabulary import SPECIAL_TOKENS, Casing, build_tokenizer, vocabulary_bytes
-from realmops.hub import (
-    BERT,
-    T5,
-    ModelFamily,
-    encoder_files,
-    encoder_folder,
-    read_weights,
-    sentence_pooling,
-    unused_modules,
-)
-from realmops.model.build import build_models
-from realmops.model.encoder_files import build_small_encoder, encoder_from_description, load_encoder, save_encoder
-from realmops.model.retriever import Embedder, initialise_projection
-from realmops.stages import check_inputs
+from realmops.commands.run import check_encoders
+from realmops.model.encoder_files import build_small_encoder, encoder_from_description, load_encoder
+from realmops.model.packed import PackedBatch
+from realmops.model.reader import Reader
+from realmops.model.reader_files import load_models, save_models
+from realmops.model.retriever import Embedder, Retriever, initialise_projection
 
-CASED = [*SPECIAL_TOKENS, "Oslo", "oslo", "Z", "##ü", "##rich", "z", "##u", "a", "in", "is", "##n", ".", "B", "b"]
+LENGTHS = (7, 1, 50, 4, 33, 6, 48, 8)  # padded families pad similar ones together
+EXACT = {"rtol": 0, "atol": 1e-5}
+FAMILY = pytest.mark.parametrize("family", ENCODERS)
+ANY = pytest.mark.parametrize("family", [*ENCODERS, *DECODERS])
 
 
-def write_encoder(folder: Path, pieces: list[str] | None = None) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    pieces = pieces or [*SPECIAL_TOKENS, *(f"w{n}" for n in range(35))]
-    options = section("bert", width=8, layers=1, heads=2, positions=512, dropout=0.0)
-    save_encoder(folder, *build_small_encoder(options, len(pieces), torch.Generator().manual_seed(0)))
-    (folder / "vocab.txt").write_bytes(vocabulary_bytes(pieces))
-    return folder
+def sequences(vocabulary: int = 60, lengths: Sequence[int] = LENGTHS) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(5, vocabulary, length) for length in lengths]
 
 
-def test_threads_that_build_at_once_initialise_and_leave_torch_as_it_was(tmp_path: Path) -> None:
-    """transformers replaces torch's functions while it builds a model, and puts back what it found."""
-    folder, functions = write_encoder(tmp_path / "encoder"), dict(vars(torch.nn.init))
-    options = section("bert", width=8, layers=1, heads=2, positions=64, dropout=0.0)
+def peer_of(folder: Path, family: str) -> transformers.PreTrainedModel:
+    kind = transformers.AutoModel if family in DECODERS else transformers.AutoModelForMaskedLM
+    return kind.from_pretrained(folder).eval()
 
-    def build() -> Any:
-        return build_small_encoder(options, 40, torch.Generator().manual_seed(0))[0]
 
-    def build_tower() -> torch.Tensor:
-        tower = Embedder(build(), 8, "paper", projection="orthogonal")
+def peer_rows(model: torch.nn.Module, tokens: list[np.ndarray]) -> Tensor:
+    """Hidden states or logits of the sequences, one by one, so that nothing is padded."""
+    return torch.cat([model(input_ids=torch.from_numpy(each)[None])[0][0] for each in tokens])
+
+
+@ANY
+def test_hidden_states_and_gradients_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """In one padded group and in several, with and without gradients and recomputed activations."""
+    folder = write_encoder(tmp_path, family)
+    encoder, head = load_encoder(folder, 0.0)
+    assert encoder.packs is (family not in PADDED)
+    assert (head is not None and head.is_trained) == (family not in DECODERS)
+    encoder.eval()
+    model = peer_of(folder, family).base_model
+    tokens = sequences(encoder.vocabulary)
+    many = sequences(encoder.vocabulary, [1 + n % 60 for n in range(330)])
+    with torch.no_grad():
+        hidden_TD = peer_rows(model, tokens)
+        assert hidden_TD.std() > 0.3, "the weights are so large that every term counts"
+        torch.testing.assert_close(encoder(PackedBatch(tokens)), hidden_TD, **EXACT)
+        assert len(PackedBatch(many).groups) > 1
+        torch.testing.assert_close(encoder(PackedBatch(many)), peer_rows(model, many), **EXACT)
+    ours_TD = encoder(PackedBatch(tokens))
+    torch.testing.assert_close(ours_TD, hidden_TD, **EXACT)
+    weight_TD = torch.linspace(0.5, 1.5, hidden_TD.numel()).view_as(hidden_TD)
+    (ours_TD * weight_TD).sum().backward()
+    (peer_rows(model, tokens) * weight_TD).sum().backward()
+    ours, peers = (dict(each.named_parameters()) for each in (encoder.model, model))
+    scale = max(float(parameter.grad.abs().max()) for parameter in peers.values() if parameter.grad is not None)
+    for name, parameter in ours.items():
+        gradient = peers[name].grad
+        if parameter.requires_grad and gradient is not None:
+            torch.testing.assert_close(parameter.grad / scale, gradient / scale, **EXACT, msg=name)
+        elif gradient is not None:
+            assert float(gradient.abs().max()) < 1e-6 * scale, f"{name}: a bias of keys cancels"
+    before = {name: parameter.grad for name, parameter in ours.items()}
+    encoder.zero_grad()
+    encoder.train().gradient_checkpointing = True
+    (encoder(PackedBatch(tokens)) * weight_TD).sum().backward()
+    assert all(parameter.grad is None or torch.equal(parameter.grad, before[name]) for name, parameter in ours.items())
+
+
+@FAMILY
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_equal_those_of_transformers_and_survive_saving(
+    family: str, tied: bool, world: World, tmp_path: Path
+) -> None:
+    """With tied and untied decoders, also where config.json contradicts the weights."""
+    folder = write_encoder(tmp_path / "encoder", family, tie_word_embeddings=tied)
+    for configured in (tied, True):
+        edit_json(folder / "config.json", tie_word_embeddings=configured)
+        if configured and not tied and family != "modernbert":  # such a file has one bias for two parameters
+            change_weights(folder, lambda name, x: None if name.endswith("decoder.bias") else x)
+        encoder, head = load_encoder(folder, 0.0)
+        assert head.is_trained
+        tokens = sequences(encoder.vocabulary)
+        with torch.no_grad():
+            logits_TV = peer_rows(peer_of(folder, family), tokens)
+            ours_TV = head(encoder.eval()(PackedBatch(tokens)), encoder.word_vectors)
+            torch.testing.assert_close(ours_TV, logits_TV, rtol=0, atol=1e-4)
+            if not tied:
+                assert torch.equal(head(encoder(PackedBatch(tokens)), 0 * encoder.word_vectors), ours_TV)
+    models = tmp_path / "models"
+    tower = Embedder(encoder, 8, "cosine", segments="one")
+    save_models(models, Retriever(tower, tower), Reader(encoder, head).eval(), world.text)
+    retriever, reader = load_models(models, world.text.vocabulary_hash)
+    described = encoder_from_description(json.loads(json.dumps(encoder.describe())))
+    described.load_state_dict(encoder.state_dict())
+    with torch.no_grad():
+        assert torch.equal(retriever.eval().query(PackedBatch(tokens)), tower.eval()(PackedBatch(tokens)))
+        for reloaded, its_head in ((reader.eval().encoder, reader.masked_words), (described.eval(), head)):
+            assert reloaded.packs is encoder.packs
+            assert torch.equal(its_head(reloaded(PackedBatch(tokens)), reloaded.word_vectors), ours_TV)
+        torch.testing.assert_close(peer_rows(peer_of(models / "reader", family), tokens), logits_TV, **EXACT)
+
+
+@ANY
+def test_fp16_is_near_fp32_and_probes_leave_the_parameters_unchanged(family: str, tmp_path: Path) -> None:
+    encoder = load_encoder(write_encoder(tmp_path, family), 0.0)[0].eval()
+    before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
+    half, tokens, biases = encoder.in_fp16(), sequences(), encoder.output_biases
+    assert all(torch.equal(tensor, before[name]) for name, tensor in encoder.state_dict().items())
+    with torch.no_grad():
+        hidden_TD, half_TD = encoder(PackedBatch(tokens)), half(PackedBatch(tokens))
+        assert float((half_TD.float() - hidden_TD).norm() / hidden_TD.norm()) < 0.01
+        for bias in biases:
+            bias += 1
+            torch.testing.assert_close(encoder(PackedBatch(tokens)), hidden_TD + 1, **EXACT)
+        encoder.word_vectors.mul_(1e6)
+    if family in ("bert", "albert"):
+        assert len(biases) == (family == "bert"), "ALBERT's bias is in all its layers"
+    if family == "bert":
+        assert encoder.in_fp16() is None, "such numbers exceed its range"
+
+
+@FAMILY
+def test_a_missing_head_starts_near_the_word_vectors(family: str, tmp_path: Path) -> None:
+    """Also in a folder that has only the decoder of the head."""
+    folder = write_encoder(tmp_path, family, tie_word_embeddings=False)
+    prefix = rf"({load_encoder(folder)[1].model.base_model_prefix})\."
+    for kept in (rf"{prefix}|.*decoder\.|vocab_projector|generator_lm_head", prefix):
+        change_weights(folder, lambda name, x, kept=kept: x if re.match(kept, name) else None)
+        encoder, head = load_encoder(folder, 0.0)
+        assert not head.is_trained
+    like_words_VD = F.pad(encoder.word_vectors, (0, encoder.width - encoder.added_width))
+    is_own_V = head(like_words_VD, encoder.word_vectors).argmax(-1) == torch.arange(encoder.vocabulary)
+    assert is_own_V.float().mean() > 0.8
+
+
+@ANY
+def test_added_vectors_count_as_part_of_the_word_vectors(family: str, tmp_path: Path) -> None:
+    encoder = load_encoder(write_encoder(tmp_path, family), 0.0)[0].eval()
+    batch = PackedBatch(sequences(encoder.vocabulary))
+    with torch.no_grad():
+        plain_TD = encoder(batch)
+        added_TD = torch.zeros(len(plain_TD), encoder.added_width)
+        assert torch.equal(encoder(batch, added_TD), plain_TD)
+        added_TD[batch.starts[2]] = 1.0
+        is_changed_T = (encoder(batch, added_TD) - plain_TD).abs().amax(-1) > 0
+    is_third = np.repeat(np.arange(len(LENGTHS)), LENGTHS) == 2
+    assert is_changed_T[is_third][:20].all(), "all that a layer attends to"
+    assert not is_changed_T[~is_third].any()
+
+
+@FAMILY
+def test_dropout_is_that_of_the_folder_or_another(family: str, tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path, family)
+    encoder = load_encoder(folder, 0.5)[0].train()
+    batch = PackedBatch(sequences(encoder.vocabulary))
+    with torch.no_grad():
+        assert not torch.equal(encoder(batch), encoder(batch))
+        encoder.set_dropout(0.0)
+        assert torch.equal(encoder(batch), encoder(batch))
+    assert load_encoder(folder)[0].dropout == (0.0 if family in ("modernbert", "albert", "nomic_bert") else 0.1)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "albert"])
+def test_run_opens_an_encoder_before_the_first_stage(family: str, tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "encoder", family, max_position_embeddings=130)
+    values = toy_values(bert={"positions": 128}, retriever={"init": str(folder)})
+    notes = check_encoders(["ict"], values)
+    assert ["whose batches are padded" in note for note in notes] == [True] * (family in PADDED)
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="encoder"):
+        check_encoders(["ict"], values)
+
+
+def test_an_untrained_head_is_reported_where_masked_words_are_learned(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "encoder", "bert", max_position_embeddings=130)
+    change_weights(folder, lambda name, x: x if name.startswith("bert.") else None)
+    values = toy_values(bert={"positions": 128}, retriever={"init": str(folder)}, ict={"reader_steps": 0})
+    for steps, warnings in ((0, []), (1, [True])):
+        values["pretrain"]["steps"] = steps
+        notes = check_encoders(["ict", "pretrain"], values)
+        assert ["has no masked word head" in note for note in notes] == warnings
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_decoder_embeds_and_predicts_no_masked_words(family: str, tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "encoder", family, max_position_embeddings=130)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": "lasttoken"}))
+    changes = {"bert": {"positions": 128}, "retriever": {"init": str(folder), "embedding_width": 8}}
+    for steps, stage in (({"ict": {"reader_steps": 1}}, "ict"), ({"pretrain": {"steps": 1}}, "pretrain")):
+        message = rf"a {family} is a causal model, which cannot predict masked words .*; set {stage}\."
+        with pytest.raises(ValueError, match=message):
+            check_encoders(["ict", stage], toy_values(**changes, **{"ict": {"reader_steps": 0}, **steps}))
+    assert check_encoders(["ict"], toy_values(**changes, ict={"reader_steps": 0})) == []
+
+
+REFUSED = {
+    "encoder-decoder": ({"model_type": "t5"}, r"'t5' is an encoder-decoder.*for example, .*roberta"),
+    "images": ({"model_type": "vit"}, r"'vit' is no text encoder; .*ModernBERT-base"),
+    "BERT as decoder": ({"model_type": "albert", "is_decoder": True}, r"'albert' is configured as a decoder"),
+    "custom code": ({"model_type": "mine", "auto_map": {}}, r"'mine' needs custom code .*never executed"),
+    "unknown": ({"model_type": "mine"}, r"'mine' is unknown to the installed transformers"),
+    "impossible shape": (
+        {"model_type": "bert", "hidden_size": 30, "num_attention_heads": 4},
+        r"transformers cannot open it \(ValueError: The hidden size \(30\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED.values(), ids=REFUSED)
+def test_an_unsupported_model_is_refused_with_the_reason(
+    config: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load_encoder(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["convbert", "fnet"])
+def test_an_encoder_that_reads_padding_is_refused(family: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{family} is not invariant to the padding of a batch"):
+        load_encoder(write_encoder(tmp_path, family))
+
+
+@pytest.mark.parametrize("family", ["bert", "mpnet"])
+def test_large_hidden_states_are_compared_relative_to_their_size(family: str, tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path, family)
+    last = f"{family}.encoder.layer.1.output.LayerNorm.weight"
+    change_weights(folder, lambda name, x: 1e5 * x if name == last else x)
+    encoder, _ = load_encoder(folder)
+    assert float(encoder.eval()(PackedBatch(sequences(encoder.vocabulary))).detach().abs().max()) > 1e4
+    assert encoder.packs == (family == "bert")
+
+
+def test_weights_that_are_missing_or_not_finite_are_refused_by_name(tmp_path: Path) -> None:
+    folder, damaged = write_encoder(tmp_path, "bert"), "bert.encoder.layer.0.output.dense.weight"
+    for value, message in ((torch.full((32, 48), torch.nan), "has a value that is not finite"), (None, "is missing")):
+        change_weights(folder, lambda name, x, value=value: value if name == damaged else x)
+        with pytest.raises(ValueError, match=f"{re.escape(str(folder))}: the parameter {damaged} {message}"):
+            load_encoder(folder)
+
+
+def test_an_encoder_with_the_names_of_realm_is_a_bert(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path, "bert")
+    encoder, _ = load_encoder(folder, 0.0)
+    weights = {name.replace("bert.", "realm.", 1): x for name, x in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    edit_json(folder / "config.json", model_type="realm")
+    reloaded, head = load_encoder(folder, 0.0)
+    assert head.is_trained
+    batch = PackedBatch(sequences())
+    with torch.no_grad():
+        assert torch.equal(reloaded.eval()(batch), encoder.eval()(batch))
+
+
+def test_loading_runs_no_code_and_touches_neither_gpus_nor_random_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, target = write_encoder(tmp_path / "encoder", "bert", head=False), tmp_path / "proof"
+    (folder / "mine.py").write_text(f"import pathlib\npathlib.Path({str(target)!r}).write_text('it ran')\n")
+    edit_json(folder / "config.json", auto_map={"AutoConfig": "mine.Config", "AutoModel": "mine.Model"})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *args: pytest.fail("a GPU was used"))
+    before = torch.random.get_rng_state()
+    encoder, _ = load_encoder(folder)
+    encoder_from_description(encoder.describe())
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert "auto_map" not in encoder.describe()["config"]
+    assert not target.exists()
+
+
+def test_concurrent_builds_initialise_and_leave_torch_unchanged(tmp_path: Path) -> None:
+    """transformers replaces torch's functions while it builds a model."""
+    folder, functions = write_encoder(tmp_path / "encoder", "bert"), dict(vars(torch.nn.init))
+
+    def build_projection() -> Tensor:
+        options = section("bert", width=8, layers=1, heads=2, positions=64, dropout=0.0)
+        encoder = build_small_encoder(options, 40, torch.Generator().manual_seed(0))[0]
+        tower = Embedder(encoder, 8, "paper", projection="orthogonal")
         initialise_projection(tower, torch.Generator().manual_seed(0))
-        assert tower.projection is not None
         return tower.projection.weight
 
-    alone = build_tower()
+    alone, description = build_projection(), load_encoder(folder)[0].describe()
     for _ in range(4):
-        calls = [partial(load_encoder, folder), build_tower, partial(encoder_from_description, build().describe())]
-        found = at_once(*calls * 2)
-        assert torch.equal(found[1], alone)
-        assert torch.equal(found[4], alone)
+        calls = [partial(load_encoder, folder), build_projection, partial(encoder_from_description, description)]
+        built = at_once(*calls * 2)
+        assert torch.equal(built[1], alone)
+        assert torch.equal(built[4], alone)
         assert dict(vars(torch.nn.init)) == functions
 
 
-# ---- finding a folder
-
-
-@pytest.mark.parametrize(
-    ("family", "option", "name", "files"),
-    [
-        (
-            BERT,
-            "retriever.init",
-            "google-bert/bert-base-uncased",
-            "model.safetensors or pytorch_model.bin, vocab.txt or tokenizer.json",
-        ),
-        (
-            T5,
-            "closed_book.init",
-            "google-t5/t5-base",
-            "the folder of a T5 has config.json, model.safetensors, tokenizer.json",
-        ),
-    ],
-)
-def test_an_encoder_that_cannot_be_had_says_what_to_fetch_and_where_to_put_it(
-    tmp_path: Path, family: ModelFamily, option: str, name: str, files: str
-) -> None:
-    assert os.environ["HF_HUB_OFFLINE"] == "1"
-    with pytest.raises(ValueError, match=rf"{option} is '{name}': no such folder") as error:
-        encoder_folder(name, family)
-    for words in (
-        f"hf download {name} --local-dir {name.split('/')[1]}",
-        f"set {option} to its path",
-        files,
-        f"{option}=small",
-    ):
-        assert words in str(error.value)
-    with pytest.raises(ValueError, match=rf"{option} is '.*/not/there': no such folder"):
-        encoder_folder(str(tmp_path / "not" / "there"), family)
-
-
-def test_a_copy_in_the_hubs_cache_is_taken_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    name, commit = "some/encoder", "0" * 40
-    repository = tmp_path / "models--some--encoder"
-    folder = write_encoder(repository / "snapshots" / commit)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(commit)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", _cached(tmp_path))
-    assert encoder_folder(name) == folder
-    (folder / "vocab.txt").unlink()
-    with pytest.raises(ValueError, match=r"the download failed|lacks vocab\.txt or tokenizer\.json"):
-        encoder_folder(name)
-
-
-def _cached(cache: Path) -> Any:
-    from huggingface_hub import snapshot_download
-
-    return lambda *given, **named: snapshot_download(*given, **named, cache_dir=cache)
-
-
-def test_an_incomplete_folder_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    missing = r"lacks model\.safetensors or pytorch_model\.bin, vocab\.txt or tokenizer\.json; the folder of a BERT"
-    with pytest.raises(ValueError, match=missing):
-        encoder_folder(str(tmp_path))
-    for name in ("pytorch_model.bin", "tokenizer.json"):
-        (tmp_path / name).write_bytes(b"")
-    assert encoder_folder(str(tmp_path)) == tmp_path
-
-
-@pytest.mark.parametrize("form", ["safetensors", "bin"])
-def test_the_hub_is_asked_for_what_is_read_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
-) -> None:
-    """Also for how a sentence encoder pools, which lies in a folder of its own."""
-    published = write_encoder(tmp_path / "published")
-    write_pooling(published, pooling_mode_mean_tokens=True)
-    (published / "modules.json").write_text("[]")
-    for name in ("README.md", "openvino_model.bin", "model.onnx", "2_Other/model.safetensors"):
-        (published / name).parent.mkdir(exist_ok=True)
-        (published / name).write_bytes(b"large")
-    if form == "bin":
-        as_bin(published)
-
-    def download(name: str, *, local_files_only: bool = False, allow_patterns: Any = None) -> str:
-        if local_files_only:
-            raise LocalEntryNotFoundError("nothing there")
-        files = [path.relative_to(published).as_posix() for path in published.rglob("*") if path.is_file()]
-        for file in filter_repo_objects(files, allow_patterns=allow_patterns):
-            (tmp_path / "copy" / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(published / file, tmp_path / "copy" / file)
-        return str(tmp_path / "copy")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    folder = encoder_folder("some/encoder")
-    copied = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    weights = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}[form]
-    assert copied == {"config.json", "vocab.txt", "1_Pooling/config.json", "modules.json", weights}
-    assert sentence_pooling(folder) == "mean"
-
-
-# ---- sentence encoders
-
-
-def write_pooling(folder: Path, **values: Any) -> Path:
-    (folder / "1_Pooling").mkdir(parents=True, exist_ok=True)
-    (folder / "1_Pooling/config.json").write_text(json.dumps({"word_embedding_dimension": 8, **values}))
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("values", "pooling"),
-    [
-        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": False}, "mean"),
-        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
-        ({"pooling_mode": "mean", "include_prompt": True}, "mean"),
-        ({"pooling_mode": ["cls"]}, "cls"),
-    ],
-)
-def test_a_sentence_encoder_says_how_it_pools(tmp_path: Path, values: dict[str, Any], pooling: str) -> None:
-    write_pooling(tmp_path, **values)
-    assert sentence_pooling(tmp_path) == pooling
-
-
-@pytest.mark.parametrize(
-    ("values", "found"),
-    [
-        ({"pooling_mode_cls_token": False, "pooling_mode_max_tokens": True}, "max"),
-        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, "cls, mean"),
-        ({"pooling_mode": "weightedmean"}, "weightedmean"),
-        ({"pooling_mode": ["mean", "max"]}, "mean, max"),
-        ({}, "missing"),
-    ],
-)
-def test_another_pooling_is_an_error_that_names_the_file(tmp_path: Path, values: dict[str, Any], found: str) -> None:
-    folder = write_pooling(write_encoder(tmp_path), **values)
-    message = rf"1_Pooling/config\.json: pooling mode is {found}; .*set retriever\.pooling to cls"
-    with pytest.raises(ValueError, match=message):
-        built(folder)
-    assert built(folder, pooling="mean").pooling == "mean", "the option has the last word"
-
-
-def test_a_damaged_pooling_is_named(tmp_path: Path) -> None:
-    folder = write_pooling(write_encoder(tmp_path))
-    (folder / "1_Pooling/config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"1_Pooling/config\.json is not valid JSON"):
-        built(folder)
-
-
-def built(folder: Path, **changes: Any) -> Embedder:
-    pieces = len((folder / "vocab.txt").read_text().splitlines())
-    options = section("retriever", init=str(folder), **changes)
-    retriever, _ = build_models(section("bert"), options, section("reader"), pieces, 0)
-    assert isinstance(retriever.query, Embedder)
-    return retriever.query
-
-
-@pytest.mark.parametrize("mode", ["cls", "mean"])
-def test_auto_is_what_the_folder_says_and_options_come_first(tmp_path: Path, mode: str) -> None:
-    folder = write_encoder(tmp_path)
-    tower = built(folder)
-    assert (tower.pooling, tower.segments) == ("cls", "two")
-    write_pooling(folder, pooling_mode=mode)
-    tower = built(folder)
-    assert (tower.pooling, tower.segments) == (mode, "one")
-    tower = built(folder, pooling="cls")
-    assert (tower.pooling, tower.segments) == ("cls", "one")
-    assert built(folder, head="release").pooling == "cls", "the pooler of the released code reads [CLS]"
-
-
-def test_modules_that_are_not_used_are_told(tmp_path: Path) -> None:
-    folder = write_pooling(write_encoder(tmp_path), pooling_mode="cls")
-    names = ["Transformer", "Pooling", "LSTM", "Normalize"]
-    modules = [{"idx": n, "type": f"sentence_transformers.models.{name}"} for n, name in enumerate(names)]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    assert unused_modules(folder) == ["LSTM"]
-    warned: list[str] = []
-    build_models(section("bert"), section("retriever", init=str(folder)), section("reader"), 40, 0, warned.append)
-    assert any("modules.json names LSTM, which is ignored" in warning for warning in warned)
-    (folder / "modules.json").write_text(json.dumps(modules[:2]))
-    warned.clear()
-    build_models(section("bert"), section("retriever", init=str(folder)), section("reader"), 40, 0, warned.append)
-    assert not warned
-    (folder / "modules.json").write_text("{}x")
-    with pytest.raises(ValueError, match=r"modules\.json is not a list of a sentence encoder's modules"):
-        unused_modules(folder)
-
-
-def test_an_encoder_depends_on_how_it_pools(tmp_path: Path) -> None:
-    """Another pooling under the same name is another start: the stage runs again."""
-    folder = write_pooling(write_encoder(tmp_path), pooling_mode="cls")
-    files = encoder_files(str(folder))
-    assert files["1_Pooling/config.json"] == folder / "1_Pooling/config.json"
-    assert files["config.json"] == folder / "config.json"
-
-
-# ---- weights
-
-
-def as_bin(folder: Path) -> dict[str, torch.Tensor]:
-    """The folder's weights in torch's form instead."""
-    weights = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    torch.save(weights, folder / "pytorch_model.bin")
-    return weights
-
-
-class Payload:
-    """Unpickled by the ordinary loader, it writes a file."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> Any:
-        return (Path.write_text, (self.target, "it ran"))
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_malicious_pickle_does_not_run(tmp_path: Path, inside: bool) -> None:
-    folder, target = write_encoder(tmp_path / "encoder"), tmp_path / "proof"
-    weights = as_bin(folder)
-    payload = Payload(target)
-    torch.save({**weights, "extra": payload} if inside else payload, folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin .*not a weights file.* none of it was"):
-        load_encoder(folder)
-    assert not target.exists()
-    torch.load(folder / "pytorch_model.bin", weights_only=False)
-    assert target.read_text() == "it ran", "the payload is a live one"
-
-
-def test_torchs_old_form_is_refused_unread(tmp_path: Path) -> None:
-    folder, target = write_encoder(tmp_path / "encoder"), tmp_path / "proof"
-    as_bin(folder)
-    torch.save(Payload(target), folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin is damaged.* none of it was executed"):
-        load_encoder(folder)
-    assert not target.exists()
-
-
-@pytest.mark.parametrize("content", [[1, 2], {"a": 1}, {1: torch.zeros(1)}, torch.zeros(2)])
-def test_a_bin_file_without_named_tensors_is_refused(tmp_path: Path, content: Any) -> None:
-    folder = write_encoder(tmp_path)
-    as_bin(folder)
-    torch.save(content, folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin is not a mapping from names to tensors"):
-        read_weights(folder)
-
-
-def test_a_damaged_bin_file_is_named(tmp_path: Path) -> None:
-    folder = write_encoder(tmp_path)
-    as_bin(folder)
-    path = folder / "pytorch_model.bin"
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin is damaged"):
-        read_weights(folder)
-    with zipfile.ZipFile(path, "w") as file:
-        file.writestr("readme", "no weights")
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin is .*not a weights file"):
-        read_weights(folder)
-
-
-@pytest.mark.parametrize("form", ["safetensors", "bin"])
-def test_weights_in_several_files(tmp_path: Path, form: str) -> None:
-    folder = write_encoder(tmp_path)
-    whole = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    stem = "model" if form == "safetensors" else "pytorch_model"
-    names = sorted(whole)
-    halves = {f"{stem}-0000{n}-of-00002.{form}": names[n - 1 :: 2] for n in (1, 2)}
-    for file, mine in halves.items():
-        (save_file if form == "safetensors" else torch.save)({name: whole[name] for name in mine}, folder / file)
-    index = folder / f"{stem}.{form}.index.json"
-    index.write_text(json.dumps({"weight_map": {name: file for file, mine in halves.items() for name in mine}}))
-    found = read_weights(folder)
-    assert found.keys() == whole.keys()
-    assert all(torch.equal(found[name], whole[name]) for name in names)
-    assert {path.name for path in encoder_files(str(folder)).values()} >= {*halves, index.name, "vocab.txt"}
-    (folder / min(halves)).unlink()
-    with pytest.raises(ValueError, match=rf"{min(halves)} is missing \(listed in {index.name}\); download it too"):
-        read_weights(folder)
-
-
-@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "sub/model.safetensors", "weights.pkl"])
-def test_an_index_that_leaves_its_folder_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(ValueError, match=r"index\.json: '.*' is not a weights file"):
-        read_weights(tmp_path)
-
-
-# ---- tokenizers
-
-
-def casing_of(folder: Path, **files: Any) -> Casing:
-    for name, content in files.items():
-        (folder / f"{name}.json").write_text(json.dumps(content))
-    return read_encoder_vocabulary(folder)[1]
-
-
-def test_who_decides_on_the_casing(tmp_path: Path) -> None:
-    """tokenizer_config.json, then the normaliser of tokenizer.json, then whether the vocabulary has capitals."""
-    (tmp_path / "vocab.txt").write_bytes(vocabulary_bytes(CASED))
-    assert casing_of(tmp_path) == Casing(False, False)
-    (tmp_path / "vocab.txt").write_bytes(vocabulary_bytes([*SPECIAL_TOKENS, "[unused0]", "oslo"]))
-    assert casing_of(tmp_path) == Casing(True, True)
-    normaliser = {"type": "BertNormalizer", "lowercase": False, "strip_accents": None}
-    assert casing_of(tmp_path, tokenizer={"normalizer": normaliser}) == Casing(False, False)
-    config = {"do_lower_case": True, "strip_accents": False}
-    assert casing_of(tmp_path, tokenizer_config=config) == Casing(True, False)
-    with pytest.raises(ValueError, match="its tokenizer's do_lower_case is 'yes'; expected true or false"):
-        casing_of(tmp_path, tokenizer_config={"do_lower_case": "yes"})
-
-
-@pytest.mark.parametrize("lowercase", [True, False])
-@pytest.mark.parametrize("with_text_file", [True, False])
-def test_the_tokenizer_is_transformers_bert_tokenizer(tmp_path: Path, lowercase: bool, with_text_file: bool) -> None:
-    """On one text with capitals and accents; the files are as transformers saves them."""
-    (tmp_path / "given.txt").write_bytes(vocabulary_bytes(CASED))
-    theirs = BertTokenizerFast(str(tmp_path / "given.txt"), do_lower_case=lowercase)
-    theirs.save_pretrained(tmp_path / "saved")
-    folder = tmp_path / "saved"
-    (folder / "vocab.txt").unlink(missing_ok=True)
-    if with_text_file:
-        (folder / "vocab.txt").write_bytes(vocabulary_bytes(CASED))
-    pieces, casing = read_encoder_vocabulary(folder)
-    assert pieces == CASED
-    ours = build_tokenizer(pieces, casing)
-    text = "Oslo is in Zürich. a B"
-    found = ours.encode(text, add_special_tokens=False)
-    reference = theirs(text, add_special_tokens=False, return_offsets_mapping=True)
-    assert found.ids == reference["input_ids"]
-    assert found.offsets == [tuple(pair) for pair in reference["offset_mapping"]]
-    assert ("Oslo" in found.tokens) is not lowercase
-    assert ("B" in found.tokens) is not lowercase
-
-
-def test_a_tokenizer_that_is_not_berts_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": {"a": 0}}}))
-    with pytest.raises(ValueError, match=r"tokenizer\.json: its model is 'BPE'; only BERT's WordPiece can be used"):
-        read_encoder_vocabulary(tmp_path)
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordPiece", "vocab": {"a": 0, "b": 2}}}))
-    with pytest.raises(ValueError, match=r"the ids of its vocabulary are not 0 to 1"):
-        read_encoder_vocabulary(tmp_path)
-
-
-# ---- in the stages
-
-
-def pieces_of_toy() -> list[str]:
-    letters = [chr(n) for n in range(ord("a"), ord("z") + 1)]
-    capitals = [letter.upper() for letter in letters]
-    digits = [str(n) for n in range(10)]
-    characters = [*letters, *capitals, *digits]
-    return [*SPECIAL_TOKENS, "Oslo", ".", *characters, *(f"##{c}" for c in characters)]
-
-
-def test_a_cased_encoder_goes_from_text_to_answers(tmp_path: Path) -> None:
-    """Passages keep their capitals, questions are matched with and without them."""
-    write_project(tmp_path)
-    write_encoder(tmp_path / "cased", pieces_of_toy())
-    values = toy_values(
-        retriever={"init": str(tmp_path / "cased")},
-        pretrain={"steps": 0, "builder": "external"},
-        snapshot={"workers": 2},
-    )
-    report = Quiet()
-    for name in ("snapshot", "tag", "ict", "pretrain", "finetune", "evaluate"):
-        metrics = stage(name, values, tmp_path, tmp_path / "root", report)
-    assert 0 <= metrics["em"] <= 1
-    snapshot = Snapshot.open(tmp_path / "root" / "data" / "snapshot" / "corpus")
-    assert snapshot.casing == Casing(lowercase=False, strip_accents=False)
-    titles = {snapshot.title(n): snapshot.title_tokens(n) for n in range(len(snapshot))}
-    assert [snapshot.vocabulary[i] for i in titles["Oslo"]] == ["Oslo"]
-    assert not report.warned, "the encoder has its head"
-
-
-@pytest.mark.parametrize(
-    ("broken", "says"),
-    [
-        ("weights", "lacks model.safetensors or pytorch_model.bin"),
-        ("header", "model.safetensors is damaged"),
-        ("architecture", "model_type 'vit' is no"),
-        ("tokenizer", "lacks vocab.txt or tokenizer.json"),
-        ("width", "retriever.projection is pca, and retriever.embedding_width is 4096"),
-    ],
-)
-def test_an_encoder_is_opened_before_the_first_stage(
-    broken: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And question files are read once, not before each stage that reads them."""
-    folder = write_encoder(tmp_path / "encoder", pieces_of_toy())
-    width = 4096 if broken == "width" else 8
-    write_project(tmp_path, retriever={"init": str(folder), "projection": "pca", "embedding_width": width})
-    config = json.loads((folder / "config.json").read_text())
-    match broken:
-        case "weights":
-            (folder / "model.safetensors").unlink()
-        case "header":
-            (folder / "model.safetensors").write_bytes(b"no weights")
-        case "architecture":
-            (folder / "config.json").write_text(json.dumps(config | {"model_type": "vit"}))
-        case "tokenizer":
-            for name in ("vocab.txt", "tokenizer.json"):
-                (folder / name).unlink(missing_ok=True)
-    read: list[Path] = []
-    usual = check_inputs.read_questions
-
-    def reading(paths: list[Path], **named: Any) -> Any:
-        read.extend(paths)
-        return usual(paths, **named)
-
-    monkeypatch.setattr(check_inputs, "read_questions", reading)
-    with pytest.raises(ValueError, match=re.escape(says)):
-        run_all_here(tmp_path / "params.yaml", tmp_path / "root")
-    assert not (tmp_path / "root" / "data").exists(), "no stage began"
-    assert sorted(path.name for path in read) == [f"questions.{split}.jsonl" for split in ("dev", "test", "train")]
-
-
-def test_other_weights_under_the_same_name_run_again(tmp_path: Path) -> None:
-    write_project(tmp_path)
-    folder = write_encoder(tmp_path / "encoder", [p for p in pieces_of_toy() if p == p.lower() or p.startswith("[")])
-    values = toy_values(retriever={"init": str(folder)})
-    root = tmp_path / "root"
-
-    def ran(name: str) -> bool:
-        report = Quiet()
-        stage(name, values, tmp_path, root, report)
-        return not any("nothing to do" in line for line in report.said)
-
-    assert [ran(name) for name in ("snapshot", "tag", "ict")] == [True, True, True]
-    assert [ran(name) for name in ("snapshot", "tag", "ict")] == [False, False, False]
-    weights = load_file(folder / "model.safetensors")
-    weights["bert.embeddings.word_embeddings.weight"] += 1
-    save_file(weights, folder / "model.safetensors")
-    assert ran("ict")
+@pytest.mark.parametrize("family", ["bert", "mpnet"])
+def test_concurrent_encoding_equals_encoding_alone(family: str, tmp_path: Path) -> None:
+    encoder, rng = load_encoder(write_encoder(tmp_path, family), 0.0)[0].eval(), np.random.default_rng(1)
+    texts = [[rng.integers(5, 60, length) for length in rng.integers(1, 60, 9)] for _ in range(8)]
+
+    def hidden(tokens: list[np.ndarray]) -> Tensor:
+        with torch.no_grad():
+            return torch.cat([encoder(PackedBatch(tokens)) for _ in range(5)])
+
+    expected = [hidden(tokens) for tokens in texts]
+    assert all(map(torch.equal, at_once(*(partial(hidden, tokens) for tokens in texts)), expected))
 
 
 FIRST_USE = """

@@ -1,7 +1,6 @@
-"""``reader.matches``: classes of wordpieces by hand and by a slow version, forms of words, start, files, gradients."""
+"""``reader.matches``: features of wordpieces against a slow version, shapes of words, the reader that has them."""
 
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +13,7 @@ from realmops.model.build import add_span_head
 from realmops.model.lexical_features import SIZES, UNITS, LexicalFeatures
 from realmops.model.packed import SHAPE_STEP, PackedBatch
 from realmops.model.reader import MaskedSentences, Reader
-from realmops.model.reader_files import load_models, save_models
 from realmops.model.sequences import SpecialTokens, join_reader
-from realmops.questions.question_sets import Question
 from realmops.train.initialisation import init_lexical_features
 from realmops.train.inverse_cloze import train_reader
 from realmops.train.masked_sentences import Examples
@@ -32,11 +29,11 @@ SPECIALS = range(5)
 IDF = np.array([0.0] * 5 + [2.0, 3.0, 3.5, 0.5, 4.0, 4.0, 0.0, 5.0, 1.0, 2.0, 2.0, 4.0, 5.0, 1.0])
 
 
-def told() -> LexicalFeatures:
-    found = LexicalFeatures(len(VOCABULARY), 8)
+def features() -> LexicalFeatures:
+    built = LexicalFeatures(len(VOCABULARY), 8)
     continues = np.array([piece.startswith("##") for piece in VOCABULARY])
-    found.learn_words(VOCABULARY, continues, STEMS, SPECIALS, IDF)
-    return found
+    built.learn_words(VOCABULARY, continues, STEMS, SPECIALS, IDF)
+    return built
 
 
 def ids(text: str) -> np.ndarray:
@@ -48,13 +45,13 @@ def packed(*pairs: tuple[np.ndarray, np.ndarray]) -> PackedBatch:
     return PackedBatch([tokens for tokens, *_ in joined], [segments for _, segments, _ in joined])
 
 
-# ---- classes
+# ---- features
 
 
 def test_masks_and_null_documents_match_nothing() -> None:
-    """Nor does anything match across sequences."""
+    """Nothing matches across sequences either."""
     x = ids("[MASK] sea [UNK]")
-    classes = told().classes(packed((x, ids("[MASK] [UNK] anna")), (x, ids("")), (ids("anna"), ids("sea"))))
+    classes = features().classes(packed((x, ids("[MASK] [UNK] anna")), (x, ids("")), (ids("anna"), ids("sea"))))
     assert not classes["match"].any()
     assert not classes["pair"].any()
     assert classes["best"].max() == 1
@@ -62,23 +59,23 @@ def test_masks_and_null_documents_match_nothing() -> None:
     assert all(not classes[name][empty].any() for name in SIZES)
 
 
-def test_classes_are_those_of_a_slow_version() -> None:
+def test_features_equal_a_slow_version() -> None:
     rng = np.random.default_rng(0)
     pairs = []
     for _ in range(40):
         x, z = (rng.integers(3, len(VOCABULARY), rng.integers(0, most)) for most in (9, 50))
         pairs.append((x, z + SHAPE_STEP * rng.integers(1, len(WordShape), len(z))))
-    model = told()
+    model = features()
     found = model.classes(packed(*pairs))
     expected = [slow(x, z) for x, z in pairs]
     for name in SIZES:
         assert found[name].tolist() == [value for one in expected for value in one[name]], name
         assert found[name].max() < SIZES[name]
-        assert len(set(found[name].tolist())) > 2, "the test sees several classes"
+        assert len(set(found[name].tolist())) > 2, "several classes occur"
 
 
 def slow(x: np.ndarray, z: np.ndarray) -> dict[str, list[int]]:
-    """Each class of join(x, z) by its words."""
+    """Each feature of join(x, z), by its words."""
     weight = [0 if i in SPECIALS else max(1, round(UNITS * IDF[i])) for i in range(len(VOCABULARY))]
     tokens = [SPECIAL.cls, *x.tolist(), SPECIAL.sep, *(z % SHAPE_STEP).tolist(), SPECIAL.sep]
     forms = [0] * (len(x) + 2) + (z // SHAPE_STEP).tolist() + [0]
@@ -127,7 +124,7 @@ def slow(x: np.ndarray, z: np.ndarray) -> dict[str, list[int]]:
     return found
 
 
-# ---- forms
+# ---- shapes
 
 
 @pytest.mark.parametrize(
@@ -138,14 +135,14 @@ def slow(x: np.ndarray, z: np.ndarray) -> dict[str, list[int]]:
         ("20th", WordShape.DIGITS), ("海", WordShape.LOWER), ("Ås", WordShape.CAPITAL), ("-", WordShape.MARK),
     ],
 )  # fmt: skip
-def test_the_form_of_a_word(word: str, form: WordShape) -> None:
+def test_the_shape_of_a_word(word: str, form: WordShape) -> None:
     assert classify_word(word, starts_sentence=False) is form
     if form is WordShape.CAPITAL:
         assert classify_word(word, starts_sentence=True) is WordShape.FIRST
 
 
-def test_wordpieces_have_the_form_of_their_word() -> None:
-    """Anna sang | . | She; a passage that begins within a word takes that part as a word."""
+def test_wordpieces_have_the_shape_of_their_word() -> None:
+    """Anna sang | . | She; a passage that begins within a word counts that part as a word."""
     chars = np.array([[0, 2], [2, 4], [5, 9], [9, 10], [11, 14]], np.int32)
     continues = np.array([False, True, False, False, False])
     starts = np.array([0, 4], np.int32)
@@ -155,19 +152,14 @@ def test_wordpieces_have_the_form_of_their_word() -> None:
     assert classify_words("", chars[:0], continues[:0], starts[:0]).tolist() == []
 
 
-def test_a_passage_is_written_with_forms_that_packed_takes_apart(world: World) -> None:
+def test_packed_batches_separate_wordpieces_and_shapes(world: World) -> None:
     snapshot = world.snapshot
     for passage in range(len(snapshot)):
         batch = PackedBatch([snapshot.written(passage)])
         assert batch.tokens_T.tolist() == snapshot.body(passage).tolist()
         assert batch.forms_T.tolist() == snapshot.forms(passage).tolist()
-    assert set(snapshot.forms(0)) == {
-        WordShape.FIRST,
-        WordShape.CAPITAL,
-        WordShape.LOWER,
-        WordShape.YEAR,
-        WordShape.MARK,
-    }
+    shapes = {WordShape.FIRST, WordShape.CAPITAL, WordShape.LOWER, WordShape.YEAR, WordShape.MARK}
+    assert set(snapshot.forms(0)) == shapes
     assert not PackedBatch([snapshot.body(0)]).forms_T.any()
 
 
@@ -175,17 +167,16 @@ def test_a_passage_is_written_with_forms_that_packed_takes_apart(world: World) -
 
 
 def readers(world: World) -> tuple[Reader, Reader]:
-    """One without, one that compares, otherwise equal; the vectors of its classes are still at their start."""
-    without, comparing = tiny_models(world)[1], tiny_models(world, copying={"matches": True})[1]
-    assert comparing.matches is not None
-    comparing.load_state_dict(without.state_dict(), strict=False)
-    comparing.matches = LexicalFeatures(world.snapshot.tokenizer.get_vocab_size(), 16)
-    init_lexical_features(comparing, world.snapshot, 0, lambda label, total: lambda count: None)
-    return without, comparing
+    """Without lexical features and with untrained ones, otherwise equal."""
+    plain, matching = tiny_models(world)[1], tiny_models(world, copying={"matches": True})[1]
+    matching.load_state_dict(plain.state_dict(), strict=False)
+    matching.matches = LexicalFeatures(world.snapshot.tokenizer.get_vocab_size(), 16)
+    init_lexical_features(matching, world.snapshot, 0, lambda label, total: lambda count: None)
+    return plain, matching
 
 
 def log_tokens(reader: Reader, world: World) -> torch.Tensor:
-    """Of two masks beside a passage and beside nothing."""
+    """Of two masks, next to a passage and next to the null document."""
     body = world.snapshot.body(0)
     x = [np.where(np.arange(8) == at, world.special.mask, body[:8]) for at in (2, 5)]
     documents = [reader.document(world.snapshot, 0), body[:0]]
@@ -193,75 +184,39 @@ def log_tokens(reader: Reader, world: World) -> torch.Tensor:
     return reader.log_masked_pairs(masked, documents)
 
 
-def test_it_starts_as_the_reader_without(world: World) -> None:
-    without, comparing = readers(world)
-    before = log_tokens(comparing, world)
-    assert torch.equal(before, log_tokens(without, world))
-    torch.nn.init.normal_(comparing.matches.vectors.weight)
-    assert (before != log_tokens(comparing, world)).all()
+def test_untrained_features_change_nothing_until_they_learn(world: World) -> None:
+    plain, matching = readers(world)
+    before = log_tokens(matching, world)
+    assert torch.equal(before, log_tokens(plain, world))
+    options = section("ict", reader_steps=3, reader_batch_size=4)
+    train_reader(tiny_context(), matching, world.snapshot, world.spans, options, tiny_optimiser(), 64)
+    assert bool(matching.matches.vectors.weight.any())
 
 
-def test_what_it_knows_of_wordpieces_comes_from_the_passages(world: World) -> None:
-    found = readers(world)[1].matches
-    pieces = world.snapshot.vocabulary
-    weight = dict(zip(pieces, found.weight_V.tolist(), strict=True))
-    stem = dict(zip(pieces, found.stem_V.tolist(), strict=True))
-    special = [world.special.cls, world.special.sep, world.special.mask, world.special.unknown, world.special.padding]
-    assert [weight[pieces[i]] for i in special] == [0] * 5
-    # 5 of 12 passages say bergen, in text or title: log(1 + 7.5 / 5.5); all have a full stop: log(1 + .5 / 12.5)
+def test_word_statistics_are_those_of_the_passages(world: World) -> None:
+    matches, pieces = readers(world)[1].matches, world.snapshot.vocabulary
+    weight = dict(zip(pieces, matches.weight_V.tolist(), strict=True))
+    stem = dict(zip(pieces, matches.stem_V.tolist(), strict=True))
+    assert [weight[pieces[i]] for i in world.special.ids] == [0] * 5
+    # 5 of 12 passages have bergen, in text or title: log(1 + 7.5 / 5.5); all have a full stop: log(1 + .5 / 12.5)
     assert weight["bergen"] == round(UNITS * np.log(1 + 7.5 / 5.5))
     assert weight["."] == 1
     assert stem["bergen"] != stem["oslo"]
 
 
-def test_gradients_reach_the_vectors_of_the_classes_that_occur(world: World) -> None:
-    _, comparing = readers(world)
-    told = comparing.matches
-    x, z = world.wordpieces("Who was born in Oslo?"), world.snapshot.written(0)
-    tokens, segments, first = join_reader(x, z, world.special, 64)
-    batch = PackedBatch([tokens], [segments])
-    comparing.encode(batch)[first + 2].square().sum().backward()
-    learns = told.vectors.weight.grad.any(-1)
-    expected = torch.zeros_like(learns)
-    for begin, name in zip(told.first_F.tolist(), SIZES, strict=True):
-        expected[begin + told.classes(batch)[name]] = True
-    assert torch.equal(learns, expected)
-
-
-def test_it_is_handed_on_with_what_it_knows(world: World, tmp_path: Path) -> None:
-    retriever = tiny_models(world)[0]
-    _, comparing = readers(world)
-    torch.nn.init.normal_(comparing.matches.vectors.weight)
-    save_models(tmp_path, retriever, comparing, world.text)
-    _, again = load_models(tmp_path, world.snapshot.vocabulary_hash)
-    assert again.matches is not None
-    for name, value in comparing.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value), name
-    assert torch.equal(log_tokens(comparing, world), log_tokens(again, world))
-
-
-@pytest.mark.parametrize("comparing", [True, False])
-def test_masked_word_training_changes_the_vectors(world: World, comparing: bool) -> None:
-    reader = readers(world)[comparing]
-    options = section("ict", reader_steps=3, reader_batch_size=4)
-    train_reader(tiny_context(), reader, world.snapshot, world.spans, options, tiny_optimiser(), 64)
-    assert (reader.matches is not None) is comparing
-    assert reader.matches is None or bool(reader.matches.vectors.weight.any())
-
-
-def test_pretraining_reads_as_fine_tuning_does(world: World) -> None:
-    """log p(y_j|z,x) of REALM is that of join(x, z) with forms, for each z; so are the guesses of masked words."""
+def test_pretraining_and_fine_tuning_read_the_same_features(world: World) -> None:
+    """log p(y_j|z,x) of REALM is that of join(x, z) with word shapes, for each z and for the whole vocabulary."""
     retriever = tiny_models(world)[0]
     reader = readers(world)[1].eval()
     torch.nn.init.normal_(reader.matches.vectors.weight)
     options = section("pretrain", reader_wordpieces=60)
     masked = Examples(world.snapshot, world.spans, options).example(0, np.random.default_rng(0))
     realm = Realm(retriever, reader, world.snapshot, options, torch.float32)
-    found = [4, 1]
+    passages = [4, 1]
     with torch.no_grad():
-        log_token_BKM, _ = realm.log_token([masked], [found])
-        log_words_KMV = realm.log_words(masked, found)
-        bodies = [world.snapshot.written(p) for p in found] + [world.snapshot.body(0)[:0]]
+        log_token_BKM, _ = realm.log_token([masked], [passages])
+        log_words_KMV = realm.log_words(masked, passages)
+        bodies = [world.snapshot.written(p) for p in passages] + [world.snapshot.body(0)[:0]]
         for k, body in zip([0, 1, -1], bodies, strict=True):
             tokens, segments, _ = join_reader(masked.x, body, world.special, 60)
             hidden_TD = reader.encode(PackedBatch([tokens], [segments]))
@@ -272,19 +227,15 @@ def test_pretraining_reads_as_fine_tuning_does(world: World) -> None:
             torch.testing.assert_close(log_token_BKM[0, k], expected_M, rtol=1e-4, atol=1e-4)
 
 
-def test_answers_rest_on_it(world: World) -> None:
-    """Only how the words are written differs: a span's score does too."""
-    retriever = tiny_models(world)[0]
-    _, comparing = readers(world)
-    add_span_head(comparing, 16, 0)
-    torch.nn.init.normal_(comparing.matches.vectors.weight)
+def test_answers_depend_on_word_shapes(world: World) -> None:
+    retriever, (_, matching) = tiny_models(world)[0], readers(world)
+    add_span_head(matching, 16, 0)
+    torch.nn.init.normal_(matching.matches.vectors.weight)
     options = section("finetune", query_wordpieces=16, reader_wordpieces=64, retriever_candidates=12)
-    model = OpenQa(retriever, comparing, world.snapshot, None, options, torch.float32, ranker=lambda q, k: np.arange(k))
-    question = Question("q", "Who wrote The Cold Sea?", ("Anna Berg",))
-    tokens = model.wordpieces(question.question)
+    model = OpenQa(retriever, matching, world.snapshot, None, options, torch.float32, ranker=lambda q, k: np.arange(k))
+    tokens = model.wordpieces("Who wrote The Cold Sea?")
     with torch.no_grad():
         score_S, _ = model.spans([tokens], [[0]])
-        comparing.document = lambda snapshot, passage: snapshot.body(passage)  # type: ignore[method-assign]
+        matching.document = lambda snapshot, passage: snapshot.body(passage)
         other_S, _ = model.spans([tokens], [[0]])
     assert not torch.allclose(score_S, other_S)
-    assert len(model.answer([question], ranked=5, batch_size=1)) == 1

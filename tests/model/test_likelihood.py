@@ -5,6 +5,7 @@ f(x, z), p(z|x), p(y_j|z, x), p(y|z, x), p(y|x), r(z). Shape suffixes as in mode
 """
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -34,105 +35,50 @@ IS_MASK_BM = torch.tensor([[j < count for j in range(M)] for count in MASKS])
 
 def p_z_given_x(f: list[float]) -> list[float]:
     """Section 3.2: p(z|x) = exp f(x, z) / sum over z' of exp f(x, z')."""
-    total = 0.0
-    for value in f:
-        total += math.exp(value)
-    return [math.exp(value) / total for value in f]
+    return [math.exp(value) / sum(map(math.exp, f)) for value in f]
 
 
-def p_y_given_zx(p_token: list[float]) -> float:
-    """Section 3.2: p(y|z, x) = product over j of p(y_j|z, x)."""
-    product = 1.0
-    for p in p_token:
-        product *= p
-    return product
-
-
-def p_y_given_x(p_z: list[float], p_y: list[float]) -> float:
-    """Equation 1: p(y|x) = sum over z of p(y|z, x) p(z|x)."""
-    return sum(y * z for y, z in zip(p_y, p_z, strict=True))
-
-
-def r(z: int, p_z: list[float], p_y: list[float]) -> float:
-    """Section 3.3: r(z) = [p(y|z, x) / p(y|x) - 1] p(z|x)."""
-    return (p_y[z] / p_y_given_x(p_z, p_y) - 1) * p_z[z]
-
-
-def slow(relevance_BK: Tensor, log_token_BKM: Tensor, b: int) -> tuple[list[float], list[list[float]]]:
-    """p(z|x) for each z, and p(y_j|z, x) for each z and masked word j, of one example."""
-    tokens = [[math.exp(v) for v in row[: MASKS[b]]] for row in log_token_BKM[b].tolist()]
-    return p_z_given_x(relevance_BK[b].tolist()), tokens
-
-
-def same(found: Tensor, expected: list[float] | list[list[float]]) -> None:
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=F64), rtol=1e-12, atol=1e-12)
+def same(values: Tensor, expected: list[float] | list[list[float]]) -> None:
+    torch.testing.assert_close(values, torch.tensor(expected, dtype=F64), rtol=1e-12, atol=1e-12)
 
 
 def joint(relevance_BK: Tensor, log_token_BKM: Tensor) -> Tensor:
+    log_likelihood_BK = likelihood.log_likelihood_given_document(log_token_BKM, IS_MASK_BM)
+    return likelihood.log_marginal_joint(likelihood.log_prior(relevance_BK), log_likelihood_BK)
+
+
+def test_every_quantity_equals_loops_in_probability_space(relevance_BK: Tensor, log_token_BKM: Tensor) -> None:
+    """The null document is the last candidate."""
+    slow: dict[str, list[Any]] = {name: [] for name in ("p_z", "p_y_z", "p_y", "release", "p_z_y", "ru", "gain", "r")}
+    for b in range(B):
+        p_z = p_z_given_x(relevance_BK[b].tolist())
+        tokens = [[math.exp(v) for v in row[: MASKS[b]]] for row in log_token_BKM[b].tolist()]
+        p_y_z = [math.prod(row) for row in tokens]  # section 3.2
+        p_y = sum(y * z for y, z in zip(p_y_z, p_z, strict=True))  # equation 1
+        slow["p_z"].append(p_z)
+        slow["p_y_z"].append(p_y_z)
+        slow["p_y"].append(p_y)
+        # the released code: a sum over documents for each masked word, the product over words outside it
+        slow["release"].append(math.prod(sum(p_z[z] * tokens[z][j] for z in range(K)) for j in range(MASKS[b])))
+        slow["p_z_y"].append([p_y_z[z] * p_z[z] / p_y for z in range(K)])  # appendix A
+        slow["ru"].append([math.log(p) - math.log(p_y_z[-1]) for p in p_y_z])  # appendix D, equation 2
+        slow["gain"].append(math.log(p_y) - math.log(p_y_z[-1]))
+        slow["r"].append([(p_y_z[z] / p_y - 1) * p_z[z] for z in range(K)])  # section 3.3
     log_prior_BK = likelihood.log_prior(relevance_BK)
     log_likelihood_BK = likelihood.log_likelihood_given_document(log_token_BKM, IS_MASK_BM)
-    return likelihood.log_marginal_joint(log_prior_BK, log_likelihood_BK)
-
-
-def test_prior_and_likelihood_of_section_3_2(relevance_BK: Tensor, log_token_BKM: Tensor) -> None:
-    priors, likelihoods = [], []
-    for b in range(B):
-        p_z, tokens = slow(relevance_BK, log_token_BKM, b)
-        priors.append(p_z)
-        likelihoods.append([p_y_given_zx(row) for row in tokens])
-    same(likelihood.log_prior(relevance_BK).exp(), priors)
-    same(likelihood.log_likelihood_given_document(log_token_BKM, IS_MASK_BM).exp(), likelihoods)
-
-
-def test_marginal_of_equation_1(relevance_BK: Tensor, log_token_BKM: Tensor) -> None:
-    expected = []
-    for b in range(B):
-        p_z, tokens = slow(relevance_BK, log_token_BKM, b)
-        expected.append(p_y_given_x(p_z, [p_y_given_zx(row) for row in tokens]))
-    same(joint(relevance_BK, log_token_BKM).exp(), expected)
-
-
-def test_marginal_of_the_release(relevance_BK: Tensor, log_token_BKM: Tensor) -> None:
-    """A sum over documents for each masked word, the product over words outside it."""
-    expected = []
-    for b in range(B):
-        p_z, tokens = slow(relevance_BK, log_token_BKM, b)
-        product = 1.0
-        for j in range(MASKS[b]):
-            product *= sum(p_z[z] * tokens[z][j] for z in range(K))
-        expected.append(product)
-    log_prior_BK = likelihood.log_prior(relevance_BK)
-    found = likelihood.log_marginal_per_token(log_prior_BK, log_token_BKM, IS_MASK_BM)
-    same(found.exp(), expected)
-    both = joint(relevance_BK, log_token_BKM)
-    assert found[2].item() == pytest.approx(both[2].item(), rel=1e-12), "one mask: the two forms are one"
-    assert (found[:2] - both[:2]).abs().min() > 1e-3, "several masks: they are not"
-
-
-def test_posterior_of_appendix_a(relevance_BK: Tensor, log_token_BKM: Tensor) -> None:
-    """p(z|y, x) = p(y|z, x) p(z|x) / p(y|x)."""
-    expected = []
-    for b in range(B):
-        p_z, tokens = slow(relevance_BK, log_token_BKM, b)
-        p_y = [p_y_given_zx(row) for row in tokens]
-        expected.append([p_y[z] * p_z[z] / p_y_given_x(p_z, p_y) for z in range(K)])
-    log_prior_BK = likelihood.log_prior(relevance_BK)
-    log_likelihood_BK = likelihood.log_likelihood_given_document(log_token_BKM, IS_MASK_BM)
-    same(likelihood.log_posterior(log_prior_BK, log_likelihood_BK).exp(), expected)
-
-
-def test_the_retrievers_gradient_is_r_of_z(relevance_BK: Tensor, log_token_BKM: Tensor) -> None:
-    """Section 3.3: d log p(y|x) / d f(x, z) = r(z), by formula and by autograd."""
+    marginal_B, null_B = joint(relevance_BK, log_token_BKM), log_likelihood_BK[:, -1]
+    release_B = likelihood.log_marginal_per_token(log_prior_BK, log_token_BKM, IS_MASK_BM)
+    same(log_prior_BK.exp(), slow["p_z"])
+    same(log_likelihood_BK.exp(), slow["p_y_z"])
+    same(marginal_B.exp(), slow["p_y"])
+    same(release_B.exp(), slow["release"])
+    same(likelihood.log_posterior(log_prior_BK, log_likelihood_BK).exp(), slow["p_z_y"])
+    same(likelihood.retrieval_utility(log_likelihood_BK, null_B), slow["ru"])
+    same(likelihood.marginal_gain(marginal_B, null_B), slow["gain"])
+    assert release_B[2].item() == pytest.approx(marginal_B[2].item(), rel=1e-12), "equal for one mask"
+    assert (release_B[:2] - marginal_B[:2]).abs().min() > 1e-3, "not for several"
     relevance_BK.requires_grad_()
-    (gradient_BK,) = torch.autograd.grad(joint(relevance_BK, log_token_BKM).sum(), relevance_BK)
-    expected = []
-    for b in range(B):
-        p_z, tokens = slow(relevance_BK.detach(), log_token_BKM, b)
-        p_y = [p_y_given_zx(row) for row in tokens]
-        expected.append([r(z, p_z, p_y) for z in range(K)])
-        better = [p > p_y_given_x(p_z, p_y) for p in p_y]
-        assert [value > 0 for value in expected[b]] == better, "positive where z does better than expected"
-    same(gradient_BK, expected)
+    same(torch.autograd.grad(joint(relevance_BK, log_token_BKM).sum(), relevance_BK)[0], slow["r"])
 
 
 @pytest.mark.parametrize("impossible", [-math.inf, -2000.0])
@@ -151,23 +97,6 @@ def test_the_supervised_limit_of_appendix_b(relevance_BK: Tensor, impossible: fl
     for b in range(B):
         p_z = p_z_given_x(relevance_BK[b].tolist())
         same(realm_BK[b], [float(z == gold[b]) - p_z[z] for z in range(K)])
-
-
-def test_utilities_of_appendix_d(relevance_BK: Tensor, log_token_BKM: Tensor) -> None:
-    """Equation 2 for each document; the release's metric compares the marginal instead. The null is last."""
-    log_prior_BK = likelihood.log_prior(relevance_BK)
-    log_likelihood_BK = likelihood.log_likelihood_given_document(log_token_BKM, IS_MASK_BM)
-    utilities, gains = [], []
-    for b in range(B):
-        p_z, tokens = slow(relevance_BK, log_token_BKM, b)
-        p_y = [p_y_given_zx(row) for row in tokens]
-        utilities.append([math.log(p) - math.log(p_y[-1]) for p in p_y])
-        gains.append(math.log(p_y_given_x(p_z, p_y)) - math.log(p_y[-1]))
-    null_B = log_likelihood_BK[:, -1]
-    same(likelihood.retrieval_utility(log_likelihood_BK, null_B), utilities)
-    same(likelihood.marginal_gain(joint(relevance_BK, log_token_BKM), null_B), gains)
-    assert [row[-1] for row in utilities] == [0.0] * B
-    assert log_prior_BK.shape == (B, K)
 
 
 def test_inverse_cloze_loss_of_section_3_4() -> None:
@@ -209,13 +138,7 @@ def test_minus_log_p_of_2000_stays_finite(dtype: torch.dtype, marginal: str) -> 
     assert near_BK.abs().max() > 0.1
 
 
-def test_posterior_at_minus_log_p_of_2000() -> None:
-    log_prior_BK = likelihood.log_prior(torch.tensor([[0.0, 0.0]], dtype=F64))
-    log_likelihood_BK = torch.tensor([[-2000.0, -2000.0 - math.log(3)]], dtype=F64)
-    same(likelihood.log_posterior(log_prior_BK, log_likelihood_BK).exp(), [[0.75, 0.25]])
-
-
-def test_a_candidate_that_does_not_exist_changes_nothing(relevance_BK: Tensor, log_token_BKM: Tensor) -> None:
+def test_a_missing_candidate_changes_nothing(relevance_BK: Tensor, log_token_BKM: Tensor) -> None:
     """A relevance of -inf takes a candidate out: marginal and gradient are as without it."""
     relevance_BK[:, 1] = -math.inf
     log_token_BKM[:, 1] = 0.0
@@ -243,8 +166,8 @@ def test_span_marginal_of_section_3_2() -> None:
 
 
 @pytest.mark.parametrize("name", ["marginal_span_loss", "hard_em_span_loss"])
-def test_a_question_with_nothing_to_choose_teaches_nothing(name: str) -> None:
-    """Nothing correct, rows of -inf, a correct entry that does not exist: loss and gradient are 0, beside others."""
+def test_a_question_without_correct_entries_has_no_loss_and_no_gradient(name: str) -> None:
+    """Nothing correct, rows of -inf, a correct entry that does not exist: loss and gradient are 0, next to others."""
     some = [1.0, 2.0, -math.inf]
     score_BS = torch.tensor([[-math.inf] * 3, some, [-math.inf] * 3, some, some], dtype=F64, requires_grad=True)
     no = [False] * 3

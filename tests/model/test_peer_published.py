@@ -31,7 +31,6 @@ PEER = Path(__file__).parents[1] / "fixtures" / "peer_published"
 ANSWERS: dict[str, str] = json.loads((PEER / "expected.json").read_text())
 EXACT = {"rtol": 0.0, "atol": 1e-5}
 LONGEST_SPAN, READER_WORDPIECES = 4, 40
-BEAM = 5
 
 
 def values(**changes: Any) -> Values:
@@ -74,7 +73,7 @@ def peer() -> dict[str, Tensor]:
 
 
 def imported(root: Path, *, pretrained: tuple[str | Path, ...] = (), finetuned: tuple[str, ...] = ()) -> Quiet:
-    """Import folders of the peer, or others; what was said."""
+    """Import folders of the peer, or others; its report."""
     report = Quiet()
     given = {"pretrained": [PEER / one for one in pretrained], "finetuned": [PEER / one for one in finetuned]}
     import_published(root, **given, blocks=None, titles=None, report=report)
@@ -85,8 +84,8 @@ def close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, **EXACT)
 
 
-def beside_spans() -> float:
-    """What the peer adds to the scores of all spans."""
+def constant_of_spans() -> float:
+    """The biases after the peer's score, equal for all spans."""
     state = load_file(PEER / "reader" / "model.safetensors")
     score_1H, norm_H = (state[f"qa_outputs.{name}"] for name in ("dense_output.weight", "layer_normalization.bias"))
     return float(score_1H @ norm_H + state["qa_outputs.dense_output.bias"])
@@ -97,15 +96,12 @@ def wordpieces(snapshot: Snapshot, text: str) -> np.ndarray:
 
 
 def test_every_block_is_one_passage(project: Path, snapshot: Snapshot) -> None:
-    """Of two sentences each, in the order of the records."""
     assert len(snapshot) == 24
-    assert all(snapshot.text(n).count(" .") == 2 for n in range(24))
     manifest = read_manifest(project / "root" / "data" / "published", "published")
-    assert manifest["passages"] == 24
-    assert manifest["corpus_hash"] == snapshot.corpus_hash
+    assert (manifest["passages"], manifest["corpus_hash"]) == (24, snapshot.corpus_hash)
 
 
-def test_the_document_tower_makes_the_checkpoints_own_index(project: Path, snapshot: Snapshot) -> None:
+def test_the_document_tower_computes_the_index_of_the_checkpoint(project: Path, snapshot: Snapshot) -> None:
     """Their embeddings of [CLS] title [SEP] body [SEP], made from the very passages that came as records."""
     root = project / "root"
     retriever, _ = load_models(root / "models" / "pretrain", snapshot.vocabulary_hash)
@@ -126,7 +122,7 @@ def test_retrieval_and_span_scores(project: Path, snapshot: Snapshot, peer: dict
     with torch.no_grad():
         query_BE = retriever.query(PackedBatch([join_query(question, special, 16)]))
         close(query_BE[0], peer[f"{n}.query"])
-        relevance, found = search(query_BE, load_index(folder, snapshot), BEAM)
+        relevance, found = search(query_BE, load_index(folder, snapshot), 5)
         assert found[0].tolist() == peer[f"{n}.retrieved"].tolist()
         close(retriever.scale * relevance[0], peer[f"{n}.relevance"])
         spans = 0
@@ -149,7 +145,7 @@ def test_retrieval_and_span_scores(project: Path, snapshot: Snapshot, peer: dict
             }
             ours = list(zip(start.tolist(), end.tolist(), strict=True))
             assert sorted(ours) == sorted(theirs)
-            close(score_S + beside_spans(), torch.tensor([theirs[span] for span in ours]))
+            close(score_S + constant_of_spans(), torch.tensor([theirs[span] for span in ours]))
             spans += len(ours)
     assert spans > 100
 
@@ -169,7 +165,7 @@ def test_evaluate_answers_as_the_peer_does(
         assert list(row["passage_ids"]) == ids
         close(torch.tensor(row["p_z"]), peer[f"{n}.relevance"].softmax(-1))
         score_RS = peer[f"{n}.span_score"] + peer[f"{n}.relevance"][:, None]
-        assert row["span_score"] + beside_spans() == pytest.approx(float(score_RS.max()), abs=2e-5)
+        assert row["span_score"] + constant_of_spans() == pytest.approx(float(score_RS.max()), abs=2e-5)
     root = tmp_path / "root"
     shutil.copytree(project / "root" / "data", root / "data")
     report = imported(root, finetuned=("openqa",))
@@ -192,24 +188,22 @@ def test_finetune_goes_on_from_what_was_imported(project: Path, tmp_path: Path) 
         stage("finetune", values(finetune={"retriever": "ict"}), project, root)
 
 
-def test_both_file_forms_and_all_folders_give_the_same_models(tmp_path: Path) -> None:
-    """The embedder in .bin form is the scorer's in safetensors; the reader apart is that of the openqa folder."""
-
-    def models(name: str, pretrained: tuple[str, ...], finetuned: tuple[str, ...]) -> Path:
+def test_both_formats_and_separate_folders_give_the_same_models(tmp_path: Path) -> None:
+    """The embedder as .bin equals the scorer as safetensors; the separate reader that of the openqa folder."""
+    for name, pretrained, finetuned in (
+        ("one", ("scorer", "encoder"), ("openqa",)),
+        ("two", ("embedder", "encoder"), ("reader", "openqa")),
+    ):
         imported(tmp_path / name, pretrained=pretrained, finetuned=finetuned)
-        return tmp_path / name / "models"
-
-    one = models("one", ("scorer", "encoder"), ("openqa",))
-    two = models("two", ("embedder", "encoder"), ("reader", "openqa"))
-    files = [path.relative_to(one) for path in one.rglob("*.safetensors")]
+    first, second = tmp_path / "one/models", tmp_path / "two/models"
+    files = [path.relative_to(first) for path in first.rglob("*.safetensors")]
     assert {path.parts[0] for path in files} == {"pretrain", "finetune"}
     for file in files:
-        assert (one / file).read_bytes() == (two / file).read_bytes(), file
-    assert not (one / "pretrain" / "index.safetensors").exists()
-    assert read_json(one / "finetune/retriever/realmops.json")["head"] == "release"
-    assert read_json(one / "finetune/reader/realmops.json")["span_layer_norm_eps"] == 1e-3
-    assert read_json(one / "finetune/reader/config.json")["hidden_act"] == "gelu_new"
-    assert read_json(one / "pretrain/reader/realmops.json")["span_width"] is None
+        assert (first / file).read_bytes() == (second / file).read_bytes(), file
+    assert read_json(first / "finetune/retriever/realmops.json")["head"] == "release"
+    assert read_json(first / "finetune/reader/realmops.json")["span_layer_norm_eps"] == 1e-3
+    assert read_json(first / "finetune/reader/config.json")["hidden_act"] == "gelu_new"
+    assert read_json(first / "pretrain/reader/realmops.json")["span_width"] is None
 
 
 def test_a_scorer_with_two_embedders_has_two_towers(tmp_path: Path, snapshot: Snapshot) -> None:
@@ -229,67 +223,59 @@ def test_a_scorer_with_two_embedders_has_two_towers(tmp_path: Path, snapshot: Sn
 
 
 @pytest.mark.parametrize(
-    ("pretrained", "finetuned", "told"),
+    ("pretrained", "finetuned", "message"),
     [
         (("encoder",), (), r"encoder: a retriever \(an embedder, a scorer or an openqa folder\) is missing"),
-        (("embedder",), (), r"embedder: a reader \(an encoder or an openqa folder\) is missing"),
-        ((), ("reader",), r"reader: a query embedder \(an openqa folder\) is missing"),
         ((), ("embedder", "encoder"), r"the reader has no span head \(qa_outputs\)"),
         ((), ("embedder", "reader"), r"no passage embeddings \(block_emb\)"),
         ((), (), "nothing to import; give folders with --pretrained or --finetuned"),
         (("gone",), (), r"gone is not a folder"),
     ],
 )
-def test_folders_that_make_no_whole_model_are_refused(
-    tmp_path: Path, pretrained: tuple[str, ...], finetuned: tuple[str, ...], told: str
+def test_folders_without_a_whole_model_are_refused(
+    tmp_path: Path, pretrained: tuple[str, ...], finetuned: tuple[str, ...], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         imported(tmp_path, pretrained=pretrained, finetuned=finetuned)
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_another_family_another_vocabulary_and_a_missing_parameter_are_named(tmp_path: Path) -> None:
+def test_folders_that_do_not_match_are_refused(tmp_path: Path) -> None:
+    def output(*arguments: str | Path) -> str:
+        result = cli("import", "--root", tmp_path, *arguments)
+        assert result.exit_code == 2
+        return " ".join(result.output.split())
+
     copy = tmp_path / "embedder"
     shutil.copytree(PEER / "embedder", copy)
     (copy / "vocab.txt").write_text((copy / "vocab.txt").read_text().replace("king", "queen"))
-    result = cli("import", "--root", tmp_path, "--pretrained", copy, "--pretrained", PEER / "encoder")
-    assert (result.exit_code, "has another vocabulary than" in result.output) == (2, True)
-    config = read_json(copy / "config.json")
-    (copy / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
-    result = cli("import", "--root", tmp_path, "--pretrained", copy)
-    assert "config.json: model_type is 'bert', expected 'realm'" in result.output
-    assert "with retriever.init" in result.output
+    assert "has another vocabulary than" in output("--pretrained", copy, "--pretrained", PEER / "encoder")
     weights = torch.load(PEER / "embedder" / "pytorch_model.bin")
     del weights["cls.dense.bias"]
     torch.save(weights, copy / "pytorch_model.bin")
-    (copy / "config.json").write_text(json.dumps(config))
-    result = cli("import", "--root", tmp_path, "--pretrained", copy)
-    assert "embedder: the parameter cls.dense.bias is missing; download the folder again" in result.output
-
-
-def test_embeddings_of_another_width_are_refused(tmp_path: Path) -> None:
+    assert "embedder: the parameter cls.dense.bias is missing; download the folder again" in output(
+        "--pretrained", copy
+    )
+    config = read_json(copy / "config.json")
+    (copy / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
+    assert "config.json: model_type is 'bert', expected 'realm'" in output("--pretrained", copy)
     shutil.copytree(PEER / "openqa", tmp_path / "openqa")
     weights = torch.load(PEER / "openqa" / "pytorch_model.bin")
     torch.save({**weights, "block_emb": torch.zeros(24, 5)}, tmp_path / "openqa" / "pytorch_model.bin")
-    result = cli("import", "--root", tmp_path, "--finetuned", tmp_path / "openqa")
-    assert "shape [24, 5], but the embedding width of the embedder is 6" in " ".join(result.output.split())
-    assert result.exit_code == 2
-    assert not (tmp_path / "models" / "finetune").exists()
+    message = "shape [24, 5], but the embedding width of the embedder is 6"
+    assert message in output("--finetuned", tmp_path / "openqa")
+    assert not (tmp_path / "models").exists()
 
 
-def test_an_index_of_other_passages_is_refused(project: Path, tmp_path: Path) -> None:
-    root = tmp_path / "root"
+def test_an_imported_index_is_bound_to_its_passages(project: Path, tmp_path: Path) -> None:
+    """By their hash, or by their number where they were not imported."""
+    root, alone = tmp_path / "root", tmp_path / "alone"
     shutil.copytree(project / "root" / "models", root / "models")
-    stage("snapshot", values(snapshot={"documents": "documents.jsonl"}), project, root)
-    with pytest.raises(
-        ValueError, match=r"index\.safetensors has the embeddings of corpus .* on the passages imported with it"
+    imported(alone, pretrained=("embedder", "encoder"), finetuned=("openqa",))
+    for place, message in (
+        (root, r"index\.safetensors has the embeddings of corpus .* on the passages imported with it"),
+        (alone, r"index\.safetensors has 24 embeddings, .* 12 passages; an imported index"),
     ):
-        stage("evaluate", values(), project, root)
-
-
-def test_an_index_imported_without_its_passages_is_compared_by_their_number(project: Path, tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    imported(root, pretrained=("embedder", "encoder"), finetuned=("openqa",))
-    stage("snapshot", values(snapshot={"documents": "documents.jsonl"}), project, root)
-    with pytest.raises(ValueError, match=r"index\.safetensors has 24 embeddings, .* 12 passages; an imported index"):
-        stage("evaluate", values(), project, root)
+        stage("snapshot", values(snapshot={"documents": "documents.jsonl"}), project, place)
+        with pytest.raises(ValueError, match=message):
+            stage("evaluate", values(), project, place)

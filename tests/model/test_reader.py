@@ -1,7 +1,6 @@
-"""REALM's loss with the paper's reader and one that copies, together or apart, against loops in the paper's letters.
+"""REALM's loss with each reader equals loops in the paper's letters, in double precision.
 
-Where it copies, p(y_j|z,x) = (1 - g) p_vocabulary(y_j) + g times the attention on the wordpieces of z that are y_j.
-Everything is in double precision.
+With a copy head, p(y_j|z,x) = (1 - g) p_vocabulary(y_j) + g times the attention on the wordpieces of z that are y_j.
 """
 
 import math
@@ -16,10 +15,8 @@ import torch
 from small_world import MemoryJournal, OneIndex, World, build_world, section, tiny_context, tiny_models, tiny_optimiser
 from torch import Tensor
 
-from realmops.model import likelihood
 from realmops.model.packed import PackedBatch
-from realmops.model.reader import READERS as CLASSES
-from realmops.model.reader import MaskedSentences, Reader
+from realmops.model.reader import MaskedSentences, Reader, SpanHead
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import join_document, join_query, join_reader
 from realmops.options import Pretrain
@@ -87,17 +84,18 @@ def p_words(reader: Reader, world: World, x: np.ndarray, j: int, z: np.ndarray, 
 
 
 @HOW
-def test_every_word_has_the_slow_ones_probability_and_all_have_one(world: World, copying: dict[str, bool]) -> None:
-    """Three masks; two passages, and the null document, where the vocabulary alone counts."""
+def test_every_word_has_the_probability_of_a_slow_version(world: World, copying: dict[str, bool]) -> None:
+    """Three masks; a passage, a long one that is cut, one wordpiece, and the null document, all in one batch."""
     _, reader = models(world, copying)
     masked = example(world, 6, 0)
-    documents = [world.snapshot.body(7), NOTHING, world.snapshot.body(2)]
+    long = np.tile(world.snapshot.body(4), 4)[:80]
+    documents = [world.snapshot.body(7), NOTHING, long, world.wordpieces("Oslo")]
     assert len(masked.positions) > 1
     with torch.no_grad():
         log_word_KMV = reader.log_masked_words(hidden(world, masked), documents)
         expected = [[p_words(reader, world, masked.x, j, z) for j in masked.positions.tolist()] for z in documents]
     torch.testing.assert_close(log_word_KMV.exp(), torch.tensor(expected), rtol=1e-9, atol=1e-15)
-    torch.testing.assert_close(log_word_KMV.exp().sum(-1), torch.ones(3, len(masked.positions)), rtol=0, atol=1e-12)
+    torch.testing.assert_close(log_word_KMV.exp().sum(-1), torch.ones(4, len(masked.positions)), rtol=0, atol=1e-12)
 
 
 @HOW
@@ -117,8 +115,8 @@ def test_a_target_has_the_probability_that_it_has_among_all_words(world: World, 
 
 
 @HOW
-def test_a_word_that_stands_in_the_passage_is_copied(world: World, copying: dict[str, bool]) -> None:
-    """With the gate open all the way: Oslo once in passage 4, Bergen never; with it shut nothing is."""
+def test_only_words_of_the_passage_are_copied(world: World, copying: dict[str, bool]) -> None:
+    """With an open gate Oslo is likely, which passage 4 has, and Bergen is not; a closed gate copies neither."""
     _, reader = models(world, copying)
     masked, z = example(world, 0, 0), world.snapshot.body(4)
     oslo, bergen = (int(world.wordpieces(name)[0]) for name in ("Oslo", "Bergen"))
@@ -140,18 +138,17 @@ def test_a_word_that_stands_in_the_passage_is_copied(world: World, copying: dict
             torch.testing.assert_close(shut_V, alone_V, rtol=0, atol=1e-12)
 
 
-def test_passages_of_any_length_do_not_look_at_each_other(world: World) -> None:
-    """A body of one wordpiece, a long one that is cut at the limit, and none, in one batch or each on its own."""
-    _, reader = models(world, APART)
-    masked = example(world, 0, 0)
-    documents = [world.wordpieces("Oslo"), np.tile(world.snapshot.body(4), 4)[:80], NOTHING, world.snapshot.body(11)]
+def test_the_span_head_by_hand() -> None:
+    """w . LayerNorm(ReLU(W_s h_start + W_e h_end)), width 2: ReLU gives (3, 1), LayerNorm (1, -1), w gives 5 - 7."""
+    head = SpanHead(2, 2)
     with torch.no_grad():
-        together = reader.log_masked_words(hidden(world, masked), documents)
-        for one, z in zip(together, documents, strict=True):
-            alone = reader.log_masked_words(hidden(world, masked), [z])[0]
-            torch.testing.assert_close(one, alone, rtol=1e-12, atol=1e-12)
-        cut = reader.log_masked_words(hidden(world, masked), [documents[1][: LIMIT - 3]])[0]
-        torch.testing.assert_close(together[1], cut, rtol=1e-12, atol=1e-12)
+        head.start.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+        head.start.bias.copy_(torch.tensor([1.0, 0.0]))
+        head.end.weight.copy_(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+        head.score.weight.copy_(torch.tensor([[5.0, 7.0]]))
+    hidden_TD = torch.tensor([[2.0, 4.0], [-3.0, 0.0], [9.0, 9.0]])
+    # start row 0: (2 + 1, 4); end row 1: (0, -3); together (3, 1)
+    assert head(hidden_TD, torch.tensor([0]), torch.tensor([1])).tolist() == pytest.approx([5.0 - 7.0], abs=1e-4)
 
 
 # ---- the loss
@@ -165,7 +162,7 @@ def slow(
     candidates: Sequence[Sequence[int]],
     chosen: Pretrain,
 ) -> dict[str, float]:
-    """The loss and what is told of it, one z and one masked word at a time, in probability space."""
+    """The loss and its metrics, one z and one masked word at a time, in probability space."""
     snapshot, special = world.snapshot, world.special
     joint, per_token, null_shares, shares, gains, utilities, tops, bests = ([] for _ in range(8))
     for x, row in zip(examples, candidates, strict=True):
@@ -190,10 +187,10 @@ def slow(
             utilities += ru
             tops += ru[:1]
             bests += [max(ru)] if ru else []
-    told = {"log_marginal": joint, "top_share": shares, "p_null": null_shares, "marginal_gain": gains}
-    told |= {"retrieval_utility": utilities, "retrieval_utility_top": tops, "retrieval_utility_best": bests}
-    told["loss"] = [-value for value in (joint if chosen.marginal == "joint" else per_token)]
-    return {name: float(np.mean(values)) for name, values in told.items() if values}
+    means = {"log_marginal": joint, "top_share": shares, "p_null": null_shares, "marginal_gain": gains}
+    means |= {"retrieval_utility": utilities, "retrieval_utility_top": tops, "retrieval_utility_best": bests}
+    means["loss"] = [-value for value in (joint if chosen.marginal == "joint" else per_token)]
+    return {name: float(np.mean(values)) for name, values in means.items() if values}
 
 
 @pytest.mark.parametrize(
@@ -202,7 +199,9 @@ def slow(
 )
 @pytest.mark.parametrize("null_document", [True, False])
 @pytest.mark.parametrize("marginal", ["joint", "per_token"])
-def test_the_loss_is_the_slow_ones(world: World, reading: str, head: str, marginal: str, null_document: bool) -> None:
+def test_the_loss_equals_a_slow_version(
+    world: World, reading: str, head: str, marginal: str, null_document: bool
+) -> None:
     """Different numbers of masks, and rows of different lengths: three, five and one passage."""
     chosen = options(marginal=marginal, null_document=null_document)
     retriever, reader = models(world, READERS[reading], head=head, share_embedders=head == "release")
@@ -219,7 +218,7 @@ def test_the_loss_is_the_slow_ones(world: World, reading: str, head: str, margin
 
 
 def test_an_example_with_the_null_document_alone(world: World) -> None:
-    """Nothing was found for one of two: finite loss, and its missing documents are no part of the metrics."""
+    """One of two sentences has no passage: the loss is finite, and the metrics count what exists."""
     retriever, reader = models(world, {})
     examples, candidates = [example(world, 0, 0), example(world, 5, 1)], [[4, 1], list[int]()]
     realm = Realm(retriever, reader, world.snapshot, options(), torch.float32)
@@ -235,8 +234,8 @@ def test_an_example_with_the_null_document_alone(world: World) -> None:
     assert metrics["p_null"] == pytest.approx(1.0)
 
 
-def test_x_fits_the_reader_too(tmp_path: Path) -> None:
-    """With less room for the reader than for the query the masked rows must still be in the reader's sequence."""
+def test_masks_are_within_the_readers_limit(tmp_path: Path) -> None:
+    """Where the reader's is shorter than the query's."""
     text = f"Anna {'in it ' * 10}was Oslo then."
     world = build_world(tmp_path, (("Long", text, ("Oslo",)), ("Short", "It is in Oslo.", ("Oslo",))), 100)
     changes = {"reader_wordpieces": 16, "candidates": 2}
@@ -273,52 +272,14 @@ def test_guesses_are_equation_1_and_the_likeliest_wordpieces(world: World, readi
     assert realm.guess(replace(masked, targets=likeliest), found)["masked_accuracy"] == 1.0
 
 
-def test_read_apart_each_pair_is_read_as_on_its_own(world: World) -> None:
-    """Three sentences that share five passages, each sentence and each passage read once."""
+def test_late_interaction_encodes_each_sentence_and_each_passage_once(world: World) -> None:
     retriever, reader = models(world, APART)
-    realm = Realm(retriever, reader, world.snapshot, options(), torch.float32)
+    realm, sizes, forward = Realm(retriever, reader, world.snapshot, options(), torch.float32), [], reader.bert.forward
     examples = [example(world, 0, 0), example(world, 6, 0), example(world, 5, 1)]
-    candidates = [[4, 1, 5], [7, 1], [0]]
-    read: list[int] = []
-    usual = reader.bert.forward
-    reader.bert.forward = lambda batch: (read.append(len(batch.lengths)), usual(batch))[1]  # type: ignore
+    reader.bert.forward = lambda batch: (sizes.append(len(batch)), forward(batch))[1]
     with torch.no_grad():
-        log_token_BKM, is_mask_BM = realm.log_token(examples, candidates)
-        assert read == [3, 5]
-        for b, (x, row) in enumerate(zip(examples, candidates, strict=True)):
-            assert is_mask_BM[b].sum() == len(x.positions)
-            for k, z in [*enumerate(row), (-1, NULL)]:
-                body = NOTHING if z == NULL else world.snapshot.body(z)
-                for m, (j, y_j) in enumerate(zip(x.positions.tolist(), x.targets.tolist(), strict=True)):
-                    assert log_token_BKM[b, k, m].item() == pytest.approx(
-                        math.log(p_words(reader, world, x.x, j, body)[y_j]), rel=1e-9
-                    )
-
-
-def test_the_gradient_of_section_3_3_holds_with_the_passages_of_the_batch(world: World) -> None:
-    """The gradient of log p(y|x) in the retriever is the sum over z of r(z) times that of f(x, z)."""
-    retriever, reader = models(world, APART)
-    realm = Realm(retriever, reader, world.snapshot, options(), torch.float32)
-    examples = [example(world, 0, 0), example(world, 6, 0)]
-    candidates = Candidates(world.snapshot, options()).shared(examples, [[4, 1, 5], [7, 2, 8]])
-    assert candidates == [[4, 1, 5, 2, 6, 7, 8], [7, 2, 8, 0, 1, 4, 5]]
-    loss, _ = realm.loss(examples, candidates, retriever_learns=True)
-    loss.backward()
-    found = {name: p.grad.clone() for name, p in retriever.named_parameters() if p.grad is not None}
-    retriever.zero_grad()
-    with torch.no_grad():
-        log_prior_BK, _ = realm.log_prior(examples, candidates)
-        log_y_BK = likelihood.log_likelihood_given_document(*realm.log_token(examples, candidates))
-        p_y_BK, p_z_BK = log_y_BK.exp(), log_prior_BK.exp()
-        r_BK = (p_y_BK / (p_y_BK * p_z_BK).sum(-1, keepdim=True) - 1) * p_z_BK
-    embedded = realm.embed(examples, candidates)
-    for b, row in enumerate(candidates):
-        for k, z in enumerate([*row, NULL]):
-            f = retriever.scale * embedded.query_BE[b] @ embedded.document_UE[embedded.row_of[z]]
-            (-r_BK[b, k] * f / len(examples)).backward(retain_graph=True)
-    assert len(found) > 10
-    for name, gradient in found.items():
-        torch.testing.assert_close(gradient, retriever.get_parameter(name).grad, rtol=1e-7, atol=1e-12, msg=name)
+        realm.log_token(examples, [[4, 1, 5], [7, 1], [0]])
+    assert sizes == [3, 5]
 
 
 # ---- candidates of the whole batch
@@ -338,41 +299,40 @@ def test_candidates_are_shared_without_the_trivial_ones(world: World) -> None:
     assert without.shared(asked, [[], []]) == [[], []], "a BERT without retrieval"
 
 
-def test_pre_training_reads_every_passage_of_the_batch_for_every_sentence(
+def test_late_interaction_pre_trains_on_every_passage_of_the_batch(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a reader that reads apart, and of no other."""
-    seen: list[tuple[Sequence[Example], Sequence[Sequence[int]]]] = []
-    usual = Realm.loss
+    """Other readers have the candidates of each sentence."""
+    batches: list[tuple[Sequence[Example], Sequence[Sequence[int]]]] = []
+    original = Realm.loss
 
     def loss(self: Realm, examples: Sequence[Example], candidates: Sequence[Sequence[int]], **rest: Any) -> Any:
-        seen.append((examples, candidates))
-        return usual(self, examples, candidates, **rest)
+        batches.append((examples, candidates))
+        return original(self, examples, candidates, **rest)
 
     monkeypatch.setattr(Realm, "loss", loss)
     for copying in (TOGETHER, APART):
-        seen.clear()
+        batches.clear()
         retriever, reader = models(world, copying)
         chosen = options(steps=3)
         examples = Examples(world.snapshot, world.spans, chosen)
         realm = Realm(retriever, reader, world.snapshot, chosen, torch.float32)
-        arguments = realm, examples, tiny_optimiser(), OneIndex(world)
-        pretrain(tiny_context(), *arguments, evaluate=lambda index: {}, warn=print)
-        assert len(seen) == 3
-        for batch, rows in seen:
+        pretrain(
+            tiny_context(), realm, examples, tiny_optimiser(), OneIndex(world), evaluate=lambda index: {}, warn=print
+        )
+        assert len(batches) == 3
+        for batch, rows in batches:
             pool = {p for row in rows for p in row} | {e.passage for e in batch}
-            for one, row in zip(batch, rows, strict=True):
+            for each, row in zip(batch, rows, strict=True):
                 assert len(row) == len(set(row))
-                assert one.passage not in row
-                if reader.apart:
-                    assert len(pool - set(row)) <= 3, "its own, and at most two that hold the sentence too"
-                else:
-                    assert len(row) == 3
+                assert each.passage not in row
+                # late interaction leaves out its own, and at most two that contain the sentence
+                assert len(pool - set(row)) <= 3 if reader.apart else len(row) == 3
 
 
 @HOW
 def test_the_reader_learns_to_copy(world: World, copying: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thirty steps: the loss falls, and every part of the copy head has moved."""
+    """Thirty steps: the loss falls, and every part of the copy head changes."""
     monkeypatch.undo()
     torch.set_default_dtype(torch.float32)
     chosen = section("ict", reader_steps=30, reader_batch_size=8, reader_learning_rate=3e-3)
@@ -383,36 +343,3 @@ def test_the_reader_learns_to_copy(world: World, copying: dict[str, bool], monke
     assert np.mean(loss[-5:]) < 0.9 * np.mean(loss[:5])
     assert len(start) == 4
     assert not any(torch.equal(p, start[name]) for name, p in reader.copy.named_parameters())
-
-
-def test_the_warm_start_masks_the_same_for_every_reader(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sentences, masks and passages are drawn alike; the first loss of a reader that copies is the slow one's."""
-    drawn: list[Any] = []
-    for kind in CLASSES.values():
-
-        def spy(
-            reader: Reader, masked: MaskedSentences, documents: Sequence[np.ndarray], usual: Any = kind.log_masked_pairs
-        ) -> Tensor:
-            drawn.append((masked, documents))
-            return usual(reader, masked, documents)
-
-        monkeypatch.setattr(kind, "log_masked_pairs", spy)
-    chosen = section("ict", reader_steps=1, reader_batch_size=6)
-    for copying in (TOGETHER, APART):
-        _, reader = models(world, copying)
-        journal = MemoryJournal()
-        start = {name: p.detach().clone() for name, p in reader.named_parameters()}
-        context = tiny_context(journal=journal)
-        train_reader(context, reader, world.snapshot, world.spans, chosen, tiny_optimiser(), LIMIT)
-        with torch.no_grad():
-            for name, parameter in reader.named_parameters():
-                parameter.copy_(start[name])
-            masked, documents = drawn[-1]
-            places = [(b, int(j)) for b, at in enumerate(masked.positions) for j in at]
-            p = [
-                p_words(reader, world, masked.sentences[b], j, documents[b])[y]
-                for (b, j), y in zip(places, masked.targets_M.tolist(), strict=True)
-            ]
-        assert journal.values("loss") == pytest.approx([-np.mean(np.log(p))], rel=1e-9)
-    first, second = ([one.tolist() for one in masked.sentences] for masked, _ in drawn)
-    assert first == second

@@ -1,9 +1,8 @@
-"""A retriever's files: sentence-transformers computes the same embeddings, and our loader reads the same bits back."""
+"""Files of models: sentence-transformers computes the same embeddings, and our loaders read the same bits back."""
 
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,16 @@ import numpy as np
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
+from small_encoders import edit_json
 from small_project import QUESTIONS
 from small_world import World, tiny_models
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.model.build import add_span_head
 from realmops.model.packed import PackedBatch
-from realmops.model.reader_files import load_models
+from realmops.model.reader import Reader
+from realmops.model.reader_files import load_models, model_files, save_models
 from realmops.model.retriever import BagOfWords, FusionWeights, Retriever
 from realmops.model.retriever_files import (
     TextFormat,
@@ -51,25 +53,21 @@ def form_of(world: World, *, share: bool = True, **form: Any) -> Retriever:
     retriever.mixture = FusionWeights(0.7, 3.5, 2.0)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
+        for parameter in [] if share else retriever.document.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
         for tower in (retriever.query, retriever.document):
             if isinstance(tower, BagOfWords):
                 tower.counts_V[list(world.special.ids)] = 0.0
                 tower.word.weight[list(world.special.ids)] = 0.0
-        for parameter in [] if share else retriever.document.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-        for tower in (retriever.document,):
-            if isinstance(tower, BagOfWords):
-                tower.word.weight[list(world.special.ids)] = 0.0
     return retriever.eval()
 
 
-def check_equal(ours: Retriever, theirs: Retriever) -> None:
-    assert theirs.state_dict().keys() == ours.state_dict().keys()
+def check_equal(ours: Retriever | Reader, loaded: Retriever | Reader) -> None:
+    assert loaded.state_dict().keys() == ours.state_dict().keys()
     for name, tensor in ours.state_dict().items():
-        assert torch.equal(tensor, theirs.state_dict()[name]), name
-    for attribute in ("shared", "vectors", "mixture", "scale"):
-        assert getattr(theirs, attribute) == getattr(ours, attribute), attribute
-    assert theirs.query.description == ours.query.description
+        assert torch.equal(tensor, loaded.state_dict()[name]), name
+    for attribute in ("shared", "vectors", "mixture", "scale", "apart"):
+        assert getattr(loaded, attribute, None) == getattr(ours, attribute, None), attribute
 
 
 @pytest.mark.parametrize("share", [True, False], ids=["one tower", "two towers"])
@@ -77,7 +75,7 @@ def check_equal(ours: Retriever, theirs: Retriever) -> None:
 def test_the_library_and_our_loader_open_every_form(
     form: dict[str, Any], share: bool, world: World, tmp_path: Path
 ) -> None:
-    """The library trusts no code of the folder; files that were read are written with the same bytes."""
+    """Without code of the folder; loaded files are saved with the same bytes."""
     snapshot, retriever = world.snapshot, form_of(world, share=share, **form)
     save_retriever(tmp_path / "retriever", retriever, world.text)
     library = SentenceTransformer(str(tmp_path / "retriever"), device="cpu", local_files_only=True)
@@ -93,20 +91,47 @@ def test_the_library_and_our_loader_open_every_form(
     assert library.similarity_fn_name == ("cosine" if retriever.query.head == "cosine" else "dot")
     assert library.get_embedding_dimension() == retriever.query.width
     files = retriever_files(retriever, world.text)
-    for again in (load_retriever(tmp_path, world.text.vocabulary_hash), retriever_from_files(files)):
-        check_equal(retriever, again)
-        assert retriever_files(again, world.text) == files
+    for loaded in (load_retriever(tmp_path, world.text.vocabulary_hash), retriever_from_files(files)):
+        check_equal(retriever, loaded)
+        assert loaded.query.description == retriever.query.description
+        assert retriever_files(loaded, world.text) == files
 
 
-@pytest.mark.parametrize("vectors", [2, 3])
-def test_several_vectors_are_read_back(vectors: int, world: World) -> None:
+def test_several_vectors_are_loaded(world: World) -> None:
     """The library computes one vector of a passage, the mean over its text; ours computes all."""
-    retriever = form_of(world, head="cosine", pooling="mean", document_vectors=vectors)
-    again = retriever_from_files(retriever_files(retriever, world.text)).eval()
-    check_equal(retriever, again)
-    embedding_PX = embed_documents(again, world.snapshot, range(12), FP32)
+    retriever = form_of(world, head="cosine", pooling="mean", document_vectors=3)
+    loaded = retriever_from_files(retriever_files(retriever, world.text)).eval()
+    check_equal(retriever, loaded)
+    embedding_PX = embed_documents(loaded, world.snapshot, range(12), FP32)
     assert torch.equal(embedding_PX, embed_documents(retriever, world.snapshot, range(12), FP32))
-    assert embedding_PX.shape == (12, vectors * again.query.width)
+    assert embedding_PX.shape == (12, 3 * loaded.query.width)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("spans", [True, False])
+def test_readers_are_loaded_as_saved(world: World, tmp_path: Path, spans: bool, apart: bool) -> None:
+    retriever, reader = tiny_models(world, copying={"copies": apart, "apart": apart, "matches": not apart})
+    if spans:
+        add_span_head(reader, 12, seed=0)
+        reader.spans.norm.eps = 1e-3  # as in published readers
+    save_models(tmp_path / "one", retriever, reader, world.text)
+    _, loaded = load_models(tmp_path / "one", world.text.vocabulary_hash)
+    check_equal(reader, loaded)
+    assert not spans or loaded.spans.norm.eps == 1e-3
+    save_models(tmp_path / "two", retriever, loaded, world.text)
+    first, second = ([path.read_bytes() for path in model_files(tmp_path / name)] for name in ("one", "two"))
+    assert first == second
+
+
+def test_models_of_another_vocabulary_or_version_are_refused(world: World, tmp_path: Path) -> None:
+    save_models(tmp_path, *tiny_models(world), world.text)
+    with pytest.raises(ValueError, match=r"trained with the vocabulary \w{12}, the snapshot has beef; run the stages"):
+        load_models(tmp_path, "beef")
+    for name in ("reader", "retriever"):
+        path = tmp_path / name / "realmops.json"
+        path.write_text("{}")
+        with pytest.raises(ValueError, match=rf"{path} is missing .* another version of realmops made it; run 'realm"):
+            load_models(tmp_path, world.text.vocabulary_hash)
 
 
 def test_texts_end_at_the_encoders_last_position(world: World, tmp_path: Path) -> None:
@@ -121,8 +146,8 @@ def test_texts_end_at_the_encoders_last_position(world: World, tmp_path: Path) -
         np.testing.assert_allclose(encode(long), embed(tower, cut, FP32), atol=1e-5, rtol=1e-5)
 
 
-def test_an_index_names_the_tower_of_its_passages(world: World, tmp_path: Path) -> None:
-    """Whatever queries are embedded by, and whether both towers are one; another pooling is another tower."""
+def test_the_digest_of_the_passage_tower_counts_weights_configuration_and_pooling(world: World, tmp_path: Path) -> None:
+    """Not the query tower, nor whether both towers are one."""
     retriever = form_of(world, head="normalised")
     other = Retriever(copy.deepcopy(retriever.query), retriever.document)
     with torch.no_grad():
@@ -131,12 +156,10 @@ def test_an_index_names_the_tower_of_its_passages(world: World, tmp_path: Path) 
     save_retriever(tmp_path / "two", other, world.text)
     digest = passage_tower_digest(tmp_path / "one")
     assert passage_tower_digest(tmp_path / "two") == digest
-    path = tmp_path / "one/realmops.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"pooling": "mean"}))
+    edit_json(tmp_path / "one/realmops.json", pooling="mean")
     assert passage_tower_digest(tmp_path / "one") != digest
-    [config, *_] = (tmp_path / "two").rglob("document_0_Transformer/config.json")
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_attention_heads": 1}))
-    assert passage_tower_digest(tmp_path / "two") != digest, "the same weights with other heads"
+    edit_json(tmp_path / "two/document_0_Transformer/config.json", num_attention_heads=1)
+    assert passage_tower_digest(tmp_path / "two") != digest
 
 
 def test_a_run_has_folders_of_both_libraries(answering: Path) -> None:

@@ -16,8 +16,8 @@ SOURCE = Path(__file__).parents[2] / "src"
 LAYERS = (
     ("__init__",), ("memory_map",), ("files",), ("artifacts", "config_yaml", "credentials", "options", "resources"),
     ("config", "journal"),
-    ("hub", "devices", "compressed"), ("readers", "sample"), ("corpus", "inputs"), ("questions", "model"), ("search",),
-    ("refresh",), ("answering",), ("train",), ("baselines", "evaluate"), ("tracking",), ("stages",),
+    ("hub", "devices", "compressed"), ("process", "readers", "sample"), ("corpus", "inputs"), ("questions", "model"),
+    ("search",), ("refresh",), ("answering",), ("train",), ("baselines", "evaluate"), ("tracking",), ("stages",),
     ("starter", "console"), ("commands",), ("serve",), ("api",), ("cluster",), ("cli",), ("__main__",),
 )  # fmt: skip
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}

@@ -206,7 +206,7 @@ def test_many_passages_are_embedded_by_a_graph_and_few_by_the_tower(
 def test_parameters_that_are_not_finite_and_encoders_that_pad_have_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openvino, "supports_bf16", lambda: True)
     make = partial(compile_graph, vectors=1, passages=10**12)
-    assert make(BagOfWords(WORDS, 8, 0.05), dtype=BF16) is None
+    assert make(BagOfWords(WORDS, 8), dtype=BF16) is None
     one = tower()
     with monkeypatch.context() as context:
         context.setattr(one.encoder, "packs", False)

@@ -134,9 +134,9 @@ def main(folder: Path) -> None:
     from small_world import section
 
     from realmops.corpus.vocabulary import build_tokenizer
-    from realmops.devices import configure_malloc, configure_process
     from realmops.model.build import build_models
     from realmops.model.retriever_files import TextFormat, retriever_files
+    from realmops.process import configure_malloc, configure_process
     from realmops.refresh.builder import Builder, BuilderWork
     from realmops.refresh.builder_process import merge
     from realmops.refresh.exchange import Exchange

@@ -20,11 +20,12 @@ from realmops.answering.retrieval import AnswerModel, Ranker, RetrieveAndRead, S
 from realmops.artifacts import MANIFEST, PROMOTED, STAGE_FOLDERS, WORK_FOLDER, read_json, write_json
 from realmops.config import default_options, parse_section
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.devices import configure_process, device_and_dtype, freeze_linear_weights, resolve_device
+from realmops.devices import device_and_dtype, freeze_linear_weights, resolve_device
 from realmops.journal import JOURNAL, METRICS
 from realmops.model.retriever import Retriever
 from realmops.model.retriever_files import RETRIEVER_FOLDER, load_retriever, passage_tower_digest
 from realmops.options import Finetune, RunOptions, epoch_steps
+from realmops.process import configure_process
 from realmops.search.bm25 import Bm25
 from realmops.search.embed import Progress
 from realmops.search.embeddings import INDEX, embed_corpus, load_passages, save_passages

@@ -178,7 +178,7 @@ def train(ablation: Ablation, *, jobs: int, report: Report, existing_only: bool 
 
 def _train_in_processes(ablation: Ablation, jobs: int) -> None:
     """Train in ``jobs`` processes, each every ``jobs``-th task; the leases let them share stages."""
-    from realmops.devices import resolve_threads
+    from realmops.process import resolve_threads
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, resolve_threads("auto") // jobs)))
     context = get_context("spawn")

@@ -8,7 +8,13 @@ from realmops import artifacts
 from realmops.corpus.tfrecord import convert_blocks
 from realmops.model.reader import Reader
 from realmops.model.reader_files import save_models
-from realmops.model.realm_checkpoints import PublishedCheckpoint, finetuned_models, pretrained_models, read_checkpoint
+from realmops.model.realm_checkpoints import (
+    BLOCK_EMBEDDINGS,
+    PublishedCheckpoint,
+    finetuned_models,
+    pretrained_models,
+    read_checkpoint,
+)
 from realmops.model.retriever import Retriever
 from realmops.model.retriever_files import RETRIEVER_FOLDER, passage_tower_digest
 from realmops.search.embeddings import INDEX, save_index
@@ -86,7 +92,7 @@ def _commit(
     """Write models as the output of a stage; ``is_indexed`` is whether the passage tower computed the index."""
     started = time.monotonic()
     names = ", ".join(str(checkpoint.folder) for checkpoint in folders)
-    embedding_PE = next((e for e in (f.embeddings for f in folders) if e is not None), None)
+    embedding_PE = next((f.weights[BLOCK_EMBEDDINGS] for f in folders if BLOCK_EMBEDDINGS in f.weights), None)
     if name == "finetune" and embedding_PE is None:
         raise ValueError(
             f"{names}: no passage embeddings (block_emb), which a fine-tuned model needs; give its openqa folder"

@@ -22,13 +22,14 @@ from realmops.artifacts import WORK_FOLDER
 from realmops.config import Values, parse_section
 from realmops.corpus.snapshot_reader import PLACES, REJECTS, SOURCES, TEXTS, Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
-from realmops.devices import configure_process, device_and_dtype
+from realmops.devices import device_and_dtype
 from realmops.evaluate.predictions import PREDICTIONS, Prediction, read_predictions
 from realmops.evaluate.run_report import FigureTable, escape_markdown
 from realmops.inputs.resolve import content_digests, local_cache
 from realmops.journal import Journal
 from realmops.model.retriever_files import load_retriever
 from realmops.options import CLOSED_BOOK, SnapshotOptions
+from realmops.process import configure_process
 from realmops.questions.question_sets import assign_languages, read_questions, text_key
 from realmops.readers.sources import list_sources
 from realmops.search import bm25

@@ -23,7 +23,6 @@ ATTENTION_NAME = "realmops_packed"  # in the attention registry of transformers
 
 @cache
 def register_attention() -> str:
-    """Register :func:`packed_attention` with transformers and return its name."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
@@ -55,9 +54,19 @@ def packed_attention(
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     max_distance = None if sliding_window is None else sliding_window - 1
     q_THE, k_THE, v_THE = (x[0].transpose(0, 1)[: packed.wordpieces] for x in (query_1HTE, key_1HTE, value_1HTE))
+    times = q_THE.shape[1] // k_THE.shape[1]
+    if times > 1:
+        k_THE, v_THE = (x_THE.repeat_interleave(times, 1) for x_THE in (k_THE, v_THE))
     is_half = v_THE.is_cuda and v_THE.dtype in (torch.bfloat16, torch.float16)
     if not dropout and is_half and torch.backends.cuda.is_flash_attention_available():
-        y_THE = _flash(q_THE.to(v_THE.dtype), k_THE.to(v_THE.dtype), v_THE, packed, scale, max_distance, causal)
+        from torch.nn.attention.varlen import varlen_attn  # takes seconds to import
+
+        left = -1 if max_distance is None else max_distance
+        starts, longest, dtype = packed.starts_B, packed.longest, v_THE.dtype
+        y_THE: Tensor = varlen_attn(  # type: ignore[assignment]  # a tuple only with return_aux
+            q_THE.to(dtype), k_THE.to(dtype), v_THE, starts, starts, longest, longest,
+            scale=scale, window_size=(left, 0 if causal else left),
+        )  # fmt: skip
     else:
         y_THE = _padded(q_THE, k_THE, v_THE, packed, scale, dropout, max_distance, causal)
     if packed.wordpieces is not None:  # a traced batch has dynamic sizes, and no rows after its last wordpiece
@@ -65,38 +74,10 @@ def packed_attention(
     return y_THE[None], None
 
 
-def _flash(
-    q_THE: Tensor,
-    k_THE: Tensor,
-    v_THE: Tensor,
-    packed: PackedBatch,
-    scale: float,
-    max_distance: int | None,
-    causal: bool,
-) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # takes seconds to import
-
-    left = -1 if max_distance is None else max_distance
-    window = (left, 0 if causal else left)
-    k_THE, v_THE = _repeat_heads(k_THE, q_THE), _repeat_heads(v_THE, q_THE)
-    y_THE: Tensor = varlen_attn(  # type: ignore[assignment]  # a tuple only with return_aux
-        q_THE, k_THE, v_THE, packed.starts_B, packed.starts_B, packed.longest, packed.longest,
-        scale=scale, window_size=window,
-    )  # fmt: skip
-    return y_THE
-
-
-def _repeat_heads(x_THE: Tensor, like_THE: Tensor) -> Tensor:
-    """Repeat key or value heads that several query heads share (grouped-query attention)."""
-    times = like_THE.shape[1] // x_THE.shape[1]
-    return x_THE if times == 1 else x_THE.repeat_interleave(times, 1)
-
-
 def _padded(
     q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, packed: PackedBatch, scale: float, dropout: float,
     max_distance: int | None, causal: bool,
 ) -> Tensor:  # fmt: skip
-    k_THE, v_THE = _repeat_heads(k_THE, q_THE), _repeat_heads(v_THE, q_THE)
     parts = [packed.split(x_THE.flatten(1)) for x_THE in (q_THE, k_THE, v_THE)]
     heads = q_THE.shape[1]
     outputs = []
@@ -134,11 +115,9 @@ def _blocked_keys(group: PaddedGroup, max_distance: int | None, causal: bool, de
         return None if padding_GL is None else padding_GL[:, None, None, :]
     position_L = torch.arange(group.longest, device=device)
     distance_LL = position_L[:, None] - position_L
-    blocked_LL = (
-        torch.zeros_like(distance_LL, dtype=torch.bool) if max_distance is None else distance_LL.abs() > max_distance
-    )
-    if causal:
-        blocked_LL = blocked_LL | (distance_LL < 0)
+    blocked_LL = distance_LL < 0 if causal else torch.zeros_like(distance_LL, dtype=torch.bool)
+    if max_distance is not None:
+        blocked_LL = blocked_LL | (distance_LL.abs() > max_distance)
     if padding_GL is None:
         return blocked_LL[None, None]
     return ((blocked_LL | padding_GL[:, None, :]) & ~padding_GL[:, :, None])[:, None]

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from realmops.artifacts import seed_for
 from realmops.hub import (
@@ -26,7 +25,7 @@ from realmops.model.reader import READERS, Reader, SpanHead
 from realmops.model.retriever import (
     ACTIVATIONS,
     BagOfWords,
-    DenseShape,
+    Dense,
     Embedder,
     Retriever,
     Tower,
@@ -34,7 +33,6 @@ from realmops.model.retriever import (
 )
 from realmops.options import BertOptions, ReaderOptions, RetrieverOptions
 
-TEMPERATURE = 0.05  # f(x, z) = cosine / temperature, for head: cosine
 SPARE_WORDPIECES = 128  # rows that an embedding matrix may have beyond its tokenizer's vocabulary, as padding
 
 
@@ -85,12 +83,12 @@ def build_models(
 
 
 def _build_bag(options: RetrieverOptions, vocabulary: int, generator: torch.Generator) -> BagOfWords:
-    if options.embedding_width > vocabulary:
+    if (width := options.embedding_width) > vocabulary:
         raise ValueError(
-            f"retriever.embedding_width is {options.embedding_width}; a bag has at most one dimension per wordpiece "
-            f"({vocabulary}): set retriever.embedding_width={vocabulary} or less"
+            f"retriever.embedding_width is {width}; a bag has at most one dimension per wordpiece ({vocabulary}): set "
+            f"retriever.embedding_width={vocabulary} or less"
         )
-    bag = BagOfWords(vocabulary, options.embedding_width, TEMPERATURE)
+    bag = BagOfWords(vocabulary, options.embedding_width)
     with torch.no_grad():
         bag.word.weight.normal_(0.0, 1.0, generator=generator)
     return bag
@@ -112,8 +110,7 @@ def _build_embedder(
             )
     retriever.check_vectors(pooling)
     layers = [] if configured is None else [_dense_layer(path) for path in sentence_layers(configured)]
-    shapes = [shape for shape, _ in layers]
-    width = shapes[-1].outputs if shapes else encoder.width
+    width = layers[-1].outputs if layers else encoder.width
     retriever.check_width(width)
     tower = Embedder(
         encoder,
@@ -122,20 +119,17 @@ def _build_embedder(
         pooling=pooling,
         projection=retriever.projection,
         segments="two" if encoder.segments > 1 and sentence is None else "one",
-        temperature=TEMPERATURE,
-        dense=shapes,
+        dense=layers,
     )
-    for layer, (_, state) in zip(tower.dense, layers, strict=True):
-        layer.load_state_dict(state)
     initialise_projection(tower, generator)
     if tower.pooler is not None and folder is not None:
-        state = {name.rpartition("pooler.dense.")[2]: tensor.float() for name, tensor in read_weights(folder).items()}
-        if "weight" in state:  # BERT's layer over [CLS] of next sentence prediction
-            tower.pooler.load_state_dict({kind: state[kind] for kind in ("weight", "bias")})
+        pooler = {name: x.float() for name, x in read_weights(folder).items() if "pooler.dense." in name}
+        if pooler:  # BERT's layer over [CLS] of next sentence prediction
+            tower.pooler.load_state_dict({name.rpartition(".")[2]: x for name, x in pooler.items()})
     return tower
 
 
-def _dense_layer(folder: Path) -> tuple[DenseShape, dict[str, Tensor]]:
+def _dense_layer(folder: Path) -> Dense:
     """Read a dense layer of a sentence encoder; raise ValueError for an unsupported activation or parameter."""
     about, state = read_optional_json(folder / CONFIG), read_weights(folder)
     activation = about.get("activation_function", "torch.nn.modules.activation.Tanh")
@@ -146,8 +140,9 @@ def _dense_layer(folder: Path) -> tuple[DenseShape, dict[str, Tensor]]:
             f"{folder}: its parameters are {', '.join(sorted(state))}; allowed: linear.weight, linear.bias"
         )
     outputs, inputs = state["linear.weight"].shape
-    shape = DenseShape(inputs, outputs, "linear.bias" in state, activation)
-    return shape, {name: tensor.float() for name, tensor in state.items()}
+    layer = Dense(inputs, outputs, "linear.bias" in state, activation)
+    layer.load_state_dict({name: tensor.float() for name, tensor in state.items()})
+    return layer
 
 
 def add_span_head(reader: Reader, span_width: int, seed: int) -> None:

@@ -31,12 +31,7 @@ _NOT_SHAPE = ("_name_or_path", "architectures", "dtype", "transformers_version")
 
 
 class Encoder(nn.Module):
-    """Encoder of transformers that computes hidden states of packed sequences.
-
-    Args:
-        model: encoder, as opened by AutoModel.
-        packs: whether packed sequences give the same hidden states as single ones; None runs a test batch.
-    """
+    """Encoder of transformers that computes hidden states of packed sequences; ``packs=None`` tries whether it can."""
 
     def __init__(self, model: Any, packs: bool | None = None) -> None:
         super().__init__()
@@ -51,8 +46,7 @@ class Encoder(nn.Module):
         self.dropout = float(_first(config, 0.0, "hidden_dropout_prob", "dropout", "attention_dropout") or 0.0)
         self.segments = int(getattr(config, "type_vocab_size", 0) or 0) if "token_type_ids" in parameters else 0
         self._first_position = _first_position(model)
-        positions = int(_first(config, 512, "max_position_embeddings"))
-        self.positions = (positions if positions > 0 else 1 << 20) - self._first_position  # -1 in XLNet
+        self.positions = int(_first(config, 512, "max_position_embeddings")) - self._first_position
         self._common = {"use_cache": False} if "use_cache" in parameters else {}
         self._checkpoints = False
         rotates = any("rotary" in name for name, _ in model.named_modules())
@@ -73,12 +67,7 @@ class Encoder(nn.Module):
         return f"a {self.model.config.model_type}" + ("" if self.packs else " (padded batches)")
 
     def forward(self, batch: PackedBatch, added_TD: Tensor | None = None) -> Tensor:
-        """Compute the hidden states T x D of a batch.
-
-        Args:
-            batch: sequences of at most ``positions`` wordpieces each; moved to the encoder's device in place.
-            added_TD: added to the word embeddings, whose width is ``added_width``.
-        """
+        """Compute the hidden states T x D; ``added_TD`` is added to word embeddings, whose width is ``added_width``."""
         assert batch.longest <= self.positions, (batch.longest, self.positions)
         batch.to(self.device)
         if not self.packs:
@@ -181,10 +170,7 @@ class Encoder(nn.Module):
 
     @torch.no_grad()
     def in_fp16(self) -> Self | None:
-        """Return a copy in fp16, without gradients, for a GPU: faster than bf16 autocast and nearer to fp32.
-
-        Returns None if activations overflow fp16 on a batch of random wordpieces.
-        """
+        """Return a copy in fp16 for a GPU, faster than bf16 autocast, nearer to fp32; None if activations overflow."""
         other = copy.deepcopy(self).eval()
         other.model.half()
         rng = np.random.default_rng(0)
@@ -195,7 +181,7 @@ class Encoder(nn.Module):
         return other if bool(error < _FP16_TOLERANCE) else None
 
     def describe(self) -> dict[str, Any]:
-        """Return the configuration as JSON, for :func:`~realmops.model.encoder_files.encoder_from_description`."""
+        """Return the configuration as JSON, for ``encoder_from_description``."""
         values = json.loads(self.model.config.to_json_string(use_diff=False))
         return {"packs": self.packs, "config": {k: value for k, value in values.items() if k not in _NOT_SHAPE}}
 

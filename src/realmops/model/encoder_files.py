@@ -5,7 +5,6 @@ No code in a folder is executed.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -103,11 +102,8 @@ def build_small_encoder(
     model.tie_weights()
     embeddings, transform = model.bert.embeddings, model.cls.predictions.transform
     with BUILD_LOCK, torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-        for part in model.modules():
-            if isinstance(part, nn.LayerNorm):
-                part.weight.fill_(1.0)
+        for name, parameter in model.named_parameters():
+            parameter.fill_(float(name.endswith("LayerNorm.weight")))
         for table in (embeddings.word_embeddings, embeddings.position_embeddings, embeddings.token_type_embeddings):
             table.weight.normal_(0.0, 0.05, generator=generator)
         for layer in model.bert.encoder.layer:
@@ -156,8 +152,6 @@ def _initialise_head(model: Any, missing: set[str]) -> None:
 @torch.no_grad()
 def _reason_padding_fails(encoder: Encoder) -> str:
     """Return why padded batches give wrong hidden states, or an empty string where they are right."""
-    if "attention_mask" not in inspect.signature(encoder.model.forward).parameters:
-        return "takes no attention_mask, so that padding changes its hidden states"
     short, long = np.arange(7) + 5, np.arange(9) + 5  # of lengths so similar that the short one is padded
     try:
         with eval_mode(encoder):

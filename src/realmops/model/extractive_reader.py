@@ -102,9 +102,8 @@ class ExtractiveReader(nn.Module):
     @cached_property
     def longest(self) -> int:
         """Maximum length of a sequence in wordpieces."""
-        positions: int = getattr(self.model.config, "max_position_embeddings", -1)  # -1 for XLNet
-        spare = 2 if model_type_of({"model_type": self.model.config.model_type}) != "bert" else 0  # RoBERTa's offset
-        return int(min(self.tokenizer.model_max_length, (positions if positions > 0 else 1 << 20) - spare))
+        spare = 2 if self.model.config.model_type != "bert" else 0  # RoBERTa's offset
+        return int(min(self.tokenizer.model_max_length, self.model.config.max_position_embeddings - spare))
 
     def longest_question(self, limit: int) -> int:
         """Return the maximum length of a question: windows of ``limit`` wordpieces advance by at least a 32nd."""
@@ -138,36 +137,26 @@ class ExtractiveReader(nn.Module):
         return self._backend(None).encode(text, add_special_tokens=False)
 
     def _backend(self, limit: int | None) -> Tokenizer:
-        """Return a tokenizer that cuts pairs into windows of ``limit`` wordpieces; its state never changes again.
-
-        transformers' own tokenizer changes its truncation at each call, which is not thread-safe.
-        """
+        """Return a tokenizer that cuts pairs into windows; that of transformers is not thread-safe."""
         if limit not in self._truncating:
             tokenizer = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
             tokenizer.no_padding()
             tokenizer.no_truncation()
             if limit is not None:
-                strategy = "only_second" if self._question_first else "only_first"
-                tokenizer.enable_truncation(limit, stride=_overlap(limit), strategy=strategy)
+                tokenizer.enable_truncation(limit, stride=_overlap(limit), strategy="only_second")
             self._truncating[limit] = tokenizer
         return self._truncating[limit]
-
-    @property
-    def _question_first(self) -> bool:
-        """Whether sequences begin with the question; readers that pad on the left, as XLNet, end with it."""
-        return bool(self.tokenizer.padding_side == "right")
 
     def windows(self, pairs: Sequence[tuple[str, str]], limit: int) -> list[PassageWindow]:
         """Tokenize questions, cut to ``longest_question``, with passages, in windows of ``limit`` wordpieces."""
         limit = min(limit, self.longest)
         questions = {question: self._cut(question, self.longest_question(limit)) for question, _ in pairs}
         cut = [(questions[question], passage) for question, passage in pairs]
-        ordered = [pair if self._question_first else pair[::-1] for pair in cut]
         windows = []
-        for index, whole in enumerate(self._backend(limit).encode_batch(ordered)):
+        for index, whole in enumerate(self._backend(limit).encode_batch(cut)):
             offset = 0
             for encoding in (whole, *whole.overflowing):
-                is_passage = np.array(encoding.sequence_ids) == int(self._question_first)  # None is False
+                is_passage = np.array(encoding.sequence_ids) == 1  # None is False
                 [rows] = np.nonzero(is_passage)
                 nulls = np.flatnonzero((np.array(encoding.ids) == self.tokenizer.cls_token_id) & ~is_passage).tolist()
                 first, end = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
@@ -191,22 +180,18 @@ class ExtractiveReader(nn.Module):
         inputs = {name: np.full((len(windows), longest), value) for name, value in padding.items()}
         is_candidate_NL = np.zeros((len(windows), longest), bool)
         for n, window in enumerate(windows):
-            encoding = window.encoding
-            row = self._row(len(encoding.ids), longest)
-            inputs["input_ids"][n, row] = encoding.ids
+            row = slice(len(window.encoding.ids))
+            inputs["input_ids"][n, row] = window.encoding.ids
             inputs["attention_mask"][n, row] = 1
-            inputs["token_type_ids"][n, row] = encoding.type_ids
-            is_candidate_NL[n, row.start + window.first : row.start + window.end] = True
-            is_candidate_NL[n, [row.start + null for null in window.null_positions]] = True
+            inputs["token_type_ids"][n, row] = window.encoding.type_ids
+            is_candidate_NL[n, window.first : window.end] = True
+            is_candidate_NL[n, [*window.null_positions]] = True
         tensors = {name: async_to(torch.from_numpy(inputs[name]), self.device) for name in sorted(self._input_names)}
         out = self.model(**tensors)
         is_other_NL = async_to(torch.from_numpy(~is_candidate_NL), self.device)
         scores = (logits.float().masked_fill(is_other_NL, -torch.inf) for logits in (out.start_logits, out.end_logits))
         log_start_NL, log_end_NL = (score_NL.log_softmax(-1) for score_NL in scores)
         return log_start_NL, log_end_NL
-
-    def _row(self, length: int, longest: int) -> slice:
-        return slice(0, length) if self._question_first else slice(longest - length, longest)
 
     @torch.no_grad()
     def read(
@@ -227,8 +212,7 @@ class ExtractiveReader(nn.Module):
                 logs = self.log_probabilities(batch)
             start_NL, end_NL = (log_NL.double().cpu().numpy() for log_NL in logs)
             for window, log_start, log_end in zip(batch, start_NL, end_NL, strict=True):
-                row = self._row(len(window.encoding.ids), len(log_start))
-                passages[window.pair].add_scores(window, log_start[row], log_end[row])
+                passages[window.pair].add_scores(window, log_start, log_end)
         return [passage.spans() for passage in passages]
 
     def save(self, folder: Path) -> None:
@@ -281,8 +265,8 @@ def _load_tokenizer(folder: Path) -> Any:
     except Exception as error:  # any error of the library: the folder is unusable
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ValueError(f"{folder}: transformers cannot open its tokenizer ({reason})") from None
-    if not tokenizer.is_fast:
-        raise ValueError(f"{folder}: its tokenizer gives no character offsets; use a folder with tokenizer.json")
+    if not tokenizer.is_fast or tokenizer.padding_side == "left":
+        raise ValueError(f"{folder}: its tokenizer gives no character offsets, or pads on the left; use another reader")
     return tokenizer
 
 

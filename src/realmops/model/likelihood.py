@@ -16,10 +16,7 @@ def log_prior(relevance_BK: Tensor) -> Tensor:
 
 
 def log_likelihood_given_document(log_token_BKM: Tensor, is_mask_BM: Tensor) -> Tensor:
-    """Compute log p(y|z,x), B x K: the sum of the masked wordpieces' log probabilities (section 3.2).
-
-    ``is_mask_BM`` is False in columns beyond an example's number of masks.
-    """
+    """Compute log p(y|z,x), B x K: the sum over the masked wordpieces that exist (section 3.2)."""
     return log_token_BKM.masked_fill(~is_mask_BM[:, None, :], 0.0).sum(-1)
 
 
@@ -29,10 +26,7 @@ def log_marginal_joint(log_prior_BK: Tensor, log_likelihood_BK: Tensor) -> Tenso
 
 
 def log_marginal_per_token(log_prior_BK: Tensor, log_token_BKM: Tensor, is_mask_BM: Tensor) -> Tensor:
-    """Compute the released code's objective: the sum over z for EACH masked wordpiece, then over wordpieces.
-
-    It equals :func:`log_marginal_joint` only for a single masked wordpiece.
-    """
+    """Compute the released code's objective: the sum over z for EACH masked wordpiece, then over wordpieces."""
     per_token_BM = (log_prior_BK[:, :, None] + log_token_BKM).logsumexp(1)
     return per_token_BM.masked_fill(~is_mask_BM, 0.0).sum(-1)
 
@@ -58,10 +52,9 @@ def in_batch_loss(relevance_QP: Tensor, own_Q: Tensor) -> Tensor:
 
 
 def log_sum_correct(score_BS: Tensor, is_correct_BS: Tensor) -> Tensor:
-    """Compute the log of the probability mass on correct entries; -inf if no entry is correct.
+    """Compute the log of the probability mass on correct entries; a score of -inf marks a missing entry.
 
-    The softmax is over S; a score of -inf marks an entry that does not exist. Over spans this is the marginal of
-    fine-tuning (section 3.2), over passages it is ORQA's early retriever loss.
+    Over spans this is the marginal of fine-tuning (section 3.2), over passages ORQA's early retriever loss.
     """
     correct_B = score_BS.masked_fill(~is_correct_BS, -torch.inf).logsumexp(-1)
     return correct_B - score_BS.logsumexp(-1)
@@ -81,9 +74,6 @@ def hard_em_span_loss(score_BS: Tensor, is_correct_BS: Tensor) -> Tensor:
 
 
 def _mask_unanswerable(score_BS: Tensor, is_correct_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scores and correct entries with a zero loss for questions without a correct entry, and which have one.
-
-    Their scores become 0 and all entries correct: log 1 = 0, with a gradient of 0 instead of NaN.
-    """
+    """Return scores and correct entries with a zero loss where none is correct, and where one is."""
     has_correct_B = (is_correct_BS & (score_BS > -torch.inf)).any(-1)
     return torch.where(has_correct_B[:, None], score_BS, 0.0), is_correct_BS | ~has_correct_B[:, None], has_correct_B

@@ -17,9 +17,7 @@ from realmops.model.encoder import Encoder
 class MaskedWordHead(nn.Module):
     """Head that predicts masked words from selected hidden states.
 
-    Args:
-        model: masked language model, as opened by AutoModelForMaskedLM; its encoder is removed in place.
-        is_trained: whether the folder that it comes from has all weights of the head.
+    It takes the encoder out of ``model``; ``is_trained`` is whether all weights of the head come from its folder.
     """
 
     def __init__(self, model: Any, *, is_trained: bool = True) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -35,15 +36,19 @@ class PaddedGroup:
 
     size: int
     longest: int
-    is_padding_GL: Tensor | None  # None if all lengths are equal
+    lengths_G: Tensor | None  # None if all are equal
+
+    @cached_property
+    def is_padding_GL(self) -> Tensor | None:
+        if self.lengths_G is None:
+            return None
+        return torch.arange(self.longest, device=self.lengths_G.device)[None, :] >= self.lengths_G[:, None]
 
 
 class PackedBatch:
-    """A batch of sequences without padding.
+    """A batch of sequences without padding; a batch is one tensor, so that it is one copy to a GPU.
 
-    ``tokens_T``, ``forms_T``, ``segments_T`` and ``positions_T`` are int64; ``starts`` has each sequence's first row.
-    ``padded_row_T`` is the row of each wordpiece in the padded ``groups``. All tensors are views of a single one, so
-    that a batch is one copy to a GPU.
+    ``padded_row_T`` is the row of each wordpiece in the padded ``groups``.
     """
 
     tokens_T: Tensor
@@ -64,7 +69,6 @@ class PackedBatch:
         token_T = np.concatenate(sequences).astype(np.int64)
         segment_T = np.zeros_like(token_T) if segments is None else np.concatenate(segments).astype(np.int64)
         first_row_B = np.empty(len(self.lengths), dtype=np.int64)
-        self._groups: list[PaddedGroup] | None = None
         self._group_shapes: list[tuple[int, int, bool]] = []  # size, longest, whether it has padding
         self.padded_rows = 0
         groups = _attention_groups(self.lengths)
@@ -86,30 +90,24 @@ class PackedBatch:
         sequences = len(self.lengths)
         parts = torch.split(numbers, [self.wordpieces] * 5 + [sequences] * 2 + [sequences + 1])
         self.tokens_T, self.forms_T, self.segments_T, self.positions_T, self.padded_row_T = parts[:5]
-        self.lengths_B, self._lengths_in_groups_B, starts_B = parts[5:]
+        self.lengths_B, lengths_in_groups_B, starts_B = parts[5:]
         self.first_B, self.starts_B = starts_B[:-1], starts_B.to(torch.int32)
+        lengths = torch.split(lengths_in_groups_B, [size for size, _, _ in self._group_shapes])
+        self.groups = [
+            PaddedGroup(size, longest, lengths_G if has_padding else None)
+            for lengths_G, (size, longest, has_padding) in zip(lengths, self._group_shapes, strict=True)
+        ]
         self._numbers = numbers
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    @property
-    def groups(self) -> list[PaddedGroup]:
-        """Groups that attention pads, with their padding masks on the batch's device."""
-        if self._groups is None:
-            lengths = torch.split(self._lengths_in_groups_B, [size for size, _, _ in self._group_shapes])
-            self._groups = [
-                PaddedGroup(size, longest, _is_padding(lengths_G, longest) if has_padding else None)
-                for lengths_G, (size, longest, has_padding) in zip(lengths, self._group_shapes, strict=True)
-            ]
-        return self._groups
 
     def split(self, x_TD: Tensor) -> Sequence[Tensor]:
         """Pad rows T x D, and split them by group."""
         if self.in_place:
             return (x_TD,)
         x_PD = x_TD.new_zeros(self.padded_rows, x_TD.shape[1]).index_copy_(0, self.padded_row_T, x_TD)
-        return torch.split(x_PD, [size * longest for size, longest, _ in self._group_shapes])
+        return torch.split(x_PD, [group.size * group.longest for group in self.groups])
 
     def join(self, groups: Sequence[Tensor]) -> Tensor:
         """Return the rows T x D of padded groups."""
@@ -125,7 +123,6 @@ class PackedBatch:
         """Move the batch to a device, in place."""
         if self._numbers.device != device:
             self._set_views(async_to(self._numbers, device))
-            self._groups = None
         return self
 
 
@@ -136,13 +133,9 @@ class PaddedBatch(PackedBatch):
         size, longest = tokens_BL.shape
         place_BL = torch.arange(longest) + torch.zeros_like(tokens_BL)
         self.tokens_T, self.segments_T, self.positions_T = (x.flatten() for x in (tokens_BL, segments_BL, place_BL))
-        self._groups = [PaddedGroup(size, longest, place_BL >= lengths_B[:, None])]
+        self.groups = [PaddedGroup(size, longest, lengths_B)]
         self.in_place, self.longest, self._numbers = True, 0, tokens_BL
         self.wordpieces = None  # type: ignore[assignment]  # a slice up to None is the whole tensor
-
-
-def _is_padding(lengths_G: Tensor, longest: int) -> Tensor:
-    return torch.arange(longest, device=lengths_G.device)[None, :] >= lengths_G[:, None]
 
 
 def _attention_groups(lengths: np.ndarray) -> list[np.ndarray]:
@@ -153,10 +146,7 @@ def _attention_groups(lengths: np.ndarray) -> list[np.ndarray]:
 
 
 def batch_by_length(lengths: Sequence[int], device: torch.device) -> Iterator[list[int]]:
-    """Yield the sequences of batches of similar lengths, shortest first, up to ``BATCH_WORDPIECES`` when padded.
-
-    The batches depend only on lengths and device type, so that equal calls give equal bytes on one machine.
-    """
+    """Yield the sequences of batches of similar lengths, shortest first, up to ``BATCH_WORDPIECES`` when padded."""
     return _group_by_cost(lengths, 1, BATCH_WORDPIECES[device.type])
 
 

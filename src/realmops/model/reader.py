@@ -20,7 +20,7 @@ from realmops.model.encoder import Encoder
 from realmops.model.lexical_features import LexicalFeatures
 from realmops.model.masked_word_head import MaskedWordHead
 from realmops.model.packed import PackedBatch, pad_rows
-from realmops.model.sequences import SpecialTokens, join_alone, join_reader
+from realmops.model.sequences import SpecialTokens, join_reader, join_text
 
 SPAN_WIDTH = 256  # of the span representations, as in the paper
 SPAN_NORM_EPS = 1e-5  # published REALM checkpoints have 1e-3
@@ -71,7 +71,7 @@ class MaskedSentences:
     @property
     def queries(self) -> PackedBatch:
         """[CLS] x [SEP] of each sentence."""
-        return PackedBatch([join_alone(x, self.special, self.limit) for x in self.sentences])
+        return PackedBatch([join_text(x, self.special, self.limit) for x in self.sentences])
 
     def rows_M(self, batch: PackedBatch) -> Tensor:
         """Return the packed rows of the masks in a batch whose sequences begin with [CLS] x."""

@@ -77,11 +77,9 @@ def save_reader(folder: Path, reader: Reader, text: TextFormat) -> None:
 def load_reader(stage: Path, vocabulary_hash: str) -> Reader:
     folder = stage / READER_FOLDER
     description = read_description(folder, stage, vocabulary_hash)
-    name = description["class"]
-    if name not in READERS:
+    if (name := description["class"]) not in READERS:
         raise ValueError(
-            f"{folder / DESCRIPTION}: class is {name!r}; allowed: {', '.join(READERS)}; use the version of realmops "
-            "that trained it"
+            f"{folder / DESCRIPTION}: class is {name!r}; allowed: {', '.join(READERS)}; use the version that trained it"
         )
     values, state = read_config(folder), read_weights(folder)
     encoder, head = open_encoder(values, state, str(folder), description["packs"], predicts=True)

@@ -25,7 +25,7 @@ from realmops.model.retriever import Embedder, Retriever
 from realmops.model.retriever_files import TextFormat
 from realmops.model.transformers_models import MASKED_WORDS, load_transformers_model
 
-BLOCK_EMBEDDINGS = "block_emb"
+BLOCK_EMBEDDINGS = "block_emb"  # of all passages, P x E
 _QUERY = ("query_embedder.", "embedder.", "")  # prefixes: a scorer's second embedder, or the only one
 _DOCUMENT = ("embedder.", "query_embedder.", "")
 _READER = ("reader.", "")
@@ -42,10 +42,6 @@ class PublishedCheckpoint:
     config: Mapping[str, Any]
     weights: Mapping[str, Tensor]
     text: TextFormat
-
-    @property
-    def embeddings(self) -> Tensor | None:
-        return self.weights.get(BLOCK_EMBEDDINGS)
 
 
 def read_checkpoint(folder: Path) -> PublishedCheckpoint:

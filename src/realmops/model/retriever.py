@@ -34,6 +34,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {  # activations of dense layers, by t
     "torch.nn.modules.activation.ReLU": nn.ReLU,
     "torch.nn.modules.activation.SiLU": nn.SiLU,
 }
+TEMPERATURE = 0.05  # f(x, z) = cosine / temperature, for the head cosine
 HEADS = ("paper", "release", "normalised", "cosine")
 _MIN_NORM = 1e-6  # shorter vectors are not normalised to length 1
 
@@ -42,7 +43,7 @@ _MIN_NORM = 1e-6  # shorter vectors are not normalised to length 1
 class FusionWeights:
     """Weights of a hybrid f(x, z) = dense * scaled inner product + lexical * (BM25 / highest BM25).
 
-    ``reading`` is the weight of f(x, z) relative to the reader's span scores when an answer is chosen.
+    ``reading`` is the weight of f(x, z) relative to the reader's span scores.
     """
 
     dense: float
@@ -61,13 +62,13 @@ class Tower(nn.Module):
     """Base class of query and document towers, which compute embeddings B x E of sequences.
 
     ``width`` is E. Called with ``vectors=M``, a tower computes M vectors per sequence, B x M E. With the head
-    ``cosine``, embeddings have length 1 and f(x, z) is their inner product divided by ``temperature``.
+    ``cosine``, embeddings have length 1 and f(x, z) is their inner product divided by ``TEMPERATURE``.
     """
 
-    def __init__(self, head: str, temperature: float, width: int) -> None:
+    def __init__(self, head: str, width: int) -> None:
         super().__init__()
         assert head in HEADS, head
-        self.head, self.temperature, self.width = head, temperature, width
+        self.head, self.width = head, width
 
     @property
     def description(self) -> str:
@@ -82,7 +83,7 @@ class Tower(nn.Module):
     def scale(self) -> float:
         """Factor of the inner products in f(x, z)."""
         if self.head == "cosine":
-            return 1 / self.temperature
+            return 1 / TEMPERATURE
         return 1 / math.sqrt(self.width) if self.head == "normalised" else 1.0
 
     @property
@@ -91,23 +92,14 @@ class Tower(nn.Module):
         return []
 
 
-@dataclass(frozen=True)
-class DenseShape:
-    """Configuration of a sentence encoder's dense layer; ``activation`` is named as in sentence-transformers."""
-
-    inputs: int
-    outputs: int
-    bias: bool
-    activation: str
-
-
 class Dense(nn.Module):
-    """Dense layer of a sentence encoder, applied after its pooling."""
+    """Dense layer of a sentence encoder, after its pooling; activations are named as in sentence-transformers."""
 
-    def __init__(self, shape: DenseShape) -> None:
+    def __init__(self, inputs: int, outputs: int, bias: bool, activation: str) -> None:
         super().__init__()
-        self.shape, self.activation = shape, ACTIVATIONS[shape.activation]()
-        self.linear = nn.Linear(shape.inputs, shape.outputs, bias=shape.bias)
+        self.shape = {"inputs": inputs, "outputs": outputs, "bias": bias, "activation": activation}
+        self.outputs, self.activation = outputs, ACTIVATIONS[activation]()
+        self.linear = nn.Linear(inputs, outputs, bias=bias)
 
     def forward(self, x_BD: Tensor) -> Tensor:
         out: Tensor = self.activation(self.linear(x_BD))
@@ -132,11 +124,10 @@ class Embedder(Tower):
         pooling: str = "cls",
         projection: str = "orthogonal",
         segments: str = "two",
-        temperature: float = 1.0,
-        dense: Sequence[DenseShape] = (),
+        dense: Sequence[Dense] = (),
     ) -> None:
-        super().__init__(head, temperature, embedding_width)
-        self.dense = nn.ModuleList(Dense(shape) for shape in dense)
+        super().__init__(head, embedding_width)
+        self.dense = nn.ModuleList(dense)
         self.pooled_width = width = dense[-1].outputs if dense else encoder.width
         assert projection != "identity" or embedding_width == width, (embedding_width, width)
         self.bert, self.pooling, self.start, self.segments = encoder, pooling, projection, segments
@@ -164,7 +155,7 @@ class Embedder(Tower):
 
     @property
     def description(self) -> str:
-        dense = "".join(f"{layer.shape.outputs} -> " for layer in self.dense if isinstance(layer, Dense))
+        dense = "".join(f"{layer.outputs} -> " for layer in self.dense if isinstance(layer, Dense))
         widths = f"{self.bert.width} -> {dense}{self.width} by {self.start}"
         return f"{self.bert.description}, pooling {self.pooling}, {widths}, head {self.head}, segments {self.segments}"
 
@@ -188,7 +179,7 @@ class Embedder(Tower):
             return torch.cat([m_MT @ x_TD for m_MT, x_TD in pairs])
 
     def with_encoder(self, encoder: Encoder) -> Self:
-        """Return a copy over another encoder, which shares pooling, projection and their parameters."""
+        """Return a copy over another encoder, which shares all other parameters."""
         other = copy.copy(self)
         other._modules = {**self._modules, "bert": encoder}
         return other
@@ -231,8 +222,8 @@ class BagOfWords(Tower):
 
     counts_V: Tensor
 
-    def __init__(self, vocabulary: int, embedding_width: int, temperature: float) -> None:
-        super().__init__("cosine", temperature, embedding_width)
+    def __init__(self, vocabulary: int, embedding_width: int) -> None:
+        super().__init__("cosine", embedding_width)
         self.word = nn.Embedding(vocabulary, embedding_width)
         self.register_buffer("counts_V", torch.ones(vocabulary))
 

@@ -27,7 +27,7 @@ from realmops.corpus.special_tokens import build_post_processor
 from realmops.hub import CONFIG, MODULES, SAFETENSORS, SENTENCE_CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from realmops.model.encoder import Encoder
 from realmops.model.encoder_files import open_encoder, save_encoder
-from realmops.model.retriever import BagOfWords, Dense, DenseShape, Embedder, FusionWeights, Retriever, Tower
+from realmops.model.retriever import BagOfWords, Dense, Embedder, FusionWeights, Retriever, Tower
 from realmops.model.sequences import SpecialTokens
 
 RETRIEVER_FOLDER = "retriever"  # below the folder of a stage
@@ -38,7 +38,7 @@ WEIGHTS = SAFETENSORS[0]
 LAYER_NORM_EPS = 1e-5  # fixed in the library's LayerNorm
 _TYPES = "sentence_transformers.models."  # import path in all versions of the library
 _NO_ACTIVATION, _TANH = "torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Tanh"
-_NOT_OF_PASSAGES = ("format", "mixture", "share_embedders", "temperature")
+_NOT_OF_PASSAGES = ("format", "mixture", "share_embedders")
 Tensors = dict[str, Tensor]
 
 
@@ -158,7 +158,7 @@ def _assemble(read: Callable[[str], Any], tensors: Callable[[str], Tensors]) -> 
 
 
 def _describe_tower(tower: Tower) -> dict[str, Any]:
-    common = {"embedding_width": tower.width, "head": tower.head, "temperature": tower.temperature}
+    common = {"embedding_width": tower.width, "head": tower.head}
     if isinstance(tower, BagOfWords):
         ignored = (tower.counts_V == 0).nonzero().flatten().tolist()
         return common | {"tower": "bag", "vocabulary": tower.word.num_embeddings, "ignored": ignored}
@@ -169,7 +169,7 @@ def _describe_tower(tower: Tower) -> dict[str, Any]:
         "pooling": tower.pooling,
         "projection": tower.start,
         "segments": tower.segments,
-        "dense": [asdict(layer.shape) for layer in tower.dense if isinstance(layer, Dense)],
+        "dense": [layer.shape for layer in tower.dense if isinstance(layer, Dense)],
     }
 
 
@@ -177,7 +177,7 @@ def _read_tower(
     description: Mapping[str, Any], prefix: str, read: Callable[[str], Any], tensors: Callable[[str], Tensors]
 ) -> Tower:
     if description["tower"] == "bag":
-        bag = BagOfWords(description["vocabulary"], description["embedding_width"], description["temperature"])
+        bag = BagOfWords(description["vocabulary"], description["embedding_width"])
         table = tensors(f"{_path(prefix, 0, 'StaticEmbedding')}{WEIGHTS}")
         bag.word.load_state_dict({"weight": table["embedding.weight"]})
         bag.counts_V[description["ignored"]] = 0.0
@@ -185,9 +185,9 @@ def _read_tower(
     path = _path(prefix, 0, "Transformer")
     weights = tensors(path + WEIGHTS)
     encoder, _ = open_encoder(read(path + CONFIG), weights, path + WEIGHTS, description["packs"], predicts=False)
-    kind = {name: description[name] for name in ("pooling", "projection", "segments", "temperature")}
-    shapes = [DenseShape(**shape) for shape in description["dense"]]
-    tower = Embedder(encoder, description["embedding_width"], description["head"], dense=shapes, **kind)
+    kind = {name: description[name] for name in ("pooling", "projection", "segments")}
+    dense = [Dense(**shape) for shape in description["dense"]]
+    tower = Embedder(encoder, description["embedding_width"], description["head"], dense=dense, **kind)
     for n, layer in enumerate(_layers(tower), start=2):
         if layer.module is not None:
             state = tensors(_path(prefix, n, layer.kind) + WEIGHTS)
@@ -211,7 +211,7 @@ def _module_kinds(tower: Tower, prefix: str) -> dict[str, str]:
 def _layers(tower: Embedder) -> list[_Layer]:
     """Return the modules after the pooling."""
     dense = (layer for layer in tower.dense if isinstance(layer, Dense))
-    layers = [_Layer("Dense", layer.linear, layer.shape.activation) for layer in dense]
+    layers = [_Layer("Dense", layer.linear, str(layer.shape["activation"])) for layer in dense]
     if tower.pooler is not None:
         layers.append(_Layer("Dense", tower.pooler, _TANH))
     # A LayerNorm of s x with the library's epsilon is one of x with epsilon / s^2. A power of 2 is exact in both
@@ -292,10 +292,7 @@ def tokenizer_files(tokenizer: Tokenizer, encoder: Encoder, limit: int, segments
 
 
 def joining_tokenizer(tokenizer: Tokenizer, segments: str = "two", with_prompts: bool = True) -> Tokenizer:
-    """Return a tokenizer that encodes a text as ``join_query`` does, and a pair of title and text as ``join_document``.
-
-    Without ``with_prompts`` it adds no prompts: the caller does.
-    """
+    """Return a tokenizer that joins a text as ``join_query`` does, and title and text as ``join_document`` does."""
     special, other = SpecialTokens.of(tokenizer), Tokenizer.from_str(tokenizer.to_str())
     if not with_prompts:
         special = replace(special, query=(), document=())

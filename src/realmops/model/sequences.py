@@ -9,21 +9,12 @@ from realmops.corpus.special_tokens import SpecialTokens as SpecialTokens
 
 
 def join_query(x: np.ndarray, special: SpecialTokens, limit: int) -> np.ndarray:
-    """Build [CLS] prompt x [SEP] for the retriever's query tower, with x truncated to ``limit`` wordpieces in all."""
-    return _join(x, special, limit, special.query)
+    """Build [CLS] prompt x [SEP] for the retriever's query tower."""
+    return join_text(x, special, limit, special.query)
 
 
-def join_text(x: np.ndarray, special: SpecialTokens, limit: int) -> np.ndarray:
-    """Build [CLS] prompt x [SEP] for the retriever's document tower: a document's text without a title."""
-    return _join(x, special, limit, special.document)
-
-
-def join_alone(x: np.ndarray, special: SpecialTokens, limit: int) -> np.ndarray:
-    """Build [CLS] x [SEP] for the reader, which gets no prompt."""
-    return _join(x, special, limit, ())
-
-
-def _join(x: np.ndarray, special: SpecialTokens, limit: int, prompt: tuple[int, ...]) -> np.ndarray:
+def join_text(x: np.ndarray, special: SpecialTokens, limit: int, prompt: tuple[int, ...] = ()) -> np.ndarray:
+    """Build [CLS] prompt x [SEP], with x truncated to ``limit`` wordpieces in all; the reader gets no prompt."""
     prefix = [*special.begin, *prompt]
     return np.concatenate([prefix, x[: max(0, limit - 1 - len(prefix))], [special.sep]]).astype(np.int64)
 

@@ -114,10 +114,7 @@ def save_transformers_model(model: Any, folder: Path) -> None:
 
 @contextmanager
 def skip_weight_init() -> Iterator[None]:
-    """Context manager: build transformers models without initialising weights or advancing torch's generator.
-
-    One thread at a time: two at once would leave the functions of ``torch.nn.init`` replaced.
-    """
+    """Context manager: build transformers models without initialising weights or advancing torch's generator."""
     from transformers.initialization import no_init_weights
 
     with BUILD_LOCK, torch.random.fork_rng(devices=[]), no_init_weights():

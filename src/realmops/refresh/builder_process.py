@@ -14,8 +14,9 @@ from typing import Any
 
 from realmops.artifacts import digest_of
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.devices import configure_process, resolve_device, resolve_precision
+from realmops.devices import resolve_device, resolve_precision
 from realmops.memory_map import Content, map_file, open_scratch
+from realmops.process import configure_process
 from realmops.refresh.builder import DONE, FAULT, MISCONFIGURED, BuilderWork, Parts, run_builder
 from realmops.refresh.child_processes import end_with
 from realmops.refresh.exchange import IDENTITY_VERSION, Exchange

@@ -19,7 +19,7 @@ from realmops.corpus.special_tokens import prompt_separator
 from realmops.devices import autocast, eval_mode, to_device
 from realmops.model.packed import PackedBatch, batch_by_length
 from realmops.model.retriever import Embedder, Retriever, Tower
-from realmops.model.sequences import SpecialTokens, join_query, join_text
+from realmops.model.sequences import SpecialTokens, join_text
 from realmops.search.openvino import OpenVinoGraph, Sequences, compile_graph
 
 SHARD_ROWS = 4096  # passages per shard
@@ -174,10 +174,10 @@ def document_sequences(snapshot: Snapshot, rows: Sequence[int]) -> list[tuple[np
 def text_queries(snapshot: Snapshot, texts: Sequence[str], limit: int, *, documents: bool = False) -> list[np.ndarray]:
     """Tokenize queries or ``documents`` as [CLS] text [SEP] of at most ``limit`` wordpieces."""
     special = SpecialTokens.of(snapshot.tokenizer)
-    blank = prompt_separator(snapshot.tokenizer, special.document if documents else special.query)
+    prompt = special.document if documents else special.query
+    blank = prompt_separator(snapshot.tokenizer, prompt)
     encoded = snapshot.tokenizer.encode_batch([blank + text for text in texts], add_special_tokens=False)
-    join = join_text if documents else join_query
-    return [join(np.array(e.ids, dtype=np.int64), special, limit) for e in encoded]
+    return [join_text(np.array(e.ids, dtype=np.int64), special, limit, prompt) for e in encoded]
 
 
 def make_document_embedder(

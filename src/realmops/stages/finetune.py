@@ -16,7 +16,7 @@ from realmops.answering.retrieval import AnswerModel, RetrieveAndRead, SearchOnl
 from realmops.answering.span_answers import SpanAnswers
 from realmops.baselines import t5
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.devices import configure_malloc, device_and_dtype
+from realmops.devices import device_and_dtype
 from realmops.evaluate.calibration import confidence_figures, fit_confidence
 from realmops.evaluate.exact_match import is_exact_match, score_predictions
 from realmops.evaluate.recall import RECALL_AT
@@ -27,6 +27,7 @@ from realmops.model.extractive_reader import ExtractiveReader
 from realmops.model.reader import SPAN_WIDTH
 from realmops.model.reader_files import load_models
 from realmops.options import ENCODER, NO_READER, ClosedBookOptions, Finetune, Optimiser, RunOptions, epoch_steps
+from realmops.process import configure_malloc
 from realmops.questions.question_sets import Question, rows_of_people
 from realmops.search.approximate import ApproximateIndex, unwrap_approximate
 from realmops.search.embed import embed, query_sequences

@@ -189,7 +189,7 @@ def _run_tuned(stage: Stage, values: Values, job: Job) -> dict[str, Any]:
         return stage.run(job)
     import torch
 
-    from realmops.devices import configure_process, release_memory
+    from realmops.process import configure_process, release_memory
 
     configure_process(_threads(values, job.work))
     torch.manual_seed(artifacts.seed_for(values["run"]["seed"], stage.name))
@@ -201,7 +201,7 @@ def _run_tuned(stage: Stage, values: Values, job: Job) -> dict[str, Any]:
 
 def _threads(values: Values, work: Path) -> int:
     """Return the CPU threads of a stage; a resumed one keeps the number that it began with: it affects rounding."""
-    from realmops.devices import resolve_threads
+    from realmops.process import resolve_threads
 
     path = work / THREADS
     if not path.is_file():

@@ -7,10 +7,11 @@ from torch import Tensor, nn
 
 from realmops.corpus.phrases import Entity
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.devices import configure_malloc, device_and_dtype
+from realmops.devices import device_and_dtype
 from realmops.model.retriever import Retriever
 from realmops.model.retriever_files import TextFormat, retriever_files
 from realmops.options import RunOptions
+from realmops.process import configure_malloc
 from realmops.refresh.shards import ShardSettings, Work, compute_in_shards
 from realmops.search.embeddings import join_shards, make_shard_embedder
 from realmops.stages import Job

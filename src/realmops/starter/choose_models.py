@@ -45,11 +45,11 @@ def choose_reader(project: Project, reader: str | None, *, has_questions: bool) 
     proposed = READERS if language == ENGLISH else MULTILINGUAL_READERS
     is_folder = reader is not None and Path(reader).is_dir()
     names = proposed if reader is None else () if is_folder or reader == NO_READER else (reader,)
-    models = [model for model in map(hub.describe_model, names) if model is not None]
-    chosen = reader or (models[0].name if models else proposed[0] if hub.is_cached(proposed[0]) else None)
-    note = f"{models[0]}, loaded by the first run" if models else str(chosen)
+    offers = [(name, about) for name in names if (about := hub.describe_model(name)) is not None]
+    chosen = reader or (offers[0][0] if offers else proposed[0] if hub.is_cached(proposed[0]) else None)
+    note = f"{offers[0][1]}, loaded by the first run" if offers else str(chosen)
     if reader is None:
-        note += "".join(f"; better and larger: --reader {model}" for model in models[1:])
+        note += "".join(f"; better and larger: --reader {about}" for _, about in offers[1:])
         note += "; --no-reader for search alone"
     if chosen is None and has_questions:
         project.lines.append("reader: trained on your questions from the encoder, as no published one can be loaded")

@@ -119,11 +119,9 @@ def init_pca(
 ) -> None:
     """Set the projection to the passages' principal components, and its bias so that their mean becomes 0."""
     assert tower.projection is not None
-    encoder, pooling, segments = tower.encoder, tower.pooling, tower.segments
-    shapes = [layer.shape for layer in tower.dense if isinstance(layer, Dense)]
-    options = {"pooling": pooling, "projection": "identity", "segments": segments}
-    identity = Embedder(encoder, tower.pooled_width, "paper", dense=shapes, **options)  # type: ignore[arg-type]
-    identity.dense = tower.dense
+    options = {"pooling": tower.pooling, "projection": "identity", "segments": tower.segments}
+    dense = [layer for layer in tower.dense if isinstance(layer, Dense)]
+    identity = Embedder(tower.encoder, tower.pooled_width, "paper", dense=dense, **options)
     identity.train(tower.training)  # embed() restores this mode, also in the shared encoder
     pooled_PD = embed(identity, document_sequences(snapshot, rows), dtype, progress)
     weight_ED, bias_E = principal_components(pooled_PD, tower.width)

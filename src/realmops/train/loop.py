@@ -18,9 +18,10 @@ from torch import Tensor
 
 from realmops import artifacts
 from realmops.artifacts import seed_for
-from realmops.devices import configure_malloc, to_host
+from realmops.devices import to_host
 from realmops.journal import Journal
 from realmops.options import Optimiser, epoch_steps
+from realmops.process import configure_malloc
 from realmops.train.optimiser import BertAdamW, Group, Schedule
 from realmops.train.parallel import SINGLE_PROCESS, ProcessGroup
 
