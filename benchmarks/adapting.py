@@ -33,8 +33,8 @@ from realmops.process import configure_process
 from realmops.questions.question_sets import Question, read_questions
 from realmops.questions.relevance import RelevantPassages
 from realmops.search.bm25 import Bm25, rank
-from realmops.search.embed import embed, embed_documents, query_sequences, text_queries
-from realmops.search.embeddings import INDEX, load_passages
+from realmops.search.embed import embed, query_sequences, text_queries
+from realmops.search.embeddings import INDEX, embed_corpus, load_passages
 from realmops.search.exact import PassageIndex, exact_index
 from realmops.search.hybrid import HybridSearch
 from realmops.stages import STAGES
@@ -100,7 +100,7 @@ def rows_of(root: Path, file: Path, precision: str) -> Iterator[str]:
         if name == last and (tuned / INDEX).is_file():
             passages = load_passages(tuned, snapshot, torch.device("cpu"), retriever.vectors)
         else:
-            passages = exact_index(embed_documents(retriever, snapshot, range(len(snapshot)), dtype), retriever.vectors)
+            passages = exact_index(embed_corpus(retriever, snapshot, dtype), retriever.vectors)
         queries = text_queries(snapshot, texts, options["finetune"]["query_wordpieces"])
         query_QE = embed(retriever.query, query_sequences(queries), dtype)
 

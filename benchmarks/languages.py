@@ -37,7 +37,8 @@ from realmops.readers.sources import list_sources
 from realmops.search import bm25
 from realmops.search.bm25 import Bm25, rank, split_words, titled_texts
 from realmops.search.bm25_writer import write_bm25
-from realmops.search.embed import embed, embed_documents, query_sequences, text_queries
+from realmops.search.embed import embed, query_sequences, text_queries
+from realmops.search.embeddings import embed_corpus
 from realmops.search.exact import exact_index
 from realmops.search.hybrid import HybridSearch
 
@@ -137,7 +138,7 @@ def encoder_table(folders: dict[str, Path], place: Path, encoder: Path, temperat
     files = {code: folder / "passages.jsonl.gz" for code, folder in folders.items()}
     together = snapshot_of(place / "together", list(files.values()), AUTO, encoder)
     retriever = retriever_of(encoder, together.tokenizer.get_vocab_size(), temperature)
-    all_PE = embed_documents(retriever, together, range(len(together)), dtype)
+    all_PE = embed_corpus(retriever, together, dtype)
     row_of = {name: row for row, name in enumerate(together.column("document_id"))}
     lines = [
         f"| recall@{' / '.join(map(str, AT))} | embeddings | with BM25 | as one corpus | with BM25 |",

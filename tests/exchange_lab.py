@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from realmops.files import Clock, Files
-from realmops.memory_map import SPARE_ROOM
 from realmops.refresh.builder import Builder, BuilderWork, run_builder
 from realmops.refresh.child_processes import end_with
 from realmops.refresh.exchange import Exchange
@@ -67,7 +66,6 @@ class MemoryFiles(Files):
     def __init__(self, around: Any = None, top: Inode | None = None) -> None:
         super().__init__(around)
         self.top = top or Inode(names={})
-        self.room = 1 << 40
 
     def seen_by(self, around: Any) -> MemoryFiles:
         """The same volume as another process sees it."""
@@ -99,8 +97,6 @@ class MemoryFiles(Files):
         return content
 
     def write(self, path: Path, content: bytes) -> None:
-        if self.room < SPARE_ROOM * len(content):
-            raise OSError(errno.ENOSPC, "no room", str(path))
         node: Inode = self._around("create", path, lambda: self._create(path))
         self._around("write", path, lambda: setattr(node, "data", content))
         self._around("fsync", path, lambda: self.fsync(node))
@@ -182,29 +178,24 @@ class MemoryFiles(Files):
 
 
 class Fault:
-    """One fault at the n-th operation (from 0); ``kill`` and ``kill after`` end this process for good."""
+    """At the n-th operation (from 0) the process is killed, or gets EIO before the operation or after it."""
 
     def __init__(self, at: int, kind: str = "kill") -> None:
-        self.at, self.kind, self.count, self.dead = at, kind, 0, False
+        self.at, self.kind, self.is_dead = at, kind, False
         self.operations: list[tuple[str, Path]] = []
 
     def __call__(self, operation: str, path: Path, effect: Callable[[], Any]) -> Any:
-        if self.dead:
+        if self.is_dead:
             raise Killed
-        number, self.count = self.count, self.count + 1
         self.operations.append((operation, path))
-        if number != self.at:
+        if len(self.operations) != self.at + 1:
             return effect()
         if self.kind == "kill":
-            self.dead = True
+            self.is_dead = True
             raise Killed
-        if self.kind in ("applied but error", "kill after"):
+        if self.kind == "applied but error":
             effect()
-        if self.kind == "kill after":
-            self.dead = True
-            raise Killed
-        code = {"applied but error": errno.EIO}.get(self.kind) or getattr(errno, self.kind)
-        raise OSError(code, self.kind, str(path))
+        raise OSError(errno.EIO, self.kind, str(path))
 
 
 def forked(work: Callable[[], int]) -> int:

@@ -28,7 +28,7 @@ from realmops.options import BertOptions, Optimiser, ReaderOptions, RetrieverOpt
 from realmops.readers.sources import list_sources
 from realmops.search import bm25
 from realmops.search.bm25_writer import write_bm25
-from realmops.search.embed import embed_documents
+from realmops.search.embed import Progress, make_document_embedder, no_progress
 from realmops.search.exact import exact_index
 from realmops.train.index_source import Index
 from realmops.train.loop import TrainingContext
@@ -116,6 +116,13 @@ def build_snapshot(folder: Path, documents: Path, block_wordpieces: int = 48, wo
         options: Any = {"block_wordpieces": block_wordpieces, "workers": workers}
         write_snapshot(corpus, stage, vocabulary=vocabulary, **options)
     return Snapshot.open(folder / "snapshot")
+
+
+def embed_documents(
+    retriever: Retriever, snapshot: Snapshot, rows: Sequence[int], dtype: torch.dtype, progress: Progress = no_progress
+) -> torch.Tensor:
+    """The embeddings of passages."""
+    return make_document_embedder(retriever, snapshot, dtype, len(rows))(rows, progress)
 
 
 def write_texts(path: Path, texts: Sequence[str]) -> Path:

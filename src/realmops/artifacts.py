@@ -85,7 +85,7 @@ def digest_cache() -> Path:
 
 
 def canonical_json(value: Any) -> bytes:
-    """Encode a value as canonical JSON, the same bytes for equal values: sorted keys, no spaces, no NaN."""
+    """Encode a value as the same bytes for equal values: sorted keys, no spaces, no NaN."""
     return _CANONICAL.encode(value).encode()
 
 

@@ -194,16 +194,6 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def is_writable(folder: Path) -> bool:
-    """Return whether this process may write to a folder; not on a volume mounted read-only."""
-    return os.access(folder, os.W_OK)
-
-
-def modified_time(path: Path) -> float:
-    """Return the file's mtime in seconds since 1970, by the clock of the volume or of its writer; for display only."""
-    return os.stat(path).st_mtime
-
-
 def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 

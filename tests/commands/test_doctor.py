@@ -12,7 +12,6 @@ import yaml
 from exchange_lab import IDENTITY, exchange_with_everything
 from small_project import cli, stage, stopped_at
 
-from realmops.refresh import exchange
 from realmops.refresh.exchange import Exchange, inspect_exchange
 from realmops.refresh.trainer import TrainerSide
 from realmops.refresh.versions import version_name
@@ -146,12 +145,6 @@ def test_doctor_names_each_condition_in_words(tmp_path: Path, monkeypatch: pytes
         "builder-0 is realmops 0.0.9, this is": lambda: rewrite(sign, realmops="0.0.9"),
         "builder-0: its heartbeat cannot be read": lambda: sign.write_bytes(b"{"),
         "written by another version of realmops": lambda: monkeypatch.setattr("realmops.artifacts.SCHEMA", 0),
-        "MB are free and the largest version here needs": lambda: monkeypatch.setattr(
-            exchange, "free_bytes", lambda folder: 9
-        ),
-        "cannot be written: the volume is read-only": lambda: monkeypatch.setattr(
-            exchange, "is_writable", lambda folder: False
-        ),
         "was quarantined as damaged or superseded": lambda: Exchange(root, IDENTITY, "trainer").indexes.quarantine(
             version_name(1, 0), "a test"
         ),

@@ -16,7 +16,7 @@ import transformers
 import yaml
 from sentence_transformers import SentenceTransformer
 from small_project import QUESTIONS, cli
-from small_world import World, section, tiny_models
+from small_world import World, embed_documents, section, tiny_models
 from tokenizers import Tokenizer
 
 from realmops import artifacts
@@ -29,7 +29,7 @@ from realmops.model.build import add_span_head
 from realmops.model.encoder import Encoder
 from realmops.model.retriever import Embedder, FusionWeights, Retriever
 from realmops.search.bm25 import Bm25
-from realmops.search.embed import embed, embed_documents
+from realmops.search.embed import embed
 from realmops.search.embeddings import INDEX, save_index
 from realmops.search.exact import exact_index
 

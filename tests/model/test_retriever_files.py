@@ -12,7 +12,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 from small_encoders import edit_json
 from small_project import QUESTIONS
-from small_world import World, tiny_models
+from small_world import World, embed_documents, tiny_models
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from realmops.corpus.snapshot_reader import Snapshot
@@ -29,7 +29,7 @@ from realmops.model.retriever_files import (
     retriever_from_files,
     save_retriever,
 )
-from realmops.search.embed import document_sequences, embed, embed_documents, query_sequences, text_queries
+from realmops.search.embed import document_sequences, embed, query_sequences, text_queries
 from realmops.search.embeddings import indexed_tower, load_index
 
 FP32 = torch.float32

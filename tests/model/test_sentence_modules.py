@@ -14,6 +14,7 @@ from sentence_transformers.base.modules import Dense, Transformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
 from small_encoders import edit_json, write_encoder
 from small_project import QUESTIONS, SHORT, stage, toy_values, write_project
+from small_world import embed_documents
 
 from realmops.config import parse_section
 from realmops.corpus.snapshot_reader import Snapshot
@@ -23,7 +24,7 @@ from realmops.model.retriever import Retriever
 from realmops.model.retriever_files import TextFormat, load_retriever, save_retriever
 from realmops.model.sequences import SpecialTokens
 from realmops.questions.question_sets import Question
-from realmops.search.embed import document_sequences, embed, embed_documents, query_sequences, text_queries
+from realmops.search.embed import document_sequences, embed, query_sequences, text_queries
 from realmops.stages.common import question_queries
 
 ASKED = [question for split in QUESTIONS.values() for question, _ in split]

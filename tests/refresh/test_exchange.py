@@ -115,8 +115,6 @@ def test_i5_a_wait_reports_its_subject_its_duration_and_the_last_heartbeat() -> 
     builder_on(files, StillClock()).exchange.beat("embedding part 1 of 2")
     with pytest.raises(TimeoutError, match=r"builder-0 \(embedding part 1 of 2\), last heartbeat 4 s ago"):
         trainer.index_for(0)
-    with pytest.raises(ValueError, match=r"no index of step 5 is possible: its weights were not published"):
-        trainer.index_for(5)
 
 
 def test_restore_skips_damaged_checkpoints_with_a_warning_and_never_starts_over(
@@ -178,24 +176,6 @@ def test_a_trainer_that_resumes_next_to_its_successor_writes_nothing_more() -> N
     new = open_trainer(files)
     fenced(old, files, "trainer 2 has taken over")
     new.save_checkpoint(2, PARAMS, {})
-
-
-def test_the_index_that_a_checkpoint_names_outlives_newer_ones_and_its_pin() -> None:
-    files = MemoryFiles()
-    trainer = open_trainer(files, AS_SOON)
-    trainer.publish_weights(0, PARAMS, {})
-    build(files)
-    trainer.newest_index(0)
-    trainer.save_checkpoint(1, PARAMS, {})
-    for step in (2, 4, 6):
-        trainer.publish_weights(step, PARAMS, {})
-        build(files)
-    again = open_trainer(files)  # fixed_lag: needs that very index
-    assert files.listdir(ROOT / "pins" / "trainer") == []
-    build(files)
-    checkpoint = again.restore()
-    assert checkpoint.step == 1
-    check_index(again.index_for(0))
 
 
 def test_weights_and_indexes_beyond_the_checkpoint_are_not_used() -> None:

@@ -1,6 +1,5 @@
 """Processes of the exchange: heartbeats, leases, child processes, the follower, a builder as a program."""
 
-import fcntl
 import json
 import shutil
 import signal
@@ -17,7 +16,6 @@ from exchange_lab import IDENTITY, PARAMS, MemoryFiles, StillClock, check_index
 from small_project import wait_for
 
 from realmops.refresh import child_processes, lease
-from realmops.refresh.builder import FAULT
 from realmops.refresh.child_processes import SupervisedProcess
 from realmops.refresh.exchange import IDENTITY_VERSION, Exchange
 from realmops.refresh.follower import Follower, assign_exchange, builder_command
@@ -101,15 +99,6 @@ def test_a_wait_can_be_stopped(tmp_path: Path) -> None:
         pass
 
 
-def test_a_volume_without_locks_excludes_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsupported(*_: object) -> None:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    with acquire_lease(tmp_path / "claim", print), try_acquire_lease(tmp_path / "claim") as is_held:
-        assert is_held
-
-
 # Child processes
 
 
@@ -142,44 +131,24 @@ def test_an_index_builder_imports_nothing_from_the_working_directory(tmp_path: P
 
 
 class FakeProcesses:
-    """Instead of builder processes: each lives for some seconds and ends with a fault."""
+    """Instead of builder processes."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, lifetime: float) -> None:
-        self.now, self.lifetime, self.starts, self.ended = 0, lifetime, list[int](), 0
-        fake = SimpleNamespace(Popen=self.start, DEVNULL=subprocess.DEVNULL)
-        monkeypatch.setattr(child_processes, "subprocess", fake)
-        monkeypatch.setattr(child_processes, "time", SimpleNamespace(monotonic=lambda: self.now))
+    def __init__(self) -> None:
+        self.DEVNULL, self.starts, self.ended = subprocess.DEVNULL, 0, 0
 
-    def start(self, command: list[str], **options: Any) -> Any:
-        started = self.now
-        self.starts.append(started)
-        poll = lambda: FAULT if self.now >= started + self.lifetime else None  # noqa: E731
-        return SimpleNamespace(poll=poll, terminate=self.end, wait=lambda seconds: FAULT)
+    def Popen(self, command: list[str], **options: Any) -> Any:
+        self.starts += 1
+        return SimpleNamespace(poll=lambda: None, terminate=self.end, wait=lambda seconds: 0)
 
     def end(self) -> None:
         self.ended += 1
-
-
-@pytest.mark.parametrize(
-    ("lifetime", "starts"),
-    [(1, [0, 3, 8, 17, 34, 65, 96]), (40, [0, 41, 82])],  # pauses of 2, 4, 8, 16 and 30 seconds; of 1 second
-)
-def test_a_failed_builder_is_restarted_with_back_off_that_is_reset_after_a_long_life(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lifetime: int, starts: list[int]
-) -> None:
-    processes = FakeProcesses(monkeypatch, lifetime)
-    assign_exchange(tmp_path / "assignment.json", tmp_path / "exchange", tmp_path / "corpus", "run")
-    follower = Follower(tmp_path / "assignment.json", None)
-    for processes.now in range(100):
-        follower.poll_once()
-    assert processes.starts == starts
 
 
 def test_a_builder_ends_when_its_exchange_is_removed_with_the_assignment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stage removes both at its end; an assignment alone that cannot be read for a moment changes nothing."""
-    processes = FakeProcesses(monkeypatch, 1000)
+    monkeypatch.setattr(child_processes, "subprocess", processes := FakeProcesses())
     file, exchange = tmp_path / "tag.shards.json", tmp_path / "exchange"
     (exchange / "run" / IDENTITY_VERSION).mkdir(parents=True)
     assign_exchange(file, exchange, tmp_path / "corpus", "run")
@@ -191,10 +160,10 @@ def test_a_builder_ends_when_its_exchange_is_removed_with_the_assignment(
     assert (processes.ended, follower._builder is None) == (0, False)
     shutil.rmtree(exchange)
     follower.poll_once()
-    assert (processes.ended, processes.starts, follower._builder) == (1, [0], None)
+    assert (processes.ended, processes.starts, follower._builder) == (1, 1, None)
     file.write_bytes(content)  # the same work again
     follower.poll_once()
-    assert processes.starts == [0, 0]
+    assert processes.starts == 2
 
 
 @pytest.mark.parametrize(
@@ -218,12 +187,11 @@ def read_until(process: subprocess.Popen[str], words: str) -> None:
     assert any(words in line for line in process.stdout), f"{words!r} was not printed"
 
 
-def test_a_builder_waits_for_a_trainer_builds_and_ends_with_0_on_sigterm(tmp_path: Path) -> None:
+def test_a_builder_builds_and_ends_with_0_on_sigterm(tmp_path: Path) -> None:
     root = tmp_path / "exchange"
+    trainer = TrainerSide(Exchange.open(root, IDENTITY, grace=0.0), RefreshPolicy(builder_timeout=600))
     command = [sys.executable, exchange_lab.__file__, str(root)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    read_until(process, "its trainer has not started")
-    trainer = TrainerSide(Exchange.open(root, IDENTITY, grace=0.0), RefreshPolicy(builder_timeout=600))
     trainer.publish_weights(0, PARAMS, {})
     check_index(trainer.index_for(0))
     read_until(process, "waiting for weights")

@@ -1,6 +1,7 @@
 """Tagging and embedding in shards: any number of processes compute the same bytes, and committed shards are reused."""
 
 import os
+import re
 import shutil
 import signal
 import time
@@ -239,18 +240,6 @@ def test_a_leased_shard_is_awaited_with_a_message(finished: Stage, monkeypatch: 
     assert messages[0].startswith(f"waiting for 1 shards in {finished.root}: ")
 
 
-def test_shards_are_offered_while_more_than_one_is_missing(world: World, tmp_path: Path) -> None:
-    offers: list[Any] = []
-    stage = Stage(world, tmp_path)
-    look = lambda first: offers.append(read_json(tmp_path / "offer") if (tmp_path / "offer").is_file() else None)  # noqa: E731
-    stage.run(before=look)
-    assert offers == [{"exchange": str(stage.root), "snapshot": str(world.snapshot.folder)}] * 3
-    assert not (tmp_path / "offer").exists()
-    stage.remove(0, 5)
-    stage.run(before=look)
-    assert offers[3:] == [None]
-
-
 def test_a_helper_refuses_unknown_work_another_corpus_and_a_missing_device(
     finished: Stage, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +250,7 @@ def test_a_helper_refuses_unknown_work_another_corpus_and_a_missing_device(
     assert "offers 'toy', which this version of realmops does not support" in refusal(finished.snapshot, WORKS)
     (tmp_path / "other").mkdir()
     other = build_world(tmp_path / "other", DOCUMENTS[:5])
-    assert "belongs to another run: corpus_hash is" in refusal(other.snapshot, {"toy": toy([])})
+    assert re.search("belongs to another run: .*: corpus_hash is", refusal(other.snapshot, {"toy": toy([])}))
     shutil.rmtree(finished.root)
     finished.settings = replace(finished.settings, device=torch.device("cuda"))
     finished.run()

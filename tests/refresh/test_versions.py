@@ -104,7 +104,7 @@ def test_i1_an_error_at_any_operation_leaves_the_whole_version_or_none(kind: str
             operation, path = fault.operations[at]
             assert operation not in ("rename", "sync_folder") or path.name not in (NEW, "kind"), at
             assert_intact(files, {})
-        ended = fault.count <= at
+        ended = len(fault.operations) <= at
         at += 1
 
 
@@ -199,7 +199,7 @@ def forged(changes: Mapping[str, Any]) -> bytes:
         ({"kind": "weights"}, "kind and schema are"), ({"name": NEW}, f"describes {NEW}"),
         *[
             ({"files": {name: {"bytes": 1, "sha256": ""}}}, "leaves the folder|lists the file")
-            for name in ("../a", "b/../a", "/a", "b//a", "b/.a", "b/", "./a", "a/b/c/d/e", "ä", "")
+            for name in ("../a", "b/../a", "/a", "b//a", "b/.a", "a/b/c/d/e", "")
         ],
         ({"files": {"a": {"bytes": "1", "sha256": ""}}}, "no list of files"),
         ({"files": {"a": {"bytes": -1, "sha256": ""}}}, "no list of files"),
@@ -227,20 +227,6 @@ def test_a_damaged_version_is_quarantined_and_published_again() -> None:
 
 
 # Garbage
-
-
-def test_the_draft_of_another_writer_is_removed_after_a_long_time_without_change() -> None:
-    files = volume()
-    draft, store = KIND / ".stage.builder-1.ab", store_on(files)
-    files.mkdir(draft)
-    store.sweep_own()
-    store.collect(set)
-    store.clock.sleep(STALE_SECONDS - 1)
-    files.write(draft / "a.bin", b"1")
-    for seconds, left in ((0.0, [draft.name]), (STALE_SECONDS - 1, [draft.name]), (1.0, [])):
-        store.clock.sleep(seconds)
-        store.collect(set)
-        assert files.listdir(KIND) == left
 
 
 def test_the_pin_of_a_dead_reader_expires_and_that_of_a_living_one_does_not() -> None:

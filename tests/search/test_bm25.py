@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from four_passages import TEXTS
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from small_project import cli
 from small_world import World, build_snapshot, write_texts
@@ -162,6 +162,8 @@ PIECES = ["\u0307", "I", "i", "İ", "ı", "\u0301", "\u0323", "e", "é", "_", " 
 
 @pytest.mark.parametrize("language", ["en", "de"])
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=9))
+@example(pieces=["\ufb01", "\u0307"])
+@example(pieces=["I", "\u0130", "\u0301"])
 def test_any_unicode_form_has_the_same_words_with_offsets_within_the_text(language: str, pieces: list[str]) -> None:
     text = "".join(pieces)
     words = split_words(text, language)
@@ -247,7 +249,7 @@ def test_bytes_do_not_depend_on_parts_and_workers(
     assert [path.name for path in tmp_path.iterdir()] == ["l"]
 
 
-def test_an_update_writes_an_index_of_its_own(trained: Path, tmp_path: Path) -> None:
+def test_an_update_writes_its_own_index(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     root = tmp_path / "root"
     options = ("--params", tmp_path / "params.yaml", "--root", root)

@@ -1,23 +1,28 @@
-"""Batches side by side give the bytes of one thread, and end together."""
+"""Embedding in several threads: the bytes of one; sequences of passages and queries; fp16 on a GPU."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import small_project
 import torch
 from small_encoders import around, byte_bpe
-from small_world import World, at_once, tiny_models
+from small_world import World, at_once, embed_documents, tiny_models
 
 from realmops.devices import eval_mode, supports_bf16
 from realmops.model import packed
 from realmops.model.retriever import Embedder
 from realmops.model.sequences import SpecialTokens, join_document
 from realmops.search import embed as embedding
-from realmops.search.embed import document_sequences, embed, embed_documents, embed_passages, text_queries
+from realmops.search.embed import document_sequences, embed, embed_passages, text_queries
 
 PRECISIONS = [torch.float32, *([torch.bfloat16] if supports_bf16() else [])]
 
@@ -34,7 +39,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", PRECISIONS)
-def test_embeddings_are_those_of_one_thread(world: World, dtype: torch.dtype) -> None:
+def test_embeddings_of_several_threads_equal_those_of_one(world: World, dtype: torch.dtype) -> None:
     retriever = tiny_models(world)[0]
     rows, seen = list(range(len(world.snapshot))) * 3, list[int]()
     several = embed_documents(retriever, world.snapshot, rows, dtype, seen.append)
@@ -47,8 +52,8 @@ def test_embeddings_are_those_of_one_thread(world: World, dtype: torch.dtype) ->
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", PRECISIONS)
-def test_callers_in_several_threads_get_what_each_gets_alone(world: World, dtype: torch.dtype) -> None:
-    """Passages by fast products and texts by others, of a model that learns with dropout."""
+def test_concurrent_callers_get_the_embeddings_that_each_gets_alone(world: World, dtype: torch.dtype) -> None:
+    """Passages and texts, of a model in training mode with dropout."""
     retriever = tiny_models(world, dropout=0.5)[0]
     rows = [list(range(first, len(world.snapshot))) * count for first, count in ((0, 9), (3, 1), (5, 4), (0, 20))]
     texts = [document_sequences(world.snapshot, some) for some in rows]
@@ -64,17 +69,14 @@ def test_callers_in_several_threads_get_what_each_gets_alone(world: World, dtype
 
 
 @pytest.mark.usefixtures("threads")
-def test_a_thread_that_begins_beside_an_embedding_has_the_threads_of_all(world: World) -> None:
+def test_a_thread_that_starts_during_an_embedding_has_the_threads_of_the_process(world: World) -> None:
     """torch gives a new thread the number that was set last, and the threads of an embedding have one each."""
-    seen: list[int] = []
+    counts: list[int] = []
     rows = list(range(len(world.snapshot))) * 3
-
-    def look(done: int) -> None:
-        seen.extend(at_once(torch.get_num_threads))
-
-    embed_documents(tiny_models(world)[0], world.snapshot, rows, torch.float32, look)
-    assert set(seen) == {3}
-    assert len(seen) >= 6
+    report = lambda done: counts.extend(at_once(torch.get_num_threads))  # noqa: E731
+    embed_documents(tiny_models(world)[0], world.snapshot, rows, torch.float32, report)
+    assert set(counts) == {3}
+    assert len(counts) >= 6
 
 
 def test_the_last_of_several_callers_restores_the_mode() -> None:
@@ -91,7 +93,7 @@ def test_the_last_of_several_callers_restores_the_mode() -> None:
         assert [part.training for part in module.modules()] == [learns, learns]
 
 
-def test_a_copy_in_fp16_embeds_nearly_the_same_and_leaves_the_tower(world: World) -> None:
+def test_a_copy_in_fp16_embeds_nearly_the_same_and_does_not_change_the_tower(world: World) -> None:
     tower = tiny_models(world, dropout=0.5)[0].document
     assert isinstance(tower, Embedder)
     texts = document_sequences(world.snapshot, range(len(world.snapshot)))
@@ -109,7 +111,7 @@ def test_a_copy_in_fp16_embeds_nearly_the_same_and_leaves_the_tower(world: World
 
 
 @pytest.mark.usefixtures("threads")
-def test_an_error_in_one_thread_ends_all(world: World) -> None:
+def test_an_error_in_one_thread_stops_all(world: World) -> None:
     tower, done = tiny_models(world)[0].document, list[int]()
 
     def refuse(rows: int) -> None:
@@ -123,12 +125,12 @@ def test_an_error_in_one_thread_ends_all(world: World) -> None:
     assert torch.get_num_threads() == 3
 
 
-@pytest.mark.parametrize("told", [(), (7, 8)])
+@pytest.mark.parametrize("prompt", [(), (7, 8)])
 @pytest.mark.parametrize("limit", [5, 9, 14, 288])
-def test_documents_are_joined_together_as_they_are_one_by_one(
-    world: World, monkeypatch: pytest.MonkeyPatch, limit: int, told: tuple[int, ...]
+def test_documents_are_joined_as_one_by_one(
+    world: World, monkeypatch: pytest.MonkeyPatch, limit: int, prompt: tuple[int, ...]
 ) -> None:
-    snapshot, special = world.snapshot, replace(SpecialTokens.of(world.snapshot.tokenizer), document=told)
+    snapshot, special = world.snapshot, replace(SpecialTokens.of(world.snapshot.tokenizer), document=prompt)
     rows = [3, 0, 3, *range(len(snapshot))]
     monkeypatch.setattr(snapshot, "block_wordpieces", limit)
     monkeypatch.setattr(SpecialTokens, "of", lambda tokenizer: special)
@@ -140,20 +142,18 @@ def test_documents_are_joined_together_as_they_are_one_by_one(
     assert document_sequences(snapshot, []) == []
 
 
-@pytest.mark.parametrize("told", ["query", "document"])
-def test_a_text_has_a_blank_in_front_behind_what_its_kind_begins_with(
-    told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("prompted", ["query", "document"])
+def test_a_text_has_a_blank_after_the_prompt_of_its_kind(prompted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A BPE of bytes has blanks in its pieces: those of " Oslo" are not those of "Oslo"."""
     tokenizer = around(byte_bpe(), "<s>", "</s>")
-    special = replace(SpecialTokens.of(tokenizer), **{told: (7, 8)})
+    special = replace(SpecialTokens.of(tokenizer), **{prompted: (7, 8)})
     monkeypatch.setattr(SpecialTokens, "of", lambda tokenizer: special)
     pieces = {text: tokenizer.encode(text, add_special_tokens=False).ids for text in ("Oslo", " Oslo")}
     assert pieces["Oslo"] != pieces[" Oslo"]
     snapshot: Any = SimpleNamespace(tokenizer=tokenizer)
     for kind in ("query", "document"):
         [found] = text_queries(snapshot, ["Oslo"], 20, documents=kind == "document")
-        begins, text = ([7, 8], " Oslo") if kind == told else ([], "Oslo")
+        begins, text = ([7, 8], " Oslo") if kind == prompted else ([], "Oslo")
         assert found.tolist() == [special.cls, *begins, *pieces[text], special.sep]
 
 
@@ -161,7 +161,7 @@ def test_a_text_has_a_blank_in_front_behind_what_its_kind_begins_with(
 def test_a_gpu_embeds_in_fp16_unless_a_number_becomes_infinite(
     world: World, monkeypatch: pytest.MonkeyPatch, made: float
 ) -> None:
-    """As it is decided: no GPU computes here."""
+    """The decision alone: no GPU computes here."""
     tower, calls = tiny_models(world)[0].document, list[tuple[Any, ...]]()
     assert isinstance(tower, Embedder)
 
@@ -171,7 +171,7 @@ def test_a_gpu_embeds_in_fp16_unless_a_number_becomes_infinite(
 
     monkeypatch.setattr(embedding, "embed", instead)
     embed_passages(tower, [], torch.bfloat16, print)
-    assert calls == [(torch.bfloat16, torch.float32, True)], "a CPU has no use for it"
+    assert calls == [(torch.bfloat16, torch.float32, True)], "not on a CPU"
     calls.clear()
     monkeypatch.setattr(Embedder, "device", torch.device("cuda"))
     found = embed_passages(tower, [], torch.bfloat16, print)
@@ -180,4 +180,20 @@ def test_a_gpu_embeds_in_fp16_unless_a_number_becomes_infinite(
     assert bool(found.isfinite().all())
     calls.clear()
     embed_passages(tower, [], torch.float32, print)
-    assert calls == [(torch.float32, torch.float32, True)], "who wants fp32 gets it"
+    assert calls == [(torch.float32, torch.float32, True)], "fp32 stays fp32"
+
+
+def test_concurrent_first_searches_find_the_passages_of_one_thread(tmp_path: Path) -> None:
+    """40,000 short passages: their texts fill forty batches of the file, which many threads open at once."""
+    small_project.write_project(tmp_path)
+    words = [f"word{number}" for number in range(400)]
+    rng = np.random.default_rng(0)
+    with open(tmp_path / "documents.jsonl", "w") as file:
+        for number, row in enumerate(rng.integers(0, len(words), (40_000, 8)).tolist()):
+            text = f"Item{number} {' '.join(words[word] for word in row)}."
+            file.write(json.dumps({"id": f"d{number}", "title": f"t{number % 97}", "text": text}) + "\n")
+    result = small_project.cli("run", "snapshot", "--params", tmp_path / "params.yaml", "--root", tmp_path)
+    assert result.exit_code == 0, result.output
+    program = Path(__file__).parents[1] / "concurrent_searches.py"  # whose exit code shows whether the process survived
+    process = subprocess.run([sys.executable, program, tmp_path, "40"], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, (process.returncode, process.stderr[-2000:])

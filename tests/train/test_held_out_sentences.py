@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import small_project
 import torch
-from small_world import Killed, World, section, tiny_models
+from small_world import Killed, World, embed_documents, section, tiny_models
 
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.spans import Spans
 from realmops.model.retriever import FusionWeights
-from realmops.search.embed import embed_documents
 from realmops.search.exact import ExactIndex
 from realmops.stages import ict as stages_ict
 from realmops.train import held_out_sentences as module

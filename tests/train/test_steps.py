@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from elsewhere import ELSEWHERE, Counts, recorded
-from small_world import World, section, tiny_context, tiny_models, tiny_optimiser
+from small_world import World, embed_documents, section, tiny_context, tiny_models, tiny_optimiser
 
 from realmops.answering.openqa import OpenQa
 from realmops.devices import to_device, to_host
@@ -16,7 +16,7 @@ from realmops.model.build import add_span_head
 from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, FusionWeights, Retriever
 from realmops.questions.question_sets import Question
 from realmops.search.bm25 import Bm25
-from realmops.search.embed import document_sequences, embed_documents, embed_on_device, query_sequences
+from realmops.search.embed import document_sequences, embed_on_device, query_sequences
 from realmops.search.exact import ExactIndex, PassageIndex, exact_index
 from realmops.search.hybrid import HybridSearch
 from realmops.train.fine_tuning import finetune

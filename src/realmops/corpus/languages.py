@@ -114,14 +114,14 @@ def normalize_unicode(text: str) -> str:
     if text.isascii():
         return text
     if "\u0130" in text or "\u0307" in text:
-        decomposed = unicodedata.normalize("NFD", text)
+        decomposed = unicodedata.normalize("NFKD", text)  # also the i of a ligature
         text = compile_regex(_MARKED_I).sub(lambda match: match[0].replace("\u0307", ""), decomposed)
     return unicodedata.normalize(NORMAL_FORM, text.replace(_SOFT_HYPHEN, ""))
 
 
 def find_with_offsets(find: Callable[[str], Iterator[WordSpan]], text: str) -> Iterator[WordSpan]:
     """Apply ``find`` to the normalized text and map the offsets of its words back to ``text``."""
-    if unicodedata.is_normalized(NORMAL_FORM, text) and "\u0307" not in text and _SOFT_HYPHEN not in text:
+    if unicodedata.is_normalized(NORMAL_FORM, text) and not {"\u0130", "\u0307", _SOFT_HYPHEN} & set(text):
         return find(normalize_unicode(text))
     clusters = [(normalize_unicode(match[0]), *match.span()) for match in compile_regex(_CLUSTER).finditer(text)]
     starts = [start for part, start, _ in clusters for _ in part]

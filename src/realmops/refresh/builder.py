@@ -17,13 +17,12 @@ from typing import Any
 
 from realmops.files import Clock, Files
 from realmops.memory_map import Content
-from realmops.refresh.child_processes import MAX_PAUSE_SECONDS
 from realmops.refresh.exchange import Exchange, RunMismatchError, part_name, row_ranges
 from realmops.refresh.versions import CorruptVersionError, Version
 
 DONE, FAULT, MISCONFIGURED = 0, 1, 2  # exit codes; only after a fault a restart helps
 COLLECT_SECONDS = 30.0  # between two garbage collections while nothing is built
-MAX_FAILURES = 5  # of the volume, in a row
+RETRY_SECONDS = 5.0  # after an error of the volume
 
 log = logging.getLogger(__name__)
 
@@ -63,30 +62,19 @@ class Builder:
         self._last_collection = float("-inf")
 
     def run(self) -> None:
-        """Build indexes until the trainer has finished.
-
-        Raises:
-            OSError: the volume failed ``MAX_FAILURES`` times in a row.
-        """
-        failures = 0
+        """Build indexes until the trainer has finished; after an error of the volume, try again."""
         while True:
             try:
                 self._stop_if_finished()
                 built = self.build_next()
-                self._collect_garbage(now=built or failures > 0)
-                failures = 0
+                self._collect_garbage(now=built)
                 if not built:
                     self._report("waiting for weights")
                     self.exchange.clock.sleep(self.poll)
-            except (FileNotFoundError, CorruptVersionError) as error:  # removed or quarantined meanwhile
+            except (OSError, CorruptVersionError) as error:
                 self._report(f"starting over: {error}")
-                self.exchange.clock.sleep(self.poll)
-            except OSError as error:
-                failures += 1
-                if failures == MAX_FAILURES:
-                    raise
-                self._report(f"retrying after an I/O error: {error}")
-                self.exchange.clock.sleep(min(self.poll * 2**failures, MAX_PAUSE_SECONDS))
+                is_removed = isinstance(error, (FileNotFoundError, CorruptVersionError))
+                self.exchange.clock.sleep(self.poll if is_removed else RETRY_SECONDS)
 
     def build_next(self) -> bool:
         """Build one index; return False if no weights are due."""
@@ -168,17 +156,10 @@ def run_builder(
     ``name`` is unique on the exchange and the same after a restart; ``poll`` is the time between two checks for new
     weights, ``grace`` the time for which removed versions stay in the trash, both in seconds.
     """
-    clock = clock or Clock()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _on_sigterm)
     try:
-        exchange = None
-        while exchange is None:
-            try:
-                exchange = Exchange.open(root, identity, f"builder-{name}", files=files, clock=clock, grace=grace)
-            except FileNotFoundError as error:
-                on_status(f"waiting: {error}")
-                clock.sleep(poll)
+        exchange = Exchange.open(root, identity, f"builder-{name}", files=files, clock=clock, grace=grace)
         Builder(exchange, work, poll=poll, on_status=on_status).run()
     except _Stop:
         pass

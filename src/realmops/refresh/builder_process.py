@@ -31,20 +31,6 @@ REMOVAL_SECONDS = 3.0  # a stage removes its exchange file by file
 log = logging.getLogger(__name__)
 
 
-def exchange_identity(
-    snapshot: Snapshot, *, run_key: str, embedding_width: int, precision: str, threads: int, part_rows: int
-) -> dict[str, Any]:
-    """Return the identity of a run, on which trainer and builders must agree; a process with another one is refused."""
-    return {
-        "run_key": run_key,
-        **corpus_identity(snapshot),
-        "embedding_width": embedding_width,
-        "precision": precision,
-        "threads": threads,
-        "part_rows": part_rows,
-    }
-
-
 def run_index_builder(root: Path, folder: Path, *, watch_parent: int | None, works: Mapping[str, Work]) -> int:
     """Serve the exchange ``root`` with the snapshot in ``folder`` until its trainer has finished; return the exit code.
 
@@ -55,27 +41,26 @@ def run_index_builder(root: Path, folder: Path, *, watch_parent: int | None, wor
         end_with(watch_parent)
     snapshot = Snapshot.open(folder)
     exchange = Exchange(root, None, "builder-new")
-    while IDENTITY_VERSION not in exchange.identity_store.names():
+    while IDENTITY_VERSION not in exchange.identity.names():
         print_status(f"waiting for a trainer at {root}")
         exchange.clock.sleep(1.0)
     try:
-        run = exchange.identity_store.manifest(IDENTITY_VERSION).run
+        run = exchange.identity.manifest(IDENTITY_VERSION).run
         if "work" in run:
             return _run_shard_helper(root, run, snapshot, works)
-        shared = {key: run[key] for key in ("run_key", "embedding_width", "precision", "threads", "part_rows")}
         device = resolve_device("auto")
         dtype = resolve_precision(run["precision"], device)
+        configure_process(run["threads"])
     except (CorruptVersionError, KeyError, ValueError) as error:
         print_status(f"the exchange {root} cannot be served on this machine: {error}")
         return MISCONFIGURED
-    configure_process(run["threads"])
 
     def embedder(weights: Version) -> Callable[[int, int], dict[str, bytes]]:
         embed = make_shard_embedder(snapshot, weights.files, device, dtype)
         return lambda first, end: embed(first, end, no_progress)
 
     work = BuilderWork(len(snapshot), run["part_rows"], embedder, merge)
-    expected, name = exchange_identity(snapshot, **shared), builder_name(os.environ.get("HOSTNAME", "0"))
+    expected, name = {**run, **corpus_identity(snapshot)}, builder_name(os.environ.get("HOSTNAME", "0"))
     grace = 120.0 if watch_parent is None else 0.0
     return run_builder(root, expected, work, name=name, poll=0.1, grace=grace, on_status=print_status)
 

@@ -27,26 +27,21 @@ since every name contains the fence number. A trainer reads from its checkpoint 
 """
 
 import json
-import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 from realmops import __version__
-from realmops.files import Clock, Files, free_bytes, is_writable, modified_time
-from realmops.memory_map import SPARE_ROOM
+from realmops.files import Clock, Files
 from realmops.refresh.heartbeat import Heartbeat, LivenessTracker
-from realmops.refresh.versions import MANIFEST_LIMIT, ROLES, CorruptVersionError, Version, VersionStore, check_run
+from realmops.refresh.versions import MANIFEST_LIMIT, ROLES, CorruptVersionError, Version, VersionStore
 
 IDENTITY_VERSION = "v-000000"
 KINDS = ("run", "checkpoints", "weights", "parts", "indexes", "finished")
 KEEP = 2  # newest checkpoints, and newest index generations in addition to those in use
 HEARTBEAT_SECONDS = 2.0
-MIN_FREE_BYTES = 1 << 20
 SILENT_SECONDS = 60.0  # without a heartbeat, until it is reported; also the greatest age of a listing on NFS
-
-log = logging.getLogger(__name__)
 
 
 class ExchangeError(RuntimeError):
@@ -79,8 +74,7 @@ class Exchange:
         self.stores = {
             kind: VersionStore(root, kind, run, holder, self.files, self.clock, grace=grace) for kind in KINDS
         }
-        _, self.checkpoints, self.weights, self.parts, self.indexes, self.outcomes = self.stores.values()
-        self.identity_store = VersionStore(root, "run", None, holder, self.files, self.clock)  # accepts any identity
+        self.identity, self.checkpoints, self.weights, self.parts, self.indexes, self.outcomes = self.stores.values()
 
     @classmethod
     def open(
@@ -89,9 +83,8 @@ class Exchange:
     ) -> Self:  # fmt: skip
         """Open the exchange of the run with this ``identity`` (JSON scalars by name); its trainer creates it.
 
-        Raises:
-            RunMismatchError: the folder belongs to another run; the message names the field and both values.
-            FileNotFoundError: a builder was started before the trainer has created the exchange.
+        RunMismatchError with both values if the folder belongs to another run, FileNotFoundError for a builder that
+        comes before the trainer.
         """
         exchange = cls(Path(root).absolute(), dict(identity), holder, files=files, clock=clock, grace=grace)
         if holder == "trainer":
@@ -109,23 +102,20 @@ class Exchange:
         for folder in (self.root / "pins", self.root / "alive", self.root, *self.root.parents):
             with suppress(PermissionError):  # a folder above the volume
                 self.files.sync_folder(folder)
-        if IDENTITY_VERSION not in self.identity_store.names():
-            self.stores["run"].publish(IDENTITY_VERSION, {}, {})
+        if IDENTITY_VERSION not in self.identity.names():
+            self.identity.publish(IDENTITY_VERSION, {}, {})
 
     def check_identity(self) -> None:
         """Raise RunMismatchError if the exchange is another run's, FileNotFoundError if it is not there (any more)."""
-        if IDENTITY_VERSION not in self.identity_store.names():
+        if IDENTITY_VERSION not in self.identity.names():
             raise FileNotFoundError(f"{self.root} is no exchange yet: its trainer has not started")
-        assert self.run is not None
         try:
-            check_run(self.identity_store.manifest(IDENTITY_VERSION).run, self.run)
-        except ValueError as error:
-            raise RunMismatchError(
-                f"the exchange {self.root} belongs to another run: {error}; give this run another exchange "
-                "folder, or start trainer and builder with the same corpus, vocabulary and parameters"
-            ) from None
+            self.identity.manifest(IDENTITY_VERSION)
         except CorruptVersionError as error:
-            raise RunMismatchError(f"the identity of the exchange {self.root} cannot be read: {error}") from None
+            raise RunMismatchError(
+                f"the exchange belongs to another run: {error}; give this run another exchange folder, or start "
+                "trainer and builder with the same corpus, vocabulary and parameters"
+            ) from None
 
     # Fences and outcomes
 
@@ -158,13 +148,10 @@ class Exchange:
 
     def beat(self, doing: str, **fields: Any) -> None:
         """Write a heartbeat, at most every ``HEARTBEAT_SECONDS`` unless ``doing`` has changed."""
-        try:
-            self._heartbeat.beat(doing, holder=self.holder, since_unix=self._since, realmops=__version__, **fields)
-        except OSError as error:  # work continues without heartbeats
-            log.warning("the heartbeat cannot be written: %s", error)
+        self._heartbeat.beat(doing, holder=self.holder, since_unix=self._since, realmops=__version__, **fields)
 
     def heartbeats(self, role: str) -> list[tuple[str, float, dict[str, Any]]]:
-        """Return for each holder of a role its name, the seconds since its heartbeat changed, and the heartbeat."""
+        """Return name, seconds since the last change, and heartbeat of each holder of a role."""
         folder = self.root / "alive" / role
         heartbeats = []
         for entry in self.files.listdir(folder):
@@ -201,11 +188,7 @@ class Exchange:
             raise
 
     def load_part(self, name: str, weights: Version) -> dict[str, bytes]:
-        """Load the files of a part.
-
-        Raises:
-            CorruptVersionError: the part is damaged or was embedded with other weights; it is quarantined.
-        """
+        """Load the files of a part; one that is damaged or was embedded with other weights is quarantined."""
         part = self.load(self.parts, name)
         self.parts.unpin(part)
         if part.meta != {"weights": weights.digest}:
@@ -248,12 +231,11 @@ def weights_of(part: str) -> str:
 
 
 def part_name(weights: str, first: int, end: int) -> str:
-    """Return the version name of the part with rows [first, end)."""
     return f"{weights}-{first:010d}-{end:010d}"
 
 
 def row_ranges(rows: int, size: int) -> list[tuple[int, int]]:
-    """Split ``rows`` into half-open ranges of at most ``size`` rows."""
+    """Split rows into half-open ranges of at most ``size``."""
     return [(first, min(first + size, rows)) for first in range(0, rows, size)]
 
 
@@ -264,26 +246,26 @@ def inspect_exchange(root: Path, clock: Clock | None = None) -> list[str]:
     """
     clock = clock or Clock()
     exchange = Exchange(Path(root).absolute(), None, "builder-doctor", clock=clock)
-    if IDENTITY_VERSION not in exchange.identity_store.names():
+    if IDENTITY_VERSION not in exchange.identity.names():
         return [f"{root} is no exchange: no trainer has started here, or it was removed"]
-    lines, problems, run, largest = list[str](), list[str](), dict[str, Any](), 0
-    for kind in ("run", "checkpoints", "weights", "indexes"):
-        newest = _newest_intact(exchange.stores[kind], problems)
-        if kind == "run":
-            run = newest.run if newest else {}
-        else:
-            lines.append(f"{kind}: newest is {newest.name if newest else 'not there yet'}")
-        largest = max(largest, sum(file["bytes"] for file in newest.listing.values()) if newest else 0)
+    problems: list[str] = []
+    newest = {kind: _newest_intact(store, problems) for kind, store in exchange.stores.items()}
+    run = newest["run"].run if newest["run"] else {}
+    lines = [
+        f"{kind}: newest is {version.name if version else 'not there yet'}"
+        for kind, version in newest.items()
+        if kind in ("checkpoints", "weights", "indexes")
+    ]
     for kind, store in exchange.stores.items():
         problems += [f"{kind}: {entry} was quarantined as damaged or superseded" for entry in store.quarantined()]
-    indexes, finished = exchange.indexes.names(), exchange.finished()
+    indexes, finished, fence = exchange.indexes.names(), exchange.finished(), exchange.newest_fence()
     for role in ROLES:
         heartbeats = exchange.heartbeats(role)
         lines += [] if heartbeats else [f"no {role} has ever been seen"]
         for holder, _, beat in heartbeats:
             try:
                 running = beat["unix"] - beat["since_unix"]
-                silent = clock.unix() - modified_time(exchange.root / "alive" / role / f"{holder}.json")
+                silent = clock.unix() - (exchange.root / "alive" / role / f"{holder}.json").stat().st_mtime
             except (OSError, KeyError, TypeError):
                 lines.append(f"{holder}: {beat['doing']}")
                 continue
@@ -296,21 +278,19 @@ def inspect_exchange(root: Path, clock: Clock | None = None) -> list[str]:
                 problems.append(
                     f"{holder} has been silent for {silent:.0f} s: it was killed, suspended or disconnected; {advice}"
                 )
-            problems += _holder_problems(holder, beat, exchange.newest_fence())
+            if beat.get("fence", fence) != fence:
+                problems.append(
+                    f"{holder} {beat['fence']} is seen here, but {fence} has taken over: two trainers share this "
+                    "exchange; the older one ends at its next checkpoint"
+                )
+            if beat.get("realmops", __version__) != __version__:
+                problems.append(f"{holder} is realmops {beat['realmops']}, this is {__version__}: use one version")
     if "work" in run:  # shards.py
         total = -(-run["passages"] // run["shard_rows"])
         lines.append(f"{run['work']}: {len(exchange.parts.names())} of {total} shards are committed")
     else:
         lines += [f"awaited: the index of {name}" for name in exchange.weights.names() if name not in indexes]
     lines += [f"finished: {finished}"] if finished else []
-    free, needed = free_bytes(exchange.root), SPARE_ROOM * largest
-    if free < max(needed, MIN_FREE_BYTES):
-        problems.append(
-            f"the volume is full: {free / 1e6:.1f} MB are free and the largest version here needs "
-            f"{needed / 1e6:.1f} MB; free some space"
-        )
-    if not is_writable(exchange.root):
-        problems.append(f"{exchange.root} cannot be written: the volume is read-only, or belongs to another user")
     return lines + problems
 
 
@@ -323,13 +303,3 @@ def _newest_intact(store: VersionStore, problems: list[str]) -> Version | None:
         except OSError:
             continue  # removed meanwhile
     return None
-
-
-def _holder_problems(holder: str, beat: Mapping[str, Any], newest_fence: int) -> Iterator[str]:
-    if beat.get("fence") and beat["fence"] != newest_fence:
-        yield (
-            f"{holder} {beat['fence']} is seen here, but {newest_fence} has taken over: two trainers share this "
-            "exchange; the older one ends at its next checkpoint"
-        )
-    if beat.get("realmops") not in (None, __version__):
-        yield f"{holder} is realmops {beat['realmops']}, this is {__version__}: use one version"

@@ -53,11 +53,12 @@ class Follower:
     def run(self) -> None:
         """Follow the file until SIGTERM, which is passed on to the builder."""
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(DONE))
+        self._heartbeat.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             while True:
                 if self.alive is not None:
                     self.alive.touch()
-                self._beat()
+                self._heartbeat.beat()
                 self.poll_once()
                 time.sleep(self.poll)
         finally:
@@ -85,14 +86,6 @@ class Follower:
             self._report(f"the builder ended with exit code {code}; restarting it in {pause:.0f} s")
         elif self._builder.is_running:
             self._report(f"serving {self._exchange}")
-
-    def _beat(self) -> None:
-        try:
-            if not self._heartbeat.path.parent.is_dir():
-                self._heartbeat.path.parent.mkdir(parents=True, exist_ok=True)
-            self._heartbeat.beat()
-        except OSError as error:
-            self._report(f"the shared volume cannot be written: {error}")
 
     def _read(self) -> bytes | None:
         try:

@@ -3,6 +3,7 @@
 The clocks of two machines are never compared: a reader counts by its own clock how long a heartbeat has not changed.
 """
 
+import logging
 import os
 import socket
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 from realmops.artifacts import canonical_json
 from realmops.files import Clock, Files
+
+log = logging.getLogger(__name__)
 
 
 class Heartbeat:
@@ -21,17 +24,16 @@ class Heartbeat:
         self._beats, self._last, self._doing = 0, float("-inf"), ""
 
     def beat(self, doing: str = "", **fields: Any) -> None:
-        """Write a heartbeat if ``seconds`` have passed, or at once if ``doing`` has changed.
-
-        Raises:
-            OSError: the volume cannot be written.
-        """
+        """Write a heartbeat if ``seconds`` have passed, or at once if ``doing`` has changed."""
         now = self._clock.monotonic()
         if now - self._last < self.seconds and doing == self._doing:
             return
         self._last, self._doing, self._beats = now, doing, self._beats + 1
         content = {"doing": doing, **fields, "pid": os.getpid(), "host": socket.gethostname(), "beat": self._beats}
-        self._files.replace(self.path, canonical_json({**content, "unix": self._clock.unix()}))
+        try:
+            self._files.replace(self.path, canonical_json({**content, "unix": self._clock.unix()}))
+        except OSError as error:  # work continues without heartbeats
+            log.warning("the heartbeat cannot be written: %s", error)
 
 
 class LivenessTracker:

@@ -22,8 +22,7 @@ LOG_SECONDS = 60.0  # between two messages of a wait
 def acquire_lease(path: Path, log: Callable[[str], None], stop: threading.Event | None = None) -> Iterator[None]:
     """Hold the lease in the file ``path`` for the block; wait, and log the wait, while another process holds it.
 
-    Raises:
-        InterruptedError: ``stop`` was set before the lease was free.
+    InterruptedError if ``stop`` is set before the lease is free.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     stop, start, last_log = stop or threading.Event(), time.monotonic(), float("-inf")

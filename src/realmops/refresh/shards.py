@@ -87,7 +87,6 @@ def compute_in_shards(
 
 
 def corpus_identity(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the fields of a run identity that describe the corpus."""
     return {
         "corpus_hash": snapshot.corpus_hash,
         "vocabulary_hash": snapshot.vocabulary_hash,
@@ -164,11 +163,7 @@ class ShardWorker:
 def help_make_shards(
     exchange: Exchange, snapshot: Snapshot, works: Mapping[str, Work], log: Callable[[str], None]
 ) -> None:
-    """Compute shards for the stage of an exchange until none is missing.
-
-    Raises:
-        ValueError: ``works`` lacks the work that is offered, or this machine lacks its device.
-    """
+    """Compute shards for a stage until none is missing; ValueError if its work or device is not supported here."""
     run = exchange.run
     assert run is not None
     if run["work"] not in works:

@@ -55,8 +55,7 @@ class TrainerSide:
     def restore(self) -> Version | None:
         """Restore the newest usable checkpoint, with a warning for each damaged one; return None in a new run.
 
-        Raises:
-            ExchangeError: there were checkpoints and none is usable: a restart from step 0 needs a manual decision.
+        ExchangeError if no checkpoint is usable: a restart from step 0 needs a manual decision.
         """
         store = self.exchange.checkpoints
         has_checkpoints = False
@@ -148,18 +147,8 @@ class TrainerSide:
             )
 
     def index_for(self, step: int) -> Version:
-        """Wait for the index of the weights of exactly this step and adopt it (``fixed_lag``).
-
-        Raises:
-            ValueError: no weights of this step were published.
-            TimeoutError: there was no index within ``builder_timeout`` seconds.
-        """
-        name = self._known.get(step)
-        if name is None:
-            raise ValueError(
-                f"no index of step {step} is possible: its weights were not published; the awaited steps are "
-                f"{sorted(self._awaited)}"
-            )
+        """Adopt the index of the weights of exactly this step; wait up to ``builder_timeout`` seconds."""
+        name = self._known[step]
         return self._adopt(self._wait(lambda: self._load_awaited(name), f"the index of step {step}"))
 
     def newest_index(self, step: int) -> Version | None:
@@ -168,8 +157,7 @@ class TrainerSide:
         Wait if there is no index at all yet, or if the one in use is too stale.
         """
         index = self._newest()
-        if index is None and self.lacks_index:
-            raise ValueError("no index is possible: no weights were published; publish the weights of this step first")
+        assert index is not None or not self.lacks_index, "publish the weights of this step first"
         if index is None and (not self._pinned or self._is_too_stale(step)):
             index = self._wait(self._newest, f"a newer index at step {step}" if self._pinned else "a first index")
         return self._adopt(index) if index else None

@@ -18,21 +18,14 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from errno import EEXIST, ENOENT, ENOTEMPTY
 from pathlib import Path
 from typing import Any
 
-from realmops.artifacts import (
-    DIGEST_KEY,
-    MANIFEST,
-    atomic_folder,
-    build_manifest,
-    canonical_json,
-    check_manifest,
-)
+from realmops.artifacts import DIGEST_KEY, MANIFEST, atomic_folder, build_manifest, canonical_json, check_manifest
 from realmops.files import DEAD, Clock, Files
 from realmops.memory_map import Content, iter_blocks
 from realmops.refresh.heartbeat import LivenessTracker
@@ -87,13 +80,6 @@ def step_of(name: str) -> int:
     return int(name.split("-")[2])
 
 
-def check_run(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raise ValueError with the first differing field and both values if two run identities differ."""
-    for key in sorted({*actual, *expected}):
-        if key not in actual or key not in expected or actual[key] != expected[key]:
-            raise ValueError(f"{key} is {actual.get(key)!r}, expected {expected.get(key)!r}")
-
-
 def _sha256(content: Content) -> str:
     digest = hashlib.sha256()
     for block in iter_blocks(content):
@@ -132,12 +118,7 @@ class VersionStore:
         return [entry for entry in self.files.listdir(self.folder) if entry.startswith(".bad.")]
 
     def manifest(self, name: str) -> Version:
-        """Read a version's manifest without its files.
-
-        Raises:
-            FileNotFoundError: the version was removed.
-            CorruptVersionError: the manifest is damaged, or of another run.
-        """
+        """Read a version's manifest without its files; CorruptVersionError if it is damaged or of another run."""
         path = self.folder / name / MANIFEST
         try:
             return self._parse(name, self.files.read(path, MANIFEST_LIMIT))
@@ -153,8 +134,10 @@ class VersionStore:
         version = Version(listing=fields.pop("files"), digest=fields.pop(DIGEST_KEY), **fields)
         if version.name != name:
             raise ValueError(f"describes {version.name}, expected {name}")
-        if self.run is not None:
-            check_run(version.run, self.run)
+        run = version.run if self.run is None else self.run
+        for key in sorted({*version.run, *run}):
+            if (actual := version.run.get(key)) != (expected := run.get(key)):
+                raise ValueError(f"{key} is {actual!r}, expected {expected!r}")
         for file in version.listing:
             if not FILE.fullmatch(file) or file == MANIFEST:
                 raise ValueError(f"lists the file {file!r}, which is not a valid name")
@@ -165,12 +148,8 @@ class VersionStore:
     def load(self, name: str, mapped: Collection[str] = ()) -> Version:
         """Load a version with its files, pinned until :meth:`unpin`; a version that seems damaged is read twice.
 
-        The files in ``mapped`` are memory-mapped from a local copy if they are large.
-
-        Raises:
-            CorruptVersionError: the version is damaged, for every reader.
-            FileNotFoundError: the version was removed meanwhile.
-            OSError: the volume failed; the version may be intact.
+        The files in ``mapped`` are memory-mapped from a local copy if they are large. CorruptVersionError if it is
+        damaged for every reader, FileNotFoundError if it was removed meanwhile; after another OSError it may be intact.
         """
         folder = self.root / "pins" / self.holder.split("-")[0]
         pin = folder / f"{self.kind}.{name}.{self.holder}.{secrets.token_hex(4)}"
@@ -192,7 +171,6 @@ class VersionStore:
             raise
 
     def unpin(self, version: Version) -> None:
-        """Release a loaded version, which may be removed from now on."""
         if version.pin is not None:
             self._unpin(version.pin)
 
@@ -229,18 +207,11 @@ class VersionStore:
         self, name: str, contents: Mapping[str, Content], meta: Mapping[str, Any],
         guard: Callable[[], None] = lambda: None,
     ) -> bool:  # fmt: skip
-        """Commit a version; once this returns, it survives a power cut.
+        """Commit a version of these files; once this returns, it survives a power cut.
 
-        After an error a reader sees either no version or the complete one.
-
-        Args:
-            name: the version.
-            contents: its files, by name.
-            meta: the fields of its manifest that the kind defines.
-            guard: called before and after the commit; it raises to refuse the commit.
-
-        Returns:
-            False if another writer's version has that name already; this one is dropped.
+        False if another writer's version has that name already; this one is dropped. After an error a reader sees
+        either no version or the complete one. ``meta`` are fields of the manifest that the kind defines; ``guard`` is
+        called before and after the commit, and raises to refuse it.
         """
         assert NAME.fullmatch(name), name
         assert all(FILE.fullmatch(file) and file != MANIFEST for file in contents), list(contents)
@@ -334,12 +305,8 @@ class VersionStore:
             self.files.sync_folder(self.folder)
         trash = [entry for entry in self.files.listdir(self.folder) if entry.startswith(".trash.")]
         due = [entry for entry in trash if self._liveness.seconds_unchanged(entry, None) >= self.grace]
-        self._empty_trash(due, keep)
-
-    def _empty_trash(self, trash: Iterable[str], keep: Callable[[], set[str]]) -> None:
-        """Delete or restore: check pins and ``keep`` again, now that no new reader can find the version."""
-        in_use = self._names_in_use(keep) if trash else set()
-        for entry in trash:
+        in_use = self._names_in_use(keep) if due else set()  # again: by now no new reader can find the version
+        for entry in due:
             name = entry.removeprefix(".trash.")
             if name in in_use:
                 self._move(entry, name)

@@ -10,7 +10,7 @@ Shape suffixes: Q queries, P passages, E embedding width, K results, D candidate
 
 import logging
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,7 +22,7 @@ from torch import Tensor
 from realmops.memory_map import memory_bytes, release_pages
 from realmops.options import IndexOptions
 from realmops.search import faiss_gpu
-from realmops.search.exact import ExactIndex, InMemory, MaxSimIndex, PassageIndex
+from realmops.search.exact import ExactIndex, MaxSimIndex, PassageIndex
 from realmops.search.inner_products import search
 
 MAX_EXACT_PASSAGES = 20_000_000
@@ -55,7 +55,7 @@ class Recipe:
     target_recall: float
 
 
-class ApproximateIndex(InMemory, ABC):
+class ApproximateIndex(PassageIndex):
     """A structure over embeddings P x E that proposes candidates; their scores are exact.
 
     An index type is a subclass and a row in ``TYPES``. It is built from the embeddings and its recipe alone, so that it

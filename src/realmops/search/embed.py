@@ -54,21 +54,15 @@ def embed_passages(
 ) -> Tensor:
     """Embed passages, N x M E; on a GPU fp16 replaces bf16 unless a result overflows."""
     with eval_mode(tower):
-        half = _in_fp16(tower) if dtype == torch.bfloat16 else None
-        if half is not None:
-            embedding_NE = embed(half, sequences, torch.float32, progress, vectors)
+        half = None
+        if dtype == torch.bfloat16 and tower.device.type == "cuda" and isinstance(tower, Embedder):
+            half = tower.encoder.in_fp16()
+        if isinstance(tower, Embedder) and half is not None:
+            embedding_NE = embed(tower.with_encoder(half), sequences, torch.float32, progress, vectors)
             if bool(embedding_NE.isfinite().all()):
                 return embedding_NE
             progress = no_progress  # already reported
         return embed(tower, sequences, dtype, progress, vectors)
-
-
-def _in_fp16(tower: Tower) -> Tower | None:
-    """Return a copy of a tower on a GPU with an fp16 encoder; None where that is not supported."""
-    if tower.device.type != "cuda" or not isinstance(tower, Embedder):
-        return None
-    encoder = tower.encoder.in_fp16()
-    return None if encoder is None else tower.with_encoder(encoder)
 
 
 def embed_on_device(tower: Tower, sequences: Sequences, dtype: torch.dtype) -> Tensor:
@@ -194,12 +188,6 @@ def make_document_embedder(
         return embed(tower, sequences, dtype, progress, vectors, graph)
 
     return make
-
-
-def embed_documents(
-    retriever: Retriever, snapshot: Snapshot, rows: Sequence[int], dtype: torch.dtype, progress: Progress = no_progress
-) -> Tensor:
-    return make_document_embedder(retriever, snapshot, dtype, len(rows))(rows, progress)
 
 
 def query_sequences(queries: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -6,10 +6,10 @@ retrieved.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,28 +18,8 @@ from torch import Tensor
 from realmops.search.inner_products import FEW, Bf16Prefilter, Int8Prefilter, search
 
 
-class PassageIndex(Protocol):
-    """Interface of an index over passage embeddings; each index type implements it."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the tensors that ``vectors`` returns."""
-
-    def __len__(self) -> int:
-        """Return the number of passages."""
-
-    def vectors(self, ids: Tensor | slice) -> Tensor:
-        """Return the embeddings of passages, ids.shape x X.
-
-        They are exact whichever structure proposes the candidates. A slice returns a view, not a copy.
-        """
-
-    def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return inner products and passage ids, Q x min(k, P), best first."""
-
-
-class InMemory:
-    """Base class of indexes that hold all embeddings in one tensor."""
+class PassageIndex(ABC):
+    """An index over the embeddings of passages, P x X in one tensor; each index type is a subclass."""
 
     embedding_PE: Tensor
 
@@ -51,11 +31,16 @@ class InMemory:
         return len(self.embedding_PE)
 
     def vectors(self, ids: Tensor | slice) -> Tensor:
+        """Return the embeddings of passages, ids.shape x X; a slice returns a view."""
         return self.embedding_PE[ids.to(self.device) if isinstance(ids, Tensor) else ids]
+
+    @abstractmethod
+    def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return inner products and passage ids, Q x min(k, P), best first."""
 
 
 @dataclass(frozen=True)
-class ExactIndex(InMemory):
+class ExactIndex(PassageIndex):
     """Exhaustive index: every passage is compared with the query.
 
     The first search of more than 50,000 fp32 passages makes a bf16 copy if the processor multiplies bf16 in hardware:
@@ -67,7 +52,7 @@ class ExactIndex(InMemory):
     use_int8: bool = False
 
     def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the k best scores and ids, Q x K, through a prefilter where one applies."""
+        """Search through a prefilter where one applies."""
         query_QE = query_QE.to(self.embedding_PE.device)
         if query_QE.dtype == torch.float32:
             is_small = len(query_QE) < FEW
@@ -93,7 +78,7 @@ class ExactIndex(InMemory):
 
 
 @dataclass(frozen=True)
-class MaxSimIndex(InMemory):
+class MaxSimIndex(PassageIndex):
     """Index of passages with M vectors each, of which the best one is the score (``model.retriever``)."""
 
     vector_index: PassageIndex  # its rows are single vectors

@@ -20,10 +20,10 @@ from realmops.devices import PRECISIONS
 from realmops.model.retriever import Retriever
 from realmops.model.retriever_files import TextFormat, retriever_files, retriever_from_files
 from realmops.refresh.builder import MISCONFIGURED
-from realmops.refresh.builder_process import exchange_identity
 from realmops.refresh.child_processes import SupervisedProcess
 from realmops.refresh.exchange import Exchange, FencedError
 from realmops.refresh.follower import builder_command
+from realmops.refresh.shards import corpus_identity
 from realmops.refresh.trainer import RefreshPolicy, TrainerSide
 from realmops.search.embeddings import EMBEDDINGS, view_embeddings
 from realmops.search.exact import PassageIndex
@@ -189,14 +189,14 @@ def open_exchange(
         yield context, ExchangeSource(None, refresh, text, context.device, processes, build)
         return
     root = work / "exchange" if refresh.exchange == "auto" else Path(refresh.exchange)
-    run_identity = exchange_identity(
-        snapshot,
-        run_key=work.name,
-        embedding_width=retriever.width,
-        precision=PRECISIONS[context.dtype],
-        threads=torch.get_num_threads(),
-        part_rows=refresh.shard_rows,
-    )
+    run_identity = {
+        "run_key": work.name,
+        **corpus_identity(snapshot),
+        "embedding_width": retriever.width,
+        "precision": PRECISIONS[context.dtype],
+        "threads": torch.get_num_threads(),
+        "part_rows": refresh.shard_rows,
+    }
     child = None
     if refresh.builder == "child":
         command = builder_command(root, snapshot.folder, "--watch-parent", str(os.getpid()))
