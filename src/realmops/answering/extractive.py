@@ -62,10 +62,6 @@ class ExtractiveQa(SpanAnswers):
         prefix_S2 = np.repeat([place[:2] for place in places], [len(part.log_p) for part in spans], axis=0)
         return np.concatenate(scores), np.column_stack([prefix_S2, np.concatenate([part.chars for part in spans])])
 
-    @property
-    def word_vectors(self) -> Tensor:
-        return self.reader.word_vectors
-
     def log_p(self, score_S: Tensor) -> Tensor:
         return score_S
 

@@ -64,8 +64,7 @@ class MetadataFilters:
         InvalidRequest if a condition is malformed, or if none of the documents that passed the previous filters has the
         field, or a value that it can be compared with.
         """
-        for where in filters:
-            check_filter(where)
+        predicates = [{field: _predicate(field, condition) for field, condition in where.items()} for where in filters]
         try:
             key = canonical_json([*filters])
         except UnicodeEncodeError:
@@ -73,10 +72,10 @@ class MetadataFilters:
         with self._lock:
             if key not in self._cache:
                 passes_P = np.ones(len(self._snapshot), bool)
-                for where in filters:
+                for where, tests in zip(filters, predicates, strict=True):
                     self._check_fields(where, passes_P)
-                    for field, condition in where.items():
-                        passes_P = passes_P & self._matching(field, condition)
+                    for field, passes in tests.items():
+                        passes_P = passes_P & self._matching(field, passes)
                 self._cache[key] = np.flatnonzero(passes_P)
             ids = self._cache[key] = self._cache.pop(key)  # the most recently used is last
             while sum(map(len, self._cache.values())) > _CACHED_PASSAGES or len(self._cache) > _CACHED_FILTERS:
@@ -106,8 +105,8 @@ class MetadataFilters:
     def _codes(self, field: str) -> NDArray[np.int32]:
         return self._coded(DOCUMENT_ID)[1] if field == DOCUMENT_ID else self._extra[1]
 
-    def _matching(self, field: str, condition: Any) -> NDArray[np.bool_]:
-        code_P, column, passes = self._codes(field), self._column(field), _predicate(condition)
+    def _matching(self, field: str, passes: Callable[[Any], bool]) -> NDArray[np.bool_]:
+        code_P, column = self._codes(field), self._column(field)
         passes_V = np.fromiter(map(passes, column.values), bool, len(column.values))
         passes_U = np.zeros(code_P.max(initial=-1) + 1, bool)
         passes_U[column.row_N[passes_V[column.number_N]]] = True
@@ -130,38 +129,28 @@ class MetadataFilters:
         return self._columns[field]
 
 
-def _predicate(condition: Any) -> Callable[[Any], bool]:
-    """Return whether a value satisfies a condition; a numeric string counts as both types."""
-    if isinstance(condition, Mapping):
-        bounds = [(RANGES[name], _kind(bound), bound) for name, bound in condition.items()]
+def _predicate(field: str, condition: Any) -> Callable[[Any], bool]:
+    """Return whether a value satisfies a condition (a numeric string counts as both types), which is checked."""
+    if not isinstance(condition, Mapping):
+        items = condition if isinstance(condition, list) else [condition]
+        keys = {_key(item) for item in items}
+        numbers = {item for item in items if _kind(item) == "number"}
+        return lambda value: _key(value) in keys or _number(value) in numbers
+    if not condition or not set(condition) <= set(RANGES):
+        names = ", ".join(map(str, condition)) or "nothing"
+        raise InvalidRequest(f"the range of {field} has {names}; allowed: {', '.join(RANGES)}")
+    for name, bound in condition.items():
+        if isinstance(bound, bool) or not _is_value(bound):
+            raise InvalidRequest(f"{name} of {field} is {bound!r}; expected a number or a string")
 
-        def is_in_range(value: Any) -> bool:
-            for holds, kind, bound in bounds:
-                operand = _number(value) if kind == "number" else value
-                if _kind(operand) != kind or not holds(operand, bound):
-                    return False
-            return True
-
-        return is_in_range
-    items = condition if isinstance(condition, list) else [condition]
-    keys = {_key(item) for item in items if _kind(item) != "number"}
-    numbers = {item for item in items if _kind(item) == "number"}
-    return lambda value: _key(value) in keys or _number(value) in numbers
-
-
-def check_filter(where: Where) -> None:
-    """Raise InvalidRequest for a malformed condition; needs no documents."""
-    for field, condition in where.items():
-        if not isinstance(condition, Mapping):
-            for value in condition if isinstance(condition, list) else [condition]:
-                _key(value)
-            continue
-        if not condition or not set(condition) <= set(RANGES):
-            keys = ", ".join(map(str, condition)) or "nothing"
-            raise InvalidRequest(f"the range of {field} has {keys}; allowed: {', '.join(RANGES)}")
+    def is_in_range(value: Any) -> bool:
         for name, bound in condition.items():
-            if isinstance(bound, bool) or not _is_value(bound):
-                raise InvalidRequest(f"{name} of {field} is {bound!r}; expected a number or a string")
+            operand = _number(value) if _kind(bound) == "number" else value
+            if _kind(operand) != _kind(bound) or not RANGES[name](operand, bound):
+                return False
+        return True
+
+    return is_in_range
 
 
 def _key(value: Any) -> tuple[bool, Any]:

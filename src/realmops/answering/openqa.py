@@ -117,9 +117,5 @@ class OpenQa(SpanAnswers):
                 rows[selected, 3] = chars[rows[selected, 3], 1]
         return logits, rows
 
-    @property
-    def word_vectors(self) -> Tensor:
-        return self.reader.encoder.word_vectors
-
     def log_p(self, score_S: Tensor) -> Tensor:
         return score_S.log_softmax(0)

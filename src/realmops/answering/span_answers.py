@@ -36,11 +36,6 @@ class SpanAnswers(RetrieveAndRead):
     def candidates(self, retrieved: Sequence[RetrievedPassages]) -> tuple[NDArray[np.floating], np.ndarray]:
         """Return the scores of all spans of the retrieved passages, S, and their rows, by question and rank."""
 
-    @property
-    @abstractmethod
-    def word_vectors(self) -> Tensor:
-        """Word embeddings of the reader."""
-
     @abstractmethod
     def log_p(self, score_S: Tensor) -> Tensor:
         """Return log p(span, z|x) of all spans of one question from their scores, in fp64."""

@@ -171,6 +171,10 @@ class Reader(nn.Module):
         return self.bert
 
     @property
+    def word_vectors(self) -> Tensor:
+        return self.bert.word_vectors
+
+    @property
     def device(self) -> torch.device:
         return self.bert.device
 

@@ -27,6 +27,7 @@ from realmops.serve.batching import Busy, Closed, Pending, RequestBatcher
 from realmops.serve.guard import FAILED, QUESTIONS_LIMIT, Guard, Token, problem
 from realmops.serve.metrics import Metrics
 from realmops.serve.model_watcher import ModelWatcher
+from realmops.tracking.feedback_log import FeedbackSender
 
 _FOLDERS = re.compile(r"[^\s'\"(]*/")
 
@@ -134,7 +135,7 @@ def make_app(batcher: RequestBatcher, watcher: ModelWatcher, metrics: Metrics, t
     )
     service = app.state.service = AnswerService(batcher, watcher)
     app.state.token = None if token is None else Token(token)
-    app.state.feedback = feedback_routes.FeedbackStore(watcher.source.root)
+    app.state.feedback = FeedbackSender(watcher.source.root)
 
     @app.post("/v1/answer", summary="Answer questions", response_model=None)
     async def answer(question: AnswerRequest) -> Response:

@@ -5,7 +5,6 @@ It is stored in a file of the run, and sent to MLflow if the run is tracked.
 
 import logging
 from dataclasses import asdict
-from pathlib import Path
 from urllib.parse import urlencode, urlsplit
 
 from fastapi import APIRouter, HTTPException, Request
@@ -15,31 +14,23 @@ from pydantic import ValidationError
 
 from realmops.answering.feedback import Feedback, FeedbackFileFull, Rating, append_feedback
 from realmops.serve.guard import form_of
-from realmops.tracking.feedback_log import FeedbackSender
 
 _LOG = logging.getLogger(__name__)
 router = APIRouter()
 
 
-class FeedbackStore:
-    """Stores feedback below a run's folder and has it sent to MLflow."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._sender = FeedbackSender(root)
-
-    def append_feedback(self, rating: Rating) -> None:
-        """Store feedback durably; raise HTTPException: 507 full file, 503 not writable."""
-        try:
-            append_feedback(self._root, Feedback(**asdict(rating)))
-        except FeedbackFileFull as error:
-            raise HTTPException(507, str(error)) from None
-        except OSError as error:
-            raise HTTPException(503, f"feedback cannot be saved: {error.strerror}") from None
-        try:
-            self._sender.notify()
-        except Exception:  # it is stored, and sent with the next feedback
-            _LOG.exception("serve: feedback was not sent to MLflow")
+def _store(request: Request, rating: Rating) -> None:
+    """Store a rating durably, and have it sent; raise HTTPException: 507 full file, 503 not writable."""
+    try:
+        append_feedback(request.app.state.service.watcher.source.root, Feedback(**asdict(rating)))
+    except FeedbackFileFull as error:
+        raise HTTPException(507, str(error)) from None
+    except OSError as error:
+        raise HTTPException(503, f"feedback cannot be saved: {error.strerror}") from None
+    try:
+        request.app.state.feedback.notify()
+    except Exception:  # it is stored, and sent with the next feedback
+        _LOG.exception("serve: feedback was not sent to MLflow")
 
 
 def _refuse_other_sites(request: Request) -> None:
@@ -58,7 +49,7 @@ def feedback(request: Request, rating: Rating) -> dict[str, bool]:
     Without an answer, send `answer` as "", `right` as false, and `correct_answer`.
     """
     _refuse_other_sites(request)
-    request.app.state.feedback.append_feedback(rating)
+    _store(request, rating)
     return {"kept": True}
 
 
@@ -86,5 +77,5 @@ async def from_page(request: Request) -> RedirectResponse:
         )
     except ValidationError as error:
         raise HTTPException(422, error.errors()[0]["msg"].removeprefix("Value error, ")) from None
-    await run_in_threadpool(request.app.state.feedback.append_feedback, rating)
+    await run_in_threadpool(_store, request, rating)
     return RedirectResponse(f".?{urlencode({'q': rating.question, 'noted': 1})}", 303)

@@ -140,7 +140,7 @@ def _learn_to_read(trainings: StageTrainings, model: RetrieveAndRead, questions:
     if not isinstance(model, SpanAnswers):
         return {}
     job, options, optimiser = trainings.job, model.options, trainings.job.section(Optimiser)
-    model.word_vectors.requires_grad_(not options.freeze_words)
+    model.reader.word_vectors.requires_grad_(not options.freeze_words)
     if isinstance(model, OpenQa) and options.reader_training == "passages":
         finetune(_reading_context(trainings, model.dtype, len(questions)), model, questions, options, optimiser)
         return {}
