@@ -12,19 +12,18 @@ import pytest
 from small_project import cli
 from test_exact_match import QUESTIONS
 
-from realmops.answering.answer import Answer
+from realmops.answering.answer import Answer, Span
 from realmops.evaluate.exact_match import score_predictions
 from realmops.evaluate.predictions import (
-    FAILED_AT,
     Prediction,
     build_predictions,
-    failed_at,
     failure_shares,
     read_predictions,
     write_first_hits,
     write_predictions,
 )
 
+ASKED = [*QUESTIONS, replace(QUESTIONS[3], id="q5")]
 PREDICTION = Prediction(
     question_id="q1", question="Where was Ada Vell born?", prediction="Tor Hollow", answers=("Tor Hollow",),
     em=True, f1=1.0, passage_ids=("p7", "p2"), titles=("Ada Vell", "Tor Hollow"), p_z=(0.75, 0.25),
@@ -71,32 +70,18 @@ def test_predictions_of_another_version_are_refused(tmp_path: Path) -> None:
     assert "has no predictions in the format of this version" in cli("explain", "--root", tmp_path).stderr
 
 
-@pytest.mark.parametrize(
-    ("correct", "in_corpus", "retrieved", "choosable", "name"),
-    [
-        (True, False, False, False, "correct"),
-        (False, False, False, False, "not_in_corpus"),
-        (False, True, False, False, "not_retrieved"),
-        (False, True, True, False, "too_long"),
-        (False, True, True, True, "reader"),
-    ],
-)
-def test_the_first_failed_step_counts(
-    correct: bool, in_corpus: bool, retrieved: bool, choosable: bool, name: str
-) -> None:
-    found = failed_at(correct=correct, in_corpus=in_corpus, retrieved=retrieved, choosable=choosable)
-    assert found == name
-    assert found in FAILED_AT
-
-
 def test_failures_are_those_of_the_passages_read() -> None:
     """Of ten ranked passages five are read: the fifth is, the sixth is not; the eleventh is no hit at all."""
-    answers = [Answer(one.question, None, ranked=list(range(10))) for one in QUESTIONS]
-    score, first_hit_Q = score_predictions(QUESTIONS, [""] * 4, seed=0), np.array([0, 4, 5, 10])
+    gold = Span("Moors", 0, (0, 5), 1.0)
+    answers = [
+        Answer(q.question, None, ranked=[*range(10)], best_gold=gold if n == 1 else None) for n, q in enumerate(ASKED)
+    ]
+    score = score_predictions(ASKED, ["", "", "", "", "Tor Hollow"], seed=0)
+    first_hit_Q, in_corpus_Q = np.array([0, 4, 5, 10, 0]), np.array([True, True, True, False, True])
     snapshot: Any = SimpleNamespace()
-    found = build_predictions(snapshot, QUESTIONS, answers, score, first_hit_Q, np.ones(4, bool), 5, None)
-    assert [one.failed_at for one in found] == ["too_long", "too_long", "not_retrieved", "not_retrieved"]
-    assert [one.first_hit for one in found] == [0, 4, 5, -1]
+    rows = build_predictions(snapshot, ASKED, answers, score, first_hit_Q, in_corpus_Q, 5, None)
+    assert [row.failed_at for row in rows] == ["too_long", "reader", "not_retrieved", "not_in_corpus", "correct"]
+    assert [row.first_hit for row in rows] == [0, 4, 5, -1, 0]
     shares = failure_shares(["correct", "reader", "reader", "too_long"])
     expected = {"not_in_corpus": 0, "not_retrieved": 0, "too_long": 0.25, "reader": 0.5}
     assert shares == {f"failed_at_{name}": share for name, share in expected.items()}

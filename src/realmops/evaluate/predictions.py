@@ -116,6 +116,8 @@ def build_predictions(
         best, gold = answer.best, answer.best_gold
         correct, f1 = next(scored) if score is not None and question.measures_answers else (None, None)
         first_hit = int(first_hit_Q[i])
+        fails = (correct, not in_corpus_Q[i], first_hit >= passages_read, gold is None, True)
+        steps = zip(FAILED_AT, fails, strict=True)
         prediction = Prediction(
             question_id=question.id,
             question=question.question,
@@ -136,14 +138,7 @@ def build_predictions(
             gold_span=gold.text if gold else None,
             gold_score=gold.score if gold else None,
             first_hit=first_hit if first_hit < len(answer.ranked) else -1,
-            failed_at=None
-            if correct is None
-            else failed_at(
-                correct=correct,
-                in_corpus=bool(in_corpus_Q[i]),
-                retrieved=first_hit < passages_read,
-                choosable=gold is not None,
-            ),
+            failed_at=None if correct is None else next(name for name, holds in steps if holds),
             confidence=confidence.probability(answer) if confidence else None,
             abstained=confidence.abstains(answer) if confidence else None,
             page=snapshot.page(best.passage, best.characters[0]) if best else None,
@@ -153,16 +148,6 @@ def build_predictions(
         )
         predictions.append(prediction)
     return predictions
-
-
-def failed_at(*, correct: bool, in_corpus: bool, retrieved: bool, choosable: bool) -> str:
-    if correct:
-        return "correct"
-    if not in_corpus:
-        return "not_in_corpus"
-    if not retrieved:
-        return "not_retrieved"
-    return "reader" if choosable else "too_long"
 
 
 def failure_shares(failures: Sequence[str]) -> dict[str, float]:

@@ -20,6 +20,7 @@ _TARGET = re.compile(rf"\s*\(\s*list\s*((?:{_DESCRIPTION.pattern})*)\)\s*", re.D
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _LEVELS = ("data", "paragraphs", "qas")  # of SQuAD's files, the outermost first
 _CHOICES = ("choices", "options")  # keys of multiple-choice questions, whose answer may be a number or letter
+_OTHER_FIELDS = ("passage_id", "is_regex", "not_in", "language", "relevant")
 _NO_ANSWER = "<unk>"  # TriviaQA's value in test files without answers
 
 
@@ -93,14 +94,10 @@ def _read_question(place: str, fields: dict[str, Any]) -> QuestionRecord:
         next((fields[name] for name in ids if fields.get(name) not in (None, "")), fields.get("id")),
         fields["question"],
         answers,
-        fields.get("passage_id"),
-        fields.get("is_regex", False),
-        (is_empty and "relevant" not in fields)
+        unanswerable=(is_empty and "relevant" not in fields)
         or fields.get("is_impossible") is True
         or fields.get("answerable") is False,
-        fields.get("not_in", ()),
-        fields.get("language"),
-        fields.get("relevant"),
+        **{name: fields[name] for name in _OTHER_FIELDS if name in fields},
     )
 
 
