@@ -307,10 +307,8 @@ class Edits:
         from realmops.readers.sources import list_sources
 
         documents = list_sources(PROJECT / values["snapshot"]["documents"], values["snapshot"]["format"])
-        records = [
-            (documents[number].format.name, found) for batch in iter_batches(documents) for number, found in batch
-        ]
-        kept = [one for one in parse_records(records) if isinstance(one, Document)]
+        outcomes = (outcome for batch in iter_batches(documents) for outcome in parse_records(batch))
+        kept = [outcome for outcome in outcomes if isinstance(outcome, Document)]
         lines = [{"title": one.title, "text": one.text} | ({"id": one.id} if one.id else {}) for one in kept]
         self._first, self._rest = lines[0], "".join(f"{json.dumps(line)}\n" for line in lines[1:])
         self._values = {**values, "snapshot": {**values["snapshot"], "documents": str(file)}}

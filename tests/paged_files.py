@@ -1,4 +1,4 @@
-"""Small files with pages, for tests: PDF written by hand, Office files by the libraries that read them."""
+"""Small files with pages, for tests."""
 
 from __future__ import annotations
 
@@ -7,40 +7,28 @@ from io import BytesIO
 from typing import Any
 from zipfile import ZipFile
 
-PASSWORD = b"/Encrypt << /Filter /Standard /V 1 /R 2 /P -4 /O <%s> /U <%s> >> /ID [<00> <00>]" % (
-    b"11" * 32,
-    b"22" * 32,
-)
 
+def pdf(*pages: str, title: str = "", password: str = "") -> bytes:
+    """Return a PDF with these pages; a page without text has a grey square."""
+    from reportlab.pdfgen.canvas import Canvas
 
-def pdf(*pages: str, title: str = "", trailer: bytes = b"") -> bytes:
-    """A PDF with these pages, each line of text (without brackets) on a line; an empty page holds a grey square.
-
-    ``trailer`` may be ``PASSWORD``: then it opens with no password that anybody knows.
-    """
-    font = b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica /Encoding /WinAnsiEncoding >>"
-    objects = [b"<< /Type /Catalog /Pages 2 0 R >>", b"", font, b"<< /Title (%s) >>" % title.encode("cp1252")]
-    kids = []
+    file = BytesIO()
+    canvas = Canvas(file, invariant=1, pageCompression=0, encrypt=password or None)
+    canvas.setTitle(title)
     for page in pages:
-        lines = [b"(%s) Tj T*" % line.encode("cp1252") for line in page.split("\n")]
-        drawn = b"BT /F 12 Tf 72 720 Td 14 TL %s ET" % b" ".join(lines) if page else b"0.5 g 72 72 400 400 re f"
-        objects.append(b"<< /Length %d >>\nstream\n%s\nendstream" % (len(drawn), drawn))
-        place = b"/MediaBox [0 0 612 792] /Resources << /Font << /F 3 0 R >> >>"
-        objects.append(b"<< /Type /Page /Parent 2 0 R %s /Contents %d 0 R >>" % (place, len(objects)))
-        kids.append(b"%d 0 R" % len(objects))
-    objects[1] = b"<< /Type /Pages /Count %d /Kids [%s] >>" % (len(kids), b" ".join(kids))
-    file, places = bytearray(b"%PDF-1.4\n"), []
-    for number, one in enumerate(objects, start=1):
-        places.append(b"%010d 00000 n \n" % len(file))
-        file += b"%d 0 obj\n%s\nendobj\n" % (number, one)
-    size, start = len(objects) + 1, len(file)
-    file += b"xref\n0 %d\n0000000000 65535 f \n%s" % (size, b"".join(places))
-    file += b"trailer << /Size %d /Root 1 0 R /Info 4 0 R %s >>\nstartxref\n%d\n%%%%EOF\n" % (size, trailer, start)
-    return bytes(file)
+        if page:
+            text = canvas.beginText(72, 720)
+            text.textLines(page, trim=0)
+            canvas.drawText(text)
+        else:
+            canvas.rect(72, 72, 400, 400, fill=1)
+        canvas.showPage()
+    canvas.save()
+    return file.getvalue()
 
 
 def drawn_forms(times: int, depth: int) -> bytes:
-    """A PDF whose page draws a form some times, which draws another one as often, and so on; the last has text."""
+    """Return a PDF whose page draws a form ``times`` times, which draws another one as often; the last has text."""
     use = b"/F Do " * times
     fonts = b"<< /Font << /F << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >>"
     text = b"BT /F 12 Tf 72 720 Td (%s) Tj ET" % (b"word " * 200)
@@ -56,7 +44,7 @@ def drawn_forms(times: int, depth: int) -> bytes:
 
 
 def docx(*paragraphs: str, cells: Sequence[str] = (), title: str = "") -> bytes:
-    """A Word document; ``cells`` is a row of a table below the paragraphs."""
+    """Return a Word document; ``cells`` is a row of a table below the paragraphs."""
     from docx import Document
 
     document = Document()
@@ -71,7 +59,7 @@ def docx(*paragraphs: str, cells: Sequence[str] = (), title: str = "") -> bytes:
 
 
 def pptx(*slides: str, notes: str = "") -> bytes:
-    """A presentation with a text box on each slide, and ``notes`` on the last."""
+    """Return a presentation with a text box on each slide."""
     from pptx import Presentation
 
     presentation = Presentation()
@@ -84,7 +72,7 @@ def pptx(*slides: str, notes: str = "") -> bytes:
 
 
 def xlsx(sheets: Mapping[str, Sequence[Sequence[Any]]]) -> bytes:
-    """A workbook: the rows of each sheet by its name."""
+    """Return a workbook: the rows of each sheet by its name."""
     from openpyxl import Workbook
 
     book = Workbook()
@@ -97,7 +85,7 @@ def xlsx(sheets: Mapping[str, Sequence[Sequence[Any]]]) -> bytes:
 
 
 def epub(text: str) -> bytes:
-    """A book of one chapter; ``text`` is XML."""
+    """Return a book of one chapter; ``text`` is XML."""
     file = BytesIO()
     with ZipFile(file, "w") as book:
         book.writestr("META-INF/container.xml", '<c xmlns="x"><rootfile full-path="b.opf"/></c>')

@@ -62,16 +62,13 @@ def utf_16_encoding(head: bytes) -> str:
 
 
 def bare_name(path: Path) -> str:
-    """Return the name of a file without .gz or .bz2."""
     return path.stem if path.suffix.lower() in _OPENERS else path.name
 
 
 def open_raw(path: Path) -> BufferedReader:
     """Open a file without decompressing it.
 
-    Raises:
-        ValueError: the file is not regular, cannot be opened, or is an empty .gz or .bz2 file, which the libraries
-            would read as a file without records although it is a failed download.
+    Raise ValueError if it is not regular or cannot be opened, or is an empty .gz or .bz2 file: a failed download.
     """
     try:
         file = open_regular(path)
@@ -87,9 +84,7 @@ def describe_damage(error: BaseException, path: Path) -> str:
     """Return the message for one of ``DECOMPRESSION_ERRORS``; raise ValueError for an I/O error of the disk."""
     if isinstance(error, OSError) and error.errno is not None:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); check the disk") from None
-    kind = path.suffix[1:]
-    name = {"gz": "gzip", "bz2": "bzip2"}.get(kind.lower(), "compressed")
+    name = {".gz": "gzip", ".bz2": "bzip2"}.get(path.suffix.lower(), "compressed")
     if isinstance(error, EOFError):
         return f"the {name} file ends in the middle; it was truncated: copy or download it again"
-    remedy = f", or take .{kind} off its name if it is plain text" if path.suffix.lower() in _OPENERS else ""
-    return f"no valid {name} data ({error}), so that the rest of the file cannot be read; copy the file again{remedy}"
+    return f"no valid {name} data ({error}), so that the rest of the file cannot be read; copy or download it again"

@@ -152,7 +152,7 @@ def test_a_refused_corpus_leaves_the_snapshot_of_before(project: Path) -> None:
     assert run(project, "snapshot").exit_code == 0
     before = {p: p.read_bytes() for p in (project / "root/data").rglob("*") if p.is_file()}
     (project / "documents.jsonl").write_bytes(b"")
-    refused(run(project, "snapshot"), "holds no documents")
+    refused(run(project, "snapshot"), "no passage is left")
     assert {p: p.read_bytes() for p in (project / "root/data").rglob("*") if p.is_file()} == before
     assert litter(project / "root") == []
 

@@ -1,4 +1,4 @@
-"""Documents alone in Chinese, end to end: names without a tagger, questions made, a reader, a search, an answer."""
+"""Documents in Chinese, end to end: names without a tagger, generated questions, a reader, a search, an answer."""
 
 import json
 import re
@@ -7,9 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
-import small_project
-from small_project import Quiet, cli, stage, toy_values, write_params
+from small_project import Quiet, cli, stage, toy_values, write_json_lines, write_params
 
 from realmops.answering.answer import Span
 from realmops.answering.record import _context, enclosing_sentence
@@ -28,12 +26,15 @@ TEXTS = [
 FILES = {part: f"data/cloze/questions.{part}.jsonl" for part in ("train", "dev", "test")}
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run up to the fine-tuned model."""
-    project = tmp_path_factory.mktemp("chinese")
-    documents = [{"title": "", "text": text} for text in TEXTS]
-    small_project.write_json_lines(project / "documents.jsonl", documents)
+def output(*arguments: object) -> dict[str, Any]:
+    result = cli(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    record: dict[str, Any] = json.loads(result.stdout)
+    return record
+
+
+def test_run_on_chinese_documents_ends_in_answers(tmp_path: Path) -> None:
+    write_json_lines(tmp_path / "documents.jsonl", [{"title": "", "text": text} for text in TEXTS])
     values = toy_values(
         snapshot={"language": "zh", "documents": "documents.jsonl", "warmup": "", "block_wordpieces": 128},
         tag={"method": "phrases"},
@@ -41,58 +42,37 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pretrain={"steps": 0},
         retriever={"hybrid": True},
     )
-    params = write_params(project / "params.yaml", values)
+    params = write_params(tmp_path / "params.yaml", values)
     for name in ("snapshot", "tag"):
-        stage(name, values, project, project)
-    result = cli("cloze", "--params", params, "--root", project)
+        stage(name, values, tmp_path, tmp_path)
+    snapshot, spans = Snapshot.open(tmp_path / "data/snapshot/corpus"), Spans.open(tmp_path / "data/spans/corpus")
+    assert [len(snapshot), len(snapshot.sentences(0)), snapshot.language_of(0)] == [len(TEXTS), 3, "zh"]
+    salient = {snapshot.text(int(row[0]))[row[4] : row[5]] for row in spans.rows}
+    assert {"1900年", "1907年", "安娜贝格", "卡尔伦德", "约恩维克"} <= salient
+
+    result = cli("cloze", "--params", params, "--root", tmp_path)
     assert result.exit_code == 0, result.output
-    for name in ("ict", "pretrain", "finetune", "evaluate"):
-        stage(name, values, project, project, Quiet())
-    return project
-
-
-def test_names_and_years_are_salient(root: Path) -> None:
-    snapshot, spans = Snapshot.open(root / "data/snapshot/corpus"), Spans.open(root / "data/spans/corpus")
-    assert len(snapshot) == len(TEXTS)
-    assert [len(snapshot.sentences(0)), snapshot.language_of(0)] == [3, "zh"]
-    found = {snapshot.text(int(row[0]))[row[4] : row[5]] for row in spans.rows}
-    assert {"1900年", "1907年"} <= found
-    assert {"安娜贝格", "卡尔伦德", "约恩维克"} <= found
-
-
-def test_questions_are_made_and_scored_by_the_rules_of_chinese(root: Path) -> None:
-    questions = read_questions([root / name for name in FILES.values()], format="jsonl")
+    questions = read_questions([tmp_path / name for name in FILES.values()], format="jsonl")
     assert len(questions) >= 3
-    assert {question.language for question in questions} == {"zh"}
     for question in questions:
+        assert question.language == "zh"
         assert re.fullmatch(r"(什么|何时|多少|哪一年).*？", question.question)
         assert not re.search("[一-龥] [一-龥]", question.question)
-    metrics = json.loads((root / "results/metrics.json").read_text())
-    assert metrics["questions"] >= 1
+
+    for name in ("ict", "pretrain", "finetune", "evaluate"):
+        stage(name, values, tmp_path, tmp_path, Quiet())
+    assert json.loads((tmp_path / "results/metrics.json").read_text())["questions"] >= 1
+    best = output("search", "约恩维克在哪里学习？", "--root", tmp_path, "--by", "words")["passages"][0]
+    assert {"约恩维克", "学习"} <= {best["text"][start:end] for start, end in best["highlights"]}
+    record = output("ask", "安娜贝格出生在哪一年？", "--root", tmp_path)
+    assert record["answer"] in record["passages"][0]["text"] or record["abstained"]
 
 
-def test_a_search_and_an_answer_are_in_chinese(root: Path) -> None:
-    result = cli("search", "约恩维克在哪里学习？", "--root", root, "--by", "words", "--json")
-    assert result.exit_code == 0, result.output
-    best = json.loads(result.stdout)["passages"][0]
-    assert "约恩维克" in best["text"]
-    marked = [best["text"][start:end] for start, end in best["highlights"]]
-    assert {"约恩维克", "学习"} <= {*marked}
-    result = cli("ask", "安娜贝格出生在哪一年？", "--root", root, "--json")
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout)
-    assert record["answer"] in record["passages"][0]["text"] or record["abstained"] or not record["answer"]
-    assert cli("ask", "安娜贝格出生在哪一年？", "--root", root).exit_code == 0
-
-
-def test_a_span_that_ends_its_sentence_is_not_in_the_next_one() -> None:
-    """No blank is between them: the character after the span begins the next sentence."""
+def test_span_that_ends_its_sentence_is_not_in_the_next_one() -> None:
+    """Without a blank, the character after the span begins the next sentence."""
     chars = np.array([(n, n + 1) for n in range(8)])  # 他走了。她来了。
     snapshot: Any = SimpleNamespace(chars=lambda _: chars, sentences=lambda _: np.array([(0, 4), (4, 8)]))
     for characters, place in (((1, 4), (0, 4)), ((4, 5), (4, 8)), ((3, 5), (0, 8))):
         assert enclosing_sentence(snapshot, Span("", 0, characters, 0.0)) == place
-
-
-def test_a_quotation_has_text_context_it_without_blanks() -> None:
     text = "他" * 100 + "出生在奥斯陆" + "她" * 100
     assert _context(text, 103, 106) == ("… " + "他" * 57 + "出生在", "她" * 60 + " …")

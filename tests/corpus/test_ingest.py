@@ -16,9 +16,8 @@ from small_project import Quiet, stage, write_project
 from yaml import safe_load
 
 from realmops.artifacts import atomic_folder
-from realmops.console import Console
 from realmops.corpus import ingest, word_counts
-from realmops.corpus.ingest import Progress, iter_batches
+from realmops.corpus.ingest import iter_batches, process_batches
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.vocabulary import SPECIAL_TOKENS
@@ -37,14 +36,14 @@ def corpus(folder: Path, **files: list[str]) -> Path:
     return folder
 
 
-def texts_of(found: list[ingest.Batch]) -> list[list[tuple[int, list[str]]]]:
-    return [[(number, [json.loads(item.data)["text"] for item in items]) for number, items in batch] for batch in found]
+def texts_of(batch: ingest.Batch) -> list[tuple[int, list[str]]]:
+    return [(number, [json.loads(item.data)["text"] for item in items]) for number, _, items in batch]
 
 
 def test_batches_go_over_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("realmops.corpus.ingest._BATCH_RECORDS", 3)
     found = list_sources(corpus(tmp_path / "c", a=["1", "2"], b=[], c=["3", "4", "5"]), "auto")
-    assert texts_of(list(iter_batches(found))) == [[(0, ["1", "2"]), (1, []), (2, ["3"])], [(2, ["4", "5"])]]
+    assert [*map(texts_of, iter_batches(found))] == [[(0, ["1", "2"]), (1, []), (2, ["3"])], [(2, ["4", "5"])]]
     monkeypatch.setattr("realmops.corpus.ingest._BATCH_CHARACTERS", 1)
     assert len(list(iter_batches(found))) == 5
 
@@ -55,38 +54,21 @@ def test_empty_values_count_for_a_batch(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "a.csv").write_text(
         "\n".join(map(",".join, [["title", "text", *names], *[["T", "x", *[""] * 60]] * 4]))
     )
-    assert [len(batch[0][1]) for batch in iter_batches(list_sources(tmp_path / "a.csv", "auto"))] == [2, 2]
+    assert [len(batch[0][2]) for batch in iter_batches(list_sources(tmp_path / "a.csv", "auto"))] == [2, 2]
     pq.write_table(pa.table({"title": ["T"] * 4, "text": ["x"] * 4, "l": [[0] * 60] * 4}), tmp_path / "a.parquet")
-    assert [len(batch[0][1]) for batch in iter_batches(list_sources(tmp_path / "a.parquet", "auto"))] == [2, 2]
+    assert [len(batch[0][2]) for batch in iter_batches(list_sources(tmp_path / "a.parquet", "auto"))] == [2, 2]
 
 
-@pytest.mark.parametrize("zipped", [False, True])
-def test_progress_counts_the_bytes_of_the_files_on_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zipped: bool
-) -> None:
+def test_progress_counts_the_bytes_of_the_files_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("realmops.corpus.ingest._BATCH_RECORDS", 100)
     folder = corpus(tmp_path / "c", a=["one"] * 150, b=["two"] * 150)
-    if zipped:
-        for path in sorted(folder.iterdir()):
-            path.with_suffix(".jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
-            path.unlink()
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress((folder / "b.jsonl").read_bytes()))
     found = list_sources(folder, "auto")
     told: list[int] = []
-    progress = Progress(found, told.append)
-    for batch in iter_batches(found):
-        progress(batch)
-    assert len(told) == 3
+    assert sum(count for _, count in process_batches(found, len, on_progress=told.append)) > 0
+    assert len(told) == 5
     assert min(told) >= 0
     assert sum(told) == sum(path.stat().st_size for path in folder.iterdir())
-
-
-def test_progress_in_bytes_is_printed_in_megabytes(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = iter([0.0, 20.0])
-    monkeypatch.setattr("realmops.console.time.monotonic", lambda: next(clock))
-    Console().progress("passages", 30_000_000, "B")(10_000_000)
-    assert capsys.readouterr().err == "passages: 10.0 MB of 30.0 MB, 0.5 MB/s, 40 s left\n"
 
 
 def test_a_large_corpus_gives_its_words_by_a_share_of_its_records(
@@ -100,55 +82,6 @@ def test_a_large_corpus_gives_its_words_by_a_share_of_its_records(
     assert 850 < drawn["T"] < 1150  # 1000 wanted, 27 is one standard deviation
     assert abs(drawn["a"] - drawn["b"]) < 170
     assert count_words(found) == drawn == count_words(found, workers=2)
-
-
-def test_the_stage_reports_the_outcome_of_the_records(tmp_path: Path) -> None:
-    values = safe_load(write_project(tmp_path, snapshot={"documents": "corpus", "format": "auto"}).read_text())
-    corpus(tmp_path / "corpus", a=["Anna was here.", " "], b=["Karl was there."] * 2)
-    metrics = stage("snapshot", values, tmp_path, tmp_path / "root")
-    names = ("records", "documents", "rejected", "dropped_empty_text", "passages")
-    assert {name: metrics[name] for name in names} == dict(zip(names, (4, 3, 0, 1, 3), strict=True))
-    assert stage("snapshot", values, tmp_path, tmp_path / "root") == metrics  # nothing to do
-    (tmp_path / "corpus" / "b.jsonl").unlink()
-    assert stage("snapshot", values, tmp_path, tmp_path / "root")["documents"] == 1
-
-
-def test_a_change_in_a_linked_folder_rebuilds_the_snapshot(tmp_path: Path) -> None:
-    values = safe_load(write_project(tmp_path, snapshot={"documents": "corpus"}).read_text())
-    corpus(tmp_path / "corpus", a=["Anna was here."])
-    linked = corpus(tmp_path / "elsewhere", b=["Karl was there."])
-    (tmp_path / "corpus" / "linked").symlink_to(linked)
-    assert stage("snapshot", values, tmp_path, tmp_path / "root")["documents"] == 2
-    (linked / "b.jsonl").write_text('{"title": "T", "text": "Maria came."}\n{"title": "T", "text": "Jon left."}\n')
-    report = Quiet()
-    assert stage("snapshot", values, tmp_path, tmp_path / "root", report)["documents"] == 3
-    assert report.said == []
-    (linked / "round").symlink_to(tmp_path / "corpus")
-    (tmp_path / "corpus" / ".hidden.txt").write_text("not read")
-    stage("snapshot", values, tmp_path, tmp_path / "root", report)
-    assert ["nothing to do" in line for line in report.said] == [True], "neither adds a document"
-
-
-def test_the_stage_reads_documents_whose_file_names_are_no_utf_8(tmp_path: Path) -> None:
-    values = safe_load(write_project(tmp_path, snapshot={"documents": "corpus"}).read_text())
-    corpus(tmp_path / "corpus", a=["Anna was here."])
-    try:
-        (tmp_path / "corpus" / "a.jsonl").rename(os.fsdecode(os.fsencode(tmp_path / "corpus") + b"/caf\xe9.jsonl"))
-    except OSError:
-        pytest.skip("this disk takes no such name")
-    assert stage("snapshot", values, tmp_path, tmp_path / "root")["documents"] == 1
-
-
-def test_the_stage_counts_a_pipe_and_does_not_wait_for_it(tmp_path: Path) -> None:
-    values = safe_load(write_project(tmp_path, snapshot={"documents": "corpus"}).read_text())
-    corpus(tmp_path / "corpus", a=["Anna was here."])
-    for name in "bcde":
-        os.mkfifo(tmp_path / "corpus" / f"{name}.jsonl")
-    report = Quiet()
-    metrics = stage("snapshot", values, tmp_path, tmp_path / "root", report)
-    assert (metrics["documents"], metrics["unread_pipe"]) == (1, 4)
-    told = "4 files of corpus could not be read and are left out: 4 pipe (b.jsonl, c.jsonl, d.jsonl). "
-    assert any(told in warning for warning in report.warned)
 
 
 def test_pages_with_undecodable_bytes_are_counted_and_named(tmp_path: Path) -> None:

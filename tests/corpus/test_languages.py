@@ -7,13 +7,11 @@ import pytest
 import Stemmer
 from small_corpus import corpus
 from small_project import Quiet, stage, toy_values, write_json_lines
-from small_world import World
 
 from realmops.answering.passage_search import highlights, stem_query
-from realmops.artifacts import read_manifest
-from realmops.corpus.languages import AUTO, check_language, detect_language, load_languages, word_spans
+from realmops.corpus.languages import AUTO, detect_language, load_languages, word_spans
 from realmops.corpus.passages import split_sentences
-from realmops.corpus.snapshot_reader import LANGUAGES, Snapshot
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.search import bm25
 from realmops.search.bm25 import Bm25, query_stems, rank
 
@@ -37,13 +35,6 @@ def test_every_language_has_a_stemmer_that_is_there_and_a_code_that_is_detected(
         assert known.stemmer in ("", *Stemmer.algorithms()), code
         assert detect_language("words", [code]) == (code,)
     assert len(detect_language("words", list(load_languages()))) == 2
-
-
-def test_an_unknown_language_is_refused() -> None:
-    for code in (AUTO, *load_languages()):
-        check_language(code)
-    with pytest.raises(ValueError, match=r"snapshot.language is 'german'; expected auto \(of each document\) or"):
-        check_language("german")
 
 
 @pytest.mark.parametrize("code", TEXTS)
@@ -103,26 +94,6 @@ def test_each_document_has_its_own_language(mixed: Snapshot) -> None:
     assert lengths == [2, 2, 2, 3, 2, 3]
 
 
-def test_the_files_are_the_same_with_more_workers(mixed: Snapshot, tmp_path: Path) -> None:
-    other = corpus(tmp_path / "corpus", [*TEXTS.values(), TEXTS["de"] + " Ende."], AUTO, workers=2)
-    assert other.manifest["files"] == mixed.manifest["files"]
-
-
-def test_one_language_that_is_named_needs_no_file(tmp_path: Path, world: World) -> None:
-    german = corpus(tmp_path / "corpus", [TEXTS["de"], TEXTS["en"]], "de")
-    assert german.languages == ["de"]
-    assert german.language_of(1) == "de"
-    assert LANGUAGES not in german.manifest["files"]
-    assert Bm25.of(german).manifest["languages"] == ["de"]
-    assert "languages" not in read_manifest(world.folder / bm25.FOLDER, bm25.KIND)
-
-
-def test_words_are_found_by_the_stems_of_the_language(tmp_path: Path) -> None:
-    index = Bm25.of(corpus(tmp_path / "corpus", ["Nichts davon.", TEXTS["de"], "Auch nichts."], "de"))
-    assert rank(index, ["Welches Haus steht dort?"], 1).tolist() == [[1]]
-    assert index.scores("Städte").argmax() == 1
-
-
 @pytest.mark.parametrize(
     ("query", "passages"),
     [
@@ -150,15 +121,6 @@ def test_a_question_of_no_sure_language_is_looked_up_both_ways(
     assert set(rank(index, ["Anna Berg"], 5)[0].tolist()) == {0, 1, 2, 4, 5}
     monkeypatch.setattr(index, "query_languages", lambda query: ("en", "de"))
     assert {*rank(index, ["houses Häuser"], 3)[0].tolist()} == {0, 4, 5}
-
-
-def test_highlights_are_in_the_language_of_the_query() -> None:
-    def marked(text: str, query: str, *query_languages: str) -> list[str]:
-        return [text[start:end] for start, end in highlights(text, stem_query(query, query_languages))]
-
-    assert marked(TEXTS["de"], "Wo stehen die alten Häuser der Stadt?", "de") == ["Häuser", "Stadt", "alten", "Häusern"]
-    assert marked(TEXTS["zh"], "老房子建于哪年", "zh") == ["建于", "老房子"]
-    assert marked(TEXTS["de"], "houses Haus", "en", "de") == ["Häuser", "Häusern"]
 
 
 def test_highlights_are_places_of_the_text_whatever_its_spelling() -> None:

@@ -11,10 +11,9 @@ from small_world import section
 from realmops.corpus.languages import load_languages
 from realmops.corpus.phrases import DATE, NAME, NUMBER, PHRASE, PhraseFinder, find_phrases_and_dates
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.corpus.spans import token_spans
 from realmops.corpus.vocabulary import SPECIAL_TOKENS, build_tokenizer, is_continuation
 from realmops.model.build import build_models
-from realmops.questions.cloze import clause_around_gap, cloze_questions, find_numbers, format_question, question_word
+from realmops.questions.cloze import clause_around_gap, format_question, question_word
 from realmops.train.conll import read_conll
 from realmops.train.initialisation import init_lexical_features
 from realmops.train.tagger import _encode, tag_names, word_entities
@@ -89,10 +88,6 @@ def test_a_character_with_its_marks_is_no_word(tmp_path: Path) -> None:
     assert "กี้" not in {word for row in range(4) for word, _ in found(snapshot, row)}
 
 
-def test_no_mark_is_parted_from_its_character() -> None:
-    assert clause_around_gap("กินที่", "น้ำดี", "th") == (["กิน", "ที่"], ["น้ำ", "ดี"])
-
-
 def test_dates_come_first_and_what_touches_one_is_left_out(tmp_path: Path) -> None:
     snapshot = corpus(tmp_path / "de", GERMAN, "de")
     text = snapshot.text(2)
@@ -114,11 +109,6 @@ def test_dates_come_first_and_what_touches_one_is_left_out(tmp_path: Path) -> No
 )
 def test_each_language_has_its_question_words(language: str, label: str, answer: str, word: str) -> None:
     assert question_word(label, answer, np.random.default_rng(0), language) == word
-
-
-def test_a_year_is_asked_for_as_such_now_and_then() -> None:
-    rng = np.random.default_rng(0)
-    assert {question_word(DATE, "1931", rng, "de") for _ in range(20)} == {"wann", "in welchem Jahr"}
 
 
 def test_the_languages_with_question_words_have_all_of_them() -> None:
@@ -154,27 +144,6 @@ def test_a_clause_ends_at_the_marks_of_the_language(language: str, before: str, 
 )
 def test_a_question_is_written_as_in_the_language(language: str, words: Sequence[str], question: str) -> None:
     assert format_question(words, language) == question
-
-
-def test_questions_of_chinese_documents_are_chinese(tmp_path: Path) -> None:
-    snapshot = corpus(tmp_path / "zh", CHINESE, "zh")
-    spans = [(0, "黑豹队"), (1, "黑豹队"), (1, "野马队"), (2, "野马队"), (3, "丹佛")]
-    rows = []
-    for passage, text in spans:
-        start = snapshot.text(passage).index(text)
-        sentences = snapshot.sentences(passage)
-        [place] = token_spans([(start, start + len(text))], snapshot.chars(passage), sentences)
-        assert place is not None
-        rows.append((passage, *sentences[place[0]].tolist(), *place[1:]))
-    questions = cloze_questions(snapshot, np.array(rows), [PHRASE] * len(rows), 0, 100)
-    assert {question.answers[0] for question in questions} <= {text for _, text in spans} | {"24", "10"}
-    assert questions
-    for question in questions:
-        assert question.language == "zh"
-        assert question.question.startswith(("什么", "多少"))
-        assert question.question.endswith("？")
-    found = {tuple(row) for row in find_numbers(snapshot, np.array(rows))[:, [0]].tolist()}
-    assert found == {(1,)}
 
 
 def test_a_tagger_learns_the_tags_of_words_without_blanks(tmp_path: Path) -> None:

@@ -33,11 +33,6 @@ def test_characters_become_wordpieces_of_one_sentence(
     assert token_spans([span], CHARS, SENTENCES) == [found]
 
 
-def test_no_spans_and_no_wordpieces() -> None:
-    assert token_spans([], CHARS, SENTENCES) == []
-    assert token_spans([(0, 1)], NO_ROWS, NO_ROWS) == [None]
-
-
 def write(folder: Path) -> None:
     folder.mkdir()
     with SpansWriter(folder) as writer:
@@ -61,13 +56,6 @@ def test_spans_come_back_by_passage(tmp_path: Path) -> None:
     assert spans.of(2).tolist() == [[2, 5, 5, 6, 18, 23]]
     assert spans.of(1).dtype == np.int32
     assert (spans.label_ids.dtype, spans.offsets.dtype) == (np.uint8, np.int64)
-
-
-def test_a_corpus_without_any_span_can_be_opened(tmp_path: Path) -> None:
-    with SpansWriter(tmp_path) as writer:
-        writer.add([], CHARS, SENTENCES, 0)
-        writer.close(corpus_hash="c", vocabulary_hash="v")
-    assert Spans.open(tmp_path).of(0).shape == (0, 6)
 
 
 def test_spans_of_another_corpus_and_damaged_ones_are_refused(tmp_path: Path) -> None:

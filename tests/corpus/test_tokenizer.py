@@ -64,17 +64,3 @@ def test_forgetting_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     cached = CachedTokenizer(PLAIN)
     for texts in (["the thing", "a b c d"], ["b c"], ["e"], ["the"], ["a" * 101 + " b"]):
         check(cached, texts)
-
-
-def test_a_word_is_tokenised_once() -> None:
-    asked: list[str] = []
-
-    class Counting:
-        def encode(self, text: str, *, add_special_tokens: bool) -> object:
-            asked.append(text)
-            return PLAIN.encode(text, add_special_tokens=add_special_tokens)
-
-    cached = CachedTokenizer(Counting())  # type: ignore[arg-type]
-    for _ in range(2):
-        cached.encode(["the cat, the dog", "the"])
-    assert [line.split() for line in asked] == [["the", "cat", ",", "the", "dog"], []]

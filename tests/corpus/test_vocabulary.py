@@ -14,8 +14,6 @@ from realmops.corpus.vocabulary import (
     build_tokenizer,
     is_continuation,
     learn_pieces,
-    read_vocabulary,
-    vocabulary_bytes,
 )
 from realmops.corpus.word_counts import count_words
 from realmops.readers.sources import list_sources
@@ -36,13 +34,6 @@ def test_the_most_frequent_pair_is_merged_first_and_ties_go_by_code_point() -> N
     pieces = learn_pieces(words, size=30, min_count=5)
     alphabet = sorted(form for letter in "bghnpsu" if letter != "b" for form in (letter, f"##{letter}"))
     assert pieces == [*SPECIAL_TOKENS, *alphabet, "##ug", "hug", "##un", "pun", "hugs", "pug"]
-
-
-def test_equal_counts_are_ordered_by_the_pieces_alone() -> None:
-    forward = learn_pieces({"ab": 3, "cd": 3, "ef": 3}, size=100)
-    backward = learn_pieces({"ef": 3, "cd": 3, "ab": 3}, size=100)
-    assert forward == backward
-    assert forward[-3:] == ["ab", "cd", "ef"]
 
 
 def slow_pieces(words: dict[str, int], size: int, min_count: int) -> list[str]:
@@ -111,11 +102,6 @@ def test_a_small_vocabulary_leaves_half_of_its_room_to_pieces() -> None:
     )  # 10 places for characters, 4 of them taken by a and b
 
 
-def test_a_size_that_is_too_small_is_refused() -> None:
-    with pytest.raises(ValueError, match="too small"):
-        learn_pieces({"a": 1}, size=10)
-
-
 def test_offsets_are_characters_of_the_original_text() -> None:
     text = "CAFÉ Zürich 10.5 東x"
     tokenizer = build_tokenizer([*PLAIN, "zu"])
@@ -135,13 +121,6 @@ def test_bad_vocabularies_are_refused() -> None:
         build_tokenizer([*PLAIN, "a"])
     with pytest.raises(ValueError, match=r"lacks \[PAD\]"):
         build_tokenizer(PLAIN[1:])
-
-
-def test_a_vocabulary_survives_its_file(tmp_path: Path) -> None:
-    pieces = [*PLAIN, "\x85", "\u2028"]
-    path = tmp_path / "vocab.txt"
-    path.write_bytes(vocabulary_bytes(pieces))
-    assert read_vocabulary(path) == pieces
 
 
 @pytest.mark.parametrize(

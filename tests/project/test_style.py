@@ -54,7 +54,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {  # file -> parts of the lines that may u
     "docs/data.md": ("What does the contract say",),
     "docs/real-text.md": ("benchmarks/quality.py --preset squad --preset minilm",),
     "src/realmops/baselines/rule.py": ('"what", "when", "where", "which"', "whom|whose|where"),
-    "src/realmops/corpus/local_dates.py": ('"stand-alone"',),
+    "src/realmops/corpus/dates.py": ('"stand-alone"',),
     "src/realmops/corpus/special_tokens.py": ('_PROMPT = "told-"',),
 }
 

@@ -1,4 +1,4 @@
-"""Files of every family with what is read of them: ``cases/NAME.SUFFIX`` and ``cases/NAME.expected``.
+"""Input files of every family with the expected outcomes: ``cases/NAME.SUFFIX`` and ``cases/NAME.expected``.
 
 ``python tests/readers/test_cases.py`` writes the expected files of new cases, for you to check.
 """
@@ -15,10 +15,16 @@ CASES = sorted(path for path in FOLDER.iterdir() if path.suffix != ".expected")
 
 
 def describe(path: Path) -> str:
-    """Return what a reader makes of the records of a file: documents with their properties, reasons and problems."""
-    [source] = list_sources(path, "auto")
+    """Return the outcomes of a file's records: documents with their properties, reasons and problems."""
+    try:
+        [source] = list_sources(path, "auto")
+        records = list(source.format.records(path))
+    except ValueError as error:
+        return f"not read: {str(error).removeprefix(f'{path}: ')}\n"
     parts = []
-    for raw in source.format.records(path):
+    positions = [0, *(raw.position for raw in records if isinstance(raw, RawRecord)), source.size]
+    assert positions == sorted(positions), "progress runs from 0 to the file's size"
+    for raw in records:
         outcome = source.format.convert(raw) if isinstance(raw, RawRecord) else raw
         place = outcome.place.removeprefix(str(path)).lstrip(":")
         match outcome:
@@ -29,12 +35,13 @@ def describe(path: Path) -> str:
             case Dropped():
                 parts.append(f"[{place}] dropped: {outcome.reason}")
             case Rejected():
-                parts.append(f"[{place}] rejected{', with the rest' * outcome.ends_file}: {outcome.problem}")
+                kind = f" as {outcome.kind}" if outcome.kind else ", with the rest" if outcome.ends_file else ""
+                parts.append(f"[{place}] rejected{kind}: {outcome.problem}")
     return "\n\n".join(parts) + "\n"
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.name)
-def test_a_file_is_read_as_expected(path: Path) -> None:
+def test_case_has_the_expected_outcomes(path: Path) -> None:
     assert describe(path) == path.with_suffix(".expected").read_bytes().decode()
 
 

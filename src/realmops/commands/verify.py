@@ -60,7 +60,7 @@ def verify(answers: Path, documents: Path, format: str, progress: Callable[[str,
     document_count = len(by_document)
     for source in files:
         for batch in iter_batches([source]):
-            for outcome in parse_records([(source.format.name, records) for _, records in batch]):
+            for outcome in parse_records(batch):
                 if isinstance(outcome, Document):  # of several documents with one id the first counts
                     problems += _check_quotations(by_document.pop(document_name(outcome), []), outcome)
         bar(source.size)

@@ -30,14 +30,10 @@ _MASKS = ("[MASK]", "<mask>")  # the names that ``SpecialTokens.of`` recognizes
 
 
 def read_encoder_tokenizer(folder: Path) -> tuple[list[str], Casing, str | None]:
-    """Read the tokenizer of an encoder's folder.
+    """Read the tokenizer of an encoder's folder: pieces, casing, and its JSON with a sentence encoder's prompts.
 
-    Returns:
-        The pieces in the order of their ids, the casing, and the tokenizer as JSON with the prompts of a sentence
-        encoder. The JSON is None if pieces and casing suffice: BERT's WordPiece and special tokens, no prompts.
-
-    Raises:
-        ValueError: the tokenizer is invalid, or has no token that begins a sequence or ends its parts.
+    The JSON is None if pieces and casing suffice: BERT's WordPiece and special tokens, no prompts. ValueError: the
+    tokenizer is invalid, or has no token that begins a sequence or ends its parts.
     """
     stated = read_optional_json(folder / TOKENIZER)
     names = _special_names(folder)
@@ -110,16 +106,10 @@ def _normalize_special_tokens(tokenizer: Tokenizer, names: dict[str, str]) -> To
 
 
 def read_encoder_vocabulary(folder: Path) -> tuple[list[str], Casing]:
-    """Read the WordPiece vocabulary of a BERT encoder's folder.
+    """Read pieces and casing of the folder of a BERT encoder; raise ValueError for another tokenizer.
 
     ``tokenizer_config.json`` decides on the casing, then the normalizer of ``tokenizer.json``, then the vocabulary: one
     with capitals is cased.
-
-    Returns:
-        The pieces in the order of their ids, and the casing.
-
-    Raises:
-        ValueError: the tokenizer is not BERT's.
     """
     tokenizer = read_optional_json(folder / TOKENIZER)
     if (folder / VOCABULARY).is_file():

@@ -6,13 +6,12 @@ order of the batches, so that no result depends on the number of workers.
 
 import itertools
 import multiprocessing
+import random
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,8 +32,8 @@ _BATCH_RECORDS = 1024
 _MINOR_KINDS = ("image", "header or footer", HIDDEN)  # most documents have some
 _NAMED_FILES, _NAMED_PAGES = 20, 20
 
-Records = list[tuple[str, list[RawRecord | Rejected]]]  # (format name, records)
-Batch = list[tuple[int, list[RawRecord | Rejected]]]  # consecutive records by source: (source number, records)
+# Consecutive records by source: (source number, format name, records)
+Batch = list[tuple[int, str, list[RawRecord | Rejected]]]
 T = TypeVar("T")
 
 
@@ -48,15 +47,12 @@ class OutcomeCounts:
     rejected: int = 0  # broken records
     dropped: dict[str, int] = field(default_factory=dict)  # dropped records by reason
     unread: dict[str, int] = field(default_factory=dict)  # unreadable files by kind
-    incomplete: int = (
-        0  # documents of which the reader left out something other than images, headers, footers and hidden text
-    )
+    incomplete: int = 0  # documents that lack something other than ``_MINOR_KINDS``
     omitted: dict[str, int] = field(default_factory=dict)  # what was left out of documents by kind, for example images
     # Numbers of the first pages without text, of the first files with such pages
     empty_pages: dict[str, list[int]] = field(default_factory=dict)
 
     def add(self, outcome: Outcome) -> None:
-        """Count one outcome."""
         self.records += 1
         if isinstance(outcome, Dropped):
             self.dropped[outcome.reason] = self.dropped.get(outcome.reason, 0) + 1
@@ -74,19 +70,21 @@ class OutcomeCounts:
             self.rejected += isinstance(outcome, Rejected)
 
 
-def iter_batches(sources: Sequence[Source]) -> Iterator[Batch]:
-    """Yield the records of all sources in batches.
+def iter_batches(sources: Sequence[Source], share: float = 1.0) -> Iterator[Batch]:
+    """Yield the records of all sources in batches, or a random ``share`` of them, drawn with a fixed seed.
 
     Raises:
-        ValueError: If a file cannot be read to its end, because the number of lost records is unknown. A source with
-            ``broken`` set is counted as unread instead.
+        ValueError: a file without ``broken`` cannot be read to its end: the number of lost records is unknown.
     """
     batch: Batch = []
+    generator = random.Random(0)
     weight = count = 0
     for number, source in enumerate(sources):
         records: list[RawRecord | Rejected] = []
-        batch.append((number, records))
+        batch.append((number, source.format.name, records))
         for read, item in enumerate(source.format.records(source.path)):
+            if share < 1 and generator.random() >= share:
+                continue
             if isinstance(item, Rejected) and item.ends_file and source.broken:
                 item = replace(item, kind=source.broken)
             elif isinstance(item, Rejected) and item.ends_file:
@@ -102,101 +100,88 @@ def iter_batches(sources: Sequence[Source]) -> Iterator[Batch]:
             if weight >= _BATCH_CHARACTERS or count == _BATCH_RECORDS:
                 yield batch
                 weight, count, records = 0, 0, []
-                batch = [(number, records)]
+                batch = [(number, source.format.name, records)]
     if count:
         yield batch
 
 
-def _weight(item: RawRecord | Rejected) -> int:
-    """Return the approximate size of a record in characters or bytes."""
-    if isinstance(item, Rejected):
-        return len(item.problem)
-    if isinstance(item.data, Path):
-        return item.position
-    return _values(item.data)
-
-
-def _values(value: Any) -> int:
-    """Return characters or bytes of all strings, plus one per value: empty values take memory, too."""
+def _weight(value: Any) -> int:
+    """Return the approximate characters or bytes of a record; empty values take memory, too."""
     match value:
+        case Rejected():
+            return len(value.problem)
+        case RawRecord(data=Path()):
+            return value.position
+        case RawRecord():
+            return _weight(value.data)
         case str() | bytes():
             return 1 + len(value)
         case dict():
-            return 1 + sum(map(_values, value.values()))
+            return 1 + sum(map(_weight, value.values()))
         case list():
-            return 1 + sum(map(_values, value))
+            return 1 + sum(map(_weight, value))
     return 1
 
 
-class Progress:
-    """Progress in bytes of the sources' files: ``on_progress`` gets those since the last call, after each batch."""
+def parse_records(batch: Batch) -> list[Outcome]:
+    records = ((name, record) for _, name, records in batch for record in records)
+    return [record if isinstance(record, Rejected) else FORMATS[name].convert(record) for name, record in records]
 
-    def __init__(self, sources: Sequence[Source], on_progress: Callable[[int], None] | None) -> None:
-        self._offsets = [0, *itertools.accumulate(source.size for source in sources)]
-        self._on_progress = on_progress
-        self._reported = 0
 
-    def __call__(self, batch: Batch) -> None:
-        """Report a finished batch."""
-        number, records = batch[-1]
+def process_batches(
+    sources: Sequence[Source],
+    work: Callable[[Batch], T],
+    *,
+    workers: int = 1,
+    on_progress: Callable[[int], None] | None = None,
+    share: float = 1.0,
+) -> Generator[tuple[Batch, T], None, None]:
+    """Yield each batch with ``work(batch)``, in order: computed in this process with one worker, else in a pool.
+
+    ``on_progress`` gets the bytes read of the sources' files since the last call, after each batch. Closing the
+    generator ends the pool.
+    """
+    offsets = [0, *itertools.accumulate(source.size for source in sources)]
+    reported = 0
+    for batch, result in _in_order(iter_batches(sources, share), work, workers):
+        yield batch, result
+        number, _, records = batch[-1]
         position = next((record.position for record in reversed(records) if isinstance(record, RawRecord)), 0)
-        finished = max(self._reported, self._offsets[number] + position)
-        if self._on_progress is not None:
-            self._on_progress(finished - self._reported)
-        self._reported = finished
+        finished = max(reported, offsets[number] + position)
+        if on_progress is not None:
+            on_progress(finished - reported)
+        reported = finished
 
 
-def parse_records(records: Records) -> list[Outcome]:
-    """Parse records; each becomes a Document, Dropped or Rejected."""
-    return [
-        item if isinstance(item, Rejected) else FORMATS[name].convert(item) for name, items in records for item in items
-    ]
-
-
-@contextmanager
-def workers_in_order(
-    workers: int, sources: Sequence[Source], work: Callable[[Records], T]
-) -> Iterator[Callable[[Iterable[Batch]], Iterator[tuple[Batch, T]]]]:
-    """Yield a function that maps ``work`` over batches in order: in this process with one worker, else in a pool."""
+def _in_order(batches: Iterable[Batch], work: Callable[[Batch], T], workers: int) -> Iterator[tuple[Batch, T]]:
     if workers == 1:
-        yield lambda stream: ((batch, work(_records(sources, batch))) for batch in stream)
+        yield from ((batch, work(batch)) for batch in batches)
         return
     context = multiprocessing.get_context("spawn")
+    pending: deque[tuple[Batch, Future[T]]] = deque()
     with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(work,)) as pool:
         try:
-            yield partial(_in_order, pool, 2 * workers, sources)
+            for batch in batches:
+                pending.append((batch, pool.submit(_call_work, batch)))
+                if len(pending) == 2 * workers:  # batches in memory
+                    first, future = pending.popleft()
+                    yield first, future.result()
+            for batch, future in pending:
+                yield batch, future.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
 
 
-def _records(sources: Sequence[Source], batch: Batch) -> Records:
-    return [(sources[number].format.name, records) for number, records in batch]
+_work: Callable[[Batch], Any] | None = None
 
 
-_work: Callable[[Records], Any] | None = None
-
-
-def _start_worker(work: Callable[[Records], Any]) -> None:
+def _start_worker(work: Callable[[Batch], Any]) -> None:
     global _work
     _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the pool
 
 
-def _call_work(records: Records) -> Any:
+def _call_work(batch: Batch) -> Any:
     assert _work is not None
-    return _work(records)
-
-
-def _in_order(
-    pool: ProcessPoolExecutor, ahead: int, sources: Sequence[Source], stream: Iterable[Batch]
-) -> Iterator[tuple[Batch, Any]]:
-    """Yield results in the order of the batches, with at most ``ahead`` batches in memory."""
-    pending: deque[tuple[Batch, Future[Any]]] = deque()
-    for batch in stream:
-        pending.append((batch, pool.submit(_call_work, _records(sources, batch))))
-        if len(pending) == ahead:
-            first, future = pending.popleft()
-            yield first, future.result()
-    for batch, future in pending:
-        yield batch, future.result()
+    return _work(batch)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -51,6 +51,10 @@ class Language:
     in_years: frozenset[str] = frozenset()
     before_nouns: frozenset[str] = frozenset()
     also_words: frozenset[str] = frozenset()
+    not_years: frozenset[str] = frozenset()
+    versions: frozenset[str] = frozenset()
+    units: frozenset[str] = frozenset()
+    singulars: frozenset[str] = frozenset()
 
 
 @cache
@@ -65,9 +69,9 @@ def compile_regex(pattern: str) -> Any:
 def load_languages() -> dict[str, Language]:
     """Return all languages by ISO 639-1 code."""
     entries = yaml.load(Path(__file__).with_suffix(".yaml").read_bytes(), yaml.CSafeLoader)
-    lists = ("stop", "articles", "of", "in_years", "before_nouns", "also_words")
+    lists = {field.name for field in fields(Language) if field.default == frozenset()}
     for entry in entries.values():
-        entry |= {key: frozenset(entry[key].split()) for key in lists if key in entry}
+        entry |= {key: frozenset(entry[key].split()) for key in lists & entry.keys()}
     return {code: Language(**entry) for code, entry in entries.items()}
 
 

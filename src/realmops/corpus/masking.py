@@ -63,10 +63,7 @@ def _random_spans(rng: np.random.Generator, word_starts: np.ndarray, length: int
 
 
 def is_recurring(snapshot: Snapshot, rows: np.ndarray, limit: int) -> np.ndarray:
-    """Return a mask of the salient spans that occur as whole words in 2 to ``MAX_PASSAGES`` passages.
-
-    Only those can be predicted from another passage. The arguments are those of ``count_passages``.
-    """
+    """Return which salient spans occur as whole words in 2 to ``MAX_PASSAGES`` passages (``count_passages``)."""
     count = count_passages(snapshot, rows, limit)
     return (count >= 2) & (count <= MAX_PASSAGES)
 
@@ -122,9 +119,6 @@ class SentencesWithSpans:
     """Spans as rows (passage, sentence start, sentence end, span start, span end), in wordpieces of the body.
 
     Rows are computed on access, as ``rows[3]`` or ``rows[[3, 5]]``; ``rows[:]`` allocates 40 bytes per span.
-
-    Raises:
-        ValueError: the spans' folder holds none.
     """
 
     def __init__(self, snapshot: Snapshot, spans: Spans) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,54 +31,30 @@ _SPACES = re.compile(r"[^\S\n]")
 # Paragraphs, and rows of tables, which are lines with tabs.
 _PARAGRAPHS = re.compile(r"(?<=\n\n)(?!\n)")
 _ROWS = re.compile(rf"{_PARAGRAPHS.pattern}|(?<=[^\n]\n)(?=[^\n\t]*\t)")
-SPECIAL_TOKENS_PER_DOCUMENT = 3  # [CLS] title [SEP] body [SEP]
+_SPECIAL_TOKENS = 3  # [CLS] title [SEP] body [SEP]
 Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A passage: ranges in its document and in the flat arrays of a batch."""
+    """A passage of a batch of documents."""
 
     document: int  # number of the document in the batch
     chars: tuple[int, int]  # (start, end) in the document's text
-    sentences: tuple[int, int]  # (first, end) row of the batch's sentences
-    tokens: tuple[int, int]  # (first, end) row of the batch's wordpieces
     digest: str  # ``passage_digest`` of title and text
+    ids: Ints  # [t] wordpieces of the body
+    token_chars: Ints  # [t, 2] start and end of each wordpiece in the passage's text
+    sentences: Ints  # [s, 2] first and end wordpiece
 
 
 @dataclass(frozen=True, slots=True)
 class PassageBatch:
-    """Passages of a batch of documents, with flat arrays of wordpieces and sentences."""
+    """Passages of a batch of documents, and what the passages of a document share."""
 
     passages: list[Passage]
-    ids: Ints  # [T] body wordpieces of all passages, concatenated
-    chars: Ints  # [T, 2] start and end of each wordpiece in its passage's text
-    sentences: Ints  # [S, 2] first and end wordpiece, relative to the passage's body
     titles: list[list[int]]  # title wordpieces of each document
     languages: list[str]  # language code of each document
     digests: list[bytes]  # ``text_digest`` of each document
-
-    def documents(self) -> list[int]:
-        """Return the numbers of the documents that have passages, in order."""
-        return list(dict.fromkeys(passage.document for passage in self.passages))
-
-    def without(self, documents: Collection[int]) -> PassageBatch:
-        """Return the batch without the passages of some documents, with sentence and token rows renumbered."""
-        passages, sentences, tokens = [], 0, 0
-        is_kept = [passage.document not in documents for passage in self.passages]
-        for passage in itertools.compress(self.passages, is_kept):
-            ends = sentences + length(passage.sentences), tokens + length(passage.tokens)
-            passages.append(replace(passage, sentences=(sentences, ends[0]), tokens=(tokens, ends[1])))
-            sentences, tokens = ends
-        is_kept_T = np.repeat(is_kept, [length(passage.tokens) for passage in self.passages])
-        is_kept_S = np.repeat(is_kept, [length(passage.sentences) for passage in self.passages])
-        arrays = self.ids[is_kept_T], self.chars[is_kept_T], self.sentences[is_kept_S]
-        return PassageBatch(passages, *arrays, self.titles, self.languages, self.digests)
-
-
-def length(rows: tuple[int, int]) -> int:
-    """Return the number of rows of a (first, end) range."""
-    return rows[1] - rows[0]
 
 
 def split_sentences(text: str, language: str = ENGLISH) -> list[tuple[int, int]]:
@@ -117,12 +93,11 @@ def _pieces(text: str, language: str) -> Iterator[str]:
 
 
 def pack_sentences(lengths: Sequence[int], title_length: int, block_wordpieces: int) -> Iterator[tuple[int, int]]:
-    """Pack whole sentences greedily into blocks without overlap; yield the (first, end) sentence of each block.
+    """Pack whole sentences greedily into blocks; yield the (first, end) sentence of each.
 
-    A block fits if 3 + title + body wordpieces <= ``block_wordpieces``; a sentence that exceeds the limit alone
-    becomes a block.
+    3 + title + body wordpieces are at most ``block_wordpieces``, unless one sentence alone exceeds that.
     """
-    room = block_wordpieces - SPECIAL_TOKENS_PER_DOCUMENT - title_length
+    room = block_wordpieces - _SPECIAL_TOKENS - title_length
     first = used = 0
     for index, length in enumerate(lengths):
         if index > first and used + length > room:
@@ -165,55 +140,48 @@ def cut_passages(
     if not tokenizer.is_context_dependent:
         _cover_marks(documents, chars)
     languages = [detect_language(f"{d.title} {d.text}")[0] if language == AUTO else language for d in documents]
-    counts, sentence_chars, sentence_tokens = _sentences(documents, languages, bases, chars)
-
-    passages = []
-    first_row = 0
-    for index, document in enumerate(documents):
-        rows = range(first_row, first_row + counts[index])
-        first_row = rows.stop
-        borders = [*(sentence_tokens[row][0] for row in rows), *(sentence_tokens[row][1] for row in rows[-1:])]
+    room = sys.maxsize if block_wordpieces is None else block_wordpieces
+    passages: list[Passage] = []
+    starts: list[list[int]] = []  # characters at which the sentences of each passage begin
+    for index, sentences in enumerate(_sentences(documents, languages, bases, chars)):
+        title, text = documents[index].title, documents[index].text
+        borders = [*(first for _, _, first, _ in sentences), *(end for *_, end in sentences[-1:])]
         lengths = [end - first for first, end in itertools.pairwise(borders)]  # with trailing whitespace
-        room = sys.maxsize if block_wordpieces is None else block_wordpieces
-        for first, end in pack_sentences(lengths, len(titles[index]), room):
-            low, high = rows.start + first, rows.start + end - 1
-            start, stop = sentence_chars[low][0] - bases[index], sentence_chars[high][1] - bases[index]
-            tokens = sentence_tokens[low][0], sentence_tokens[high][1]
-            digest = passage_digest(document.title, document.text[start:stop])
-            passages.append(Passage(index, (start, stop), (low, high + 1), tokens, digest))
-    digests = [text_digest(document.title, document.text) for document in documents]
+        for block in itertools.starmap(slice, pack_sentences(lengths, len(titles[index]), room)):
+            base, _, first, _ = sentences[block][0]
+            _, stop, _, end = sentences[block][-1]
+            span = base - bases[index], stop - bases[index]
+            rows = np.array([sentence[2:] for sentence in sentences[block]], np.int32) - first
+            token_chars = (chars[first:end] - base).astype(np.int32)
+            digest = passage_digest(title, text[slice(*span)])
+            passages.append(Passage(index, span, digest, body.ids[first:end], token_chars, rows))
+            starts.append([start - base for start, *_ in sentences[block]])
     if tokenizer.is_context_dependent:
-        ends = np.array(sentence_chars, np.int64)
-        return _encode_passages(documents, tokenizer, passages, ends, bases, titles, languages, digests)
-    sentences = _relative_sentences(sentence_tokens, passages)
-    relative = _relative(chars, passages, bases)
-    return PassageBatch(passages, body.ids, relative, sentences, titles, languages, digests)
+        passages = _encode_passages(documents, tokenizer, passages, starts)
+    else:
+        assert sum(len(passage.ids) for passage in passages) == len(chars), "a wordpiece is outside all sentences"
+    digests = [text_digest(document.title, document.text) for document in documents]
+    return PassageBatch(passages, titles, languages, digests)
 
 
 def _encode_passages(
     documents: Sequence[Document],
     tokenizer: CachedTokenizer | UncachedTokenizer,
     passages: Sequence[Passage],
-    sentence_chars: NDArray[np.int64],
-    bases: Sequence[int],
-    titles: list[list[int]],
-    languages: list[str],
-    digests: list[bytes],
-) -> PassageBatch:
+    starts: Sequence[list[int]],
+) -> list[Passage]:
     """Tokenise the text of each passage separately; whitespace belongs to the sentence before it."""
     body = tokenizer.encode([documents[passage.document].text[slice(*passage.chars)] for passage in passages])
-    chars, encoded = body.chars.copy(), []
-    sentences: list[tuple[int, int]] = []
-    for passage, base, (first, end) in zip(passages, body.bases, itertools.pairwise(body.borders()), strict=True):
-        chars[first:end] -= base
-        begins = sentence_chars[slice(*passage.sentences), 0] - bases[passage.document] - passage.chars[0]
-        starts = np.unique(np.searchsorted(np.maximum.accumulate(chars[first:end, 1]), begins[1:], side="right"))
-        bounds = [0, *starts[(starts > 0) & (starts < end - first)].tolist(), end - first]
-        rows = len(sentences), len(sentences) + len(bounds) - 1
-        encoded.append(replace(passage, tokens=(first, end), sentences=rows))
-        sentences += itertools.pairwise(bounds)
-    arrays = body.ids, chars.astype(np.int32), np.array(sentences, np.int32).reshape(-1, 2)
-    return PassageBatch(encoded, *arrays, titles, languages, digests)
+    encoded = []
+    ranges = itertools.pairwise(body.borders())
+    for passage, begins, base, (first, end) in zip(passages, starts, body.bases, ranges, strict=True):
+        chars = body.chars[first:end] - base
+        tokens = np.unique(np.searchsorted(np.maximum.accumulate(chars[:, 1]), begins[1:], side="right"))
+        bounds = [0, *tokens[(tokens > 0) & (tokens < len(chars))].tolist(), len(chars)]
+        sentences = np.array([*itertools.pairwise(bounds)], np.int32)
+        arrays = {"ids": body.ids[first:end], "token_chars": chars.astype(np.int32), "sentences": sentences}
+        encoded.append(replace(passage, **arrays))
+    return encoded
 
 
 def _cover_marks(documents: Sequence[Document], chars: NDArray[np.int64]) -> None:
@@ -233,8 +201,8 @@ def _cover_marks(documents: Sequence[Document], chars: NDArray[np.int64]) -> Non
 
 def _sentences(
     documents: Sequence[Document], languages: Sequence[str], bases: Sequence[int], chars: NDArray[np.int64]
-) -> tuple[list[int], list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return the number of sentences of each document, and (start, end) chars and (first, end) wordpieces of each.
+) -> Iterator[list[tuple[int, int, int, int]]]:
+    """Yield the sentences of each document: start and end character in the line, first and end wordpiece.
 
     A sentence without wordpieces (only control characters) is dropped; sentences whose border is inside a wordpiece
     are merged.
@@ -247,32 +215,11 @@ def _sentences(
     first_tokens = np.searchsorted(chars[:, 0], flat, side="left")
     ends_before = np.concatenate([[0], chars[:, 1]])[first_tokens[:, 0]]
     rows = zip(flat.tolist(), first_tokens.tolist(), (ends_before > flat[:, 0]).tolist(), strict=True)
-    counts: list[int] = []
-    sentence_chars: list[tuple[int, int]] = []
-    sentence_tokens: list[tuple[int, int]] = []
     for pairs in bounds:
-        before = len(sentence_chars)
+        sentences: list[tuple[int, int, int, int]] = []
         for (start, end), (first, stop), is_inside in itertools.islice(rows, len(pairs)):
-            if is_inside and len(sentence_chars) > before:
-                start, first = sentence_chars.pop()[0], sentence_tokens.pop()[0]
+            if is_inside and sentences:
+                start, _, first, _ = sentences.pop()
             if stop > first:
-                sentence_chars.append((start, end))
-                sentence_tokens.append((first, stop))
-        counts.append(len(sentence_chars) - before)
-    return counts, sentence_chars, sentence_tokens
-
-
-def _relative(chars: NDArray[np.int64], passages: Sequence[Passage], bases: Sequence[int]) -> Ints:
-    """Return the characters [T, 2] of wordpieces relative to their passage."""
-    lengths = [length(passage.tokens) for passage in passages]
-    assert sum(lengths) == len(chars), "a wordpiece is outside all sentences"
-    starts = np.asarray([bases[passage.document] + passage.chars[0] for passage in passages], np.int64)
-    return (chars - np.repeat(starts, lengths)[:, None]).astype(np.int32)
-
-
-def _relative_sentences(sentence_tokens: Sequence[tuple[int, int]], passages: Sequence[Passage]) -> Ints:
-    """Return the wordpieces [S, 2] of sentences relative to their passage."""
-    lengths = [length(passage.sentences) for passage in passages]
-    starts = np.repeat(np.asarray([passage.tokens[0] for passage in passages], np.int64), lengths)
-    tokens = np.asarray(sentence_tokens, np.int64).reshape(-1, 2)
-    return (tokens - starts[:, None]).astype(np.int32)
+                sentences.append((start, end, first, stop))
+        yield sentences

@@ -45,6 +45,5 @@ class SeenIds:
             raise OSError(code, str(error), str(self._path)) from None
 
     def close(self) -> None:
-        """Remove the database; closing again does nothing."""
         self._database.close()
         self._path.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from realmops.artifacts import digest_of, read_manifest
-from realmops.corpus.languages import AUTO, ENGLISH
+from realmops.corpus.languages import AUTO
 from realmops.corpus.npy_files import load_npy
 from realmops.corpus.spans import Spans
 from realmops.corpus.vocabulary import (
@@ -71,11 +71,7 @@ def parse_extra(extra: str) -> dict[str, Any]:
 
 
 def map_texts(folder: Path) -> pa.Table:
-    """Memory-map ``passages.arrow`` of a snapshot folder as a zero-copy table.
-
-    The table is thread-safe because Arrow arrays are immutable, whereas two threads that read one ``ParquetFile`` crash
-    the process (SIGSEGV).
-    """
+    """Memory-map ``passages.arrow``; unlike one ``ParquetFile``, the table can be read by many threads."""
     with pa.memory_map(str(folder / TEXTS)) as file, pa.ipc.open_file(file) as reader:
         return reader.read_all()
 
@@ -108,7 +104,7 @@ class Snapshot:
         self.vocabulary_hash: str = manifest["vocabulary_hash"]
         self.block_wordpieces: int = manifest["settings"]["block_wordpieces"]
         self.casing = Casing(**manifest["settings"]["casing"])
-        self.language: str = manifest["settings"].get("language", ENGLISH)  # code, or ``AUTO``
+        self.language: str = manifest["settings"]["language"]  # code, or ``AUTO``
         self.tokens: NDArray[Any] = load_npy(folder / "tokens.npy")
         self.token_chars: Ints = load_npy(folder / "token_chars.npy")
         self.token_offsets: NDArray[np.int64] = load_npy(folder / "token_offsets.npy")
@@ -130,7 +126,6 @@ class Snapshot:
         return cls(folder, read_manifest(folder, KIND, verify=verify))
 
     def __len__(self) -> int:
-        """Return the number of passages P."""
         return len(self.token_offsets) - 1
 
     def passage_id(self, index: int) -> str:
@@ -138,15 +133,12 @@ class Snapshot:
         return self._value("passage_id", index)
 
     def document_id(self, index: int) -> str:
-        """Return the id of the passage's document."""
         return self._value("document_id", index)
 
     def title(self, index: int) -> str:
-        """Return the title of the passage's document."""
         return self._value("title", index)
 
     def text(self, index: int) -> str:
-        """Return the passage's text without the title."""
         return self._value("text", index)
 
     def extra(self, index: int) -> dict[str, Any]:
@@ -154,7 +146,7 @@ class Snapshot:
         return parse_extra(self._value("extra", index))
 
     def start(self, index: int) -> int:
-        """Return the character offset of the passage in its document's text, as the corpus reader returned it."""
+        """Return the character offset of the passage in its document's text."""
         return int(self.places[index, 1])
 
     def uri(self, index: int) -> str:
@@ -194,12 +186,10 @@ class Snapshot:
         return [code for code in self.languages if np.count_nonzero(self.code_P == code.encode()) >= min_count]
 
     def language_of(self, index: int) -> str:
-        """Return the language code of a passage."""
         return self.language if self.language != AUTO else self.code_P[index].decode()
 
     @property
     def document_count(self) -> int:
-        """Number of documents."""
         return self.sources[1][-1]
 
     @cached_property
@@ -209,7 +199,6 @@ class Snapshot:
         return [row["source"] for row in rows], list(accumulate(row["documents"] for row in rows))
 
     def column(self, name: str) -> list[str]:
-        """Return a column of ``TEXT_COLUMNS`` for all passages, in memory."""
         values: list[str] = self._columns[name].to_pylist()
         return values
 
@@ -234,7 +223,7 @@ class Snapshot:
         return np.asarray(numbers, np.int64)
 
     def body(self, index: int) -> NDArray[np.int64]:
-        """Return the wordpieces of the passage's text, int64 [t]."""
+        """Return the wordpieces of the text, int64 [t]."""
         return self.tokens[self.token_offsets[index] : self.token_offsets[index + 1]].astype(np.int64)
 
     def forms(self, index: int) -> NDArray[np.int64]:
@@ -242,11 +231,11 @@ class Snapshot:
         return classify_words(self.text(index), self.chars(index), self.continues(index), self.sentences(index)[:, 0])
 
     def continues(self, index: int) -> NDArray[np.bool_]:
-        """Return whether each wordpiece of the passage's text continues a word, bool [t]."""
+        """Return whether each wordpiece of the text continues a word, bool [t]."""
         return self.is_continuation(int(self.token_offsets[index]), int(self.token_offsets[index + 1]))
 
     def is_continuation(self, first: int, end: int) -> NDArray[np.bool_]:
-        """Return whether wordpieces ``first`` to ``end`` of the flat array continue a word, bool."""
+        """Return the same for wordpieces ``first`` to ``end`` of the flat array."""
         if self._continues is not None:
             stored: NDArray[np.bool_] = self._continues[first:end]
             return stored
@@ -258,7 +247,6 @@ class Snapshot:
         return self.body(index) + SHAPE_STEP * self._forms(index)
 
     def title_tokens(self, index: int) -> NDArray[np.int64]:
-        """Return the wordpieces of the title."""
         return self.title_flat[self.title_offsets[index] : self.title_offsets[index + 1]].astype(np.int64)
 
     def chars(self, index: int) -> Ints:
@@ -271,7 +259,6 @@ class Snapshot:
 
     @cached_property
     def vocabulary(self) -> list[str]:
-        """Wordpieces in the order of their ids."""
         if self.tokenizer_json is None:
             return read_vocabulary(self.folder / VOCABULARY)
         return list_pieces(self.tokenizer)
@@ -297,12 +284,10 @@ class Snapshot:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the snapshot."""
         text = self.tokenizer_json
         return build_tokenizer(self.vocabulary, self.casing) if text is None else open_tokenizer(text)
 
     def given_spans(self) -> Spans | None:
-        """Open the spans given by the documents, if there are any."""
         folder = self.folder / GIVEN_SPANS
         return Spans.open(folder, corpus_hash=self.corpus_hash) if folder.is_dir() else None
 

@@ -21,10 +21,10 @@ from numpy.typing import DTypeLike
 
 from realmops.artifacts import canonical_json, write_manifest
 from realmops.corpus.document_cutter import DocumentCutter
-from realmops.corpus.ingest import Batch, OutcomeCounts, Progress, iter_batches, workers_in_order
+from realmops.corpus.ingest import Batch, OutcomeCounts, process_batches
 from realmops.corpus.languages import AUTO, ENGLISH, check_language
-from realmops.corpus.npy_files import AppendOnlyFile, NpyWriter, OffsetsWriter
-from realmops.corpus.passages import SPECIAL_TOKENS_PER_DOCUMENT, PassageBatch, length
+from realmops.corpus.npy_files import NpyWriter, OffsetsWriter
+from realmops.corpus.passages import PassageBatch
 from realmops.corpus.seen_ids import SeenIds
 from realmops.corpus.snapshot_reader import (
     CONTINUES,
@@ -39,7 +39,6 @@ from realmops.corpus.snapshot_reader import (
     TEXT_COLUMNS,
     TEXTS,
     document_name,
-    read_rejects,
 )
 from realmops.corpus.spans import SpansWriter
 from realmops.corpus.tokenizer import is_inside_word
@@ -77,7 +76,7 @@ def write_snapshot(
 
     Args:
         sources: files of the corpus.
-        folder: folder of the snapshot.
+        folder: an empty folder.
         vocabulary: wordpieces in the order of their ids.
         block_wordpieces: maximum wordpieces of [CLS] title [SEP] body [SEP]; the paper uses 288.
         casing: normalisation of BERT's WordPiece.
@@ -86,20 +85,13 @@ def write_snapshot(
         drop_titles: drop the Wikipedia articles of ``is_navigation_title``.
         language: language of all documents, or ``AUTO`` to detect that of each.
         broken_share: maximum share of broken records, which are skipped.
-        workers: number of processes that parse and tokenise; 1 uses this process.
-        progress: called with the number of bytes read of the sources' files since the last call.
+        workers: number of processes; 1 uses this process.
+        progress: gets the number of bytes read of the sources' files since the last call.
         earlier: snapshot with the same vocabulary, tokenizer and settings whose passages are reused.
 
     Raises:
-        ValueError: If more records are broken, with the first ten of them, or if no passage is left.
+        ValueError: more records are broken (with the first ten of them), or no passage is left.
     """
-    if block_wordpieces <= SPECIAL_TOKENS_PER_DOCUMENT:
-        raise ValueError(
-            f"block_wordpieces is {block_wordpieces}; it must be larger than the number of special tokens, "
-            f"{SPECIAL_TOKENS_PER_DOCUMENT} (the paper uses 288)"
-        )
-    if workers < 1:
-        raise ValueError(f"workers is {workers}, expected 1 or more")
     check_language(language)
     settings = {
         "block_wordpieces": block_wordpieces,
@@ -108,19 +100,18 @@ def write_snapshot(
         "drop_titles": drop_titles,
         "language": language,
     }
+    cutter = DocumentCutter(vocabulary, tokenizer, settings, earlier)
     with (
         closing(_Writer(folder, vocabulary, tokenizer, sources, broken_share, language == AUTO)) as writer,
-        workers_in_order(workers, sources, DocumentCutter(vocabulary, tokenizer, settings, earlier)) as cut,
+        closing(process_batches(sources, cutter, workers=workers, on_progress=progress)) as batches,
     ):
-        advance = Progress(sources, progress)
-        for batch, (outcomes, passages) in cut(iter_batches(sources)):
+        for batch, (outcomes, passages) in batches:
             writer.append(batch, outcomes, passages)
-            advance(batch)
         return writer.finish(settings)
 
 
 class _Writer:
-    """Writer that appends to the files of a snapshot in ``folder``."""
+    """Writer of the files of a snapshot."""
 
     def __init__(
         self,
@@ -136,13 +127,13 @@ class _Writer:
         self._sources = sources
         self._broken_share = broken_share
         wordpiece = np.uint16 if len(vocabulary) <= 1 << 16 else np.int32
-        with ExitStack() as opened:  # closes open files if the disk is full
+        with ExitStack() as files:  # closes open files if the disk is full
 
             def array(name: str, dtype: DTypeLike, *shape: int) -> NpyWriter:
-                return opened.enter_context(closing(NpyWriter(folder / name, dtype, shape)))
+                return files.enter_context(closing(NpyWriter(folder / name, dtype, shape)))
 
             def offsets(name: str) -> OffsetsWriter:
-                return opened.enter_context(closing(OffsetsWriter(folder / name)))
+                return files.enter_context(closing(OffsetsWriter(folder / name)))
 
             self._tokens = array("tokens.npy", wordpiece)
             self._token_chars = array("token_chars.npy", np.int32, 2)
@@ -155,42 +146,46 @@ class _Writer:
             self._places = array(PLACES, np.int64, 2)
             self._documents = array(DOCUMENTS, np.uint64, 2)
             self._languages = array(LANGUAGES, np.uint8, 2) if languages else None
-            self._rejects = opened.enter_context(closing(AppendOnlyFile(folder / REJECTS)))
-            self._source_lines = opened.enter_context(closing(AppendOnlyFile(folder / SOURCES)))
-            self._seen = opened.enter_context(closing(SeenIds(folder / _IDS)))
-            texts = opened.enter_context(pa.OSFile(str(folder / TEXTS), "wb"))
-            self._texts = opened.enter_context(pa.ipc.new_file(texts, _SCHEMA))
-            self._opened = opened.pop_all()
-        self.close = self._opened.close
+            self._rejects = files.enter_context(open(folder / REJECTS, "xb"))
+            self._source_lines = files.enter_context(open(folder / SOURCES, "xb"))
+            self._seen = files.enter_context(closing(SeenIds(folder / _IDS)))
+            texts = files.enter_context(pa.OSFile(str(folder / TEXTS), "wb"))
+            self._texts = files.enter_context(pa.ipc.new_file(texts, _SCHEMA))
+            self._files = files.pop_all()
+        self.close = self._files.close
         self._pending = _SCHEMA.empty_table()  # rows of passages.arrow that do not fill a batch yet
         self._corpus = hashlib.sha256()
         self._spans: SpansWriter | None = None  # until a document gives spans
+        self._shown: dict[bool, list[str]] = {False: [], True: []}  # first broken records, first unreadable files
         self._source = 0
         self._counts = OutcomeCounts()  # of the current source
         self._total = OutcomeCounts()
 
     def append(self, batch: Batch, outcomes: Sequence[Outcome], passages: PassageBatch) -> None:
-        """Count the outcomes of a batch and append its passages; raise ValueError if too many records are broken."""
+        """Count outcomes and append passages; raise ValueError if too many records are broken."""
         duplicates = self._count(batch, iter(outcomes))
         documents = [outcome for outcome in outcomes if isinstance(outcome, Document)]
         if duplicates:
-            passages = passages.without(duplicates)
+            passages = replace(passages, passages=[p for p in passages.passages if p.document not in duplicates])
         self._append_arrays(passages)
         self._append_texts(documents, passages)
         if self._continues is not None:
             for passage in passages.passages:
                 text = documents[passage.document].text[slice(*passage.chars)]
-                self._continues.append(is_inside_word(text, passages.chars[slice(*passage.tokens)]))
+                self._continues.append(is_inside_word(text, passage.token_chars))
         self._append_spans(documents, passages)
 
     def finish(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Close the files, and write the vocabulary and the manifest, which is returned."""
         folder = self._folder
         self._finish_sources(len(self._sources))
         self._check_rejects()
         passages, sentences, tokens = self._token_offsets.items, len(self._sentences), len(self._tokens)
         if passages == 0:
-            raise ValueError(self._empty_corpus_message())
+            names = ", ".join(str(source.path) for source in self._sources[:3])
+            raise ValueError(
+                f"no passage is left of {self._total.records} documents in {names} (dropped: {self._total.dropped}); "
+                "give documents with text, or the right snapshot.format" + "".join(self._shown[True])
+            )
         if self._pending.num_rows:
             self._texts.write_table(self._pending.combine_chunks())
         corpus = self._corpus.hexdigest()
@@ -219,7 +214,7 @@ class _Writer:
         """Count outcomes by source; return the numbers of the documents with duplicate ids."""
         duplicates = set()
         document_numbers = itertools.count()
-        for source, records in batch:
+        for source, _, records in batch:
             self._finish_sources(source)
             for outcome in itertools.islice(outcomes, len(records)):
                 if isinstance(outcome, Document):
@@ -238,6 +233,8 @@ class _Writer:
                     if outcome.kind:
                         line["kind"] = outcome.kind
                     self._rejects.write(canonical_json(line) + b"\n")
+                    shown = self._shown["kind" in line]
+                    shown += [f"\n  {outcome.place}: {outcome.problem}"] * (len(shown) < _REJECTS_SHOWN)
                 if self._total.records % _RECORDS_BETWEEN_CHECKS == 0:
                     self._check_rejects()
         return duplicates
@@ -253,56 +250,44 @@ class _Writer:
             self._source, self._counts = self._source + 1, OutcomeCounts()
 
     def _check_rejects(self) -> None:
-        """Raise ValueError with the first broken records if there are too many."""
         rejected, records = self._total.rejected, self._total.records
         if rejected <= self._broken_share * records:
             return
-        self._rejects.flush()
-        first = list(itertools.islice(read_rejects(self._folder), _REJECTS_SHOWN))
         raise ValueError(
-            "\n  ".join(f"{reject['place']}: {reject['problem']}" for reject in first)
+            "".join(self._shown[False]).lstrip()
             + f"\n  {rejected} of the first {records} records are broken, more than snapshot.broken_share="
             f"{self._broken_share:g}: correct them, set the right snapshot.format, or raise snapshot.broken_share"
         )
 
-    def _empty_corpus_message(self) -> str:
-        names = ", ".join(str(source.path) for source in self._sources[:3]) or "no file was given"
-        if self._total.records == 0:
-            remedy = 'give at least one line of the form {"title": "...", "text": "..."}, or another format'
-            return f"the corpus holds no documents ({names}): {remedy}"
-        self._rejects.flush()
-        unread = itertools.islice(read_rejects(self._folder, unread=True), _REJECTS_SHOWN)
-        return (
-            f"no passage is left of {self._total.records} documents in {names} (dropped: {self._total.dropped}); "
-            "give documents with text" + "".join(f"\n  {reject['place']}: {reject['problem']}" for reject in unread)
-        )
-
     def _append_arrays(self, batch: PassageBatch) -> None:
-        first = self._token_offsets.items
-        titles = [batch.titles[passage.document] for passage in batch.passages]
-        passages = np.arange(first, first + len(titles), dtype=np.int32)
-        documents = batch.documents()
+        if not batch.passages:
+            return
+        number = self._token_offsets.items
+        documents = list(dict.fromkeys(passage.document for passage in batch.passages))
         digests = b"".join(batch.digests[document] for document in documents)
         self._documents.append(np.frombuffer(digests, "<u8").reshape(-1, 2))
-        first_number = self._total.documents - len(documents)  # every counted document has a passage
-        number = {document: first_number + index for index, document in enumerate(documents)}
-        places = [(number[passage.document], passage.chars[0]) for passage in batch.passages]
-        sentences = [length(passage.sentences) for passage in batch.passages]
-        self._token_offsets.append_lengths([length(passage.tokens) for passage in batch.passages])
+        first_document = self._total.documents - len(documents)  # every counted document has a passage
+        document_number = {document: first_document + index for index, document in enumerate(documents)}
+        places = [(document_number[passage.document], passage.chars[0]) for passage in batch.passages]
+        titles = [batch.titles[passage.document] for passage in batch.passages]
+        sentences = [len(passage.sentences) for passage in batch.passages]
+        self._token_offsets.append_lengths([len(passage.ids) for passage in batch.passages])
         self._title_offsets.append_lengths([len(title) for title in titles])
         self._sentence_offsets.append_lengths(sentences)
-        self._tokens.append(batch.ids)
-        self._token_chars.append(batch.chars)
+        self._tokens.append(np.concatenate([passage.ids for passage in batch.passages]))
+        self._token_chars.append(np.concatenate([passage.token_chars for passage in batch.passages]))
         self._title_tokens.append(np.fromiter(itertools.chain.from_iterable(titles), np.int32))
-        self._places.append(np.array(places, np.int64).reshape(-1, 2))
+        self._places.append(np.array(places, np.int64))
         if self._languages is not None:
             codes = "".join(batch.languages[passage.document] for passage in batch.passages).encode()
             self._languages.append(np.frombuffer(codes, np.uint8).reshape(-1, 2))
-        self._sentences.append(np.column_stack([np.repeat(passages, sentences), batch.sentences]))
+        numbers = np.repeat(np.arange(number, number + len(titles), dtype=np.int32), sentences)
+        self._sentences.append(
+            np.column_stack([numbers, np.concatenate([passage.sentences for passage in batch.passages])])
+        )
 
     def _append_texts(self, documents: Sequence[Document], batch: PassageBatch) -> None:
-        """Append rows to passages.arrow, in batches of ``ROWS_PER_BATCH``."""
-        names = {index: document_name(documents[index]) for index in batch.documents()}
+        names = {index: document_name(documents[index]) for index in {p.document for p in batch.passages}}
         rows = []
         for passage in batch.passages:
             document, name = documents[passage.document], names[passage.document]
@@ -324,9 +309,9 @@ class _Writer:
             return
         if self._spans is None:
             (self._folder / GIVEN_SPANS).mkdir()
-            self._spans = self._opened.enter_context(SpansWriter(self._folder / GIVEN_SPANS))
+            self._spans = self._files.enter_context(SpansWriter(self._folder / GIVEN_SPANS))
             self._spans.add_without(self._token_offsets.items - len(batch.passages))
-        first_sentence = len(self._sentences) - len(batch.sentences)
+        sentence = len(self._sentences) - sum(len(passage.sentences) for passage in batch.passages)
         for row, passage in enumerate(batch.passages):
             document = documents[passage.document]
             low = passage.chars[0]
@@ -336,10 +321,11 @@ class _Writer:
             since = 0 if row == 0 or batch.passages[row - 1].document != passage.document else low
             self._spans.add(
                 [(start - low, end - low, label) for start, end, label in document.spans if since <= start < until],
-                batch.chars[slice(*passage.tokens)],
-                batch.sentences[slice(*passage.sentences)],
-                first_sentence + passage.sentences[0],
+                passage.token_chars,
+                passage.sentences,
+                sentence,
             )
+            sentence += len(passage.sentences)
 
 
 def _extra(document: Document, chars: tuple[int, int]) -> str:

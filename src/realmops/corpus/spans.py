@@ -5,7 +5,6 @@ Files: spans.npy int32 [N, 6] (columns ``COLUMNS``), span_labels.npy uint8 [N] (
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,18 +25,11 @@ Ints = NDArray[np.int32]
 def token_spans(
     char_spans: Sequence[tuple[int, int]], chars: Ints, sentences: Ints
 ) -> list[tuple[int, int, int] | None]:
-    """Map character spans of one passage to wordpieces.
+    """Map (start, end) character spans of one passage to (sentence, first wordpiece, end wordpiece).
 
-    Every wordpiece that shares a character with a span belongs to it.
-
-    Args:
-        char_spans: (start, end) characters in the passage's text.
-        chars: [t, 2] start and end character of each wordpiece.
-        sentences: [s, 2] first and end wordpiece of each sentence.
-
-    Returns:
-        (sentence, first wordpiece, end wordpiece) for each span; None for a span without wordpieces, across a sentence
-        border or beyond the passage's wordpieces.
+    Every wordpiece that shares a character with a span belongs to it. The result is None for a span without wordpieces,
+    across a sentence border or beyond the passage's wordpieces. ``chars`` [t, 2] has the characters of each wordpiece,
+    ``sentences`` [s, 2] the wordpieces of each sentence.
     """
     if not char_spans or not len(chars):
         return [None] * len(char_spans)
@@ -58,14 +50,9 @@ class SpansWriter:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with ExitStack() as stack:  # closes the open files if another cannot be opened
-            self._spans = NpyWriter(folder / "spans.npy", np.int32, (len(COLUMNS),))
-            stack.callback(self._spans.close)
-            self._labels = NpyWriter(folder / "span_labels.npy", np.uint8)
-            stack.callback(self._labels.close)
-            self._offsets = OffsetsWriter(folder / "span_offsets.npy")
-            stack.callback(self._offsets.close)
-            self._open_files = stack.pop_all()
+        self._spans = NpyWriter(folder / "spans.npy", np.int32, (len(COLUMNS),))
+        self._labels = NpyWriter(folder / "span_labels.npy", np.uint8)
+        self._offsets = OffsetsWriter(folder / "span_offsets.npy")
         self._names: dict[str, int] = {}
         self._dropped = 0
 
@@ -93,34 +80,28 @@ class SpansWriter:
         return len(rows)
 
     def add_without(self, passages: int) -> None:
-        """Add ``passages`` passages without spans."""
         self._offsets.append_lengths(np.zeros(passages, np.int64))
 
     def close(self, *, corpus_hash: str, vocabulary_hash: str, **fields: Any) -> dict[str, Any]:
-        """Finish the files, write the manifest with ``fields``, and return it."""
-        passages, spans = self._offsets.items, len(self._spans)
-        self.abandon()
+        self.__exit__()
         return write_manifest(
             self.folder,
             KIND,
             corpus_hash=corpus_hash,
             vocabulary_hash=vocabulary_hash,
             labels=list(self._names),
-            passages=passages,
-            spans=spans,
+            passages=self._offsets.items,
+            spans=len(self._spans),
             dropped={"not_in_one_sentence": self._dropped},
             **fields,
         )
-
-    def abandon(self) -> None:
-        """Close all files without writing a manifest, even if one of them cannot write its last bytes."""
-        self._open_files.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.abandon()
+        for file in (self._spans, self._labels, self._offsets):
+            file.close()
 
     def _label(self, name: str) -> int:
         if name not in self._names:
@@ -154,17 +135,11 @@ class Spans:
 
     @classmethod
     def open(cls, folder: Path, *, verify: bool = True, corpus_hash: str | None = None) -> Self:
-        """Open a folder, of the corpus with ``corpus_hash`` if given; ``verify`` checks the digests of its files.
-
-        Raises:
-            ValueError: the folder is damaged or belongs to another corpus.
-        """
+        """Open a folder, of the corpus with ``corpus_hash`` if given; ``verify`` checks the digests of its files."""
         return cls(folder, read_bound_manifest(folder, KIND, corpus_hash, "tag", verify=verify))
 
     def __len__(self) -> int:
-        """Return the number of passages."""
         return len(self.offsets) - 1
 
     def of(self, passage: int) -> Ints:
-        """Return the spans [n, 6] of a passage."""
         return self.rows[self.offsets[passage] : self.offsets[passage + 1]]

@@ -51,7 +51,6 @@ class Wordpieces:
         return [*np.searchsorted(self.chars[:, 0], self.bases).tolist(), len(self.ids)]
 
     def by_text(self) -> list[list[int]]:
-        """Return the ids of each text."""
         return [self.ids[a:b].tolist() for a, b in itertools.pairwise(self.borders())]
 
 
@@ -140,7 +139,6 @@ class CachedTokenizer:
         self._clear()
 
     def encode(self, texts: Sequence[str]) -> Wordpieces:
-        """Tokenize texts without special tokens, with the same result as ``Tokenizer.encode``."""
         lengths = _lengths(texts)
         bases = np.cumsum(lengths + 1) - (lengths + 1)
         chunks = _CHUNK.findall(" ".join(texts))

@@ -161,9 +161,6 @@ def build_tokenizer(vocabulary: Sequence[str], casing: Casing = UNCASED) -> Toke
     """Build BERT's WordPiece tokenizer, whose ids are positions in the vocabulary.
 
     Special tokens have ids (``token_to_id``) but never match in text: "[MASK]" in a document is three words.
-
-    Raises:
-        ValueError: a piece is duplicated or a special token is missing.
     """
     ids = {piece: index for index, piece in enumerate(vocabulary)}
     if len(ids) < len(vocabulary):
@@ -208,7 +205,7 @@ def is_continuation(tokenizer: Tokenizer) -> NDArray[np.bool_]:
 
 
 def surface_forms(tokenizer: Tokenizer) -> list[str]:
-    """Return the pieces in the order of their ids as they appear in text, with their leading blank if any."""
+    """Return the pieces as they appear in text, with their leading blank if any."""
     pieces = list_pieces(tokenizer)
     if any(piece.startswith(_BYTE_BLANK) for piece in pieces):
         decoder = ByteLevel()
@@ -217,17 +214,15 @@ def surface_forms(tokenizer: Tokenizer) -> list[str]:
 
 
 def vocabulary_bytes(vocabulary: Sequence[str]) -> bytes:
-    """Return the content of vocab.txt: one piece per line."""
+    """Return the content of vocab.txt."""
     return "".join(f"{piece}\n" for piece in vocabulary).encode()
 
 
 def vocabulary_hash(vocabulary: Sequence[str]) -> str:
-    """Return the SHA-256 of ``vocabulary_bytes`` as hex digits."""
     return hashlib.sha256(vocabulary_bytes(vocabulary)).hexdigest()
 
 
 def read_vocabulary(path: Path) -> list[str]:
-    """Read the pieces of a vocab.txt, in the order of their ids."""
     try:
         text = path.read_bytes().decode()
     except UnicodeDecodeError as error:

@@ -1,15 +1,12 @@
 """Word counts of documents in one pass, and training of a WordPiece vocabulary from them."""
 
-import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from contextlib import closing
 
-from realmops.corpus.ingest import Progress, Records, iter_batches, parse_records, workers_in_order
+from realmops.corpus.ingest import Batch, parse_records, process_batches
 from realmops.corpus.vocabulary import bert_words, learn_pieces
-from realmops.readers.documents import Document, RawRecord, Rejected
+from realmops.readers.documents import Document
 from realmops.readers.sources import Source
 
 _SAMPLE_BYTES = 256 << 20
@@ -45,38 +42,20 @@ def count_words(
     """
     counts: Counter[str] = Counter()
     floor = 0
-    advance = Progress(sources, progress)
     share = _SAMPLE_BYTES / max(sum(source.size for source in sources), 1)
-    with workers_in_order(workers, sources, _words_of) as count:
-        for batch, words in count(iter_batches(_sampled(sources, share))):
+    batches = process_batches(sources, _words_of, workers=workers, on_progress=progress, share=share)
+    with closing(batches):
+        for _, words in batches:
             counts.update(words)
             while len(counts) > _DISTINCT_LIMIT:
                 floor += 1
                 counts = Counter({word: count for word, count in counts.items() if count > floor})
-            advance(batch)
     return counts
 
 
-def _sampled(sources: Sequence[Source], share: float) -> Sequence[Source]:
-    """Return the sources restricted to a random share of their records, drawn with a fixed seed."""
-    if share >= 1:
-        return sources
-    generator = random.Random(0)
-
-    def sampled(
-        records: Callable[[Path], Iterator[RawRecord | Rejected]], path: Path
-    ) -> Iterator[RawRecord | Rejected]:
-        return (record for record in records(path) if generator.random() < share)
-
-    return [
-        replace(source, format=replace(source.format, records=partial(sampled, source.format.records)))
-        for source in sources
-    ]
-
-
-def _words_of(records: Records) -> Counter[str]:
+def _words_of(batch: Batch) -> Counter[str]:
     words: Counter[str] = Counter()
-    for outcome in parse_records(records):
+    for outcome in parse_records(batch):
         if isinstance(outcome, Document):
             words.update(outcome.title.split())
             words.update(outcome.text.split())

@@ -45,8 +45,7 @@ def classify_words(
 ) -> NDArray[np.int64]:
     """Return the ``WordShape`` of the word that each wordpiece of a passage belongs to, int64 [t].
 
-    ``chars`` [t, 2] has start and end character of each wordpiece, ``continues`` [t] whether it continues a word, and
-    ``sentence_starts`` the first wordpiece of each sentence.
+    ``chars`` [t, 2] and ``continues`` [t] are those of ``Snapshot``; ``sentence_starts`` are first wordpieces.
     """
     is_start = ~continues
     is_start[:1] = True

@@ -10,7 +10,7 @@ from realmops.readers.documents import (
     RawRecord,
     check_text,
     iter_lines,
-    parse_document_or_drop,
+    parse_document,
     parse_json_object,
     require_key,
 )
@@ -25,7 +25,6 @@ def beir_file(folder: Path, name: str) -> Path | None:
 
 
 def corpus_file(folder: Path) -> Path | None:
-    """Return the corpus of a BEIR folder; None for any other path."""
     corpus = beir_file(folder, "corpus.jsonl")
     if corpus is None or beir_file(folder, "queries.jsonl") is None:
         return None
@@ -43,7 +42,7 @@ def _parse_record(raw: RawRecord) -> Outcome:
     metadata = record.get("metadata")
     columns = {**metadata, **record} if isinstance(metadata, dict) else record
     columns = {key: value for key, value in columns.items() if key not in {*RESERVED_KEYS, ID, "metadata"}}
-    return parse_document_or_drop({**columns, "id": identifier, "title": title, "text": text}, raw.place)
+    return parse_document({**columns, "id": identifier, "title": title, "text": text}, raw.place)
 
 
 BEIR = Format("beir", iter_lines, _parse_record)

@@ -20,7 +20,6 @@ _ALTERNATIVES = ("text/plain", "text/html", "multipart/related", "multipart/mixe
 
 
 def parse_page(data: bytes, charset: str | None = None) -> Any:
-    """Parse an HTML page to a tree of lxml."""
     import lxml.html
 
     parser = lxml.html.HTMLParser(encoding="utf-8")
@@ -36,7 +35,7 @@ def parse_xml(data: bytes) -> Any:
 
 def read_epub(data: bytes) -> Contents:
     """Return the contents of an EPUB book: its title, and its chapters in reading order."""
-    package = open_package(data, "an EPUB book")
+    package = open_package(data)
     path = unquote(parse_xml(package.read("META-INF/container.xml")).find(".//{*}rootfile").get("full-path"))
     book = parse_xml(package.read(path))
     files = {item.get("id"): unquote(item.get("href")) for item in book.iterfind("{*}manifest/{*}item")}

@@ -28,7 +28,7 @@ _ENCRYPTED_STREAM = "EncryptedPackage".encode("utf-16-le")
 
 
 class UnreadableError(Exception):
-    """Error for a file that cannot be read, counted under ``kind``; its message states problem and remedy."""
+    """Error for a file that cannot be read, counted under ``kind``."""
 
     def __init__(self, kind: str, problem: str) -> None:
         super().__init__(problem)
@@ -73,22 +73,18 @@ def format_table(rows: Iterable[Iterable[str]]) -> str:
 
 
 def check_remaining(remaining: int) -> None:
-    """Raise ``UnreadableError`` if more than ``LINE_LIMIT`` characters were read."""
     if remaining < 0:
         raise UnreadableError("too_large", f"the text is longer than {LINE_LIMIT >> 20} Mi characters; split the file")
 
 
-def open_package(data: bytes, kind: str) -> ZipFile:
-    """Open a ZIP archive of XML whose declared size is within the limits; the memory limit covers the rest.
-
-    ``kind`` is what it should be, for the message.
-    """
+def open_package(data: bytes) -> ZipFile:
+    """Open a ZIP archive of XML whose declared size is within the limits; the memory limit covers the rest."""
     if data.startswith(_OLE_MAGIC) and _ENCRYPTED_STREAM in data:
         raise UnreadableError("encrypted", "the file needs a password; save it without one")
     try:
         package = ZipFile(BytesIO(data))
     except BadZipFile:
-        raise ValueError(f"not {kind}") from None
+        raise ValueError("not a ZIP archive, as Office 2007 or later and EPUB write it") from None
     parts = package.infolist()
     xml = sum(part.file_size for part in parts if part.filename.lower().endswith(_XML_SUFFIXES))
     if xml > _XML_LIMIT or sum(part.file_size for part in parts) > _UNPACKED_LIMIT:

@@ -12,7 +12,7 @@ from realmops.readers.documents import (
     Outcome,
     RawRecord,
     Rejected,
-    parse_document_or_drop,
+    parse_document,
     reject_remainder,
 )
 
@@ -84,7 +84,7 @@ def _parse_record(raw: RawRecord) -> Outcome:
             name = name.encode(errors="backslashreplace").decode()
             return Rejected(raw.place, f"{name!r} is invalid UTF-8; save the file as UTF-8")
     record = {name: value for name, value in raw.data.items() if name not in ("", "spans") and (value or name != "id")}
-    return parse_document_or_drop(record, raw.place)
+    return parse_document(record, raw.place)
 
 
-CSV = Format("csv", _records, _parse_record)
+CSV = Format("csv", _records, _parse_record, suffixes=(".csv", ".tsv"))

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
@@ -27,7 +27,6 @@ PAGES = "realmops_pages"  # column of a passage: [page, its first character in t
 _MAX_PROBLEM = 300  # characters of a library's message, which may quote the whole text
 RESERVED_KEYS = {"title", "text", "id", "spans", PAGES}
 T = TypeVar("T")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +92,11 @@ class Format:
     parse: Callable[[RawRecord], Outcome]
     is_document: bool = False  # whether a file is one document
     needs: str = ""  # module of the extra ``documents`` that the format requires
+    suffixes: tuple[str, ...] = ()  # of its files
 
     def convert(self, raw: RawRecord) -> Outcome:
         """Parse a record; return Rejected if it is broken or a library fails on it."""
-        return call_guarded(partial(self._convert, raw), partial(Rejected, raw.place))
+        return call_guarded(partial(self._convert, raw), raw.place)
 
     def _convert(self, raw: RawRecord) -> Outcome:
         try:
@@ -105,8 +105,8 @@ class Format:
             return Rejected(raw.place, str(error).removeprefix(f"{raw.place}: "))
 
 
-def call_guarded(work: Callable[[], T], on_failure: Callable[[str], R]) -> T | R:
-    """Call ``work`` on one record; if a library fails on it, return ``on_failure(problem)``.
+def call_guarded(work: Callable[[], T], place: str) -> T | Rejected:
+    """Call ``work`` on a record; return Rejected if a library fails on it.
 
     Errors that the record did not cause propagate: disk, memory, missing packages, interrupts.
     """
@@ -116,7 +116,7 @@ def call_guarded(work: Callable[[], T], on_failure: Callable[[str], R]) -> T | R
         raise
     except BaseException as error:  # a panic in a library written in Rust is no Exception
         problem = str(error).encode(errors="backslashreplace").decode()[:_MAX_PROBLEM]
-        return on_failure(f"the record cannot be read ({type(error).__name__}: {problem}); leave it out")
+        return Rejected(place, f"the record cannot be read ({type(error).__name__}: {problem}); leave it out")
 
 
 def reject_remainder(place: str, problem: str, remedy: str) -> Rejected:
@@ -130,11 +130,7 @@ def printable_path(name: str | Path) -> str:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (``file:line``, JSON object) for each line of a .jsonl or .jsonl.gz file, skipping blank lines.
-
-    Raises:
-        ValueError: At the first broken line.
-    """
+    """Yield (``file:line``, JSON object) for each line that is not blank; raise ValueError at the first broken line."""
     for raw in iter_lines(path):
         if isinstance(raw, Rejected):
             raise ValueError(f"{raw.place}: {raw.problem}")
@@ -142,10 +138,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def iter_lines(path: Path) -> Iterator[RawRecord | Rejected]:
-    """Yield the non-blank lines of a file as UTF-8; lines over ``LINE_LIMIT`` bytes are rejected without parsing.
-
-    A record separator before a JSON object (RFC 7464) is left out.
-    """
+    """Yield the non-blank lines of a file as UTF-8; lines over ``LINE_LIMIT`` bytes are rejected without parsing."""
     number = 0
     with open_compressed(path) as (file, position), ExitStack() as stack:
         readline: Callable[[int], bytes] = file.readline
@@ -174,8 +167,12 @@ def iter_lines(path: Path) -> Iterator[RawRecord | Rejected]:
             yield Rejected(f"{path}:{number + 1}", describe_damage(error, path), ends_file=True)
 
 
-def parse_document(record: dict[str, Any], place: str) -> Document:
-    """Parse a JSON object to a document; raise ValueError, with ``place`` first, if it is invalid."""
+def parse_document(record: dict[str, Any], place: str, omitted: Mapping[str, int] | None = None) -> Outcome:
+    """Parse a JSON object to a document with ``omitted``, counts by kind; return Dropped if its text is empty.
+
+    Raises:
+        ValueError: it is invalid; the message begins with ``place``.
+    """
     title = check_text("" if record.get("title") is None else record["title"], "title", place)
     text = check_text(require_key(record, "text", place), "text", place)
     if len(text) > LINE_LIMIT:
@@ -188,29 +185,21 @@ def parse_document(record: dict[str, Any], place: str) -> Document:
     if not checked_spans:  # their places would change
         title, text = title.replace("\0", ""), text.replace("\0", "")
     columns = {key: value for key, value in record.items() if key not in RESERVED_KEYS}
-    return Document(title, text, checked_id, checked_spans, place, _extra_json(columns, place))
-
-
-def parse_document_or_drop(record: dict[str, Any], place: str, omitted: Mapping[str, int] | None = None) -> Outcome:
-    """Parse a JSON object to a document, with what its reader left out by kind; return Dropped if its text is empty."""
-    document = parse_document(record, place)
-    if omitted:
-        document = replace(document, omitted=tuple((kind, count) for kind, count in omitted.items() if count))
-    return document if document.text.strip() else Dropped(place, "empty_text")
+    extra = _extra_json(columns, place)
+    counts = tuple((kind, count) for kind, count in (omitted or {}).items() if count)
+    document = Document(title, text, checked_id, checked_spans, place, extra, omitted=counts)
+    return document if text.strip() else Dropped(place, "empty_text")
 
 
 def _extra_json(columns: dict[str, Any], place: str) -> str:
     """Serialise extra columns to canonical JSON; bytes and NaN become null, other unsupported types text."""
     try:
         return canonical_json(_plain(columns)).decode() if columns else ""
-    except UnicodeEncodeError:
-        raise ValueError(f"{place}: a column holds an unpaired surrogate; write valid Unicode") from None
-    except RecursionError:
-        raise ValueError(f"{place}: a column is nested too deeply; remove or flatten it") from None
+    except (UnicodeEncodeError, RecursionError) as error:
+        raise ValueError(f"{place}: a column cannot be written as JSON ({error}); correct or remove it") from None
 
 
 def check_text(value: object, key: str, place: str) -> str:
-    """Return ``value`` if it is a string that UTF-8 can encode, else raise ValueError with key and place."""
     if not isinstance(value, str):
         raise ValueError(f"{place}: {key!r} is {type(value).__name__}, expected a string; correct this line")
     try:
@@ -223,7 +212,6 @@ def check_text(value: object, key: str, place: str) -> str:
 
 
 def require_key(record: dict[str, Any], key: str, place: str) -> Any:
-    """Return ``record[key]``, or raise ValueError with key and place if it is missing."""
     if key not in record:
         keys = ", ".join(sorted(record)) or "none"
         raise ValueError(f"{place}: the key {key!r} is missing (keys found: {keys}); add it to this line")
@@ -231,7 +219,7 @@ def require_key(record: dict[str, Any], key: str, place: str) -> Any:
 
 
 def check_id(value: object, place: str) -> str:
-    """Return an id as a string; integers are accepted, too, also as pandas writes them (7.0)."""
+    """Return an id as a string; integers are accepted, also as pandas writes them (7.0)."""
     if (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and value.is_integer()):
         return str(int(value))
     text = check_text(value, "id", place)
@@ -241,15 +229,10 @@ def check_id(value: object, place: str) -> str:
 
 
 def parse_json_object(line: bytes, place: str) -> dict[str, Any]:
-    """Parse a line to a JSON object; raise ValueError, with ``place`` first, if it is invalid."""
     try:
         value = JSON.decode(line.decode())
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{place}: invalid UTF-8 at byte {error.start} of the line; save the file as UTF-8") from None
-    except RecursionError:
-        raise ValueError(f"{place}: JSON nested too deeply; a line is one flat object") from None
-    except ValueError as error:
-        raise ValueError(f"{place}: not valid JSON ({error}); each line must be one JSON object") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: not valid JSON ({error}); each line must be one JSON object in UTF-8") from None
     if not isinstance(value, dict):
         raise ValueError(f"{place}: found a JSON {type(value).__name__}; each line must be one JSON object")
     return value

@@ -11,7 +11,7 @@ from typing import Any
 import webencodings
 
 from realmops.readers.contents import HIDDEN, format_row, is_hidden
-from realmops.readers.documents import Dropped, Outcome, parse_document_or_drop
+from realmops.readers.documents import Dropped, Outcome, parse_document
 
 PAGE_LIMIT = 4 << 20  # characters; Common Crawl truncates pages at 1 MiB
 TAG_LIMIT = 50_000  # trafilatura handles about 20,000 tags per second
@@ -53,11 +53,10 @@ _LISTS_IN_CELLS = "(//td | //th)//*[self::ul or self::ol or self::dl or self::li
 
 
 def decode_page(data: bytes, declared: str | None) -> str:
-    """Decode a page: as UTF-8 if valid, else as declared in its header or in the page, else as Windows-1252.
+    """Decode a page: as UTF-8 if valid, else as ``declared`` in its header or in the page, else as Windows-1252.
 
-    Names of encodings mean what they mean to browsers (WHATWG): gb2312 is GBK, Shift_JIS has the characters of Windows,
-    latin-1 is Windows-1252. Invalid bytes become U+FFFD. A page that is almost valid UTF-8 is read as UTF-8.
-    ``declared`` is the charset of the Content-Type header.
+    Names of encodings mean what they mean to browsers (WHATWG): gb2312 is GBK, latin-1 is Windows-1252. Invalid bytes
+    become U+FFFD. A page that is almost valid UTF-8 is read as UTF-8.
     """
     meta = _META_CHARSET.search(data[:4096])
     names = (declared or "", meta[1].decode("ascii") if meta else "", _UNRELIABLE)
@@ -91,7 +90,7 @@ def page_to_document(page: str, place: str, title: str) -> Outcome:
     if not text:
         return Dropped(place, "no_main_text")
     record = {"title": page_title or title, "text": text, **({"date": date} if date else {})}
-    return parse_document_or_drop(record, place, omitted)
+    return parse_document(record, place, omitted)
 
 
 def _has_many_attributes(tag: str) -> bool:
@@ -148,7 +147,7 @@ def _table_row(row: re.Match[str]) -> str:
 
 
 def flow_text(tree: Any) -> tuple[str, Counter[str]]:
-    """Return the visible text of an element of lxml, and the number of its parts that are left out, by kind.
+    """Return the visible text of an element of lxml, and the counts by kind of what it leaves out.
 
     Paragraphs are separated by empty lines, cells of a row by tabs; ``<br>`` is a line break.
     """

@@ -13,7 +13,7 @@ from realmops.readers.documents import (
     RawRecord,
     Rejected,
     iter_lines,
-    parse_document_or_drop,
+    parse_document,
     parse_json_object,
     reject_remainder,
 )
@@ -90,5 +90,8 @@ def _items(path: Path) -> Iterator[RawRecord | Rejected]:
 
 
 JSONL = Format(
-    "jsonl", iter_objects, lambda raw: parse_document_or_drop(parse_json_object(raw.data, raw.place), raw.place)
+    "jsonl",
+    iter_objects,
+    lambda raw: parse_document(parse_json_object(raw.data, raw.place), raw.place),
+    suffixes=(".jsonl", ".json", ".ndjson"),
 )

@@ -15,7 +15,7 @@ from realmops.readers.documents import (
     Outcome,
     RawRecord,
     Rejected,
-    parse_document_or_drop,
+    parse_document,
     reject_remainder,
 )
 from realmops.readers.wikitext import count_omitted, wikitext_to_text
@@ -121,7 +121,7 @@ def _parse_record(raw: RawRecord) -> Outcome:
     if len(text) > PAGE_LIMIT:
         raise ValueError(f"the page is longer than {PAGE_LIMIT >> 20} Mi characters; leave it out")
     record = {"id": page["id"], "title": page["title"], "text": wikitext_to_text(text, page["hidden"])}
-    return parse_document_or_drop(record, raw.place, count_omitted(text))
+    return parse_document(record, raw.place, count_omitted(text))
 
 
-MEDIAWIKI = Format("mediawiki", _records, _parse_record)
+MEDIAWIKI = Format("mediawiki", _records, _parse_record, suffixes=(".xml",))

@@ -64,7 +64,7 @@ _LINK = re.compile(r'=\s*HYPERLINK\s*\(\s*"(?:[^"]|"")*"\s*(?:[,;]\s*"((?:[^"]|"
 
 def _open_office(data: bytes) -> tuple[BytesIO, ZipFile]:
     """Open an Office file within the limits; a Strict one is converted to the names that the libraries know."""
-    package = open_package(data, "a file of Office 2007 or later")
+    package = open_package(data)
     if "_rels/.rels" in package.namelist() and _STRICT in package.read("_rels/.rels"):
         converted = BytesIO()
         with ZipFile(converted, "w", ZIP_DEFLATED) as out:
@@ -138,12 +138,8 @@ def read_pptx(data: bytes) -> Contents:
 def _paragraphs(part: Any, root: Any, namespace: str, omitted: Counter[str], depth: int = 0) -> Iterator[str]:
     """Yield the paragraphs in document order, including tables, text boxes and content controls, without fields.
 
-    Args:
-        part: the part of the file that ``root`` is in, which resolves references to other parts.
-        root: an element; what is not text is removed from it.
-        namespace: that of its paragraphs.
-        omitted: counts what is left out.
-        depth: number of Word files that contain this one.
+    ``root`` is an element of ``part``, which resolves references to other parts; what is not text is removed from it
+    and counted in ``omitted``. ``namespace`` is that of its paragraphs, ``depth`` the number of files that contain it.
     """
     for node in list(root.iter(*_DROPPED)):
         node.getparent().remove(node)

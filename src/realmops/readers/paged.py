@@ -24,7 +24,7 @@ from realmops.readers.documents import (
     Outcome,
     RawRecord,
     Rejected,
-    parse_document_or_drop,
+    parse_document,
     printable_path,
 )
 from realmops.readers.office import read_docx, read_pptx, read_xlsx
@@ -92,24 +92,18 @@ def _join_pages(name: str, contents: Contents, place: str) -> Outcome:
     if name == PDF:
         omitted[PAGE_WITHOUT_TEXT] = texts.count("")
     if not any(texts):
-        raise UnreadableError("no_text", _missing_text(name, {kind: count for kind, count in omitted.items() if count}))
+        counts = ", ".join(f"{kind} {count}" for kind, count in sorted(omitted.items()) if count) or "nothing"
+        problem = f"the file contains no text (left out: {counts}); add text, or run OCR on pictures of text"
+        raise UnreadableError("no_text", problem)
     parts = [text and text + PARAGRAPH for text in texts]
     record = {"title": contents.title, "text": "".join(parts).strip()}
-    outcome = parse_document_or_drop(record, place, dict(sorted(omitted.items())))
+    outcome = parse_document(record, place, dict(sorted(omitted.items())))
     if name in _WITH_PAGES and isinstance(outcome, Document):
         outcome = replace(outcome, pages=tuple(accumulate(map(len, parts[:-1]), initial=0)))
     return outcome
 
 
-def _missing_text(name: str, omitted: dict[str, int]) -> str:
-    """Return the problem of a file without text, and what it contains instead."""
-    if name == PDF:
-        return "no page contains text; run OCR on scanned pages first"
-    found = ", ".join(f"{kind} {count}" for kind, count in sorted(omitted.items())) or "nothing"
-    return f"the file contains no text (left out: {found}); add text, or run OCR on pictures of text"
-
-
 PAGED = tuple(
-    Format(name, _records, partial(convert_in_child, __name__, name), is_document=True, needs=needs)
+    Format(name, _records, partial(convert_in_child, name), is_document=True, needs=needs, suffixes=(f".{name}",))
     for name, (_, needs) in _READERS.items()
 )

@@ -21,7 +21,6 @@ _SUFFIX = 3  # characters of the longest ending: selfish, crossing
 
 
 def read_pdf(data: bytes) -> Contents:
-    """Return the contents of a PDF."""
     import pypdfium2
 
     try:

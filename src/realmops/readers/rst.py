@@ -6,7 +6,7 @@ from pathlib import PurePath
 from typing import Any
 
 from realmops.readers.contents import format_table
-from realmops.readers.documents import Format, Outcome, RawRecord, parse_document_or_drop
+from realmops.readers.documents import Format, Outcome, RawRecord, parse_document
 from realmops.readers.text import decode_text, read_whole_file
 
 _LIMIT = 1 << 18  # characters; docutils reads about 50,000 per second
@@ -45,7 +45,7 @@ def _parse_record(raw: RawRecord) -> Outcome:
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"docutils cannot read it ({type(error).__name__}); correct the file") from None
     title = title or PurePath(raw.data["name"]).stem.replace("_", " ")
-    return parse_document_or_drop({"title": title, "text": text}, raw.place, omitted)
+    return parse_document({"title": title, "text": text}, raw.place, omitted)
 
 
 def _read(source: str) -> tuple[str, str, dict[str, int]]:
@@ -112,4 +112,4 @@ def _bounded_reader() -> Any:
     return BoundedReader
 
 
-RST = Format("rst", read_whole_file, _parse_record, is_document=True, needs="docutils")
+RST = Format("rst", read_whole_file, _parse_record, is_document=True, needs="docutils", suffixes=(".rst",))

@@ -20,28 +20,32 @@ from realmops.readers.documents import Document, Dropped, Outcome, RawRecord, Re
 MEMORY_LIMIT = 2 << 30  # bytes of data, in addition to those of a freshly started child
 _OUTCOMES = {kind.__name__: kind for kind in (Document, Dropped, Rejected)}
 _OUT_OF_MEMORY = 3  # exit status
-_CHILDREN: dict[tuple[str, int], "subprocess.Popen[bytes]"] = {}  # by module and process: a fork starts its own
+_CHILDREN: dict[int, "subprocess.Popen[bytes]"] = {}  # by process: a fork starts its own
 _LOCK = threading.Lock()  # the child replies in order: one request at a time
+_CODE = (
+    "import sys; sys.path[:] = {path!r}\n"
+    "from realmops.readers.paged import convert; from realmops.readers.sandbox import run_child\n"
+    "run_child(convert, {limit})"
+)
 
 
-def convert_in_child(module: str, name: str, raw: RawRecord) -> Outcome:
-    """Run ``module.convert(name, raw)`` in the child process; return the outcome, or ``Rejected`` if it ended."""
+def convert_in_child(name: str, raw: RawRecord) -> Outcome:
+    """Run ``paged.convert(name, raw)`` in the child process; return the outcome, or ``Rejected`` if it ended."""
     with _LOCK:
-        return _convert(module, name, raw)
-
-
-def _convert(module: str, name: str, raw: RawRecord) -> Outcome:
-    child = _start_child(module)
-    assert child.stdin is not None
-    assert child.stdout is not None
-    try:
-        with suppress(BrokenPipeError):
-            child.stdin.write(json.dumps([name, raw.place, os.fspath(raw.data), raw.position]).encode() + b"\n")
-            child.stdin.flush()
-        reply = child.stdout.readline()
-    except BaseException:  # a late reply would be taken for that of the next file
-        _stop_child(module)
-        raise
+        child = _start_child()
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            with suppress(BrokenPipeError):
+                child.stdin.write(json.dumps([name, raw.place, os.fspath(raw.data), raw.position]).encode() + b"\n")
+                child.stdin.flush()
+            reply = child.stdout.readline()
+        except BaseException:  # a late reply would be taken for that of the next file
+            stop_child()
+            raise
+        if not reply:
+            child.wait()
+            stop_child()
     if reply:
         kind, fields = json.loads(reply)
         if kind == Document.__name__:
@@ -49,8 +53,6 @@ def _convert(module: str, name: str, raw: RawRecord) -> Outcome:
             fields |= {key: tuple(map(tuple, fields[key])) for key in ("spans", "omitted")}
         outcome: Outcome = _OUTCOMES[kind](**fields)
         return outcome
-    child.wait()
-    _stop_child(module)
     if child.returncode == _OUT_OF_MEMORY:
         problem = f"reading the file takes more than {MEMORY_LIMIT >> 20:,} MiB of memory; split it"
         return Rejected(raw.place, problem, kind="too_large")
@@ -59,20 +61,19 @@ def _convert(module: str, name: str, raw: RawRecord) -> Outcome:
     return Rejected(raw.place, problem, kind=f"broken_{name}")
 
 
-def _start_child(module: str) -> "subprocess.Popen[bytes]":
-    """Return this process's child for a module, started if needed. The child exits at the end of its input."""
-    if child := _CHILDREN.get((module, os.getpid())):
+def _start_child() -> "subprocess.Popen[bytes]":
+    """Return this process's child, started if needed; it exits at the end of its input."""
+    if child := _CHILDREN.get(os.getpid()):
         return child
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import convert; from {__name__} import run_child; "
-    code += f"run_child(convert, {MEMORY_LIMIT})"
+    code = _CODE.format(path=sys.path, limit=MEMORY_LIMIT)
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    _CHILDREN[module, os.getpid()] = child
+    _CHILDREN[os.getpid()] = child
     return child
 
 
-def _stop_child(module: str) -> None:
-    """End this process's child for a module, if there is one, and close its pipes."""
-    if child := _CHILDREN.pop((module, os.getpid()), None):
+def stop_child() -> None:
+    """Stop this process's child, if there is one, and close its pipes."""
+    if child := _CHILDREN.pop(os.getpid(), None):
         child.kill()
         child.communicate()
 

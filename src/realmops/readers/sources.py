@@ -8,7 +8,7 @@ from pathlib import Path
 
 from realmops.artifacts import special_file_kind
 from realmops.compressed import DECOMPRESSION_ERRORS, open_compressed, open_raw
-from realmops.readers import tables, text
+from realmops.readers import tables
 from realmops.readers.beir import BEIR, corpus_file
 from realmops.readers.delimited import CSV
 from realmops.readers.documents import Format, RawRecord, Rejected, parse_json_object
@@ -22,15 +22,7 @@ from realmops.readers.walk import walk_files
 
 _FORMATS = (JSONL, PARQUET, CSV, TEXT, RST, *PAGED, MEDIAWIKI, BEIR, DATASET)
 FORMATS: dict[str, Format] = {entry.name: entry for entry in _FORMATS}
-_BY_SUFFIX = {
-    **dict.fromkeys((".jsonl", ".json", ".ndjson"), "jsonl"),
-    **dict.fromkeys((*text.PLAIN_SUFFIXES, *text.MARKDOWN_SUFFIXES, *text.HTML_SUFFIXES), "text"),
-    ".parquet": "parquet",
-    **dict.fromkeys((".csv", ".tsv"), "csv"),
-    ".rst": "rst",
-    **{f".{paged.name}": paged.name for paged in PAGED},
-    ".xml": "mediawiki",
-}
+_BY_SUFFIX = {suffix: entry.name for entry in _FORMATS for suffix in entry.suffixes}
 _BY_FIRST_BYTES = {b"PAR1": "parquet", b"<mediawiki": "mediawiki", b"%PDF-": "pdf"}
 _HEAD = 1024  # bytes read to detect a format
 _UNSUPPORTED = {  # by first bytes
@@ -88,7 +80,7 @@ def _list_sources(documents: Path, format: str) -> list[Source]:
     splits = _dataset_splits(documents)
     if splits:
         _check_dataset(documents, format)
-        return [Source(split, DATASET, _dataset_size(split)) for split in splits]
+        return [Source(split, DATASET, sum(_kind_and_size(path)[1] for path in walk_files(split))) for split in splits]
     if format in ("auto", BEIR.name) and (corpus := corpus_file(documents)) is not None:
         return [Source(corpus, BEIR, _kind_and_size(corpus)[1])]
     if not documents.is_dir():
@@ -102,8 +94,7 @@ def _list_sources(documents: Path, format: str) -> list[Source]:
     formats = {name for path, name in format_of.items() if not kinds[path]}
     if not formats:
         of_format = "" if format == "auto" else f" of the format {format}"
-        first = next((f"; {path} is a {kinds[path]}, which is not read" for path in format_of), "")
-        raise ValueError(f"{documents}: the folder holds no file{of_format}{first}; check the path")
+        raise ValueError(f"{documents}: the folder holds no file{of_format}; check the path")
     if formats == {None}:
         _require_format(next(path for path in format_of if not kinds[path]), None)
     is_strict = len(formats) == 1 and (format != "auto" or not FORMATS[str(*formats)].is_document)
@@ -111,7 +102,7 @@ def _list_sources(documents: Path, format: str) -> list[Source]:
 
 
 def _kind_and_size(path: Path) -> tuple[str, int]:
-    """Return (kind, bytes); the kind is "" for a regular file and for a broken link, which fails when it is opened."""
+    """Return (kind, bytes); the kind is "" for a regular file, and for a broken link, which fails when it is opened."""
     try:
         status = path.stat()
     except OSError:
@@ -119,19 +110,7 @@ def _kind_and_size(path: Path) -> tuple[str, int]:
     return special_file_kind(status.st_mode), status.st_size
 
 
-def _dataset_size(folder: Path) -> int:
-    """Return the bytes of a split; raise ValueError if it holds a pipe or another special file."""
-    total = 0
-    for path in walk_files(folder):
-        kind, size = _kind_and_size(path)
-        if kind:
-            raise ValueError(f"{path}: is a {kind}, and a saved dataset holds only regular files; save it again")
-        total += size
-    return total
-
-
 def _dataset_splits(folder: Path) -> list[Path]:
-    """Return the folders of a saved dataset's splits; empty for any other folder."""
     if tables.is_dataset_folder(folder):
         return [folder]
     if (folder / "dataset_dict.json").is_file():
@@ -160,11 +139,9 @@ def _unsupported_problem(path: Path) -> str:
 
 
 def _folder_source(path: Path, name: str | None, special: str, is_strict: bool) -> Source:
-    """Return the source of a file in a folder.
+    """Return the source of a file in a folder; one that is not regular, of kind ``special``, is never opened.
 
-    ``special`` is the kind of a file that is not regular, else ""; such a file is never opened, and counted as unread.
-    With ``is_strict`` an unreadable file ends the stage: all files are tables or dumps of one format, or the user set
-    the format.
+    With ``is_strict`` an unreadable file ends the stage: all are tables or dumps of one format, or the user set it.
     """
     if special:
         is_folder = special == "folder"
@@ -189,7 +166,6 @@ def _folder_source(path: Path, name: str | None, special: str, is_strict: bool) 
 
 
 def _unreadable_source(path: Path, problem: str, kind: str) -> Source:
-    """Return a source that yields one ``Rejected``, which counts the file under ``kind``."""
     rejected = Rejected(str(path), problem, kind=kind)
     return Source(path, replace(TEXT, name="unread", records=lambda _: iter([rejected])), 0)
 
@@ -216,7 +192,6 @@ def _first_bytes(path: Path) -> bytes:
 
 
 def _detect_format(path: Path) -> str | None:
-    """Return the format detected from a file's first bytes, else from its suffix; None if unknown."""
     bare = _first_bytes(path)
     if bare.startswith(tuple(_UNSUPPORTED)):
         return None

@@ -16,7 +16,7 @@ from realmops.readers.documents import (
     Outcome,
     RawRecord,
     Rejected,
-    parse_document_or_drop,
+    parse_document,
     reject_remainder,
 )
 
@@ -31,16 +31,11 @@ Sizes = NDArray[np.int64]
 
 
 def is_dataset_folder(folder: Path) -> bool:
-    """Return whether the folder is one split saved by the package ``datasets``."""
     return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
 
 
 def list_hub_splits(name: str) -> list[tuple[str, int]]:
-    """Return (name, bytes) of splits of a Hugging Face dataset ("hf:owner/name"), or of one ("hf:owner/name:split").
-
-    Raises:
-        ValueError: the hub cannot be reached and the dataset is not in the local cache, or the split does not exist.
-    """
+    """Return (name, bytes) of splits of a Hugging Face dataset ("hf:owner/name"), or of one ("hf:owner/name:split")."""
     datasets = _datasets(name)
     owner_name, _, split = name.removeprefix(HUB).partition(":")
     try:
@@ -262,8 +257,8 @@ def _parse_record(raw: RawRecord) -> Outcome:
             except UnicodeDecodeError as error:
                 problem = f"{key!r} is invalid UTF-8 at byte {error.start}"
                 raise ValueError(f"{problem}; write it as a column of text") from None
-    return parse_document_or_drop(record, raw.place)
+    return parse_document(record, raw.place)
 
 
-PARQUET = Format("parquet", _parquet_records, _parse_record)
+PARQUET = Format("parquet", _parquet_records, _parse_record, suffixes=(".parquet",))
 DATASET = Format("dataset", _dataset_records, _parse_record)

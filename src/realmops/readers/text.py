@@ -24,15 +24,15 @@ from realmops.readers.documents import (
     Outcome,
     RawRecord,
     Rejected,
-    parse_document_or_drop,
+    parse_document,
     printable_path,
 )
 from realmops.readers.html import decode_page, flow_text, page_to_document
 
 _MDX = ".mdx"  # Markdown with elements of React
-PLAIN_SUFFIXES = (".txt", ".text")
-MARKDOWN_SUFFIXES = (".md", ".markdown", _MDX)
-HTML_SUFFIXES = (".html", ".htm", ".xhtml")
+_MARKDOWN_SUFFIXES = (".md", ".markdown", _MDX)
+_HTML_SUFFIXES = (".html", ".htm", ".xhtml")
+_SUFFIXES = (".txt", ".text", *_MARKDOWN_SUFFIXES, *_HTML_SUFFIXES)
 _MARKDOWN_LIMIT = 2 << 20  # characters
 _MARKS = re.compile(r"[\[*_`#|]")
 _MARK_LIMIT = 50_000  # markdown-it takes quadratic time for marks that never close
@@ -63,22 +63,18 @@ def _parse_record(raw: RawRecord) -> Outcome:
     name, data = PurePath(raw.data["name"]), raw.data["bytes"]
     suffix = name.suffix.lower()
     stem = name.stem.replace("_", " ")
-    text = decode_text(data, is_html=suffix in HTML_SUFFIXES)
-    if suffix in HTML_SUFFIXES:
+    text = decode_text(data, is_html=suffix in _HTML_SUFFIXES)
+    if suffix in _HTML_SUFFIXES:
         return page_to_document(text, raw.place, stem)
-    if suffix in MARKDOWN_SUFFIXES:
+    if suffix in _MARKDOWN_SUFFIXES:
         return parse_markdown(text, stem, raw.place, has_modules=suffix == _MDX)
     if "multistream-index" in stem and _DUMP_INDEX.match(text):
         return Dropped(raw.place, "dump_index")
-    return parse_document_or_drop({"title": stem, "text": text.strip()}, raw.place)
+    return parse_document({"title": stem, "text": text.strip()}, raw.place)
 
 
 def decode_text(data: bytes, *, is_html: bool) -> str:
-    """Decode a text file, UTF-8 or UTF-16, or an HTML page as browsers do.
-
-    Raises:
-        ValueError: a text file has invalid bytes, or many of them are NUL.
-    """
+    """Decode a text file, UTF-8 or UTF-16, or an HTML page as browsers do; raise ValueError for other bytes."""
     if is_html:
         return decode_page(data, None)
     encoding = utf_16_encoding(data) or "utf-8-sig"
@@ -116,7 +112,7 @@ def parse_markdown(source: str, name: str, place: str, *, has_modules: bool = Fa
         title = words
         heading.drop_tree()
     text, omitted = flow_text(body)
-    return parse_document_or_drop({**columns, "title": title or name, "text": text}, place, omitted)
+    return parse_document({**columns, "title": title or name, "text": text}, place, omitted)
 
 
 def _split_front_matter(source: str) -> tuple[dict[str, Any], str]:
@@ -143,4 +139,4 @@ def _is_plain(value: Any) -> bool:
     return all(isinstance(item, str | int | float | date) for item in items)
 
 
-TEXT = Format("text", read_whole_file, _parse_record, is_document=True)
+TEXT = Format("text", read_whole_file, _parse_record, is_document=True, suffixes=_SUFFIXES)

@@ -79,14 +79,8 @@ def wikitext_to_text(wikitext: str, hidden: Collection[str] = ()) -> str:
     """Convert wikitext to its sentences, headings and list items, one per line, with blank lines around headings.
 
     Tables, references, files, categories, formulas, reference sections and templates are left out, except templates
-    used within sentences (``_render_template``).
-
-    Args:
-        wikitext: the source of a page.
-        hidden: localized names of the namespaces whose links show no text (``Datei``, ``Kategorie``).
-
-    Raises:
-        ValueError: brackets are nested too deeply.
+    used within sentences (``_render_template``). ``hidden`` are localized names of namespaces whose links show no text
+    (``Datei``, ``Kategorie``). Brackets nested too deeply raise ValueError.
     """
     names = {*_HIDDEN_NAMES, *(name.casefold() for name in hidden)}
     text = strip_tags(_COMMENT.sub("", wikitext.replace("\r\n", "\n").replace("\r", "\n")))

@@ -55,7 +55,6 @@ class Paragraph:
 
     @property
     def text(self) -> str:
-        """Sentences joined by spaces."""
         return " ".join(sentence.text for sentence in self.sentences)
 
 
@@ -72,11 +71,7 @@ def write_sample(folder: Path, *, seed: int, subjects: int, warmup_worlds: int =
     """Write the sample corpus into an existing stage folder; the same arguments give the same bytes.
 
     The entity that a question names belongs to the question's split, and so does the fact's subject. ``subjects`` is
-    the number of entities with facts: 300 give about 2,350 documents. ``warmup_worlds`` other worlds of that size are
-    in warmup.jsonl.gz; at 300 subjects there are names for 7. The result has the numbers of everything written.
-
-    Raises:
-        ValueError: If there are too few names for all worlds.
+    the number of entities with facts: 300 give about 2,350 documents, and names for 7 ``warmup_worlds``.
     """
     used: set[str] = set()
 

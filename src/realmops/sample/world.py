@@ -60,16 +60,13 @@ class Entity:
 
     @property
     def mention(self) -> str:
-        """Name with its article."""
         return self.article + self.name
 
     @property
     def label(self) -> str:
-        """NER label."""
         return _LABELS.get(self.type, "LOC")
 
     def is_a(self, types: tuple[str, ...]) -> bool:
-        """Return whether the entity's type or kind is among ``types``."""
         return self.type in types or self.kind in types
 
     def fits(self, relation: Relation, subject: Entity) -> bool:
@@ -97,7 +94,6 @@ def _language() -> dict[str, Any]:
 
 @cache
 def relations() -> tuple[Relation, ...]:
-    """Return the relations of all worlds."""
     result = []
     for name, entry in _language()["relations"].items():
         fields: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in entry.items()}
@@ -108,8 +104,7 @@ def relations() -> tuple[Relation, ...]:
 class Names:
     """Generator of names that are unique among all worlds drawn with the same ``used``.
 
-    Most names have two parts, each shared with other names of the world, so that only the full name is unambiguous. The
-    number of ``subjects`` determines that of name parts; new names are added to ``used``.
+    Most names have two parts, each shared with other names of the world, so that only the full name is unambiguous.
     """
 
     def __init__(self, rng: np.random.Generator, subjects: int, used: set[str]) -> None:
@@ -214,10 +209,8 @@ def _literal(relation: Relation, subject: Entity, rng: np.random.Generator) -> F
 
 
 def pick(rng: np.random.Generator, items: Sequence[T]) -> T:
-    """Return a random item."""
     return items[int(rng.integers(len(items)))]
 
 
 def shuffled(rng: np.random.Generator, items: Sequence[T]) -> list[T]:
-    """Return the items in random order."""
     return [items[index] for index in rng.permutation(len(items))]
