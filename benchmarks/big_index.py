@@ -62,6 +62,17 @@ def invented(size: int) -> tuple[Any, Any]:
     return vectors(size, WIDEN + QUERIES)
 
 
+def principal_components(x_PD: Any, width: int) -> tuple[Any, Any]:
+    """W (E x D) and b of the map W x + b to the first ``width`` principal components of the centred rows."""
+    import torch
+
+    mean_D = x_PD.double().mean(0)
+    centred_PD = x_PD.double() - mean_D
+    _, eigenvector_DD = torch.linalg.eigh(centred_PD.T @ centred_PD)
+    weight_ED = eigenvector_DD.flip(1)[:, :width].T
+    return weight_ED.float(), (-weight_ED @ mean_D).float()
+
+
 def encode(encoder: Path, documents: list[Path], questions: Path, wordpieces: int, out: Path) -> None:
     """Real text as a sentence encoder sees it, by the first 128 principal components, of length 1."""
     import encode as encoders
@@ -70,7 +81,6 @@ def encode(encoder: Path, documents: list[Path], questions: Path, wordpieces: in
     from safetensors.torch import save_file
 
     from realmops.devices import resolve_precision
-    from realmops.train.initialisation import principal_components
 
     against.one_thread()
     encoders.LIMIT = wordpieces

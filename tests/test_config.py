@@ -151,9 +151,9 @@ def test_an_unknown_key_precedes_other_errors(changes: Any, message: str) -> Non
         ("tower=bag head=cosine document_vectors=2", r"vectors is 2: a bag has one .*document_vectors=1"),
         ("pooling=cls document_vectors=2", r"vectors is 2, and .*pooling=cls gives .* set retriever\.pooling=mean"),
         ("head=release pooling=mean", r"retriever\.pooling=mean .*set retriever\.pooling=cls and retriever\.proj"),
-        ("head=release projection=pca", r"retriever\.head is release, .*=pca: the released code has a dense"),
+        ("head=release projection=first", r"retriever\.head is release, .*=first: the released code has a dense"),
         ("projection=identity embedding_width=64", r"keeps the encoder's width of 128, .* is 64; set .*width=0"),
-        ("projection=pca embedding_width=129", r"have no more than 128 components; set .*embedding_width=128"),
+        ("projection=first embedding_width=129", r"have 128 numbers; set .*embedding_width=128"),
         ("bert.width=16 bert.heads=3", r"^bert\.width is 16; it must be a multiple of bert\.heads=3$"),
         ("bert.positions=64", r"^pretrain\.reader_wordpieces is 128, above the encoder's bert\.positions=64; lower"),
         ("reader.copies=false", r"^reader\.apart is true and reader\.copies is false: .*; set reader\.copies=true"),
@@ -171,8 +171,8 @@ def test_options_that_contradict_each_other_are_refused(settings: str, message: 
     [
         "tower=bag head=cosine embedding_width=384 pooling=mean projection=identity",
         "projection=identity embedding_width=0 head=cosine pooling=mean",
-        "projection=pca embedding_width=128",
-        "head=release pooling=cls projection=random embedding_width=0",
+        "projection=first embedding_width=128",
+        "head=release pooling=cls embedding_width=0",
         "projection=identity embedding_width=384 init=FOLDER",  # whose width is not yet known
         "init=FOLDER bert.width=16 bert.heads=3",
     ],

@@ -151,10 +151,9 @@ class RetrieverOptions(Section, name="retriever"):
         "(1_Pooling/config.json), else cls",
         paper="cls",
     )
-    projection: Literal["orthogonal", "identity", "pca", "random", "first"] = option(
+    projection: Literal["orthogonal", "identity", "first"] = option(
         "orthogonal",
-        "initialisation of W: orthogonal, random (Gaussian), pca (of the passages), identity (no W), or first "
-        "(leading dimensions, for Matryoshka encoders)",
+        "initialisation of W: orthogonal, identity (no W), or first (leading dimensions, for Matryoshka encoders)",
         paper="not specified",
     )
     embedding_width: Count = option(128, "0: width of the encoder; for a bag 384 is suitable", paper="128")
@@ -187,7 +186,7 @@ class RetrieverOptions(Section, name="retriever"):
                 )
             return self
         self.check_vectors(self.pooling)
-        if head == "release" and (self.pooling in ("mean", "last") or projection in ("identity", "pca", "first")):
+        if head == "release" and (self.pooling in ("mean", "last") or projection in ("identity", "first")):
             raise ValueError(
                 f"retriever.head is release, with retriever.pooling={self.pooling} and retriever.projection="
                 f"{projection}: the released code has a dense layer after BERT's pooler, which reads [CLS]; set "
@@ -213,11 +212,10 @@ class RetrieverOptions(Section, name="retriever"):
                 f"retriever.embedding_width is {width}; set retriever.embedding_width=0, or another "
                 "retriever.projection"
             )
-        if projection in ("first", "pca") and width > encoder_width:
-            limit = f"{encoder_width} numbers" if projection == "first" else f"no more than {encoder_width} components"
+        if projection == "first" and width > encoder_width:
             raise ValueError(
-                f"retriever.projection is {projection}, and retriever.embedding_width is {width}: the encoder's "
-                f"vectors have {limit}; set retriever.embedding_width={encoder_width} or less"
+                f"retriever.projection is first, and retriever.embedding_width is {width}: the encoder's vectors have "
+                f"{encoder_width} numbers; set retriever.embedding_width={encoder_width} or less"
             )
 
 

@@ -39,9 +39,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "paper": {"head": "paper"},
     "paper, mean alone": {"head": "paper", "projection": "identity", "embedding_width": 0, "pooling": "mean"},
     "release": {"head": "release"},
-    "normalised": {"head": "normalised", "projection": "random", "pooling": "mean"},
+    "normalised": {"head": "normalised", "pooling": "mean"},
     "normalised, identity": {"head": "normalised", "projection": "identity", "embedding_width": 16},
-    "cosine by PCA": {"head": "cosine", "projection": "pca", "pooling": "mean"},
+    "cosine": {"head": "cosine", "pooling": "mean"},
     "first dimensions": {"head": "cosine", "projection": "first", "embedding_width": 12, "pooling": "last"},
     "bag": {"tower": "bag", "head": "cosine"},
 }  # fmt: skip

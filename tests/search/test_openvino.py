@@ -15,7 +15,7 @@ from small_world import World, at_once, embed_documents, tiny_models
 from torch import Tensor
 from transformers import AutoConfig, AutoModel
 
-from realmops import devices
+from realmops import devices, process
 from realmops.devices import supports_bf16
 from realmops.model import packed
 from realmops.model.encoder import Encoder
@@ -218,7 +218,7 @@ def test_the_memory_of_a_graph_is_freed() -> None:
         graph([(np.arange(9), np.zeros(9, np.int64))])
         del graph
         gc.collect()
-        devices.configure_malloc()
+        process.configure_malloc()
         status = Path("/proc/self/status").read_text()
         left.append(int(status.partition("RssAnon:")[2].split()[0]) >> 10)
     assert left[-1] - left[1] < 60, left

@@ -320,7 +320,6 @@ def test_the_alarm_of_a_collapsed_retriever_is_heard(
         {"head": "paper"},
         {"head": "release"},
         {"tower": "bag", "head": "cosine"},
-        {"projection": "pca", "pooling": "mean", "head": "cosine"},
         {"projection": "identity", "embedding_width": 16, "head": "cosine"},
     ],
     ids=lambda value: str(value),

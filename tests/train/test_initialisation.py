@@ -1,4 +1,4 @@
-"""Where towers start that are made from the passages: LSI and PCA against slow versions, and what they are good for."""
+"""Where towers start that are made from the passages: LSI against a slow version, and what they are good for."""
 
 import math
 from collections.abc import Callable
@@ -12,14 +12,13 @@ from small_world import DOCUMENTS, World, section, tiny_models
 
 from realmops.model.build import build_models
 from realmops.model.packed import PackedBatch
-from realmops.model.retriever import BagOfWords, Embedder, Retriever
+from realmops.model.retriever import BagOfWords, Retriever
 from realmops.model.sequences import join_query
 from realmops.search.embed import document_sequences, embed, query_sequences
 from realmops.train import initialisation
 from realmops.train.initialisation import (
     init_towers,
     latent_directions,
-    principal_components,
     wordpiece_idf,
 )
 
@@ -34,7 +33,7 @@ def bag_of(world: World, seed: int = 0, **changes: Any) -> Retriever:
     options = section("retriever", **{"tower": "bag", "head": "cosine", "embedding_width": 8, **changes})
     size = world.snapshot.tokenizer.get_vocab_size()
     retriever, _ = build_models(section("bert", width=16, heads=2), options, section("reader"), size, seed)
-    init_towers(retriever, world.snapshot, FP32, seed, no_bar)
+    init_towers(retriever, world.snapshot, seed, no_bar)
     return retriever
 
 
@@ -134,59 +133,15 @@ def test_large_corpora_are_sampled(world: World, monkeypatch: pytest.MonkeyPatch
     options = section("retriever", tower="bag", head="cosine", embedding_width=8)
     size = world.snapshot.tokenizer.get_vocab_size()
     retriever, _ = build_models(section("bert"), options, section("reader"), size, 0)
-    init_towers(retriever, world.snapshot, FP32, 0, lambda label, total: told.append)
+    init_towers(retriever, world.snapshot, 0, lambda label, total: told.append)
     assert len(set(seen)) == 5
     assert seen == sorted(seen)
     assert sum(told) == 5
 
 
-# ---- PCA
-
-
-def test_principal_components_by_hand() -> None:
-    """Along (3, 4) / 5 around (1, 1): the first component is the place on that line."""
-    along = torch.tensor([-2.0, -1.0, 1.0, 2.0])
-    x_PD = torch.tensor([1.0, 1.0]) + along[:, None] * torch.tensor([0.6, 0.8])
-    weight_ED, bias_E = principal_components(x_PD, 1)
-    assert (x_PD @ weight_ED.T + bias_E)[:, 0].tolist() == pytest.approx(along.tolist(), abs=1e-6)
-
-
-@pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_a_pca_is_centred_and_keeps_the_most_variance(world: World, pooling: str) -> None:
-    retriever, _ = tiny_models(world, projection="pca", head="paper", pooling=pooling, embedding_width=4)
-    tower = retriever.query
-    assert isinstance(tower, Embedder)
-    init_towers(retriever, world.snapshot, FP32, 0, no_bar)
-    assert tower.training
-    assert tower.bert.training
-    sequences = document_sequences(world.snapshot, range(12))
-    embedding_PE = embed(tower, sequences, FP32).numpy()
-    assert embedding_PE.mean(0) == pytest.approx(np.zeros(4), abs=1e-4)
-    covariance = np.cov(embedding_PE.T)
-    assert covariance == pytest.approx(np.diag(np.diag(covariance)), abs=1e-3 * covariance[0, 0]), "uncorrelated"
-    with torch.no_grad():
-        pooled_PD = tower.eval().pool(PackedBatch([t for t, _ in sequences], [s for _, s in sequences])).numpy()
-    variances = np.linalg.svd(pooled_PD - pooled_PD.mean(0))[1] ** 2 / 11
-    assert np.diag(covariance) == pytest.approx(variances[:4], rel=1e-3), "the largest, in their order"
-
-
-def test_a_pca_of_full_width_keeps_distances(world: World) -> None:
-    """And fills both towers where there are two."""
-    retriever, _ = tiny_models(world, projection="pca", head="paper", embedding_width=0, share_embedders=False)
-    init_towers(retriever, world.snapshot, FP32, 0, no_bar)
-    sequences = document_sequences(world.snapshot, range(12))
-    tower = retriever.query
-    assert isinstance(tower, Embedder)
-    with torch.no_grad():
-        pooled_PD = tower.eval().pool(PackedBatch([t for t, _ in sequences], [s for _, s in sequences]))
-    for one in (retriever.query, retriever.document):
-        embedding_PE = embed(one, sequences, FP32)
-        torch.testing.assert_close(torch.cdist(embedding_PE, embedding_PE), torch.cdist(pooled_PD, pooled_PD))
-
-
-@pytest.mark.parametrize("form", [{}, {"projection": "random"}, {"projection": "identity", "embedding_width": 0}])
+@pytest.mark.parametrize("form", [{}, {"projection": "identity", "embedding_width": 0}])
 def test_other_towers_do_not_change(world: World, form: dict[str, Any]) -> None:
     retriever, _ = tiny_models(world, **form)
     before = {name: tensor.clone() for name, tensor in retriever.state_dict().items()}
-    init_towers(retriever, world.snapshot, FP32, 0, no_bar)
+    init_towers(retriever, world.snapshot, 0, no_bar)
     assert all(torch.equal(tensor, before[name]) for name, tensor in retriever.state_dict().items())

@@ -66,8 +66,8 @@ def build_models(
 ) -> tuple[Retriever, Reader]:
     """Build retriever and reader; both towers are one, which starts as a copy of the reader's encoder.
 
-    The word vectors of a `BagOfWords`, a projection by PCA and the statistics of `LexicalFeatures` are filled later
-    from the passages (``train.initial_weights``).
+    The word vectors of a `BagOfWords` and the statistics of `LexicalFeatures` are filled later from the passages
+    (``train.initialisation``).
     """
     encoder, head = build_encoder(retriever.init, bert, vocabulary, seed)
     generator = torch.Generator().manual_seed(seed_for(seed, "projection"))

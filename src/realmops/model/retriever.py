@@ -112,7 +112,7 @@ class Embedder(Tower):
     The head ``paper`` is W times the pooled vector; ``release`` BERT's pooler, dense with bias, LayerNorm, dropout;
     ``normalised`` W, LayerNorm, and f(x, z) divided by the square root of E; ``cosine`` W, then length 1. The pooling
     ``mean`` is over all wordpieces, with [CLS] and [SEP]. The projection ``identity`` has no W, ``first`` keeps the
-    first E dimensions instead, ``pca`` has a bias. ``dense`` are a sentence encoder's layers before the projection.
+    first E dimensions instead. ``dense`` are a sentence encoder's layers before the projection.
     """
 
     def __init__(
@@ -132,9 +132,8 @@ class Embedder(Tower):
         assert projection != "identity" or embedding_width == width, (embedding_width, width)
         self.bert, self.pooling, self.start, self.segments = encoder, pooling, projection, segments
         self.pooler = nn.Linear(width, width) if head == "release" else None
-        has_bias = head == "release" or projection == "pca"
         self.projection = (
-            None if projection in ("identity", "first") else nn.Linear(width, embedding_width, bias=has_bias)
+            None if projection in ("identity", "first") else nn.Linear(width, embedding_width, bias=head == "release")
         )
         eps = encoder.layer_norm_eps
         self.norm = nn.LayerNorm(embedding_width, eps=eps) if head in ("release", "normalised") else None
@@ -313,18 +312,8 @@ class Retriever(nn.Module):
 
 
 def initialise_projection(embedder: Embedder, generator: torch.Generator) -> None:
-    """Initialise projection and pooler in place, both preserving inner products of pooled vectors.
-
-    A ``random`` projection, Gaussian of variance 1/E, does so in expectation, an orthogonal one approximately if E < D.
-    ``pca`` is fitted later to the passages (``train.initialisation``), and is orthogonal until then.
-    """
-    with BUILD_LOCK, torch.no_grad():
-        if embedder.projection is not None and embedder.start == "random":
-            embedder.projection.weight.normal_(0.0, 1 / math.sqrt(embedder.width), generator=generator)
-        elif embedder.projection is not None:
-            nn.init.orthogonal_(embedder.projection.weight, generator=generator)
-        if embedder.start == "pca":
-            assert embedder.projection is not None
-            embedder.projection.bias.zero_()
-        if embedder.pooler is not None:
-            nn.init.orthogonal_(embedder.pooler.weight, generator=generator)
+    """Initialise projection and pooler in place, orthogonal: they preserve inner products, approximately if E < D."""
+    with BUILD_LOCK:
+        for layer in (embedder.projection, embedder.pooler):
+            if layer is not None:
+                nn.init.orthogonal_(layer.weight, generator=generator)

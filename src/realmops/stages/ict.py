@@ -40,9 +40,8 @@ def run(job: Job) -> dict[str, Any]:
         )
         if towers.hybrid:
             retriever.mixture = DEFAULT_FUSION_WEIGHTS
-        device, dtype = device_and_dtype(run_options, retriever)
-        init_towers(retriever.to(device).train(), corpus, dtype, run_options.seed, job.report.progress)
-        return retriever, reader
+        init_towers(retriever, corpus, run_options.seed, job.report.progress)
+        return retriever.to(device_and_dtype(run_options, retriever)[0]).train(), reader
 
     retriever, reader = initialise()
     job.report.log(f"ict: the retriever is {retriever.query.description}")

@@ -1,6 +1,6 @@
-"""Initialise models from corpus statistics: LSI vectors, PCA projections, and a reader's inverse document frequencies.
+"""Initialise models from corpus statistics: LSI vectors of a bag, and a reader's inverse document frequencies.
 
-Shape suffixes: P passages of the sample, V vocabulary, E embedding width, D encoder width, Q columns of the iteration.
+Shape suffixes: P passages of the sample, V vocabulary, E embedding width, Q columns of the iteration.
 """
 
 from __future__ import annotations
@@ -10,45 +10,30 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from realmops.artifacts import seed_for
 from realmops.corpus.languages import ENGLISH, load_languages
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.reader import Reader
-from realmops.model.retriever import BagOfWords, Dense, Embedder, Retriever
+from realmops.model.retriever import BagOfWords, Retriever
 from realmops.model.sequences import SpecialTokens
 from realmops.search.bm25 import stems
-from realmops.search.embed import Progress, document_sequences, embed, no_progress
+from realmops.search.embed import Progress, document_sequences, no_progress
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
 LSI_PASSAGES = 100_000  # sample size, at most
-PCA_PASSAGES = 4096  # sample size, at most
 _ITERATIONS = 4  # of subspace iteration
 _OVERSAMPLING = 32  # directions iterated in addition to the requested ones
 _BATCH = 4096  # passages whose wordpieces are in memory at a time
 
 
-def init_towers(
-    retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, seed: int, progress: Callable[[str, int], Progress]
-) -> None:
-    """Initialise a retriever's towers from the passages, where their type needs it; separate towers start equal.
-
-    ``progress(label, total)`` returns a progress callback.
-    """
-    tower = retriever.query
-    if isinstance(tower, BagOfWords):
+def init_towers(retriever: Retriever, snapshot: Snapshot, seed: int, progress: Callable[[str, int], Progress]) -> None:
+    """Initialise a bag of words from the passages; ``progress(label, total)`` returns a progress callback."""
+    if isinstance(retriever.query, BagOfWords):
         rows = _sample(snapshot, LSI_PASSAGES, seed)
-        init_bag(tower, snapshot, rows, seed, progress("word vectors", len(rows)))
-    elif isinstance(tower, Embedder) and tower.start == "pca":
-        rows = _sample(snapshot, PCA_PASSAGES, seed)
-        init_pca(tower, snapshot, rows, dtype, progress("principal components", len(rows)))
-    else:
-        return
-    if not retriever.shared:
-        retriever.document.load_state_dict(tower.state_dict())
+        init_bag(retriever.query, snapshot, rows, seed, progress("word vectors", len(rows)))
 
 
 def init_lexical_features(
@@ -112,31 +97,6 @@ def latent_directions(matrix_PV: csr_matrix, width: int, seed: int) -> np.ndarra
     projected_PQ = (matrix_PV @ basis_VQ).astype(np.float64)
     _, eigenvector_QQ = np.linalg.eigh(projected_PQ.T @ projected_PQ)  # in ascending order of eigenvalues
     return fix_signs(basis_VQ @ eigenvector_QQ[:, ::-1][:, :width]).astype(np.float32)
-
-
-def init_pca(
-    tower: Embedder, snapshot: Snapshot, rows: list[int], dtype: torch.dtype, progress: Progress = no_progress
-) -> None:
-    """Set the projection to the passages' principal components, and its bias so that their mean becomes 0."""
-    assert tower.projection is not None
-    options = {"pooling": tower.pooling, "projection": "identity", "segments": tower.segments}
-    dense = [layer for layer in tower.dense if isinstance(layer, Dense)]
-    identity = Embedder(tower.encoder, tower.pooled_width, "paper", dense=dense, **options)
-    identity.train(tower.training)  # embed() restores this mode, also in the shared encoder
-    pooled_PD = embed(identity, document_sequences(snapshot, rows), dtype, progress)
-    weight_ED, bias_E = principal_components(pooled_PD, tower.width)
-    with torch.no_grad():
-        tower.projection.weight.copy_(weight_ED)
-        tower.projection.bias.copy_(bias_E)
-
-
-def principal_components(x_PD: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return W (E x D) and b of the map W x + b to the first ``width`` principal components of the centred rows."""
-    mean_D = x_PD.double().mean(0)
-    centred_PD = x_PD.double() - mean_D
-    _, eigenvector_DD = torch.linalg.eigh(centred_PD.T @ centred_PD)
-    weight_ED = torch.from_numpy(fix_signs(eigenvector_DD.flip(1)[:, :width].numpy())).T
-    return weight_ED.float(), (-weight_ED @ mean_D).float()
 
 
 def fix_signs(vector_DE: np.ndarray) -> np.ndarray:
