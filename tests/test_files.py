@@ -2,12 +2,9 @@
 
 import errno
 import os
-import random
 from pathlib import Path
-from typing import Any
 
 import pytest
-from exchange_lab import MemoryFiles
 
 from realmops import files as layer
 from realmops.files import Files
@@ -57,34 +54,3 @@ def test_a_full_volume_is_reported_with_the_room_needed_before_a_write(
         Files().write(tmp_path / "weights", bytes(900_000))  # it would fit, with nothing to spare
     assert not (tmp_path / "weights").exists()
     Files().write(tmp_path / "weights", bytes(800_000))
-
-
-def attempt(files: Files, step: tuple[str, tuple[Any, ...]], top: Path) -> object:
-    """What a step returns, or the number of its error."""
-    operation, arguments = step
-    try:
-        return getattr(files, operation)(*(top / a if isinstance(a, str) else a for a in arguments))
-    except OSError as error:
-        return error.errno
-
-
-def test_the_volume_in_memory_behaves_like_a_real_folder(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    memory = MemoryFiles()
-    memory.mkdir(Path("/top"))
-    folders, inside = ["p", "q"], ["p/a", "p/b", "q/a"]
-    outcomes = set()
-    for number in range(1500):
-        step: tuple[str, tuple[Any, ...]] = rng.choice(
-            [
-                ("mkdir", (rng.choice(folders),)), ("rmdir", (rng.choice(folders),)),
-                ("rename", tuple(rng.sample(folders, 2))), ("write", (rng.choice(inside), b"%d" % number)),
-                ("replace", (rng.choice(inside), b"%d" % number)), ("unlink", (rng.choice(inside),)),
-                ("listdir", (rng.choice(folders),)), ("read", (rng.choice(inside), 100)),
-                ("sync_folder", (rng.choice(folders),)),
-            ]
-        )  # fmt: skip
-        real = attempt(Files(), step, tmp_path)
-        assert attempt(memory, step, Path("/top")) == real, (number, step)
-        outcomes.add((step[0], real if isinstance(real, int) else 0))
-    assert {("rename", errno.ENOTEMPTY), ("rename", 0), ("write", errno.EEXIST)} <= outcomes

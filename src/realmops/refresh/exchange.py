@@ -220,14 +220,10 @@ class Exchange:
 
         def needed_parts() -> set[str]:
             unbuilt = set(self.weights.names()) - set(self.indexes.names())
-            return {part for part in self.parts.names() if weights_of(part) in unbuilt}
+            return {part for part in self.parts.names() if "-".join(part.split("-")[:3]) in unbuilt}
 
         self.indexes.collect(needed_indexes)
         self.parts.collect(needed_parts)
-
-
-def weights_of(part: str) -> str:
-    return "-".join(part.split("-")[:3])
 
 
 def part_name(weights: str, first: int, end: int) -> str:
