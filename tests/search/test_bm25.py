@@ -11,7 +11,6 @@ import pytest
 from four_passages import TEXTS
 from hypothesis import example, given
 from hypothesis import strategies as st
-from small_project import cli
 from small_world import World, build_snapshot, write_texts
 
 from realmops.corpus.snapshot_reader import Snapshot
@@ -247,17 +246,3 @@ def test_bytes_do_not_depend_on_parts_and_workers(
     assert files(tmp_path / "l") == files(world.folder / bm25.FOLDER)
     assert progress == [2] * 6
     assert [path.name for path in tmp_path.iterdir()] == ["l"]
-
-
-def test_an_update_writes_its_own_index(trained: Path, tmp_path: Path) -> None:
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    root = tmp_path / "root"
-    options = ("--params", tmp_path / "params.yaml", "--root", root)
-    for name in ("finetune", "evaluate"):
-        assert cli("run", name, *options).exit_code == 0
-    with open(tmp_path / "documents.jsonl", "a") as documents:
-        documents.write('{"title": "Moss", "text": "Moss is a town by the sea."}\n')
-    assert cli("update", *options).exit_code == 0
-    [folder] = (root / "updates").iterdir()
-    snapshot = Snapshot.open(folder / "snapshot/corpus")
-    assert [snapshot.title(row) for row in Bm25.of(snapshot).search(["moss"], 1)[1][0]] == ["Moss"]

@@ -1,8 +1,7 @@
 """Embedding in several threads: the bytes of one; sequences of passages and queries; fp16 on a GPU."""
 
 import json
-import subprocess
-import sys
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,9 +13,11 @@ import numpy as np
 import pytest
 import small_project
 import torch
+from forked import Forked
 from small_encoders import around, byte_bpe
 from small_world import World, at_once, embed_documents, tiny_models
 
+from realmops import Passage, Searcher
 from realmops.devices import eval_mode, supports_bf16
 from realmops.model import packed
 from realmops.model.retriever import Embedder
@@ -183,17 +184,30 @@ def test_a_gpu_embeds_in_fp16_unless_a_number_becomes_infinite(
     assert calls == [(torch.float32, torch.float32, True)], "fp32 stays fp32"
 
 
+def search_all(searcher: Searcher, queries: list[str]) -> dict[str, list[Passage]]:
+    return {query: searcher.search(query, 10) for query in queries}
+
+
+def search_concurrently(root: Path) -> None:
+    alone = Searcher.open(root)
+    texts = alone._search.snapshot.column("text")
+    queries = [text[:40] for text in texts[:: len(texts) // 24]]
+    expected = search_all(alone, queries)
+    for seed in range(40):
+        searcher, rng = Searcher.open(root), random.Random(seed)  # whose first searches meet
+        calls = [partial(search_all, searcher, rng.sample(queries, len(queries))) for _ in range(8)]
+        assert all(results == expected for results in at_once(*calls))
+
+
 def test_concurrent_first_searches_find_the_passages_of_one_thread(tmp_path: Path) -> None:
-    """40,000 short passages: their texts fill forty batches of the file, which many threads open at once."""
+    """In another process, which a race could crash; the 40,000 passages fill forty batches of the file of texts."""
     small_project.write_project(tmp_path)
-    words = [f"word{number}" for number in range(400)]
     rng = np.random.default_rng(0)
     with open(tmp_path / "documents.jsonl", "w") as file:
-        for number, row in enumerate(rng.integers(0, len(words), (40_000, 8)).tolist()):
-            text = f"Item{number} {' '.join(words[word] for word in row)}."
+        for number, row in enumerate(rng.integers(0, 400, (40_000, 8)).tolist()):
+            text = f"Item{number} {' '.join(f'word{word}' for word in row)}."
             file.write(json.dumps({"id": f"d{number}", "title": f"t{number % 97}", "text": text}) + "\n")
     result = small_project.cli("run", "snapshot", "--params", tmp_path / "params.yaml", "--root", tmp_path)
     assert result.exit_code == 0, result.output
-    program = Path(__file__).parents[1] / "concurrent_searches.py"  # whose exit code shows whether the process survived
-    process = subprocess.run([sys.executable, program, tmp_path, "40"], capture_output=True, text=True, check=False)
-    assert process.returncode == 0, (process.returncode, process.stderr[-2000:])
+    process = Forked(partial(search_concurrently, tmp_path), log=tmp_path / "log")
+    assert process.wait() == 0, (tmp_path / "log").read_text()
