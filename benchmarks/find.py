@@ -29,7 +29,7 @@ from typing import Any
 import against
 from against import Goal, Row
 
-from realmops.stages import SilentReport
+from realmops.progress import SilentReport
 
 PROJECT = Path(__file__).parents[1]
 MILLISECONDS = 10.0

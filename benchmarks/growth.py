@@ -36,7 +36,7 @@ from typing import Any
 import against
 from against import Goal, Row
 
-from realmops.stages import SilentReport
+from realmops.progress import SilentReport
 
 TURNS_OF = 60_000  # passages
 QUERIES, SEARCHES, STEPS = 64, 10, 5

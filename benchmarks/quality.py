@@ -27,7 +27,7 @@ from unittest import mock
 
 from against import machine, write
 
-from realmops.stages import SilentReport
+from realmops.progress import SilentReport
 
 Seconds = tuple[float, float]
 """By the clock, and of the processor."""

@@ -47,7 +47,7 @@ from typing import Any
 import against
 from against import Goal, Row
 
-from realmops.stages import SilentReport
+from realmops.progress import SilentReport
 
 CALLERS = (1, 8, 32)
 LATENCY, THROUGHPUT, MEMORY = Goal(1.3, at_most=True), Goal(3), Goal(1.05, at_most=True)

@@ -51,6 +51,12 @@ def _has_credentials(address: str) -> bool:
     return has_password or is_token or bool(_SECRET_NAMES.search(unquote(address.partition("://")[2])))
 
 
+def error_line(error: BaseException) -> str:
+    """Return an exception's type and message on one line, without credentials."""
+    text = " ".join(str(error).split()) or "no message"
+    return redact(f"{type(error).__name__}: {text}")[:300].removesuffix(".")
+
+
 def redact(text: str) -> str:
     """Remove user names, passwords and query strings from the URIs in a text, for example a server's error message.
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from realmops.credentials import error_line
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -255,9 +257,8 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
             return load_file(path)
         weights: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # any error of either library: the file is unusable
-        reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"{path} is damaged or not a weights file ({type(error).__name__}: {reason}); none of it was executed: "
+            f"{path} is damaged or not a weights file ({error_line(error)}); none of it was executed: "
             f"download it again, or use the model's {SAFETENSORS[0]} from a source that you trust"
         ) from None
     pairs = weights.items() if isinstance(weights, dict) else [(None, None)]

@@ -41,7 +41,6 @@ def test_predictions_come_back_from_their_file(tmp_path: Path) -> None:
     write_predictions(path, [PREDICTION, nothing, generated])
     assert read_predictions(path) == [PREDICTION, nothing, generated]
     assert [row.is_generated for row in read_predictions(path)] == [False, False, True]
-    assert [generated.summary_row()[name] for name in ("em", "f1", "failed_at")] == [None] * 3
     assert [file.name for file in tmp_path.iterdir()] == ["predictions.parquet"]
 
 

@@ -47,14 +47,6 @@ def states(root: Path) -> list[CorpusState]:
     return result
 
 
-def before_and_after(root: Path) -> tuple[CorpusState, CorpusState]:
-    artifacts.read_manifest(root / STAGE_FOLDERS["finetune"], "finetune")
-    newest = newest_state(root)
-    if newest.number == 0:
-        raise ValueError(f"{root / UPDATES} has no update of the current model; run 'realmops update' first")
-    return pipeline_state(root), newest
-
-
 def model_digest(pipeline: CorpusState) -> str:
     corpus = artifacts.read_json(pipeline.snapshot / artifacts.MANIFEST)["files"][f"corpus/{artifacts.MANIFEST}"]
     return artifacts.digest_of([*map(artifacts.sha256_file, model_files(pipeline.finetune)), corpus])

@@ -26,8 +26,8 @@ from realmops.model.retriever import Retriever
 from realmops.model.retriever_files import RETRIEVER_FOLDER, load_retriever, passage_tower_digest
 from realmops.options import Finetune, RunOptions, epoch_steps
 from realmops.process import configure_process
+from realmops.progress import Report
 from realmops.search.bm25 import Bm25
-from realmops.search.embed import Progress
 from realmops.search.embeddings import INDEX, embed_corpus, load_passages, save_passages
 from realmops.search.exact import exact_index
 
@@ -138,7 +138,7 @@ def tuned_steps(root: Path) -> int | None:
     return epoch_steps(examples, options.batch_size, options.epochs)
 
 
-def open_run(root: Path, baselines: Baselines, state: CorpusState | None = None, *, reads: bool = True) -> OpenedModel:
+def open_run(root: Path, state: CorpusState | None = None, *, baselines: Baselines, reads: bool = True) -> OpenedModel:
     """Open a run's fine-tuned model over a corpus (default: the newest), with the digest of every file verified.
 
     ValueError if a stage has not run, a file does not match its digest, or folders keep being replaced; ClosedBookModel
@@ -186,22 +186,20 @@ def _open_once(root: Path, baselines: Baselines, state: CorpusState | None, read
     return OpenedModel(model, version, tuned_steps(root), state.number, Confidence.load(tuned), content, tuned)
 
 
-def open_if_tuned(root: Path, baselines: Baselines, *, reads: bool = True) -> OpenedModel | None:
+def open_if_tuned(root: Path, *, baselines: Baselines, reads: bool = True) -> OpenedModel | None:
     """Open a run's fine-tuned model; None if there is none, or if it reads no passages."""
     if (root / STAGE_FOLDERS["finetune"] / MANIFEST).is_file():
         with suppress(ClosedBookModel):  # retrievers of earlier stages remain
-            return open_run(root, baselines, reads=reads)
+            return open_run(root, baselines=baselines, reads=reads)
     return None
 
 
-def open_search(
-    root: Path, baselines: Baselines, log: Callable[[str], None], progress: Callable[[str, int], Progress]
-) -> PassageSearch:
+def open_search(root: Path, report: Report, *, baselines: Baselines) -> PassageSearch:
     """Open the search of a run's corpus, by the newest trained retriever, or by BM25 only if there is none.
 
     Embeddings of a retriever that is not fine-tuned are computed once and cached under the root.
     """
-    if opened := open_if_tuned(root, baselines, reads=False):
+    if opened := open_if_tuned(root, baselines=baselines, reads=False):
         search = opened.passage_search
         return replace(search, about=search.about | {"reader": read_kind(opened.folder)})
     snapshot = Snapshot.open(root / STAGE_FOLDERS["snapshot"] / "corpus")
@@ -210,14 +208,14 @@ def open_search(
     for stage in ("pretrain", "ict"):
         if sections := trained_sections(root, stage):
             run = parse_section("run", sections["run"])
-            retriever, passages, dtype = _load_with_embeddings(root, stage, run, snapshot, progress)
+            retriever, passages, dtype = _load_with_embeddings(root, stage, run, snapshot, report)
             return PassageSearch(snapshot, bm25, retriever, passages, QUERY_WORDPIECES, dtype, about | {"stage": stage})
-    log("search: no retriever is trained yet, searching by words (BM25) only")
+    report.log("search: no retriever is trained yet, searching by words (BM25) only")
     return PassageSearch(snapshot, bm25, None, None, QUERY_WORDPIECES, torch.float32, about)
 
 
 def _load_with_embeddings(
-    root: Path, stage: str, run: RunOptions, snapshot: Snapshot, progress: Callable[[str, int], Progress]
+    root: Path, stage: str, run: RunOptions, snapshot: Snapshot, report: Report
 ) -> tuple[Retriever, Any, torch.dtype]:
     folder = root / STAGE_FOLDERS[stage]
     artifacts.read_manifest(folder, stage)
@@ -230,7 +228,7 @@ def _load_with_embeddings(
     key = artifacts.digest_of([tower, snapshot.corpus_hash, str(dtype)])[:16]
     cached = root / WORK_FOLDER / EMBEDDINGS / key
     if not cached.is_dir():
-        bar = progress("passages embedded", len(snapshot))
+        bar = report.progress("passages embedded", len(snapshot))
         embedding = embed_corpus(retriever, snapshot, dtype, bar)
         artifacts.make_folder(cached.parent)
         with artifacts.atomic_folder(cached) as folder:
@@ -241,7 +239,7 @@ def _load_with_embeddings(
     return retriever, load_passages(cached, snapshot, device, retriever.vectors), dtype
 
 
-def open_promoted(folder: Path, registered: Path, baselines: Baselines) -> OpenedModel:
+def open_promoted(folder: Path, registered: Path, *, baselines: Baselines) -> OpenedModel:
     """Open a promoted model, whose manifest is the ``registered`` one from the registry, on the device of its run."""
     if not folder.is_dir():
         raise ValueError(

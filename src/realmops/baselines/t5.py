@@ -24,6 +24,7 @@ from realmops.answering.retrieval import AnswerModel
 from realmops.artifacts import seed_for
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.vocabulary import open_tokenizer
+from realmops.credentials import error_line
 from realmops.devices import autocast
 from realmops.hub import CONFIG, T5, TOKENIZER, encoder_folder, read_config, read_weights
 from realmops.model.reader_files import READER_FOLDER
@@ -312,7 +313,9 @@ def _open(folder: Path) -> tuple[Any, Tokenizer]:
         tokenizer = open_tokenizer((folder / TOKENIZER).read_text("utf-8"))
         ids = [tokenizer.token_to_id(name) for name in SENTINELS]
     except Exception as error:  # tokenizers raises plain Exceptions
-        raise ValueError(f"{folder / TOKENIZER}: tokenizer cannot be opened ({error}); download it again") from None
+        raise ValueError(
+            f"{folder / TOKENIZER}: tokenizer cannot be opened ({error_line(error)}); download it again"
+        ) from None
     if None in ids or tokenizer.get_vocab_size() > net.config.vocab_size:
         raise ValueError(
             f"{folder / TOKENIZER}: tokenizer does not match this T5, which has {net.config.vocab_size} pieces "

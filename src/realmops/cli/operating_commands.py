@@ -119,9 +119,9 @@ def sync(root: Path) -> Iterator[str]:
     from realmops.tracking.runs import tracking_folder
     from realmops.tracking.sender import sync
 
-    result = sync(tracking_folder(root))
-    yield f"{result.sent} points and files sent"
-    exit_with(result.problems)
+    sent, problems = sync(tracking_folder(root))
+    yield f"{sent} points and files sent"
+    exit_with(problems)
 
 
 @main.command()

@@ -26,7 +26,6 @@ def report(root: Path) -> None:
 @click.option("--answer", metavar="TEXT", help="The words for [MASK] (one [MASK] for all), or an answer to --question.")
 @option.flag("--json", help="Print the full record of a sentence or a question as JSON.")
 @option.file("--html", help="Also write an HTML page.")
-@option.flag("--before-after", help='Compare the corpus before and after "realmops update".')
 @option.existing_root
 @option.repeated("--question", "questions", "ID|TEXT", "The id of a question in results/, or a new question.")
 @option.repeated(
@@ -40,13 +39,13 @@ def explain(**options: Any) -> None:
     """Show the passages and spans that each answer is based on.
 
     Without SENTENCE and --question you see the last evaluation: passages with p(z|x), spans with scores, and where each
-    question failed. --question selects one, or queries the fine-tuned model now (always with --answer, --json, --html
-    or --before-after). A SENTENCE with [MASK] queries the pre-trained model, with and without retrieval.
+    question failed. --question selects one, or queries the fine-tuned model now (always with --answer, --json or
+    --html). A SENTENCE with [MASK] queries the pre-trained model, with and without retrieval.
     """
     from realmops.commands.explain import explain
 
-    for text_or_table in explain(**options):
-        show(text_or_table, columns=160)
+    for text in explain(**options):
+        show(text)
 
 
 @main.command()

@@ -16,8 +16,9 @@ from realmops.artifacts import read_json, read_manifest
 from realmops.cluster.kube import Cluster, RefusedError, connect, describe_pods
 from realmops.cluster.polling import Log, poll_until
 from realmops.config import Values
+from realmops.progress import Report
 from realmops.refresh.lease import acquire_lease
-from realmops.stages import STAGES, Report, fingerprint
+from realmops.stages import STAGES, fingerprint
 
 ASSIGNMENT = Path("builder/assignment.json")  # on the shared volume
 SCALING = "scaling"  # lease next to it, held while assignment and replicas change

@@ -8,6 +8,7 @@ import yaml
 
 from realmops import artifacts
 from realmops.config import Values, cache_key_options
+from realmops.credentials import error_line
 from realmops.starter.cluster_files import PLACEHOLDER
 
 NOT_TRAINED_WITH = {"tracking"}  # sections of params without effect on the result
@@ -79,7 +80,7 @@ def find_image(project: Path) -> str | None:
         entry = next((entry for entry in content.get("images") or () if entry.get("name") == IMAGE_NAME), None)
     except (AttributeError, TypeError, yaml.YAMLError) as error:
         raise ValueError(
-            f"{file} is not a kustomization with images: {' '.join(str(error).split())}; see 'kubectl kustomize'"
+            f"{file} is not a kustomization with images: {error_line(error)}; see 'kubectl kustomize'"
         ) from None
     if entry is None:
         return None

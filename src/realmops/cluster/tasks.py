@@ -159,7 +159,7 @@ def lower_builders(deployment: str, root: str, owner: str) -> None:
     release_builders(deployment, Path(root), owner, Console().log)
     folder = tracking_folder(Path(root))
     poll_until(lambda: not has_running_stage(folder) or None, POLL_SECONDS, KILLED_SECONDS)
-    for problem in sync(folder).problems:
+    for problem in sync(folder)[1]:
         Console().warn(f"MLflow tracking: {problem}")
 
 
@@ -215,13 +215,13 @@ def promote(options: str, root: str, model: str, margin: float, champion: Output
 @task()
 def refresh(options: str, root: str, changes: Output, metrics: Metrics) -> None:
     """Update the corpus of the trained run in ``root``, as ``realmops update`` does."""
-    from realmops.commands.update import changes_markdown, update
+    from realmops.commands.update import changes_table, update
 
     result = update(load_options(options, root), project=Path(root), root=Path(root), report=Console())
     if result is None:
         artifacts.write_bytes(Path(changes.path), b"The passages are unchanged.\n")
         return
-    artifacts.write_bytes(Path(changes.path), changes_markdown(result[0], CHANGES_SHOWN).encode())
+    artifacts.write_bytes(Path(changes.path), changes_table(result[0], CHANGES_SHOWN).to_markdown().encode())
     write_metrics(result[1], metrics)
 
 

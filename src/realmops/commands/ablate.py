@@ -30,7 +30,6 @@ from realmops.commands.run import run_stages
 from realmops.config import Values, preset_path
 from realmops.config_yaml import read_yaml
 from realmops.console import Console, end_on_sigterm
-from realmops.corpus.languages import ENGLISH
 from realmops.evaluate import ablation as tables
 from realmops.evaluate.ablation import REFERENCE, STALENESS, TITLES, Row, VariantOutcome
 from realmops.evaluate.predictions import FIRST_HITS, PREDICTIONS, read_hits, read_predictions
@@ -39,19 +38,10 @@ from realmops.files import Files
 from realmops.inputs.resolve import local_cache
 from realmops.journal import metric_series, read_journal
 from realmops.options import CLOSED_BOOK
+from realmops.progress import Report
 from realmops.refresh.child_processes import end_with
 from realmops.refresh.lease import acquire_lease
-from realmops.stages import (
-    CLOZE_STEP,
-    JOURNAL,
-    METRICS,
-    STAGES,
-    Report,
-    Stage,
-    fingerprint,
-    option_files,
-    planned_steps,
-)
+from realmops.stages import CLOZE_STEP, JOURNAL, METRICS, STAGES, Stage, fingerprint, option_files, planned_steps
 from realmops.stages.option_inputs import CLOZE
 from realmops.stages.run_inputs import take_inputs
 from realmops.stages.runner import stage_inputs
@@ -62,7 +52,6 @@ from realmops.tracking.sender import sync
 VARIANTS = "variants.yaml"
 FIGURES = (*STALENESS, "hit_at_5_after", "retrieval_utility", "p_null", "marginal_gain", "collapsed", "refreshes")
 MASKED = ("masked_accuracy", "masked_log_p", "masked_accuracy_without", "masked_log_p_without")  # reader metrics
-OUTCOMES = "outcomes"
 WRITTEN = ("table.md", "table.csv", "report.html")
 LOG, LAST_LINES = "log.txt", 5  # of a stage; its last lines are in the message of a failure
 
@@ -79,7 +68,6 @@ class Task:
     view: Path
 
     def folder(self, stage: str) -> Path:
-        """Return the output folder of a stage."""
         return self.view / STAGES[stage].folder
 
 
@@ -113,7 +101,6 @@ class Ablation:
 
 
 def variants_file(params: Path) -> Path:
-    """Return the path of variants.yaml next to the params file or, without one, in the package."""
     own = params.parent / VARIANTS
     return own if own.is_file() else config.PACKAGE / VARIANTS
 
@@ -133,23 +120,14 @@ def read_variants(params: Path) -> dict[str, dict[str, str]]:
 def ablate(
     ablation: Ablation, *, jobs: int, report: Report, existing_only: bool = False
 ) -> tuple[list[Row], list[str]]:
-    """Train and evaluate every variant with every seed; write outcomes, table, HTML report and MLflow runs.
+    """Train and evaluate every variant with every seed; write table, HTML report and MLflow runs.
 
-    Up to ``jobs`` processes train. With ``existing_only`` nothing is trained, and a missing stage is a failure.
-
-    Returns:
-        Rows of the table, and one message per failed task: a failed stage ends its own variant only.
+    Up to ``jobs`` processes train. With ``existing_only`` nothing is trained, and a missing stage is a failure. Returns
+    the rows of the table, and one message per failed task: a failed stage ends its own variant only.
     """
     failures = train(ablation, jobs=jobs, report=report, existing_only=existing_only)
     completed = {task: read_outcome(task) for task in ablation.tasks if task not in failures}
     outcomes = list(completed.values())
-    for name in {outcome.variant for outcome in outcomes}:
-        results = [
-            {"seed": run.seed, "em": run.em, "recall_at_5": run.recall_at_5, **run.figures}
-            for run in outcomes
-            if run.variant == name
-        ]
-        artifacts.write_json(ablation.out / OUTCOMES / f"{name}.json", results)
     rows: list[Row] = []
     if any(outcome.variant == REFERENCE for outcome in outcomes):
         rows = tables.table_rows(outcomes, read_variants(ablation.params))
@@ -168,7 +146,7 @@ def ablate(
 def train(ablation: Ablation, *, jobs: int, report: Report, existing_only: bool = False) -> dict[Task, str]:
     """Train like :func:`ablate` without summary files: other processes may train other variants in the same folder."""
     tasks = ablation.tasks  # an invalid one raises before anything is written
-    artifacts.make_folder(ablation.out / OUTCOMES)
+    artifacts.make_folder(ablation.out)
     if jobs > 1 and not existing_only:
         _train_in_processes(ablation, jobs)
         existing_only = True
@@ -247,9 +225,8 @@ def _run_stage(stage: Stage, task: Task, home: Path) -> None:
 
 
 def summary(rows: Sequence[Row], out: Path) -> Iterator[str]:
-    """Yield the table as Markdown, or the reason for its absence, and the paths of report and MLflow views."""
     if not rows:
-        yield f"no table: the reference {REFERENCE} did not complete; metrics are in {out / OUTCOMES}"
+        yield f"no table: the reference {REFERENCE} did not complete; metrics are in the runs in {out}"
         return
     yield tables.figure_table(rows).to_markdown().rstrip("\n")
     yield f"Report (HTML, offline): {out / 'report.html'}"
@@ -277,7 +254,6 @@ def is_complete(home: Path, stage: Stage) -> bool:
 
 
 def run_folder(out: Path, variant: str, seed: int) -> Path:
-    """Return the run folder of a variant and seed below an ablation's folder."""
     return out / variant / f"seed-{seed}"
 
 
@@ -290,7 +266,6 @@ def replace_symlink(target: Path, link: Path) -> None:
 
 
 def read_outcome(task: Task) -> VariantOutcome:
-    """Read the results of a completed task."""
     results, pretrained = task.folder("evaluate"), task.folder("pretrain")
     retriever, reader = task.values["finetune"]["retriever"], task.values["finetune"]["reader"]
     reads = reader not in CLOSED_BOOK
@@ -302,7 +277,7 @@ def read_outcome(task: Task) -> VariantOutcome:
     return VariantOutcome(
         task.variant,
         task.seed,
-        [(*prediction.asked, prediction.answer_rule or ENGLISH) for prediction in predictions],
+        [(*prediction.asked, prediction.answer_rule) for prediction in predictions],
         np.array([math.nan if row.em is None else row.em for row in predictions], float),
         np.array([hits[prediction.question_id] if reads else math.nan for prediction in predictions], float),
         {name: trained[name] for name in names if name in trained},
@@ -311,13 +286,17 @@ def read_outcome(task: Task) -> VariantOutcome:
 
 
 def _track(ablation: Ablation, completed: Mapping[Task, VariantOutcome], rows: Sequence[Row], report: Report) -> None:
-    """Log a parent MLflow run for the ablation, and a child run for each variant and seed.
-
-    The metrics of the parent run are those of the reference, as means over seeds.
-    """
+    """Log a parent MLflow run with the means of the reference, and a child run for each variant and seed."""
     folder = runs.tracking_folder(ablation.out)
     base = ablation.task(REFERENCE, ablation.seeds[0]).values
-    journals = {task: _journals(task, outcome) for task, outcome in completed.items()}
+    journals = {
+        task: [
+            task.folder(name) / JOURNAL
+            for name in STAGES
+            if (name != "pretrain" or outcome.figures) and (task.folder(name) / JOURNAL).is_file()
+        ]
+        for task, outcome in completed.items()
+    }
     times = {task: [line["time"] for path in paths for line in read_journal(path)] for task, paths in journals.items()}
     tags = {"realmops.kind": "ablation", "realmops.variants": ", ".join(ablation.variants)}
     parent = runs.TrackedRun(
@@ -342,14 +321,8 @@ def _track(ablation: Ablation, completed: Mapping[Task, VariantOutcome], rows: S
         runs.spool_finished_run(run, journals[task], figures, files, max(times[task]), folder)
     written = {name: ablation.out / name for name in WRITTEN} if rows else {}
     runs.spool_finished_run(parent, [], _means(reference_figures), written, max(map(max, times.values())), folder)
-    for problem in sync(folder).problems:
+    for problem in sync(folder)[1]:
         report.warn(f"MLflow: {problem}; run 'realmops sync --root {ablation.out}' to send the rest")
-
-
-def _journals(task: Task, outcome: VariantOutcome) -> list[Path]:
-    """Return the journals of a variant, without pre-training's if the variant does not use it."""
-    paths = [task.folder(name) / JOURNAL for name in STAGES if name != "pretrain" or outcome.figures]
-    return [path for path in paths if path.is_file()]
 
 
 def _child(parent: runs.TrackedRun, task: Task, began: float) -> runs.TrackedRun:

@@ -16,12 +16,8 @@ def ask(
 ) -> Iterator[Record]:
     """Yield answer records for questions, then for those of a question file, in batches of one.
 
-    A question of the file that the model cannot take has a record with ``error`` instead. Passages that a question was
-    generated from are excluded from its retrieval. ``log`` gets the calibration of the probabilities first, and at the
-    end the exact match over the questions of people in the file.
-
-    Raises:
-        InvalidRequest: one of ``questions`` cannot be answered; raised before any is.
+    A question of the file that the model cannot take has a record with ``error`` instead; one of ``questions`` raises
+    InvalidRequest before any is answered. Passages that a question was generated from are excluded from its retrieval.
     """
     queries = [Query(text) for text in questions]
     unanswerable: list[Question] = []

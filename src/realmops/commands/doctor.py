@@ -18,7 +18,6 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "ml
 
 
 def diagnose(root: Path, exchange: Path | None) -> Iterator[str]:
-    """Yield the lines of the report, the most general first."""
     yield f"realmops {__version__}, Python {platform.python_version()}, {platform.platform()}"
     for name in PACKAGES:
         yield f"  {name}: {_version(name)}"

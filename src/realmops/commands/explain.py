@@ -6,24 +6,18 @@ import json as js
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from html import escape
-from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from realmops.answering.corpus_states import CorpusState, before_and_after, pipeline_state
 from realmops.answering.opened_model import Query
-from realmops.answering.record import format_probability
+from realmops.answering.record import Record, format_probability
 from realmops.artifacts import write_bytes
 from realmops.commands.masked import explain_sentence
 from realmops.commands.open_model import open_run
 from realmops.evaluate.predictions import FAILED_AT, Prediction, read_results, results_file
 from realmops.evaluate.report_page import render_page, render_table
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-LIVE_OPTIONS = "--answer, --json, --html and --before-after"  # these query the current model, not stored results
-SIDES = ("before", "after")
+LIVE_OPTIONS = "--answer, --json and --html"  # these query the current model, not stored results
 GENERATED = "generated from the documents, to measure retrieval only"
 UNANSWERED = "not answered: the run has no reader"
 _ID_CHARACTERS = 12  # of a hash, enough to distinguish passages
@@ -37,17 +31,17 @@ class Sheet(NamedTuple):
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
 
-    def lines(self) -> list[str]:
-        """Format the sheet for a terminal, columns aligned."""
+    def __str__(self) -> str:
         table = [self.head, *self.rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)][:-1]
         rows = ("  ".join([*map(str.rjust, row, widths), row[-1]]) for row in table)
-        return [self.title, *(f"  {line}" for line in (*self.summary, *rows))]
+        return "\n".join([self.title, *(f"  {line}" for line in (*self.summary, *rows))])
 
-    def cards(self) -> str:
-        """Format the sheet as HTML."""
+    def page(self) -> str:
+        """Format the sheet as an HTML page without external resources."""
         summary = "".join(f"<p>{escape(line)}</p>" for line in self.summary)
-        return f'<div class="card">{summary}</div><div class="card scroll">{render_table(self.head, self.rows)}</div>'
+        table = f'<div class="card scroll">{render_table(self.head, self.rows)}</div>'
+        return render_page(self.title, [f'<div class="card">{summary}</div>', table])
 
 
 def explain(
@@ -58,50 +52,42 @@ def explain(
     failures: Sequence[str],
     limit: int,
     answer: str | None,
-    before_after: bool,
     json: bool,
     html: Path | None,
-) -> Iterator[str | Table]:
-    """Yield texts and tables for a masked sentence, for questions or, without both, for the stored answers in results/.
+) -> Iterator[str]:
+    """Yield texts for a masked sentence, for questions or, without both, for the stored answers in results/.
 
-    ``questions`` are ids of answers in results/, or questions to answer now. ``failures`` are keys of ``FAILED_AT``:
-    only answers that failed there are shown, at most ``limit``. ``answer`` is y, by default the prediction.
-    ``before_after`` compares the corpus before and after the newest update. ``html`` is a page to write.
+    ``questions`` are ids of answers in results/, or questions to answer now; ``answer`` is y, by default the
+    prediction.
     """
-    live = answer is not None or json or html is not None or before_after
+    live = answer is not None or json or html is not None
     about_results = sentence is None and not questions
     if sentence is not None and (questions or failures):
         raise ValueError("--question and --failed-at conflict with SENTENCE: they select questions; leave SENTENCE out")
     if about_results and live:
         raise ValueError(f"{LIVE_OPTIONS} need a SENTENCE with [MASK] or a --question: give one")
-    texts, ids = split_questions(questions, root, live=live)
+    has_results = bool(questions) and results_file(root).is_file()
+    stored = {p.question_id: p.question for p in read_results(root)} if has_results else {}
+    ids = () if live else tuple(value for value in questions if value in stored)
+    texts = [stored.get(value, value) for value in questions if value not in ids]
     if texts and failures:
         raise ValueError("--failed-at selects answers in results/: leave it out, or give --question an id from there")
     if len(texts) > 1 and live:
         raise ValueError(f"{LIVE_OPTIONS} take one question: explain one at a time")
     if ids or about_results:
         yield format_stored_answers(read_results(root), ids, failures, limit)
-    if sentence is None and not texts:
-        return
-
-    def records_over(state: CorpusState) -> list[dict[str, Any]]:
-        if sentence is not None:
-            return [explain_sentence(sentence, root, state, answer)]
-        return open_run(root, state).answer([Query(text, y=answer) for text in texts])
-
-    sides = before_and_after(root) if before_after else (pipeline_state(root),)
-    for number, records in enumerate(zip(*map(records_over, sides), strict=True)):
+    records, to_sheet = list[Record](), _question_sheet
+    if sentence is not None:
+        records, to_sheet = [explain_sentence(sentence, root, answer)], _sentence_sheet
+    elif texts:
+        records = open_run(root).answer([Query(text, y=answer) for text in texts])
+    for number, record in enumerate(records):
         if ids or number:
             yield ""
-        to_sheet = _question_sheet if sentence is None else _sentence_sheet
-        sheets = [to_sheet(record) for record in records]
+        sheet = to_sheet(record)
         if html is not None:
-            write_bytes(html, _page(sheets).encode())
-        if json:
-            content = records[0] if len(records) == 1 else dict(zip(SIDES, records, strict=True))
-            yield js.dumps(content, ensure_ascii=False, indent=1)
-        else:
-            yield "\n".join(sheets[0].lines()) if len(sheets) == 1 else _side_by_side(*sheets)
+            write_bytes(html, sheet.page().encode())
+        yield js.dumps(record, ensure_ascii=False, indent=1) if json else str(sheet)
 
 
 def _row(z: Mapping[str, Any], text: str | None, **formats: str) -> tuple[str, ...]:
@@ -170,51 +156,10 @@ def _prediction_sheet(pred: Prediction) -> Sheet:
     return Sheet(f"{pred.question_id}  {pred.question}", summary, head, rows)
 
 
-def _side_by_side(before: Sheet, after: Sheet) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*SIDES)
-    for pair in zip_longest(before.lines(), after.lines(), fillvalue=""):
-        table.add_row(*map(Text, pair))
-    return table
-
-
-def _page(sheets: Sequence[Sheet]) -> str:
-    """Return an HTML page, without external resources, of one explanation or of two in parallel columns."""
-    headings = [""] if len(sheets) == 1 else [f"<h2>{side}</h2>" for side in SIDES]
-    sides = (f"<div>{heading}{sheet.cards()}</div>" for heading, sheet in zip(headings, sheets, strict=True))
-    return render_page(sheets[0].title, [f'<div class="sides">{"".join(sides)}</div>'])
-
-
-def split_questions(values: Sequence[str], root: Path, *, live: bool) -> tuple[list[str], tuple[str, ...]]:
-    """Split the values of ``--question`` into questions to answer now, and ids of stored answers.
-
-    A value is an id if a prediction in results/ has it; with ``live`` the question of that id is answered again. Any
-    other value is the text of a question.
-    Raises ValueError for a value that is neither an id of the results nor has white space: probably a mistyped id.
-    """
-    file = results_file(root)
-    stored = {p.question_id: p.question for p in read_results(root)} if values and file.is_file() else {}
-    for value in values:
-        if stored and value not in stored and not any(map(str.isspace, value)):
-            raise ValueError(
-                f"--question {value!r} is not among the {len(stored)} ids in {file} (the first is "
-                f"{next(iter(stored))!r}); the text of a question needs white space, for example a trailing space"
-            )
-    texts = [stored.get(value, value) for value in values if live or value not in stored]
-    return texts, tuple(value for value in values if not live and value in stored)
-
-
 def format_stored_answers(
     predictions: Sequence[Prediction], ids: Collection[str], failures: Collection[str], limit: int
 ) -> str:
-    """Return the counts of failures as text, then up to ``limit`` answers with these ids and failures (all if empty).
-
-    Questions that were generated from the corpus are not counted: their answers have no failures.
-
-    Raises ValueError if a failure is not a key of ``FAILED_AT``.
-    """
+    """Return the counts of failures of people's questions, then up to ``limit`` answers with these ids and failures."""
     for name in failures:
         if name not in FAILED_AT:
             raise ValueError(f"--failed-at {name!r}: expected one of {', '.join(FAILED_AT)}")
@@ -226,7 +171,7 @@ def format_stored_answers(
     lines = [f"{len(predictions)} questions{f', {generated} {GENERATED}' if generated else ''}"]
     for name, meaning in FAILED_AT.items() if people else ():
         lines.append(f"{counts[name]:>7} {counts[name] / len(people):6.1%}  {name}: {meaning}")
-    lines += ("\n" + "\n".join(_prediction_sheet(prediction).lines()) for prediction in selected[:limit])
+    lines += (f"\n{_prediction_sheet(prediction)}" for prediction in selected[:limit])
     if len(selected) > limit:
         lines.append(f"\n{len(selected) - limit} more; select others with --limit, --question and --failed-at")
     return "\n".join(lines)

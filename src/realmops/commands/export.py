@@ -21,7 +21,7 @@ from realmops.answering.confidence import FILE as CONFIDENCE
 from realmops.answering.extractive import ExtractiveQa
 from realmops.answering.opened_model import OpenedModel
 from realmops.answering.openqa import OpenQa
-from realmops.commands.card import CARD, Publication, card, measured_metrics, reader_card
+from realmops.commands.card import CARD, Publication, card, limitations, measured_metrics, reader_card
 from realmops.commands.hub_upload import HubRepository
 from realmops.corpus.snapshot_reader import ROWS_PER_BATCH, TEXT_COLUMNS
 from realmops.evaluate.search_run import export_trec
@@ -55,10 +55,6 @@ def export(
 
     ``root`` is the folder of the run, None for a model from the registry; ``push`` is OWNER/NAME of a model repository
     on the hub to upload the folder to.
-
-    Raises:
-        ValueError: the folder has other files, the format does not support the model, a package is missing, or the
-            repository cannot receive the export.
     """
     artifacts.check_replaceable(folder, KIND)
     if push and format in ("parquet", "trec"):
@@ -103,7 +99,7 @@ def _write(folder: Path, format: str, opened: OpenedModel, publication: Publicat
     retriever = load_retriever(opened.folder, model.snapshot.vocabulary_hash)
     source = opened.folder / RETRIEVER_FOLDER
     is_indexed = format == "parquet" or indexed_tower(opened.folder) == passage_tower_digest(source)
-    notes = list(_notes(format, opened, is_indexed))
+    notes = limitations(format, opened, is_indexed=is_indexed, has_reader=isinstance(model, OpenQa))
     # Several vectors are approximated by one, and another tower has another recall.
     measured = None if retriever.vectors > 1 or not is_indexed else "dense_" if model.hybrid else ""
     text = card(format, opened, retriever, notes, publication, measured)
@@ -141,38 +137,6 @@ def write_reader(folder: Path, opened: OpenedModel, text: str) -> None:
         artifacts.write_manifest(out, KIND, format="reader", realmops=__version__, **opened.about)
 
 
-def _notes(format: str, opened: OpenedModel, is_indexed: bool) -> Iterator[str]:
-    """Yield the limitations of an export, for its model card and the terminal."""
-    model, retriever = opened.model, opened.model.retriever
-    if retriever.vectors > 1 and format == "parquet":
-        yield (
-            f"A passage has {retriever.vectors} rows, one for each of its vectors (column `vector`); its score is the "
-            "largest inner product among them. Group search results by `passage_id`."
-        )
-    elif retriever.vectors > 1:
-        yield (
-            f"An approximation: in this run a passage has {retriever.vectors} vectors and is scored by the nearest. "
-            "Here it has one, the mean over its text. Query embeddings are exact; --format parquet has all vectors."
-        )
-    if model.hybrid:
-        mixture = retriever.mixture
-        yield (
-            f"Partial: in this run f(x, z) is {mixture.dense:.4g} times the scaled inner product plus "
-            f"{mixture.lexical:.4g} times BM25, relative to the best passage's. The export has no BM25."
-        )
-    if not is_indexed:
-        yield (
-            "The passage tower is not the one that computed this run's index, for example after 'realmops import' "
-            "without --pretrained: search the embeddings of --format parquet with query embeddings of this export."
-        )
-    if isinstance(model, OpenQa) and format != "parquet":
-        yield (
-            "Without the reader: it scores a span by an MLP over its start and end jointly, "
-            "w . LayerNorm(ReLU(W_s h_start + W_e h_end)), while AutoModelForQuestionAnswering adds a score of the "
-            "start and one of the end. Use 'realmops serve' for answers."
-        )
-
-
 def _write_passages(path: Path, opened: OpenedModel, passages: PassageIndex) -> None:
     """Write every passage with its embedding, with one row group in memory at a time."""
     import pyarrow as pa
@@ -180,18 +144,10 @@ def _write_passages(path: Path, opened: OpenedModel, passages: PassageIndex) -> 
 
     snapshot, retriever = opened.model.snapshot, opened.model.retriever
     vectors, width = retriever.vectors, retriever.document.width
-    texts = [(name, pa.string()) for name in TEXT_COLUMNS]
-    places = [
-        ("start", pa.int64()),
-        ("end", pa.int64()),
-        ("uri", pa.string()),
-        ("page", pa.int32()),
-        ("vector", pa.int32()),
-    ]
+    types = dict.fromkeys(TEXT_COLUMNS, pa.string()) | {"start": pa.int64(), "end": pa.int64(), "uri": pa.string()}
+    types |= {"page": pa.int32(), "vector": pa.int32(), "embedding": pa.list_(pa.float32(), width)}
     about = opened.about | {"scale": retriever.scale, "similarity": similarity(retriever), "realmops": __version__}
-    schema = pa.schema(
-        [*texts, *places, ("embedding", pa.list_(pa.float32(), width))], {"realmops": json.dumps(about, sort_keys=True)}
-    )
+    schema = pa.schema(types, {"realmops": json.dumps(about, sort_keys=True)})
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
         for first in range(0, len(snapshot), ROWS_PER_BATCH):
             rows = np.arange(first, min(first + ROWS_PER_BATCH, len(snapshot)))
@@ -200,9 +156,7 @@ def _write_passages(path: Path, opened: OpenedModel, passages: PassageIndex) -> 
             columns += [start, start + [len(text) for text in columns[3]]]
             columns += [np.array([snapshot.uri(row) for row in rows.tolist()], object)]
             columns += [np.array([snapshot.page(row, 0) for row in rows.tolist()], object)]
-            repeated = [
-                pa.array(np.repeat(column, vectors), field.type) for column, field in zip(columns, schema, strict=False)
-            ]
+            repeated = [pa.array(np.repeat(c, vectors), kind) for c, kind in zip(columns, types.values(), strict=False)]
             part_RX = passages.vectors(slice(first, first + len(rows)))
             flat = pa.array(part_RX.float().cpu().numpy().reshape(-1))
             number = pa.array(np.tile(np.arange(vectors, dtype=np.int32), len(rows)))

@@ -8,31 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
+from realmops.credentials import error_line
 
 TOKEN = "HF_TOKEN"
 _BY_PEOPLE = {".gitattributes", "LICENSE", "README.md"}  # files that the hub's form for new repositories writes
 
 
 class HubRepository:
-    """A model repository of the hub, which receives exports; nothing is sent before :meth:`upload`.
-
-    ``name`` is OWNER/NAME, and ``kind`` that of the manifest of the folders that it receives.
-
-    Raises:
-        ValueError: the name is invalid, or the environment has no token.
-    """
+    """A model repository OWNER/NAME of the hub; nothing is sent before :meth:`upload`."""
 
     def __init__(self, name: str, kind: str) -> None:
         from huggingface_hub import HfApi
-        from huggingface_hub.errors import HFValidationError
-        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, not in __all__
 
-        try:
-            validate_repo_id(name)
-        except HFValidationError as error:
-            raise ValueError(f"--push {name}: {error}; expected OWNER/NAME") from None
-        if "/" not in name:
-            raise ValueError(f"--push {name}: no owner; expected OWNER/NAME, with the name of a user or organisation")
+        if name.count("/") != 1:
+            raise ValueError(f"--push {name}: expected OWNER/NAME, with the name of a user or organisation")
         token = os.environ.get(TOKEN, "").strip()
         if not token:
             raise ValueError(
@@ -44,11 +33,7 @@ class HubRepository:
         self._written: set[str] = set()  # files of an earlier export
 
     def inspect(self) -> str | None:
-        """Return the licence in the repository's card; None if there is none yet.
-
-        Raises:
-            ValueError: the repository has files of others, or the hub is unreachable or refuses the token.
-        """
+        """Return the licence in the repository's card, if any; ValueError if it has files of others."""
         from huggingface_hub.errors import RepositoryNotFoundError
 
         with self._errors():
@@ -80,8 +65,6 @@ class HubRepository:
         Files of an earlier export that this one lacks are removed.
         """
         here = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-        if artifacts.MANIFEST not in here:
-            raise ValueError(f"--push {self.name}: {folder} holds no {artifacts.MANIFEST}: it is no finished export")
         remove = sorted(self._written - here) or None
         with self._errors(f"; {folder} is complete: run the command again, or 'hf upload {self.name} {folder}'"):
             self._api.create_repo(self.name, private=True, exist_ok=True)
@@ -96,6 +79,4 @@ class HubRepository:
         try:
             yield
         except Exception as error:  # of the hub, the network, HF_HUB_OFFLINE, or the storage of large files
-            reason = " ".join(str(error).split())[:300]
-            kind = type(error).__name__
-            raise ValueError(f"--push {self.name}: the hub failed or refused ({kind}: {reason}){remedy}") from None
+            raise ValueError(f"--push {self.name}: the hub failed or refused ({error_line(error)}){remedy}") from None

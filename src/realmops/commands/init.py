@@ -40,9 +40,7 @@ def init(
 ) -> Iterator[str]:
     """Write a project into a folder; yield a description of the input, and the next commands.
 
-    ``documents`` None is the synthetic encyclopedia. Questions are split if there are at least ``MIN_QUESTIONS``. An
-    ``encoder`` is a folder, a name on the hub, or "small" for one from scratch; a ``reader`` NO_READER is search alone;
-    None chooses both by availability. ``image`` None is a placeholder.
+    ``documents`` None is the synthetic encyclopedia; ``encoder`` and ``reader`` None are chosen by availability.
 
     Raises:
         ValueError: documents or questions cannot be read, or a file already exists; nothing is written then.

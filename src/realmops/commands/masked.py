@@ -4,7 +4,6 @@ This is the paper's Table 3 for any sentence: the prediction for [MASK] without 
 the marginal over all candidates.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realmops.answering.corpus_states import CorpusState
+from realmops.answering.corpus_states import newest_state
 from realmops.answering.opening import trained_options
 from realmops.artifacts import read_json
 from realmops.corpus.snapshot_reader import Snapshot
@@ -34,38 +33,24 @@ from realmops.train.realm import Realm
 MASK = "[MASK]"
 
 
-@dataclass(frozen=True)
-class Pretrained:
-    """The models of ``pretrain`` in eval mode, with an index of a corpus; ``searched`` describes the index."""
-
-    realm: Realm
-    index: Index
-    searched: str
-
-
 @torch.no_grad()
-def explain_sentence(sentence: str, root: Path, where: CorpusState, answer: str | None = None) -> dict[str, Any]:
-    """Explain a sentence with [MASK] by the models of ``pretrain`` in a run.
+def explain_sentence(sentence: str, root: Path, answer: str | None = None) -> dict[str, Any]:
+    """Explain a sentence with [MASK] by the models of ``pretrain`` in a run, over its newest corpus.
 
-    ``where`` is the corpus to search: the pipeline's or an update's. With ``answer``, the masked words, a single [MASK]
-    represents all of their wordpieces.
-
-    Returns:
-        ``p_y_without`` (null document), ``p_y_best`` (best passage, None without passages) and ``p_y`` (equation 1) are
-        the lines of the paper's Table 3, whose first is another model, trained without retrieval. ``y`` is the answer,
-        by default the prediction of the marginal. Each candidate, the null document last, has p(z|x), p(z|x,y),
-        p(y|z,x), its utility in nats over the null document (appendix D), and its own guess.
+    With ``answer``, the masked words, a single [MASK] represents all of their wordpieces. In the result ``p_y_without``
+    (null document), ``p_y_best`` (best passage) and ``p_y`` (equation 1) are the lines of the paper's Table 3, whose
+    first is another model there. Each candidate, the null document last, has p(z|x), p(z|x,y), p(y|z,x), its utility in
+    nats over the null document (appendix D), and its own guess.
 
     Raises:
-        ValueError: the sentence has no [MASK] or is too long, the number of wordpieces in the answer differs from the
-            number of masks, or pre-training had no null document.
+        ValueError: the sentence or the answer does not fit, or pre-training had no null document.
     """
     if MASK not in sentence:
         raise ValueError(
             f"no {MASK} in the sentence; write it instead of the words to predict, or use --question for a question"
         )
-    model = load_pretrained(root, where)
-    realm, snapshot = model.realm, model.realm.snapshot
+    realm, index, searched = load_pretrained(root)
+    snapshot = realm.snapshot
     if not realm.options.null_document:
         raise ValueError(
             f"{root / STAGES['pretrain'].folder} has no null document for the comparison; train with "
@@ -73,7 +58,7 @@ def explain_sentence(sentence: str, root: Path, where: CorpusState, answer: str 
         )
     example = _build_example(sentence, answer, realm)
     query_BE = embed(realm.retriever.query, query_sequences(realm.queries([example])), realm.dtype)
-    [passages] = Candidates(snapshot, realm.options, realm.bm25).retrieve([example], query_BE, model.index)
+    [passages] = Candidates(snapshot, realm.options, realm.bm25).retrieve([example], query_BE, index)
     prior_BK, missing_BK = realm.log_prior([example], [passages])
     log_prior_K = prior_BK[0, ~missing_BK[0]].double().cpu()  # null document last, as in log_word_KMV
     log_word_KMV = realm.log_words(example, passages).double().cpu()
@@ -104,7 +89,7 @@ def explain_sentence(sentence: str, root: Path, where: CorpusState, answer: str 
     return {
         "sentence": sentence,
         "y": words(y_M),
-        "index": model.searched,
+        "index": searched,
         "with_retrieval": {"words": words(best_M), "probability": float(marginal_K.max().exp())},
         "without_retrieval": {"words": words(without_M), "probability": float(log_likelihood(without_M)[-1].exp())},
         "p_y": float((log_prior_K + log_y_K).logsumexp(0).exp()),
@@ -114,13 +99,11 @@ def explain_sentence(sentence: str, root: Path, where: CorpusState, answer: str 
     }
 
 
-def load_pretrained(root: Path, where: CorpusState) -> Pretrained:
-    """Load the models of ``pretrain`` of a run, with an index of a corpus.
-
-    The index of the fine-tuned model is reused if the same passage tower computed it; otherwise passages are embedded.
-    """
+def load_pretrained(root: Path) -> tuple[Realm, Index, str]:
+    """Load the models of ``pretrain`` in eval mode, and an index of the newest corpus with its description."""
     trained = root / STAGES["pretrain"].folder
     options, run = trained_options(root, ["pretrain"], ("pretrain", "run"))
+    where = newest_state(root)
     configure_process(run.threads)
     snapshot = Snapshot.open(where.snapshot / "corpus")
     retriever, reader = load_models(trained, snapshot.vocabulary_hash)
@@ -135,7 +118,7 @@ def load_pretrained(root: Path, where: CorpusState) -> Pretrained:
     index = Index(step, exact_index(passages.to(device), retriever.vectors), retriever, 0.0, False)
     words = Bm25.of(snapshot) if retriever.mixture.lexical else None
     searched = f"{len(snapshot)} passages, {place}, with the weights of pretrain after step {step}"
-    return Pretrained(Realm(retriever, reader, snapshot, options, dtype, words), index, searched)
+    return Realm(retriever, reader, snapshot, options, dtype, words), index, searched
 
 
 def _build_example(sentence: str, answer: str | None, realm: Realm) -> Example:
@@ -144,19 +127,16 @@ def _build_example(sentence: str, answer: str | None, realm: Realm) -> Example:
         return ids
 
     before, *parts = sentence.split(MASK)
-    hidden = [realm.special.mask] * len(parts) if answer is None else pieces(before[len(before.rstrip()) :] + answer)
-    if len(parts) > 1 and len(hidden) != len(parts):
-        raise ValueError(
-            f"the answer {answer!r} has {len(hidden)} wordpieces, the sentence {len(parts)} {MASK}; write one {MASK} "
-            "for all wordpieces, or one for each"
-        )
+    if answer is not None and len(parts) > 1:
+        raise ValueError(f"the sentence has {len(parts)} {MASK}; with an answer write one for all of its words")
+    hidden = [realm.special.mask] if answer is None else pieces(before[len(before.rstrip()) :] + answer)
     if not hidden:
         raise ValueError(f"the answer {answer!r} has no wordpieces; give at least one word")
     original = pieces(before)
     positions: list[int] = []
-    for group, part in zip([hidden] if len(parts) == 1 else [[piece] for piece in hidden], parts, strict=True):
-        positions += range(len(original), len(original) + len(group))
-        original += [*group, *pieces(part)]
+    for part in parts:
+        positions += range(len(original), len(original) + len(hidden))
+        original += [*hidden, *pieces(part)]
     limit = min(realm.options.query_wordpieces - 2, realm.options.reader_wordpieces - 3)
     if len(original) > limit:
         raise ValueError(f"the sentence has {len(original)} wordpieces; at most {limit} are allowed; shorten it")

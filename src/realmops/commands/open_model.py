@@ -4,15 +4,13 @@ import re
 import tempfile
 from collections.abc import Hashable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from realmops import artifacts
 from realmops.answering import opening
-from realmops.answering.corpus_states import CorpusState
 from realmops.answering.opened_model import OpenedModel
-from realmops.answering.passage_search import PassageSearch
 from realmops.baselines.rankers import BASELINES
-from realmops.stages import Report
 from realmops.tracking.registry import CHAMPION, COPIED_TAG, DIGEST_TAG, ModelVersion, Registry
 from realmops.tracking.runs import tracking_folder
 
@@ -20,29 +18,16 @@ STEPS_TAG = "realmops.weights_step"
 _ALIAS = re.compile(rf"models:/([\w-]+)@{CHAMPION}")
 
 
+# The openers of ``answering.opening``, with the baselines that a run may use.
+open_run = partial(opening.open_run, baselines=BASELINES)
+open_search = partial(opening.open_search, baselines=BASELINES)
+open_if_tuned = partial(opening.open_if_tuned, baselines=BASELINES)
+open_promoted = partial(opening.open_promoted, baselines=BASELINES)
+
+
 def open_model(root: Path, model: str | None = None) -> OpenedModel:
     """Open the champion in ``model`` (models:/NAME@champion) or, if None, the newest model as ``open_run`` does."""
     return open_run(root) if model is None else Champion(model, root).open()
-
-
-def open_run(root: Path, state: CorpusState | None = None) -> OpenedModel:
-    """Open a run's fine-tuned model with the baselines that it may use (``answering.opening.open_run``)."""
-    return opening.open_run(root, BASELINES, state)
-
-
-def open_search(root: Path, report: Report) -> PassageSearch:
-    """Open the search of a run's corpus (``answering.opening.open_search``)."""
-    return opening.open_search(root, BASELINES, report.log, report.progress)
-
-
-def open_if_tuned(root: Path) -> OpenedModel | None:
-    """Open a run's fine-tuned model; return None if there is none, or if it reads no passages."""
-    return opening.open_if_tuned(root, BASELINES)
-
-
-def open_promoted(folder: Path, registered: Path) -> OpenedModel:
-    """Open a promoted model (``answering.opening.open_promoted``)."""
-    return opening.open_promoted(folder, registered, BASELINES)
 
 
 class Champion:

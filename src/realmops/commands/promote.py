@@ -16,20 +16,18 @@ from realmops.answering.opening import CORPUS, FINETUNE, tuned_steps
 from realmops.artifacts import PROMOTED, WORK_FOLDER
 from realmops.commands.open_model import STEPS_TAG
 from realmops.config import Values, parse_section
-from realmops.corpus.languages import ENGLISH
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.compare import SAME_ORIGIN, compare_runs, deciding_metric, format_comparison, question_origin
 from realmops.evaluate.exact_match import em_rules
 from realmops.evaluate.predictions import PREDICTIONS
 from realmops.options import CLOSED_BOOK, Tracking
-from realmops.questions.question_sets import REGEX_RULE, assign_languages, read_questions
+from realmops.questions.question_sets import assign_languages, read_questions
 from realmops.search import bm25
 from realmops.stages import JOURNAL, METRICS, STAGES, fingerprint
 from realmops.stages.runner import stage_inputs, stage_lock
 from realmops.tracking.registry import COPIED_TAG, DIGEST_TAG, ModelVersion, Registry
 from realmops.tracking.runs import tracking_folder
 from realmops.tracking.sender import find_sent_run
-from realmops.tracking.signature import SIGNATURE
 
 EVALUATION_TAG = "realmops.evaluation_digest"
 PREDICTIONS_TAG = "realmops.predictions_sha256"
@@ -42,18 +40,13 @@ SHOWN = ("ece", "precision_at_30", "answered", "answered_precision")  # calibrat
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run: the files it answers with, and its evaluation.
-
-    ``evaluation`` is the digest of everything that two comparable results share: the test questions with their answers
-    and languages, and the rules of answer matching. The corpus is not part of it, as a better corpus may win; its hash
-    is shown instead.
-    """
+    """A finished run: the files it answers with, and its evaluation."""
 
     results: Path
     files: Mapping[str, Path]  # by path inside the promoted model's folder
     digest: str  # of the files' contents and the sections
     predictions: str  # sha256
-    evaluation: str
+    evaluation: str  # digest of what comparable results share: test questions, their answers, and the matching rules
     origin: str  # of the test questions: EM if some are of people, recall@5 if all were generated
     rule: str
     corpus_hash: str
@@ -74,7 +67,6 @@ class FinishedRun:
         return f"{measured} (evaluation {self.evaluation[:12]}), corpus {self.corpus_hash[:12]}"
 
     def tags(self, copy: bool) -> dict[str, str]:
-        """Return the tags of the run's model version in the registry."""
         measure = deciding_metric(self.metrics)
         return {
             **({COPIED_TAG: "true"} if copy else {}),
@@ -104,13 +96,11 @@ def promote(values: Values, *, project: Path, root: Path, name: str, margin: flo
 
     Better means: on the same questions by the same rules, EM is higher by at least ``margin``, and the confidence
     interval of the difference (paired bootstrap) is above 0. If all test questions were generated from the corpus, it
-    is recall@5 instead of EM, and nDCG@10 if they have relevance judgements alone. The first run needs no comparison.
-    A call that was killed between registration and alias can be repeated. With ``copy`` all files are stored as
-    artifacts of the model, not only their path.
+    is recall@5 instead of EM, and nDCG@10 if they have relevance judgements alone. With ``copy`` all files are stored
+    as artifacts of the model, not only their path.
 
     Raises:
-        ValueError: the margin is out of range, the run is unfinished or was changed, tracking is disabled, or the
-            champion was not registered by this command or was evaluated on questions of another origin.
+        ValueError: the runs cannot be compared, or the run is unfinished or was changed.
         ConnectionError: MLflow fails.
     """
     if not 0 <= margin <= 1:
@@ -137,7 +127,7 @@ def promote(values: Values, *, project: Path, root: Path, name: str, margin: flo
                 return Promotion(False, f"not promoted, {champion.uri} remains champion: {figures}", difference)
             reason = f"the previous champion was {champion.uri}. {figures}"
         with _model_folder(run, root, copy) as folder:
-            version = _find_registered(registry, tags, copy) or _register(run, registry, root, folder, copy)
+            version = _register(run, registry, root, folder, copy)
             if not registry.make_champion(version, run.question, champion):
                 return Promotion(
                     False, f"not promoted: the champion of {name} changed during this call; run the command again"
@@ -169,25 +159,16 @@ def read_run(project: Path, root: Path) -> FinishedRun:
     corpus, tuned = (artifacts.read_json(inputs[name] / artifacts.MANIFEST)["files"] for name in ("snapshot", FINETUNE))
     folders = (CORPUS, bm25.FOLDER)  # every model supports search by BM25
     entries = {name: (inputs["snapshot"] / name, e) for name, e in corpus.items() if name.split("/")[0] in folders}
-    entries |= {
-        f"{FINETUNE}/{name}": (inputs[FINETUNE] / name, entry)
-        for name, entry in tuned.items()
-        if name not in (JOURNAL, METRICS)
-    }
+    model = {name: entry for name, entry in tuned.items() if name not in (JOURNAL, METRICS)}
+    entries |= {f"{FINETUNE}/{name}": (inputs[FINETUNE] / name, entry) for name, entry in model.items()}
     entries[PREDICTIONS] = (results / PREDICTIONS, manifest["files"][PREDICTIONS])
     rule, metrics = em_rules(questions)[0], artifacts.read_json(results / METRICS)
     model_sections = {name: sections[name] for name in ("run", "finetune")}
+    languages = Snapshot.open(inputs["snapshot"] / CORPUS, verify=False).common_languages
     evaluated = sorted(
-        [
-            *(q.id, q.question, sorted(q.answers)),
-            # Excluded passages and language change the measurement; most questions have neither.
-            *([sorted(q.not_in)] if q.not_in else []),
-            *([dict(q.relevant)] if q.relevant else []),
-            *([] if q.answer_rule in (ENGLISH, REGEX_RULE) else [q.answer_rule]),
-        ]
-        for q in assign_languages(questions, Snapshot.open(inputs["snapshot"] / CORPUS, verify=False).common_languages)
+        [q.id, q.question, sorted(q.answers), sorted(q.not_in), sorted(q.relevant), q.answer_rule]
+        for q in assign_languages(questions, languages)
     )
-
     return FinishedRun(
         results=results,
         files={name: path for name, (path, _) in entries.items()},
@@ -213,10 +194,10 @@ def _compare_to_champion(
         raise ValueError(
             f"{champion.uri} has the alias champion but was not registered by 'realmops promote'; choose another --name"
         )
-    if (origin := champion_tags.get(ORIGIN_TAG, run.origin)) != run.origin:
+    if champion_tags[ORIGIN_TAG] != run.origin:
         raise ValueError(
-            f"{champion.uri} was evaluated on {origin} and {run.results} on {run.origin}; {SAME_ORIGIN}, or choose "
-            "another --name"
+            f"{champion.uri} was evaluated on {champion_tags[ORIGIN_TAG]} and {run.results} on {run.origin}; "
+            f"{SAME_ORIGIN}, or choose another --name"
         )
     if champion_tags[EVALUATION_TAG] != run.evaluation:
         pair = (champion_tags, run_tags)
@@ -239,14 +220,6 @@ def _compare_to_champion(
     return difference.mean >= margin and difference.low > 0, figures, difference.mean
 
 
-def _find_registered(registry: Registry, tags: Mapping[str, str], copy: bool) -> ModelVersion | None:
-    """Find a version with these tags that can be loaded: the folder of another root's version may be deleted."""
-    version = registry.find(tags)
-    if version is None or copy or COPIED_TAG in version.tags or Path(registry.settings(version)["folder"]).is_dir():
-        return version
-    return None
-
-
 def _register(run: FinishedRun, registry: Registry, root: Path, folder: Path, copy: bool) -> ModelVersion:
     uploaded = [artifacts.MANIFEST, PREDICTIONS]
     uploaded += [name for name in (CORPUS, bm25.FOLDER, FINETUNE) if copy and (folder / name).is_dir()]
@@ -254,7 +227,6 @@ def _register(run: FinishedRun, registry: Registry, root: Path, folder: Path, co
         Path(__file__).with_name("pyfunc.py"),
         {name: folder / name for name in uploaded},
         config={} if copy else {"folder": str(folder)},
-        signature=SIGNATURE,
         question=run.question,
         tags=run.tags(copy),
         run_id=find_sent_run(tracking_folder(root), STAGES["evaluate"].name, run.metrics),

@@ -11,7 +11,8 @@ from typing import Any
 from realmops import artifacts, config
 from realmops.config import PACKAGE, Values
 from realmops.hub import READER, encoder_folder, is_sentence_encoder
-from realmops.stages import METRICS, STAGES, Report
+from realmops.progress import Report
+from realmops.stages import METRICS, STAGES
 from realmops.stages.runner import stage_lock
 from realmops.starter.choose_models import ENCODER, is_wide
 from realmops.starter.public_data import SQUAD, download, read_squad, stable_hash, write_squad
@@ -60,16 +61,10 @@ def reader_training(
 
     Until the end another call for the same folder is refused. ``encoder`` is a folder or a name on the hub; None for
     ``ENCODER``. ``source`` has SQuAD's file; None to download it.
-
-    Raises:
-        ValueError: the folder has other files, another process writes it, or encoder or questions are unusable or
-            cannot be downloaded.
     """
     final = folder.resolve()
     if final in (Path.cwd(), *Path.cwd().parents):
-        raise ValueError(
-            f"{folder} is the working directory or above it, and would be replaced; name a folder below it"
-        )
+        raise ValueError(f"{folder} is the working directory or above it; name a folder below it")
     artifacts.check_replaceable(final, EXPORT)
     init = encoder or ENCODER
     init = str(Path(init).resolve()) if Path(init).is_dir() else init

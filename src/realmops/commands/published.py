@@ -17,8 +17,9 @@ from realmops.model.realm_checkpoints import (
 )
 from realmops.model.retriever import Retriever
 from realmops.model.retriever_files import RETRIEVER_FOLDER, passage_tower_digest
+from realmops.progress import Report
 from realmops.search.embeddings import INDEX, save_index
-from realmops.stages import METRICS, STAGES, Report
+from realmops.stages import METRICS, STAGES
 from realmops.stages.option_inputs import PUBLISHED
 
 KIND = "published"  # of the manifest of imported passages
@@ -33,14 +34,10 @@ def import_published(
     titles: Path | None,
     report: Report,
 ) -> None:
-    """Write checkpoints and passages as outputs of a run.
+    """Write published checkpoints to ``models/pretrain`` and ``models/finetune``, and passages to data/published.
 
-    Embedder or scorer, encoder, or openqa folders in ``pretrained`` are written to ``models/pretrain``; a fine-tuned
-    openqa folder, with the reader's if separate, to ``models/finetune``. ``blocks`` are the passages as TensorFlow
-    records, written to ``data/published/passages.jsonl.gz``, with ``titles`` in the same order.
-
-    Raises:
-        ValueError: the folders are not a complete model, or do not match.
+    ``pretrained`` are embedder or scorer, encoder, or openqa folders; ``finetuned`` an openqa folder, with the reader's
+    if separate; ``blocks`` the passages as TensorFlow records, with ``titles`` in the same order.
     """
     if not (pretrained or finetuned or blocks):
         raise ValueError("nothing to import; give folders with --pretrained or --finetuned, or passages with --blocks")
@@ -69,14 +66,6 @@ def import_published(
                 "the checkpoint's index can be searched"
             )
         _commit(root, "finetune", *finetuned_models(after, retriever), after, report, is_indexed=retriever is not None)
-
-
-def _corpus_hash(root: Path, passages: int) -> str:
-    """Return the corpus hash of the imported passages, or "" if none, or another number of them, were imported."""
-    if not (root / PUBLISHED / artifacts.MANIFEST).is_file():
-        return ""
-    manifest = artifacts.read_manifest(root / PUBLISHED, KIND, verify=False)
-    return str(manifest["corpus_hash"]) if manifest["passages"] == passages else ""
 
 
 def _commit(
@@ -108,7 +97,10 @@ def _commit(
         save_models(out, retriever, reader, folders[0].text)
         if embedding_PE is not None:
             tower = passage_tower_digest(out / RETRIEVER_FOLDER) if is_indexed else ""
-            save_index(out / INDEX, embedding_PE, _corpus_hash(root, len(embedding_PE)), tower)
+            imported = (root / PUBLISHED / artifacts.MANIFEST).is_file()
+            passages = artifacts.read_manifest(root / PUBLISHED, KIND, verify=False) if imported else {}
+            corpus_hash = passages["corpus_hash"] if passages.get("passages") == len(embedding_PE) else ""
+            save_index(out / INDEX, embedding_PE, corpus_hash, tower)
         artifacts.write_json(out / METRICS, {"seconds": round(time.monotonic() - started, 1)})
         artifacts.write_manifest(out, name, fingerprint="imported", imported=[f.folder.name for f in folders])
     index = "no passage embeddings" if embedding_PE is None else f"{len(embedding_PE)} passage embeddings"

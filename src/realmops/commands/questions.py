@@ -6,13 +6,13 @@ from typing import Any
 
 from realmops import artifacts
 from realmops.answering.own_questions import check_label_file, usage_lines
-from realmops.corpus.languages import ENGLISH
 from realmops.corpus.masking import SentencesWithSpans
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.spans import Spans
 from realmops.evaluate.ceilings import answer_fits_reader, answered_in_corpus, reader_can_answer
 from realmops.evaluate.recall import RECALL_AT, hit_ranks_by_rule
 from realmops.options import Finetune
+from realmops.progress import Report
 from realmops.questions.answer_matching import REGEX_RULES, WORD_RULES, compile_expression
 from realmops.questions.cloze import KIND, cloze_questions, split_questions
 from realmops.questions.question_sets import (
@@ -24,7 +24,7 @@ from realmops.questions.question_sets import (
     to_json_line,
 )
 from realmops.search.bm25 import Bm25, rank
-from realmops.stages import STAGES, Report
+from realmops.stages import STAGES
 from realmops.stages.option_inputs import CLOZE
 
 CLOZE_LIMIT = 20_000
@@ -35,9 +35,8 @@ def convert_questions(
 ) -> list[str]:
     """Convert question files to JSON lines; return lines with the numbers read, dropped and written.
 
-    The folder gets questions.jsonl, or with ``orqa_split`` questions.train.jsonl and questions.dev.jsonl. Questions
-    whose ids have a prefix in ``drop`` are dropped. A BEIR folder gives one file for each split of its judgements.
-    Raises ValueError if no question is left for a file.
+    Questions whose ids have a prefix in ``drop`` are dropped. A BEIR folder gives a file for each split of its
+    judgements.
     """
     artifacts.check_replaceable(out, KIND)
     if len(files) == 1 and (judged := read_judged_questions(files[0])):
@@ -62,10 +61,6 @@ def convert_questions(
 
 
 def label(root: Path, out: Path, report: Report) -> Iterator[str]:
-    """Ask for questions and answers at the terminal, with the passages of the run's search; yield lines to print.
-
-    The answer of a fine-tuned model is proposed.
-    """
     from realmops.answering.labelling import label_questions
     from realmops.answering.opened_model import Query
     from realmops.commands.open_model import open_if_tuned, open_search
@@ -84,9 +79,8 @@ def label(root: Path, out: Path, report: Report) -> Iterator[str]:
 def write_cloze_questions(root: Path, out: Path | None, *, seed: int, limit: int | None = None) -> list[str]:
     """Generate train, dev and test questions from the corpus and its salient spans; return lines with their numbers.
 
-    A folder generated from the same corpus, spans, seed and limit is kept. Its kind is that of ``convert_questions``.
-    ``out`` is ``CLOZE`` in the root by default. ``seed`` determines the sampled spans and the split; ``limit`` None is
-    that of the existing folder, else ``CLOZE_LIMIT``.
+    A folder generated from the same corpus, spans, seed and limit is kept; ``limit`` None is its limit, or
+    ``CLOZE_LIMIT``.
     """
     out = root / CLOZE if out is None else out
     artifacts.check_replaceable(out, KIND)
@@ -97,15 +91,9 @@ def write_cloze_questions(root: Path, out: Path | None, *, seed: int, limit: int
     existing = artifacts.read_manifest(out, KIND) if out.is_dir() else {}
     limit = limit or existing.get("limit", CLOZE_LIMIT)
     # The seal covers the whole manifest of the spans: their labels determine the question words.
-    inputs = {
-        "corpus_hash": snapshot.corpus_hash,
-        "spans": spans.manifest[artifacts.DIGEST_KEY],
-        "seed": seed,
-        "limit": limit,
-    }
-    if snapshot.language != ENGLISH:
-        inputs["language"] = snapshot.language
-    if inputs.items() <= existing.items() and existing.get("language", ENGLISH) == snapshot.language:
+    inputs = {"corpus_hash": snapshot.corpus_hash, "spans": spans.manifest[artifacts.DIGEST_KEY], "seed": seed}
+    inputs |= {"limit": limit, "language": snapshot.language}
+    if inputs.items() <= existing.items():
         return [f"nothing to do: {out} was generated from the same corpus"]
     questions = cloze_questions(snapshot, SentencesWithSpans(snapshot, spans)[:], labels, seed, limit)
     parts = {f"questions.{name}.jsonl": part for name, part in split_questions(questions, seed).items()}
@@ -131,11 +119,7 @@ def measure_ceilings(
     format: str,
     progress: Callable[[str, int], Callable[[int], None]],
 ) -> Iterator[str]:
-    """Yield the shares of questions that any model could answer from the corpus, and the recall of BM25, as lines.
-
-    ``limits`` has the number of passages and the longest span of the reader; ``progress`` returns, for a label and a
-    total, a callback that takes the units completed.
-    """
+    """Yield the shares of questions that any model could answer from the corpus, and the recall of BM25, as lines."""
     snapshot = Snapshot.open(root / STAGES["snapshot"].folder / "corpus")
     questions = read_questions(files, format=format)
     if any(question.match_rule == JUDGED_RULE for question in questions):

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 def summary(root: Path) -> Iterator[Table | str]:
-    """Yield tables of a run's results, and commands to continue with. Raises ValueError if there are no results."""
     metrics = read_metrics(root)
     if not metrics:
         raise ValueError(f"{root.resolve()} has no results; run 'make run' or 'realmops run all' there first")
     yield from (table.to_rich_table() for table in figure_tables(metrics))
     yield from generated_note(metrics.get("evaluate", {}))
-    if presets := presets_of(root):
+    record = root / STAGES["evaluate"].folder / artifacts.MANIFEST
+    if record.is_file() and (presets := artifacts.read_json(record).get("presets")):
         yield f"Presets:  {', '.join(presets)}"
     page = report_path(root)
     if page.is_file():
@@ -40,13 +40,11 @@ def summary(root: Path) -> Iterator[Table | str]:
 
 
 def read_metrics(root: Path) -> dict[str, dict[str, Any]]:
-    """Read the metrics of each completed stage of a run."""
     paths = {stage.name: root / stage.folder / METRICS for stage in STAGES.values()}
     return {name: artifacts.read_json(path) for name, path in paths.items() if path.is_file()}
 
 
 def seconds_table(names: Iterable[str], root: Path) -> Table:
-    """Return a table of the duration in seconds of each stage's last run, with their sum."""
     metrics = read_metrics(root)
     seconds = {name: metrics[name]["seconds"] for name in names}
     rows = [(name, f"{value:,.1f}") for name, value in seconds.items()]
@@ -54,20 +52,12 @@ def seconds_table(names: Iterable[str], root: Path) -> Table:
     return FigureTable("Stages, when they last ran", ("stage", "seconds"), (rows, (total,))).to_rich_table()
 
 
-def presets_of(root: Path) -> list[str]:
-    """Return the names of the presets that the results were computed with."""
-    record = root / STAGES["evaluate"].folder / artifacts.MANIFEST
-    presets: list[str] = artifacts.read_json(record).get("presets", []) if record.is_file() else []
-    return presets
-
-
 def report_path(root: Path) -> Path:
-    """Return the path of a run's HTML report."""
     return root / STAGES["evaluate"].folder / "report.html"
 
 
 def browser_command(root: Path) -> str:
-    """Return the command for the MLflow UI of a run, with this environment's mlflow, which may not be on the PATH."""
+    """Return the command for the MLflow UI of a run; this environment may not be on the PATH."""
     return f"{_command('mlflow')} ui --backend-store-uri {local_tracking_uri(tracking_folder(root))}"
 
 
@@ -76,9 +66,8 @@ def ask_commands(root: Path) -> Iterator[str]:
 
     The example is a test question that is answered, unless some were generated from the corpus: those are not natural.
     """
-    if not results_file(root).is_file():
-        return
-    answered = [prediction for prediction in read_results(root) if prediction.passage_ids]
+    predictions = read_results(root) if results_file(root).is_file() else []
+    answered = [prediction for prediction in predictions if prediction.passage_ids]
     if not answered:
         return
     example = next((row.question for row in answered if not (row.abstained or row.is_generated)), "Your question?")

@@ -12,8 +12,9 @@ from realmops.corpus.encoder_tokenizer import read_encoder_tokenizer
 from realmops.hub import READER, T5, encoder_files, encoder_folder
 from realmops.inputs.resolve import local_cache
 from realmops.options import CLOSED_BOOK, ENCODER, NO_READER
+from realmops.progress import Report
 from realmops.refresh.child_processes import end_with
-from realmops.stages import CLOZE_STEP, INIT, STAGES, Report, resolve_models
+from realmops.stages import CLOZE_STEP, INIT, STAGES, resolve_models
 from realmops.stages.check_inputs import check_inputs
 from realmops.stages.option_inputs import FILES
 from realmops.stages.run_inputs import take_inputs
@@ -44,14 +45,17 @@ def run_stages(
         end_with(watch_parent)
     names = tuple(names)
     values, _ = take_inputs(values, project, root, local_cache(), report, partial(_is_read, names))
-    _validate_inputs(names, values, project, root, report)
+    check_inputs(names, values, project, root)
+    stages = [name for name in names if name in STAGES]
+    for warning in (*check_encoders(stages, resolve_models(values, project)), *option_warnings(stages, values)):
+        report.warn(warning)
     for name in names:
         if name == CLOZE_STEP:
             for line in write_cloze_questions(root, None, seed=values["run"]["seed"]):
                 report.log(f"cloze: {line}")
-            continue
-        metrics = run_stage(name, values, presets=presets, project=project, root=root, report=report, force=force)
-        if metrics:
+        elif metrics := run_stage(
+            name, values, presets=presets, project=project, root=root, report=report, force=force
+        ):
             yield name, metrics
 
 
@@ -60,15 +64,7 @@ def _is_read(names: Sequence[str], key: str) -> bool:
     return any(key in stage.files if key in FILES else stage.reads(key) for stage in stages)
 
 
-def _validate_inputs(names: Sequence[str], values: Values, project: Path, root: Path, report: Report) -> None:
-    check_inputs(names, values, project, root)
-    names = [name for name in names if name in STAGES]
-    for warning in (*check_encoders(names, resolve_models(values, project)), *option_warnings(names, values)):
-        report.warn(warning)
-
-
 def option_warnings(stages: Collection[str], values: Values) -> Iterator[str]:
-    """Yield warnings about options of these stages that are valid but rarely intended."""
     block, question = values["snapshot"]["block_wordpieces"], values["finetune"]["query_wordpieces"]
     for name, extra in (("pretrain", 0), ("finetune", question)):
         if name in stages and (limit := values[name]["reader_wordpieces"]) < block:
@@ -93,7 +89,7 @@ _RATES = (  # learning rates of models initialised from the encoder: stage, key,
 
 def _learning_rate_warnings(stages: Collection[str], values: Values) -> Iterator[str]:
     """Yield a warning about learning rates for the other kind of encoder: from scratch or pre-trained."""
-    init = values["retriever"]["init"]
+    init, is_small = values["retriever"]["init"], values["retriever"]["init"] == "small"
     idle = {"tag"} if values["tag"]["method"] != "tagger" else set()
     idle |= {"finetune"} if values["finetune"]["reader"] in CLOSED_BOOK else set()
     rates = {
@@ -101,26 +97,17 @@ def _learning_rate_warnings(stages: Collection[str], values: Values) -> Iterator
         for stage, key, amount in _RATES
         if stage in stages and stage not in idle and values[stage][amount]
     }
-    low = [f"{key}={rate:g}" for key, rate in rates.items() if rate < FROM_SCRATCH]
-    high = [f"{key}={rate:g}" for key, rate in rates.items() if rate > PRE_TRAINED]
-    if init == "small" and low:
+    unfit = [f"{key}={r:g}" for key, r in rates.items() if (r < FROM_SCRATCH if is_small else r > PRE_TRAINED)]
+    if unfit:
         yield (
-            f"retriever.init is small, an encoder from scratch, but {', '.join(low)} is for a pre-trained one: the "
-            f"model may underfit; remove the preset of a pre-trained encoder, or set {FROM_SCRATCH:g} or more"
-        )
-    if init != "small" and high:
-        yield (
-            f"retriever.init is {init}, a pre-trained encoder, but {', '.join(high)} is for one from scratch: it may "
-            f"lose its pre-training; add a preset of one such as minilm, or set {PRE_TRAINED:g} or less"
+            f"retriever.init is {init}, {'an encoder from scratch' if is_small else 'a pre-trained encoder'}, but "
+            f"{', '.join(unfit)} is for the other kind; change the preset of the encoder, or set "
+            f"{f'{FROM_SCRATCH:g} or more' if is_small else f'{PRE_TRAINED:g} or less'}"
         )
 
 
 def check_encoders(names: Collection[str], values: Values) -> list[str]:
-    """Open the encoder and the reader that these stages require, and find T5's files; return warnings.
-
-    Raises:
-        ValueError: encoder or reader are not supported, or not with these options.
-    """
+    """Open the encoder and the reader that these stages require, and find T5's files; return warnings."""
     init, warnings = values["retriever"]["init"], []
     if init != "small" and any(STAGES[name].reads(INIT) for name in names):
         from realmops.model.build import build_models

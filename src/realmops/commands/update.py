@@ -7,9 +7,9 @@ questions are answered again after that.
 import itertools
 import json
 import shutil
+import textwrap
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,27 +24,19 @@ from realmops.corpus.snapshot_reader import PLACES, REJECTS, SOURCES, TEXTS, Sna
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.devices import device_and_dtype
 from realmops.evaluate.predictions import PREDICTIONS, Prediction, read_predictions
-from realmops.evaluate.run_report import FigureTable, escape_markdown
-from realmops.inputs.resolve import content_digests, local_cache
+from realmops.evaluate.run_report import FigureTable
+from realmops.inputs.resolve import local_cache
 from realmops.journal import Journal
 from realmops.model.retriever_files import load_retriever
 from realmops.options import CLOSED_BOOK, SnapshotOptions
 from realmops.process import configure_process
+from realmops.progress import Report
 from realmops.questions.question_sets import assign_languages, read_questions, text_key
 from realmops.readers.sources import list_sources
 from realmops.search import bm25
 from realmops.search.bm25_writer import write_bm25
 from realmops.search.embeddings import INDEX, embed_changed, indexed_tower, load_index, save_index
-from realmops.stages import (
-    JOURNAL,
-    METRICS,
-    STAGES,
-    Job,
-    Report,
-    evaluate,
-    option_files,
-    parse_sections,
-)
+from realmops.stages import JOURNAL, METRICS, STAGES, Job, evaluate, option_files, parse_sections
 from realmops.stages.run_inputs import take_inputs
 from realmops.stages.runner import stage_lock
 from realmops.stages.snapshot import snapshot_counts, warn_of_omitted, warn_of_rejects
@@ -73,11 +65,9 @@ class _Task:
 def update(
     values: Values, *, project: Path, root: Path, report: Report, may_shrink: bool = False
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Read ``snapshot.documents`` again and publish a new corpus with its index.
+    """Read ``snapshot.documents`` again and publish a new corpus with its index in updates/.
 
-    The folder updates/HASH appears as soon as it has the snapshot, and the fine-tuned model with the new index. Results
-    are added later, with the answers that differ from the newest earlier update with results, or from the pipeline's.
-    Earlier states stay unchanged.
+    Results are added last, with the answers that differ from the newest earlier results. Earlier states stay unchanged.
 
     Returns:
         The folder and its metrics; None if passages and their positions are unchanged and the answers up to date.
@@ -93,53 +83,52 @@ def update(
         old = Snapshot.open(before.snapshot / "corpus")
         if (before.finetune / INDEX).is_file():
             load_index(before.finetune, old)  # fail early if it is of another corpus
-        documents = option_files(STAGES["snapshot"], values, project, root)["snapshot.documents"]
-        options: SnapshotOptions = parse_section("snapshot", values["snapshot"])
-        source = [str(documents), content_digests(documents), options.format, options.broken_share]
-        key = artifacts.digest_of([old.vocabulary_hash, old.manifest["settings"], *source])
-        work = root / WORK_FOLDER / "work" / f"{UPDATE}-{key[:16]}"
-        for other in work.parent.glob(f"{UPDATE}-*"):  # of a killed update of other documents
-            if other != work:
-                shutil.rmtree(other)
-        task = _Task(values, project, root, report, before, answered, old, work)
-        new = _read_corpus(task, documents)
-        if 2 * len(new) < len(old) and not may_shrink:
-            raise ValueError(
-                f"{documents} has {len(new)} passages, less than half of the previous {len(old)}: nothing was "
-                "published; check for missing documents, or accept with 'realmops update --may-shrink'"
-            )
-        if not _has_same_passages(new, old):
-            _index_words(task, new)
-            final = _publish(task, new)
-            report.log(f"update: {final} is ready to serve; answering the test questions")
-        elif before != answered:  # a killed update has no answers yet
-            final = before.snapshot.parent
-        else:
+        work = root / WORK_FOLDER / "work" / UPDATE
+        shutil.rmtree(work, ignore_errors=True)  # of a killed update
+        work.mkdir(parents=True)
+        try:
+            return _update(_Task(values, project, root, report, before, answered, old, work), may_shrink)
+        finally:
             shutil.rmtree(work)
-            report.log(f"update: nothing to do, {before.snapshot} is up to date with {documents}")
-            return None
-        figures = _answer(task, final)
-        shutil.rmtree(work)
-        return final, artifacts.read_json(final / METRICS) | figures
+
+
+def _update(task: _Task, may_shrink: bool) -> tuple[Path, dict[str, Any]] | None:
+    documents = option_files(STAGES["snapshot"], task.values, task.project, task.root)["snapshot.documents"]
+    new, old = _read_corpus(task, documents), task.old
+    if 2 * len(new) < len(old) and not may_shrink:
+        raise ValueError(
+            f"{documents} has {len(new)} passages, less than half of the previous {len(old)}: nothing was "
+            "published; check for missing documents, or accept with 'realmops update --may-shrink'"
+        )
+    if not _has_same_passages(new, old):
+        final = _publish(task, new)
+        task.report.log(f"update: {final} is ready to serve; answering the test questions")
+    elif task.before != task.answered:  # a killed update has no answers yet
+        final = task.before.snapshot.parent
+    else:
+        task.report.log(f"update: nothing to do, {task.before.snapshot} is up to date with {documents}")
+        return None
+    figures = _answer(task, final)
+    return final, artifacts.read_json(final / METRICS) | figures
 
 
 def _publish(task: _Task, new: Snapshot) -> Path:
-    number = task.before.number + 1
-    name = new.corpus_hash[:12]
+    """Write the folder of an update: the snapshot with its BM25 index, and the model with its new index."""
+    options: SnapshotOptions = parse_section("snapshot", task.values["snapshot"])
+    bar = task.report.progress("words of passages", len(new))
+    write_bm25(new.folder.with_name(bm25.FOLDER), new, bar, workers=options.workers)
+    number, model = task.before.number + 1, model_digest(pipeline_state(task.root))
     # An earlier update may have had this corpus, with this model or another: its folder is kept.
-    names = itertools.chain([name], (f"{name}-{count}" for count in itertools.count(number)))
-    final = next(path for candidate in names if not (path := task.root / UPDATES / candidate).exists())
+    final = task.root / UPDATES / artifacts.digest_of([model, number, new.corpus_hash])[:12]
     with artifacts.atomic_folder(final) as out:
-        shutil.copytree(task.work / "snapshot", out / "snapshot", copy_function=artifacts.link_or_copy)
+        shutil.move(new.folder.parent, out / "snapshot")
+        new = Snapshot.open(out / "snapshot" / "corpus", verify=False)
         artifacts.write_json(out / METRICS, _embed(task, new, out))
-        artifacts.write_manifest(
-            out, UPDATE, number=number, model=model_digest(pipeline_state(task.root)), corpus_hash=new.corpus_hash
-        )
+        artifacts.write_manifest(out, UPDATE, number=number, model=model, corpus_hash=new.corpus_hash)
     return final
 
 
 def _has_same_passages(new: Snapshot, old: Snapshot) -> bool:
-    """Return whether passages, titles, documents, other columns, and positions in the sources are unchanged."""
     files, before = new.manifest["files"], old.manifest["files"]
     return all(files[name] == before.get(name) for name in (TEXTS, PLACES)) and new.sources == old.sources
 
@@ -163,7 +152,7 @@ def _checked_states(values: Values, project: Path, root: Path) -> tuple[CorpusSt
     common_languages = Snapshot.open(answered.snapshot / "corpus", verify=False).common_languages
     now = {question.asked: question.answer_rule for question in assign_languages(questions, common_languages)}
     before_rules = {p.asked: p.answer_rule for p in read_predictions(answered.results / PREDICTIONS)}
-    if now.keys() != before_rules.keys() or any(before_rules[key] not in (None, rule) for key, rule in now.items()):
+    if now != before_rules:
         raise ValueError(
             f"questions.test is {path} with {len(now)} questions, but {answered.results} answers {len(before_rules)} "
             "others; repeat the --set, --preset or --params of the training, or evaluate on these first"
@@ -172,49 +161,25 @@ def _checked_states(values: Values, project: Path, root: Path) -> tuple[CorpusSt
 
 
 def _read_corpus(task: _Task, documents: Path) -> Snapshot:
-    """Return a snapshot of the current documents, with vocabulary and settings of the old one."""
-    old, work = task.old, task.work
-    final = work / "snapshot" / "corpus"
-    figures = final.parent / METRICS
-    if figures.is_file():
-        with suppress(ValueError):  # partly removed by a killed update
-            return Snapshot.open(final)
+    old, final = task.old, task.work / "snapshot" / "corpus"
     options: SnapshotOptions = parse_section("snapshot", task.values["snapshot"])
     files = list_sources(documents, options.format)
-    settings = {**old.manifest["settings"], "casing": old.casing}
-    try:
-        with artifacts.atomic_folder(final) as stage:
-            manifest = write_snapshot(
-                files,
-                stage,
-                vocabulary=old.vocabulary,
-                tokenizer=old.tokenizer_json,
-                broken_share=options.broken_share,
-                workers=options.workers,
-                progress=task.report.progress("passages", sum(source.size for source in files), "B"),
-                earlier=old.folder,
-                **settings,
-            )
-    except ValueError:
-        shutil.rmtree(work)
-        raise
+    with artifacts.atomic_folder(final) as stage:
+        manifest = write_snapshot(
+            files,
+            stage,
+            vocabulary=old.vocabulary,
+            tokenizer=old.tokenizer_json,
+            broken_share=options.broken_share,
+            workers=options.workers,
+            progress=task.report.progress("passages", sum(source.size for source in files), "B"),
+            earlier=old.folder,
+            **{**old.manifest["settings"], "casing": old.casing},
+        )
     warn_of_rejects(task.report, "corpus", manifest, final, f"snapshot/corpus/{REJECTS} of the update")
     warn_of_omitted(task.report, "corpus", manifest, f"snapshot/corpus/{SOURCES} of the update")
-    artifacts.write_json(figures, {"vocabulary": len(old.vocabulary), **snapshot_counts(manifest)})
+    artifacts.write_json(final.parent / METRICS, {"vocabulary": len(old.vocabulary), **snapshot_counts(manifest)})
     return Snapshot.open(final)
-
-
-def _index_words(task: _Task, new: Snapshot) -> None:
-    with suppress(ValueError):  # missing, or partly removed by a killed update
-        bm25.Bm25.of(new, verify=True)
-        return
-    options: SnapshotOptions = parse_section("snapshot", task.values["snapshot"])
-    write_bm25(
-        new.folder.with_name(bm25.FOLDER),
-        new,
-        task.report.progress("words of passages", len(new)),
-        workers=options.workers,
-    )
 
 
 def _embed(task: _Task, new: Snapshot, out: Path) -> dict[str, Any]:
@@ -253,7 +218,6 @@ def _embed(task: _Task, new: Snapshot, out: Path) -> dict[str, Any]:
 
 
 def _answer(task: _Task, final: Path) -> dict[str, Any]:
-    """Run the stage ``evaluate`` on an update and write changed answers; return metrics before and after."""
     stage, before = STAGES["evaluate"], task.answered.results
     inputs = {"snapshot": final / "snapshot", "finetune": final / "finetune"}
     inputs |= option_files(stage, task.values, task.project, task.root)
@@ -275,55 +239,31 @@ def _answer(task: _Task, final: Path) -> dict[str, Any]:
 
 
 def changed_answers(before: Sequence[Prediction], after: Sequence[Prediction]) -> list[dict[str, Any]]:
-    """Return question, references, answer and evidence of each answer whose text changed (``text_key``).
-
-    Questions in only one of the two sequences are left out.
-    """
+    """Return question, references, answer and evidence of each answer of both whose text changed (``text_key``)."""
     old_predictions = {prediction.asked: prediction for prediction in before}
-    return [
-        {
-            "id": new.question_id,
-            "question": new.question,
-            "answers": list(new.answers),
-            "before": _side(old),
-            "after": _side(new),
-        }
-        for new in after
-        if (old := old_predictions.get(new.asked)) and text_key(new.prediction) != text_key(old.prediction)
-    ]
+    changes = []
+    for new in after:
+        old = old_predictions.get(new.asked)
+        if old and text_key(new.prediction) != text_key(old.prediction):
+            question = {"id": new.question_id, "question": new.question, "answers": list(new.answers)}
+            changes.append({**question, "before": _side(old), "after": _side(new)})
+    return changes
 
 
 def _side(prediction: Prediction) -> dict[str, Any]:
+    answer = {"answer": prediction.prediction, "right": prediction.em, "evidence": prediction.evidence}
     rank = prediction.evidence_rank
-    return {
-        "answer": prediction.prediction,
-        "right": prediction.em,
-        "title": prediction.titles[rank] if rank >= 0 else "",
-        "passage_id": prediction.passage_ids[rank] if rank >= 0 else "",
-        "evidence": prediction.evidence,
-    }
+    passage = (prediction.titles[rank], prediction.passage_ids[rank]) if rank >= 0 else ("", "")
+    return answer | dict(zip(("title", "passage_id"), passage, strict=True))
 
 
 def changes_table(folder: Path, limit: int = _SHOWN) -> FigureTable:
-    """Return a table of the first changed answers."""
     rows = []
     with open(folder / CHANGES, "rb") as file:
         for change in map(json.loads, itertools.islice(file, limit)):
-            sides = change["before"], change["after"]
-            answers = (f"{side['answer'] or '(none)'}{' ✓' if side['right'] else ''}" for side in sides)
-            evidence = f"{sides[1]['title']}: {sides[1]['evidence']}"
-            rows.append(
-                (
-                    change["question"],
-                    *answers,
-                    evidence if len(evidence) <= _EVIDENCE_CHARACTERS else f"{evidence[:_EVIDENCE_CHARACTERS]}…",
-                )
-            )
+            before, after = change["before"], change["after"]
+            answers = (f"{side['answer'] or '(none)'}{' ✓' if side['right'] else ''}" for side in (before, after))
+            evidence = textwrap.shorten(f"{after['title']}: {after['evidence']}", _EVIDENCE_CHARACTERS, placeholder="…")
+            rows.append((change["question"], *answers, evidence))
     title = f"Answers that changed (the first {len(rows)}; all: {folder / CHANGES})"
     return FigureTable(title, ("question", "before", "after", "evidence after"), [rows], are_numbers=False)
-
-
-def changes_markdown(folder: Path, limit: int) -> str:
-    """Return the table of the first changed answers as Markdown."""
-    table = changes_table(folder, limit)
-    return f"{escape_markdown(table.title)}\n\n{table.to_markdown()}" if table.groups[0] else "No answer changed.\n"

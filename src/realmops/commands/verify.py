@@ -40,16 +40,15 @@ def verify(answers: Path, documents: Path, format: str, progress: Callable[[str,
 
     Documents are streamed as by the stage ``snapshot``; the quotations of all answers are in memory. An answer, unless
     abstained, must equal the quote of its first citation.
-
-    Raises:
-        ValueError: a line of ``answers`` is not an answer record.
     """
     by_document: dict[str, list[Quotation]] = defaultdict(list)
     problems: list[str] = []
     count = quotations = 0
     for place, answer in _records(answers):
         count += 1
-        problems += _check_source(answer, place)
+        quote = answer["citations"][0].get("quote") if answer["citations"] else None
+        if answer["answer"] and quote != answer["answer"]:
+            problems.append(f"{place}: the answer {answer['answer']!r} has the quote {quote!r}")
         for quotation in _quotations(answer, place):
             quotations += 1
             by_document[quotation.document].append(quotation)
@@ -104,13 +103,6 @@ def _quotations(answer: Mapping[str, Any], place: str) -> Iterator[Quotation]:
                         f"{place}: {key}[{number}] needs a document_id and integers 0 <= start <= end; give unchanged "
                         "answer records"
                     )
-
-
-def _check_source(answer: Mapping[str, Any], place: str) -> list[str]:
-    if not answer["answer"]:
-        return []
-    first = answer["citations"][0].get("quote") if answer["citations"] else None
-    return [] if first == answer["answer"] else [f"{place}: the answer {answer['answer']!r} has the quote {first!r}"]
 
 
 def _check_quotations(quotations: list[Quotation], document: Document) -> Iterator[str]:

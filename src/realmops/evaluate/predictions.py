@@ -81,19 +81,6 @@ class Prediction:
     def asked(self) -> tuple[str, str, tuple[str, ...]]:
         return self.question_id, self.question, tuple(sorted(self.answers))
 
-    def summary_row(self) -> dict[str, Any]:
-        return {
-            "question": self.question,
-            "prediction": self.prediction,
-            "answers": "; ".join(self.answers),
-            "em": self.em,
-            "f1": None if self.f1 is None else round(self.f1, 3),
-            "failed_at": self.failed_at,
-            "confidence": None if self.confidence is None else round(self.confidence, 3),
-            "evidence": self.titles[self.evidence_rank] if self.evidence_rank >= 0 else "",
-            "question_id": self.question_id,
-        }
-
 
 def build_predictions(
     snapshot: Snapshot,

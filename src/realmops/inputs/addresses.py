@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from realmops import artifacts
-from realmops.credentials import WEB, redact, refuse_credentials, variables_of
+from realmops.credentials import WEB, error_line, refuse_credentials, variables_of
 
 CHUNK = 1 << 20  # bytes
 SECONDS = 60  # without a byte from a web server
@@ -108,7 +108,7 @@ def filesystem(address: str) -> Iterator[tuple[Any, str]]:
     except InputError:
         raise
     except ImportError as error:
-        raise ValueError(f"{address} cannot be read: {_one_line(error)}; pip install 'realmops[remote]'") from None
+        raise ValueError(f"{address} cannot be read: {error_line(error)}; pip install 'realmops[remote]'") from None
     except Exception as error:  # of any class; the remedy is always the same
         if isinstance(error, OSError) and error.errno == ENOSPC:
             raise  # of the local disk
@@ -121,11 +121,7 @@ def _explain(address: str, error: Exception) -> str:
         return f"{address} does not exist; check the address"
     names = variables_of(address.partition("://")[0])
     advice = f", and the credentials in the environment ({names})" if names else ""
-    return f"{address} cannot be read: {type(cause).__name__}: {_one_line(cause)}; check the address{advice}"
-
-
-def _one_line(error: BaseException) -> str:
-    return redact(" ".join(str(error).split()))[:200].removesuffix(".")
+    return f"{address} cannot be read: {error_line(cause)}; check the address{advice}"
 
 
 def _web_options() -> dict[str, Any]:

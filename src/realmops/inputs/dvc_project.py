@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from realmops import artifacts
-from realmops.credentials import redact, refuse_credentials
+from realmops.credentials import error_line, refuse_credentials
 
 if TYPE_CHECKING:
     from dvc.repo import Repo
@@ -62,10 +62,9 @@ def _open_repo(folder: Path, config: Mapping[str, Any] | None = None) -> Iterato
     except ValueError:
         raise
     except Exception as error:  # DVC's own, and those of the libraries of its remotes
-        cause = error.__cause__ or error
-        text = redact(" ".join(f"{type(cause).__name__}: {cause}".split()))[:300]
         raise ValueError(
-            f"DVC project {root}: {text}; check 'dvc status --cloud', and the credentials in the environment"
+            f"DVC project {root}: {error_line(error.__cause__ or error)}; check 'dvc status --cloud', and the "
+            "credentials in the environment"
         ) from None
 
 

@@ -12,27 +12,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from realmops import artifacts
 from realmops.inputs.addresses import InputError, copy_address, is_address, name_of, version_of
 from realmops.inputs.dvc_project import is_tracked, pull, pull_content
+from realmops.progress import Report
 from realmops.readers.documents import printable_path
 from realmops.readers.walk import walk_files
 
 CACHE_VARIABLE = "REALMOPS_CACHE"
 KIND = "input"  # manifest kind of a cache entry
 PARTIAL = ".partial-"  # prefix of a folder with what a killed process has fetched
-
-
-class Report(Protocol):
-    """Log lines and progress of a fetch; a ``stages.Report`` is one."""
-
-    def log(self, message: str) -> None:
-        """Log an informational line."""
-
-    def progress(self, label: str, total: int, unit: str = "") -> Callable[[int], None]:
-        """Start a progress bar; the returned callback takes the units completed since its last call."""
 
 
 @dataclass(frozen=True)

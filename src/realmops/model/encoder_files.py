@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from realmops.credentials import error_line
 from realmops.devices import eval_mode
 from realmops.hub import CONFIG, read_config, read_weights
 from realmops.model.encoder import Encoder, is_near, set_dropout
@@ -157,5 +158,5 @@ def _reason_padding_fails(encoder: Encoder) -> str:
         with eval_mode(encoder):
             alone_TD, together_TD = encoder(PackedBatch([short])), encoder(PackedBatch([short, long]))[:7]
     except Exception as error:  # any error of the library
-        return f"fails on a batch ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
+        return f"fails on a batch ({error_line(error)})"
     return "" if is_near(together_TD, alone_TD) else "is not invariant to the padding of a batch"

@@ -24,6 +24,7 @@ from tokenizers import Encoding, Tokenizer
 from torch import Tensor, nn
 
 from realmops.artifacts import seed_for
+from realmops.credentials import error_line
 from realmops.devices import async_to, autocast, disable_autocast
 from realmops.hub import CONFIG, read_config, read_weights
 from realmops.model.encoder import Encoder, set_dropout
@@ -263,8 +264,7 @@ def _load_tokenizer(folder: Path) -> Any:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # any error of the library: the folder is unusable
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise ValueError(f"{folder}: transformers cannot open its tokenizer ({reason})") from None
+        raise ValueError(f"{folder}: transformers cannot open its tokenizer ({error_line(error)})") from None
     if not tokenizer.is_fast or tokenizer.padding_side == "left":
         raise ValueError(f"{folder}: its tokenizer gives no character offsets, or pads on the left; use another reader")
     return tokenizer

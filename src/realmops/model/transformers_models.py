@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from realmops.credentials import error_line
 from realmops.hub import CONFIG
 
 BUILD_LOCK = RLock()  # transformers replaces functions of torch.nn.init, for all threads, while it builds a model
@@ -91,8 +92,7 @@ def load_transformers_model(
                 )
             )
     except Exception as error:  # any error of the library: the folder is unusable
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{source}: transformers cannot open it ({type(error).__name__}: {reason})") from None
+        raise ValueError(f"{source}: transformers cannot open it ({error_line(error)})") from None
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()  # mapped files have another alignment, which changes rounding
     missing = {name for name in report["missing_keys"] if "pooler" not in name}

@@ -14,6 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from realmops.compressed import open_raw
+from realmops.credentials import error_line
 from realmops.readers.containers import read_eml, read_epub, read_ipynb
 from realmops.readers.contents import PARAGRAPH, Contents, UnreadableError, check_remaining
 from realmops.readers.documents import (
@@ -77,7 +78,7 @@ def convert(name: str, raw: RawRecord) -> Outcome:
     except (ImportError, MemoryError):
         raise
     except Exception as error:  # the libraries raise any exception for broken files
-        problem = f"the {name} file cannot be read ({type(error).__name__}: {str(error)[:200]}); save it again"
+        problem = f"the {name} file cannot be read ({error_line(error)}); save it again"
         return Rejected(raw.place, problem.encode(errors="backslashreplace").decode(), kind=f"broken_{name}")
 
 

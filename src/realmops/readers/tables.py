@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from realmops.credentials import error_line
 from realmops.readers.documents import (
     LINE_LIMIT,
     Format,
@@ -42,7 +43,7 @@ def list_hub_splits(name: str) -> list[tuple[str, int]]:
         dataset = datasets.load_dataset(owner_name)
     except Exception as error:  # network, hub, cache or file format: the remedy is the same
         raise ValueError(
-            f"{name}: the dataset could not be loaded ({type(error).__name__}: {_first_line(error)}); on a "
+            f"{name}: the dataset could not be loaded ({error_line(error)}); on a "
             f"machine with access to the hub run datasets.load_dataset({owner_name!r}).save_to_disk('FOLDER'), "
             "copy FOLDER to this machine and set the path to it"
         ) from None
@@ -62,10 +63,6 @@ def _datasets(name: str) -> Any:
     return datasets
 
 
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "no details")
-
-
 def _parquet_records(path: Path) -> Iterator[RawRecord | Rejected]:
     try:
         metadata = pq.read_metadata(path)
@@ -75,7 +72,7 @@ def _parquet_records(path: Path) -> Iterator[RawRecord | Rejected]:
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise ValueError(f"{path}: cannot be read ({error.strerror}); check the path") from None
-        yield reject_remainder(str(path), f"no valid Parquet data ({_first_line(error)})", "write or copy it again")
+        yield reject_remainder(str(path), f"no valid Parquet data ({error_line(error)})", "write or copy it again")
 
 
 def _oversized_lists(metadata: pq.FileMetaData) -> set[str]:
@@ -143,7 +140,7 @@ def _dataset_records(path: Path) -> Iterator[RawRecord | Rejected]:
         batches = (batch for table in rows.iter(batch_size=_ROWS) for batch in table.to_batches())
         yield from _rows(path, rows.features.arrow_schema, batches, len(rows), _stored_bytes(rows))
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:
-        problem = f"no valid dataset ({type(error).__name__}: {_first_line(error)})"
+        problem = f"no valid dataset ({error_line(error)})"
         yield reject_remainder(name, problem, "save the dataset again with save_to_disk")
 
 
@@ -173,7 +170,7 @@ def _rows(
             if isinstance(row, dict):
                 yield RawRecord(place, row, size * rows_read // max(total, 1))
             else:
-                yield Rejected(place, f"the row cannot be read ({_first_line(row)}); write the file again")
+                yield Rejected(place, f"the row cannot be read ({error_line(row)}); write the file again")
 
 
 def _to_dicts(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | Exception]:

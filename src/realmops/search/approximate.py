@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from realmops.credentials import error_line
 from realmops.memory_map import memory_bytes, release_pages
 from realmops.options import IndexOptions
 from realmops.search import faiss_gpu
@@ -216,7 +217,7 @@ class FaissIndex(ApproximateIndex):
                 self.place = f"the GPU {torch.cuda.get_device_name(device)}"
                 return
             except RuntimeError as error:  # raised by FAISS, for example out of GPU memory
-                reason = " ".join(str(error).split())
+                reason = error_line(error)
         self._index = self._built(faiss, on_gpu=False)
         if reason:
             self.place = f"the CPU ({reason})"

@@ -15,7 +15,8 @@ from realmops.answering.passage_search import PassageSearch
 from realmops.answering.record import Record
 from realmops.artifacts import MANIFEST
 from realmops.commands.open_model import open_model, open_search
-from realmops.stages import STAGES, Report
+from realmops.progress import Report
+from realmops.stages import STAGES
 
 if TYPE_CHECKING:
     from mcp.server.mcpserver import MCPServer

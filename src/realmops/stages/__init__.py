@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from realmops import artifacts
 from realmops.artifacts import STAGE_FOLDERS
@@ -14,6 +14,7 @@ from realmops.inputs.resolve import content_digests
 from realmops.journal import JOURNAL as JOURNAL
 from realmops.journal import METRICS as METRICS
 from realmops.journal import Journal
+from realmops.progress import Report
 from realmops.stages.option_inputs import (
     CLOZE,
     FILES,
@@ -42,33 +43,6 @@ if TYPE_CHECKING:  # the command line imports this module, and pydantic takes 0.
     from realmops.config import Values
     from realmops.options import Section
 Options = TypeVar("Options", bound="Section")
-
-
-class Report(Protocol):
-    """Log lines, warnings and progress bars of a stage."""
-
-    def log(self, message: str) -> None:
-        """Log an informational line."""
-
-    def warn(self, message: str) -> None:
-        """Log a warning that the user should act on."""
-
-    def progress(self, label: str, total: int, unit: str = "") -> Callable[[int], None]:
-        """Start a progress bar; the returned callback takes the units completed since its last call ("B" is bytes)."""
-
-
-class SilentReport:
-    """A report that discards everything."""
-
-    def log(self, message: str) -> None:
-        """Discard a line."""
-
-    def warn(self, message: str) -> None:
-        """Discard a warning."""
-
-    def progress(self, label: str, total: int, unit: str = "") -> Callable[[int], None]:
-        """Return a callback without effect."""
-        return lambda units: None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from realmops import artifacts
 from realmops.artifacts import WORK_FOLDER
 from realmops.config import Values
 from realmops.inputs.addresses import is_address
-from realmops.inputs.resolve import PinnedInput, Report, ResolvedInput, can_resolve, resolve
+from realmops.inputs.resolve import PinnedInput, ResolvedInput, can_resolve, resolve
+from realmops.progress import Report
 from realmops.stages.option_inputs import HUB, listed_inputs, replace_inputs
 
 RECORD = f"{WORK_FOLDER}/inputs.json"

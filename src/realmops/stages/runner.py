@@ -17,6 +17,7 @@ from realmops.config import Values
 from realmops.hub import READER, T5, encoder_files
 from realmops.journal import Journal
 from realmops.options import CLOSED_BOOK, ENCODER, NO_READER
+from realmops.progress import Report, SilentReport
 from realmops.questions.cloze import KIND
 from realmops.stages import (
     CORPUS,
@@ -26,8 +27,6 @@ from realmops.stages import (
     READER_INIT,
     STAGES,
     Job,
-    Report,
-    SilentReport,
     Stage,
     fingerprint,
     fingerprint_options,

@@ -17,11 +17,12 @@ from realmops.corpus.vocabulary import UNCASED, Casing, read_vocabulary, vocabul
 from realmops.corpus.word_counts import train_vocabulary
 from realmops.hub import encoder_folder
 from realmops.options import BertOptions, SnapshotOptions
+from realmops.progress import Report
 from realmops.readers.documents import PAGE_WITHOUT_TEXT
 from realmops.readers.sources import Source, list_sources
 from realmops.search import bm25
 from realmops.search.bm25_writer import write_bm25
-from realmops.stages import INIT, STAGES, Job, Report
+from realmops.stages import INIT, STAGES, Job
 
 VOCABULARY = "vocab.txt"
 _SAMPLES, _MIN_CHARACTERS, _MIN_AGREEING = 50, 100, 30  # passages checked for their language

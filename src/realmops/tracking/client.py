@@ -12,12 +12,10 @@ from realmops.tracking.mlflow_views import experiment_tags
 
 
 def local_tracking_uri(folder: Path) -> str:
-    """Return the URI of the local database, which is used if MLFLOW_TRACKING_URI is not set."""
     return f"sqlite:///{(folder / 'mlflow.db').absolute()}"
 
 
 def resolve_tracking_uri(folder: Path) -> str:
-    """Return the tracking URI: MLFLOW_TRACKING_URI, or the database in the tracking folder."""
     return os.environ.get("MLFLOW_TRACKING_URI") or local_tracking_uri(folder)
 
 
@@ -27,11 +25,7 @@ def uri_digest(folder: Path) -> str:
 
 
 def experiment_id(client: Any, name: str, folder: Path) -> str:
-    """Return the id of an experiment, created if missing; the local database stores artifacts in its own folder.
-
-    Raises:
-        ValueError: the experiment was deleted in MLflow, which keeps its name.
-    """
+    """Return the id of an experiment, created if missing; ValueError if it was deleted, as MLflow keeps its name."""
     experiment = client.get_experiment_by_name(name)
     is_local = resolve_tracking_uri(folder) == local_tracking_uri(folder)
     if experiment is None:
@@ -43,9 +37,8 @@ def experiment_id(client: Any, name: str, folder: Path) -> str:
             f"the experiment {name!r} was deleted in MLflow; restore it: "
             f"{server}mlflow experiments restore --experiment-id {experiment.experiment_id}"
         )
-    for tag, value in experiment_tags().items():
-        if tag not in experiment.tags:
-            client.set_experiment_tag(experiment.experiment_id, tag, value)
+    for tag in experiment_tags().keys() - experiment.tags.keys():
+        client.set_experiment_tag(experiment.experiment_id, tag, experiment_tags()[tag])
     return str(experiment.experiment_id)
 
 
@@ -81,9 +74,3 @@ def python_process(module: str, *arguments: str) -> tuple[list[str], dict[str, s
     search_path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-P", "-W", "ignore", "-m", module, *arguments]
     return command, {**os.environ, "PYTHONPATH": search_path}
-
-
-def error_summary(error: BaseException) -> str:
-    """Return an error's type and the first line of its message, redacted."""
-    lines = redact(str(error)).strip().splitlines() or ["no message"]
-    return f"{type(error).__name__}: {lines[0][:300]}"

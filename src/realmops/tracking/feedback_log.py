@@ -15,8 +15,8 @@ from typing import Any
 
 from realmops.answering.feedback import Feedback, feedback_file
 from realmops.artifacts import read_json, write_json
+from realmops.credentials import error_line
 from realmops.tracking.client import (
-    error_summary,
     experiment_id,
     local_tracking_uri,
     mlflow_client,
@@ -26,7 +26,6 @@ from realmops.tracking.client import (
 )
 from realmops.tracking.runs import tracking_folder
 
-SENT_STATE = "feedback.json"  # in the tracking folder: the destination, and the bytes of the file sent there
 SEND_TIMEOUT_SECONDS = 300.0  # of one process that sends feedback
 _LOG = logging.getLogger(__name__)
 
@@ -39,37 +38,24 @@ def is_tracked(root: Path) -> bool:
 
 
 def send_feedback(root: Path) -> int:
-    """Send the feedback of a run that was not sent yet, without damaged lines; return the number of records.
-
-    One process sends at a time; others wait for it. MLflow may raise any exception.
-    """
+    """Send the feedback of a run that was not sent yet, without damaged lines; return the number of records."""
     folder, path = tracking_folder(root), feedback_file(root)
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{SENT_STATE}.lock", "w") as lock, open(path, "rb") as file:
+    state, sent = folder / f"feedback-{uri_digest(folder)[:12]}.json", 0  # the bytes sent to this destination
+    with open(folder / "feedback.lock", "w") as lock, open(path, "rb") as file:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        state: dict[str, Any] = {"destination": uri_digest(folder), "bytes": 0}
-        if (folder / SENT_STATE).is_file():
-            saved = read_json(folder / SENT_STATE)
-            state = saved if saved["destination"] == state["destination"] else state
-        if state["bytes"] > path.stat().st_size:  # the file was replaced
-            state["bytes"] = 0
-        file.seek(state["bytes"])
-        client, experiment, sent = None, "", 0
-        for line in iter(file.readline, b""):
-            if not line.endswith(b"\n"):
-                break
+        position = read_json(state)["bytes"] if state.is_file() else 0
+        file.seek(position if position <= path.stat().st_size else 0)  # else the file was replaced
+        client = mlflow_client(resolve_tracking_uri(folder))
+        experiment = experiment_id(client, os.environ.get("MLFLOW_EXPERIMENT_NAME") or "realmops", folder)
+        while (line := file.readline()).endswith(b"\n"):
             try:
                 feedback = Feedback(**json.loads(line))
             except (TypeError, ValueError):
-                feedback = None
-            if feedback is not None:
-                if client is None:
-                    client = mlflow_client(resolve_tracking_uri(folder))
-                    experiment = experiment_id(client, os.environ.get("MLFLOW_EXPERIMENT_NAME") or "realmops", folder)
-                _send_trace(client, experiment, feedback, resolve_tracking_uri(folder))
-                sent += 1
-            state["bytes"] += len(line)
-            write_json(folder / SENT_STATE, state)
+                continue
+            _send_trace(client, experiment, feedback, resolve_tracking_uri(folder))
+            sent += 1
+            write_json(state, {"bytes": file.tell()})
     return sent
 
 
@@ -128,7 +114,7 @@ class FeedbackSender:
                     env=environment,
                 )
             except (OSError, subprocess.SubprocessError) as error:
-                _LOG.warning("feedback waits to be sent to MLflow: %s", error_summary(error))
+                _LOG.warning("feedback waits to be sent to MLflow: %s", error_line(error))
                 continue
             if result.returncode:
                 last = (result.stderr.strip().splitlines() or ["no message"])[-1]
@@ -140,4 +126,4 @@ if __name__ == "__main__":
     try:
         send_feedback(Path(sys.argv[1]))
     except Exception as error:  # unsent feedback is sent with the next
-        sys.exit(error_summary(error))
+        sys.exit(error_line(error))

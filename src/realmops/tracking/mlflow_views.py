@@ -1,13 +1,10 @@
-"""Displays in MLflow's UI: saved views of an experiment with columns and charts, and tables of a run."""
+"""Saved views of an experiment in MLflow's UI, with columns and charts."""
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from realmops.artifacts import canonical_json
-
-TABLE_ENDING = ".table.json"  # of an artifact that the UI displays as a table
 _CHARTS = "realmops"
 # Metrics that runs are compared by, with column widths in pixels; and curves, with their smoothing in per cent.
 _FIGURES = {"em": 100, "recall_at_5": 110, "ndcg_at_10": 110, "zero_shot_recall_at_5": 160, "f1": 100}
@@ -66,8 +63,3 @@ def _view(key: str, name: str, rows: Mapping[str, Any]) -> dict[str, str]:
 def _chart(kind: str, name: str, **options: Any) -> dict[str, Any]:
     chart = {"type": kind, "uuid": f"{kind}-{name}", "metricSectionId": _CHARTS, "runsCountToCompare": 100}
     return {**chart, "deleted": False, "isGenerated": False, **options}
-
-
-def table_json(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Encode at least one row as an artifact that MLflow displays as a table if its name ends in ``TABLE_ENDING``."""
-    return canonical_json({"columns": list(rows[0]), "data": [list(row.values()) for row in rows]})

@@ -14,15 +14,14 @@ from typing import IO, Any, Self
 
 from realmops.artifacts import MANIFEST, WORK_FOLDER, digest_of, make_folder, read_json, sha256_file, try_lock
 from realmops.config import Values, cache_key_options
-from realmops.evaluate.predictions import PREDICTIONS, read_predictions
+from realmops.credentials import error_line
+from realmops.evaluate.predictions import PREDICTIONS
 from realmops.evaluate.recall import zero_shot_recall
 from realmops.journal import Journal
-from realmops.tracking.client import error_summary, python_process
-from realmops.tracking.mlflow_views import table_json
+from realmops.tracking.client import python_process
 from realmops.tracking.sender import PARENT_RUN_VARIABLE, SpoolEntry, warn_unsent
 
 EXIT_TIMEOUT_SECONDS = 60.0  # for the sender at the end of a stage
-ROWS_SHOWN = 1000  # of the predictions table; MLflow's UI loads the whole table
 WITHOUT_MLFLOW = (
     "MLflow is not installed: metrics are only in metrics.jsonl of the stages; pip install 'realmops[tracking]', or "
     "set tracking.enabled=false"
@@ -61,13 +60,11 @@ class TrackedRun:
     parent: TrackedRun | None = None  # the run that this one is nested under, created if missing
     datasets: Sequence[TrackedDataset] = ()
     began: float | None = None  # Unix time in seconds, if not now
-    else_named: str | None = None  # the name to use if neither ``name`` nor DVC gives one
 
     def description(self) -> dict[str, Any]:
         """Return the run as JSON; MLflow's environment variables take precedence."""
         return {
             **asdict(self),
-            "name": self.name or os.environ.get("DVC_EXP_NAME") or self.else_named,
             "experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME") or self.experiment,
             "params": flatten_params(self.params),
             "run_id": os.environ.get("MLFLOW_RUN_ID"),
@@ -89,18 +86,16 @@ def flatten_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, str
 class Tracker:
     """Context manager that has a stage's journal sent to MLflow by a child process: at checkpoints and at the end.
 
-    A process and not a thread: importing mlflow and creating its database take many seconds of Python, in which a
-    trainer in the same process would wait for the GIL at every tensor operation. Training never waits for the child,
-    which ends at its first error, with a warning. With MLFLOW_RUN_ID, the stage logs to an existing run and leaves its
-    status to the process that created it. Errors of tracking are never raised. ``folder`` has the spool and, unless
-    MLFLOW_TRACKING_URI is set, ``mlflow.db``.
+    A process and not a thread: importing mlflow takes seconds of Python, in which a trainer in the same process would
+    wait for the GIL. Training never waits for the child, which ends at its first error, with a warning; errors of
+    tracking are never raised. With MLFLOW_RUN_ID, the stage logs to an existing run and leaves its status alone.
     """
 
     def __init__(self, journal: Journal, run: TrackedRun, folder: Path) -> None:
         self._entry, self._journal = SpoolEntry.of(folder, run.key, journal.stage), journal
         self._content = {"attempt": time.time(), **run.description()}
         self._metrics: Mapping[str, Any] = {}
-        self._files: Mapping[str, Path | bytes] = {}
+        self._files: Mapping[str, Path] = {}
         self._lock: IO[bytes] | None = None
         self._sender: subprocess.Popen[bytes] | None = None
 
@@ -122,15 +117,14 @@ class Tracker:
         return self
 
     def _send(self) -> None:
-        """Have the child send what is new."""
         if self._sender is not None and self._sender.stdin is not None:
             with suppress(OSError):  # it has ended
                 self._sender.stdin.write(b"\n")
                 self._sender.stdin.flush()
 
-    def finish(self, metrics: Mapping[str, Any], files: Mapping[str, Path | bytes] | None = None) -> None:
-        """Set the final metrics, logged without the stage's prefix, and the artifacts by name, as path or content."""
-        self._metrics, self._files = metrics, files or {}
+    def finish(self, metrics: Mapping[str, Any], files: Mapping[str, Path] = {}) -> None:
+        """Set the final metrics, logged without the stage's prefix, and the artifacts by name."""
+        self._metrics, self._files = metrics, files
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Wait for the child to send the rest, unless it had an error; unsent points stay in the spool."""
@@ -152,14 +146,14 @@ class Tracker:
         try:
             yield
         except Exception as error:  # tracking must never end the training
-            warn_unsent(error_summary(error), self._journal.path)
+            warn_unsent(error_line(error), self._journal.path)
 
 
 def spool_finished_run(
     run: TrackedRun,
     journals: Sequence[Path],
     metrics: Mapping[str, Any],
-    files: Mapping[str, Path | bytes],
+    files: Mapping[str, Path],
     ended: float,
     folder: Path,
 ) -> None:
@@ -182,7 +176,6 @@ def start_tracking(
     project: Path,
     root: Path,
 ) -> Tracker | None:
-    """Start tracking a stage until ``stack`` is closed; return None if it is not tracked."""
     options = values["tracking"]
     if not options["enabled"] or name in UNTRACKED or not has_mlflow():
         return None
@@ -201,13 +194,12 @@ def start_tracking(
         {**tags, "realmops.kind": "run", "realmops.variant": variant, "realmops.seed": str(seed)},
         experiment=options["experiment"],
         datasets=tracked_datasets(values, corpus_hash, inputs),
-        else_named=run_name(variant, seed, corpus_hash),
+        name=os.environ.get("DVC_EXP_NAME") or run_name(variant, seed, corpus_hash),
     )
     return stack.enter_context(Tracker(journal, run, tracking_folder(root)))
 
 
 def has_mlflow() -> bool:
-    """Return whether MLflow is installed."""
     return find_spec("mlflow") is not None
 
 
@@ -217,7 +209,6 @@ def run_name(variant: str, seed: int, corpus_hash: str) -> str:
 
 
 def tracked_datasets(values: Values, corpus_hash: str, inputs: Mapping[str, Path]) -> list[TrackedDataset]:
-    """List the datasets that a stage with these inputs reads: the corpus and the question sets."""
     corpus = [TrackedDataset("corpus", corpus_hash, values["snapshot"]["documents"], "corpus")] if corpus_hash else []
     questions = []
     for split, context in (("train", "training"), ("dev", "validation"), ("test", "test")):
@@ -226,20 +217,12 @@ def tracked_datasets(values: Values, corpus_hash: str, inputs: Mapping[str, Path
     return corpus + questions
 
 
-def mlflow_artifacts(name: str, folder: Path) -> dict[str, Path | bytes]:
-    """Return the files of a stage to log as MLflow artifacts: the report and predictions of ``evaluate``."""
-    if name != "evaluate":
-        return {}
-    rows = [prediction.summary_row() for prediction in read_predictions(folder / PREDICTIONS)[:ROWS_SHOWN]]
-    files = {file: folder / file for file in (PREDICTIONS, "report.html")}
-    return {**files, "predictions.table.json": table_json(rows)}
+def mlflow_artifacts(name: str, folder: Path) -> dict[str, Path]:
+    return {file: folder / file for file in (PREDICTIONS, "report.html")} if name == "evaluate" else {}
 
 
 def headline_metrics(name: str, metrics: Mapping[str, Any], retriever: str = "") -> dict[str, Any]:
-    """Return the metrics of a stage that runs are compared by, without prefix.
-
-    With ``retriever``, the one that fine-tuning starts from, ``evaluate`` adds its recall@5 before fine-tuning.
-    """
+    """Return the metrics of a stage that runs are compared by; ``retriever`` adds its recall@5 before fine-tuning."""
     headlines = {key: metrics[key] for key in HEADLINES.get(name, ()) if key in metrics}
     if name == "evaluate" and retriever and (recall := zero_shot_recall(metrics, retriever)) is not None:
         headlines["zero_shot_recall_at_5"] = recall
@@ -247,10 +230,7 @@ def headline_metrics(name: str, metrics: Mapping[str, Any], retriever: str = "")
 
 
 def provenance_tags(project: Path, *, corpus_hash: str, params_hash: str) -> dict[str, str]:
-    """Return the tags that record what a run was made from, without those that have no value yet.
-
-    Images set REALMOPS_COMMIT, which is used if the project is no checkout.
-    """
+    """Return the tags that record what a run was made from; images set REALMOPS_COMMIT."""
     tags = {"realmops.params_hash": params_hash}
     if corpus_hash:
         tags["realmops.corpus_hash"] = corpus_hash

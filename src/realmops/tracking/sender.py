@@ -13,9 +13,9 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from realmops.artifacts import (
     digest_of,
@@ -27,16 +27,15 @@ from realmops.artifacts import (
     write_bytes,
     write_json,
 )
+from realmops.credentials import error_line
 from realmops.journal import RESERVED, read_journal
-from realmops.tracking.client import error_summary, experiment_id, mlflow_client, resolve_tracking_uri, uri_digest
-from realmops.tracking.mlflow_views import TABLE_ENDING
+from realmops.tracking.client import experiment_id, mlflow_client, resolve_tracking_uri, uri_digest
 
 RUN_KEY_TAG = "realmops.run_key"
 PARENT_RUN_VARIABLE = "REALMOPS_MLFLOW_PARENT_RUN_ID"  # an existing run to nest ours under
 POINTS_AT_ONCE = 1000  # MLflow's own limit
 _SENT = ".sent.json"
 _DIGEST_LIMIT = 36  # characters of a dataset's digest, MLflow's own limit
-_TABLES_TAG = "mlflow.loggedArtifacts"
 _PARENT_TAG = "mlflow.parentRunId"
 _Point = tuple[str, float, int, int]  # name, value, milliseconds, step
 
@@ -56,7 +55,6 @@ class SpoolEntry:
 
     @classmethod
     def of(cls, folder: Path, run_key: str, stage: str) -> Self:
-        """Return the entry of one stage of a run in a tracking folder."""
         return cls(folder / "spool" / f"{re.sub('[^A-Za-z0-9_-]', '_', run_key)}.{stage}")
 
     def begin(self, content: Mapping[str, Any], journal: Path) -> None:
@@ -73,7 +71,7 @@ class SpoolEntry:
         ended: float,
         journals: Sequence[Path] = (),
         metrics: Mapping[str, Any] = {},
-        files: Mapping[str, Path | bytes] = {},
+        files: Mapping[str, Path] = {},
     ) -> None:
         """Record how the stage of a run ended, at Unix time ``ended``, and copy its journals and files."""
         shutil.rmtree(self.files, ignore_errors=True)
@@ -81,10 +79,7 @@ class SpoolEntry:
         if journals:
             write_bytes(self.journal, b"".join(path.read_bytes() for path in journals))
         for name, file in files.items():
-            if isinstance(file, bytes):
-                (self.files / name).write_bytes(file)
-            else:
-                link_or_copy(file, self.files / name)
+            link_or_copy(file, self.files / name)
         digests = {name: sha256_file(self.files / name) for name in files}
         final = {"time": ended, "metrics": finite_metrics(metrics), "status": status, "files": digests}
         write_json(self.run, {**content, "final": final})
@@ -103,7 +98,6 @@ class SpoolEntry:
 
 
 def spool_entries(folder: Path) -> list[SpoolEntry]:
-    """List the entries of a tracking folder."""
     return [SpoolEntry(path.parent) for path in sorted((folder / "spool").glob("*/run.json"))]
 
 
@@ -113,7 +107,6 @@ def unsent_journals(folder: Path) -> list[str]:
 
 
 def has_running_stage(folder: Path) -> bool:
-    """Return whether a process is running a tracked stage."""
     return any(entry.is_locked() for entry in spool_entries(folder))
 
 
@@ -129,7 +122,6 @@ def find_sent_run(folder: Path, stage: str, metrics: Mapping[str, Any]) -> str |
 
 
 def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics that are finite numbers, as float."""
     return {
         name: float(value) for name, value in metrics.items() if isinstance(value, int | float) and math.isfinite(value)
     }
@@ -141,15 +133,12 @@ def warn_unsent(problem: str, journal: Path) -> None:
     print(f"warning: MLflow tracking: {problem}. {advice}", file=sys.stderr, flush=True)
 
 
-class SyncReport(NamedTuple):
-    """Result of ``sync``: the number of points and files sent, and one line for each entry with a problem."""
+def sync(folder: Path) -> tuple[int, list[str]]:
+    """Send what the stages of this tracking folder have not sent, and end the runs of killed stages; idempotent.
 
-    sent: int
-    problems: tuple[str, ...]
-
-
-def sync(folder: Path) -> SyncReport:
-    """Send what the stages of this tracking folder have not sent, and end the runs of killed stages; idempotent."""
+    Returns:
+        The number of points and files sent, and one line for each entry with a problem.
+    """
     sent, problems = 0, list[str]()
     for entry in spool_entries(folder):
         try:
@@ -157,18 +146,11 @@ def sync(folder: Path) -> SyncReport:
                 entry.end(content, "KILLED", time.time())
             sent += send(entry)
         except Exception as error:  # each entry is tried; the caller prints the problems
-            problems.append(f"{entry.folder.name}: {error_summary(error)}")
-    return SyncReport(sent, tuple(problems))
+            problems.append(f"{entry.folder.name}: {error_line(error)}")
+    return sent, problems
 
 
 def send(entry: SpoolEntry) -> int:
-    """Send what is new in an entry, and discard it after the end of its stage.
-
-    MLflow, its database and its server may raise any exception.
-
-    Returns:
-        The number of points and files sent.
-    """
     # One process at a time: two could create the database or the run twice.
     with open(entry.folder.with_name("sender.lock"), "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -181,7 +163,6 @@ class _Sender:
     """Sender of one entry; its methods may raise any exception."""
 
     def __init__(self, entry: SpoolEntry) -> None:
-        """Find or create the run."""
         self._entry, folder = entry, entry.folder.parent.parent
         self._content = content = read_json(entry.run)
         self._client = mlflow_client(resolve_tracking_uri(folder))
@@ -204,7 +185,6 @@ class _Sender:
         return self._find_or_create_by_key(experiment, content, tags)
 
     def _find_or_create_by_key(self, experiment_id: str, run: Mapping[str, Any], tags: Mapping[str, str]) -> str:
-        """Return the id of the run with this key, created if missing."""
         condition = f"tags.`{RUN_KEY_TAG}` = '{run['key']}'"
         runs = self._client.search_runs([experiment_id], condition, order_by=["attributes.start_time ASC"])
         if runs:
@@ -214,19 +194,21 @@ class _Sender:
         return str(self._client.create_run(experiment_id, began, tags, run["name"]).info.run_id)
 
     def send(self) -> int:
-        """Send description, points and files; return the number of points and files."""
+        from mlflow.entities import Metric
+
         final = self._content.get("final")
         is_ended = final is not None and final != self._sent["final"]
         self._describe_run()
         sent = 0
         if is_ended:  # final metrics first: MLflow compares runs by the first metric that it received
-            old = (self._sent["final"] or {}).get("metrics", {})
-            new = {name: value for name, value in final["metrics"].items() if old.get(name) != value}
-            sent += self._log([(name, value, int(final["time"] * 1000), 0) for name, value in new.items()])
-        points = list(self._unsent_points())
-        for first in range(0, len(points), POINTS_AT_ONCE):
-            batch = points[first : first + POINTS_AT_ONCE]
-            sent += self._log(batch)
+            old, milliseconds = (self._sent["final"] or {}).get("metrics", {}), int(final["time"] * 1000)
+            new = [Metric(name, v, milliseconds, 0) for name, v in final["metrics"].items() if old.get(name) != v]
+            self._client.log_batch(self._run_id, metrics=new)
+            sent += len(new)
+        points = self._unsent_points()
+        while batch := list(islice(points, POINTS_AT_ONCE)):
+            self._client.log_batch(self._run_id, metrics=[Metric(*point) for point in batch])
+            sent += len(batch)
             self._sent["steps"] |= {name: step for name, _, _, step in batch}
             write_json(self._entry.sent, self._sent)
         if is_ended:
@@ -261,12 +243,6 @@ class _Sender:
         self._sent["described"] = described
         write_json(self._entry.sent, self._sent)
 
-    def _log(self, points: Sequence[_Point]) -> int:
-        from mlflow.entities import Metric
-
-        self._client.log_batch(self._run_id, metrics=[Metric(*point) for point in points])
-        return len(points)
-
     def _unsent_points(self) -> Iterator[_Point]:
         """Yield the points after the last step sent of their metric.
 
@@ -287,17 +263,11 @@ class _Sender:
             self._client.set_terminated(self._run_id, final["status"], int(final["time"] * 1000))
         for name in final["files"]:
             self._client.log_artifact(self._run_id, self._entry.files / name)
-        # MLflow's ``log_table`` would append the rows again
-        if tables := [{"path": name, "type": "table"} for name in final["files"] if name.endswith(TABLE_ENDING)]:
-            logged = json.loads(self._client.get_run(self._run_id).data.tags.get(_TABLES_TAG, "[]"))
-            new = [table for table in tables if table not in logged]
-            self._client.set_tag(self._run_id, _TABLES_TAG, json.dumps(logged + new))
         self._sent["final"] = final
         write_json(self._entry.sent, self._sent)
         return len(final["files"])
 
     def _has_running_sibling(self) -> bool:
-        """Return whether another stage of the run is active."""
         return any(
             entry.folder != self._entry.folder and read_json(entry.run)["key"] == self._content["key"]
             for entry in spool_entries(self._entry.folder.parent.parent)
@@ -305,16 +275,12 @@ class _Sender:
         )
 
 
-def send_at_each_line(entry: SpoolEntry) -> None:
-    """Send at once, then for each line of standard input, and at its end; stop at the first error, with a warning."""
+if __name__ == "__main__":  # sends at once, then for each line of standard input, and at its end
     os.nice(10)
+    own_entry = SpoolEntry(Path(sys.argv[1]))
     try:
         for _ in chain([""], sys.stdin, [""]):
-            send(entry)
+            send(own_entry)
     except Exception as error:
-        warn_unsent(error_summary(error), entry.journal)
+        warn_unsent(error_line(error), own_entry.journal)
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    send_at_each_line(SpoolEntry(Path(sys.argv[1])))
