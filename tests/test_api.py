@@ -7,15 +7,15 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import forked
-import numpy as np
 import pytest
 import small_project
 import yaml
@@ -24,7 +24,7 @@ from serving import served
 from small_project import cli, wait_for
 
 import realmops
-from realmops import Answerer, Citation, Passage, Searcher, api
+from realmops import Answerer, Searcher
 from realmops.commands.open_model import open_search
 from realmops.serve.mcp import build_mcp_server
 
@@ -54,36 +54,23 @@ def test_a_program_searches_and_asks(root: Path) -> None:
     [record] = [json.loads(line) for line in cli("ask", QUESTION, "--root", root, "--json").stdout.splitlines()]
     assert (found.text, found.abstained) == (record["answer"], record["abstained"])
     assert (found.score, found.probability) == pytest.approx((record["score"], record["probability"]), rel=1e-4)
-    assert [type(one) for one in found.citations] == [Citation] * len(record["citations"])
-    assert [(one.quote, one.start) for one in found.citations] == [
-        (one["quote"], one["start"]) for one in record["citations"]
-    ]
-    p_z = [one["p_z_given_y"] for one in record["citations"]]
-    assert [one.p_z_given_y for one in found.citations] == pytest.approx(p_z, rel=1e-4)
+    assert [asdict(citation) for citation in found.citations] == near(record["citations"])
     assert found.quote is not None
-    assert (found.quote.quote, found.quote.start) == (record["quote"]["quote"], record["quote"]["start"])
-    assert [one.passage_id for one in found.passages] == [one["passage_id"] for one in record["passages"]]
+    assert found.quote.quote == record["quote"]["quote"]
+    assert [passage.passage_id for passage in found.passages] == [p["passage_id"] for p in record["passages"]]
     first = found.passages[0].passage_id
-    assert first not in {one.passage_id for one in answerer.answer(QUESTION, without=[first]).passages}
-    passages = Searcher.open(root).search(QUESTION, 3)
-    assert [type(one) for one in passages] == [Passage] * 3
-    assert passages == answerer.searcher().search(QUESTION, 3)
-    shown = json.loads(cli("search", QUESTION, "--root", root, "-k", "3", "--json").stdout)["passages"]
-    assert [(one.passage_id, one.words) for one in passages] == [(one["passage_id"], one["words"]) for one in shown]
-    assert [one.score for one in passages] == pytest.approx([one["score"] for one in shown], rel=1e-4)
-    by = Searcher.open(root).search(QUESTION, 2, by="embeddings", filters={"document_id": passages[0].document_id})
-    assert {one.document_id for one in by} == {passages[0].document_id}
-
-
-def test_embeddings_are_those_that_the_index_was_searched_with(root: Path) -> None:
+    assert first not in {passage.passage_id for passage in answerer.answer(QUESTION, without=[first]).passages}
     searcher = Searcher.open(root)
-    vectors = searcher.embed([QUESTION, "a river"])
-    assert vectors.dtype == np.float32
-    assert vectors.shape[0] == 2
-    best = searcher.search(QUESTION, 1, by="embeddings")[0]
-    passages, scale = searcher._search.passages, searcher._search.retriever.scale  # type: ignore[union-attr]
-    scores = passages.vectors(slice(None)).numpy() @ vectors[0] * scale  # type: ignore[union-attr]
-    assert best.score == pytest.approx(scores.max(), abs=1e-5)
+    passages = searcher.search(QUESTION, 3)
+    assert passages == answerer.searcher().search(QUESTION, 3)
+    printed = json.loads(cli("search", QUESTION, "--root", root, "-k", "3", "--json").stdout)["passages"]
+    assert [{"passage_id": p.passage_id, "score": p.score} for p in passages] == near(
+        [{"passage_id": p["passage_id"], "score": p["score"]} for p in printed]
+    )
+    [best] = searcher.search(QUESTION, 1, by="embeddings")
+    embedding_PE, scale = searcher._search.passages, searcher._search.retriever.scale  # type: ignore[union-attr]
+    scores_P = embedding_PE.vectors(slice(None)).numpy() @ searcher.embed([QUESTION])[0] * scale  # type: ignore[union-attr]
+    assert best.score == pytest.approx(scores_P.max(), abs=1e-5), "the embeddings are those of the index"
 
 
 def test_importing_realmops_loads_nothing_heavy() -> None:
@@ -98,7 +85,7 @@ def test_importing_realmops_loads_nothing_heavy() -> None:
 
 
 def printed(example: str, capsys: pytest.CaptureFixture[str], **words: str | Path) -> str:
-    """What an example prints, with these words in the place of its own."""
+    """Return the output of an example after replacing words of it."""
     for old, new in words.items():
         assert old in example, f"{example}\nhas no {old}"
         example = example.replace(old, str(new))
@@ -107,30 +94,21 @@ def printed(example: str, capsys: pytest.CaptureFixture[str], **words: str | Pat
     return capsys.readouterr().out
 
 
-def test_the_example_of_the_module(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    example = str(api.__doc__).split("\n", 1)[1]
-    *passages, answer = printed(example, capsys, **{"runs/mine": root}).splitlines()
-    found_3 = Searcher.open(root).search("who built the bridge", k=3)
-    assert passages == [f"{one.title} {one.start} {one.text}" for one in found_3]
-    found = Answerer.open(root).answer("Who built the bridge?")
-    assert answer == f"{found.text} {found.probability} {[one.quote for one in found.citations]}"
-
-
-@pytest.mark.parametrize("example", [one for one in EXAMPLES if SERVER not in one])
-def test_an_example_of_the_page(root: Path, example: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("example", [example for example in EXAMPLES if SERVER not in example])
+def test_an_example_of_the_page_runs(root: Path, example: str, capsys: pytest.CaptureFixture[str]) -> None:
     if "Answerer" in example:
         found = Answerer.open(root).answer(QUESTION)
         words = {"FOLDER": root, "QUERY": QUESTION, "QUESTION": QUESTION}
-        wanted = f"{found.text} {found.probability} {[one.quote for one in found.citations]}\n"
+        expected = f"{found.text} {found.probability} {[citation.quote for citation in found.citations]}\n"
     else:
         options: dict[str, Any] = {"filters": {"team": "a"}} if "filters" in example else {}
         words = {"FOLDER": root, "QUERY": QUESTION}
         passages = Searcher.open(root).search(QUESTION, 5, **options)
-        wanted = "".join(f"{one.title} {one.score} {one.text}\n" for one in passages)
-    assert printed(example, capsys, **words) == wanted
+        expected = "".join(f"{passage.title} {passage.score} {passage.text}\n" for passage in passages)
+    assert printed(example, capsys, **words) == expected
 
 
-def test_the_example_that_asks_a_server(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_that_queries_a_server_runs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer = Answerer.open(root).answer(QUESTION)
     with served(root) as server:
         words = {SERVER: server.url.removeprefix("http://"), "QUESTION": QUESTION}
@@ -142,79 +120,64 @@ def test_the_example_that_asks_a_server(root: Path, capsys: pytest.CaptureFixtur
 # The Model Context Protocol
 
 
-async def tools_and_calls(client: Client) -> tuple[list[str], dict[str, Any]]:
+async def call_tools(client: Client) -> tuple[list[str], dict[str, Any]]:
     async with client:
         listed = await client.list_tools()
         [schema] = [tool.input_schema for tool in listed.tools if tool.name == "search"]
         assert {"minimum": 1, "maximum": 20}.items() <= schema["properties"]["k"].items()
         found = await client.call_tool("search", {"query": QUESTION, "k": 2})
-        refused = await client.call_tool("search", {"query": QUESTION, "filters": {"nobody": 1}})
+        refused = await client.call_tool("search", {"query": QUESTION, "filters": {"absent": 1}})
         assert refused.is_error
-        assert "no document has the field 'nobody'" in refused.content[0].text
-        results = {"search": json.loads(found.content[0].text), "structured": found.structured_content}
+        assert "no document has the field 'absent'" in refused.content[0].text
+        results = {"search": json.loads(found.content[0].text)}
         if len(listed.tools) > 1:
             answered = await client.call_tool("answer", {"question": QUESTION})
             results["answer"] = json.loads(answered.content[0].text)
-            empty = await client.call_tool("answer", {"question": ""})
-            assert empty.is_error
-            assert "wordpieces" in empty.content[0].text
     return [one.name for one in listed.tools], results
 
 
-def is_right(results: dict[str, Any], root: Path) -> None:
+def check_results(results: dict[str, Any], root: Path) -> None:
     assert results["search"] == near(json.loads(cli("search", QUESTION, "--root", root, "-k", "2", "--json").stdout))
     assert {"document_id", "start", "end", "uri"} < results["search"]["passages"][0].keys()
     if "answer" in results:
         assert results["answer"] == near(json.loads(cli("ask", QUESTION, "--root", root, "--json").stdout))
 
 
-def test_an_assistant_starts_it_and_calls_its_tools(root: Path) -> None:
+def test_an_assistant_starts_the_server_and_calls_its_tools(root: Path) -> None:
     program = StdioServerParameters(command=sys.executable, args=["-m", "realmops", "mcp", "--root", str(root)])
-    names, results = asyncio.run(tools_and_calls(Client(program)))
+    names, results = asyncio.run(call_tools(Client(program)))
     assert names == ["search", "answer"]
-    is_right(results, root)
+    check_results(results, root)
 
 
-@contextmanager
-def http(root: Path) -> Iterator[str]:
-    """The address of ``realmops mcp``."""
-    import socket
-
+def test_programs_call_the_tools_over_http(root: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = forked.realmops("mcp", "--root", root, "--http", "--port", str(port), log=Path(os.devnull))
 
     def answers() -> bool:
-        try:
+        with suppress(OSError):
             socket.create_connection(("127.0.0.1", port)).close()
-        except OSError:
-            return False
-        return True
+            return True
+        return False
 
     wait_for(answers, 60)
-    yield f"http://127.0.0.1:{port}/mcp"
+    names, results = asyncio.run(call_tools(Client(f"http://127.0.0.1:{port}/mcp")))
+    assert names == ["search", "answer"]
+    check_results(results, root)
     process.terminate()
     process.wait()
 
 
-def test_programs_of_this_machine_call_it_over_http(root: Path) -> None:
-    with http(root) as address:
-        names, results = asyncio.run(tools_and_calls(Client(address)))
-    assert names == ["search", "answer"]
-    is_right(results, root)
-
-
 def test_before_fine_tuning_there_is_search_alone(root: Path) -> None:
-    names, _ = asyncio.run(tools_and_calls(Client(build_mcp_server(open_search(root, small_project.Quiet()), None))))
+    names, _ = asyncio.run(call_tools(Client(build_mcp_server(open_search(root, small_project.Quiet()), None))))
     assert names == ["search"]
 
 
 # Runs of every kind
 
-WITHOUT_EMBEDDINGS = ("bm25", "tfidf", "graph", "path")
 
-
-@pytest.mark.parametrize("retriever", ["pretrain", "ict", *WITHOUT_EMBEDDINGS])
+@pytest.mark.parametrize("retriever", ["ict", "bm25", "path"])
 def test_a_run_of_every_retriever_is_searched_and_answers(retriever: str, trained: Path, tmp_path: Path) -> None:
     project = Path(shutil.copytree(trained, tmp_path / "project"))
     values = yaml.safe_load((project / "params.yaml").read_text())
@@ -225,7 +188,7 @@ def test_a_run_of_every_retriever_is_searched_and_answers(retriever: str, traine
     for searcher in (Searcher.open(project / "root"), answerer.searcher()):
         assert searcher.search("Who wrote The Cold Sea?", 1, by="words")[0].title == "Anna Berg"
         assert len(searcher.search(QUESTION, 2)) == 2
-        if retriever not in WITHOUT_EMBEDDINGS:
+        if retriever == "ict":
             assert len(searcher.search(QUESTION, 2, by="embeddings")) == 2
             continue
         for call in (lambda: searcher.search(QUESTION, by="embeddings"), lambda: searcher.embed([QUESTION])):  # noqa: B023
@@ -240,31 +203,11 @@ def test_a_closed_book_run_is_searched_by_its_earlier_retriever(closed_book: Pat
     assert searcher.search(QUESTION, 3) == searcher.search(QUESTION, 3, by="embeddings")
     record = json.loads(cli("search", QUESTION, "--root", root, "--json").stdout)
     assert (record["model"]["stage"], len(record["passages"])) == ("pretrain", 10)
-    assert searcher.embed([QUESTION]).shape == (1, 8)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("ask", QUESTION),
-        ("serve", "--port", "0"),
-        ("explain", "--question", QUESTION),
-        ("export", "--format", "parquet", "OUT"),
-        ("export", "--format", "reader", "OUT"),
-    ],
-)
-def test_a_command_that_needs_passages_names_what_a_closed_book_run_can_do(
-    words: tuple[str, ...], closed_book: Path, tmp_path: Path
-) -> None:
-    result = cli(*(tmp_path / "out" if word == "OUT" else word for word in words), "--root", closed_book / "root")
+@pytest.mark.parametrize("words", [("ask", QUESTION), ("serve", "--port", "0"), ("explain", "--question", QUESTION)])
+def test_a_command_that_needs_passages_refuses_a_closed_book_run(words: tuple[str, ...], closed_book: Path) -> None:
+    result = cli(*words, "--root", closed_book / "root")
     assert result.exit_code == 2
     assert "answers without reading passages (finetune.reader is t5), so its answers have no citations" in result.stderr
     assert "realmops search" in result.stderr
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_assistant_of_a_closed_book_run_has_the_tool_search_alone(closed_book: Path) -> None:
-    with http(closed_book / "root") as address:
-        names, results = asyncio.run(tools_and_calls(Client(address)))
-    assert names == ["search"]
-    is_right(results, closed_book / "root")

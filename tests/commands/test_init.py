@@ -1,4 +1,4 @@
-"""``realmops init``: a folder that is no clone of ours, with what its documents and questions ask for."""
+"""``realmops init``: a project for the user's documents and questions, and the installed package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-import manifests
 import pytest
 import small_project
 import yaml
@@ -35,7 +34,6 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No hub, no download."""
 
     def none(*_: object, **__: object) -> None:
         raise OSError("no network")
@@ -60,7 +58,7 @@ def questions(path: Path, count: int) -> Path:
     return small_project.write_json_lines(path, records)
 
 
-def test_without_documents_it_is_the_sample_and_the_chain_is_ours(tmp_path: Path) -> None:
+def test_without_documents_the_project_has_the_sample_and_the_stages_of_the_package(tmp_path: Path) -> None:
     made(tmp_path / "mine")
     values = config.load_params(tmp_path / "mine" / "params.yaml")
     assert values == config.load_params(ROOT / "params.yaml") | {"tracking": values["tracking"]}
@@ -70,14 +68,11 @@ def test_without_documents_it_is_the_sample_and_the_chain_is_ours(tmp_path: Path
     assert (ROOT / "dvc.yaml").read_text(encoding="utf-8") == dvc_text(config.load_params(ROOT / "params.yaml"), own)
 
 
-def test_documents_alone_have_questions_made_and_no_sample(tmp_path: Path) -> None:
+def test_documents_alone_have_generated_questions_and_no_sample(tmp_path: Path) -> None:
     folder = with_documents(tmp_path / "mine")
-    told = made(folder, "--documents", folder / "documents.jsonl")
-    assert "documents: 1 jsonl" in told
-    assert told.startswith("search, not answers: no reader can be loaded: give one with --reader\n")
-    assert "encoder: from scratch (presets: squad)" in told
-    assert "questions: none" in told
-    assert all(line in told for line in ("'realmops questions --label'", *WHAT_THEY_BRING))
+    printed = made(folder, "--documents", folder / "documents.jsonl")
+    for line in ("documents: 1 jsonl", "encoder: from scratch (presets: squad)", "questions: none", *WHAT_THEY_BRING):
+        assert line in printed
     presets, own = read_params(folder / "params.yaml")
     assert presets == ["squad", "documents"]
     assert own["snapshot"] == {"documents": "documents.jsonl", "block_wordpieces": 288}
@@ -91,20 +86,16 @@ def test_documents_alone_have_questions_made_and_no_sample(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("encoder", "size", "presets"),
     [
-        ("plain", 0, ["squad", "minilm"]),
         ("pooled", 0, ["squad", "minilm"]),
         ("some/name", 0, ["squad", "minilm"]),
         ("wide", 0, ["squad", "minilm", "base"]),
-        ("google-bert/bert-base-uncased", 0, ["squad", "minilm", "base"]),
-        ("small", 0, ["squad"]),
         ("small", 20_000_000, ["squad", "large"]),
     ],
 )
 def test_encoder_and_size_choose_the_presets(
     encoder: str, size: int, presets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("plain", "wide"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "wide").mkdir()
     (tmp_path / "wide" / "config.json").write_text('{"hidden_size": 768}')
     (tmp_path / "pooled" / "1_Pooling").mkdir(parents=True)
     (tmp_path / "pooled" / "1_Pooling" / "config.json").write_text("{}")
@@ -113,39 +104,25 @@ def test_encoder_and_size_choose_the_presets(
     with (documents / "large.txt").open("wb") as file:
         file.write(b"Words.\n")
         file.truncate(max(7, size))
-    told = made(tmp_path / "mine", "--documents", documents, "--encoder", encoder)
-    assert f"(presets: {', '.join(presets)})" in told
-    assert "documents: 1 jsonl, 1 txt," in told
+    printed = made(tmp_path / "mine", "--documents", documents, "--encoder", encoder)
+    assert f"(presets: {', '.join(presets)})" in printed
     values = yaml.safe_load((tmp_path / "mine" / "params.yaml").read_text())
     assert values["presets"] == [*presets, "documents"]
-    is_plain = encoder in ("plain", "wide", "google-bert/bert-base-uncased")
-    assert (values["retriever"] or {}).get("pooling") == ("mean" if is_plain else None)
-    stages = yaml.safe_load((tmp_path / "mine" / "dvc.yaml").read_text())["stages"]
-    assert stages["snapshot"]["params"] == ["presets", "snapshot", "bert", "retriever.init"]
+    assert (values["retriever"] or {}).get("pooling") == ("mean" if encoder == "wide" else None)
 
 
 def test_questions_are_split_once_and_for_all(tmp_path: Path) -> None:
     folder = with_documents(tmp_path / "mine")
-    told = made(folder, "--documents", folder, "--questions", questions(tmp_path / "asked.jsonl", 100))
+    printed = made(folder, "--documents", folder, "--questions", questions(tmp_path / "asked.jsonl", 100))
     parts = {name: (folder / f"questions/{name}.jsonl").read_text().splitlines() for name in ("train", "dev", "test")}
     assert sum(map(len, parts.values())) == 100
     assert min(map(len, parts.values())) > 3
-    assert f"questions.test: {len(parts['test'])} of 100" in told
+    assert f"questions.test: {len(parts['test'])} of 100" in printed
     assert config.load_params(folder / "params.yaml")["questions"]["train"] == "questions/train.jsonl"
     again = with_documents(tmp_path / "again")
     made(again, "--documents", again, "--questions", questions(tmp_path / "asked.jsonl", 140))
     for name, lines in parts.items():
         assert lines == (again / f"questions/{name}.jsonl").read_text().splitlines()[: len(lines)]
-
-
-def test_files_named_by_their_splits_are_used_unchanged(tmp_path: Path) -> None:
-    folder = with_documents(tmp_path / "mine")
-    files = [questions(folder / f"my.{name}.jsonl", 5) for name in ("test", "train", "dev")]
-    made(folder, "--documents", folder / "documents.jsonl", *(word for file in files for word in ("--questions", file)))
-    assert read_params(folder / "params.yaml")[1]["questions"] == {
-        name: f"my.{name}.jsonl" for name in ("train", "dev", "test")
-    }
-    assert "questions" not in [path.name for path in folder.iterdir()]
 
 
 def test_a_split_is_a_whole_word_of_a_file_name() -> None:
@@ -163,39 +140,28 @@ def test_a_split_is_a_whole_word_of_a_file_name() -> None:
             match_splits([*files.values(), Path(name)])
 
 
-@pytest.mark.parametrize(
-    ("name", "language", "line"),
-    [
-        ("german", "de", "language: German 100% (snapshot.language: de)"),
-        ("both", "auto", "language: English 67%, German 33% (snapshot.language: auto)"),
-        ("english", "en", ""),
-    ],
-)
-def test_languages_of_documents_are_detected(name: str, language: str, line: str, tmp_path: Path) -> None:
+def test_languages_of_documents_are_detected(tmp_path: Path) -> None:
     german = "Die Stadt wurde von ihren Bewohnern am Fluss erbaut, und viele Menschen leben heute noch dort. " * 30
     english = "The town was built by the people of the valley, and many of them live in it to this day. " * 30
-    texts = {"german": [german], "both": [english, german, english], "english": [english]}[name]
-    documents = [{"title": "", "text": text} for text in texts]
+    documents = [{"title": "", "text": text} for text in (english, german, english)]
     small_project.write_json_lines(tmp_path / "documents.jsonl", documents)
     asked = questions(tmp_path / "questions.jsonl", 60)
     printed = made(tmp_path / "mine", "--documents", tmp_path / "documents.jsonl", "--questions", asked)
     values = config.load_params(tmp_path / "mine" / "params.yaml")
-    assert line in printed
-    assert (values["snapshot"]["language"], values["tag"]["method"]) == (language, "phrases")
-    assert ("as the public tagged sentences are English" in printed) == bool(line)
+    assert "language: English 67%, German 33% (snapshot.language: auto)" in printed
+    assert (values["snapshot"]["language"], values["tag"]["method"]) == ("auto", "phrases")
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
-        (["--documents", "nowhere"], "nowhere: there is no such file or folder"),
         (["--questions", "asked.jsonl"], "need --documents"),
         (["--documents", "documents.jsonl", "--questions", "asked.jsonl"], "5 questions; at least 60 are needed"),
         (["--documents", "documents.jsonl", "--questions", "documents.jsonl"], "documents.jsonl"),
     ],
 )
 def test_bad_input_is_refused_and_nothing_is_written(
-    words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = with_documents(tmp_path / "mine")
     questions(folder / "asked.jsonl", 5)
@@ -203,11 +169,11 @@ def test_bad_input_is_refused_and_nothing_is_written(
     monkeypatch.chdir(folder)
     result = cli("init", ".", *words)
     assert result.exit_code == 2
-    assert told in result.stderr
+    assert message in result.stderr
     assert sorted(folder.rglob("*")) == before
 
 
-def test_what_a_user_has_stays(tmp_path: Path) -> None:
+def test_files_of_the_user_stay(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("mine\n")
     (tmp_path / ".gitignore").write_text("*.log\n/data/")
     assert "README.md exists and is kept" in made(tmp_path)
@@ -223,17 +189,15 @@ def test_what_a_user_has_stays(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("name", ["1e5", "no", "2020-01-01", "a: b", "it's, [x]"])
+@pytest.mark.parametrize("name", ["1e5", "it's: [x]"])
 def test_a_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
-    """Also texts that a YAML parser could read as another type."""
-    folder = with_documents(tmp_path / name)
-    told = made(folder, "--documents", folder / "documents.jsonl")
-    assert config.load_params(folder / "params.yaml")["tracking"]["experiment"] == name
-    assert f"next: cd {shlex.quote(str(folder))} && realmops run all" in told
+    printed = made(tmp_path / name)
+    assert config.load_params(tmp_path / name / "params.yaml")["tracking"]["experiment"] == name
+    assert f"next: cd {shlex.quote(str(tmp_path / name))} && realmops run all" in printed
 
 
 @pytest.mark.parametrize(
-    ("there", "words"),
+    ("existing", "words"),
     [
         ((), "git init && dvc init && dvc repro"),
         (("mine/.git",), "dvc init && dvc repro"),
@@ -241,33 +205,17 @@ def test_a_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
         (("mine/.git", "mine/.dvc"), "dvc repro"),
     ],
 )
-def test_the_last_line_has_the_commands_that_initialise_dvc(there: tuple[str, ...], words: str, tmp_path: Path) -> None:
-    """And what it says works: dvc repro then knows the chain."""
-    for name in there:
+def test_the_last_line_has_the_commands_that_initialise_dvc(
+    existing: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    for name in existing:
         (tmp_path / name).mkdir(parents=True)
     folder = tmp_path / "mine"
     assert made(folder).endswith(f"with DVC: cd {folder} && {words}\n")
-    for name in there:
-        shutil.rmtree(tmp_path / name)
-    if ".git" in there:
-        subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
-    if ".dvc" not in "".join(there):
-        setting = words.replace("dvc repro", "dvc stage list --name-only")
-        if "mine/.git" in there:
-            setting = f"git init --quiet && {setting}"
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        listed = subprocess.run(
-            setting, shell=True, cwd=folder, capture_output=True, text=True, env={**os.environ, "PATH": path}
-        )
-        assert listed.stdout.split()[-len(STAGES) :] == [*STAGES], listed.stderr
-
-
-# What a cluster gets
 
 
 @pytest.mark.parametrize(("cluster", "namespace"), CLUSTERS.items())
-def test_a_cluster_takes_the_folder(cluster: str, namespace: str, tmp_path: Path) -> None:
-    """And the Job of Argo CD or Flux submits the project's own params."""
+def test_a_cluster_accepts_the_folder_and_resubmits_its_params(cluster: str, namespace: str, tmp_path: Path) -> None:
     made(tmp_path, "--cluster", cluster, "--image", "realmops:local")
     file = tmp_path / "kustomization.yaml"
     file.write_text(file.read_text().replace(PLACEHOLDER, "set"))
@@ -282,37 +230,16 @@ def test_a_cluster_takes_the_folder(cluster: str, namespace: str, tmp_path: Path
     own = yaml.safe_load(file.read_text())
     own["components"] = [*own.get("components", []), *flux["components"]]
     file.write_text(yaml.safe_dump(own))
-
-    def find_job() -> manifests.Object:
-        objects = render(tmp_path)
-        assert faults(objects) == []
-        return find(objects, "Job/realmops-retrain")
-
-    job = find_job()
+    job = find(render(tmp_path), "Job/realmops-retrain")
     assert cli("params", "--params", tmp_path / "params.yaml", "--set", "pretrain.steps=7", "--write").exit_code == 0
-    other = find_job()
-    assert other["spec"] != job["spec"], "an option's change is another Job, and no other image"
-    [container], [same] = (one["spec"]["template"]["spec"]["containers"] for one in (other, job))
-    assert container["image"] == same["image"]
-
-
-def test_the_workflow_is_ours_but_for_what_it_installs(tmp_path: Path) -> None:
-    made(tmp_path)
-    ours, own = (folder / ".github/workflows/retrain.yml" for folder in (ROOT, tmp_path))
-    lines = [
-        (a, b)
-        for a, b in zip(ours.read_text().splitlines(), own.read_text().splitlines(), strict=True)
-        if a != b and "#" not in a
-    ]
-    assert [b.strip() for _, b in lines] == [f"- run: python -m pip install 'realmops[cluster]=={__version__}'"]
-
-
-# An installed package
+    objects = render(tmp_path)
+    assert faults(objects) == []
+    assert find(objects, "Job/realmops-retrain")["spec"] != job["spec"], "a changed option is another Job"
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that is made of the sdist, unpacked as an installer does it; of the files that the image is made of."""
+    """The unpacked wheel of the sdist of the files that the image is made of."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
@@ -342,11 +269,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_wheel_has_every_file_of_the_package(installed: Path) -> None:
     package = ROOT / "src" / "realmops"
-    wanted = {path.relative_to(package) for path in package.rglob("*") if path.is_file()}
-    wanted = {path for path in wanted if "__pycache__" not in path.parts}
-    wanted |= {path.relative_to(ROOT) for path in (*(ROOT / "k8s").rglob("*.*"), *(ROOT / "pipelines").glob("*.yaml"))}
+    files = (path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    expected = {path.relative_to(package) for path in files}
+    expected |= {
+        path.relative_to(ROOT) for path in (*(ROOT / "k8s").rglob("*.*"), *(ROOT / "pipelines").glob("*.yaml"))
+    }
     assert {path.relative_to(installed / "realmops") for path in (installed / "realmops").rglob("*.*")} == {
-        path for path in wanted if "." in path.name
+        path for path in expected if "." in path.name
     }
 
 
@@ -373,8 +302,8 @@ def test_an_installed_package_makes_a_project_and_runs_it_in_an_empty_folder(ins
     assert "realmops ask" in run("report")
     assert json.loads(run("params", "--preset", "ablations/t5", "--json"))["finetune"]["reader"] == "t5"
     assert faults(render(tmp_path)) == []
-    told = run("submit", "--pipeline", "ablations", "--argument", "none=1", code=2)
-    assert f"not a parameter of {installed}/realmops/pipelines/ablations.yaml; allowed are " in told
+    message = f"not a parameter of {installed}/realmops/pipelines/ablations.yaml; allowed are "
+    assert message in run("submit", "--pipeline", "ablations", "--argument", "none=1", code=2)
 
 
 def beir_folder(folder: Path, splits: dict[str, int]) -> Path:
@@ -393,18 +322,15 @@ def beir_folder(folder: Path, splits: dict[str, int]) -> Path:
     ("splits", "counts"),
     [
         ({"train": 40, "test": 5}, {"train": 36, "dev": 4, "test": 5}),
-        ({"train": 40, "validation": 3, "test": 5}, {"train": 40, "dev": 3, "test": 5}),
         ({"train": 3, "dev": 5}, {"train": 2, "dev": 1, "test": 5}),
-        ({"train": 1, "test": 5}, {"test": 5}),
         ({"test": 5}, {"test": 5}),
     ],
 )
 def test_a_beir_folder_has_documents_and_judged_questions(
     tmp_path: Path, splits: dict[str, int], counts: dict[str, int]
 ) -> None:
-    told = made(tmp_path / "mine", "--documents", beir_folder(tmp_path / "beir", splits), "--encoder", "small")
-    assert told.startswith("search, not answers: the questions have relevance judgements; --reader adds a reader\n")
-    assert "documents: 1 beir" in told
+    printed = made(tmp_path / "mine", "--documents", beir_folder(tmp_path / "beir", splits), "--encoder", "small")
+    assert printed.startswith("search, not answers: the questions have relevance judgements; --reader adds a reader\n")
     values = config.load_params(tmp_path / "mine" / "params.yaml")
     files = {split: tmp_path / "mine" / "questions" / f"{split}.jsonl" for split in counts}
     parts = {split: read_questions([file], format="auto") for split, file in files.items()}
@@ -412,10 +338,8 @@ def test_a_beir_folder_has_documents_and_judged_questions(
     assert parts["test"][1].relevant == (("d1", 1),)
     if "train" in counts:
         assert {values["questions"][split] for split in counts} == {f"questions/{split}.jsonl" for split in counts}
-        assert len({question.id for split in ("train", "dev") for question in parts[split]}) in (3, 40, 43)
         assert stages_to_run(values) == ("snapshot", "ict", "pretrain", "finetune", "evaluate")
         assert (values["ict"]["steps"], values["finetune"]["retriever_training"]) == (0, "queries")
-        assert values["finetune"]["retriever_epochs"] == 4
     else:
         assert values["questions"]["test"] == "questions/test.jsonl"
         assert {values["questions"][split] for split in ("train", "dev")} == {

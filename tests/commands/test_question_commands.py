@@ -1,4 +1,4 @@
-"""The commands about question sets: conversion, split, ceilings; and a whole evaluation with regular expressions."""
+"""``realmops questions`` and ``ceilings``, and an evaluation with regular expressions."""
 
 import shlex
 import shutil
@@ -41,27 +41,13 @@ def test_questions_are_converted_and_split(tmp_path: Path, trec: Path) -> None:
     assert read_manifest(out, "questions")["written"] == {"questions.train.jsonl": train, "questions.dev.jsonl": dev}
 
 
-def test_an_earlier_result_is_replaced_and_nothing_else(tmp_path: Path, trec: Path) -> None:
-    out = tmp_path / "out"
-    for _ in range(2):
-        assert cli("questions", trec, "--out", out).exit_code == 0
-    assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "questions.jsonl"]
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "thesis.txt").write_text("five years of work")
-    result = cli("questions", trec, "--out", mine)
-    assert result.exit_code == 2
-    assert "was not written by this command" in result.stderr
-    assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
-
-
 @pytest.fixture(scope="module")
 def project(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(trained, tmp_path_factory.mktemp("questions") / "project"))
 
 
 def test_ceilings_need_no_model(project: Path) -> None:
-    """Both test answers stand in the corpus of twelve passages; an answer that no passage has lowers the share."""
+    """Both test answers are in the corpus of twelve passages; an answer that no passage has lowers the share."""
     root = project / "root"
     result = cli("ceilings", project / "questions.test.jsonl", "--root", root)
     assert result.exit_code == 0, result.output
@@ -72,10 +58,6 @@ def test_ceilings_need_no_model(project: Path) -> None:
     assert lines[2].startswith("token_boundary: answer in the corpus 100.0%")
     assert lines[3].startswith("as a span of at most 10 wordpieces in the top 5 of BM25 (token_boundary): ")
     assert lines[4] == "with an answer of at most 10 wordpieces: 100.0%"
-    limits = ["--set", "finetune.reader_candidates=3", "--set", "finetune.answer_wordpieces=1"]
-    lines = cli("ceilings", project / "questions.test.jsonl", "--root", root, *limits).stdout.splitlines()
-    assert lines[3].startswith("as a span of at most 1 wordpieces in the top 3 of BM25 (token_boundary): ")
-    assert lines[4] == "with an answer of at most 1 wordpieces: 50.0%"
     trec = project / "trec.tsv"
     trec.write_text("1\tx\tWhere did Jon Vik build ships?\tBergen|Nowhere\n2\tx\tWho?\tNobody\\sat all\n")
     lines = cli("ceilings", trec, "--root", root).stdout.splitlines()
@@ -86,7 +68,7 @@ def test_ceilings_need_no_model(project: Path) -> None:
 
 
 def test_expressions_go_from_training_to_the_explanation(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fine-tuned and evaluated on regular expressions, of which one never ends; the run tells its id and goes on."""
+    """A run on regular expressions, of which one never ends, reports its id and continues."""
     monkeypatch.setattr("realmops.questions.answer_matching.MATCH_SECONDS", 0.05)
     slow = r"(.*)(.*)(.*)(.*)(.*)(.*)(.*)\1\2[#%]"
     (project / "train.tsv").write_text("1\tx\tWhere was the poet Anna Berg born?\tOslo?\n2\tx\tWhen?\t19\\d\\d\n")
@@ -106,24 +88,15 @@ def test_expressions_go_from_training_to_the_explanation(project: Path, monkeypa
     assert "regular expressions of 1 questions" in warning
     assert ": 11;" in warning
     assert metrics["em"] == metrics["em_regex_match"] <= metrics["em_regex_search"]
-    assert metrics["recall_at_100_regex_search"] == pytest.approx(1 / 3)
-    assert metrics["recall_at_5"] == metrics["recall_at_5_regex_search"]
-    assert metrics["ceiling_in_corpus"] == pytest.approx(1 / 3)
-    limits = values["finetune"]["reader_candidates"], values["finetune"]["answer_wordpieces"]
-    assert (metrics["ceiling_passages"], metrics["ceiling_wordpieces"]) == limits
-    assert metrics[f"ceiling_in_top_{limits[0]}"] <= metrics["ceiling_in_corpus"]
-    assert "closed_book_em" not in metrics
-    assert "ceiling_short_answer" not in metrics
+    assert metrics["recall_at_100_regex_search"] == metrics["ceiling_in_corpus"] == pytest.approx(1 / 3)
     assert sum(metrics[f"failed_at_{name}"] for name in FAILED_AT if name != "correct") + metrics["em"] == 1
     predictions = read_results(project / "root")
     assert [p.failed_at for p in predictions][1:] == ["not_in_corpus"] * 2
     assert predictions[2].first_hit == -1
-    assert all(len(p.p_z) == len(p.passage_spans) == len(p.passage_scores) == 5 for p in predictions)
-    assert all(max(p.passage_scores) == p.span_score for p in predictions)  # type: ignore[type-var]
 
 
 def test_the_report_proposes_a_question_that_is_answered(copy: Path) -> None:
-    """None that is held back; without any, the user's own."""
+    """If the model abstains on all of them, the example is a placeholder."""
     root = copy / "root"
     first, second = read_results(root)
     for abstained, example in (
@@ -135,4 +108,3 @@ def test_the_report_proposes_a_question_that_is_answered(copy: Path) -> None:
         write_predictions(root / "results/predictions.parquet", rows)
         [line, _] = ask_commands(root)
         assert f"ask {shlex.quote(example)} --root" in line
-    assert "questions --label" not in cli("report", "--root", root).stdout, "people wrote these test questions"

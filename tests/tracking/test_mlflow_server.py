@@ -1,4 +1,4 @@
-"""MLflow's server as its manifests start it: who may ask it, a training that loses it, sign-in, PostgreSQL and S3."""
+"""MLflow's server as its manifests start it: host names, sign-in, PostgreSQL and S3."""
 
 import base64
 import http.client
@@ -16,15 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-import forked
 import pytest
-import small_project
 from manifest_rules import ANSWERS
 from manifests import K8S, PROBES, as_started, find, render_all
 from small_project import wait_for
 from stored_objects import object_store
 
-from realmops.config_yaml import read_yaml
 from realmops.tracking.client import mlflow_client
 
 
@@ -38,8 +35,7 @@ def free_port() -> int:
 class Server:
     """The container's process with the volumes it mounts in a folder, on a loopback port.
 
-    The overlay is extended by components; the keys of a mounted Secret become files. Each of MLflow's ``workers``,
-    four unless they are given, imports MLflow.
+    The overlay is extended by components; the keys of a mounted Secret become files.
     """
 
     def __init__(
@@ -113,100 +109,34 @@ class Server:
             return int(connection.execute("SELECT count(*) FROM metrics").fetchone()[0])
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, mlflow_database: Path) -> Iterator[Server]:
-    found = Server(tmp_path_factory.mktemp("server"), workers=1)
-    shutil.copy(mlflow_database, found.database)
-    found.start()
-    yield found
-    found.kill()
-
-
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        ("mlflow", 200), ("mlflow:5000", 200), ("mlflow.realmops:5000", 200), ("mlflow.realmops.svc", 200),
-        ("mlflow.realmops.svc.cluster.local:5000", 200), ("10.0.0.7:5000", 200), ("localhost", 200),
-        ("evil.example", 403), ("mlflow.evil.example:5000", 403), ("10.0.0.8:5000", 403),
-    ],
-)  # fmt: skip
-def test_the_server_answers_to_the_names_of_its_service_and_to_no_other(server: Server, host: str, status: int) -> None:
-    assert server.answer("POST", "/api/2.0/mlflow/experiments/search", host) == status
-
-
-def test_a_training_that_loses_the_server_loses_no_point(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server is killed after a first batch, while the training is stopped, so that more follow."""
-    for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.address)
-    ict = {"steps": 60}
-    params = small_project.write_project(tmp_path, ict=ict, tracking={"enabled": True})
-    for name in ("snapshot", "tag"):
-        small_project.stage(name, read_yaml(params), tmp_path, tmp_path)
-    training = forked.realmops("run", "ict", "--params", params, "--root", tmp_path)
-    try:
-        [journal] = wait_for(lambda: list((tmp_path / ".realmops" / "work").glob("ict-*/metrics.jsonl")), 120, training)
-        wait_for(lambda: journal.read_bytes().count(b"\n") >= 10, 120, training)
-        training.send_signal(signal.SIGSTOP)
-        wait_for(server.points, 120)
-        server.kill()
-    finally:
-        training.send_signal(signal.SIGCONT)
-    _, said = training.communicate()
-    assert training.returncode == 0, said
-    assert said.count("warning: MLflow tracking") == 1
-    lines = small_project.journal(tmp_path / "models" / "ict")
-    wanted = {
-        (f"ict/{name}", line["step"], value, int(line["time"] * 1000))
-        for line in lines
-        for name, value in line.items()
-        if name not in ("stage", "step", "time") and value is not None
-    }
-    assert 0 < server.points() < len(wanted), "some points were sent before the server died, and some were not"
-
-    server.start()
-    sent = small_project.cli("sync", "--root", tmp_path)
-    assert sent.exit_code == 0, sent.output
-    client = mlflow_client(server.address)
-    [run] = client.search_runs([client.get_experiment_by_name("realmops").experiment_id])
-    names = {name for name, *_ in wanted}
-    found = [
-        (name, point.step, point.value, point.timestamp)
-        for name in sorted(names)
-        for point in client.get_metric_history(run.info.run_id, name)
-    ]
-    assert sorted(found) == sorted(wanted)
-    assert run.info.status == "FINISHED"
-    assert {name for name in run.data.metrics if name.startswith("ict/")} == names
-    assert small_project.cli("sync", "--root", tmp_path).output == "0 points and files sent\n"
-
-
-# Sign-in
-
 SIGN_IN = {"username": "admin", "password": "a long pass% word", "secret-key": "0" * 32}
 USER = f"{SIGN_IN['username']}:{SIGN_IN['password']}"
+HOSTS = {  # of the Service and the pod, and others
+    200: ("mlflow", "mlflow.realmops:5000", "mlflow.realmops.svc.cluster.local:5000", "10.0.0.7:5000", "localhost"),
+    403: ("evil.example", "mlflow.evil.example:5000", "10.0.0.8:5000"),
+}
 
 
 def documented_settings() -> str:
-    """The file basic_auth.ini as the component has people write it into the secret."""
+    """The file basic_auth.ini that the component documents for the secret."""
     text = (K8S / "components/mlflow-auth/kustomization.yaml").read_text(encoding="utf-8")
     return "".join(f"{line}\n" for line in re.findall(r"^#   (\[mlflow\]|\w+ = .+)$", text, re.MULTILINE))
 
 
-def test_with_sign_in_only_those_with_the_password_use_mlflow(
+def test_the_server_answers_to_its_names_and_to_users_with_the_password(
     tmp_path: Path, mlflow_database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kubelet, which has none, still finds out whether it is healthy."""
+    """The kubelet, which has no password, still learns whether the server is healthy."""
     for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
         monkeypatch.delenv(name)
     secrets = {"mlflow-auth": {**SIGN_IN, "basic_auth.ini": documented_settings()}}
-    server = Server(tmp_path, "local", secrets, ["monitoring", "mlflow-auth"])
+    server = Server(tmp_path, "local", secrets, ["monitoring", "mlflow-auth"], workers=1)
     shutil.copy(mlflow_database, server.database)
     server.start(600)
     try:
         search = "/api/2.0/mlflow/experiments/search"
+        for status, hosts in HOSTS.items():
+            assert [server.answer("POST", search, host, USER) for host in hosts] == [status] * len(hosts)
         assert [server.answer("GET", path) for path in sorted(server.paths)] == [200] * len(server.paths)
         for method, path in (("POST", search), ("GET", "/metrics"), ("GET", "/"), ("GET", "/version")):
             statuses = [server.answer(method, path, user=user) for user in ("", "admin:wrong", "other:password", USER)]
@@ -226,24 +156,6 @@ def test_with_sign_in_only_those_with_the_password_use_mlflow(
     assert (tmp_path / "mlflow/basic_auth.db").is_file(), "users outlive the pod"
 
 
-# Production: PostgreSQL and S3
-
-
-def documented_address() -> str:
-    """The address of a database as the pages have people write it into the secret."""
-    [found] = set(re.findall(r"--from-literal=uri=(\S+)", (K8S / "README.md").read_text(encoding="utf-8")))
-    return str(found)
-
-
-@pytest.mark.parametrize("start", ["postgresql://", "postgresql+psycopg://"])
-def test_the_address_that_is_documented_finds_its_driver(start: str) -> None:
-    """MLflow hands the address to sqlalchemy, which imports the driver here and connects later."""
-    from sqlalchemy import create_engine
-
-    address = documented_address().replace("postgresql://", start)
-    assert create_engine(address).dialect.driver == "psycopg"
-
-
 def programs_of_postgres() -> str | None:
     """The folder of initdb and postgres: on the PATH, or where Debian has them."""
     folders = [*os.environ["PATH"].split(os.pathsep), *map(str, Path("/usr/lib/postgresql").glob("*/bin"))]
@@ -252,7 +164,7 @@ def programs_of_postgres() -> str | None:
 
 @contextmanager
 def postgres() -> Iterator[str]:
-    """The address of a PostgreSQL of its own, with a password; it refuses to be root's, so nobody runs it then."""
+    """The address of a new PostgreSQL with a password; it refuses to run as root, so ``nobody`` runs it then."""
     programs = programs_of_postgres()
     if programs is None:
         pytest.skip("no PostgreSQL on this machine: 'make podman' installs it as root on Debian")
@@ -286,10 +198,7 @@ def postgres() -> Iterator[str]:
 
 @pytest.mark.timeout(900)
 def test_the_server_of_production_runs_on_postgresql_and_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything that its manifest says but the addresses, with sign-in.
-
-    A run's points and the users lie in one, the run's files in the other.
-    """
+    """A run's points and the users are in the database, the run's files in the object store."""
     import psycopg
 
     keys = {"aws_access_key_id": "id", "aws_secret_access_key": "key"}
