@@ -109,39 +109,3 @@ def test_no_difference_is_as_often_above_as_below() -> None:
         assert (same.mean, same.low, same.high, same.p_better) == (0, 0, 0, 0.5)
         missing = interval_over_seeds([np.full(4, np.nan)] * 2, shared=shared, seed=0)
         assert np.isnan([missing.mean, missing.low, missing.high]).all()
-
-
-def simulated(rng: np.random.Generator, seeds: int, shared: bool, spread: float, of_two: bool) -> list[np.ndarray]:
-    """Answers of a method that is right at an easy question with .8 and at a hard one with .2: .5 on the whole.
-
-    ``spread`` is the standard deviation over seeds; of two methods the second is .1 worse, by other trainings.
-    """
-
-    def right(level: float, hard_Q: np.ndarray) -> np.ndarray:
-        return (rng.random(len(hard_Q)) < level + spread * rng.standard_normal() - 0.3 * hard_Q).astype(float)
-
-    samples = []
-    hard_Q = rng.choice([-1, 1], 250)
-    for _ in range(seeds):
-        hard_Q = hard_Q if shared else rng.choice([-1, 1], 250)
-        samples.append(right(0.5, hard_Q) - (right(0.4, hard_Q) if of_two else 0))
-    return samples
-
-
-@pytest.mark.parametrize("spread", [0.0, 0.05])
-@pytest.mark.parametrize("of_two", [False, True], ids=["one", "difference"])
-@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
-@pytest.mark.parametrize("seeds", [2, 5])
-def test_intervals_contain_the_truth_at_their_confidence(seeds: int, shared: bool, of_two: bool, spread: float) -> None:
-    """In 1,000 simulations. Of 95 % the standard error is .0069 (.93 is 2.9 below), of 86 % .0110 (6.4 above).
-
-    It errs on the safe side, by up to 3 %, with shared questions and where two seeds have the same mean by chance.
-    """
-    rng = np.random.default_rng(seeds)
-    truth = 0.1 if of_two else 0.5
-    held = 0
-    for _ in range(1000):
-        values = simulated(rng, seeds, shared, spread, of_two)
-        found = interval_over_seeds(values, shared=shared, seed=0, resamples=200)
-        held += found.low <= truth <= found.high
-    assert 0.93 <= held / 1000 <= 0.985

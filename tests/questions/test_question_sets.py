@@ -155,11 +155,8 @@ def test_orqas_split_is_by_farmhash_of_the_question() -> None:
     import farmhash
 
     assert farmhash.fingerprint64(b"a") == 12917804110809363939
-    assert not is_in_orqa_dev("a")
-    numbers = [n for n in range(200) if is_in_orqa_dev(f"question {n}?")]
-    assert [farmhash.fingerprint64(f"question {n}?".encode()) % 10 for n in numbers] == [0] * len(numbers)
-    assert 8 <= len(numbers) <= 35
-    assert is_in_orqa_dev("Où?") == (farmhash.fingerprint64("Où?".encode()) % 10 == 0)
+    for question in ("a", "Où?", *(f"question {n}?" for n in range(50))):
+        assert is_in_orqa_dev(question) == (farmhash.fingerprint64(question.encode()) % 10 == 0)
 
 
 # ---- any bytes: questions or a ValueError
