@@ -156,7 +156,7 @@ def _context(text: str, start: int, end: int) -> tuple[str, str]:
     """Return ``_CONTEXT`` characters of whole words on either side of a quotation, with ellipses if truncated."""
     before, after = text[max(0, start - _CONTEXT - 1) : start], text[end : end + _CONTEXT + 1]
     if start > _CONTEXT:
-        before = f"… {before.partition(' ')[2] or before}"  # scripts without blanks have no words
+        before = f"… {before.partition(' ')[2] or before[1:]}"  # scripts without blanks have no words
     if len(text) - end > _CONTEXT:
-        after = f"{after.rpartition(' ')[0] or after} …"
+        after = f"{after.rpartition(' ')[0] or after[:-1]} …"
     return before, after
