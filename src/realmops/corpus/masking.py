@@ -24,14 +24,9 @@ def choose_mask_positions(
     """Return sorted positions to mask, at least one and at most ``limit``.
 
     ``salient`` is (start, end) of the salient span; ``is_continuation`` is bool [t], whether each wordpiece of the
-    sentence continues a word. Schemes:
-
-    - ``salient`` and ``recurring``: the wordpieces ``salient[0]`` to ``salient[1]``, end exclusive (REALM).
-    - ``random_token``: 15 % of the wordpieces, drawn independently (BERT).
-    - ``random_span``: spans of whole words with geometric length, p = 0.2, at most 10 words, until 15 %
-      are masked (SpanBERT).
-    - ``matched_span``: the salient span shifted by a random offset, with wrap-around: number and length of the masks
-      equal those of the salient scheme and only the position is random.
+    sentence continues a word. ``salient`` and ``recurring`` mask the span (REALM); ``random_token`` masks 15 % of the
+    wordpieces (BERT); ``random_span`` masks spans of whole words with geometric length, p = 0.2, at most 10 words,
+    until 15 % are masked (SpanBERT); ``matched_span`` shifts the salient span by a random offset, with wrap-around.
     """
     length = len(is_continuation)
     assert 0 <= salient[0] < salient[1] <= length, (salient, length)

@@ -48,14 +48,10 @@ class SpecialTokens:
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> SpecialTokens:
-        """Find the special tokens of a tokenizer.
+        """Find the special tokens of a tokenizer; raise ValueError if a required one is missing.
 
-        They are read from the tokenizer's post-processor, model and padding; the mask, and roles that these do not
-        state, are looked up by their usual names. A tokenizer that only ends a text, such as a decoder's, needs only
-        ``sep``.
-
-        Raises:
-            ValueError: a required token is missing; the message names the first.
+        They are read from the tokenizer's post-processor, model and padding; the mask, and roles that these lack, are
+        looked up by their usual names. A tokenizer that only ends a text, as a decoder's does, needs only ``sep``.
         """
         empty = (tokenizer.encode(""), tokenizer.encode("", ""))
         single, pair = ([t for t, is_token in zip(e.ids, e.attention_mask, strict=True) if is_token] for e in empty)

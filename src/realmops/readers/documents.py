@@ -96,17 +96,11 @@ class Format:
 
     def convert(self, raw: RawRecord) -> Outcome:
         """Parse a record; return Rejected if it is broken or a library fails on it."""
-        return call_guarded(partial(self._convert, raw), raw.place)
-
-    def _convert(self, raw: RawRecord) -> Outcome:
-        try:
-            return self.parse(raw)
-        except ValueError as error:
-            return Rejected(raw.place, str(error).removeprefix(f"{raw.place}: "))
+        return call_guarded(partial(self.parse, raw), raw.place)
 
 
 def call_guarded(work: Callable[[], T], place: str) -> T | Rejected:
-    """Call ``work`` on a record; return Rejected if a library fails on it.
+    """Call ``work`` on a record; return Rejected if it is broken or a library fails on it.
 
     Errors that the record did not cause propagate: disk, memory, missing packages, interrupts.
     """
@@ -114,6 +108,8 @@ def call_guarded(work: Callable[[], T], place: str) -> T | Rejected:
         return work()
     except (OSError, MemoryError, ImportError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
+    except ValueError as error:
+        return Rejected(place, str(error).removeprefix(f"{place}: "))
     except BaseException as error:  # a panic in a library written in Rust is no Exception
         problem = str(error).encode(errors="backslashreplace").decode()[:_MAX_PROBLEM]
         return Rejected(place, f"the record cannot be read ({type(error).__name__}: {problem}); leave it out")

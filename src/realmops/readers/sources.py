@@ -45,19 +45,12 @@ class Source:
 
 
 def list_sources(documents: Path, format: str) -> list[Source]:
-    """List the files of a corpus in sorted order.
+    """List the files of a corpus in sorted order; one of unknown format yields one ``Rejected`` with its kind.
 
-    Args:
-        documents: a file, a folder (searched recursively, unless it is one of BEIR), a dataset saved on disk, or
-            ``hf:owner/name[:split]``.
-        format: a name of ``FORMATS``, or "auto" to detect the format of each file from its content and name. For a
-            folder, a name selects the files of that format; for a file, it overrides detection.
-
-    Returns:
-        One source per file. A file of unknown format becomes a source that yields one ``Rejected`` with its kind.
-
-    Raises:
-        ValueError: no file has a known format, or the package that a format needs is not installed.
+    ``documents`` is a file, a folder (searched recursively, unless it is BEIR's), a dataset saved on disk, or
+    ``hf:owner/name[:split]``. ``format`` is a name of ``FORMATS``, or "auto" to detect each file's from its content and
+    name; for a folder, a name selects the files of that format. ValueError: no file has a known format, or the package
+    that a format needs is not installed.
     """
     listed = _list_sources(documents, format)
     for source in listed:
