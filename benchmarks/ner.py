@@ -76,9 +76,12 @@ def main() -> None:
     torch.nn.init.zeros_(tagger.output.bias)
     dtype = resolve_precision(sections["run"].precision, torch.device("cpu"), encoder.width)
     progress = Console().progress("tagger", sections["tag"].steps)
-    context = TrainingContext("tag", sections["run"].seed, torch.device("cpu"), dtype, Nothing(), Nothing(), progress)
+    places = (Nothing(), Nothing())
+    context = TrainingContext(
+        "tag", sections["run"].seed, torch.device("cpu"), dtype, *places, progress, sections["optimiser"]
+    )
     start = time.perf_counter()
-    train_tagger(context, tagger, training, tokenizer, sections["tag"], sections["optimiser"], HIDDEN_SMALL)
+    train_tagger(context, tagger, training, tokenizer, sections["tag"], HIDDEN_SMALL)
     print(f"{len(training)} sentences, {sections['tag'].steps} steps, {time.perf_counter() - start:.0f} s\n")
     print("| file | sentences | F1 | PER | LOC | ORG | MISC | sentences/s |\n|---|---|---|---|---|---|---|---|")
     for path in arguments.test:

@@ -110,7 +110,7 @@ def looking(watch: Watch, questions: Sequence[Any], count: int, found: list[Look
     from realmops.train.reader_training import ReaderTrainer
 
     def seen(train: Callable[..., Any]) -> Callable[..., Any]:
-        def with_looks(context: Any, model: Any, lessons: Sequence[Any], options: Any, optimiser: Any) -> Any:
+        def with_looks(context: Any, model: Any, lessons: Sequence[Any], options: Any) -> Any:
             at, done = look_steps(epoch_steps(len(lessons), options.batch_size, options.epochs), count), 0
 
             def tick(units: int) -> None:
@@ -125,7 +125,7 @@ def looking(watch: Watch, questions: Sequence[Any], count: int, found: list[Look
                         found.append(Look(done, seconds, sum(right) / len(right)))
                         log(f"step {done:,}, {minutes(seconds)} minutes: EM {found[-1].em:.3f}")
 
-            return train(replace(context, progress=tick), model, lessons, options, optimiser)
+            return train(replace(context, progress=tick), model, lessons, options)
 
         return with_looks
 

@@ -24,7 +24,7 @@ from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
 from realmops.model.retriever_files import TextFormat
 from realmops.model.sequences import SpecialTokens
-from realmops.options import BertOptions, Optimiser, ReaderOptions, RetrieverOptions
+from realmops.options import BertOptions, ReaderOptions, RetrieverOptions
 from realmops.readers.sources import list_sources
 from realmops.search import bm25
 from realmops.search.bm25_writer import write_bm25
@@ -253,7 +253,3 @@ def tiny_context(**changes: Any) -> TrainingContext:
         "checkpoints": MemoryCheckpoints(), "journal": MemoryJournal(), "progress": lambda count: None,
     }  # fmt: skip
     return TrainingContext(**{**values, **changes})
-
-
-def tiny_optimiser(**changes: Any) -> Optimiser:
-    return section("optimiser", **changes)

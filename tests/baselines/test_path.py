@@ -16,7 +16,6 @@ from small_world import (
     section,
     tiny_context,
     tiny_models,
-    tiny_optimiser,
 )
 
 from realmops.baselines import path as paths
@@ -86,7 +85,7 @@ def test_the_loss_is_that_of_both_steps(world: World) -> None:
 def test_it_learns_to_follow_a_link_to_a_passage_that_words_do_not_find(world: World) -> None:
     model = retriever(world)
     examples = [example for q in (DIRECT, TWO_STEPS) if (example := model.training_example(q))]
-    train_paths(tiny_context(), model, examples, model.options, tiny_optimiser())
+    train_paths(tiny_context(), model, examples, model.options)
     ranking = model.rank([DIRECT.question, TWO_STEPS.question], 12)
     assert "Oslo" in world.snapshot.text(int(ranking[0, 0]))
     assert ranking[1, 0] == 8
@@ -108,7 +107,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(world: World) -> None:
     def trained(**surroundings: Any) -> torch.nn.Module:
         model = retriever(world, epochs=6)
         examples = [example for q in (DIRECT, TWO_STEPS) if (example := model.training_example(q))]
-        train_paths(tiny_context(**surroundings, checkpoint_every=2), model, examples, model.options, tiny_optimiser())
+        train_paths(tiny_context(**surroundings, checkpoint_every=2), model, examples, model.options)
         return model.scorer
 
     uninterrupted = MemoryJournal()

@@ -22,7 +22,6 @@ from small_world import (
     killed_and_resumed,
     same_parameters,
     tiny_context,
-    tiny_optimiser,
 )
 
 from realmops.baselines import t5
@@ -64,7 +63,7 @@ def build(snapshot: Snapshot, seed: int = 0, **changes: Any) -> ClosedBook:
 @pytest.fixture(scope="module")
 def trained(world: World) -> ClosedBook:
     model = build(world.snapshot)
-    finetune(tiny_context(), model, ASKED, options(), tiny_optimiser())
+    finetune(tiny_context(), model, ASKED, options())
     return model
 
 
@@ -114,7 +113,7 @@ def spy_on(model: ClosedBook) -> Any:
 
 def test_pretraining_is_over_titles_and_bodies(world: World) -> None:
     spy = spy_on(build(world.snapshot))
-    pretrain(tiny_context(), spy, world.snapshot, options(steps=15), tiny_optimiser())
+    pretrain(tiny_context(), spy, world.snapshot, options(steps=15))
     texts, marks = set(), spy.sentinel_ids
     for inputs, target in spy.pairs:
         assert inputs[-1] == target[-1] == spy.eos_id == world.special.sep
@@ -130,7 +129,7 @@ def test_every_part_of_a_long_passage_is_drawn(world: World) -> None:
     """12 places: title, 10 pieces of the body from anywhere, and the end."""
     spy = spy_on(build(world.snapshot))
     with mock.patch.object(t5, "PASSAGE_WORDPIECES", 12):
-        pretrain(tiny_context(), spy, world.snapshot, options(steps=60), tiny_optimiser())
+        pretrain(tiny_context(), spy, world.snapshot, options(steps=60))
     [title], body = world.snapshot.title_tokens(3).tolist(), world.snapshot.body(3).tolist()
     texts = [restored(inputs[:-1], target[:-1], spy.sentinel_ids) for inputs, target in spy.pairs]
     parts = {tuple(text[1:]) for text in texts if text[0] == title and len(text) == 11}
@@ -190,7 +189,7 @@ def test_each_answer_of_a_question_is_drawn(world: World, monkeypatch: pytest.Mo
     spy = spy_on(build(world.snapshot))
     capital = Question("capital", "What is the capital of Norway?", ("Oslo", "Oslo in Norway"))
     monkeypatch.setattr(t5, "BATCH_SIZE", 2)
-    finetune(tiny_context(), spy, [capital, ASKED[1], ASKED[2]], options(epochs=20), tiny_optimiser())
+    finetune(tiny_context(), spy, [capital, ASKED[1], ASKED[2]], options(epochs=20))
     question = spy.encode_question(capital.question).tolist()
     drawn = [spy.decode(target.tolist()) for inputs, target in spy.pairs if inputs.tolist() == question]
     assert (len(spy.pairs), len(drawn)) == (60, 20)
@@ -244,7 +243,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(
     def process(**surroundings: Any) -> ClosedBook:
         chosen, model = options(init=init, epochs=3), build(world.snapshot, init=init)
         train, text = (pretrain, world.snapshot) if training == "pretrain" else (finetune, ASKED)
-        train(tiny_context(**surroundings, checkpoint_every=2), model, text, chosen, tiny_optimiser())  # type: ignore[operator]
+        train(tiny_context(**surroundings, checkpoint_every=2), model, text, chosen)  # type: ignore[operator]
         return model
 
     start, whole, journal = build(world.snapshot, init=init), MemoryCheckpoints(), MemoryJournal()
@@ -289,7 +288,7 @@ def test_a_published_t5_has_transformers_loss_and_is_saved_as_a_reader(world: Wo
         )
     assert model.sentinel_ids.tolist() == tokenizer.convert_tokens_to_ids(list(SENTINELS))
     with mock.patch.object(t5, "BATCH_SIZE", 6):
-        finetune(tiny_context(), model, ASKED, options(init=str(folder)), tiny_optimiser())
+        finetune(tiny_context(), model, ASKED, options(init=str(folder)))
     answers = model.answer(ASKED, batch_size=6)
     assert [answer.text for answer in answers] == [q.answers[0] for q in ASKED], "with capitals"
     model.save(tmp_path / "saved")

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from small_world import World, section, tiny_context, tiny_models, tiny_optimiser
+from small_world import World, section, tiny_context, tiny_models
 
 from realmops.answering.openqa import OpenQa
 from realmops.corpus.word_shape import WordShape, classify_word, classify_words
@@ -189,7 +189,7 @@ def test_untrained_features_change_nothing_until_they_learn(world: World) -> Non
     before = log_tokens(matching, world)
     assert torch.equal(before, log_tokens(plain, world))
     options = section("ict", reader_steps=3, reader_batch_size=4)
-    train_reader(tiny_context(), matching, world.snapshot, world.spans, options, tiny_optimiser(), 64)
+    train_reader(tiny_context(), matching, world.snapshot, world.spans, options, 64)
     assert bool(matching.matches.vectors.weight.any())
 
 

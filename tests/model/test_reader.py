@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_world import MemoryJournal, OneIndex, World, build_world, section, tiny_context, tiny_models, tiny_optimiser
+from small_world import MemoryJournal, OneIndex, World, build_world, section, tiny_context, tiny_models
 from torch import Tensor
 
 from realmops.model.packed import PackedBatch
@@ -318,7 +318,7 @@ def test_late_interaction_pre_trains_on_every_passage_of_the_batch(
         examples = Examples(world.snapshot, world.spans, chosen)
         realm = Realm(retriever, reader, world.snapshot, chosen, torch.float32)
         pretrain(
-            tiny_context(), realm, examples, tiny_optimiser(), OneIndex(world), evaluate=lambda index: {}, warn=print
+            tiny_context(), realm, examples, OneIndex(world), evaluate=lambda index: {}, warn=print
         )
         assert len(batches) == 3
         for batch, rows in batches:
@@ -338,7 +338,7 @@ def test_the_reader_learns_to_copy(world: World, copying: dict[str, bool], monke
     chosen = section("ict", reader_steps=30, reader_batch_size=8, reader_learning_rate=3e-3)
     _, reader = tiny_models(world, copying=copying)
     start, journal = {name: p.detach().clone() for name, p in reader.copy.named_parameters()}, MemoryJournal()
-    train_reader(tiny_context(journal=journal), reader, world.snapshot, world.spans, chosen, tiny_optimiser(), 64)
+    train_reader(tiny_context(journal=journal), reader, world.snapshot, world.spans, chosen, 64)
     loss = journal.values("loss")
     assert np.mean(loss[-5:]) < 0.9 * np.mean(loss[:5])
     assert len(start) == 4

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from small_project import stage, toy_values, write_params
-from small_world import PAPERS_READER, section, tiny_context, tiny_optimiser
+from small_world import PAPERS_READER, section, tiny_context
 
 from realmops.artifacts import digest_of, seed_for
 from realmops.corpus.snapshot_reader import Snapshot
@@ -115,10 +115,10 @@ def first_batches(snapshot: Snapshot, spans: Spans) -> dict[str, Any]:
             mock.patch.object(inverse_cloze, "Neighbours", NoNeighbours),
         ):
             if name == "ict":
-                inverse_cloze.train_retriever(context, retriever, snapshot, section("ict", **ICT), tiny_optimiser())
+                inverse_cloze.train_retriever(context, retriever, snapshot, section("ict", **ICT))
             else:
                 options = section("ict", **ICT)
-                inverse_cloze.train_reader(context, reader, snapshot, spans, options, tiny_optimiser(), 96)
+                inverse_cloze.train_reader(context, reader, snapshot, spans, options, 96)
         found[name] = seen.summary()
     seen = Seen(snapshot)
     embedding = torch.zeros(len(snapshot), 4)
@@ -132,7 +132,7 @@ def first_batches(snapshot: Snapshot, spans: Spans) -> dict[str, Any]:
         options = section("pretrain", **PRETRAIN, masking="salient")
         examples = Examples(snapshot, spans, options)
         realm = Realm(retriever, reader, snapshot, options, context.dtype)
-        arguments = (context, realm, examples, tiny_optimiser(), Source())
+        arguments = (context, realm, examples, Source())
         pretrain(*arguments, evaluate=lambda index: {}, warn=lambda message: None)
     found["pretrain"] = seen.summary()
     return found

@@ -12,7 +12,7 @@ import pytest
 import torch
 from small_open_qa import BORN, NEVER, PORT, cut, open_qa, options, span_scores
 from small_project import QUESTIONS
-from small_world import MemoryJournal, World, build_world, tiny_context, tiny_optimiser
+from small_world import MemoryJournal, World, build_world, tiny_context
 from torch import Tensor
 
 from realmops.answering.answer import Answer, ReadPassage, Span
@@ -110,7 +110,7 @@ def test_a_ranker_determines_the_passages_and_the_retriever_does_not_learn(world
     assert answers[0].log_prior == pytest.approx([math.log(1 / 3)] * 3)
     assert answers[1].log_prior == pytest.approx([math.log(1 / 2)] * 2)
     before = [p.clone() for p in model.retriever.parameters()]
-    finetune(tiny_context(), model, [BORN, PORT], options(), tiny_optimiser())
+    finetune(tiny_context(), model, [BORN, PORT], options())
     assert all(torch.equal(p, old) for p, old in zip(model.retriever.parameters(), before, strict=True))
 
 
@@ -129,7 +129,7 @@ def test_the_query_tower_alone_learns_from_judged_questions(world: World) -> Non
         relevant = [float(model.retriever.scale * query_E @ vectors[n]) for n in own]
     assert min(relevant) >= f[0], "the twelfth passage is another one"
     expected = math.log(sum(map(math.exp, f))) - math.log(sum(map(math.exp, relevant)))
-    train_query_tower(tiny_context(journal=journal), model, questions, chosen, tiny_optimiser())
+    train_query_tower(tiny_context(journal=journal), model, questions, chosen)
     losses = journal.values("early_loss")
     assert len(losses) == 15
     assert losses[0] == pytest.approx(expected / 2, rel=1e-3), "a question without a relevant passage counts 0"
@@ -339,7 +339,7 @@ def test_training_learns_the_answers(world: World) -> None:
     model, journal = open_qa(world, reader_candidates=5), MemoryJournal()
     before = model.passages.embedding_PE.clone()
     chosen = options(epochs=25, reader_candidates=5, retriever_learning_rate=3e-3, reader_learning_rate=3e-3)
-    finetune(tiny_context(journal=journal), model, questions, chosen, tiny_optimiser())
+    finetune(tiny_context(journal=journal), model, questions, chosen)
     lines = journal.lines()
     assert len(lines) == 25 * 3, "three batches of at most two an epoch"
     loss = journal.values("loss")
@@ -359,7 +359,7 @@ def test_each_epoch_shuffles_the_questions(world: World, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(module, "question_loss", spy)
     questions = [Question(str(i), "Where is it?", ("Oslo",)) for i in range(9)]
-    finetune(tiny_context(), model, questions, options(epochs=3, batch_size=4), tiny_optimiser())
+    finetune(tiny_context(), model, questions, options(epochs=3, batch_size=4))
     epochs = [seen[i : i + 9] for i in (0, 9, 18)]
     assert all(sorted(epoch) == [str(i) for i in range(9)] for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from small_readers import FAMILIES, write_reader
-from small_world import OneIndex, World, index_of, section, tiny_context, tiny_models, tiny_optimiser
+from small_world import OneIndex, World, index_of, section, tiny_context, tiny_models
 from torch import nn
 from transformers import BertConfig
 
@@ -79,14 +79,14 @@ def inverse_cloze(world: World, crops: int = 0, **model: Any) -> None:
     retriever, _ = tiny_models(world, **model)
     randomise(retriever)
     chosen = section("ict", crops=crops, batch_size=8, neighbours=2, removal=0.5)
-    ict.train_retriever(tiny_context(), retriever, world.snapshot, chosen, tiny_optimiser())
+    ict.train_retriever(tiny_context(), retriever, world.snapshot, chosen)
 
 
 def masked_words(world: World, **model: Any) -> None:
     _, reader = tiny_models(world, **model)
     randomise(reader)
     chosen = section("ict", reader_batch_size=8)
-    ict.train_reader(tiny_context(), reader, world.snapshot, world.spans, chosen, tiny_optimiser(), 60)
+    ict.train_reader(tiny_context(), reader, world.snapshot, world.spans, chosen, 60)
 
 
 def realm(
@@ -102,7 +102,7 @@ def realm(
     words = Bm25.of(world.snapshot) if hybrid else None
     joined = Realm(retriever, reader, world.snapshot, chosen, torch.float32, words)
     rest: dict[str, Any] = {"evaluate": lambda index: {}, "warn": print}
-    pretraining.pretrain(tiny_context(), joined, examples, tiny_optimiser(), OneIndex(world), **rest)
+    pretraining.pretrain(tiny_context(), joined, examples, OneIndex(world), **rest)
 
 
 def answers(
@@ -119,7 +119,7 @@ def answers(
         retriever.mixture = DEFAULT_FUSION_WEIGHTS
     words = Bm25.of(world.snapshot) if hybrid else None
     asked = OpenQa(retriever, reader, world.snapshot, index, chosen, FP32, ranker, words)
-    fine_tuning.finetune(tiny_context(), asked, QUESTIONS, chosen, tiny_optimiser())
+    fine_tuning.finetune(tiny_context(), asked, QUESTIONS, chosen)
 
 
 def by_passages(world: World, **model: Any) -> None:
@@ -127,7 +127,7 @@ def by_passages(world: World, **model: Any) -> None:
     randomise(retriever)
     chosen = section("finetune", retriever_batch_size=3, **LENGTHS)
     positives = group_by_passage([[0], [3], [8]])
-    arguments = retriever, world.snapshot, QUESTIONS, positives, chosen, tiny_optimiser()
+    arguments = retriever, world.snapshot, QUESTIONS, positives, chosen
     in_batch_negatives.train_by_passages(tiny_context(), *arguments)
 
 
@@ -136,7 +136,7 @@ def train_reader(model: SpanAnswers, share: float) -> None:
     examples = trainer.examples(QUESTIONS, 12)
     assert len(examples) == 3
     with mock.patch.object(reader_training, "NEGATIVES_FROM", share):
-        trainer.train(tiny_context(), examples, model.options, tiny_optimiser())
+        trainer.train(tiny_context(), examples, model.options)
 
 
 def in_windows(world: World, *, freeze_words: bool = False, share: float = 0.0, **model: Any) -> None:
@@ -166,7 +166,7 @@ def tags(world: World) -> None:
     bert, _ = build_encoder("small", options, world.snapshot.tokenizer.get_vocab_size(), 0)
     model = Tagger(bert, tag_names(TAGGED))
     randomise(model)
-    train_tagger(tiny_context(), model, TAGGED, world.snapshot.tokenizer, section("tag"), tiny_optimiser(), 0.3)
+    train_tagger(tiny_context(), model, TAGGED, world.snapshot.tokenizer, section("tag"), 0.3)
 
 
 def paths(world: World) -> None:
@@ -176,7 +176,7 @@ def paths(world: World) -> None:
     randomise(model.scorer)
     lessons = [lesson for question in QUESTIONS if (lesson := model.training_example(question))]
     assert any(lesson.linked for lesson in lessons)
-    path.train_paths(tiny_context(), model, lessons, chosen, tiny_optimiser())
+    path.train_paths(tiny_context(), model, lessons, chosen)
 
 
 def t5(world: World, train: Callable[..., int]) -> None:
@@ -185,7 +185,7 @@ def t5(world: World, train: Callable[..., int]) -> None:
     model = ClosedBook.build(chosen, world.snapshot, shape, 0)
     randomise(model.net)
     text = world.snapshot if train is closed_book.pretrain else QUESTIONS
-    train(tiny_context(), model, text, chosen, tiny_optimiser())
+    train(tiny_context(), model, text, chosen)
 
 
 COPIES, APART = {"copies": True, "apart": False}, {"copies": True, "apart": True}
@@ -252,7 +252,7 @@ def test_every_trained_parameter_has_a_gradient_above_rounding(
     module, train, options = TRAININGS[training]
     trained: list[BertAdamW] = []
 
-    def one_step(context: TrainingContext, groups: list[Group], options: Any, step_loss: Any, **rest: Any) -> int:
+    def one_step(context: TrainingContext, groups: list[Group], step_loss: Any, **rest: Any) -> int:
         if "at_step" in rest:
             rest["at_step"](0)
         loss, _ = step_loss(0)

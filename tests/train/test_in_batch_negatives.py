@@ -20,7 +20,6 @@ from small_world import (
     section,
     tiny_context,
     tiny_models,
-    tiny_optimiser,
 )
 from torch import Tensor
 
@@ -106,7 +105,7 @@ def slow_loss(world: World, retriever: Retriever, rows: list[int], chosen: Finet
 def train(world: World, chosen: Finetune, **changes: Any) -> tuple[Retriever, MemoryJournal]:
     retriever, _ = tiny_models(world, dropout=changes.pop("dropout", 0.0), seed=changes.pop("start", 0))
     context = tiny_context(**{"journal": MemoryJournal(), "checkpoint_every": 2, **changes})
-    arguments = retriever, world.snapshot, QUESTIONS, POSITIVES, chosen, tiny_optimiser()
+    arguments = retriever, world.snapshot, QUESTIONS, POSITIVES, chosen
     train_by_passages(context, *arguments)
     assert isinstance(context.journal, MemoryJournal)
     return retriever, context.journal
@@ -134,7 +133,7 @@ def test_a_passage_with_many_questions_gets_a_sample_of_them(world: World, monke
     monkeypatch.setattr(module, "MOST_QUESTIONS", 1)
     queries: list[int] = []
 
-    def batches(context: TrainingContext, groups: Any, options: Any, step_loss: Any, **rest: Any) -> int:
+    def batches(context: TrainingContext, groups: Any, step_loss: Any, **rest: Any) -> int:
         for step in range(40):
             step_loss(step)
         return 0
@@ -180,7 +179,7 @@ def test_the_mean_loss_of_processes_is_that_of_the_batch(
     monkeypatch.setattr(module, "passage_batches", lambda *_: lambda step: rows)
     losses: list[float] = []
 
-    def one_step(context: TrainingContext, groups: Any, options: Any, step_loss: Any, **rest: Any) -> int:
+    def one_step(context: TrainingContext, groups: Any, step_loss: Any, **rest: Any) -> int:
         losses.append(step_loss(0)[0].item())
         return 0
 
@@ -233,7 +232,7 @@ def test_each_refreshed_index_provides_hard_negatives(world: World) -> None:
     losses = []
     for source, count in ((Source(), 1.0), (None, 0.0)):
         journal, (retriever, _) = MemoryJournal(), tiny_models(world)
-        data = (world.snapshot, QUESTIONS, POSITIVES, options(retriever_refresh_every=2), tiny_optimiser())
+        data = (world.snapshot, QUESTIONS, POSITIVES, options(retriever_refresh_every=2))
         train_by_passages(tiny_context(journal=journal), retriever, *data, source)
         assert journal.values("hard_negatives") == [count] * 6
         losses.append(journal.values("loss")[0])

@@ -16,7 +16,6 @@ from small_world import (
     section,
     tiny_context,
     tiny_models,
-    tiny_optimiser,
 )
 from torch import Tensor
 
@@ -170,8 +169,8 @@ def test_both_trainings_learn(world: World) -> None:
     """30 steps of the retriever, whose accuracies are logged where there is something to log, and 60 of the reader."""
     retriever, reader = tiny_models(world)
     journal, second = MemoryJournal(), MemoryJournal()
-    train_retriever(tiny_context(journal=journal), retriever, world.snapshot, options(), tiny_optimiser())
-    text = (world.snapshot, world.spans, options(reader_steps=60), tiny_optimiser(), 64)
+    train_retriever(tiny_context(journal=journal), retriever, world.snapshot, options())
+    text = (world.snapshot, world.spans, options(reader_steps=60), 64)
     train_reader(tiny_context(journal=second), reader, *text)
     for loss, share in ((journal.values("loss"), 0.7), (second.values("loss"), 0.8)):
         assert np.mean(loss[-5:]) < share * np.mean(loss[:5])
@@ -197,7 +196,7 @@ def test_the_first_loss_equals_the_slow_one(world: World, head: str, task: dict[
                 f = np.array([float(retriever.scale * query @ document) for document in documents])
                 losses.append(-np.log(np.exp(f[own] - f.max()) / np.exp(f - f.max()).sum()))
     journal = MemoryJournal()
-    train_retriever(dataclasses.replace(context, journal=journal), retriever, world.snapshot, chosen, tiny_optimiser())
+    train_retriever(dataclasses.replace(context, journal=journal), retriever, world.snapshot, chosen)
     assert journal.values("loss") == pytest.approx([np.mean(losses)], rel=1e-4)
 
 
@@ -235,7 +234,7 @@ def seen_examples(world: World, held_out: Sequence[int] = ()) -> list[tuple[np.n
     _, reader = tiny_models(world)
     spy = Spy(reader.bert, reader.masked_words)
     spy.seen = []
-    train_reader(tiny_context(), spy, world.snapshot, world.spans, options(), tiny_optimiser(), 64, held_out)
+    train_reader(tiny_context(), spy, world.snapshot, world.spans, options(), 64, held_out)
     return spy.seen
 
 

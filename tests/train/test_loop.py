@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load
-from small_world import Killed, MemoryCheckpoints, MemoryJournal, same_parameters, tiny_context, tiny_optimiser
+from small_world import Killed, MemoryCheckpoints, MemoryJournal, same_parameters, tiny_context
 from torch import Tensor, nn
 
 from realmops.options import epoch_steps
@@ -83,7 +83,7 @@ def train(
 
     groups = [Group("inner", model.inner, 0.1, delay), Group("outer", model.outer, 0.05)]
     surroundings = tiny_context(checkpoints=checkpoints, journal=journal, **context)
-    fit(surroundings, groups, tiny_optimiser(), step_loss, steps=STEPS, checkpoint_every=EVERY, at_step=at_step)
+    fit(surroundings, groups, step_loss, steps=STEPS, checkpoint_every=EVERY, at_step=at_step)
     return model, begun
 
 
@@ -178,7 +178,7 @@ def fit_all(model: Net, loss: Callable[[int], Tensor], steps: int = STEPS, rate:
         return loss(step), DeferredMetrics((), dict)
 
     groups, every = [Group("all", model, rate)], context.pop("every", EVERY)
-    fit(tiny_context(**context), groups, tiny_optimiser(), step_loss, steps=steps, checkpoint_every=every)
+    fit(tiny_context(**context), groups, step_loss, steps=steps, checkpoint_every=every)
 
 
 def test_no_steps_change_nothing() -> None:

@@ -20,7 +20,6 @@ from small_world import (
     section,
     tiny_context,
     tiny_models,
-    tiny_optimiser,
 )
 from torch import Tensor
 
@@ -314,7 +313,6 @@ def run(
         surroundings,
         Realm(retriever, reader, world.snapshot, chosen, FP32),
         Examples(world.snapshot, world.spans, chosen),
-        tiny_optimiser(),
         source,
         evaluate=lambda index: {"recall_at_5": index.step / 100},
         warn=warnings.append,

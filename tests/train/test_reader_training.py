@@ -22,7 +22,6 @@ from small_world import (
     section,
     tiny_context,
     tiny_models,
-    tiny_optimiser,
 )
 
 from realmops.answering.extractive import ExtractiveQa
@@ -298,7 +297,7 @@ def train(
 ) -> Any:
     trainer = trainer_of(kind, world, folder, range(12), epochs=epochs, batch_size=batch_size, dropout=dropout)
     context = tiny_context(**{"journal": MemoryJournal(), "checkpoint_every": 2, **changes})
-    trainer.train(context, trainer.examples(QUESTIONS, 12), trainer.base.options, tiny_optimiser())
+    trainer.train(context, trainer.examples(QUESTIONS, 12), trainer.base.options)
     return trainer.base, context.journal
 
 
@@ -328,7 +327,7 @@ def test_processes_draw_the_windows_of_one(world: World, folder: Path, monkeypat
     """Five questions over two processes: the mean of their losses is the loss of the batch."""
     losses: dict[int, list[float]] = {}
 
-    def one_step(context: Any, groups: Any, options: Any, step_loss: Any, **rest: Any) -> int:
+    def one_step(context: Any, groups: Any, step_loss: Any, **rest: Any) -> int:
         losses.setdefault(context.processes.size, []).append(step_loss(1)[0].item())
         return 0
 

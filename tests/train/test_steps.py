@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from elsewhere import ELSEWHERE, Counts, recorded
-from small_world import World, embed_documents, section, tiny_context, tiny_models, tiny_optimiser
+from small_world import World, embed_documents, section, tiny_context, tiny_models
 
 from realmops.answering.openqa import OpenQa
 from realmops.devices import to_device, to_host
@@ -98,7 +98,7 @@ def pretraining(world: World, kind: Kind, batch: int) -> list[Counts]:
         realm = Realm(retriever.to(ELSEWHERE), reader.to(ELSEWHERE), world.snapshot, chosen, FP32)
         context = tiny_context(device=ELSEWHERE, progress=Steps(counts))
         examples = Examples(world.snapshot, world.spans, chosen)
-        pretrain(context, realm, examples, tiny_optimiser(), Once(world), evaluate=lambda index: {}, warn=print)
+        pretrain(context, realm, examples, Once(world), evaluate=lambda index: {}, warn=print)
     return context.progress.steps[2:]  # type: ignore[attr-defined]
 
 
@@ -118,7 +118,7 @@ def finetuning(world: World, kind: Kind, batch: int) -> list[Counts]:
         retriever.mixture = DEFAULT_FUSION_WEIGHTS if kind.hybrid else retriever.mixture
         model = OpenQa(retriever, reader.to(ELSEWHERE), world.snapshot, passages, chosen, FP32, bm25=words)
         context = tiny_context(device=ELSEWHERE, progress=Steps(counts))
-        finetune(context, model, questions, chosen, tiny_optimiser())
+        finetune(context, model, questions, chosen)
     return context.progress.steps[2:]  # type: ignore[attr-defined]
 
 

@@ -27,7 +27,7 @@ from realmops.model.encoder_files import cpu_state, encoder_from_description
 from realmops.model.likelihood import marginal_span_loss
 from realmops.model.packed import PackedBatch
 from realmops.model.sequences import SpecialTokens, join_reader
-from realmops.options import Finetune, Optimiser
+from realmops.options import Finetune
 from realmops.questions.answer_matching import contains_answer
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import Question
@@ -202,7 +202,6 @@ def train_paths(
     retriever: PathRetriever,
     lessons: Sequence[PathExample],
     options: Finetune,
-    optimiser: Optimiser,
 ) -> None:
     """Train the scorer with the reader's epochs, batch size and learning rate."""
 
@@ -212,6 +211,6 @@ def train_paths(
 
     groups = [Group("scorer", retriever.scorer, options.reader_learning_rate)]
     fit_epochs(
-        context, groups, optimiser, lessons, whole_batch, loss,
+        context, groups, lessons, whole_batch, loss,
         batch_size=options.batch_size, epochs=options.epochs,
     )  # fmt: skip

@@ -35,7 +35,7 @@ from realmops.model.transformers_models import (
     load_transformers_model,
     save_transformers_model,
 )
-from realmops.options import ClosedBookOptions, Optimiser
+from realmops.options import ClosedBookOptions
 from realmops.questions.question_sets import Question
 from realmops.train.loop import DeferredMetrics, LossAndMetrics, TrainingContext, fit, fit_epochs
 from realmops.train.optimiser import Group
@@ -205,9 +205,7 @@ def _random_partition(total: int, count: int, rng: np.random.Generator) -> np.nd
     return np.diff(borders, prepend=0, append=total)
 
 
-def pretrain(
-    context: TrainingContext, model: ClosedBook, snapshot: Snapshot, options: ClosedBookOptions, optimiser: Optimiser
-) -> None:
+def pretrain(context: TrainingContext, model: ClosedBook, snapshot: Snapshot, options: ClosedBookOptions) -> None:
     """Pre-train by span corruption on title and body of random passages, long bodies cropped at random."""
 
     def passage(number: int, rng: np.random.Generator) -> np.ndarray:
@@ -225,7 +223,7 @@ def pretrain(
         return model.loss(inputs, targets, context.dtype)
 
     groups = [Group("closed_book", model.net.to(context.device), LEARNING_RATE)]
-    fit(context, groups, optimiser, step_loss, steps=options.steps)
+    fit(context, groups, step_loss, steps=options.steps)
 
 
 def drop_regex_questions(questions: Sequence[Question]) -> list[Question]:
@@ -244,7 +242,6 @@ def finetune(
     model: ClosedBook,
     questions: Sequence[Question],
     options: ClosedBookOptions,
-    optimiser: Optimiser,
 ) -> None:
     """Fine-tune on pairs of a question and an answer, drawn at random in each epoch."""
     pairs = [(model.encode_question(q.question), [*map(model.encode_target, q.answers)]) for q in questions]
@@ -258,7 +255,7 @@ def finetune(
 
     groups = [Group("closed_book", model.net.to(context.device), LEARNING_RATE)]
     fit_epochs(
-        context, groups, optimiser, pairs, draw, loss,
+        context, groups, pairs, draw, loss,
         batch_size=BATCH_SIZE, epochs=options.epochs,
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.spans import Spans
 from realmops.devices import device_and_dtype, resolve_device
 from realmops.model.retriever import Retriever, Tower
-from realmops.options import IndexOptions, RunOptions
+from realmops.options import IndexOptions, Optimiser, RunOptions
 from realmops.questions.answer_matching import MATCH_SECONDS, compile_expression
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import Question, assign_languages, read_questions
@@ -69,6 +69,7 @@ class StageTrainings:
             FolderCheckpoints(job.work / stream),
             job.journal,
             job.report.progress(label, steps),
+            job.section(Optimiser),
             prefix,
             self.steps,
             process_group(),

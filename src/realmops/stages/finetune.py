@@ -26,7 +26,7 @@ from realmops.model.build import add_span_head
 from realmops.model.extractive_reader import ExtractiveReader
 from realmops.model.reader import SPAN_WIDTH
 from realmops.model.reader_files import load_models
-from realmops.options import ENCODER, NO_READER, ClosedBookOptions, Finetune, Optimiser, RunOptions, epoch_steps
+from realmops.options import ENCODER, NO_READER, ClosedBookOptions, Finetune, RunOptions, epoch_steps
 from realmops.process import configure_malloc
 from realmops.questions.question_sets import Question, rows_of_people
 from realmops.search.approximate import ApproximateIndex, unwrap_approximate
@@ -94,7 +94,7 @@ def _open_qa(
     if kind is not OpenQa and finder.passages is not None and options.retriever_training == "queries":
         steps = epoch_steps(len(questions), options.retriever_batch_size, options.retriever_epochs)
         context = trainings.context(dtype, "query", steps, "query tower", "query_")
-        train_query_tower(context, model, questions, options, job.section(Optimiser))
+        train_query_tower(context, model, questions, options)
     if model.hybrid:
         retriever.mixture = fit_weights_on_questions(model, held_out)
         configure_malloc()
@@ -139,10 +139,10 @@ def _learn_to_read(trainings: StageTrainings, model: RetrieveAndRead, questions:
     """Train the reader by ``finetune.reader_training``; return the number of questions with evidence as a metric."""
     if not isinstance(model, SpanAnswers):
         return {}
-    job, options, optimiser = trainings.job, model.options, trainings.job.section(Optimiser)
+    job, options = trainings.job, model.options
     model.reader.word_vectors.requires_grad_(not options.freeze_words)
     if isinstance(model, OpenQa) and options.reader_training == "passages":
-        finetune(_reading_context(trainings, model.dtype, len(questions)), model, questions, options, optimiser)
+        finetune(_reading_context(trainings, model.dtype, len(questions)), model, questions, options)
         return {}
     trainer = reader_trainer(model)
     examples = trainer.examples(questions, EVIDENCE_DEPTH, job.report.progress("evidence", len(questions)))
@@ -151,7 +151,7 @@ def _learn_to_read(trainings: StageTrainings, model: RetrieveAndRead, questions:
             f"no training question has an answer in its top {EVIDENCE_DEPTH} passages, so the reader cannot be trained "
             "on them; check that questions.train belongs to these documents, or set finetune.epochs=0"
         )
-    trainer.train(_reading_context(trainings, model.dtype, len(examples)), examples, options, optimiser)
+    trainer.train(_reading_context(trainings, model.dtype, len(examples)), examples, options)
     return {"questions_with_evidence": len(examples)}
 
 
@@ -169,13 +169,13 @@ def _closed_book(
     options, seed = job.section(ClosedBookOptions), job.section(RunOptions).seed
     reader = load_models(job.inputs.get("ict", job.inputs["pretrain"]), snapshot.vocabulary_hash)[1]
     model = t5.ClosedBook.build(options, snapshot, reader.encoder.model.config, seed)
-    usable, optimiser = t5.drop_regex_questions(questions), job.section(Optimiser)
+    usable = t5.drop_regex_questions(questions)
     dtype = device_and_dtype(job.section(RunOptions), model.net)[1]
     corruption = trainings.context(dtype, "span_corruption", options.steps, "span corruption", "corrupted_")
-    t5.pretrain(corruption, model, snapshot, options, optimiser)
+    t5.pretrain(corruption, model, snapshot, options)
     steps = epoch_steps(len(usable), t5.BATCH_SIZE, options.epochs)
     answering = trainings.context(dtype, "closed_book", steps, "fine-tuning")
-    t5.finetune(answering, model, usable, options, optimiser)
+    t5.finetune(answering, model, usable, options)
     if not process_group().is_main_process:
         return FineTuned(model, [], {})
     answers = model.answer(held_out, progress=job.report.progress("dev questions", len(held_out)))

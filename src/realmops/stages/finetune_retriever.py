@@ -19,7 +19,7 @@ from realmops.model.extractive_reader import ExtractiveReader, load_extractive_r
 from realmops.model.reader import Reader
 from realmops.model.reader_files import load_models
 from realmops.model.retriever import DENSE_ONLY, Retriever
-from realmops.options import ENCODER, NO_READER, Finetune, IndexOptions, Optimiser, RunOptions, epoch_steps
+from realmops.options import ENCODER, NO_READER, Finetune, IndexOptions, RunOptions, epoch_steps
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import JUDGED_RULE, Question
 from realmops.questions.relevance import RelevantPassages
@@ -143,7 +143,7 @@ def _train_paths(
         bar(1)
     steps = epoch_steps(len(walks), options.batch_size, options.epochs)
     context = trainings.context(path.dtype, "paths", steps, "paths", "path_")
-    train_paths(context, path, walks, options, job.section(Optimiser))
+    train_paths(context, path, walks, options)
     return path, len(walks)
 
 
@@ -157,7 +157,7 @@ def _train_by_passages(
     steps = epoch_steps(len(positives), options.retriever_batch_size, options.retriever_epochs)
     dtype = device_and_dtype(job.section(RunOptions), retriever)[1]
     context = trainings.context(dtype, "retriever", steps, "retriever", "retriever_")
-    data = (questions, positives, options, job.section(Optimiser))
+    data = (questions, positives, options)
     with _with_refresh(job, context, retriever, snapshot, steps) as (context, source):
         train_by_passages(context, retriever, snapshot, *data, source)
     return len(positives)

@@ -10,7 +10,7 @@ from realmops.model.reader import Reader
 from realmops.model.reader_files import save_models
 from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, Retriever
 from realmops.model.retriever_files import TextFormat
-from realmops.options import ENCODER, BertOptions, Ict, Optimiser, ReaderOptions, RetrieverOptions, RunOptions
+from realmops.options import ENCODER, BertOptions, Ict, ReaderOptions, RetrieverOptions, RunOptions
 from realmops.stages import READER_SHAPE, Job
 from realmops.stages.common import StageTrainings, open_snapshot, open_spans
 from realmops.train.held_out_sentences import held_out_rows
@@ -49,10 +49,9 @@ def run(job: Job) -> dict[str, Any]:
     device, dtype = device_and_dtype(run_options, retriever)
     reader_dtype = device_and_dtype(run_options, reader)[1]
     reader.to(device).train()
-    optimiser = job.section(Optimiser)
     trainings = StageTrainings(job)
     context = trainings.context(dtype, "ict", options.steps, "inverse cloze task")
-    train_retriever(context, retriever, corpus, options, optimiser)
+    train_retriever(context, retriever, corpus, options)
     if spans is not None:
         context = trainings.context(reader_dtype, "warm_start", options.reader_steps, "reader's warm start", "reader_")
         held_out = (
@@ -64,7 +63,6 @@ def run(job: Job) -> dict[str, Any]:
             text,
             spans,
             options,
-            optimiser,
             job.option("pretrain.reader_wordpieces"),
             held_out,
             job.work,

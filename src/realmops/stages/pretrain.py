@@ -15,7 +15,7 @@ from realmops.journal import JournalValues
 from realmops.model.reader_files import copy_models, load_models, save_models
 from realmops.model.retriever import Retriever
 from realmops.model.retriever_files import TextFormat
-from realmops.options import IndexOptions, Optimiser, Pretrain, RunOptions
+from realmops.options import IndexOptions, Pretrain, RunOptions
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import answers_are_regex
 from realmops.questions.relevance import RelevantPassages
@@ -95,8 +95,7 @@ def run(job: Job) -> dict[str, Any]:
     )
     place = (job.work, job.report.log)
     with open_exchange(context, refresh, snapshot, retriever, passages, *place) as (context, source):
-        optimiser = job.section(Optimiser)
-        pretrain(context, realm, examples, optimiser, source, evaluate=measure, warn=job.report.warn)
+        pretrain(context, realm, examples, source, evaluate=measure, warn=job.report.warn)
     if not context.processes.is_main_process:
         return {}
     final = _final_index(job, retriever, snapshot, options.steps)

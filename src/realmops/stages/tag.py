@@ -11,7 +11,7 @@ from realmops.artifacts import seed_for
 from realmops.corpus.phrases import Entity, find_phrases_and_dates
 from realmops.corpus.snapshot_reader import GIVEN_SPANS, Snapshot
 from realmops.corpus.spans import Spans, SpansWriter
-from realmops.options import BertOptions, Optimiser, RunOptions, Tag
+from realmops.options import BertOptions, RunOptions, Tag
 from realmops.stages import INIT, Job
 from realmops.train.conll import entity_scores, read_conll
 
@@ -60,7 +60,7 @@ def _train(job: Job, options: Tag) -> tuple[Tagger, dict[str, Any]]:
     tagger.to(device)
     context = StageTrainings(job).context(dtype, "tag", options.steps, "tagger")
     hidden = HIDDEN_SMALL if job.option(INIT) == "small" else HIDDEN
-    train_tagger(context, tagger, training, snapshot.tokenizer, options, job.section(Optimiser), hidden)
+    train_tagger(context, tagger, training, snapshot.tokenizer, options, hidden)
     if not context.processes.is_main_process:
         return tagger, {}
     predicted = predict_words(tagger, held_out, snapshot.tokenizer, dtype)

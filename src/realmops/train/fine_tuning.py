@@ -20,7 +20,7 @@ from realmops.answering.retrieval import RetrieveAndRead
 from realmops.devices import to_device
 from realmops.model.likelihood import hard_em_span_loss, marginal_span_loss
 from realmops.model.retriever import FusionWeights
-from realmops.options import Finetune, Optimiser
+from realmops.options import Finetune
 from realmops.questions.question_sets import Question
 from realmops.search.hybrid import fit_fusion_weights
 from realmops.train.loop import DeferredMetrics, LossAndMetrics, TrainingContext, fit_epochs, whole_batch
@@ -104,9 +104,7 @@ def by_group(logit_S: Tensor, gold_S: Tensor, group_S: np.ndarray, count: int) -
     return logit_BW.view(count, width), gold_BW.view(count, width)
 
 
-def finetune(
-    context: TrainingContext, model: OpenQa, questions: Sequence[Question], options: Finetune, optimiser: Optimiser
-) -> None:
+def finetune(context: TrainingContext, model: OpenQa, questions: Sequence[Question], options: Finetune) -> None:
     """Train query tower and reader; every epoch shuffles the questions."""
 
     def loss(batch: Sequence[Question]) -> LossAndMetrics:
@@ -118,7 +116,7 @@ def finetune(
     if model.ranker is None:
         groups.insert(0, Group("query", model.retriever.query, options.retriever_learning_rate))
     fit_epochs(
-        context, groups, optimiser, questions, whole_batch, loss,
+        context, groups, questions, whole_batch, loss,
         batch_size=options.batch_size, epochs=options.epochs,
     )  # fmt: skip
 
@@ -128,7 +126,6 @@ def train_query_tower(
     model: RetrieveAndRead,
     questions: Sequence[Question],
     options: Finetune,
-    optimiser: Optimiser,
 ) -> None:
     """Train the query tower alone by the early loss, with the top passages of the whole index as negatives.
 
@@ -142,7 +139,7 @@ def train_query_tower(
 
     groups = [Group("query", model.retriever.query, options.retriever_learning_rate)]
     fit_epochs(
-        context, groups, optimiser, questions, whole_batch, loss, batch_size=options.retriever_batch_size,
+        context, groups, questions, whole_batch, loss, batch_size=options.retriever_batch_size,
         epochs=options.retriever_epochs,
     )  # fmt: skip
 

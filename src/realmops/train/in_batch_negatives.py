@@ -19,7 +19,7 @@ from realmops.devices import autocast, to_device
 from realmops.model.likelihood import in_batch_loss
 from realmops.model.packed import PackedBatch
 from realmops.model.retriever import Retriever
-from realmops.options import Finetune, Optimiser, epoch_steps
+from realmops.options import Finetune, epoch_steps
 from realmops.questions.question_sets import Question
 from realmops.questions.relevance import RelevantPassages
 from realmops.search.embed import document_sequences, embed, query_sequences, text_queries
@@ -68,7 +68,6 @@ def train_by_passages(
     questions: Sequence[Question],
     positives: Positives,
     options: Finetune,
-    optimiser: Optimiser,
     source: IndexSource | None = None,
 ) -> None:
     """Train the retriever by softmax of each question's passage among all passages of the batch.
@@ -128,7 +127,7 @@ def train_by_passages(
     groups = [Group("retriever", retriever, options.retriever_learning_rate)]
     steps = epoch_steps(len(passages), options.retriever_batch_size, options.retriever_epochs)
     every = None if source is None else options.retriever_refresh_every
-    fit(context, groups, optimiser, step_loss, steps=steps, checkpoint_every=every, at_step=at_step)
+    fit(context, groups, step_loss, steps=steps, checkpoint_every=every, at_step=at_step)
 
 
 def hard_negatives(

@@ -24,7 +24,7 @@ from realmops.model.packed import PackedBatch
 from realmops.model.reader import MaskedSentences, Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import SpecialTokens, join_document, join_query
-from realmops.options import Ict, Optimiser
+from realmops.options import Ict
 from realmops.search.bm25 import Bm25
 from realmops.search.bm25_writer import write_bm25
 from realmops.train.loop import DeferredMetrics, LossAndMetrics, TrainingContext, fit
@@ -104,9 +104,7 @@ def cloze_batch(count: int, batch_size: int, neighbours: int, rng: np.random.Gen
     return passages[passages < count][:batch_size]
 
 
-def train_retriever(
-    context: TrainingContext, retriever: Retriever, snapshot: Snapshot, options: Ict, optimiser: Optimiser
-) -> None:
+def train_retriever(context: TrainingContext, retriever: Retriever, snapshot: Snapshot, options: Ict) -> None:
     """Train the retriever by the inverse cloze task, with the passages of all processes as in-batch negatives.
 
     Logs the accuracy for queries that were removed from their passage and for those that were kept.
@@ -142,7 +140,7 @@ def train_retriever(
         return in_batch_loss(relevance_QN, own_Q).mean(), DeferredMetrics([relevance_QN.argmax(-1) == own_Q], metrics)
 
     groups = [Group("retriever", retriever, options.learning_rate)]
-    fit(context, groups, optimiser, step_loss, steps=options.steps)
+    fit(context, groups, step_loss, steps=options.steps)
 
 
 RANDOM_MASKS = 0.15  # fraction of the wordpieces of x that are masked in addition to the salient span
@@ -174,7 +172,6 @@ def train_reader(
     snapshot: Snapshot,
     spans: Spans,
     options: Ict,
-    optimiser: Optimiser,
     limit: int,
     held_out: Sequence[int] = (),
     work: Path | None = None,
@@ -229,4 +226,4 @@ def train_reader(
     groups = [Group("reader", reader, options.reader_learning_rate)]
     with TemporaryDirectory(prefix="realmops-", dir=work) as folder:
         neighbours = Neighbours(snapshot, Path(folder) / "neighbours")
-        fit(context, groups, optimiser, step_loss, steps=options.reader_steps)
+        fit(context, groups, step_loss, steps=options.reader_steps)

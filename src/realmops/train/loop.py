@@ -5,7 +5,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -78,6 +78,7 @@ class TrainingContext:
     checkpoints: Checkpoints
     journal: Journal
     progress: Callable[[int], None]
+    optimiser: Optimiser = field(default_factory=Optimiser)
     prefix: str = ""  # of metric names
     first_step: int = 0  # the first step's number in the journal
     processes: ProcessGroup = SINGLE_PROCESS
@@ -106,7 +107,6 @@ LossAndMetrics = tuple[Tensor, DeferredMetrics]
 def fit(
     context: TrainingContext,
     groups: list[Group],
-    options: Optimiser,
     step_loss: Callable[[int], LossAndMetrics],
     *,
     steps: int,
@@ -122,8 +122,8 @@ def fit(
     Raises:
         ValueError: in all processes, at the first step whose loss or gradient is not finite.
     """
-    optimiser = BertAdamW(groups, bias_correction=options.bias_correction)
-    ramp = max(options.ramp_share * steps, min(RAMP_STEPS[0], steps // 2))
+    optimiser = BertAdamW(groups, bias_correction=context.optimiser.bias_correction)
+    ramp = max(context.optimiser.ramp_share * steps, min(RAMP_STEPS[0], steps // 2))
     schedule = Schedule(steps, int(min(RAMP_STEPS[1], ramp)))
     processes = context.processes
     start, position = _restore(context, optimiser) if processes.is_main_process else (0, 0)
@@ -176,7 +176,6 @@ def fit(
 def fit_epochs(
     context: TrainingContext,
     groups: list[Group],
-    options: Optimiser,
     items: Sequence[T],
     draw: Callable[[Sequence[T], int], Sequence[U]],
     loss: Callable[[Sequence[U]], LossAndMetrics],
@@ -203,7 +202,7 @@ def fit_epochs(
         return weight * mean_loss, metrics
 
     steps = epoch_steps(len(items), batch_size, epochs)
-    fit(context, groups, options, step_loss, steps=steps)
+    fit(context, groups, step_loss, steps=steps)
 
 
 def whole_batch(batch: Sequence[T], step: int) -> Sequence[T]:

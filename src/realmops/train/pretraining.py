@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.options import Optimiser, Pretrain
+from realmops.options import Pretrain
 from realmops.search.bm25 import Bm25
 from realmops.search.embed import embed, embed_on_device, query_sequences
 from realmops.search.exact import exact_index
@@ -141,7 +141,6 @@ def pretrain(
     context: TrainingContext,
     realm: Realm,
     examples: Examples,
-    optimiser: Optimiser,
     source: IndexSource,
     *,
     evaluate: Callable[[Index], dict[str, float]],
@@ -204,7 +203,7 @@ def pretrain(
         Group("reader", reader, options.reader_learning_rate),
     ]
     every = options.refresh_every
-    fit(context, groups, optimiser, step_loss, steps=options.steps, checkpoint_every=every, at_step=at_step)
+    fit(context, groups, step_loss, steps=options.steps, checkpoint_every=every, at_step=at_step)
 
 
 def _change(old: Index, new: Index, examples: Examples, realm: Realm, context: TrainingContext) -> float:

@@ -19,7 +19,7 @@ from realmops.answering.openqa import OpenQa
 from realmops.answering.span_answers import SpanAnswers
 from realmops.devices import autocast, to_device
 from realmops.model.likelihood import marginal_span_loss
-from realmops.options import Finetune, Optimiser, epoch_steps
+from realmops.options import Finetune, epoch_steps
 from realmops.questions.answer_matching import answer_token_spans, matched_spans
 from realmops.questions.question_sets import Question
 from realmops.search.embed import Progress, no_progress
@@ -121,9 +121,7 @@ class ReaderTrainer(ABC):
             windows.append(Window(passage, begin, min(begin + size, length), relevance, inside))
         return windows
 
-    def train(
-        self, context: TrainingContext, examples: Sequence[ReaderExample], options: Finetune, optimiser: Optimiser
-    ) -> None:
+    def train(self, context: TrainingContext, examples: Sequence[ReaderExample], options: Finetune) -> None:
         steps = epoch_steps(len(examples), options.batch_size, options.epochs)
 
         def draw(batch: Sequence[ReaderExample], step: int) -> list[Drawn]:
@@ -139,7 +137,7 @@ class ReaderTrainer(ABC):
             Group("reader", self.base.reader, options.reader_learning_rate),
         ]
         fit_epochs(
-            context, groups, optimiser, examples, draw, loss,
+            context, groups, examples, draw, loss,
             batch_size=options.batch_size, epochs=options.epochs,
         )  # fmt: skip
 

@@ -24,7 +24,7 @@ from realmops.model.encoder import Encoder
 from realmops.model.encoder_files import cpu_state, encoder_from_description
 from realmops.model.packed import PackedBatch, batch_by_length
 from realmops.model.sequences import SpecialTokens
-from realmops.options import Optimiser, Tag
+from realmops.options import Tag
 from realmops.search.embed import MakeShard, Progress
 from realmops.train.conll import TaggedSentence, entity_spans, iob2
 from realmops.train.loop import DeferredMetrics, LossAndMetrics, TrainingContext, fit
@@ -91,7 +91,6 @@ def train_tagger(
     sentences: Sequence[TaggedSentence],
     tokenizer: Tokenizer,
     options: Tag,
-    optimiser: Optimiser,
     hidden: float,
 ) -> None:
     """Train by cross entropy over every wordpiece; the later pieces of a word have its I- tag.
@@ -112,7 +111,7 @@ def train_tagger(
         return F.cross_entropy(logits_TL.float(), target_T), DeferredMetrics((), dict)
 
     groups = [Group("tagger", tagger, options.learning_rate)]
-    fit(context, groups, optimiser, step_loss, steps=options.steps, checkpoint_every=max(1, options.steps))
+    fit(context, groups, step_loss, steps=options.steps, checkpoint_every=max(1, options.steps))
 
 
 @torch.no_grad()
