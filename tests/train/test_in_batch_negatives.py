@@ -121,14 +121,6 @@ def test_the_first_loss_equals_the_slow_one(world: World) -> None:
     assert 0 <= journal.values("accuracy")[0] <= 1
 
 
-def test_the_retriever_learns(world: World) -> None:
-    _, journal = train(world, options(retriever_batch_size=5, retriever_epochs=25), start=1)
-    loss = journal.values("loss")
-    assert len(loss) == 25
-    assert np.mean(loss[-5:]) < 0.3 * np.mean(loss[:5])
-    assert journal.values("accuracy")[-1] == 1.0
-
-
 def test_a_passage_with_many_questions_gets_a_sample_of_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_QUESTIONS", 1)
     queries: list[int] = []

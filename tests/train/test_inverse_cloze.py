@@ -200,18 +200,6 @@ def test_the_first_loss_equals_the_slow_one(world: World, head: str, task: dict[
     assert journal.values("loss") == pytest.approx([np.mean(losses)], rel=1e-4)
 
 
-def test_rows_of_sentences_with_spans(world: World) -> None:
-    """Passage 1, "The Cold Sea": Anna Berg in its first sentence, Oslo in its second."""
-    rows = SentencesWithSpans(world.snapshot, world.spans)[:]
-    assert rows.dtype == np.int64
-    found = [
-        (world.words(world.snapshot.body(1)[first:end]), world.words(world.snapshot.body(1)[start:stop]))
-        for passage, first, end, start, stop in rows
-        if passage == 1
-    ]
-    assert found == [("the cold sea is a novel by anna berg .", "anna berg"), ("it is set in oslo .", "oslo")]
-
-
 class Spy(Reader):
     """A reader that records its examples: x, with the targets in their places, z and the masked places of x."""
 

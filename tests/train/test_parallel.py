@@ -26,12 +26,9 @@ from torch import Tensor
 
 from realmops import config
 from realmops.cluster import tasks
-from realmops.journal import Journal
 from realmops.search.exact import ExactIndex
-from realmops.stages import JOURNAL, STAGES, Job, common, finetune_retriever, parse_sections
-from realmops.stages import finetune as stages_finetune
-from realmops.stages.runner import stage_inputs
-from realmops.train import index_source, parallel
+from realmops.stages import common
+from realmops.train import index_source
 from realmops.train.index_source import ExchangeSource
 from realmops.train.parallel import ProcessGroup, join_process_group
 
@@ -175,47 +172,6 @@ def test_a_pod_starts_its_processes(
     with pytest.raises(SystemExit) as error:  # a missing input is reported before processes start
         tasks.run_stage("ict", options, str(trained / "nowhere"), manifest, metrics, processes=2)
     assert error.value.code == 2
-
-
-class Helper(ProcessGroup):
-    """Another process than the first, alone: it waits for none, and receives zeros."""
-
-    def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            if not tensor.requires_grad:
-                tensor.zero_()
-
-    def broadcast_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
-        return list(numbers)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"finetune": {"retriever": "ict"}},
-        {"finetune": {"retriever": "path", "reader": "ict"}},
-        {"finetune": {"reader": "t5"}, "closed_book": {"steps": 1, "epochs": 1}},
-        {"tag": {"method": "tagger"}},
-        {"tag": {"method": "dates"}},
-    ],
-    ids=["dense", "path", "t5", "tagger", "dates"],
-)
-def test_other_processes_than_the_first_write_nothing(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, dict[str, Any]]
-) -> None:
-    name, helper = next(iter(changes)), Helper(1, 1)
-    for module in (common, parallel, stages_finetune, finetune_retriever):
-        monkeypatch.setattr(module, "process_group", lambda: helper)
-    values = small_project.toy_values(**changes)
-    inputs = stage_inputs(STAGES[name], values, trained, trained / "one")
-    out, work = tmp_path / "out", tmp_path / "work"
-    out.mkdir()
-    work.mkdir()
-    with Journal(work / JOURNAL, name) as journal:
-        sections = parse_sections(STAGES[name], values)
-        assert STAGES[name].run(Job(sections, inputs, out, work, journal, small_project.Quiet(), work / "offer")) == {}
-    assert not list(out.iterdir())
-    assert [file.name for file in work.iterdir()] == [JOURNAL]
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,7 @@ from realmops.answering.openqa import OpenQa
 from realmops.model.extractive_reader import ExtractiveReader, load_extractive_reader
 from realmops.model.retriever import FusionWeights
 from realmops.questions.question_sets import Question
-from realmops.train import loop
 from realmops.train import reader_training as module
-from realmops.train.parallel import ProcessGroup
 from realmops.train.reader_training import (
     HARDEST,
     ExtractiveTrainer,
@@ -190,14 +188,6 @@ def test_windows_contain_an_answer_with_its_spans(
     assert len(seen) == 2
 
 
-def test_gold_spans_of_a_window_by_hand() -> None:
-    """One begins before the window, one ends after it, and one is longer than a span may be."""
-    spans = np.array([(0, 0), (0, 1), (1, 1), (1, 2), (2, 2)])
-    gold = module.is_gold(spans, Window(0, 0, 3, 0.0, [(0, 2), (2, 3), (-1, 1), (2, 4), (0, 3)]))
-    assert gold.tolist() == [False, True, False, False, True]
-    assert module.is_gold(spans, Window(0, 0, 3, 0.0, ())).tolist() == [False] * 5
-
-
 def test_question_and_window_fit_the_reader(long_world: World, folder: Path) -> None:
     """A long question leaves room for an answer."""
     for words, query, limit in (("Where was Anna Berg born?", 24, 40), ("Where " * 50, 62, 64)):
@@ -321,21 +311,6 @@ def test_training_lowers_the_loss_with_negatives_in_its_last_part(
     assert drawn == [False] * 29 + [True] * 21, "every third step has one question"
     assert np.mean(loss[-6:]) < 0.7 * np.mean(loss[:6])
     same_parameters(model.retriever, start)
-
-
-def test_processes_draw_the_windows_of_one(world: World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five questions over two processes: the mean of their losses is the loss of the batch."""
-    losses: dict[int, list[float]] = {}
-
-    def one_step(context: Any, groups: Any, step_loss: Any, **rest: Any) -> int:
-        losses.setdefault(context.processes.size, []).append(step_loss(1)[0].item())
-        return 0
-
-    monkeypatch.setattr(loop, "fit", one_step)
-    monkeypatch.setattr(module, "NEGATIVES_FROM", 0.0)
-    for processes in (ProcessGroup(), ProcessGroup(0, 2), ProcessGroup(1, 2)):
-        train("spans", world, folder, batch_size=3, processes=processes)
-    assert sum(losses[2]) / 2 == pytest.approx(losses[1][0], rel=1e-5)
 
 
 @both_kinds
