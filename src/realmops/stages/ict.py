@@ -54,19 +54,9 @@ def run(job: Job) -> dict[str, Any]:
     train_retriever(context, retriever, corpus, options)
     if spans is not None:
         context = trainings.context(reader_dtype, "warm_start", options.reader_steps, "reader's warm start", "reader_")
-        held_out = (
-            () if has_warmup else held_out_rows(len(spans.rows), run_options.seed).tolist()
-        )  # held out in pretrain
-        train_reader(
-            context,
-            reader,
-            text,
-            spans,
-            options,
-            job.option("pretrain.reader_wordpieces"),
-            held_out,
-            job.work,
-        )
+        held_out = () if has_warmup else held_out_rows(len(spans.rows), run_options.seed)  # held out in pretrain
+        limit = job.option("pretrain.reader_wordpieces")
+        train_reader(context, reader, text, spans, options, limit, held_out, job.work)
     if not context.processes.is_main_process:
         return {}
     if requested.crops and options.steps and not crops_helped(job):

@@ -127,7 +127,7 @@ def _examples(job: Job, corpus: Snapshot, **changes: Any) -> Examples:
     return Examples(text, spans, options, elsewhere=text is not corpus)
 
 
-def _held_out(job: Job, snapshot: Snapshot) -> tuple[np.ndarray, list[Example]]:
+def _held_out(job: Job, snapshot: Snapshot) -> tuple[list[int], list[Example]]:
     """Return the held-out rows of the spans, and their sentences with salient spans masked, for any ``masking``."""
     salient, seed = _examples(job, snapshot, masking="salient", exclude_trivial=True), job.section(RunOptions).seed
     rows = held_out_sentences.held_out_rows(len(salient.rows), seed, salient.options.masked_sentences)

@@ -27,16 +27,16 @@ MOST_HELD_OUT = 1000
 READ_PER_INDEX = 64  # masked sentences read with every index: reading takes longer than retrieval
 
 
-def held_out_rows(spans: int, seed: int, limit: int = MOST_HELD_OUT) -> np.ndarray:
+def held_out_rows(spans: int, seed: int, limit: int = MOST_HELD_OUT) -> list[int]:
     """Return the rows of the held-out spans, at most a tenth of all; ``ict``, which has no limit, leaves out most."""
-    rows: np.ndarray = np.random.default_rng(seed_for(seed, "evaluate", "masked")).permutation(spans)
+    rows: list[int] = np.random.default_rng(seed_for(seed, "evaluate", "masked")).permutation(spans).tolist()
     return rows[: min(limit, MOST_HELD_OUT, max(1, spans // 10))]
 
 
-def mask_spans(examples: Examples, rows: np.ndarray, seed: int) -> list[Example]:
+def mask_spans(examples: Examples, rows: Sequence[int], seed: int) -> list[Example]:
     """Return the masked sentences of these spans, the same for the same seed."""
     rng = np.random.default_rng(seed_for(seed, "evaluate", "masked", "words"))
-    return [examples.example(int(row), rng) for row in rows]
+    return [examples.example(row, rng) for row in rows]
 
 
 def retrieve_candidates(realm: Realm, masked: Sequence[Example], index: Index) -> list[list[int]]:

@@ -28,6 +28,7 @@ from realmops.options import Ict
 from realmops.search.bm25 import Bm25
 from realmops.search.bm25_writer import write_bm25
 from realmops.train.loop import DeferredMetrics, LossAndMetrics, TrainingContext, fit
+from realmops.train.masked_sentences import outside_sentences
 from realmops.train.optimiser import Group
 
 QUERY_WORDPIECES = 64  # as in the paper
@@ -185,12 +186,10 @@ def train_reader(
     """
     special = SpecialTokens.of(snapshot.tokenizer)
     rows = SentencesWithSpans(snapshot, spans)
-    sentence_N = spans.rows[:, 1]
-    is_excluded_N = np.isin(sentence_N, sentence_N[list(held_out)])
-    is_excluded_N &= not is_excluded_N.all()
+    is_usable_N = outside_sentences(spans, held_out)
 
     def draw_row(rng: np.random.Generator) -> np.ndarray:
-        while is_excluded_N[row := int(rng.integers(len(rows)))]:
+        while not is_usable_N[row := int(rng.integers(len(rows)))]:
             pass
         return rows[row]
 

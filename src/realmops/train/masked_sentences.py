@@ -1,5 +1,6 @@
 """Masked sentences, the training examples of REALM (paper, section 3.4): drawn by seed and step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,13 @@ class Example:
     cut: bool = False  # whether the last mask ends inside a word
 
 
+def outside_sentences(spans: Spans, rows: Sequence[int]) -> np.ndarray:
+    """Return which spans, N, are outside of the sentences of these rows; all if none is."""
+    sentence_N = spans.rows[:, 1]
+    is_outside_N: np.ndarray = ~np.isin(sentence_N, sentence_N[list(rows)])
+    return is_outside_N if is_outside_N.any() else ~is_outside_N
+
+
 class Examples:
     """Masked sentences of the corpus that is searched or, ``elsewhere``, of another text (CC-News in Table 1)."""
 
@@ -49,12 +57,9 @@ class Examples:
         has_span = offset[1:] > offset[:-1]
         self.first_row, self.end_row = offset[:-1][has_span], offset[1:][has_span]
 
-    def hold_out(self, rows: np.ndarray) -> None:
+    def hold_out(self, rows: Sequence[int]) -> None:
         """Stop drawing spans from the sentences of these rows, unless no other span would be left."""
-        sentence_N = self.spans.rows[:, 1]
-        held_out_S = np.zeros(len(self.snapshot.sentence_rows), dtype=bool)
-        held_out_S[sentence_N[rows]] = True
-        remaining = self.usable & ~held_out_S[sentence_N]
+        remaining = self.usable & outside_sentences(self.spans, rows)
         if remaining.any():
             self._draw_from(remaining)
 
