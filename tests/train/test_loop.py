@@ -82,8 +82,8 @@ def train(
         begun.append(step)
 
     groups = [Group("inner", model.inner, 0.1, delay), Group("outer", model.outer, 0.05)]
-    surroundings = tiny_context(checkpoints=checkpoints, journal=journal, **context)
-    fit(surroundings, groups, step_loss, steps=STEPS, checkpoint_every=EVERY, at_step=at_step)
+    surroundings = tiny_context(checkpoints=checkpoints, journal=journal, checkpoint_every=EVERY, **context)
+    fit(surroundings, groups, step_loss, steps=STEPS, at_step=at_step)
     return model, begun
 
 
@@ -177,8 +177,8 @@ def fit_all(model: Net, loss: Callable[[int], Tensor], steps: int = STEPS, rate:
     def step_loss(step: int) -> LossAndMetrics:
         return loss(step), DeferredMetrics((), dict)
 
-    groups, every = [Group("all", model, rate)], context.pop("every", EVERY)
-    fit(tiny_context(**context), groups, step_loss, steps=steps, checkpoint_every=every)
+    surroundings = tiny_context(**{"checkpoint_every": EVERY, **context})
+    fit(surroundings, [Group("all", model, rate)], step_loss, steps=steps)
 
 
 def test_no_steps_change_nothing() -> None:
@@ -219,7 +219,7 @@ class Others(ProcessGroup):
          r"step 100: the loss is 5\.51.* the norm of its gradient nan; finite .* loss: no earlier step"),
         (lambda m, step: m.loss(step), {"processes": Others()}, None, "step 100: the loss is nan"),
         # The gradient is finite and the update is not: the next step would show it, after the checkpoint.
-        (lambda m, step: m.loss(step), {"rate": 1e39, "every": 1}, None,
+        (lambda m, step: m.loss(step), {"rate": 1e39, "checkpoint_every": 1}, None,
          r"step 101: all\.inner\.weight has values that are NaN or infinite"),
     ],
     ids=["nan", "inf", "-inf", "gradient", "another process", "weights"],

@@ -308,7 +308,7 @@ def run(
 ) -> tuple[Retriever, Reader, MemoryJournal, Source, list[str]]:
     retriever, reader = tiny_models(world, dropout=0.1)
     source, warnings = Source(world, chosen, {} if published is None else published), list[str]()
-    surroundings = tiny_context(**context)
+    surroundings = tiny_context(**context, checkpoint_every=chosen.refresh_every)
     pretrain(
         surroundings,
         Realm(retriever, reader, world.snapshot, chosen, FP32),

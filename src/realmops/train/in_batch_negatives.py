@@ -126,8 +126,7 @@ def train_by_passages(
 
     groups = [Group("retriever", retriever, options.retriever_learning_rate)]
     steps = epoch_steps(len(passages), options.retriever_batch_size, options.retriever_epochs)
-    every = None if source is None else options.retriever_refresh_every
-    fit(context, groups, step_loss, steps=steps, checkpoint_every=every, at_step=at_step)
+    fit(context, groups, step_loss, steps=steps, at_step=at_step)
 
 
 def hard_negatives(

@@ -219,7 +219,7 @@ def open_exchange(
     source = ExchangeSource(trainer, refresh, text, context.device, processes, build)
     try:
         with child or nullcontext():
-            yield replace(context, checkpoints=source), source
+            yield replace(context, checkpoints=source, checkpoint_every=refresh.every), source
             trainer.finish("done")
     except (ValueError, TimeoutError, ChildProcessError, RuntimeError) as error:
         with suppress(FencedError):  # a newer trainer publishes the final state

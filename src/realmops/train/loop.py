@@ -110,7 +110,6 @@ def fit(
     step_loss: Callable[[int], LossAndMetrics],
     *,
     steps: int,
-    checkpoint_every: int | None = None,  # else that of the context
     at_step: Callable[[int], None] | None = None,
 ) -> None:
     """Train until step ``steps``, resuming from the newest checkpoint.
@@ -135,11 +134,10 @@ def fit(
     if processes.is_main_process:
         context.journal.truncate(position)
     context.progress(start)
-    every = checkpoint_every or context.checkpoint_every
     ended = trimmed = time.perf_counter()
     last = "no earlier step in this process"
     for step in range(start, steps):
-        if step > start and step % every == 0 and processes.is_main_process:
+        if step > start and step % context.checkpoint_every == 0 and processes.is_main_process:
             _save(context, optimiser, step, last)
         if at_step is not None:
             at_step(step)

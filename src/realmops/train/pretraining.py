@@ -202,8 +202,7 @@ def pretrain(
         Group("retriever", retriever, options.retriever_learning_rate, options.retriever_delay),
         Group("reader", reader, options.reader_learning_rate),
     ]
-    every = options.refresh_every
-    fit(context, groups, step_loss, steps=options.steps, checkpoint_every=every, at_step=at_step)
+    fit(context, groups, step_loss, steps=options.steps, at_step=at_step)
 
 
 def _change(old: Index, new: Index, examples: Examples, realm: Realm, context: TrainingContext) -> float:

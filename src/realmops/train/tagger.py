@@ -111,7 +111,7 @@ def train_tagger(
         return F.cross_entropy(logits_TL.float(), target_T), DeferredMetrics((), dict)
 
     groups = [Group("tagger", tagger, options.learning_rate)]
-    fit(context, groups, step_loss, steps=options.steps, checkpoint_every=max(1, options.steps))
+    fit(context, groups, step_loss, steps=options.steps)
 
 
 @torch.no_grad()
