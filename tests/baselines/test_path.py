@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 import torch
 from small_world import (
-    MemoryJournal,
     World,
-    killed_and_resumed,
-    same_parameters,
     section,
     tiny_context,
     tiny_models,
@@ -101,16 +98,3 @@ def test_a_saved_retriever_ranks_the_same_and_pads(world: World, tmp_path: Path)
     ranking = again.rank(questions, 14)
     assert ranking.tolist() == model.rank(questions, 14).tolist()
     assert ranking[0, 12:].tolist() == [-1, -1]
-
-
-def test_killed_and_resumed_it_ends_with_the_same_bits(world: World) -> None:
-    def trained(**surroundings: Any) -> torch.nn.Module:
-        model = retriever(world, epochs=6)
-        examples = [example for q in (DIRECT, TWO_STEPS) if (example := model.training_example(q))]
-        train_paths(tiny_context(**surroundings, checkpoint_every=2), model, examples, model.options)
-        return model.scorer
-
-    uninterrupted = MemoryJournal()
-    whole, (resumed, journal) = trained(journal=uninterrupted), killed_and_resumed(trained, 3)
-    same_parameters(resumed, whole)
-    assert journal.without_times() == uninterrupted.without_times()

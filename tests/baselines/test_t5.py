@@ -12,14 +12,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load, load_file, save_file
+from safetensors.torch import load_file, save_file
 from small_project import QUESTIONS
 from small_world import (
-    MemoryCheckpoints,
-    MemoryJournal,
     World,
     build_world,
-    killed_and_resumed,
     same_parameters,
     tiny_context,
 )
@@ -37,7 +34,7 @@ from realmops.baselines.t5 import (
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.options import ClosedBookOptions
 from realmops.questions.question_sets import Question
-from realmops.train.loop import TENSORS, LossAndMetrics
+from realmops.train.loop import LossAndMetrics
 
 ASKED = [Question(str(n), question, (answer,)) for n, (question, answer) in enumerate(QUESTIONS["train"])]
 FP32, CPU = torch.float32, torch.device("cpu")
@@ -231,28 +228,6 @@ def t5_folder(folder: Path, dropout: float = 0.0, **changes: Any) -> Path:
         torch.manual_seed(0)
         transformers.T5ForConditionalGeneration(shape).save_pretrained(folder)
     return folder
-
-
-@pytest.mark.parametrize("training", ["pretrain", "finetune", "finetune with dropout"])
-def test_killed_and_resumed_it_ends_with_the_same_bits(
-    world: World, tmp_path: Path, training: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    init = str(t5_folder(tmp_path, dropout=0.2)) if "dropout" in training else "small"
-    monkeypatch.setattr(t5, "BATCH_SIZE", 3)
-
-    def process(**surroundings: Any) -> ClosedBook:
-        chosen, model = options(init=init, epochs=3), build(world.snapshot, init=init)
-        train, text = (pretrain, world.snapshot) if training == "pretrain" else (finetune, ASKED)
-        train(tiny_context(**surroundings, checkpoint_every=2), model, text, chosen)  # type: ignore[operator]
-        return model
-
-    start, whole, journal = build(world.snapshot, init=init), MemoryCheckpoints(), MemoryJournal()
-    expected, (model, rest) = process(checkpoints=whole, journal=journal), killed_and_resumed(process, 5)
-    same_parameters(model.net, expected.net)
-    assert rest.without_times() == journal.without_times()
-    assert not torch.equal(model.net.shared.weight, start.net.shared.weight)
-    shared = [name for name in load(whole.saved[4][TENSORS]) if "shared" in name or "lm_head" in name]
-    assert sorted(shared) == [f"{kind}.closed_book.shared.weight" for kind in "mpv"]
 
 
 # ---- folders

@@ -5,7 +5,6 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,6 @@ from small_world import (
     MemoryJournal,
     World,
     index_of,
-    killed_and_resumed,
-    same_parameters,
     section,
     tiny_context,
     tiny_models,
@@ -184,15 +181,6 @@ def test_the_mean_loss_of_processes_is_that_of_the_batch(
     assert len(losses) == processes
     start, _ = tiny_models(world)
     assert sum(losses) / processes == pytest.approx(slow_loss(world, start, rows, options()), rel=1e-5)
-
-
-@pytest.mark.parametrize("kill_at", [1, 3, 4])
-def test_killed_and_resumed_it_ends_with_the_same_bits(world: World, kill_at: int) -> None:
-    """Six steps with dropout, a checkpoint at every second."""
-    expected, lines = train(world, options(), dropout=0.1)
-    (found, _), journal = killed_and_resumed(partial(train, world, options(), dropout=0.1), kill_at)
-    same_parameters(found, expected)
-    assert journal.without_times() == lines.without_times()
 
 
 def test_hard_negatives_are_the_best_passages_without_an_answer_outside_the_batch(world: World) -> None:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +16,6 @@ from small_world import (
     MemoryJournal,
     World,
     build_world,
-    killed_and_resumed,
     same_parameters,
     section,
     tiny_context,
@@ -311,13 +309,3 @@ def test_training_lowers_the_loss_with_negatives_in_its_last_part(
     assert drawn == [False] * 29 + [True] * 21, "every third step has one question"
     assert np.mean(loss[-6:]) < 0.7 * np.mean(loss[:6])
     same_parameters(model.retriever, start)
-
-
-@both_kinds
-def test_killed_and_resumed_it_ends_with_the_same_bits(world: World, folder: Path, kind: str) -> None:
-    """Six steps with dropout, a checkpoint at every second; the last ones with negatives."""
-    run = partial(train, kind, world, folder, dropout=0.1)
-    expected, lines = run()
-    (resumed, _), journal = killed_and_resumed(run, 5)
-    same_parameters(resumed.reader, expected.reader)
-    assert journal.without_times() == lines.without_times()

@@ -1,9 +1,10 @@
-"""Every trained parameter has a gradient above rounding.
+"""Every training: its parameters have gradients above rounding, and killed and resumed it ends with the same bits.
 
 A parameter that the loss does not depend on, as a bias under a softmax, has a gradient of rounding only. Adam divides
 by its size and takes full steps, to another place on every processor.
 """
 
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,17 @@ import numpy as np
 import pytest
 import torch
 from small_readers import FAMILIES, write_reader
-from small_world import OneIndex, World, index_of, section, tiny_context, tiny_models
+from small_world import (
+    MemoryCheckpoints,
+    MemoryJournal,
+    OneIndex,
+    World,
+    index_of,
+    killed_and_resumed,
+    section,
+    tiny_context,
+    tiny_models,
+)
 from torch import nn
 from transformers import BertConfig
 
@@ -280,3 +291,38 @@ def test_every_trained_parameter_has_a_gradient_above_rounding(
         if (rounding := (size > 0) & (size < BOUND * largest)).any() or not size.any()
     ]
     assert not unseen, "\n".join([f"the largest gradient is {largest:.0e}", *unseen])
+
+
+RESUMED = (
+    "ict: crops",
+    "ict: reader",
+    "finetune: vectors, hybrid",
+    "passages: bag",
+    "windows",
+    "reader: bert",
+    "tagger",
+)
+
+
+@pytest.mark.parametrize("training", [*RESUMED, "path", "closed_book: pretrain", "closed_book: finetune"])
+def test_a_killed_training_resumes_to_the_same_bits(
+    world: World, training: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five steps with a checkpoint at every second, killed after the third."""
+    module, train, options = TRAININGS[training]
+    usual_fit, usual_context = loop.fit, tiny_context
+
+    def process(journal: MemoryJournal, checkpoints: MemoryCheckpoints, **surroundings: Any) -> bytes:
+        context = usual_context(journal=journal, checkpoints=checkpoints, checkpoint_every=2, **surroundings)
+        with monkeypatch.context() as patched:
+            patched.setattr(sys.modules[__name__], "tiny_context", lambda: context)
+            for place in (loop, *([module] if hasattr(module, "fit") else [])):
+                patched.setattr(place, "fit", lambda *given, **changes: usual_fit(*given, **{**changes, "steps": 5}))
+            train(world, **options)
+        return checkpoints.saved[5][loop.TENSORS]
+
+    journal = MemoryJournal()
+    expected = process(journal, MemoryCheckpoints())
+    tensors, resumed = killed_and_resumed(process, 3)
+    assert tensors == expected
+    assert resumed.without_times() == journal.without_times()
