@@ -186,12 +186,12 @@ def test_the_crop_loss_equals_the_slow_one(world: World, monkeypatch: pytest.Mon
     retriever, reader = tiny_models(world)
     examples, found = [example(world, 0, 0), example(world, 6, 0)], [[4, 1, 5], [7, 2, 8]]
     realm = Realm(retriever, reader, world.snapshot, options(crop_weight=0.25, batch_size=2), FP32)
-    searches: list[np.ndarray] = []
+    queries: list[np.ndarray] = []
     joined = module.join_query
 
     def spy(x: np.ndarray, *more: Any) -> np.ndarray:
-        searches.append(joined(x, *more))
-        return searches[-1]
+        queries.append(joined(x, *more))
+        return queries[-1]
 
     def loss(learns: bool, seed: int | None) -> tuple[float, dict[str, float]]:
         crops = None if seed is None else np.random.default_rng(seed)
@@ -208,7 +208,7 @@ def test_the_crop_loss_equals_the_slow_one(world: World, monkeypatch: pytest.Mon
     sequences = document_sequences(world.snapshot, passages)
     with torch.no_grad():
         documents = [retriever.document(PackedBatch([tokens], [segments]))[0] for tokens, segments in sequences]
-        for place, crop in zip(places, searches[-2:], strict=True):
+        for place, crop in zip(places, queries[-2:], strict=True):
             query = retriever.query(PackedBatch([crop]))[0]
             f = [math.exp(float(retriever.scale * query @ document)) for document in documents]
             expected.append(-math.log(f[place] / sum(f)))
