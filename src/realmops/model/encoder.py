@@ -138,17 +138,19 @@ class Encoder(nn.Module):
     def output_biases(self) -> list[nn.Parameter]:
         """Biases that add the same vector to all hidden states: that of a final LayerNorm."""
         norms = [part for part in self.model.modules() if isinstance(part, nn.LayerNorm) and part.bias is not None]
-        last = next((norm for norm in reversed(norms) if norm.normalized_shape == (self.width,)), None)
-        if last is None:
-            return []
         batch, step_D = PackedBatch([np.arange(min(5, self.vocabulary))]), torch.linspace(1, 2, self.width)
-        step_D, bias_D = step_D.to(last.bias), last.bias.detach().clone()
-        with eval_mode(self), torch.no_grad():
-            before_TD = self(batch)
-            last.bias.add_(step_D)
-            is_final = is_near(self(batch), before_TD + step_D)
-            last.bias.copy_(bias_D)
-        return [last.bias] if is_final else []
+        for norm in reversed(norms):  # the last one may be of something else, as of DeBERTa's relative positions
+            if norm.normalized_shape != (self.width,):
+                continue
+            step_D, bias_D = step_D.to(norm.bias), norm.bias.detach().clone()
+            with eval_mode(self), torch.no_grad():
+                before_TD = self(batch)
+                norm.bias.add_(step_D)
+                is_final = is_near(self(batch), before_TD + step_D)
+                norm.bias.copy_(bias_D)
+            if is_final:
+                return [norm.bias]
+        return []
 
     @property
     def gradient_checkpointing(self) -> bool:
