@@ -317,9 +317,7 @@ def test_late_interaction_pre_trains_on_every_passage_of_the_batch(
         chosen = options(steps=3)
         examples = Examples(world.snapshot, world.spans, chosen)
         realm = Realm(retriever, reader, world.snapshot, chosen, torch.float32)
-        pretrain(
-            tiny_context(), realm, examples, OneIndex(world), evaluate=lambda index: {}, warn=print
-        )
+        pretrain(tiny_context(), realm, examples, OneIndex(world), evaluate=lambda index: {}, warn=print)
         assert len(batches) == 3
         for batch, rows in batches:
             pool = {p for row in rows for p in row} | {e.passage for e in batch}
