@@ -53,7 +53,6 @@ def supports_int8() -> bool:
 
 
 def device_and_dtype(run: RunOptions, *models: nn.Module | None) -> tuple[torch.device, torch.dtype]:
-    """Return device and dtype of models that compute together."""
     device = resolve_device(run.device)
     weights = (weight for model in models if model is not None for weight in model.parameters())
     width = max((min(weight.shape) for weight in weights if weight.ndim == 2), default=0)

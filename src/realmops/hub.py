@@ -49,7 +49,6 @@ class ModelFamily:
 
     @property
     def required(self) -> dict[str, tuple[str, ...]]:
-        """Alternative files by their description."""
         weights = " or ".join(whole for whole, _ in self.weights)
         vocabulary = " or ".join(self.vocabulary)
         return {CONFIG: (CONFIG,), weights: sum(self.weights, ()), vocabulary: self.vocabulary}
@@ -101,7 +100,6 @@ def describe_model(name: str) -> str | None:
 
 
 def is_cached(name: str) -> bool:
-    """Return whether the hub's cache on this machine has a model."""
     from huggingface_hub import try_to_load_from_cache
 
     return isinstance(try_to_load_from_cache(name, CONFIG), str)
@@ -174,12 +172,10 @@ def sentence_prompts(folder: Path) -> tuple[str, str]:
 
 
 def unused_modules(folder: Path) -> list[str]:
-    """Return the types of a sentence encoder's modules that are ignored here."""
     return [kind for kind, _ in _modules(folder) if kind not in ("Transformer", "Pooling", "Normalize", "Dense")]
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
-    """Return type and path of a sentence encoder's modules."""
     path = folder / MODULES
     try:
         modules = json.loads(path.read_bytes()) if path.is_file() else []

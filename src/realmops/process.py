@@ -40,7 +40,6 @@ def resolve_threads(threads: int | Literal["auto"], width: float = math.inf) -> 
 
 
 def configure_process(threads: int | Literal["auto"]) -> None:
-    """Configure threads, malloc and caches of a process."""
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _PRIMITIVES)
     configure_malloc()
     torch.set_num_threads(resolve_threads(threads))

@@ -81,7 +81,7 @@ def test_hidden_states_and_gradients_equal_those_of_transformers(family: str, tm
             assert float(gradient.abs().max()) < 1e-6 * scale, f"{name}: a bias of keys cancels"
     before = {name: parameter.grad for name, parameter in ours.items()}
     encoder.zero_grad()
-    encoder.train().gradient_checkpointing = True
+    encoder.train().set_gradient_checkpointing(True)
     (encoder(PackedBatch(tokens)) * weight_TD).sum().backward()
     assert all(parameter.grad is None or torch.equal(parameter.grad, before[name]) for name, parameter in ours.items())
 

@@ -111,7 +111,7 @@ def test_gradient_checkpointing_keeps_few_activations_and_gives_the_same_bits(dt
         return size, [hidden_TD.detach(), *(p.grad for p in bert.parameters() if p.requires_grad)]
 
     size, expected = kept_bytes_and_gradients()
-    bert.gradient_checkpointing = True
+    bert.set_gradient_checkpointing(True)
     smaller, gradients = kept_bytes_and_gradients()
     assert smaller < size / 4
     assert all(map(torch.equal, gradients, expected)), "the same dropout, and no random number more"

@@ -358,7 +358,7 @@ def test_gradient_checkpointing_ends_with_the_same_bits(world: World) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         encoders = [module for module in ours.modules() if isinstance(module, Encoder)]
         assert encoders
-        assert all(encoder.gradient_checkpointing for encoder in encoders)
+        assert all(encoder.model.is_gradient_checkpointing for encoder in encoders)
         same_parameters(ours, theirs)
     assert other.without_times() == journal.without_times()
 

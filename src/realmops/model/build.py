@@ -37,7 +37,6 @@ SPARE_WORDPIECES = 128  # rows that an embedding matrix may have beyond its toke
 
 
 def build_encoder(init: str, options: BertOptions, vocabulary: int, seed: int) -> tuple[Encoder, MaskedWordHead | None]:
-    """Build the encoder of ``retriever.init`` with its masked word head."""
     generator = torch.Generator().manual_seed(seed_for(seed, "bert"))
     if init == "small":
         return build_small_encoder(options, vocabulary, generator)
@@ -130,7 +129,6 @@ def _build_embedder(
 
 
 def _dense_layer(folder: Path) -> Dense:
-    """Read a dense layer of a sentence encoder; raise ValueError for an unsupported activation or parameter."""
     about, state = read_optional_json(folder / CONFIG), read_weights(folder)
     activation = about.get("activation_function", "torch.nn.modules.activation.Tanh")
     if activation not in ACTIVATIONS:

@@ -48,7 +48,6 @@ class Encoder(nn.Module):
         self._first_position = _first_position(model)
         self.positions = int(_first(config, 512, "max_position_embeddings")) - self._first_position
         self._common = {"use_cache": False} if "use_cache" in parameters else {}
-        self._checkpoints = False
         rotates = any("rotary" in name for name, _ in model.named_modules())
         for name, parameter in model.named_parameters():
             if name.endswith(KEY_BIASES) and not rotates:
@@ -109,7 +108,6 @@ class Encoder(nn.Module):
 
     @torch.no_grad()
     def _packs_correctly(self) -> bool:
-        """Return whether a packed batch has the hidden states that transformers computes for each single sequence."""
         rng = np.random.default_rng(0)
         sequences = [rng.integers(0, self.vocabulary, min(length, self.positions)) for length in (9, 4, 150)]
         with eval_mode(self):
@@ -152,19 +150,12 @@ class Encoder(nn.Module):
                 return [norm.bias]
         return []
 
-    @property
-    def gradient_checkpointing(self) -> bool:
-        """Gradient checkpointing: the backward pass recomputes activations. Stays False in families without support."""
-        return self._checkpoints
-
-    @gradient_checkpointing.setter
-    def gradient_checkpointing(self, on: bool) -> None:
-        if self.model.supports_gradient_checkpointing and on != self._checkpoints:
-            self._checkpoints = on
-            if on:
-                self.model.activation_checkpointing_enable({"use_reentrant": False})
-            else:
-                self.model.activation_checkpointing_disable()
+    def set_gradient_checkpointing(self, on: bool) -> None:
+        """Recompute activations in the backward pass, in families that support it."""
+        if self.model.supports_gradient_checkpointing and on:
+            self.model.activation_checkpointing_enable({"use_reentrant": False})
+        elif self.model.supports_gradient_checkpointing:
+            self.model.activation_checkpointing_disable()
 
     def set_dropout(self, dropout: float) -> None:
         self.dropout = dropout
@@ -189,7 +180,6 @@ class Encoder(nn.Module):
 
 
 def set_dropout(model: nn.Module, dropout: float) -> None:
-    """Set all dropout probabilities of a transformers model and of its configuration."""
     for part in (*model.modules(), model.config):
         if isinstance(part, nn.Dropout):
             part.p = dropout
@@ -199,7 +189,7 @@ def set_dropout(model: nn.Module, dropout: float) -> None:
 
 
 def is_near(hidden_TD: Tensor, other_TD: Tensor) -> bool:
-    """Return whether two tensors of hidden states are equal up to rounding, relative to the largest value."""
+    """Return whether hidden states are equal up to rounding, relative to the largest value."""
     largest = other_TD.abs().max().clamp(min=1.0)
     return bool((hidden_TD - other_TD).abs().max() <= _NEAR_TOLERANCE * largest)
 

@@ -74,7 +74,6 @@ def open_encoder(
 
 
 def encoder_from_description(description: Mapping[str, Any]) -> Encoder:
-    """Build an encoder with the configuration of :meth:`Encoder.describe`, without initialised weights."""
     transformers = import_transformers()
     values = dict(description["config"])
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)

@@ -134,7 +134,6 @@ class ExtractiveReader(nn.Module):
             bias.requires_grad_(False)
 
     def tokenize(self, text: str) -> Encoding:
-        """Return the wordpieces of a text without special tokens."""
         return self._backend(None).encode(text, add_special_tokens=False)
 
     def _backend(self, limit: int | None) -> Tokenizer:
@@ -271,7 +270,6 @@ def _load_tokenizer(folder: Path) -> Any:
 
 
 def _overlap(limit: int) -> int:
-    """Return the number of wordpieces that consecutive windows share."""
     return min(OVERLAP, limit // 2)
 
 
@@ -285,7 +283,7 @@ class _SpanTable:
     log_nulls: list[float] = field(default_factory=list)  # of the windows
 
     def add_wordpieces(self, window: PassageWindow) -> None:
-        """Append the wordpieces of a window that the windows before lack; windows are in order."""
+        """Append the wordpieces that earlier windows lack."""
         added = window.encoding.offsets[window.first + len(self.offsets_P2) - window.offset : window.end]
         self.offsets_P2 = np.concatenate([self.offsets_P2, np.array(added, np.int64).reshape(-1, 2)])
         self.log_p_PA = np.full((len(self.offsets_P2), self.log_p_PA.shape[1]), -np.inf)

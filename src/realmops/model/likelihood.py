@@ -74,6 +74,5 @@ def hard_em_span_loss(score_BS: Tensor, is_correct_BS: Tensor) -> Tensor:
 
 
 def _mask_unanswerable(score_BS: Tensor, is_correct_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scores and correct entries with a zero loss where none is correct, and where one is."""
     has_correct_B = (is_correct_BS & (score_BS > -torch.inf)).any(-1)
     return torch.where(has_correct_B[:, None], score_BS, 0.0), is_correct_BS | ~has_correct_B[:, None], has_correct_B

@@ -110,7 +110,6 @@ class PackedBatch:
         return torch.split(x_PD, [group.size * group.longest for group in self.groups])
 
     def join(self, groups: Sequence[Tensor]) -> Tensor:
-        """Return the rows T x D of padded groups."""
         return groups[0] if self.in_place else torch.cat(groups).index_select(0, self.padded_row_T)  # type: ignore[arg-type]
 
     def with_single_segment(self) -> PackedBatch:
@@ -120,7 +119,6 @@ class PackedBatch:
         return other
 
     def to(self, device: torch.device) -> PackedBatch:
-        """Move the batch to a device, in place."""
         if self._numbers.device != device:
             self._set_views(async_to(self._numbers, device))
         return self

@@ -84,7 +84,6 @@ class MaskedSentences:
         return MaskedSentences(sentences, positions, targets, self.special, self.limit)
 
     def join_documents(self, documents: Sequence[np.ndarray]) -> tuple[PackedBatch, DocumentRows]:
-        """Pack [CLS] x [SEP] body [SEP] of each sentence with its document."""
         joined = [join_reader(x, z, self.special, self.limit) for x, z in zip(self.sentences, documents, strict=True)]
         batch = PackedBatch([tokens for tokens, _, _ in joined], [segments for _, segments, _ in joined])
         first = [start + offset for start, (*_, offset) in zip(batch.starts[:-1], joined, strict=True)]
@@ -251,7 +250,6 @@ class Reader(nn.Module):
         return log_word_NV.view(len(documents), len(masked.positions[0]), -1)
 
     def _log_vocabulary(self, hidden_MD: Tensor, targets_M: Tensor | None) -> Tensor:
-        """Compute log p of the targets by the masked word head, M x 1, or of the whole vocabulary, M x V."""
         if self.masked_words is None:
             raise ValueError(
                 f"the reader has {self.encoder.description}, which predicts no masked words; set "

@@ -45,7 +45,6 @@ class PublishedCheckpoint:
 
 
 def read_checkpoint(folder: Path) -> PublishedCheckpoint:
-    """Open a published checkpoint; raise ValueError if it is not one of REALM."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; pass a complete download ({_KINDS})")
     config = read_config(folder) if (folder / CONFIG).is_file() else {}
@@ -84,7 +83,6 @@ def finetuned_models(folders: Sequence[PublishedCheckpoint], pretrained: Retriev
 def _locate(
     folders: Sequence[PublishedCheckpoint], prefixes: Sequence[str], is_embedder: bool, what: str
 ) -> tuple[PublishedCheckpoint, dict[str, Tensor]]:
-    """Return the first folder with an embedder, or with a reader, and its weights without their prefix."""
     for checkpoint in folders:
         for prefix in prefixes:
             state = {name.removeprefix(prefix): x for name, x in checkpoint.weights.items() if name.startswith(prefix)}

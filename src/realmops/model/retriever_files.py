@@ -118,7 +118,6 @@ def load_retriever(stage: Path, vocabulary_hash: str) -> Retriever:
 
 
 def read_description(folder: Path, stage: Path, vocabulary_hash: str) -> dict[str, Any]:
-    """Read the description of a model; raise ValueError if its vocabulary or its version of realmops differs."""
     path = folder / DESCRIPTION
     description: dict[str, Any] = read_json(path) if path.is_file() else {}
     if description.get("format") != FORMAT:
@@ -201,7 +200,6 @@ def _path(prefix: str, n: int, kind: str) -> str:
 
 
 def _module_kinds(tower: Tower, prefix: str) -> dict[str, str]:
-    """Return the class of each module by its path."""
     kinds = ["StaticEmbedding", "Normalize"]
     if isinstance(tower, Embedder):
         kinds = ["Transformer", "Pooling", *(layer.kind for layer in _layers(tower))]
@@ -209,7 +207,6 @@ def _module_kinds(tower: Tower, prefix: str) -> dict[str, str]:
 
 
 def _layers(tower: Embedder) -> list[_Layer]:
-    """Return the modules after the pooling."""
     dense = (layer for layer in tower.dense if isinstance(layer, Dense))
     layers = [_Layer("Dense", layer.linear, str(layer.shape["activation"])) for layer in dense]
     if tower.pooler is not None:

@@ -31,7 +31,6 @@ def is_decoder(values: Mapping[str, Any]) -> bool:
 
 
 def check_supported(values: Mapping[str, Any], source: str) -> None:
-    """Raise ValueError if a model is not supported, with the reason and a supported alternative."""
     kind = model_type_of(values)
     if not has_auto_class(ENCODER, kind):
         reason = "is unknown to the installed transformers"
@@ -55,7 +54,6 @@ def has_auto_class(auto_class: str, model_type: str) -> bool:
 
 
 def import_transformers() -> Any:
-    """Import transformers with its log lines and progress bars disabled."""
     with BUILD_LOCK:  # its modules are imported on first use, which fails in several threads at once
         import transformers
 
@@ -106,7 +104,6 @@ def load_transformers_model(
 
 
 def save_transformers_model(model: Any, folder: Path) -> None:
-    """Write config.json and model.safetensors."""
     model.save_pretrained(folder)
     for path in folder.glob("*.safetensors"):  # safetensors sets mode 0600
         path.chmod((folder / CONFIG).stat().st_mode)

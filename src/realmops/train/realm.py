@@ -59,7 +59,7 @@ class Realm:
         self.null = join_document(_EMPTY, _EMPTY, self.special, self.snapshot.block_wordpieces)
         for module in (*self.retriever.modules(), *self.reader.modules()):
             if isinstance(module, Encoder):
-                module.gradient_checkpointing = self.options.gradient_checkpointing
+                module.set_gradient_checkpointing(self.options.gradient_checkpointing)
 
     def queries(self, examples: Sequence[Example]) -> list[np.ndarray]:
         """Return [CLS] x [SEP] of each masked sentence."""
