@@ -131,7 +131,7 @@ def test_the_image_is_that_of_the_kustomization(project: Path) -> None:
         assert prepared(project, DOCUMENTS, image="")[0].arguments["image"] == image
     assert prepared(project, DOCUMENTS)[0].arguments["image"] == "realmops:1"
     file.write_text(yaml.safe_dump({"images": [{"name": "realmops", "newName": "registry/SET-ME/realmops"}]}))
-    with pytest.raises(ValueError, match=r"kustomization.yaml: newName of the image realmops is .*SET-ME.*placeholder"):
+    with pytest.raises(ValueError, match=r"kustomization.yaml: the image realmops is .*SET-ME.*placeholder"):
         prepared(project, DOCUMENTS, image="")
 
 

@@ -151,7 +151,7 @@ def scale_up_builders(
 def _reasons(deployment: str) -> str:
     """Return why builders do not start, as far as this ServiceAccount can read it."""
     cluster = _cluster()
-    pods = describe_pods(lambda cluster: cluster.pods(cluster.namespace, "", "Pending"))
+    pods = describe_pods(cluster.namespace, "", "Pending")
     kubectl, events = f"kubectl -n {cluster.namespace}", "events --field-selector involvedObject.kind=Pod,type=Warning"
     reasons = "".join(f"{pod}; " for pod in pods if pod.startswith(f"{deployment}-"))
     return f"{reasons}see '{kubectl} get {events}' and '{kubectl} logs deployment/{deployment}'"

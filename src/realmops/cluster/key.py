@@ -4,11 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from realmops import artifacts
 from realmops.config import Values, cache_key_options
-from realmops.credentials import error_line
+from realmops.config_yaml import parse_yaml
 from realmops.starter.cluster_files import PLACEHOLDER
 
 NOT_TRAINED_WITH = {"tracking"}  # sections of params without effect on the result
@@ -18,14 +16,12 @@ PLACEMENT = {  # parameters of where a training runs; the number of processes an
     "node_selector", "runs", "secret", "settings", "shard_pods", "tolerations", "volume", "wait_seconds",
 }  # fmt: skip
 IMAGE_NAME = "realmops"  # of the image in the manifests, which "images:" replaces
+IMAGE_FIELDS = {"newName": "", "newTag": ":", "digest": "@"}  # of kustomize, with the character before them
 DIGEST = "@sha256:"  # in an image name, after the registry and repository
 
 
 def training_key(
-    values: Values,
-    identities: Mapping[str, str],
-    pipeline: Sequence[Any],
-    arguments: Mapping[str, Any],
+    values: Values, identities: Mapping[str, str], pipeline: Sequence[Any], arguments: Mapping[str, Any]
 ) -> str:
     """Return the sha256 over params, identities of the inputs, and the parsed documents of a pipeline.
 
@@ -75,22 +71,15 @@ def find_image(project: Path) -> str | None:
     file = project / "kustomization.yaml"
     if not file.is_file():
         return None
-    try:
-        content: Any = yaml.load(file.read_bytes(), yaml.CSafeLoader) or {}
-        entry = next((entry for entry in content.get("images") or () if entry.get("name") == IMAGE_NAME), None)
-    except (AttributeError, TypeError, yaml.YAMLError) as error:
-        raise ValueError(
-            f"{file} is not a kustomization with images: {error_line(error)}; see 'kubectl kustomize'"
-        ) from None
+    content: Any = parse_yaml(file.read_bytes(), file) or {}
+    entry = next((entry for entry in content.get("images") or () if entry.get("name") == IMAGE_NAME), None)
     if entry is None:
         return None
-    fields = {name: str(entry[name]) for name in ("newName", "newTag", "digest") if entry.get(name) is not None}
-    for name, value in fields.items():
-        if PLACEHOLDER in value:
-            raise ValueError(
-                f"{file}: {name} of the image {IMAGE_NAME} is {value}, a placeholder; set it to that of your image, "
-                "for example ghcr.io/OWNER/realmops, or give --argument image=IMAGE"
-            )
-    image = fields.get("newName", IMAGE_NAME)
-    image += f":{fields['newTag']}" if "newTag" in fields else ""
-    return image + (f"@{fields['digest']}" if "digest" in fields else "")
+    fields = {name: f"{mark}{entry[name]}" for name, mark in IMAGE_FIELDS.items() if entry.get(name) is not None}
+    image = "".join(({"newName": IMAGE_NAME} | fields).values())
+    if PLACEHOLDER in image:
+        raise ValueError(
+            f"{file}: the image {IMAGE_NAME} is {image}, a placeholder; set it to your image, for example "
+            "ghcr.io/OWNER/realmops, or give --argument image=IMAGE"
+        )
+    return image

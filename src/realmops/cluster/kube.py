@@ -4,7 +4,7 @@ Commands in messages name the namespace, because the user's default namespace ma
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,12 +60,6 @@ class Cluster:
             raise
         return True
 
-    def pods(self, namespace: str, labels: str, phase: str) -> list[str]:
-        """Return a line with name and reason for each pod with these labels in a phase such as Pending or Failed."""
-        selectors = {"label_selector": labels, "field_selector": f"status.phase={phase}"}
-        pods = self.call("CoreV1Api", "list_namespaced_pod", namespace, **selectors).items
-        return [f"{pod.metadata.name}: {', '.join(_reasons(pod.status)) or 'no reason yet'}" for pod in pods]
-
 
 def _reasons(status: Any) -> Iterator[str]:
     if status.reason:
@@ -111,10 +105,12 @@ def connect_if_configured() -> Cluster | None:
         return None
 
 
-def describe_pods(describe: Callable[[Cluster], list[str]]) -> list[str]:
-    """Return the lines of ``describe`` about the configured cluster; empty without one or without access."""
+def describe_pods(namespace: str, labels: str, phase: str) -> list[str]:
+    """Return a line with name and reason for each pod in a phase such as Failed; empty without access to a cluster."""
     cluster = connect_if_configured()
+    selectors = {"label_selector": labels, "field_selector": f"status.phase={phase}"}
     try:
-        return describe(cluster) if cluster else []
+        pods = cluster.call("CoreV1Api", "list_namespaced_pod", namespace, **selectors).items if cluster else ()
     except (RefusedError, TimeoutError):
         return []
+    return [f"{pod.metadata.name}: {', '.join(_reasons(pod.status)) or 'no reason yet'}" for pod in pods]

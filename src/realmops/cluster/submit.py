@@ -218,7 +218,7 @@ def _log_pods(run_id: str, phase: str, server: KfpClient, log: Log) -> None:
     """Log the commands that show why pods of a run are in this phase, and the reasons if the cluster is accessible."""
     place = server.place
     log(f"{phase.lower()} pods: {place.commands(run_id, phase)}")
-    for line in describe_pods(lambda cluster: cluster.pods(place.namespace, f"{RUN_LABEL}={run_id}", phase)):
+    for line in describe_pods(place.namespace, f"{RUN_LABEL}={run_id}", phase):
         log(f"pod {line}")
 
 

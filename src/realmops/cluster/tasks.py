@@ -7,6 +7,7 @@ volume; the KFP artifact is a small manifest of them.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -273,15 +274,11 @@ def _reuse_output(stage: str, values: Values, root: Path) -> None:
     for record in sorted(root.parent.glob(f"*/{definition.folder}/{artifacts.MANIFEST}")):
         with suppress(OSError, ValueError):  # being replaced, or damaged
             manifest = artifacts.read_json(record)
-            if (manifest.get("fingerprint"), manifest.get("code")) != (key, image_commit()):
-                continue
-            if up_to_date_metrics(record.parent, definition, key) is None:
+            is_same = (manifest.get("fingerprint"), manifest.get("code")) == (key, image_commit())
+            if not is_same or up_to_date_metrics(record.parent, definition, key) is None:
                 continue
             with stage_lock(root / artifacts.WORK_FOLDER, stage), artifacts.atomic_folder(folder) as out:
-                for file in (path for path in record.parent.rglob("*") if path.is_file()):
-                    target = out / file.relative_to(record.parent)
-                    artifacts.make_folder(target.parent)
-                    artifacts.link_or_copy(file, target)
+                shutil.copytree(record.parent, out, copy_function=artifacts.link_or_copy, dirs_exist_ok=True)
             Console().log(f"{stage}: reusing {record.parent}, which has the same inputs and options")
             return
 

@@ -86,21 +86,21 @@ def fetch_tagged(project: Project) -> None:
     values = project.values
     if not reads_spans(values) or values["tag"]["method"] != "tagger" or not values["tag"]["train"].startswith(TAGGED):
         return
+    to, problem = project.folder / TAGGED, ""
     if values["snapshot"]["language"] != ENGLISH:
-        project.put("tag.method", "phrases")
-        project.lines.append(
-            "names: capitalised words or recurring phrases (tag.method: phrases), as the public tagged sentences are "
-            "English; to use your own CoNLL files as tag.train and tag.dev, delete that line"
-        )
-        return
-    to = project.folder / TAGGED
-    try:
-        for _ in fetch_data_sets(["ner"], to, None, 0):
-            pass
+        problem = "are English"
+    else:
+        try:
+            for _ in fetch_data_sets(["ner"], to, None, 0):
+                pass
+        except ValueError as error:
+            problem = str(error).partition(";")[0]
+    if not problem:
         project.lines.append(f"tagged sentences for the name tagger: downloaded to {to / 'ner'}")
-    except ValueError as error:
-        project.put("tag.method", "phrases")
-        project.lines.append(
-            f"tagged sentences for the name tagger: {str(error).partition(';')[0]}. Names are found by capitals and "
-            "recurrence instead (tag.method: phrases); run 'realmops public-data ner', then delete that line"
-        )
+        return
+    project.put("tag.method", "phrases")
+    project.lines.append(
+        "names: capitalised words or recurring phrases (tag.method: phrases), as the public tagged sentences "
+        f"{problem}; for a tagger run 'realmops public-data ner', or set tag.train and tag.dev to CoNLL files, and "
+        "delete that line"
+    )

@@ -69,22 +69,13 @@ def dvc_text(values: Values, own: Values) -> str:
     into paths.
     """
     names = planned_steps(values)
-    stages = [_cloze_stage() if name == CLOZE_STEP else _dvc_stage(name, names, values, own) for name in names]
-    return render_template(STARTER / "dvc.yaml.j2", stages=stages)
-
-
-def _cloze_stage() -> dict[str, Any]:
-    deps = [STAGES[need].folder for need in ("snapshot", "tag")]
-    return {
-        "name": CLOZE_STEP,
-        "command": "realmops cloze",
-        "deps": deps,
-        "params": ["presets", "run"],
-        "folder": CLOZE,
-    }
+    return render_template(STARTER / "dvc.yaml.j2", stages=[_dvc_stage(name, names, values, own) for name in names])
 
 
 def _dvc_stage(name: str, names: Sequence[str], values: Values, own: Values) -> dict[str, Any]:
+    if name == CLOZE_STEP:
+        deps, params = [STAGES[need].folder for need in ("snapshot", "tag")], ["presets", "run"]
+        return {"name": name, "command": "realmops cloze", "deps": deps, "params": params, "folder": CLOZE}
     stage = STAGES[name]
     deps = [STAGES[need].folder for need in stage.needs if need in names]
     for key in files_in_use(stage, values):

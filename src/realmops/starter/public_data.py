@@ -12,7 +12,8 @@ import gzip
 import hashlib
 import json
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,18 +114,15 @@ def stable_hash(text: str) -> int:
     return int(hashlib.sha1(text.encode()).hexdigest(), 16)
 
 
-def choose_articles(sizes: dict[str, int], dev: set[str], passages: int) -> set[str]:
+def choose_articles(sizes: Mapping[str, int], dev: set[str], passages: int) -> set[str]:
     """Choose whole articles in pseudo-random order: dev articles up to 12 % of ``passages``, then others."""
-    order = sorted(sizes, key=lambda title: stable_hash(f"cut:{title}"))
-    chosen: dict[str, int] = {}
-    for articles, enough in (
-        ([title for title in order if title in dev], 0.12 * passages),
-        ([title for title in order if title not in dev], passages),
-    ):
-        for title in articles:
-            if sum(chosen.values()) < enough:
-                chosen[title] = sizes[title]
-    return set(chosen)
+    order = sorted(sizes, key=lambda title: (title not in dev, stable_hash(f"cut:{title}")))
+    chosen, count = set[str](), 0
+    for title in order:
+        if count < passages * (0.12 if title in dev else 1):
+            chosen.add(title)
+            count += sizes[title]
+    return chosen
 
 
 def build_open_squad(articles: Sequence[Any], passages: int) -> dict[str, list[dict[str, Any]]]:
@@ -137,8 +135,6 @@ def build_open_squad(articles: Sequence[Any], passages: int) -> dict[str, list[d
     names = ("passages", "questions.train", "questions.dev", "questions.dev_seen")
     records: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     first_passage: dict[str, str] = {}
-    sizes: dict[str, int] = {}
-    article_of: dict[str, str] = {}
     for a, article in enumerate(sorted(articles, key=lambda article: unquote(article["title"]))):
         title = unquote(article["title"]).replace("_", " ")
         dev_split = "questions.dev" if stable_hash(f"dev:{title}") % 10 == 0 else ""
@@ -146,8 +142,6 @@ def build_open_squad(articles: Sequence[Any], passages: int) -> dict[str, list[d
             text, passage = paragraph["context"], f"sqt-{a:03d}-{p:03d}"
             if first_passage.setdefault(text, passage) == passage:
                 records["passages"].append({"id": passage, "title": title, "text": text})
-                article_of[passage] = title
-                sizes[title] = sizes.get(title, 0) + 1
             for q, entry in enumerate(paragraph["qas"]):
                 name = f"{passage}-q{q:02d}"
                 split = "questions.dev_seen" if stable_hash(f"seen:{name}") % 20 == 0 else "questions.train"
@@ -159,8 +153,9 @@ def build_open_squad(articles: Sequence[Any], passages: int) -> dict[str, list[d
                         "passage_id": first_passage[text],
                     }
                 )
+    article_of = {row["id"]: row["title"] for row in records["passages"]}
     dev = {article_of[question["passage_id"]] for question in records["questions.dev"]}
-    chosen = choose_articles(sizes, dev, passages)
+    chosen = choose_articles(Counter(article_of.values()), dev, passages)
     return {
         name: [row for row in rows if article_of[row.get("passage_id", row["id"])] in chosen]
         for name, rows in records.items()
@@ -186,16 +181,6 @@ def write_squad(to: Path, records: dict[str, list[dict[str, Any]]]) -> Iterator[
         yield f"{path}: {len(rows):,} records"
 
 
-def write_copies(name: str, to: Path, folder: Path | None) -> Iterator[str]:
-    for original in COPIED[name]:
-        path = to / name / original.name
-        content, notes = read(original, folder)
-        yield from notes
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(path, content)
-        yield f"{path}: {len(content):,} bytes"
-
-
 def fetch_data_sets(names: Sequence[str], to: Path, folder: Path | None, passages: int) -> Iterator[str]:
     """Write data sets into subfolders of ``to``; yield a line per file.
 
@@ -206,5 +191,10 @@ def fetch_data_sets(names: Sequence[str], to: Path, folder: Path | None, passage
             records, notes = read_squad(folder, passages)
             yield from notes
             yield from write_squad(to, records)
-        else:
-            yield from write_copies(name, to, folder)
+        for original in COPIED.get(name, ()):
+            path = to / name / original.name
+            content, notes = read(original, folder)
+            yield from notes
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(path, content)
+            yield f"{path}: {len(content):,} bytes"
