@@ -12,7 +12,7 @@ import kfp_lab
 import pytest
 import small_project
 from click.testing import Result
-from cluster_lab import DEPLOYMENT, Lab
+from cluster_lab import Lab
 from compiled import documents, file_of, project_with_pipeline
 from kfp_lab import KfpLab, arguments_of
 from test_key import key
@@ -41,11 +41,8 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KfpLab]:
 
 @pytest.fixture
 def kube_lab(tmp_path: Path, lab: KfpLab) -> Iterator[Lab]:
-    """The cluster of that server, with what runs need in the server's namespace."""
+    """The cluster of that server."""
     with cluster_lab.serve(Lab(), tmp_path / "kubeconfig") as found:
-        found.put("persistentvolumeclaims", "kubeflow", "realmops-data")
-        found.put("serviceaccounts", "kubeflow", "pipeline-runner")
-        found.put("deployments", "kubeflow", DEPLOYMENT)
         yield found
 
 
@@ -260,37 +257,6 @@ def test_the_address_of_the_service_contains_the_servers_namespace(
     endpoint: str, given: str | None, namespace: str
 ) -> None:
     assert place_of(endpoint, given, profiles=False).namespace == namespace
-
-
-@pytest.mark.parametrize(
-    ("resource", "message"),
-    [
-        (
-            "persistentvolumeclaims",
-            "PersistentVolumeClaim realmops-data does not exist .*realmops init --cluster stand",
-        ),
-        ("deployments", "Deployment realmops-index-builder does not exist .*realmops init --cluster standalone"),
-        ("serviceaccounts", "ServiceAccount pipeline-runner does not exist .*Kubeflow Pipelines creates it"),
-    ],
-)
-def test_a_missing_object_is_reported_before_a_run_starts(
-    project: Path, lab: KfpLab, kube_lab: Lab, resource: str, message: str
-) -> None:
-    assert submitted(project).exit_code == 0
-    del kube_lab.objects[resource, "kubeflow"]
-    result = submitted(project)
-    assert result.exit_code == 2
-    assert re.match(f"realmops: {message}", result.stderr)
-    assert "in namespace kubeflow, where the pods run (checked with the kubeconfig's context lab)" in result.stderr
-    assert len(lab.runs) == 1
-    kube_lab.forbidden.add(resource)
-    result = submitted(project)
-    assert result.exit_code == 0
-    assert "in namespace kubeflow was not checked: the Kubernetes API server returned 403" in result.stdout
-    kube_lab.status = 503
-    assert submitted(project).exit_code == 0
-    (project / "kubeconfig").write_text("current-context: a\ncontexts: []\n")
-    assert submitted(project).exit_code == 0
 
 
 # The watched run

@@ -63,21 +63,6 @@ def test_the_job_copies_the_project_with_its_presets(tmp_path: Path) -> None:
     assert copied == {"params.yaml", "presets/mine.yaml", ".dvc/config", "documents.dvc"}
 
 
-def test_a_preset_that_the_cluster_lacks_is_named(tmp_path: Path) -> None:
-    (tmp_path / "presets").mkdir()
-    (tmp_path / "presets/mine.yaml").write_text("pretrain: {steps: 7}\n")
-    created(tmp_path, "--image", "realmops:1")
-    params = tmp_path / "params.yaml"
-    assert not cli("params", "--params", params, "--json").stderr
-    (tmp_path / "presets/later.yaml").write_text("run: {seed: 1}\n")
-    warning = " ".join(cli("params", "--json", "--params", params).stderr.split())
-    assert f"{tmp_path}/kustomization.yaml: presets/later.yaml is not in the files of realmops-params" in warning
-    assert "add presets__later.yaml=presets/later.yaml there" in warning
-    assert "mine.yaml" not in warning
-    (tmp_path / "kustomization.yaml").write_text("configMapGenerator: 3")  # not one of realmops init
-    assert not cli("params", "--params", params, "--json").stderr
-
-
 # Images and other values to set
 
 

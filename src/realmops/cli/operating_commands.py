@@ -53,7 +53,7 @@ def submit(
             click.echo(f"argument {name}: {value}")
         return
     server = KfpClient(endpoint, namespace)
-    _show((), send_inputs(submission.inputs, project, click.echo))
+    send_inputs(submission.inputs, project, click.echo)
     run = submit(submission, server, once=once, log=click.echo)
     if waits:
         sys.exit(0 if wait(run.run_id, compiled.tasks, server, log=click.echo) == SUCCEEDED else 1)
@@ -71,7 +71,7 @@ def upload(values: option.Values, project: Path) -> None:
 
     inputs = plan_inputs(values, project)
     _show(inputs, notes_of(inputs))
-    _show((), send_inputs(inputs, project, click.echo))
+    send_inputs(inputs, project, click.echo)
 
 
 def _show(inputs: Iterable[object], notes: Iterable[str]) -> None:

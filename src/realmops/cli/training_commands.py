@@ -108,10 +108,7 @@ def show_params(
     """
     from realmops.artifacts import canonical_json, write_bytes
     from realmops.commands.params import rewritten
-    from realmops.starter.cluster_files import unlisted_files
 
-    for warning in unlisted_files(params.parent):
-        Console().warn(warning)
     if for_kfp:
         from realmops.cluster.packed_options import pack_options
 

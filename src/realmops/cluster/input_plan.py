@@ -17,7 +17,6 @@ from realmops.inputs.addresses import is_address
 from realmops.inputs.dvc_project import TrackedInput, add_and_push, find_tracked
 from realmops.inputs.resolve import PinnedInput, address_identity, can_resolve
 from realmops.stages.option_inputs import HUB, MODELS, listed_inputs
-from realmops.starter.cluster_files import unlisted_files
 
 _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 
@@ -44,8 +43,6 @@ class PlannedInput:
         if self.identity == self.value:
             where = "is on the volume" if self.value.startswith(f"{VOLUME}/") else "is on the hub"
             return f"{self.key} is {self.value!r}, which {where}: the key contains its name, not its content"
-        if self.value.startswith(("file://", "local://")):
-            return f"{self.key} is at {self.value}: only pods with this folder of this machine can read it"
         return ""
 
     def __str__(self) -> str:
@@ -95,11 +92,10 @@ def notes_of(inputs: Iterable[PlannedInput]) -> list[str]:
     return [item.note for item in inputs if item.note]
 
 
-def send_inputs(inputs: Sequence[PlannedInput], project: Path, log: Log) -> list[str]:
-    """Add and push what DVC's remote lacks; return warnings about files that the Job of retrain-on-sync would lack."""
-    tracked = {item.tracked.path: (item.value, item.tracked) for item in inputs if item.tracked}
-    for path, (value, content) in tracked.items():
+def send_inputs(inputs: Sequence[PlannedInput], project: Path, log: Log) -> None:
+    """Add and push what DVC's remote lacks of the inputs on this machine."""
+    for path, item in {item.tracked.path: item for item in inputs if item.tracked}.items():
+        assert item.tracked is not None
         if path.exists():
-            count = add_and_push(content, project)
-            log(f"{value}: {count:,} objects pushed" if count else f"{value}: was there already")
-    return unlisted_files(project, [path.with_name(f"{path.name}.dvc") for path in tracked])
+            count = add_and_push(item.tracked, project)
+            log(f"{item.value}: {count:,} objects pushed" if count else f"{item.value}: was there already")

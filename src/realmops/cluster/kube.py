@@ -1,4 +1,4 @@
-"""Access to the Kubernetes API: connection, existence of objects, reasons for pending and failed pods.
+"""Access to the Kubernetes API: connection, and reasons for pending and failed pods.
 
 Commands in messages name the namespace, because the user's default namespace may be another one.
 """
@@ -11,11 +11,6 @@ from typing import Any
 
 NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 TIME_OUT = (5, 60)  # seconds to connect, and to read the response
-READERS = {  # API class and method of the client, by kind
-    "PersistentVolumeClaim": ("CoreV1Api", "read_namespaced_persistent_volume_claim"),
-    "ServiceAccount": ("CoreV1Api", "read_namespaced_service_account"),
-    "Deployment": ("AppsV1Api", "read_namespaced_deployment"),
-}
 
 
 class RefusedError(ValueError):
@@ -28,11 +23,10 @@ class RefusedError(ValueError):
 
 @dataclass(frozen=True)
 class Cluster:
-    """A connection with this pod's namespace, or that of the kubeconfig's context; ``credentials`` are for messages."""
+    """A connection with this pod's namespace, or that of the kubeconfig's context."""
 
     client: Any
     namespace: str
-    credentials: str
 
     def call(self, kind: str, function: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of an API class; RefusedError for a rejected request, TimeoutError where a retry may help."""
@@ -49,16 +43,6 @@ class Cluster:
             raise RefusedError(error.status, error.reason) from None
         except HTTPError as error:
             raise TimeoutError(f"the Kubernetes API server does not respond: {error}") from None
-
-    def has(self, kind: str, name: str, namespace: str) -> bool:
-        """Return whether an object exists; RefusedError if reading it is forbidden."""
-        try:
-            self.call(*READERS[kind], name, namespace)
-        except RefusedError as error:
-            if error.status == 404:
-                return False
-            raise
-        return True
 
 
 def _reasons(status: Any) -> Iterator[str]:
@@ -85,12 +69,11 @@ def connect() -> Cluster:
     try:
         if NAMESPACE.is_file():
             config.load_incluster_config()
-            return Cluster(client.ApiClient(), NAMESPACE.read_text().strip(), "this pod's ServiceAccount")
+            return Cluster(client.ApiClient(), NAMESPACE.read_text().strip())
         file = os.environ.get("KUBECONFIG")
         config.load_kube_config(file)
         _, context = config.list_kube_config_contexts(file)
-        namespace = context["context"].get("namespace", "default")
-        return Cluster(client.ApiClient(), namespace, f"the kubeconfig's context {context['name']}")
+        return Cluster(client.ApiClient(), context["context"].get("namespace", "default"))
     except (ConfigException, OSError, YAMLError) as error:
         raise ValueError(f"no Kubernetes cluster is configured ({error})") from None
 

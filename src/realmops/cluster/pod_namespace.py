@@ -1,13 +1,9 @@
-"""The namespace of a run's pods, and the objects that it must contain before a run starts."""
+"""The namespace of a run's pods."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from realmops.cluster.kube import RefusedError, connect_if_configured
-from realmops.cluster.polling import Log
-
-KINDS = {  # kinds of the objects that pipeline parameters name
+KINDS = {  # of the objects that pipeline parameters name
     "volume": "PersistentVolumeClaim",
     "settings": "ConfigMap",
     "secret": "Secret",
@@ -26,22 +22,14 @@ class Place:
     profiles: bool
 
     @property
-    def account(self) -> str:
-        """The ServiceAccount of the pods."""
-        return "default-editor" if self.profiles else "pipeline-runner"
-
-    @property
-    def advice(self) -> str:
-        """The command that creates the required objects."""
-        kind = "production (or local)" if self.profiles else "standalone"
-        own = "" if self.namespace == INSTALLED_IN else f", with 'namespace: {self.namespace}' in it"
-        return f"'kubectl apply -k .' with the files of 'realmops init --cluster {kind}'{own}"
-
-    @property
     def description(self) -> str:
-        """One line about the namespace, for the log."""
-        owner = "the profile's" if self.profiles else "the server's"
-        return f"pods run in namespace {self.namespace} ({owner}); {self.advice} creates what they need"
+        """One line about the namespace, and the command that creates the objects that a run needs there."""
+        owner, cluster = ("profile's", "production (or local)") if self.profiles else ("server's", "standalone")
+        own = "" if self.namespace == INSTALLED_IN else f", with 'namespace: {self.namespace}' in it"
+        return (
+            f"pods run in namespace {self.namespace} (the {owner}); 'kubectl apply -k .' with the files of 'realmops "
+            f"init --cluster {cluster}'{own} creates what they need"
+        )
 
     def commands(self, run_id: str, phase: str) -> str:
         kubectl = f"kubectl -n {self.namespace}"
@@ -63,24 +51,3 @@ def place_of(endpoint: str, namespace: str | None, profiles: bool) -> Place:
     service, *domain = (urlsplit(endpoint).hostname or "").split(".")
     in_cluster = (len(domain) == 1 and service == "ml-pipeline") or domain[1:2] == ["svc"]
     return Place(domain[0] if in_cluster else namespace or INSTALLED_IN, profiles)
-
-
-def check(place: Place, objects: Mapping[str, str], log: Log) -> None:
-    """Raise ValueError if a required object is missing in the namespace; without access to it nothing is checked."""
-    cluster = connect_if_configured()
-    if cluster is None:
-        return
-    required = [(KINDS[parameter], name) for parameter, name in objects.items() if name and parameter not in OPTIONAL]
-    for kind, name in [*required, ("ServiceAccount", place.account)]:
-        try:
-            exists = cluster.has(kind, name, place.namespace)
-        except (RefusedError, TimeoutError) as error:
-            log(f"{kind} {name} in namespace {place.namespace} was not checked: {error}")
-            continue
-        if not exists:
-            creator = "the profile" if place.profiles else "Kubeflow Pipelines"
-            remedy = f"{creator} creates it" if kind == "ServiceAccount" else f"{place.advice} creates it"
-            raise ValueError(
-                f"{kind} {name} does not exist in namespace {place.namespace}, where the pods run (checked with "
-                f"{cluster.credentials}): {remedy}; --namespace and --argument set others"
-            )

@@ -21,7 +21,7 @@ from realmops.cluster.key import find_image, image_note, training_key
 from realmops.cluster.kfp_client import KfpClient
 from realmops.cluster.kube import describe_pods
 from realmops.cluster.packed_options import pack_options
-from realmops.cluster.pod_namespace import KINDS, OPTIONAL, RUN_LABEL, check
+from realmops.cluster.pod_namespace import KINDS, OPTIONAL, RUN_LABEL
 from realmops.cluster.polling import Log
 from realmops.config import Values
 from realmops.resources import resource_folder
@@ -117,12 +117,6 @@ class Submission:
     arguments: Mapping[str, Any]
     inputs: Sequence[PlannedInput]
 
-    @property
-    def objects(self) -> dict[str, str]:
-        """Names of the Kubernetes objects that the run uses, by parameter."""
-        declared = {name: entry for name, entry in self.pipeline.parameters.items() if name in KINDS}
-        return {name: str(self.arguments.get(name, one.get("defaultValue", ""))) for name, one in declared.items()}
-
 
 def prepare(
     values: Values, project: Path, pipeline: Pipeline, arguments: Sequence[str], experiment: str, name: str | None
@@ -151,7 +145,6 @@ def prepare(
 
 def submit(submission: Submission, server: KfpClient, *, once: bool, log: Log) -> Any:
     """Start a run and return it; with ``once`` return an existing run of the key that is active or has succeeded."""
-    check(server.place, submission.objects, log)
     experiment = server.experiment(submission.experiment)
     pipeline = server.pipeline(submission.pipeline.name)
     version = server.version(pipeline, submission.key, submission.pipeline.path)

@@ -80,7 +80,7 @@ def find_tracked(path: Path, project: Path) -> TrackedInput:
         if output is None and from_record:
             raise ValueError(
                 f"{path} does not exist, and DVC does not track it; check the path, or run 'realmops upload' where the "
-                "file is, and commit its .dvc file"
+                "file is, commit its .dvc file, and list it in kustomization.yaml for a cluster"
             )
         tracked = Path(output.fs_path) if output is not None else path
         recorded = f"{output.hash_name}:{output.hash_info.value}" if output is not None else ""

@@ -79,17 +79,12 @@ def match_splits(files: Sequence[Path]) -> dict[str, Path]:
 
     The split of a file is a whole word in its name: ``latest_dev.jsonl`` is dev, not test.
     """
-    candidates: dict[str, list[Path]] = {split: [] for split in SPLITS}
-    unmatched: list[Path] = []
-    for path in files:
-        splits = [split for split in SPLITS if split in re.split(r"[\W_]+", path.name.lower())]
-        (candidates[splits[0]] if len(splits) == 1 else unmatched).append(path)
-    if not all(candidates.values()):
+    splits = {path: [split for split in SPLITS if split in re.split(r"[\W_]+", path.name.lower())] for path in files}
+    if {names[0] for names in splits.values() if len(names) == 1} != {*SPLITS}:
         return {}
-    advice = f"give one file for each of {', '.join(SPLITS)}, with exactly one of these words in its name"
-    for split, paths in candidates.items():
-        if len(paths) > 1:
-            raise ValueError(f"--questions: {' and '.join(map(str, paths))} both match questions.{split}; {advice}")
-    if unmatched:
-        raise ValueError(f"--questions: {' and '.join(map(str, unmatched))}: no split in the name; {advice}")
-    return {split: path for split, (path,) in candidates.items()}
+    if len(files) > len(SPLITS):
+        raise ValueError(
+            f"--questions: {', '.join(map(str, files))}: expected one file for each of {', '.join(SPLITS)}, with "
+            "exactly one of these words in its name; give these three, or files without such names"
+        )
+    return {names[0]: path for path, names in splits.items()}

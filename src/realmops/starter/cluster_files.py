@@ -5,12 +5,9 @@ GitRepository, and every kubelet in the path of an image (InvalidImageName, with
 capital letters would be valid.
 """
 
-import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-import yaml
 
 from realmops import __version__
 from realmops.resources import resource_folder
@@ -25,7 +22,6 @@ VALUES_TO_SET = {  # in the overlays
     "value: user@example.com": f"value: {PLACEHOLDER}@example.com",  # user of the Kubeflow profile
     "value: shared-files": f"value: {PLACEHOLDER}",  # storage class
 }
-PARAMS_MAP = "realmops-params"  # ConfigMap of the Job that submits
 
 
 def kustomization_text(cluster: str, image: str | None, files: Sequence[str]) -> str:
@@ -43,12 +39,14 @@ def kustomization_text(cluster: str, image: str | None, files: Sequence[str]) ->
     block = re.search(r"^images:\n  - name: realmops\n(    new\w+: .*\n)+", text, re.MULTILINE)
     assert block is not None
     note = "  # the image of all pods, which the Dockerfile of realmops builds, in a registry that the nodes reach\n"
+    # a ConfigMap has no folders
+    entries = ["params.yaml", *(f"{file.replace('/', '__')}={file}" if "/" in file else file for file in files)]
     images = "".join(f"    {line}\n" for line in lines)
     return text.replace(block[0], f"images:\n{note}  - name: realmops\n{images}") + (
         "# For the Job that submits the pipeline: a changed option needs a commit, but no image. Add presets and .dvc\n"
         "# files, as KEY=PATH: a key has __ for / of the path.\n"
-        f"configMapGenerator:\n  - name: {PARAMS_MAP}\n    files:\n"
-        + "".join(f"      - {yaml_scalar(_map_entry(file))}\n" for file in ("params.yaml", *files))
+        "configMapGenerator:\n  - name: realmops-params\n    files:\n"
+        + "".join(f"      - {yaml_scalar(entry)}\n" for entry in entries)
     )
 
 
@@ -60,32 +58,10 @@ def _image_lines(image: str) -> list[str]:
     return [f"{key}: {yaml_scalar(value)}" for key, value in (("newName", parts["name"]), version)]
 
 
-def _map_entry(file: str) -> str:
-    """Return the entry of a file in a ConfigMap, which has no folders."""
-    return f"{file.replace('/', '__')}={file}" if "/" in file else file
-
-
 def job_files(folder: Path) -> list[str]:
     """Return what the Job reads of a project next to params.yaml: its presets, DVC's configuration and .dvc files."""
     found = [*(folder / "presets").glob("*.yaml"), *folder.glob(".dvc/config"), *folder.glob("*.dvc")]
     return sorted(path.relative_to(folder).as_posix() for path in found if path.is_file())
-
-
-def unlisted_files(folder: Path, pointers: Iterable[Path] = ()) -> list[str]:
-    """Return a warning for each file, also of ``pointers``, that kustomization.yaml does not pass to the cluster."""
-    file = folder / "kustomization.yaml"
-    try:
-        document = yaml.load(file.read_bytes(), yaml.CSafeLoader)
-        [generator] = [entry for entry in document["configMapGenerator"] if entry["name"] == PARAMS_MAP]
-        listed = {str(entry).rpartition("=")[2] for entry in generator.get("files", ())}
-    except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError):
-        return []  # no such file, or not one of realmops init
-    names = {os.path.relpath(path, folder) for path in pointers if path.is_file()} | {*job_files(folder)}
-    return [
-        f"{file}: {name} is not in the files of {PARAMS_MAP}, and the Job of retrain-on-sync lacks it; add "
-        f"{_map_entry(name)} there"
-        for name in sorted(names - listed)
-    ]
 
 
 def values_to_set(files: dict[str, str]) -> list[str]:
