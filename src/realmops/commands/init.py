@@ -13,7 +13,7 @@ from realmops.resources import resource_folder
 from realmops.stages import get_option
 from realmops.starter.choose_models import choose_model, choose_reader, fetch_tagged
 from realmops.starter.choose_questions import add_judged_questions, add_questions
-from realmops.starter.cluster_files import BASES, job_files, kustomization_text, values_to_set
+from realmops.starter.cluster_files import BASES, PLACEHOLDER, job_files, kustomization_text
 from realmops.starter.describe_documents import add_documents
 from realmops.starter.git_origin import GitOrigin
 from realmops.starter.new_project import Project
@@ -100,9 +100,8 @@ def init(
     yield from project.lines
     if origin.address:
         yield f"git: {origin.address}, branch {origin.branch}, in k8s/argo-cd.yaml and k8s/flux.yaml"
-    if to_set := values_to_set(cluster_files):
-        yield "to set before you use a cluster:"
-        yield from (f"  {line}" for line in to_set)
+    if to_set := [name for name, text in cluster_files.items() if PLACEHOLDER in text and name != "README.md"]:
+        yield f"set each {PLACEHOLDER} in {', '.join(to_set)} before you use a cluster"
     yield f"written: {', '.join(str(folder / name) for name in project.files)}, {folder / 'k8s' / BASES}"
     place = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
     dvc = "DVC" if find_spec("dvc") is not None else "DVC (pip install 'realmops[dvc]')"

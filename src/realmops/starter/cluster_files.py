@@ -62,14 +62,3 @@ def job_files(folder: Path) -> list[str]:
     """Return what the Job reads of a project next to params.yaml: its presets, DVC's configuration and .dvc files."""
     found = [*(folder / "presets").glob("*.yaml"), *folder.glob(".dvc/config"), *folder.glob("*.dvc")]
     return sorted(path.relative_to(folder).as_posix() for path in found if path.is_file())
-
-
-def values_to_set(files: dict[str, str]) -> list[str]:
-    """Return the lines of YAML files that have a placeholder, with file and number."""
-    return [
-        f"{name}, line {number}: {line.strip()}"
-        for name, text in files.items()
-        if name.endswith((".yaml", ".yml"))
-        for number, line in enumerate(text.splitlines(), 1)
-        if PLACEHOLDER in line and not line.lstrip().startswith("#")
-    ]
