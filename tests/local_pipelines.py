@@ -21,19 +21,18 @@ printf '%s\\0' "$_KFP_RUNTIME" "$@"
 """  # in the place of Python
 
 
-def run(pipeline: Path, outputs: Path, arguments: dict[str, Any], *, forks: bool) -> None:
-    """Run a pipeline with these arguments in this process; what fails is tried again at once."""
+def run(pipeline: Path, outputs: Path, arguments: dict[str, Any]) -> None:
+    """Run a pipeline with these arguments in this process; failed tasks are retried at once."""
     from kfp import components, local
     from kfp.dsl import executor  # noqa: F401  # for the tasks
     from kfp.local import subprocess_task_handler
     from kfp.local.orchestrator import task_executor
 
     with tempfile.TemporaryDirectory() as folder:
-        if forks:
-            show = Path(folder, "show")
-            show.write_text(SHOW)
-            show.chmod(0o700)
-            subprocess_task_handler.run_local_subprocess = Tasks(show)
+        show = Path(folder, "show")
+        show.write_text(SHOW)
+        show.chmod(0o700)
+        subprocess_task_handler.run_local_subprocess = Tasks(show)
         task_executor.time.sleep = lambda seconds: None
         local.init(runner=local.SubprocessRunner(use_venv=False), pipeline_root=str(outputs))
         components.load_component_from_file(str(pipeline))(**arguments)

@@ -299,26 +299,6 @@ def paths_and_variables_exist(objects: list[Object]) -> Iterator[str]:
                 yield f"{where}: {word} is in no volume"
 
 
-def quota_has_room(objects: list[Object]) -> Iterator[str]:
-    """One pod of each kind fits into the namespace's quota, all nodes of a Job, and the most of an autoscaler."""
-    scalers = [one["spec"] for one in objects if one["kind"] == "HorizontalPodAutoscaler"]
-    most_of = {spec["scaleTargetRef"]["name"]: spec["maxReplicas"] + 1 for spec in scalers}
-    pods = [
-        (most_of.get(one["metadata"]["name"], max(one["spec"].get("parallelism", 1), 1)), container["resources"])
-        for one, template in templates(objects)
-        for container in containers(template["spec"])
-    ]
-    for quota in (one for one in objects if one["kind"] == "ResourceQuota"):
-        for key, most in quota["spec"]["hard"].items():
-            resource = key.removeprefix("requests.")
-            requested = sum(
-                count * quantity((one.get("limits", {}) | one.get("requests", {})).get(resource, 0))
-                for count, one in pods
-            )
-            if resource != key and requested > quantity(most):
-                yield f"{name(quota)}: {key} is {most}, and the pods request {requested}"
-
-
 @cache
 def all_of_ours() -> list[Object]:
     """Return every object in a file of base and components."""
@@ -328,5 +308,5 @@ def all_of_ours() -> list[Object]:
 
 RULES = (
     pods_are_restricted, temporary_files_have_a_place, selectors_match, resources_are_set, probes_and_ports,
-    references, paths_and_variables_exist, quota_has_room,
+    references, paths_and_variables_exist,
 )  # fmt: skip

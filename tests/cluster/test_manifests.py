@@ -123,7 +123,6 @@ MISTAKES = [  # one for each rule
     (MLFLOW, f"{FIRST} livenessProbe httpGet path", "/healthz", "requests /healthz"),
     (MLFLOW, "metadata annotations external.realmops/secret-mlflow-postgres", "url", "has no key uri"),
     (BUILDER, f"{FIRST} args 2", "/data/builder/assignment.json", "is in no volume"),
-    (SCALER, "spec maxReplicas", 200, "requests.memory is 128Gi"),
 ]
 
 
