@@ -16,7 +16,7 @@ from small_world import at_once
 
 from realmops import memory_map
 from realmops.memory_map import allocate_matrix, iter_blocks, open_scratch, release_pages, view_fp32
-from realmops.search.approximate import FaissIndex, Recipe
+from realmops.search.approximate import ApproximateIndex, Recipe
 
 CPU = torch.device("cpu")
 THREADS, MAPS = 8, 150
@@ -84,7 +84,7 @@ def test_numbers_are_views_of_the_bytes() -> None:
 ANONYMOUS = """
 import torch
 from realmops import memory_map
-from realmops.search.approximate import FaissIndex, Recipe
+from realmops.search.approximate import ApproximateIndex, Recipe
 def held():
     lines = [line.split() for line in open("/proc/self/status")]
     return [int(line[1]) / 1024 for line in lines if line[0] in ("RssAnon:", "RssFile:")]
@@ -94,9 +94,9 @@ found = memory_map.allocate_matrix(300_000, 128)  # 146 MiB
 for first in range(0, 300_000, 1000):
     found[first : first + 1000] = rows + first / 300_000
 memory_map.release_pages(found)
-FaissIndex(found[:5000].clone(), Recipe("pq", 0, 64, 1, 0.0, 8, 0.0)).tune_search_width(rows[:8], 8)
+ApproximateIndex(found[:5000].clone(), Recipe("pq", 0, 64, 1, 0.0, 8, 0.0)).tune_search_width(rows[:8], 8)
 before = held()
-index = FaissIndex(found, Recipe("pq", 0, 64, 1, 0.0, 8, 0.0))
+index = ApproximateIndex(found, Recipe("pq", 0, 64, 1, 0.0, 8, 0.0))
 index.tune_search_width(rows[:8], 8)
 print(*(now - then for now, then in zip(held(), before)))
 """
@@ -117,7 +117,7 @@ def test_an_index_over_mapped_embeddings_equals_that_in_memory(kind: str) -> Non
     mapped_PE[:] = embedding_PE
     results = []
     for rows in (embedding_PE, mapped_PE):
-        index = FaissIndex(rows, Recipe(kind, 3, 20, 1, 0.0, 10, 0.5))
+        index = ApproximateIndex(rows, Recipe(kind, 3, 20, 1, 0.0, 10, 0.5))
         index.tune_search_width(query_QE, 10)
         results.append((index.recipe, *index.search(query_QE, 10)))
     (recipe, *expected), (other_recipe, *found) = results

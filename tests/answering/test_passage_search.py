@@ -22,7 +22,7 @@ from realmops.commands.open_model import open_search
 from realmops.commands.search import parse_filter
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.retriever_files import DESCRIPTION, RETRIEVER_FOLDER
-from realmops.search.approximate import FaissIndex, Recipe
+from realmops.search.approximate import ApproximateIndex, Recipe
 from realmops.search.bm25 import stems
 from realmops.search.exact import multi_vector_index
 
@@ -173,7 +173,7 @@ def test_a_filtered_search_is_exact_with_an_approximate_index(kind: str, vectors
     width = opened.embed(["river"]).shape[1]
     embedding_PX = torch.randn(passages * 8, vectors * width, generator=generator)
     recipe = Recipe(kind, 0, 8 if kind != "hnsw" else 0, 1, 0.0, 10, 0.1)
-    index = multi_vector_index(embedding_PX, vectors, lambda rows: FaissIndex(rows, recipe))
+    index = multi_vector_index(embedding_PX, vectors, lambda rows: ApproximateIndex(rows, recipe))
     approximate = dataclasses.replace(opened, passages=index)
     query_E = opened.embed(["Item7"])[0]
     scores = (embedding_PX.view(-1, vectors, width) @ query_E).amax(1)[:passages] * opened.retriever.scale

@@ -19,7 +19,6 @@ from realmops.search import approximate, faiss_gpu
 from realmops.search.approximate import (
     MAX_EXACT_PASSAGES,
     ApproximateIndex,
-    FaissIndex,
     Recipe,
     device_memory,
     index_type,
@@ -88,10 +87,10 @@ def test_passages_added_in_parts_give_the_index_of_all_at_once(kind: str, monkey
     results = []
     for together in (1 << 30, 1 << 16):
         monkeypatch.setattr(approximate, "_ADDED_ROWS", together)
-        results.append(FaissIndex(embedding_PE, learned).search(query_QE, 10))
+        results.append(ApproximateIndex(embedding_PE, learned).search(query_QE, 10))
     assert torch.equal(results[0][1], results[1][1])
     assert torch.equal(results[0][0], results[1][0])
-    other = FaissIndex(embedding_PE, replace(learned, seed=6)).search(query_QE, 10)
+    other = ApproximateIndex(embedding_PE, replace(learned, seed=6)).search(query_QE, 10)
     assert not torch.equal(other[1], results[0][1])
 
 
@@ -119,7 +118,7 @@ def test_the_search_width_is_the_smallest_that_reaches_the_target() -> None:
 def test_the_widest_search_visits_a_part_of_the_lists(kind: str, widest: int) -> None:
     """A quarter of 64 lists, of short codes a half: with more an exact search is no slower."""
     embedding_PE = torch.randn(64 * 39, 8, generator=torch.Generator().manual_seed(0))
-    assert FaissIndex(embedding_PE, Recipe(kind, 0, 64, 1, 0.0, 8, 0.0)).max_search_width == widest
+    assert ApproximateIndex(embedding_PE, Recipe(kind, 0, 64, 1, 0.0, 8, 0.0)).max_search_width == widest
 
 
 @pytest.mark.parametrize("kind", ["ivf", "pq"])

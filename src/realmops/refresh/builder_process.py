@@ -26,7 +26,7 @@ from realmops.refresh.versions import HOLDER, CorruptVersionError, Version
 from realmops.search.embed import no_progress
 from realmops.search.embeddings import EMBEDDINGS, index_header, make_shard_embedder, view_embeddings
 
-REMOVAL_SECONDS = 3.0  # a stage removes its exchange file by file
+REMOVAL_SECONDS = 1.0  # in which a stage removes its exchange, file by file
 
 log = logging.getLogger(__name__)
 
@@ -78,12 +78,10 @@ def _run_shard_helper(root: Path, run: dict[str, Any], snapshot: Snapshot, works
         print_status(str(error))
         return MISCONFIGURED
     except Exception:
-        deadline = time.monotonic() + REMOVAL_SECONDS
-        while is_exchange(root):
-            if time.monotonic() > deadline:
-                log.exception("the index builder failed")
-                return FAULT
-            time.sleep(0.1)
+        time.sleep(REMOVAL_SECONDS)
+        if is_exchange(root):
+            log.exception("the index builder failed")
+            return FAULT
     print_status(f"{root}: no shards are left to compute")
     return DONE
 

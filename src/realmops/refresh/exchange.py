@@ -138,11 +138,10 @@ class Exchange:
         name = f"v-{self.newest_fence():06d}"
         if name not in self.outcomes.names():
             return None
-        try:
+        with suppress(CorruptVersionError, FileNotFoundError):
             meta = self.outcomes.manifest(name).meta
             return f"{meta['state']}: {meta['message']}" if meta["message"] else str(meta["state"])
-        except (CorruptVersionError, FileNotFoundError, KeyError):
-            return "finished, with an outcome that cannot be read"
+        return "finished, with an outcome that cannot be read"
 
     # Heartbeats
 

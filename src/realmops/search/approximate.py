@@ -10,7 +10,6 @@ Shape suffixes: Q queries, P passages, E embedding width, K results, D candidate
 
 import logging
 import math
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -59,9 +58,10 @@ class Recipe:
 class ApproximateIndex(PassageIndex):
     """A structure over embeddings P x E that proposes candidates; their scores are exact.
 
-    An index type is a subclass and a row in ``TYPES``. It is built from the embeddings and its recipe alone, so that it
-    is the same on every machine (except ``pq``, whose codes on a GPU differ). Types with a GPU implementation are built
-    on ``device``, that of the models; ``place`` names the result.
+    The structures are FAISS's: inverted lists (``ivf``), the same with product quantisation (``pq``), a graph
+    (``hnsw``). Another type is a subclass with its own structure and a row in ``TYPES``. An index is built from the
+    embeddings and its recipe alone, so that it is the same on every machine (except ``pq``, whose codes on a GPU
+    differ), on ``device``, that of the models, where FAISS supports it; ``place`` names the result.
     """
 
     place = "the CPU"
@@ -71,25 +71,75 @@ class ApproximateIndex(PassageIndex):
         self.build()
         self.set_search_width(recipe.width)
 
-    @abstractmethod
     def build(self) -> None:
-        """Build the structure, with all random numbers from ``recipe.seed``; ValueError for too few passages."""
+        """Build the structure on the GPU if FAISS supports it there, otherwise on the CPU, and log the fallback."""
+        recipe, device, (passages, width) = self.recipe, self.model_device, self.embedding_PE.shape
+        faiss = _faiss(recipe.type, passages, width)
+        self.recipe = replace(recipe, lists=min(recipe.lists, max(1, passages // _POINTS_PER_LIST[0])))
+        reason = faiss_gpu.cpu_fallback_reason(faiss, recipe.type, width, device) if device.type == "cuda" else ""
+        if device.type == "cuda" and not reason:
+            try:
+                self._index = self._built(faiss, on_gpu=True)
+                self.place = f"the GPU {torch.cuda.get_device_name(device)}"
+                return
+            except RuntimeError as error:  # raised by FAISS, for example out of GPU memory
+                reason = error_line(error)
+        self._index = self._built(faiss, on_gpu=False)
+        if reason:
+            self.place = f"the CPU ({reason})"
+            _log_once(logging.INFO if recipe.type == "hnsw" else logging.WARNING, recipe.type, self.place)
 
-    @abstractmethod
+    def _built(self, faiss: Any, *, on_gpu: bool) -> Any:
+        recipe, width, max_points = self.recipe, self.embedding_PE.shape[1], _POINTS_PER_LIST[1]
+        codes = f"PQ{faiss_gpu.code_bytes(width)}x8np" if on_gpu else f"PQ{width}x4fs"
+        factory = {
+            "ivf": f"IVF{recipe.lists},Flat",
+            "pq": f"IVF{recipe.lists},{codes}",
+            "hnsw": f"HNSW{_NEIGHBOURS},Flat",
+        }[recipe.type]
+        # With several threads, the order of insertion into the hnsw graph is not deterministic.
+        faiss.omp_set_num_threads(1 if recipe.type == "hnsw" else torch.get_num_threads())
+        index = faiss.index_factory(width, factory, faiss.METRIC_INNER_PRODUCT)
+        if recipe.type == "pq":
+            index.pq.cp.seed = recipe.seed % 2**31
+            index.pq.cp.min_points_per_centroid = 1
+        if on_gpu:
+            index = faiss_gpu.GpuIndex(faiss, index, self.model_device)
+        if recipe.type != "hnsw":
+            index.cp.seed = recipe.seed % 2**31
+            index.cp.max_points_per_centroid = max_points
+            index.train(_sample(self.embedding_PE, max_points * recipe.lists, recipe.seed).numpy())
+        for rows_RE in torch.split(self.embedding_PE.detach(), _ADDED_ROWS):
+            index.add(rows_RE.cpu().numpy())
+            release_pages(self.embedding_PE)
+        faiss.omp_set_num_threads(torch.get_num_threads())
+        return index
+
     def candidates(self, query_QE: Tensor, k: int) -> Tensor:
-        """Return ids of passages that may be among the ``k`` best, Q x any number, without duplicates, padded with -1.
+        """Return ids of passages that may be among the ``k`` best, Q x any number, padded with -1.
 
-        With fewer than ``k`` columns, ``search`` compares all passages.
+        For ``pq`` 16 per result, because its codes are coarse. With fewer than ``k``, ``search`` compares all passages.
         """
+        count = min(k * (_CANDIDATES if self.recipe.type == "pq" else 1), len(self.embedding_PE))
+        if isinstance(self._index, faiss_gpu.GpuIndex):
+            count = min(count, faiss_gpu.MAX_SELECTED)
+        if count < k:
+            return torch.empty(len(query_QE), 0, dtype=torch.int64)
+        return torch.from_numpy(self._index.search(query_QE.cpu().numpy(), count)[1])
 
-    @abstractmethod
     def set_search_width(self, width: int) -> None:
-        """Set how many lists or nodes a query visits: a larger width raises recall and search time."""
+        if self.recipe.type == "hnsw":
+            self._index.hnsw.efSearch = width
+        else:
+            self._index.nprobe = width
 
     @property
-    @abstractmethod
     def max_search_width(self) -> int:
-        """The largest search width; beyond it an exact search is as fast."""
+        """At most a quarter of the lists (``pq``: half of them): with more an exact search is as fast."""
+        limit = _MAX_WIDTH[self.recipe.type]
+        if self.recipe.type == "hnsw":
+            return limit
+        return max(1, min(limit, self.recipe.lists // (2 if self.recipe.type == "pq" else 4)))
 
     def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return scores and ids of the best candidates; a query with fewer than ``k`` is searched exactly."""
@@ -186,7 +236,7 @@ def index_type(options: IndexOptions, passages: int, width: int, device: torch.d
     kind: str = options.type
     if kind == "auto":
         kind = select_type(passages, width, device_memory(device), on_gpu=device.type == "cuda")
-    if TYPES.get(kind) is FaissIndex:
+    if TYPES.get(kind) is ApproximateIndex:
         _faiss(kind, passages, width)
     return kind
 
@@ -202,78 +252,7 @@ def unwrap_approximate(passages: PassageIndex | None) -> ApproximateIndex | None
     return index if isinstance(index, ApproximateIndex) else None
 
 
-class FaissIndex(ApproximateIndex):
-    """FAISS structures: inverted lists (``ivf``), the same with product quantisation (``pq``), a graph (``hnsw``)."""
-
-    def build(self) -> None:
-        """Build the structure on the GPU if FAISS supports it there, otherwise on the CPU, and log the fallback."""
-        recipe, device, (passages, width) = self.recipe, self.model_device, self.embedding_PE.shape
-        faiss = _faiss(recipe.type, passages, width)
-        self.recipe = replace(recipe, lists=min(recipe.lists, max(1, passages // _POINTS_PER_LIST[0])))
-        reason = faiss_gpu.cpu_fallback_reason(faiss, recipe.type, width, device) if device.type == "cuda" else ""
-        if device.type == "cuda" and not reason:
-            try:
-                self._index = self._built(faiss, on_gpu=True)
-                self.place = f"the GPU {torch.cuda.get_device_name(device)}"
-                return
-            except RuntimeError as error:  # raised by FAISS, for example out of GPU memory
-                reason = error_line(error)
-        self._index = self._built(faiss, on_gpu=False)
-        if reason:
-            self.place = f"the CPU ({reason})"
-            _log_once(logging.INFO if recipe.type == "hnsw" else logging.WARNING, recipe.type, self.place)
-
-    def _built(self, faiss: Any, *, on_gpu: bool) -> Any:
-        recipe, width, max_points = self.recipe, self.embedding_PE.shape[1], _POINTS_PER_LIST[1]
-        codes = f"PQ{faiss_gpu.code_bytes(width)}x8np" if on_gpu else f"PQ{width}x4fs"
-        factory = {
-            "ivf": f"IVF{recipe.lists},Flat",
-            "pq": f"IVF{recipe.lists},{codes}",
-            "hnsw": f"HNSW{_NEIGHBOURS},Flat",
-        }[recipe.type]
-        # With several threads, the order of insertion into the hnsw graph is not deterministic.
-        faiss.omp_set_num_threads(1 if recipe.type == "hnsw" else torch.get_num_threads())
-        index = faiss.index_factory(width, factory, faiss.METRIC_INNER_PRODUCT)
-        if recipe.type == "pq":
-            index.pq.cp.seed = recipe.seed % 2**31
-            index.pq.cp.min_points_per_centroid = 1
-        if on_gpu:
-            index = faiss_gpu.GpuIndex(faiss, index, self.model_device)
-        if recipe.type != "hnsw":
-            index.cp.seed = recipe.seed % 2**31
-            index.cp.max_points_per_centroid = max_points
-            index.train(_sample(self.embedding_PE, max_points * recipe.lists, recipe.seed).numpy())
-        for rows_RE in torch.split(self.embedding_PE.detach(), _ADDED_ROWS):
-            index.add(rows_RE.cpu().numpy())
-            release_pages(self.embedding_PE)
-        faiss.omp_set_num_threads(torch.get_num_threads())
-        return index
-
-    def candidates(self, query_QE: Tensor, k: int) -> Tensor:
-        """Return the ids that FAISS proposes; for ``pq`` 16 per result, because its codes are coarse."""
-        count = min(k * (_CANDIDATES if self.recipe.type == "pq" else 1), len(self.embedding_PE))
-        if isinstance(self._index, faiss_gpu.GpuIndex):
-            count = min(count, faiss_gpu.MAX_SELECTED)
-        if count < k:
-            return torch.empty(len(query_QE), 0, dtype=torch.int64)
-        return torch.from_numpy(self._index.search(query_QE.cpu().numpy(), count)[1])
-
-    def set_search_width(self, width: int) -> None:
-        if self.recipe.type == "hnsw":
-            self._index.hnsw.efSearch = width
-        else:
-            self._index.nprobe = width
-
-    @property
-    def max_search_width(self) -> int:
-        """At most a quarter of the lists (``pq``: half of them)."""
-        limit = _MAX_WIDTH[self.recipe.type]
-        if self.recipe.type == "hnsw":
-            return limit
-        return max(1, min(limit, self.recipe.lists // (2 if self.recipe.type == "pq" else 4)))
-
-
-TYPES: dict[str, type[ApproximateIndex]] = {"ivf": FaissIndex, "pq": FaissIndex, "hnsw": FaissIndex}
+TYPES: dict[str, type[ApproximateIndex]] = {"ivf": ApproximateIndex, "pq": ApproximateIndex, "hnsw": ApproximateIndex}
 """Approximate index types by their name in ``index.type`` and in a recipe."""
 
 
