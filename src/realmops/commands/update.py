@@ -188,13 +188,9 @@ def _embed(task: _Task, new: Snapshot, out: Path) -> dict[str, Any]:
     run = parse_section("run", task.values["run"])
     configure_process(run.threads)
     folder = out / "finetune"
-    folder.mkdir()
     model = pipeline_state(task.root).finetune  # not of an earlier update, whose calibration may be old
-    for path in (model / name for name in artifacts.read_manifest(model, "finetune")["files"]):
-        if path.name not in (INDEX, artifacts.MANIFEST):
-            copy = folder / path.relative_to(model)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            artifacts.link_or_copy(path, copy)
+    others = shutil.ignore_patterns(INDEX, artifacts.MANIFEST)
+    shutil.copytree(model, folder, copy_function=artifacts.link_or_copy, ignore=others)
     row = new.match_passages(old)
     new_rows = np.flatnonzero(row < 0)
     documents = set(old.column("document_id"))
