@@ -40,9 +40,9 @@ def product_rate() -> float:
 def measure(stage: str, root: Path, log: Path, options: Sequence[str] = ()) -> dict[str, float]:
     """Wall and CPU seconds (children included) and the largest process's memory in MiB of one stage.
 
-    ``options`` are those of ``realmops run``. The stage ends when this process does.
+    ``options`` are those of ``realmops run``.
     """
-    command = [sys.executable, "-m", "realmops", "run", stage, "--root", str(root), "--watch-parent", str(os.getpid())]
+    command = [sys.executable, "-m", "realmops", "run", stage, "--root", str(root)]
     with open(log, "ab") as file:
         start = time.perf_counter()
         child = subprocess.Popen([*command, *options], stdout=file, stderr=file)

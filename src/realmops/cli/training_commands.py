@@ -60,7 +60,6 @@ def init(reader: str | None, no_reader: bool, **options: Any) -> Iterator[str]:
 @option.params
 @option.new_root
 @option.flag("--force", help="Run again even if inputs and options are unchanged.")
-@option.watch_parent
 def run(stage: str, params: Path, presets: Sequence[str], settings: Sequence[str], **options: Any) -> None:
     """Run one stage of the training, or all in order.
 

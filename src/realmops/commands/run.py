@@ -1,4 +1,4 @@
-"""``realmops run``: validate all inputs, then run stages in order, until the parent process ends."""
+"""``realmops run``: validate all inputs, then run stages in order."""
 
 import os
 from collections.abc import Collection, Iterator, Sequence
@@ -31,18 +31,14 @@ def run_stages(
     root: Path,
     report: Report,
     force: bool,
-    watch_parent: int | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run steps in order; yield name and metrics of each stage, except in a torchrun worker that only takes part.
 
     External files are read and the encoder is opened before the first step starts, so that invalid input fails early.
-    The step ``cloze`` generates questions from the corpus. The process ends with its ``watch_parent``, under torchrun
-    with torchrun.
+    The step ``cloze`` generates questions from the corpus.
     """
-    if watch_parent is None and "TORCHELASTIC_RUN_ID" in os.environ:
-        watch_parent = os.getppid()  # torchrun: its workers would outlive it if it is killed
-    if watch_parent is not None:
-        end_with(watch_parent)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun: its workers would outlive it if it is killed
+        end_with(os.getppid())
     names = tuple(names)
     values, _ = take_inputs(values, project, root, local_cache(), report, partial(_is_read, names))
     check_inputs(names, values, project, root)
