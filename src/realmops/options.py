@@ -93,7 +93,7 @@ class SnapshotOptions(Section, name="snapshot"):
     documents: str = option("data/sample/corpus.jsonl.gz", "a file, a folder, or hf:NAME for a dataset on the hub")
     format: str = option("auto", "auto (by file name and first bytes), or a format of docs/data.md")
     warmup: str = option("data/sample/warmup.jsonl.gz", "text for the reader's warm-up; empty: the documents")
-    block_wordpieces: Size = option(
+    block_wordpieces: Annotated[int, Field(ge=4, le=LARGEST_INTEGER)] = option(
         48, "maximum length of a passage: title, text and 3 special wordpieces", paper="288"
     )
     language: str = option("en", "a code such as de, or auto: detected for each document")

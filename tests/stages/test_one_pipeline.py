@@ -33,7 +33,8 @@ def test_dvc_yaml_has_the_stages_and_nothing_else() -> None:
             "cmd": f"realmops run {name}",
             "deps": [
                 *(STAGES[need].folder for need in one.needs),
-                *(f"${{{key}}}" for key in files_in_use(one, values)),
+                # DVC refuses an empty path, and snapshot.warmup may be empty
+                *(f"${{{key}}}" for key in files_in_use(one, values) if key != "snapshot.warmup"),
             ],
             "params": ["presets", *one.sections, *one.options],
             "outs": [{one.folder: {"persist": True}}],  # or DVC removes what realmops run has made
