@@ -203,7 +203,6 @@ def train_paths(
     lessons: Sequence[PathExample],
     options: Finetune,
 ) -> None:
-    """Train the scorer with the reader's epochs, batch size and learning rate."""
 
     def loss(batch: Sequence[PathExample]) -> LossAndMetrics:
         retriever.scorer.train()

@@ -93,11 +93,9 @@ class ClosedBook(AnswerModel):
         return int(self.net.config.eos_token_id)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids of a text without special tokens, int64."""
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def encode_question(self, text: str) -> np.ndarray:
-        """Return a question as input, truncated to ``QUESTION_WORDPIECES``."""
         return np.append(self.encode(text)[: QUESTION_WORDPIECES - 1], self.eos_id)
 
     def encode_target(self, answer: str) -> np.ndarray:
@@ -160,8 +158,7 @@ class ClosedBook(AnswerModel):
             return_dict_in_generate=True,
         )
         token_BT = output.sequences[:, 1:]
-        log_BTV = torch.stack(output.logits, 1).float().log_softmax(-1)
-        log_BT = log_BTV.gather(-1, token_BT[..., None]).squeeze(-1)
+        log_BT = self.net.compute_transition_scores(output.sequences, output.logits, normalize_logits=True)
         is_over_BT = F.pad((token_BT == self.eos_id).cumsum(1), (1, -1)) > 0
         log_B = log_BT.masked_fill(is_over_BT, 0.0).sum(1)
         return [
@@ -200,7 +197,7 @@ def span_corruption(
 
 
 def _random_partition(total: int, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Return ``count`` positive integers that sum to ``total``, drawn uniformly from all such sequences."""
+    """Return ``count`` positive integers that sum to ``total``, drawn uniformly."""
     borders = 1 + np.sort(rng.permutation(total - 1)[: count - 1])
     return np.diff(borders, prepend=0, append=total)
 

@@ -23,7 +23,6 @@ def read_conll(path: Path) -> list[TaggedSentence]:
     """Read the sentences of a CoNLL file (plain, .gz or .bz2): the first column is the token, the last the tag.
 
     Numbered lines as in UNER (number, token, tag, annotator) are read too. IO, IOB1 and IOB2 tags become IOB2.
-    ``-DOCSTART-`` lines, and lines that start with ``# `` before a sentence, are skipped.
 
     Raises:
         ValueError: the file has no entity, or a line cannot be read; the message names file and line.

@@ -72,7 +72,6 @@ def _contains_target(snapshot: Snapshot, passage: int, example: Example) -> bool
 def evaluate_masked_words(
     realm: Realm, masked: Sequence[Example], index: Index, progress: Callable[[int], None]
 ) -> dict[str, float]:
-    """Return the mean metrics of ``Realm.guess`` over the masked sentences."""
     guesses: list[dict[str, float]] = []
     for guess in _guesses(realm, masked, retrieve_candidates(realm, masked, index)):
         guesses.append(guess)

@@ -34,7 +34,6 @@ class ProcessGroup:
         return self.rank == 0
 
     def wait(self) -> None:
-        """Block until all processes reach this call."""
         if self.size > 1:
             dist.barrier()
 
@@ -88,7 +87,6 @@ class ProcessGroup:
                 dist.broadcast(tensor.detach(), 0)
 
     def broadcast_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
-        """Return the first process's numbers in all processes."""
         tensor = torch.tensor(numbers, dtype=torch.float64, device=device)
         self.broadcast([tensor])
         values: list[float] = tensor.tolist()

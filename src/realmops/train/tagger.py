@@ -47,7 +47,6 @@ class Tagger(nn.Module):
         self.output = nn.Linear(encoder.width, len(tags))
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """Return logits T x L."""
         logits_TL: Tensor = self.output(self.bert(batch))
         return logits_TL
 
@@ -173,7 +172,6 @@ def make_span_finder(
 
 
 def read_spans(files: Mapping[str, bytes]) -> list[list[Entity]]:
-    """Return the spans of each passage of a shard from the files that :func:`make_span_finder` produced."""
     return [[(start, end, name) for start, end, name in spans] for spans in json.loads(files[SPANS])]
 
 
