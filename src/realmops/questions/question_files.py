@@ -48,10 +48,7 @@ def _curatedtrec(path: Path) -> Iterator[QuestionRecord]:
 def _dpr(path: Path) -> Iterator[QuestionRecord]:
     """Read lines of question and Python list of answers between tabs; either may be quoted as in CSV."""
     for place, columns in read_columns(path, 2, "question, list of answers"):
-        quoted = [re.fullmatch(r'"((?:[^"]|"")*)"', column) for column in columns]
-        question, literal = (
-            q[1].replace('""', '"') if q else column for q, column in zip(quoted, columns, strict=True)
-        )
+        question, literal = (_QUOTED.sub(lambda match: match[1].replace('""', '"'), column) for column in columns)
         yield QuestionRecord(place, None, question, parse_literal(literal, place))
 
 
