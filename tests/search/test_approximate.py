@@ -331,7 +331,7 @@ def test_more_results_than_a_gpu_selects_are_searched_exactly(kind: str) -> None
         ("ivf", 32, {"StandardGpuResources": None}, "the installed FAISS is CPU-only .*extra gpu", "WARNING"),
         ("pq", 34, {}, "FAISS does not support pq of width 34 on GPUs", "WARNING"),
         ("ivf", 32, {"find_gpu_failure": lambda number: "no kernel image"}, "no kernel image", "WARNING"),
-        ("ivf", 32, {"index_cpu_to_gpu": "full"}, "cudaMalloc of 640,000 bytes failed", "WARNING"),
+        ("ivf", 32, {"index_cpu_to_gpu": "full"}, "RuntimeError: cudaMalloc of 640,000 bytes failed", "WARNING"),
     ],
 )
 def test_an_index_that_a_gpu_does_not_support_is_on_the_cpu_and_the_reason_is_logged_once(
