@@ -25,7 +25,6 @@ VOCABULARY = "vocab.txt"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
-_VOCABULARIES = (TOKENIZER, VOCABULARY, "vocab.json", "spiece.model", "sentencepiece.bpe.model")  # of any tokenizer
 SENTENCE_CONFIG = "config_sentence_transformers.json"  # of a sentence encoder: prompts
 POOLING = "1_Pooling/config.json"  # of a sentence encoder: pooling mode
 MODULES = "modules.json"  # of a sentence encoder: its modules in order
@@ -67,7 +66,7 @@ READER = ModelFamily(
     "reader.init",
     "reader of answer spans",
     (SAFETENSORS,),
-    _VOCABULARIES,
+    (TOKENIZER, VOCABULARY, "vocab.json", "spiece.model", "sentencepiece.bpe.model"),
     ("merges.txt", "added_tokens.json", SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, "confidence.json"),  # the last is ours
     "none",
 )

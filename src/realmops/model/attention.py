@@ -84,24 +84,17 @@ def _padded(
     for q_PD, k_PD, v_PD, group in zip(*parts, packed.groups, strict=True):
         shape = (group.size, group.longest, heads, -1)
         q_GHLE, k_GHLE, v_GHLE = (x_PD.view(shape).transpose(1, 2) for x_PD in (q_PD, k_PD, v_PD))
-        outputs.append(_attend_group(q_GHLE, k_GHLE, v_GHLE, group, scale, dropout, max_distance, causal))
+        blocked = _blocked_keys(group, max_distance, causal, q_GHLE.device)
+        if q_GHLE.is_cuda or not torch.is_grad_enabled():
+            mask = None if blocked is None else ~blocked
+            y_GHLE = F.scaled_dot_product_attention(q_GHLE, k_GHLE, v_GHLE, mask, dropout, scale=scale)
+        else:  # on a CPU the fused kernel is faster in the forward pass, but not with its backward pass
+            scores_GHLL = (q_GHLE * scale) @ k_GHLE.transpose(-1, -2)
+            if blocked is not None:  # in place, so that autograd saves no copy
+                scores_GHLL += scores_GHLL.new_zeros(blocked.shape).masked_fill_(blocked, -torch.inf)
+            y_GHLE = F.dropout(scores_GHLL.softmax(-1), dropout, True) @ v_GHLE
+        outputs.append(y_GHLE.transpose(1, 2).reshape(group.size * group.longest, -1))
     return packed.join(outputs).view(-1, heads, v_THE.shape[2])
-
-
-def _attend_group(
-    q_GHLE: Tensor, k_GHLE: Tensor, v_GHLE: Tensor, group: PaddedGroup, scale: float, dropout: float,
-    max_distance: int | None, causal: bool,
-) -> Tensor:  # fmt: skip
-    blocked = _blocked_keys(group, max_distance, causal, q_GHLE.device)
-    if q_GHLE.is_cuda or not torch.is_grad_enabled():
-        mask = None if blocked is None else ~blocked
-        y_GHLE = F.scaled_dot_product_attention(q_GHLE, k_GHLE, v_GHLE, mask, dropout, scale=scale)
-    else:  # on a CPU the fused kernel is faster in the forward pass, but not with its backward pass
-        scores_GHLL = (q_GHLE * scale) @ k_GHLE.transpose(-1, -2)
-        if blocked is not None:  # in place, so that autograd saves no copy
-            scores_GHLL += scores_GHLL.new_zeros(blocked.shape).masked_fill_(blocked, -torch.inf)
-        y_GHLE = F.dropout(scores_GHLL.softmax(-1), dropout, True) @ v_GHLE
-    return y_GHLE.transpose(1, 2).reshape(group.size * group.longest, -1)
 
 
 def _blocked_keys(group: PaddedGroup, max_distance: int | None, causal: bool, device: torch.device) -> Tensor | None:

@@ -160,9 +160,8 @@ def _group_by_cost(lengths: Sequence[int], power: int, limit: int) -> Iterator[l
 
 def group_by_length(lengths: np.ndarray) -> list[list[int]]:
     """Return the indices of sequences in groups of similar lengths, longest first."""
-    order = np.argsort(-lengths, kind="stable")
     groups: list[list[int]] = []
-    for row in order.tolist():
+    for row in np.argsort(-lengths, kind="stable").tolist():
         if not groups or lengths[row] < _MIN_LENGTH_RATIO * lengths[groups[-1][0]]:
             groups.append([])
         groups[-1].append(row)
