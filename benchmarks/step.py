@@ -65,7 +65,6 @@ class Step:
         self.retriever, self.reader = (model.to(device).train() for model in _models(folder, shape))
         snapshot = snapshot_of(folder, batch * CANDIDATES, [query] * batch)
         settings = [
-            f"pretrain.query_wordpieces={query}",
             f"pretrain.reader_wordpieces={joined}",
             f"pretrain.candidates={CANDIDATES}",
             "pretrain.null_document=false",

@@ -71,9 +71,9 @@ def test_values_are_the_same_in_yaml_and_json(params: Path) -> None:
         ("bert: {dropout: 1.5}\n", r"bert\.dropout is 1\.5 \(float\); it must be less than or equal to 1"),
         ("bert: {dropout: .nan}\n", r"bert\.dropout is nan \(float\); it must be a finite number"),
         ("bert: {dropout: 1e999}\n", r"bert\.dropout is inf \(float\); it must be a finite number"),
-        ("run:\n  seed: 0\n  seed: 1\n", r"line 3: the key 'seed' is repeated; keep one"),
-        ("run: &a\n  seed: 0\nbert: *a\n", r"line 3: an alias \(\*name\) is not allowed; write the value"),
-        ("run:\n  ? [1, 2]\n  : 3\n", r"line 2: a key must be a string, not a list or a mapping"),
+        ("run:\n  seed: 0\n  seed: 1\n", r'line 2.* found duplicate key "seed" with value "1"'),
+        ("run: &a\n  seed: 0\nbert: *a\n", r"params\.yaml: an alias \(\*name\) is not allowed; write the value"),
+        ("run:\n  ? [1, 2]\n  : 3\n", r"unknown key run\.\(1, 2\); allowed keys are"),
         ("run: [1\n", r"params\.yaml: while parsing a flow sequence"),
         ("run: !!python/object/apply:os.system ['true']\n", r"could not determine a constructor"),
         ("run: 7\n", r"run is not a section; expected sections with keys, for example 'run:'"),
@@ -146,17 +146,17 @@ def test_an_unknown_key_precedes_other_errors(changes: Any, message: str) -> Non
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("tower=bag", r"retriever\.tower is bag and retriever\.head is normalised: .* set retriever\.head=cosine"),
-        ("tower=bag head=cosine embedding_width=0", r"embedding_width is 0: .* retriever\.embedding_width=384"),
-        ("tower=bag head=cosine document_vectors=2", r"vectors is 2: a bag has one .*document_vectors=1"),
+        ("tower=bag", r"retriever\.tower is bag and retriever\.head is normalised; set retriever\.head=cosine"),
+        ("tower=bag head=cosine embedding_width=0", r"embedding_width is 0; set retriever\.embedding_width=384"),
+        ("tower=bag head=cosine document_vectors=2", r"vectors is 2; set .*document_vectors=1"),
         ("pooling=cls document_vectors=2", r"vectors is 2, and .*pooling=cls gives .* set retriever\.pooling=mean"),
         ("head=release pooling=mean", r"retriever\.pooling=mean .*set retriever\.pooling=cls and retriever\.proj"),
-        ("head=release projection=first", r"retriever\.head is release, .*=first: the released code has a dense"),
+        ("head=release projection=first", r"retriever\.head is release, .*=first: BERT's pooler reads"),
         ("projection=identity embedding_width=64", r"keeps the encoder's width of 128, .* is 64; set .*width=0"),
-        ("projection=first embedding_width=129", r"have 128 numbers; set .*embedding_width=128"),
+        ("projection=first embedding_width=129", r"embedding_width is 129; set .*embedding_width=128 or less"),
         ("bert.width=16 bert.heads=3", r"^bert\.width is 16; it must be a multiple of bert\.heads=3$"),
         ("bert.positions=64", r"^pretrain\.reader_wordpieces is 128, above the encoder's bert\.positions=64; lower"),
-        ("reader.copies=false", r"^reader\.apart is true and reader\.copies is false: .*; set reader\.copies=true"),
+        ("reader.copies=false", r"^reader\.apart is true and reader\.copies is false; set both to true"),
         ("finetune.reader_wordpieces=65", r"wordpieces is 65, which leaves no room .*query_wordpieces=64; raise"),
         ("reader.init=NAME", r"^reader\.init is NAME, a reader of answer spans, with pretrain\.steps=300 .*; set"),
     ],
@@ -203,8 +203,7 @@ def test_presets_and_settings_override_the_file_in_order(params: Path) -> None:
         ("pretrain.steps", r"is not of the form section\.key=value"),
         ("pretrain.=1", r"is not of the form section\.key=value"),
         ("pretrain.steps=[1", r"--set 'pretrain\.steps=\[1': while parsing"),
-        ("pretrain.steps=*a", r"an alias \(\*name\) is not allowed"),
-        ("run.seed=010", r"run\.seed is '010' \(str\); it must be a valid integer"),
+        ("run.seed=1:30", r"run\.seed is '1:30' \(str\); it must be a valid integer"),
     ],
 )
 def test_a_wrong_setting_is_named(params: Path, setting: str, message: str) -> None:
@@ -216,7 +215,7 @@ def test_a_wrong_setting_is_named(params: Path, setting: str, message: str) -> N
     ("text", "value"),
     [
         ("10", 10), ("-3", -3), ("1e-5", 1e-5), ("5.0e-4", 5e-4), (".5", 0.5), ("true", True), ("~", None),
-        ("010", "010"), ("1:30", "1:30"), ("no", "no"), ("0x10", "0x10"), ("1_000", "1_000"), ("a=b", "a=b"), ("", ""),
+        ("010", 10), ("1:30", "1:30"), ("no", "no"), ("a=b", "a=b"), ("", ""),
     ],
 )  # fmt: skip
 def test_settings_are_yaml_1_2(text: str, value: Any) -> None:

@@ -5,46 +5,25 @@ docs/options.md: x is the question or the masked sentence, z a passage, f(x, z) 
 """
 
 import math
-from contextlib import suppress
 from itertools import product
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-LARGEST_INTEGER = 2**63 - 1  # maximum of int64 arrays
+from realmops.option_types import (
+    LARGEST_INTEGER,
+    Amount,
+    Count,
+    PositiveAmount,
+    PositiveShare,
+    Section,
+    Share,
+    Size,
+    option,
+)
+
 CLOSED_BOOK = ("t5",)  # values of finetune.reader whose models read no passages
 ENCODER, NO_READER = "encoder", "none"  # values of reader.init: the encoder's own reader; search without a reader
-
-
-def _parse_quoted_number(value: Any) -> Any:
-    """Return a quoted number as float: YAML 1.1 writers put quotation marks around 1e-05."""
-    with suppress(ValueError):
-        return float(value) if isinstance(value, str) else value
-    return value
-
-
-Size = Annotated[int, Field(gt=0, le=LARGEST_INTEGER)]
-Count = Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]
-Number = Annotated[float, BeforeValidator(_parse_quoted_number)]
-Amount = Annotated[Number, Field(ge=0)]
-PositiveAmount = Annotated[Number, Field(gt=0)]
-Share = Annotated[Number, Field(ge=0, le=1)]
-PositiveShare = Annotated[Number, Field(gt=0, le=1)]
-
-
-def option(default: Any, text: str = "", *, paper: str = "") -> Any:
-    """Declare an option with its default, its sentence, and the value of Guu et al. (2020) or of its released code."""
-    return Field(default, description=text, json_schema_extra={"paper": paper})
-
-
-class Section(BaseModel):
-    """Options of one section."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, validate_default=True)
-    section: ClassVar[str]  # name in YAML
-
-    def __init_subclass__(cls, name: str) -> None:
-        cls.section = name
 
 
 class RunOptions(Section, name="run"):
@@ -53,18 +32,12 @@ class RunOptions(Section, name="run"):
     seed: Count = option(0, "seed of all random generators")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto, cpu or cuda")
     precision: Literal["auto", "fp32", "bf16"] = option(
-        "auto",
-        "auto (bf16 if the processor supports it natively, else fp32; with AMX fp32 up to a width of 128), fp32, "
-        "or bf16",
+        "auto", "fp32, bf16, or auto: bf16 if the processor supports it natively (with AMX above a width of 128)"
     )
     threads: Size | Literal["auto"] = option(
-        "auto",
-        "CPU threads of a trainer and of a builder; auto: OMP_NUM_THREADS, or the CPUs of the process (8 at most; "
-        "1 for narrow encoders without AMX); the number affects rounding, a resumed stage keeps its own",
+        "auto", "of a trainer and of a builder; auto: OMP_NUM_THREADS, or the CPUs (8 at most; 1 for narrow encoders)"
     )
-    checkpoint_every: Size = option(
-        100, "steps between checkpoints, from which a killed stage resumes; pretrain has one at each index refresh"
-    )
+    checkpoint_every: Size = option(100, "steps between checkpoints; pretrain has one at each index refresh")
 
 
 class BertOptions(Section, name="bert"):
@@ -75,9 +48,7 @@ class BertOptions(Section, name="bert"):
     layers: Size = option(2, "for small", paper="12")
     heads: Size = option(4, "for small", paper="12")
     positions: Size = option(512, "for small", paper="512")
-    dropout: Share = option(
-        0.0, "for any encoder; takes a third of a step on a CPU; see also finetune.reader_dropout", paper="0.1"
-    )
+    dropout: Share = option(0.0, "of any encoder; takes a third of a step on a CPU", paper="0.1")
 
 
 class Sample(Section, name="sample"):
@@ -94,16 +65,12 @@ class SnapshotOptions(Section, name="snapshot"):
     format: str = option("auto", "auto (by file name and first bytes), or a format of docs/data.md")
     warmup: str = option("data/sample/warmup.jsonl.gz", "text for the reader's warm-up; empty: the documents")
     block_wordpieces: Annotated[int, Field(ge=4, le=LARGEST_INTEGER)] = option(
-        48, "maximum length of a passage: title, text and 3 special wordpieces", paper="288"
+        48, "of a passage: title, text and 3 special ones", paper="288"
     )
     language: str = option("en", "a code such as de, or auto: detected for each document")
     whole_documents: bool = option(False, "true: a document is one passage, truncated to its maximum length")
-    wikipedia_titles: bool = option(
-        False, 'drop "List of", "Index of", "Outline of" and "(disambiguation)"', paper="true"
-    )
-    broken_share: Share = option(
-        0.01, "fraction of broken records above which the stage fails; rejects.jsonl lists them"
-    )
+    wikipedia_titles: bool = option(False, 'drop "List of", "(disambiguation)" and the like', paper="true")
+    broken_share: Share = option(0.01, "fraction of broken records above which the stage fails")
     workers: Size = option(1, "processes that read and tokenise; the result does not depend on it")
 
 
@@ -112,9 +79,7 @@ class QuestionFiles(Section, name="questions"):
 
     train: str = option("data/sample/questions.train.jsonl.gz", "JSON lines or another format, optionally gzipped")
     dev: str = option(
-        "data/sample/questions.dev.jsonl.gz",
-        "for evaluation during training, and to fit the weight of BM25 and, on at least 20 questions of people, "
-        "the confidence",
+        "data/sample/questions.dev.jsonl.gz", "to fit BM25's weight and, with 20 questions of people, the confidence"
     )
     test: str = option("data/sample/questions.test.jsonl.gz", "only read by evaluate")
 
@@ -124,8 +89,7 @@ class Tag(Section, name="tag"):
 
     method: Literal["tagger", "phrases", "given", "dates"] = option(
         "tagger",
-        "tagger (trained by the stage) or phrases (names by capitals or recurrence, and numbers), both with dates, "
-        "dates alone, or given (spans in the documents)",
+        "tagger (trained) or phrases (by capitals or recurrence), both with dates; dates; or given (in the documents)",
     )
     train: str = option("data/sample/ner.train.conll", "CoNLL format: token in the first column, tag in the last")
     dev: str = option("data/sample/ner.dev.conll", "sentences for evaluating the tagger (seqeval's F1)")
@@ -138,69 +102,51 @@ class RetrieverOptions(Section, name="retriever"):
 
     init: str = option(
         "small",
-        "encoder of retriever, reader and tagger, with its tokenizer: small (trained from scratch, with the shape "
-        "of section bert), a folder, or a name on the hub",
-        paper="BERT-base, uncased",
+        "encoder of all models: small (from scratch, as in section bert), a folder, or a hub name",
+        paper="BERT-base",
     )
-    tower: Literal["bert", "bag"] = option(
-        "bert", "bert, or bag (sum of word vectors; needs head: cosine)", paper="bert"
-    )
+    tower: Literal["bert", "bag"] = option("bert", "bert or bag (sum of word vectors; head: cosine)", paper="bert")
     pooling: Literal["auto", "cls", "mean", "last"] = option(
-        "auto",
-        "cls, mean (over all wordpieces), last, or auto: as in the folder of a sentence encoder "
-        "(1_Pooling/config.json), else cls",
-        paper="cls",
+        "auto", "cls, mean (over all wordpieces), last, or auto: that of the sentence encoder, else cls", paper="cls"
     )
     projection: Literal["orthogonal", "identity", "first"] = option(
         "orthogonal",
-        "initialisation of W: orthogonal, identity (no W), or first (leading dimensions, for Matryoshka encoders)",
-        paper="not specified",
+        "initialisation of W: orthogonal, identity (no W) or first (leading dimensions)",
     )
     embedding_width: Count = option(128, "0: width of the encoder; for a bag 384 is suitable", paper="128")
     head: Literal["paper", "release", "normalised", "cosine"] = option(
         "normalised",
-        "paper (W times CLS), release (pooler, dense, LayerNorm), normalised (paper's with LayerNorm, / sqrt of "
-        "width) or cosine",
+        "paper (W times CLS), release (pooler, dense, LayerNorm), normalised (LayerNorm, / sqrt of width) or cosine",
     )
-    document_vectors: Size = option(
-        1, "vectors per passage, scored by the nearest (the index grows in proportion); needs pooling: mean", paper="1"
-    )
+    document_vectors: Size = option(1, "vectors per passage, scored by the nearest; needs pooling: mean", paper="1")
     hybrid: bool = option(False, "f(x, z) combines BM25 and embeddings, with fitted weights", paper="false")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         head, width, vectors, projection = self.head, self.embedding_width, self.document_vectors, self.projection
-        if self.tower == "bag":
-            bag = "retriever.tower is bag and retriever"
-            if head != "cosine":
-                raise ValueError(f"{bag}.head is {head}: a bag's vectors have unit length; set retriever.head=cosine")
-            if not width:
-                raise ValueError(
-                    f"{bag}.embedding_width is 0: a bag has no encoder to take the width from; set "
-                    "retriever.embedding_width=384"
-                )
-            if vectors > 1:
-                raise ValueError(
-                    f"{bag}.document_vectors is {vectors}: a bag has one vector per passage; set "
-                    "retriever.document_vectors=1, or retriever.tower=bert"
-                )
-            return self
-        self.check_vectors(self.pooling)
-        if head == "release" and (self.pooling in ("mean", "last") or projection in ("identity", "first")):
+        bag = "retriever.tower is bag and retriever."
+        if self.tower != "bag":
+            self.check_vectors(self.pooling)
+        elif head != "cosine":
+            raise ValueError(f"{bag}head is {head}; set retriever.head=cosine")
+        elif not width:
+            raise ValueError(f"{bag}embedding_width is 0; set retriever.embedding_width=384")
+        elif vectors > 1:
+            raise ValueError(f"{bag}document_vectors is {vectors}; set retriever.document_vectors=1")
+        if head == "release" and (self.pooling in ("mean", "last") or projection != "orthogonal"):
             raise ValueError(
                 f"retriever.head is release, with retriever.pooling={self.pooling} and retriever.projection="
-                f"{projection}: the released code has a dense layer after BERT's pooler, which reads [CLS]; set "
-                "retriever.pooling=cls and retriever.projection=orthogonal, or another retriever.head"
+                f"{projection}: BERT's pooler reads [CLS]; set retriever.pooling=cls and "
+                "retriever.projection=orthogonal, or another retriever.head"
             )
         return self
 
     def check_vectors(self, pooling: str) -> None:
         """Raise ValueError if this pooling, the encoder's for ``auto``, does not give ``document_vectors``."""
         if self.document_vectors > 1 and pooling in ("cls", "last"):
-            source = "[CLS]" if pooling == "cls" else "the last wordpiece"
             raise ValueError(
                 f"retriever.document_vectors is {self.document_vectors}, and retriever.pooling={self.pooling} gives "
-                f"one vector, that of {source}; set retriever.pooling=mean, or retriever.document_vectors=1"
+                "one vector; set retriever.pooling=mean, or retriever.document_vectors=1"
             )
 
     def check_width(self, encoder_width: int) -> None:
@@ -214,30 +160,27 @@ class RetrieverOptions(Section, name="retriever"):
             )
         if projection == "first" and width > encoder_width:
             raise ValueError(
-                f"retriever.projection is first, and retriever.embedding_width is {width}: the encoder's vectors have "
-                f"{encoder_width} numbers; set retriever.embedding_width={encoder_width} or less"
+                f"retriever.projection is first, and retriever.embedding_width is {width}; set "
+                f"retriever.embedding_width={encoder_width} or less, as the encoder's vectors"
             )
 
 
 class ReaderOptions(Section, name="reader"):
-    """Architecture and initialisation of the reader."""
+    """Architecture and initialisation of the reader; published readers are AutoModelForQuestionAnswering's."""
 
     init: str = option(
         "encoder",
-        "encoder (initialised as retriever.init and trained), a published reader of spans (a folder or a name on "
-        "the hub of transformers' AutoModelForQuestionAnswering), or none (search without answers)",
+        "encoder (as retriever.init, and trained), a folder or hub name of a published reader of spans, or none",
     )
     copies: bool = option(True, "copy masked words from the passage (pointer with a learned gate)", paper="false")
     apart: bool = option(
         True,
-        "encode sentence and passage separately (late interaction), so that all passages of a batch are "
-        "candidates of each sentence; needs copies",
+        "encode x and z separately, so that all passages of a batch are candidates of each x; needs copies",
         paper="false",
     )
     matches: bool = option(
         True,
-        "lexical features of the passage's wordpieces: whether in x, rarity, distance to words of x, word shape "
-        "(with apart: only in fine-tuning)",
+        "lexical features of the passage's wordpieces, such as whether in x (with apart: only in fine-tuning)",
         paper="false",
     )
 
@@ -249,19 +192,14 @@ class ReaderOptions(Section, name="reader"):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.apart and not self.copies:
-            raise ValueError(
-                "reader.apart is true and reader.copies is false: a reader that encodes x and z apart needs the copy "
-                "head; set reader.copies=true, or reader.apart=false"
-            )
+            raise ValueError("reader.apart is true and reader.copies is false; set both to true, or apart to false")
         return self
 
 
 class IndexOptions(Section, name="index"):
     """Search of pretrain and finetune; types other than exact choose candidates with FAISS."""
 
-    type: Literal["auto", "exact", "ivf", "hnsw", "pq"] = option(
-        "auto", "auto, exact, ivf, hnsw or pq; docs/operate.md explains them"
-    )
+    type: Literal["auto", "exact", "ivf", "hnsw", "pq"] = option("auto", "docs/operate.md explains the types")
     target_recall: PositiveShare = option(0.95, "required recall of the exact top k")
 
 
@@ -270,16 +208,12 @@ class Ict(Section, name="ict"):
 
     crops: Count = option(0, "queries per passage, each a span of 4 to 16 words; 0: one query, a sentence", paper="0")
     steps: Count = option(60, "maximum training steps of the retriever", paper="100000")
-    epochs: Amount = option(
-        10, "limits steps and reader_steps to this number of epochs over the passages; 0: no limit", paper="31"
-    )
+    epochs: Amount = option(10, "limit of steps and reader_steps, over the passages; 0: none", paper="31")
     batch_size: Size = option(32, "passages", paper="4096")
     learning_rate: PositiveAmount = option(0.0005, paper="1e-4")
     removal: Share = option(0.9, "probability that a query is removed from its passage", paper="0.9")
     neighbours: Size = option(4, "consecutive passages in a batch, as hard negatives")
-    reader_steps: Count = option(
-        600, "maximum training steps of the reader on masked warm-up text", paper="BERT's pre-training"
-    )
+    reader_steps: Count = option(600, "of the reader on masked warm-up text, at most", paper="BERT's")
     reader_batch_size: Size = option(32, "pairs of sentence and passage")
     reader_learning_rate: PositiveAmount = option(0.0005, "BERT: 1e-4")
 
@@ -295,9 +229,7 @@ class Pretrain(Section, name="pretrain"):
     query_wordpieces: ClassVar[int] = 96  # as in the paper
     retriever_delay: Count = option(50, "initial steps that train only the reader", paper="0")
     reader_wordpieces: Size = option(128, "of x and the text of z together, also in ict", paper="384")
-    examples: Literal["corpus", "warmup"] = option(
-        "corpus", "source of the masked sentences: corpus or warmup", paper="both"
-    )
+    examples: Literal["corpus", "warmup"] = option("corpus", "text of the masked sentences", paper="both")
     masking: Literal["salient", "recurring", "random_token", "random_span", "matched_span"] = option(
         "salient",
         "salient, recurring (salient, and in another passage too), random_token, random_span or matched_span",
@@ -311,8 +243,7 @@ class Pretrain(Section, name="pretrain"):
     crop_weight: Amount = option(0.0, "weight in the loss of the inverse cloze task on crops", paper="0")
     refresh_every: Size = option(25, "steps between index refreshes, each with a checkpoint", paper="about 500")
     lag: Count | Literal["auto"] = option(
-        12,
-        "steps from publishing weights to adopting their index (reproducible); auto: immediately (clusters)",
+        12, "steps from publishing weights to adopting their index (reproducible); auto: immediately (clusters)"
     )
     query_encoder: Literal["snapshot", "fresh"] = option(
         "snapshot", "weights that embed x for the search: snapshot (those of the index) or fresh; release: snapshot"
@@ -321,9 +252,7 @@ class Pretrain(Section, name="pretrain"):
     builder_timeout: PositiveAmount = option(900, "timeout in seconds for an index")
     exchange: str = option("auto", "folder shared with the builder; auto: in the work folder of the stage")
     shard_rows: Size = option(512, "passages per shard that a builder commits")
-    masked_sentences: Count = option(
-        400, "held out (at most a tenth, and 1,000) to select the best checkpoint at each new index"
-    )
+    masked_sentences: Count = option(400, "held out (at most a tenth, and 1,000) to select the best checkpoint")
     gradient_checkpointing: bool = option(False, "less memory, same weights, steps up to 40 % longer")
 
     @property
@@ -345,23 +274,16 @@ class Finetune(Section, name="finetune"):
     )
     retriever_training: Literal["queries", "passages"] = option(
         "queries",
-        "queries (train the query tower: together with a reader of masked words, otherwise alone) or passages "
-        "(first train the whole retriever, in batches)",
+        "queries (train the query tower) or passages (first train the whole retriever, in batches)",
         paper="queries",
     )
     retriever_epochs: Amount = option(
-        2,
-        "for passages: epochs over the passages that answer training questions; for queries, unless reader.init "
-        "is encoder: over the questions; 0: none",
+        2, "over the passages that answer training questions; for queries, unless reader.init is encoder: over these"
     )
     retriever_batch_size: Size = option(32, "batch size of retriever_epochs, in passages or questions")
-    retriever_refresh_every: Count = option(
-        0, "for passages: steps between refreshes of the hard negatives; 0: none", paper="0"
-    )
     reader_training: Literal["passages", "windows"] = option(
         "passages",
-        "passages (whole, as retrieved) or windows (one with the answer, later also one without it; always for a "
-        "published reader)",
+        "passages (whole, as retrieved) or windows (one with the answer; always for a published reader)",
         paper="passages",
     )
     epochs: Amount = option(4, "over the training questions, may be fractional", paper="60 (WebQuestions)")
@@ -369,9 +291,7 @@ class Finetune(Section, name="finetune"):
     retriever_learning_rate: PositiveAmount = option(0.0001, paper="1e-5")
     reader_learning_rate: PositiveAmount = option(0.00025, paper="1e-5")
     reader_dropout: Share = option(0.0, "dropout of the reader in fine-tuning, instead of bert.dropout", paper="0.1")
-    freeze_words: bool = option(
-        False, "freeze the reader's word embeddings: faster, for a pre-trained encoder", paper="false"
-    )
+    freeze_words: bool = option(False, "freeze the reader's word embeddings (faster)", paper="false")
     retriever_candidates: Size = option(5000, "passages in the early retriever loss", paper="5000")
     reader_candidates: Size = option(5, "passages that the reader reads", paper="5")
     query_wordpieces: Size = option(64, paper="64")
@@ -379,11 +299,11 @@ class Finetune(Section, name="finetune"):
     answer_wordpieces: Size = option(10, "maximum length of an answer span", paper="10")
     decoding: Literal["best_span", "minimum_risk"] = option(
         "best_span",
-        "best_span (highest score) or minimum_risk (among the top 20, the highest expected exact match and F1)",
+        "best_span (highest score) or minimum_risk (of the top 20, the highest expected EM and F1)",
         paper="best_span",
     )
     wanted_precision: Share = option(
-        0.8, "abstain below the confidence that reaches this precision on dev questions of people", paper="not used"
+        0.8, "abstain below the confidence of this precision on dev questions of people", paper="not used"
     )
 
     @property
@@ -413,9 +333,7 @@ class Optimiser(Section, name="optimiser"):
     """Adam and the learning rate schedule."""
 
     bias_correction: bool = option(False, "bias correction of Adam", paper="false")
-    ramp_share: Share = option(
-        0.1, "warm-up of the learning rate as a fraction of steps; between 10 and 10000 steps", paper="0.1"
-    )
+    ramp_share: Share = option(0.1, "warm-up of the learning rate as a fraction of steps (10 to 10000)", paper="0.1")
 
 
 class Evaluate(Section, name="evaluate"):
@@ -471,9 +389,8 @@ class Options(BaseModel):
         if self.reader.is_published and (self.pretrain.steps or self.ict.reader_steps):
             raise ValueError(
                 f"reader.init is {self.reader.init}, a reader of answer spans, with pretrain.steps="
-                f"{self.pretrain.steps} and ict.reader_steps={self.ict.reader_steps}: REALM trains with a reader that "
-                "predicts masked words, which a published reader does not; set pretrain.steps=0 and "
-                "ict.reader_steps=0 (preset reader), or reader.init=encoder"
+                f"{self.pretrain.steps} and ict.reader_steps={self.ict.reader_steps}, which train a reader of masked "
+                "words; set both to 0 (preset reader), or reader.init=encoder"
             )
         return self
 

@@ -99,7 +99,7 @@ def test_killed_in_each_of_its_parts_it_ends_with_the_same_bytes(
     assert (metrics["passages_with_questions"], metrics["questions_with_evidence"]) == (6, 6)
     [said] = [line for line in report.said if line.startswith("finetune: f(x, z) = ")]
     counts = f"its weight next to the span score is {metrics['weight_reading']:g}"
-    assert said.endswith(f"fitted on 20 dev questions; {counts}")
+    assert said.endswith(f"fitted on 20 dev questions of people; {counts}")
     expected, lines = files(project), small_project.journal(project / "root/models/finetune")
     assert ["retriever_loss" in line for line in lines] == [True] * 6 + [False] * 6
     assert ["span_accuracy" in line for line in lines] == [False] * 6 + [True] * 6
@@ -125,26 +125,6 @@ def test_killed_in_each_of_its_parts_it_ends_with_the_same_bytes(
     assert small_project.without_clock(
         small_project.journal(project / "root/models/finetune")
     ) == small_project.without_clock(lines)
-
-
-def test_with_an_index_refreshed_over_the_exchange_a_kill_changes_nothing(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Six steps of the retriever, indexes of the weights of steps 0, 2 and 4; killed in the fourth."""
-    changes = {"retriever_refresh_every": 2, "epochs": 1}
-    tune(project, **changes)
-    expected, lines = files(project), small_project.journal(project / "root/models/finetune")
-    assert [line["hard_negatives"] for line in lines if "hard_negatives" in line] == []
-    assert [line["retriever_hard_negatives"] for line in lines[:6]] == [1.0] * 6
-    shutil.rmtree(project / "root/models/finetune")
-    with monkeypatch.context() as patched:
-        patched.setattr(Journal, "log", dying(4, Journal.log))
-        with pytest.raises(Killed):
-            tune(project, **changes)
-    tune(project, **changes)
-    assert files(project) == expected
-    tune(project, epochs=1)
-    assert files(project)[QUERY] != expected[QUERY]
 
 
 def test_the_readers_dropout_is_its_own(project: Path) -> None:

@@ -1,6 +1,5 @@
 """Both towers learn from questions with in-batch negatives."""
 
-import copy
 import itertools
 import math
 from collections.abc import Iterable
@@ -13,7 +12,6 @@ import torch
 from small_world import (
     MemoryJournal,
     World,
-    index_of,
     section,
     tiny_context,
     tiny_models,
@@ -25,16 +23,14 @@ from realmops.model.retriever import Retriever
 from realmops.model.sequences import join_query
 from realmops.options import Finetune
 from realmops.questions.question_sets import Question
-from realmops.search.embed import document_sequences, embed
+from realmops.search.embed import document_sequences
 from realmops.train import in_batch_negatives as module
 from realmops.train.in_batch_negatives import (
     NEIGHBOURS,
     group_by_passage,
-    hard_negatives,
     passage_batches,
     train_by_passages,
 )
-from realmops.train.index_source import Index
 from realmops.train.loop import TrainingContext
 from realmops.train.parallel import ProcessGroup
 
@@ -181,40 +177,3 @@ def test_the_mean_loss_of_processes_is_that_of_the_batch(
     assert len(losses) == processes
     start, _ = tiny_models(world)
     assert sum(losses) / processes == pytest.approx(slow_loss(world, start, rows, options()), rel=1e-5)
-
-
-def test_hard_negatives_are_the_best_passages_without_an_answer_outside_the_batch(world: World) -> None:
-    retriever, _ = tiny_models(world)
-    index = index_of(world, retriever)
-    asked, batch = [QUESTIONS[0], QUESTIONS[2]], [0, 7]
-    found = hard_negatives(index, asked, batch, world.snapshot, 24, torch.float32)
-    expected: list[int] = []
-    for question, answer in zip(asked, ("oslo", "1972"), strict=True):
-        query = join_query(world.wordpieces(question.question), world.special, 24)
-        query_1E = embed(index.retriever.query, [(query, np.zeros(len(query), np.int64))], torch.float32)
-        order = (query_1E @ index.passages.embedding_PE.T)[0].argsort(descending=True).tolist()
-        texts = {p: world.snapshot.text(p).lower() for p in order}
-        expected.append(next(p for p in order if answer not in texts[p] and p not in batch and p not in expected))
-    assert found == expected
-    everywhere = Question("all", "What?", tuple({world.snapshot.text(p) for p in range(12)}))
-    assert hard_negatives(index, [everywhere], [], world.snapshot, 24, torch.float32) == []
-
-
-def test_each_refreshed_index_provides_hard_negatives(world: World) -> None:
-    """Five passages, two at a time: a quarter of a batch, rounded up, is one hard negative in each step."""
-    steps: list[int] = []
-
-    class Source:
-        def at_step(self, step: int, retriever: Retriever) -> Index | None:
-            steps.append(step)
-            return index_of(world, copy.deepcopy(retriever).eval(), step) if step % 2 == 0 else None
-
-    losses = []
-    for source, count in ((Source(), 1.0), (None, 0.0)):
-        journal, (retriever, _) = MemoryJournal(), tiny_models(world)
-        data = (world.snapshot, QUESTIONS, POSITIVES, options(retriever_refresh_every=2))
-        train_by_passages(tiny_context(journal=journal), retriever, *data, source)
-        assert journal.values("hard_negatives") == [count] * 6
-        losses.append(journal.values("loss")[0])
-    assert steps == [0, 1, 2, 3, 4, 5]
-    assert losses[0] > losses[1]

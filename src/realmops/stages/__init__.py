@@ -41,7 +41,7 @@ READER_SHAPE = ("reader.copies", "reader.apart", "reader.matches")  # options of
 
 if TYPE_CHECKING:  # the command line imports this module, and pydantic takes 0.2 s
     from realmops.config import Values
-    from realmops.options import Section
+    from realmops.option_types import Section
 Options = TypeVar("Options", bound="Section")
 
 
@@ -85,11 +85,9 @@ class Stage:
 
     @property
     def folder(self) -> str:
-        """Output folder, relative to the root of the run."""
         return STAGE_FOLDERS[self.name]
 
     def reads(self, key: str) -> bool:
-        """Return whether the stage reads the option ``section.key``."""
         return key in self.options or key.partition(".")[0] in self.sections
 
     def tracked_params(self, own: Values) -> list[str]:
@@ -102,7 +100,6 @@ class Stage:
         return list(dict.fromkeys([*self.sections, *single]))
 
     def run(self, job: Job) -> dict[str, Any]:
-        """Run ``stages/<name>.py`` and return its metrics."""
         module = importlib.import_module(f"realmops.stages.{self.name}")
         metrics: dict[str, Any] = module.run(job)
         return metrics
@@ -206,18 +203,15 @@ def option_files(stage: Stage, values: Values, project: Path, root: Path) -> dic
 
 
 def get_option(values: Values, key: str) -> Any:
-    """Return the option ``section.key``."""
     section, option = key.split(".")
     return values[section][option]
 
 
 def files_in_use(stage: Stage, values: Values) -> list[str]:
-    """Return the keys of the files that a stage reads with these options."""
     return [key for key in stage.files if key not in unused_inputs(values)]
 
 
 def has_file_below(folder: str, names: Collection[str], values: Values) -> bool:
-    """Return whether one of these stages reads a file below a folder of the run."""
     files = (get_option(values, key) for name in names for key in files_in_use(STAGES[name], values))
     return any(Path(folder) in Path(file).parents for file in files)
 

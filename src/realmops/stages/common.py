@@ -44,7 +44,6 @@ def load_questions(job: Job, snapshot: Snapshot, split: str) -> list[Question]:
 
 
 def load_unanswerable(job: Job, snapshot: Snapshot, split: str) -> list[Question]:
-    """Return the questions of a split that have no answer, from which a model should abstain."""
     questions: list[Question] = []
     path = job.inputs[f"questions.{split}"]
     read_questions([path], unanswerable=questions)
@@ -81,7 +80,6 @@ class StageTrainings:
 
 
 def open_snapshot(job: Job, name: str = "corpus") -> Snapshot:
-    """Open the snapshot ``corpus`` or ``warmup`` of a stage's inputs."""
     return Snapshot.open(job.inputs["snapshot"] / name, verify=False)  # verified with the manifest of its stage
 
 
@@ -116,9 +114,8 @@ def build_index(job: Job, embedding_PE: Tensor, tower: Tower, queries: Sequence[
     return passages
 
 
-@cache
+@cache  # the message is the same for every index of a run
 def _log_once(log: Callable[[str], None], message: str) -> None:
-    """Log a message that is the same for every index of a run."""
     log(message)
 
 
@@ -129,14 +126,12 @@ def sample_queries(items: Sequence[T], seed: int) -> list[T]:
 
 
 def question_queries(snapshot: Snapshot, questions: Sequence[Question], limit: int) -> list[np.ndarray]:
-    """Return the token ids of [CLS] question [SEP], one array per question, cut to ``limit``."""
     return text_queries(snapshot, [q.question for q in questions], limit)
 
 
 def rank_passages(
     retriever: Retriever, passages: PassageIndex, queries: Sequence[np.ndarray], k: int, dtype: torch.dtype
 ) -> np.ndarray:
-    """Return the ids of the top k passages of each query, Q x k."""
     query = embed(retriever.query, query_sequences(queries), dtype)
     ids: np.ndarray = passages.search(query, k)[1].cpu().numpy()
     return ids

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from realmops.answering.answer import Answer
 from realmops.answering.confidence import MIN_CALIBRATION, READER_QUESTIONS, Confidence
@@ -74,7 +73,6 @@ def run(job: Job) -> dict[str, Any]:
 def _open_qa(
     trainings: StageTrainings, snapshot: Snapshot, questions: list[Question], held_out: list[Question]
 ) -> FineTuned:
-    """Fine-tune a retriever, and a reader that extracts spans unless only passages are searched."""
     job = trainings.job
     options, seed = job.section(Finetune), job.section(RunOptions).seed
     retriever, own_reader, reader = start_models(job, snapshot, options.reader)
@@ -120,7 +118,8 @@ def _open_qa(
         metrics |= {f"weight_{name}": value for name, value in asdict(retriever.mixture).items()}
         job.report.log(
             f"finetune: f(x, z) = {retriever.mixture.dense:g} * embedding score + {retriever.mixture.lexical:g} * BM25 "
-            f"/ maximum BM25, {_fitted_on(held_out)}; its weight next to the span score is {weight:g}"
+            f"/ maximum BM25, fitted on {sum(not q.is_generated for q in held_out)} dev questions of people; its "
+            f"weight next to the span score is {weight:g}"
         )
     losses = {
         name: JournalValues(job.journal).mean(name, last=50) for name in ("span_loss", "early_loss", "no_correct_span")
@@ -129,20 +128,18 @@ def _open_qa(
     return FineTuned(model, answers, {**losses, "questions": len(questions), **metrics, **timeouts})
 
 
-def _fitted_on(held_out: list[Question]) -> str:
-    """Return the questions that the weights of f(x, z) were fitted on, in words."""
-    people = sum(not question.is_generated for question in held_out)
-    return f"fitted on {people} dev questions" if people else "initial weights: no dev question is of people"
-
-
 def _learn_to_read(trainings: StageTrainings, model: RetrieveAndRead, questions: list[Question]) -> dict[str, int]:
-    """Train the reader by ``finetune.reader_training``; return the number of questions with evidence as a metric."""
     if not isinstance(model, SpanAnswers):
         return {}
     job, options = trainings.job, model.options
     model.reader.word_vectors.requires_grad_(not options.freeze_words)
+
+    def context(examples: int) -> TrainingContext:
+        steps = epoch_steps(examples, options.batch_size, options.epochs)
+        return trainings.context(model.dtype, "finetune", steps, "fine-tuning")
+
     if isinstance(model, OpenQa) and options.reader_training == "passages":
-        finetune(_reading_context(trainings, model.dtype, len(questions)), model, questions, options)
+        finetune(context(len(questions)), model, questions, options)
         return {}
     trainer = reader_trainer(model)
     examples = trainer.examples(questions, EVIDENCE_DEPTH, job.report.progress("evidence", len(questions)))
@@ -151,20 +148,13 @@ def _learn_to_read(trainings: StageTrainings, model: RetrieveAndRead, questions:
             f"no training question has an answer in its top {EVIDENCE_DEPTH} passages, so the reader cannot be trained "
             "on them; check that questions.train belongs to these documents, or set finetune.epochs=0"
         )
-    trainer.train(_reading_context(trainings, model.dtype, len(examples)), examples, options)
+    trainer.train(context(len(examples)), examples, options)
     return {"questions_with_evidence": len(examples)}
-
-
-def _reading_context(trainings: StageTrainings, dtype: torch.dtype, examples: int) -> TrainingContext:
-    options = trainings.job.section(Finetune)
-    steps = epoch_steps(examples, options.batch_size, options.epochs)
-    return trainings.context(dtype, "finetune", steps, "fine-tuning")
 
 
 def _closed_book(
     trainings: StageTrainings, snapshot: Snapshot, questions: list[Question], held_out: list[Question]
 ) -> FineTuned:
-    """Fine-tune a closed-book model, which replaces retriever and reader."""
     job = trainings.job
     options, seed = job.section(ClosedBookOptions), job.section(RunOptions).seed
     reader = load_models(job.inputs.get("ict", job.inputs["pretrain"]), snapshot.vocabulary_hash)[1]
@@ -221,46 +211,24 @@ def _dev_metrics(job: Job, snapshot: Snapshot, held_out: list[Question], tuned: 
         job.report.log(f"finetune: {len(unanswerable)} of these dev questions have no answer: the model should abstain")
     if score is None:
         return {}
-    return {
-        "dev_em": score.em.mean,
-        "dev_f1": score.f1.mean,
-        **{f"dev_{name}": value for name, value in figures.items()},
-    }
+    return {f"dev_{name}": v for name, v in {"em": score.em.mean, "f1": score.f1.mean, **figures}.items()}
 
 
 def _describe(confidence: Confidence | None, figures: Mapping[str, float], questions: int) -> str:
     """Return a sentence on the threshold and the dev questions of people above it."""
-    more = f"set questions.dev to at least {MIN_CALIBRATION} questions of people"
     if confidence is None:
         return (
             f"no calibration: questions.dev has {questions} questions of people; answers have a score, but no "
-            f"probability of being right, and are shown below the passages; {more}"
+            "probability of being right, and are shown below the passages; set questions.dev to at least "
+            f"{MIN_CALIBRATION} questions of people"
         )
-    is_inherited = confidence.source == READER_QUESTIONS
-    target = (
-        f"the precision {confidence.wanted_precision:g}"
-        if is_inherited
-        else f"finetune.wanted_precision={confidence.wanted_precision:g}"
-    )
-    if confidence.holds_all and is_inherited:
-        return (
-            f"the model abstains on every question: in the calibration of reader.init nothing reached {target}; {more} "
-            "to fit it again"
-        )
+    origin = " in the calibration of reader.init" if confidence.source == READER_QUESTIONS else ""
+    target = f"finetune.wanted_precision={confidence.wanted_precision:g}{origin}"
     if confidence.holds_all:
-        return (
-            f"the model abstains on every question: no confidence reaches {target} on the {questions} dev "
-            "questions; lower it, or train on more questions"
-        )
-    source = f"of reader.init, for {target}" if is_inherited else f"for {target}"
-    if not figures:
-        return f"answers need a confidence of at least {confidence.threshold:.3f}; the threshold is {source}"
-    precision = figures.get("answered_precision")  # missing if no question is answered
-    return (
-        f"{figures['answered'] * questions:.0f} of {questions} dev questions are answered, with a confidence of at "
-        f"least {confidence.threshold:.3f}{'' if precision is None else f', {precision:.0%} of them correctly'}; the "
-        f"threshold is {source}"
-    )
+        return f"the model abstains on every question: no confidence reaches {target}; lower it, or set questions.dev"
+    answered = f"; of {questions} dev questions {figures['answered']:.0%} are answered" if figures else ""
+    correct = f", {figures['answered_precision']:.0%} of them correctly" if "answered_precision" in figures else ""
+    return f"answers need a confidence of at least {confidence.threshold:.3f} for {target}{answered}{correct}"
 
 
 def _inherited_calibration(job: Job) -> Confidence | None:

@@ -1,8 +1,6 @@
 """The retriever in stage ``finetune``: initialisation, training, and its index or ranker."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
@@ -23,21 +21,16 @@ from realmops.options import ENCODER, NO_READER, Finetune, IndexOptions, RunOpti
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import JUDGED_RULE, Question
 from realmops.questions.relevance import RelevantPassages
-from realmops.refresh.trainer import RefreshPolicy
 from realmops.search.approximate import index_type
 from realmops.search.bm25 import Bm25
 from realmops.search.embeddings import INDEX, load_index
-from realmops.search.exact import PassageIndex, exact_index
+from realmops.search.exact import PassageIndex
 from realmops.stages import READER_INIT, Job
 from realmops.stages.common import StageTrainings, build_index, question_queries, sample_queries
 from realmops.stages.sharded_work import embed_in_shards
 from realmops.train.in_batch_negatives import Positives, group_by_passage, train_by_passages
-from realmops.train.index_source import IndexSource, RefreshSchedule, open_exchange
-from realmops.train.loop import TrainingContext
 from realmops.train.parallel import process_group
 
-SHARD_ROWS = 512  # passages that the index builder embeds and commits at a time
-BUILDER_TIMEOUT = 900.0  # seconds to wait for an index
 EVIDENCE_DEPTH = 20  # top passages that are searched for the answer of a training question
 
 
@@ -92,7 +85,6 @@ def _start_reader(job: Job, own_reader: Reader) -> Reader | ExtractiveReader | N
 
 
 def _with_query_copy(retriever: Retriever) -> Retriever:
-    """Return a retriever with a separate copy of the query tower, which can be trained over frozen passages."""
     result = Retriever(copy.deepcopy(retriever.query), retriever.document, retriever.vectors)
     result.mixture = retriever.mixture
     return result
@@ -132,7 +124,6 @@ def prepare_retrieval(
 def _train_paths(
     trainings: StageTrainings, reader: Reader, snapshot: Snapshot, questions: list[Question]
 ) -> tuple[PathRetriever, int]:
-    """Train a retriever of paths over links; return it and the number of questions with a path."""
     job = trainings.job
     options, run = job.section(Finetune), job.section(RunOptions)
     path = PathRetriever.start(reader.encoder, snapshot, options, device_and_dtype(run, reader.encoder)[1], run.seed)
@@ -150,37 +141,14 @@ def _train_paths(
 def _train_by_passages(
     trainings: StageTrainings, retriever: Retriever, snapshot: Snapshot, questions: list[Question]
 ) -> int:
-    """Train both towers of the retriever; return the number of passages that answer a question."""
     job = trainings.job
     options = job.section(Finetune)
     positives = _positives(job, snapshot, questions)
     steps = epoch_steps(len(positives), options.retriever_batch_size, options.retriever_epochs)
     dtype = device_and_dtype(job.section(RunOptions), retriever)[1]
     context = trainings.context(dtype, "retriever", steps, "retriever", "retriever_")
-    data = (questions, positives, options)
-    with _with_refresh(job, context, retriever, snapshot, steps) as (context, source):
-        train_by_passages(context, retriever, snapshot, *data, source)
+    train_by_passages(context, retriever, snapshot, questions, positives, options)
     return len(positives)
-
-
-@contextmanager
-def _with_refresh(
-    job: Job, context: TrainingContext, retriever: Retriever, snapshot: Snapshot, steps: int
-) -> Iterator[tuple[TrainingContext, IndexSource | None]]:
-    """Context manager: run an index builder during training if ``finetune.retriever_refresh_every`` is set."""
-    every = job.section(Finetune).retriever_refresh_every
-    if not every:
-        yield context, None
-        return
-    policy = RefreshPolicy("fixed_lag", None, BUILDER_TIMEOUT)
-    refresh = RefreshSchedule(steps, every, every // 2, 0, "child", "auto", SHARD_ROWS, policy)
-    device = context.device
-
-    def passages(embedding_PE: Tensor, searcher: Retriever) -> PassageIndex:
-        return exact_index(embedding_PE.to(device), searcher.vectors)
-
-    with open_exchange(context, refresh, snapshot, retriever, passages, job.work, job.report.log) as refreshed:
-        yield refreshed
 
 
 def _positives(job: Job, snapshot: Snapshot, questions: list[Question]) -> Positives:

@@ -33,11 +33,11 @@ def run(job: Job) -> dict[str, Any]:
     spans = open_spans(job, text, text.folder.name) if options.reader_steps else None
     size = corpus.tokenizer.get_vocab_size()
     towers = job.section(RetrieverOptions)
+    reads = ReaderOptions(init=ENCODER, **{key.partition(".")[2]: job.option(key) for key in READER_SHAPE})
 
     def initialise() -> tuple[Retriever, Reader]:
-        retriever, reader = build_models(
-            job.section(BertOptions), towers, _reader_options(job), size, run_options.seed, job.report.warn
-        )
+        bert, seed = job.section(BertOptions), run_options.seed
+        retriever, reader = build_models(bert, towers, reads, size, seed, job.report.warn)
         if towers.hybrid:
             retriever.mixture = DEFAULT_FUSION_WEIGHTS
         init_towers(retriever, corpus, run_options.seed, job.report.progress)
@@ -65,12 +65,6 @@ def run(job: Job) -> dict[str, Any]:
     names = ("accuracy_removed", "accuracy_kept", "reader_loss")
     logged = JournalValues(job.journal)
     return {name: logged.mean(name, last=20) for name in names}
-
-
-def _reader_options(job: Job) -> ReaderOptions:
-    """Return the options of the reader of masked words, which starts from the encoder."""
-    values = {key.partition(".")[2]: job.option(key) for key in READER_SHAPE}
-    return ReaderOptions(init=ENCODER, **values)
 
 
 def crops_helped(job: Job) -> bool:

@@ -52,7 +52,6 @@ def listed_inputs(values: Values) -> dict[str, str]:
 
 
 def replace_inputs(values: Values, inputs: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Return the options with other inputs, given by section.key."""
     replaced = {section: dict(keys) for section, keys in values.items()}
     for key, value in inputs.items():
         section, _, name = key.partition(".")

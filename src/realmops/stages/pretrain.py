@@ -55,12 +55,6 @@ def run(job: Job) -> dict[str, Any]:
         if process_group().is_main_process:
             copy_models(job.inputs["ict"], job.out)
         return {}
-    if options.steps <= options.retriever_delay:
-        job.report.warn(
-            f"pretrain: the retriever is not trained: pretrain.steps is {options.steps}, but the first "
-            f"pretrain.retriever_delay={options.retriever_delay} steps train only the reader; raise the former or "
-            "lower the latter"
-        )
     snapshot = open_snapshot(job)
     rows, masked = _held_out(job, snapshot)
     examples = _examples(job, snapshot)
@@ -74,7 +68,8 @@ def run(job: Job) -> dict[str, Any]:
     realm = Realm(retriever, reader, snapshot, options, dtype, bm25)
     vectors = len(snapshot) * retriever.vectors
     index_type(job.section(IndexOptions), vectors, retriever.query.width, device)  # fails before training
-    sampled = _sample_examples(examples, run_options.seed)
+    rng = np.random.default_rng(seed_for(run_options.seed, "index", "queries"))
+    sampled = [examples.draw(rng) for _ in range(RECALL_QUERIES)]  # to measure the recall of an approximate index
 
     def passages(embedding_PE: Tensor, searcher: Retriever) -> PassageIndex:
         return build_index(job, embedding_PE, searcher.query, realm.queries(sampled), retrieval_depth(options))
@@ -153,12 +148,6 @@ def _metrics(job: Job, after: Mapping[str, float], source: ExchangeSource) -> di
         "dropped_containing": sum(logged.of("dropped_containing")),
         "step_seconds": logged.mean("step_seconds"),
     }
-
-
-def _sample_examples(examples: Examples, seed: int) -> list[Example]:
-    """Return a random sample of masked sentences, for measuring the recall of an approximate index."""
-    rng = np.random.default_rng(seed_for(seed, "index", "queries"))
-    return [examples.draw(rng) for _ in range(RECALL_QUERIES)]
 
 
 def _build_measure(

@@ -29,16 +29,9 @@ def take_inputs(
     reads: Callable[[str], bool] = lambda key: True,
     pinned: Mapping[str, PinnedInput] = MappingProxyType({}),
 ) -> tuple[dict[str, dict[str, Any]], dict[str, ResolvedInput]]:
-    """Resolve the inputs of a run and record those that are fetched.
+    """Resolve the inputs of a run that ``reads`` accepts, and record those that are fetched into ``cache``.
 
-    Args:
-        values: all sections of the params.
-        project: folder of the params file.
-        root: folder of the run.
-        cache: folder of fetched inputs.
-        report: where to log.
-        reads: whether an input, by section.key, is needed; the others keep their value.
-        pinned: the only content to take, by section.key; any of the others.
+    ``pinned`` is the only content to take, by section.key.
 
     Returns:
         The options with the paths of fetched inputs, and those inputs by section.key.

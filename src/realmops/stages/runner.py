@@ -53,20 +53,11 @@ def run_stage(
     report: Report,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Run a stage on the folders under ``root`` and return its metrics.
+    """Run a stage on the folders under ``root``, unless its output is up to date, and return its metrics.
 
-    The output folder is replaced only when the stage has succeeded. A killed stage resumes from its checkpoints when
-    it is run again with the same options and inputs. Under torchrun, rank 0 runs the stage and the other processes
-    take part in its training.
-
-    Args:
-        name: name of the stage.
-        values: all sections of the params.
-        presets: names of the presets in ``values``, for the record.
-        project: folder against which relative file names in the params are resolved.
-        root: folder of the stages' outputs (data/, models/, results/).
-        report: where to log.
-        force: run even if the output is up to date.
+    The output folder is replaced when the stage has succeeded; a killed stage resumes from its checkpoints when it is
+    run again with the same options and inputs. Under torchrun, rank 0 runs the stage and the others take part in its
+    training. ``presets`` are for the record; file names in ``values`` are relative to ``project``.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from realmops.devices import resolve_device
@@ -106,13 +97,7 @@ def is_running(folder: Path, name: str) -> bool:
 
 
 def _run_locked(
-    stage: Stage,
-    values: Values,
-    presets: Sequence[str],
-    project: Path,
-    root: Path,
-    report: Report,
-    force: bool,
+    stage: Stage, values: Values, presets: Sequence[str], project: Path, root: Path, report: Report, force: bool
 ) -> dict[str, Any]:
     name = stage.name
     sections = parse_sections(stage, resolve_models(values, project))
@@ -141,18 +126,16 @@ def _run_locked(
         if (work / JOURNAL).stat().st_size:
             shutil.copyfile(work / JOURNAL, out / JOURNAL)
         artifacts.write_json(out / METRICS, metrics)
-        origin: dict[str, Any] = {"sections": fingerprint_options(stage, values), "presets": [*presets]} | (
-            {"code": image_commit()} if image_commit() else {}
-        )
+        origin: dict[str, Any] = {"sections": fingerprint_options(stage, values), "presets": [*presets]}
+        if image_commit():
+            origin["code"] = image_commit()
         if _uses_torch(stage, values):
             origin["threads"] = _threads(values, work)
         artifacts.write_manifest(out, name, fingerprint=key, **origin)
         if tracker is not None:
             figures = {f"final/{name}.{key}": value for key, value in metrics.items()}
-            finetune = values["finetune"]
-            figures |= headline_metrics(
-                name, metrics, "" if finetune["reader"] in CLOSED_BOOK else finetune["retriever"]
-            )
+            is_closed_book = values["finetune"]["reader"] in CLOSED_BOOK
+            figures |= headline_metrics(name, metrics, "" if is_closed_book else values["finetune"]["retriever"])
             tracker.finish(figures, mlflow_artifacts(name, out))
     shutil.rmtree(work, ignore_errors=True)
     return metrics
@@ -167,15 +150,13 @@ def _run_worker(stage: Stage, values: Values, project: Path, root: Path, force: 
     """Take part in the training of a stage that rank 0 runs, without logs and output."""
     if stage.name in TRAINS_NOTHING or not _uses_torch(stage, values):
         return {}
-    sections, inputs = (
-        parse_sections(stage, resolve_models(values, project)),
-        stage_inputs(stage, values, project, root),
-    )
+    sections = parse_sections(stage, resolve_models(values, project))
+    inputs = stage_inputs(stage, values, project, root)
     if not force and up_to_date_metrics(root / stage.folder, stage, fingerprint(stage, values, inputs)) is not None:
         return {}
     with (
         tempfile.TemporaryDirectory(prefix="realmops-") as folder,
-        Journal(Path(folder) / JOURNAL, stage.name) as journal,
+        Journal(Path(folder, JOURNAL), stage.name) as journal,
     ):
         place = Path(folder)
         _run_tuned(stage, values, Job(sections, inputs, place, place, journal, SilentReport(), place / "offer"))

@@ -110,10 +110,7 @@ def _check_corpus_language(report: Report, corpus: Snapshot) -> None:
 
 
 def warn_of_rejects(report: Report, name: str, manifest: dict[str, Any], folder: Path, where: str) -> None:
-    """Warn of broken records and unreadable files of a snapshot.
-
-    ``name`` of the corpus, and ``where``, the path of the complete list, are for the message.
-    """
+    """Warn of broken records and unreadable files of a snapshot; ``where`` is the path of the complete list."""
     if manifest["rejected"]:
         first = islice(read_rejects(folder), _SHOWN)
         lines = "".join(f"\n  {record['place']}: {record['problem']}" for record in first)
@@ -135,10 +132,7 @@ def warn_of_rejects(report: Report, name: str, manifest: dict[str, Any], folder:
 
 
 def warn_of_omitted(report: Report, name: str, manifest: dict[str, Any], where: str) -> None:
-    """Warn in one line if every twentieth document is incomplete (``OutcomeCounts``), or if a page has no text.
-
-    ``name`` of the corpus, and ``where``, the path of the counts by file, are for the message.
-    """
+    """Warn if every twentieth document is incomplete (``OutcomeCounts``), or if a page has no text."""
     incomplete, omitted = manifest["incomplete"], manifest["omitted"]
     if incomplete >= _INCOMPLETE_SHARE * manifest["documents"] or PAGE_WITHOUT_TEXT in omitted:
         kinds = sorted(omitted, key=lambda kind: (-omitted[kind], kind))
@@ -153,7 +147,6 @@ def warn_of_omitted(report: Report, name: str, manifest: dict[str, Any], where: 
 
 
 def snapshot_counts(manifest: dict[str, Any]) -> dict[str, int]:
-    """Return the counts of records, rejected and dropped ones, documents, passages, sentences and tokens."""
     dropped = {f"dropped_{reason}": count for reason, count in manifest["dropped"].items()}
     unread = {f"unread_{kind}": count for kind, count in manifest["unread"].items()}
     names = ("records", "documents", "replaced", "rejected", "passages", "sentences", "tokens")

@@ -1,9 +1,8 @@
 """Fine-tune both towers of the retriever on questions, with DPR's in-batch negatives and every question of a passage.
 
-REALM and ORQA freeze the passage embeddings during fine-tuning. If the index is refreshed during training, it also
-provides hard negatives: retrieved passages without an answer (EMDR2 and RAG-end2end refresh theirs too).
+REALM and ORQA freeze the passage embeddings during fine-tuning.
 
-Shape suffixes: Q questions, N passages of all processes and the hard negatives, E embedding width.
+Shape suffixes: Q questions, N passages of all processes, E embedding width.
 """
 
 import math
@@ -22,15 +21,12 @@ from realmops.model.retriever import Retriever
 from realmops.options import Finetune, epoch_steps
 from realmops.questions.question_sets import Question
 from realmops.questions.relevance import RelevantPassages
-from realmops.search.embed import document_sequences, embed, query_sequences, text_queries
-from realmops.train.index_source import Index, IndexSource
+from realmops.search.embed import document_sequences, text_queries
 from realmops.train.loop import DeferredMetrics, LossAndMetrics, TrainingContext, fit
 from realmops.train.optimiser import Group
 
 NEIGHBOURS = 8  # consecutive passages that share a batch: hard negatives
 MOST_QUESTIONS = 8  # of one passage in one step
-HARD_SHARE = 0.25  # hard negatives per passage of a batch
-HARD_DEPTH = 20  # top passages that are searched for a hard negative
 
 
 Positives = dict[int, list[int]]
@@ -68,16 +64,13 @@ def train_by_passages(
     questions: Sequence[Question],
     positives: Positives,
     options: Finetune,
-    source: IndexSource | None = None,
 ) -> None:
     """Train the retriever by softmax of each question's passage among all passages of the batch.
 
     Passages of all processes are negatives, except those that are relevant too. The result does not depend on the
-    number of processes: all draw the questions of the whole batch, and each question has the same weight. Hard
-    negatives are retrieved from the indexes of ``source``, if there is one.
+    number of processes: all draw the questions of the whole batch, and each question has the same weight.
     """
     relevant = RelevantPassages(snapshot)
-    current: list[Index] = []
     processes = context.processes
     passages = list(positives)
     batch_of = passage_batches(context, len(passages), options.retriever_batch_size)
@@ -93,61 +86,24 @@ def train_by_passages(
         embedded += embedded[:1] * (part_size - len(embedded))  # padding for equal sizes; masked below
         local_questions = [questions[i] for _, rows in local for i in rows]
         queries = text_queries(snapshot, [q.question for q in local_questions], options.query_wordpieces)
-        hard = _hard(step, drawn) if current else []
-        documents = document_sequences(snapshot, [*embedded, *hard])
+        documents = document_sequences(snapshot, embedded)
         with autocast(context.device, context.dtype):
             query_QE = retriever.query(PackedBatch(queries))
             document_NE = retriever.documents(PackedBatch([d[0] for d in documents], [d[1] for d in documents]))
-        document_NE = torch.cat([processes.gather(document_NE[:part_size]), document_NE[part_size:]])
-        relevance_QN = retriever.scores(query_QE, document_NE)
+        relevance_QN = retriever.scores(query_QE, processes.gather(document_NE))
         own = np.repeat(np.arange(len(local)), [len(rows) for _, rows in local]) + processes.rank * part_size
-        columns = [*processes.gathered_order(batch, part_size), *hard]
+        columns = processes.gathered_order(batch, part_size)
         ignored_QN = torch.tensor([[p is None or relevant.is_relevant(q, p) for p in columns] for q in local_questions])
         ignored_QN[torch.arange(len(own)), torch.from_numpy(own)] = False
         own_Q, ignored_QN = to_device(relevance_QN.device, torch.from_numpy(own), ignored_QN)
         relevance_QN = relevance_QN.masked_fill(ignored_QN, -torch.inf)
 
         def metrics(hit_Q: Tensor) -> dict[str, float]:
-            return {"accuracy": float(hit_Q.float().mean()), "hard_negatives": float(len(hard))}
+            return {"accuracy": float(hit_Q.float().mean())}
 
         deferred = DeferredMetrics([relevance_QN.argmax(-1) == own_Q], metrics)
         return weight * in_batch_loss(relevance_QN, own_Q).mean(), deferred
 
-    def _hard(step: int, drawn: Sequence[tuple[int, list[int]]]) -> list[int]:
-        rng = context.rng("hard", step)
-        count = math.ceil(HARD_SHARE * len(drawn))
-        sampled = [questions[i] for i in rng.permutation([i for _, rows in drawn for i in rows])[:count].tolist()]
-        batch = [passage for passage, _ in drawn]
-        return hard_negatives(current[0], sampled, batch, snapshot, options.query_wordpieces, context.dtype)
-
-    def at_step(step: int) -> None:
-        if source is not None and (new := source.at_step(step, retriever)):
-            current[:] = [new]
-
     groups = [Group("retriever", retriever, options.retriever_learning_rate)]
     steps = epoch_steps(len(passages), options.retriever_batch_size, options.retriever_epochs)
-    fit(context, groups, step_loss, steps=steps, at_step=at_step)
-
-
-def hard_negatives(
-    index: Index,
-    questions: Sequence[Question],
-    passages: Sequence[int],
-    snapshot: Snapshot,
-    query_wordpieces: int,
-    dtype: torch.dtype,
-) -> list[int]:
-    """Return, for each question, the best irrelevant passage that is not in ``passages`` or returned already.
-
-    Questions with no such passage among the top ``HARD_DEPTH`` are skipped.
-    """
-    queries = text_queries(snapshot, [q.question for q in questions], query_wordpieces)
-    query_QE = embed(index.retriever.query, query_sequences(queries), dtype)
-    ids = index.passages.search(query_QE, HARD_DEPTH)[1].cpu().tolist()
-    relevant = RelevantPassages(snapshot)
-    negatives: list[int] = []
-    for question, row in zip(questions, ids, strict=True):
-        new = (p for p in row if p not in passages and p not in negatives)
-        wrong = (p for p in new if not relevant.is_relevant(question, p))
-        negatives += [passage] if (passage := next(wrong, None)) is not None else []
-    return negatives
+    fit(context, groups, step_loss, steps=steps)
