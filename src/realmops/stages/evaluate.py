@@ -47,7 +47,7 @@ from realmops.evaluate.recall import (
 )
 from realmops.evaluate.run_report import generated_note, write_report
 from realmops.model.retriever_files import RETRIEVER_FOLDER, load_retriever, passage_tower_digest
-from realmops.options import Evaluate, Finetune, QuestionFiles, RunOptions
+from realmops.options import Evaluate, Finetune, RunOptions
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import JUDGED_RULE, Question, rows_of_people
 from realmops.questions.relevance import RelevantPassages
@@ -78,9 +78,8 @@ DEPTH = max(RECALL_AT)  # passages ranked per question; more if its documents ar
 def run(job: Job) -> dict[str, Any]:
     """Answer the test questions, write predictions and report, and return all metrics.
 
-    Answers are scored on the questions of people alone; those generated from the corpus measure retrieval, as do those
-    with relevance judgements instead of answers. Questions that nothing answers are in the metrics of abstention alone,
-    where every answer to them is wrong.
+    EM, F1 and confidence are those of the questions of people; others measure retrieval. Any answer to a question that
+    has none counts as wrong in the metrics of abstention alone.
     """
     options = job.section(Finetune)
     bootstrap = {"seed": job.section(RunOptions).seed, "resamples": RESAMPLES}
@@ -127,10 +126,13 @@ def run(job: Job) -> dict[str, Any]:
         job.report.log("evaluate: the model abstains on every question: nothing reached the precision of its threshold")
     if generated := sum(question.is_generated for question in questions):
         metrics["generated_questions"] = generated
-        for line in generated_note(metrics):
-            job.report.log(f"evaluate: {line}")
+        job.report.log(f"evaluate: {' '.join(generated_note(metrics))}")
     training = load_questions(job, snapshot, "train")
-    _warn_of_question_mismatch(job, training, questions)
+    trained = {question.question for question in training}
+    if overlap := sum(question.question in trained for question in questions):
+        job.report.warn(
+            f"{overlap} of {len(questions)} test questions are also training questions: their figures are too high"
+        )
     if asked and not all(question.is_regex for question in training):
         metrics["closed_book_em"] = closed_book_floor(training, asked)[1]
     if isinstance(model, RetrieveAndRead) and (structure := unwrap_approximate(model.passages)) is not None:
@@ -192,11 +194,7 @@ def run(job: Job) -> dict[str, Any]:
 def _measure_judged(
     job: Job, questions: list[Question], relevant: RelevantPassages, rankings: dict[str, Rows]
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Measure the rankings of documents for questions with judgements, and write TREC's files.
-
-    Returns:
-        nDCG@10 of the model by question id, and the metrics; both are empty if no document is judged.
-    """
+    """Write TREC's files; return nDCG@10 of the model by question id, and the metrics, if documents are judged."""
     qrels = relevant.qrels(questions)
     if not qrels:
         return {}, {}
@@ -223,13 +221,7 @@ def _measure_judged(
 def _rankings(
     job: Job, snapshot: Snapshot, questions: list[Question], model: AnswerModel, bm25: Ranker | None, depth: int
 ) -> dict[str, Rows]:
-    """Rank ``depth`` passages by every retriever other than the model.
-
-    Source passages of a generated question are removed from its ranking.
-
-    Returns:
-        Passage ids [Q, K] by prefix of the metrics.
-    """
+    """Rank by every retriever other than the model; source passages of a generated question are left out."""
     deepest = depth + max(len(question.not_in) for question in questions)
     queries = question_queries(snapshot, questions, job.section(Finetune).query_wordpieces)
     rankings: dict[str, Rows] = {}
@@ -268,24 +260,6 @@ def _index_recall(job: Job, model: RetrieveAndRead, passages: ApproximateIndex, 
     return recall
 
 
-def _warn_of_question_mismatch(job: Job, training: list[Question], questions: list[Question]) -> None:
-    """Warn if the model was trained on another file than ``questions.train``, or on test questions."""
-    path = job.inputs["finetune"] / artifacts.MANIFEST  # missing in an unfinished update
-    manifest = artifacts.read_json(path) if path.is_file() else {}
-    trained_on = manifest.get("sections", {}).get("questions", {}).get("train")
-    named = job.section(QuestionFiles).train
-    if trained_on not in (None, named):
-        job.report.warn(
-            f"questions.train is {named}, but the model was fine-tuned with questions.train={trained_on}; evaluate "
-            "with the --set, --preset and --params of the training"
-        )
-    trained = {question.question for question in training}
-    if overlap := sum(question.question in trained for question in questions):
-        job.report.warn(
-            f"{overlap} of {len(questions)} test questions are also training questions: their figures are too high"
-        )
-
-
 def _zero_shot(
     job: Job,
     name: str,
@@ -295,12 +269,9 @@ def _zero_shot(
     depth: int,
     indexes: dict[str, PassageIndex],
 ) -> dict[str, Rows]:
-    """Rank passages by the embeddings of a stage's retriever and, if it is hybrid, by embeddings plus BM25.
+    """Rank by embeddings and, if the retriever is hybrid, by embeddings plus BM25, by infix of the metrics.
 
     ``indexes`` caches exact indexes by ``passage_tower_digest``.
-
-    Returns:
-        Passage ids [Q, K] by infix of the metrics.
     """
     retriever = load_retriever(job.inputs[name], snapshot.vocabulary_hash)
     device, dtype = device_and_dtype(job.section(RunOptions), retriever)
@@ -320,7 +291,6 @@ def _zero_shot(
 
 
 def _report(job: Job, snapshot: Snapshot, metrics: dict[str, Any]) -> None:
-    """Write report.html, its plots and the data of ``dvc plots``."""
     stages = [name for name in ("snapshot", *TRAINED) if name in job.inputs]
     stage_metrics = {name: artifacts.read_json(job.inputs[name] / METRICS) for name in stages}
     journals: list[Path] = [job.inputs[name] / JOURNAL for name in stages]
@@ -332,8 +302,6 @@ def _report(job: Job, snapshot: Snapshot, metrics: dict[str, Any]) -> None:
     }
     if job.presets:
         about["presets"] = ", ".join(job.presets)
-    if "snapshot.documents" in options:
-        about["of"] = options["snapshot.documents"]
     write_report(
         job.out,
         about=about,
