@@ -31,8 +31,7 @@ def resolve_device(name: str) -> torch.device:
 def resolve_precision(name: str, device: torch.device, width: float = math.inf) -> torch.dtype:
     """Return the dtype of ``run.precision``; ``auto`` is bf16 on hardware with bf16 products, else fp32.
 
-    With AMX it is fp32 up to a ``width`` of the widest encoder of ``NARROW``, where that was measured faster
-    (benchmarks/LOG.md).
+    With AMX it is fp32 up to a ``width`` of ``NARROW``, where that was measured faster (benchmarks/LOG.md).
     """
     if name != "auto":
         return DTYPES[name]
@@ -75,10 +74,7 @@ def disable_autocast(device: torch.device) -> Iterator[None]:
 
 
 def freeze_linear_weights(module: nn.Module, dtype: torch.dtype) -> None:
-    """Freeze linear layers and cast them to the dtype that :func:`autocast` multiplies in, in place.
-
-    Otherwise every batch casts all weights, which takes longer than the products of a single question.
-    """
+    """Freeze linear layers, and cast them once to the dtype that :func:`autocast` multiplies in, in place."""
     for part in module.modules():
         if isinstance(part, nn.Linear):
             part.requires_grad_(False).to(dtype)
@@ -123,10 +119,7 @@ def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:
 
 
 def to_host(*tensors: Tensor) -> list[Tensor]:
-    """Copy small detached tensors to the CPU in one transfer, which waits for the device.
-
-    Their values must be exact in fp64: floats, bools, and integers below 2 ** 53.
-    """
+    """Copy small detached tensors, exact in fp64, to the CPU in one transfer, which waits for the device."""
     on_device = [tensor.detach() for tensor in tensors if tensor.device.type != "cpu"]
     if not on_device:
         return [tensor.detach() for tensor in tensors]

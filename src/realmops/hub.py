@@ -75,8 +75,7 @@ READER = ModelFamily(
 def encoder_folder(init: str, family: ModelFamily = BERT) -> Path:
     """Return the folder of a pre-trained model: ``init`` itself, or the hub's download of that name.
 
-    A complete copy in the hub's cache is used without a request; otherwise the model is downloaded, unless
-    HF_HUB_OFFLINE is set. Raises ValueError with what to download if files are missing.
+    A complete copy in the hub's cache needs no request. Raises ValueError with what to download if files are missing.
     """
     folder = Path(init) if Path(init).is_dir() else _from_hub(init, family)
     if missing := family.missing(folder):

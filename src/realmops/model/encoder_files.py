@@ -36,14 +36,10 @@ from realmops.options import BertOptions
 
 
 def load_encoder(folder: Path, dropout: float | None = None) -> tuple[Encoder, MaskedWordHead | None]:
-    """Load an encoder from a published folder, without executing code of that folder.
+    """Load an encoder from a published folder, without executing its code; raise ValueError if it is not supported.
 
-    Returns:
-        The encoder and its masked word head, None for a decoder, which sees no word after a mask. Weights of the head
-        that the folder lacks start near the identity, over the word embeddings.
-
-    Raises:
-        ValueError: a file is missing or damaged, or the model is not supported.
+    Its masked word head is None for a decoder, which sees no word after a mask. Weights of the head that the folder
+    lacks start near the identity, over the word embeddings.
     """
     values = read_config(folder)
     check_supported(values, str(folder / CONFIG))

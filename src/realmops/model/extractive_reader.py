@@ -170,11 +170,7 @@ class ExtractiveReader(nn.Module):
         return question
 
     def log_probabilities(self, windows: Sequence[PassageWindow]) -> tuple[Tensor, Tensor]:
-        """Compute log p of each wordpiece as start and as end of the answer, in one batch.
-
-        Returns:
-            Two log-softmax N x L in fp32, over the passage and the null answer; -inf elsewhere.
-        """
+        """Compute log p of each wordpiece as start and as end of the answer, N x L; -inf but for passage and null."""
         longest = max(len(window.encoding.ids) for window in windows)
         padding = {"input_ids": self.tokenizer.pad_token_id or 0, "attention_mask": 0, "token_type_ids": 0}
         inputs = {name: np.full((len(windows), longest), value) for name, value in padding.items()}
@@ -225,10 +221,7 @@ class ExtractiveReader(nn.Module):
 def load_extractive_reader(
     folder: Path, *, seed: int | None = None, warn: Callable[[str], None] | None = None
 ) -> ExtractiveReader:
-    """Load a published reader from safetensors, without executing code of its folder.
-
-    ``seed`` is that of a new span head for an encoder without one; None requires a trained head.
-    """
+    """Load a published reader without executing its code; ``seed`` is that of a new span head, None allows none."""
     values = read_config(folder)
     kind = model_type_of(values)
     if not has_auto_class(ANSWER_SPANS, kind):

@@ -1,11 +1,8 @@
 """Lexical features of join(x, z) for the reader: which wordpieces of z match x, and how (``reader.matches``).
 
-A small untrained reader does not learn within a few thousand questions that equal wordpieces in x and z matter, and its
-vocabulary is lower-case. So each wordpiece has several categorical features, and an embedding of each is added to its
-word embedding. These embeddings start at 0, where they have no effect. They are not in the paper; DrQA's reader has
-similar features (Chen et al. 2017, 3.2).
-
-All features are computed in integers from the wordpieces, so that no device rounds them.
+A small untrained reader does not learn within a few thousand questions that equal wordpieces matter. So embeddings of
+categorical features, which start at 0, are added to its word embeddings, as in DrQA (Chen et al. 2017, 3.2), not in the
+paper. They are computed in integers, so that no device rounds them.
 
 Shape suffixes: T wordpieces in the batch, N sequences, V vocabulary, F features, D width, S sentences.
 """

@@ -169,10 +169,9 @@ def group_by_length(lengths: np.ndarray) -> list[list[int]]:
 
 
 def pad_rows(x_N: Tensor) -> Tensor:
-    """Pad with rows of zeros under bf16 autocast on a CPU, by at most a 16th or to a multiple of 16 rows.
+    """Pad with zeros under bf16 autocast on a CPU, by at most a 16th or to a multiple of 16 rows.
 
-    oneDNN compiles and caches a matrix product for each new number of rows, which takes a millisecond and memory;
-    rounding up keeps these numbers few.
+    oneDNN compiles and caches a product for each new number of rows: rounding up keeps these few.
     """
     if not torch.is_autocast_enabled("cpu"):
         return x_N

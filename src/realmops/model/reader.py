@@ -98,9 +98,8 @@ class MaskedSentences:
 class CopyHead(nn.Module):
     """Copy mechanism of a pointer-generator network (See et al. 2017), from a masked wordpiece to the document.
 
-    p(y|z,x) = (1 - g) p_vocabulary(y) + g * (sum of attention weights on the wordpieces in z that equal y), with a
-    gate g. It is not in REALM's paper: without it, a short pre-training gives the retriever no training signal. Query
-    and key start as the identity and the gate at one half, so that the head copies from the first step.
+    p(y|z,x) = (1 - g) p_vocabulary(y) + g * (attention on the wordpieces in z that equal y), with a gate g. Not in the
+    paper: without it, a short pre-training gives the retriever no signal. It starts so that it copies at once.
     """
 
     def __init__(self, width: int) -> None:
@@ -191,9 +190,7 @@ class Reader(nn.Module):
         """Compute log p(y_j|z,x) at the packed rows ``rows_M``; all arguments are on the CPU.
 
         ``sequence_M`` is each mask's sequence, ascending. A sequence without a body (the null document) copies nothing.
-
-        Returns:
-            Length M, or M x V without targets, for every wordpiece of the vocabulary.
+        Without targets, the result is M x V, for the whole vocabulary.
         """
         counts_N = torch.bincount(sequence_M)
         number_M = torch.arange(len(sequence_M)) - (counts_N.cumsum(0) - counts_N)[sequence_M]
@@ -221,12 +218,9 @@ class Reader(nn.Module):
     def log_masked(
         self, masked: MaskedSentences, documents: Sequence[np.ndarray], column_BK: np.ndarray
     ) -> tuple[Tensor, Tensor]:
-        """Compute log p(y_j|z,x) of every masked wordpiece under every candidate of its sentence.
+        """Compute log p(y_j|z,x) of every mask under every candidate, B x K x M, and whether each mask exists, B x M.
 
         ``documents`` has each candidate once, empty for the null document; ``column_BK`` indexes it, or is -1.
-
-        Returns:
-            Log probabilities B x K x M, undefined at -1, and whether each mask exists, B x M.
         """
         is_mask_BM = masked.is_mask_BM
         (count, longest), width = is_mask_BM.shape, column_BK.shape[1]
@@ -300,7 +294,7 @@ class LateInteractionReader(Reader):
     ) -> tuple[Tensor, Tensor]:
         """Compute log p(y_j|z,x) under each of U documents, M x U, and log p(y_j|null,x), M x 1.
 
-        Without targets, compute them for the whole vocabulary: U x M x V and M x V.
+        Without targets: U x M x V and M x V, for the whole vocabulary.
         """
         assert self.copy is not None, "late interaction requires a copy head"
         x_TD, z_TD = self.bert(x), self.bert(z)

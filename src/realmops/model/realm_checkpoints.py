@@ -121,10 +121,7 @@ def _reader(folders: Sequence[PublishedCheckpoint], what: str) -> Reader:
 
 
 def _span_head(state: Mapping[str, Tensor], eps: float, source: str) -> SpanHead:
-    """Build a span head from the published layer, which concatenates start and end, each with a bias.
-
-    Only the sum of the two biases matters. Later biases add a constant to all span scores and are dropped.
-    """
+    """Build a span head: the published layer concatenates start and end; biases equal for all spans are dropped."""
     weight_HD, bias_H = (_take(state, f"qa_outputs.dense_intermediate.{kind}", source) for kind in ("weight", "bias"))
     head = SpanHead(weight_HD.shape[1], weight_HD.shape[0] // 2, eps)
     start_HD, end_HD = weight_HD.chunk(2)

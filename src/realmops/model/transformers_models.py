@@ -66,15 +66,9 @@ def import_transformers() -> Any:
 def load_transformers_model(
     state: Mapping[str, Tensor], values: Mapping[str, Any], source: str, auto_class: str = ENCODER
 ) -> tuple[Any, set[str]]:
-    """Build the transformers model of a configuration and load its weights.
+    """Build a model with its weights; raise ValueError if transformers cannot, or a weight is missing or not finite.
 
-    The prefix ``realm.`` of REALM's checkpoints is read as ``bert.``; ``source`` names the folder in messages.
-
-    Returns:
-        The model, and the names of its head's parameters that ``state`` lacks.
-
-    Raises:
-        ValueError: transformers cannot build or load it, the encoder lacks a parameter, or a value is not finite.
+    Also return the names of its head's parameters that ``state`` lacks. ``realm.`` of REALM's checkpoints is ``bert.``.
     """
     transformers = import_transformers()
     try:
