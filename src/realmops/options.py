@@ -10,17 +10,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from realmops.option_types import (
-    LARGEST_INTEGER,
-    Amount,
-    Count,
-    PositiveAmount,
-    PositiveShare,
-    Section,
-    Share,
-    Size,
-    option,
-)
+from realmops.option_types import Amount, Count, PositiveAmount, PositiveShare, Section, Share, Size, option
 
 CLOSED_BOOK = ("t5",)  # values of finetune.reader whose models read no passages
 ENCODER, NO_READER = "encoder", "none"  # values of reader.init: the encoder's own reader; search without a reader
@@ -64,7 +54,7 @@ class SnapshotOptions(Section, name="snapshot"):
     documents: str = option("data/sample/corpus.jsonl.gz", "a file, a folder, or hf:NAME for a dataset on the hub")
     format: str = option("auto", "auto (by file name and first bytes), or a format of docs/data.md")
     warmup: str = option("data/sample/warmup.jsonl.gz", "text for the reader's warm-up; empty: the documents")
-    block_wordpieces: Annotated[int, Field(ge=4, le=LARGEST_INTEGER)] = option(
+    block_wordpieces: Annotated[Size, Field(ge=4)] = option(
         48, "of a passage: title, text and 3 special ones", paper="288"
     )
     language: str = option("en", "a code such as de, or auto: detected for each document")
