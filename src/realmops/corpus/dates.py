@@ -1,14 +1,7 @@
 """Regular expressions for dates: salient spans next to those of a named-entity tagger (REALM, section 3.4).
 
-They match days with a month, months with a year, days in digits, years 1000 to 2100 and ranges of them, years with an
-era, decades and centuries, and in Chinese, Japanese and Korean numbers before the characters for year, month and day.
-English has its own expressions; in other languages months and eras are CLDR's (babel), the rest is in
-``languages.yaml``. Every expression has bounded length and no nested repetition, so matching takes linear time.
-
-A bare number of four digits is a year only where its neighbours allow it: "in 1999" or "(1999)" but not "1999 people",
-"ISO 1999" or "$1999". In other languages it is one after a word such as "im" or "seit", before punctuation or before a
-stop word. There a day with a month whose name is also another word (``also_words``) is a date only with a year, or with
-a full stop within the sentence.
+Expressions have bounded length and no nested repetition, so matching takes linear time. A bare number of four digits
+is a year only where its neighbours allow it: "in 1999" or "(1999)", but not "1999 people", "ISO 1999" or "$1999".
 """
 
 import re
@@ -79,7 +72,6 @@ def _is_date(match: re.Match[str], language: str) -> bool:
 
 
 def _is_year(before: str, after: str, language: str) -> bool:
-    """Return whether a number between these two words ("" for none) is a year."""
     rules, lower = load_languages()[language], before.lower()
     if lower in rules.not_years or before.isdigit() or after.isdigit() or after.lower() in rules.units:
         return False
@@ -160,7 +152,6 @@ def _month_and_era_names(language: str) -> tuple[set[str], set[str]]:
 
 
 def _alternatives(words: set[str] | frozenset[str]) -> str:
-    """Return an expression that matches any of the words, longest first."""
     return "|".join(
         re.escape(word).replace(r"\ ", r"\s") for word in sorted(words, key=lambda word: (-len(word), word))
     )

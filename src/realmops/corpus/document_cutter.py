@@ -1,7 +1,4 @@
-"""Conversion of records to documents and passages: the task of a worker process of the snapshot writer.
-
-Documents that are in an earlier snapshot are not cut and tokenised again.
-"""
+"""Conversion of records to documents and passages: the task of a worker process of the snapshot writer."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -34,10 +31,7 @@ def is_navigation_title(title: str) -> bool:
 
 
 class DocumentCutter:
-    """Callable that converts records to documents and cuts documents into passages.
-
-    ``tokenizer`` and ``earlier`` are those of ``write_snapshot``.
-    """
+    """Callable that converts records to documents and cuts documents into passages."""
 
     def __init__(
         self, vocabulary: Sequence[str], tokenizer: str | None, settings: dict[str, Any], earlier: Path | None
@@ -90,7 +84,6 @@ class DocumentCutter:
 
 
 def _check_passages(document: Document, passages: int) -> Dropped | Rejected | None:
-    """Return Dropped or Rejected for a document without passages or with too much repeated text, else None."""
     if passages == 0:
         return Dropped(document.place, "no_wordpieces")
     if passages * (len(document.title) + len(document.extra)) > _REPEATED:
@@ -111,7 +104,6 @@ class EarlierSnapshot:
         self._length_P = pc.utf8_length(map_texts(folder).column("text")).to_numpy()
 
     def cut(self, documents: Sequence[Document], cut: Callable[[Sequence[Document]], PassageBatch]) -> PassageBatch:
-        """Return the passages of documents, calling ``cut`` only for documents that the earlier snapshot lacks."""
         digests = [text_digest(document.title, document.text) for document in documents]
         numbers = self._numbers(digests)
         fresh = cut([document for document, number in zip(documents, numbers, strict=True) if number < 0])

@@ -30,11 +30,7 @@ _MASKS = ("[MASK]", "<mask>")  # the names that ``SpecialTokens.of`` recognizes
 
 
 def read_encoder_tokenizer(folder: Path) -> tuple[list[str], Casing, str | None]:
-    """Read the tokenizer of an encoder's folder: pieces, casing, and its JSON with a sentence encoder's prompts.
-
-    The JSON is None if pieces and casing suffice: BERT's WordPiece and special tokens, no prompts. ValueError: the
-    tokenizer is invalid, or has no token that begins a sequence or ends its parts.
-    """
+    """Read pieces, casing, and the JSON with prompts: None for BERT's WordPiece and special tokens without prompts."""
     stated = read_optional_json(folder / TOKENIZER)
     names = _special_names(folder)
     kind = (stated.get("model") or {}).get("type", "WordPiece")  # old files state no type
@@ -106,11 +102,7 @@ def _normalize_special_tokens(tokenizer: Tokenizer, names: dict[str, str]) -> To
 
 
 def read_encoder_vocabulary(folder: Path) -> tuple[list[str], Casing]:
-    """Read pieces and casing of the folder of a BERT encoder; raise ValueError for another tokenizer.
-
-    ``tokenizer_config.json`` decides on the casing, then the normalizer of ``tokenizer.json``, then the vocabulary: one
-    with capitals is cased.
-    """
+    """Read pieces and casing of a BERT encoder; its config decides on the casing, then normalizer, then capitals."""
     tokenizer = read_optional_json(folder / TOKENIZER)
     if (folder / VOCABULARY).is_file():
         pieces = read_vocabulary(folder / VOCABULARY)

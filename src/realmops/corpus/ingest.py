@@ -1,8 +1,4 @@
-"""Ordered processing of the records of many files by worker processes.
-
-The main process cuts files into records, which is cheap; worker processes parse them, batch by batch. Results keep the
-order of the batches, so that no result depends on the number of workers.
-"""
+"""Processing of the records of many files by worker processes; results do not depend on their number."""
 
 import itertools
 import multiprocessing
@@ -73,8 +69,7 @@ class OutcomeCounts:
 def iter_batches(sources: Sequence[Source], share: float = 1.0) -> Iterator[Batch]:
     """Yield the records of all sources in batches, or a random ``share`` of them, drawn with a fixed seed.
 
-    Raises:
-        ValueError: a file without ``broken`` cannot be read to its end: the number of lost records is unknown.
+    A file that cannot be read to its end raises ValueError, unless its source has ``broken``.
     """
     batch: Batch = []
     generator = random.Random(0)
@@ -136,11 +131,7 @@ def process_batches(
     on_progress: Callable[[int], None] | None = None,
     share: float = 1.0,
 ) -> Generator[tuple[Batch, T], None, None]:
-    """Yield each batch with ``work(batch)``, in order: computed in this process with one worker, else in a pool.
-
-    ``on_progress`` gets the bytes read of the sources' files since the last call, after each batch. Closing the
-    generator ends the pool.
-    """
+    """Yield each batch with ``work(batch)``, in order; ``on_progress`` gets the file bytes read since its last call."""
     offsets = [0, *itertools.accumulate(source.size for source in sources)]
     reported = 0
     for batch, result in _in_order(iter_batches(sources, share), work, workers):

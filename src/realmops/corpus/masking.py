@@ -1,7 +1,4 @@
-"""Masking schemes for pre-training sentences (paper, section 3.4 and Table 2).
-
-Positions count the sentence's wordpieces from 0.
-"""
+"""Masking schemes for pre-training sentences (paper, section 3.4 and Table 2); positions count wordpieces from 0."""
 
 from collections.abc import Iterator
 
@@ -21,12 +18,11 @@ _BASE = np.uint64(0x9E3779B97F4A7C15)
 def choose_mask_positions(
     scheme: str, rng: np.random.Generator, salient: tuple[int, int], is_continuation: np.ndarray, limit: int
 ) -> np.ndarray:
-    """Return sorted positions to mask, at least one and at most ``limit``.
+    """Return sorted positions to mask, at least one and at most ``limit``; ``is_continuation`` is bool [t].
 
-    ``salient`` is (start, end) of the salient span; ``is_continuation`` is bool [t], whether each wordpiece of the
-    sentence continues a word. ``salient`` and ``recurring`` mask the span (REALM); ``random_token`` masks 15 % of the
-    wordpieces (BERT); ``random_span`` masks spans of whole words with geometric length, p = 0.2, at most 10 words,
-    until 15 % are masked (SpanBERT); ``matched_span`` shifts the salient span by a random offset, with wrap-around.
+    ``salient`` and ``recurring`` mask the span (REALM); ``random_token`` 15 % of the wordpieces (BERT); ``random_span``
+    whole words of geometric length, p = 0.2, at most 10, until 15 % are masked (SpanBERT); ``matched_span`` shifts the
+    salient span by a random offset, with wrap-around.
     """
     length = len(is_continuation)
     assert 0 <= salient[0] < salient[1] <= length, (salient, length)
@@ -58,17 +54,12 @@ def _random_spans(rng: np.random.Generator, word_starts: np.ndarray, length: int
 
 
 def is_recurring(snapshot: Snapshot, rows: np.ndarray, limit: int) -> np.ndarray:
-    """Return which salient spans occur as whole words in 2 to ``MAX_PASSAGES`` passages (``count_passages``)."""
     count = count_passages(snapshot, rows, limit)
     return (count >= 2) & (count <= MAX_PASSAGES)
 
 
 def count_passages(snapshot: Snapshot, rows: np.ndarray, limit: int) -> np.ndarray:
-    """Count the passages in which each salient span occurs as whole words.
-
-    ``rows`` are (passage, sentence start, sentence end, span start, span end), in wordpieces. Of a span, the first
-    ``limit`` wordpieces are compared: the others are never masked.
-    """
+    """Count the passages in which each salient span, cut to ``limit`` wordpieces, occurs as whole words."""
     count = np.zeros(len(rows), np.int64)
     length = np.minimum(rows[:, 4] - rows[:, 3], limit)
     position = snapshot.token_offsets[rows[:, 0]] + rows[:, 3]
@@ -86,7 +77,6 @@ def count_passages(snapshot: Snapshot, rows: np.ndarray, limit: int) -> np.ndarr
 
 
 def _hashes_at(tokens: np.ndarray, position: np.ndarray, size: int) -> np.ndarray:
-    """Return a polynomial hash of the ``size`` wordpieces that begin at each position."""
     value = np.zeros(len(position), np.uint64)
     for offset in range(size):
         value = value * _BASE + tokens[position + offset].astype(np.uint64) + np.uint64(1)
@@ -111,10 +101,7 @@ def _windows(snapshot: Snapshot, size: int) -> Iterator[tuple[np.ndarray, np.nda
 
 
 class SentencesWithSpans:
-    """Spans as rows (passage, sentence start, sentence end, span start, span end), in wordpieces of the body.
-
-    Rows are computed on access, as ``rows[3]`` or ``rows[[3, 5]]``; ``rows[:]`` allocates 40 bytes per span.
-    """
+    """Spans as rows (passage, sentence start, end, span start, end) in wordpieces of the body, computed on access."""
 
     def __init__(self, snapshot: Snapshot, spans: Spans) -> None:
         if not len(spans.rows):

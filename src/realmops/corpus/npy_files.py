@@ -9,10 +9,7 @@ from numpy.typing import DTypeLike, NDArray
 
 
 class NpyWriter:
-    """A new .npy file; ``len`` is the current number of rows.
-
-    ``close`` rewrites the header with the final length, for which numpy's header leaves room.
-    """
+    """A new .npy file, whose header is rewritten with the final length; ``len`` is the current number of rows."""
 
     def __init__(self, path: Path, dtype: DTypeLike, row_shape: tuple[int, ...] = ()) -> None:
         self._file = open(path, "xb")  # noqa: SIM115 (closed by ``close``)
@@ -25,13 +22,11 @@ class NpyWriter:
         return self._rows
 
     def append(self, rows: NDArray[Any]) -> None:
-        """Append rows [n, *row_shape]."""
         assert rows.shape[1:] == self._row_shape, (rows.shape, self._row_shape)
         self._file.write(np.ascontiguousarray(rows, self._dtype).data)
         self._rows += len(rows)
 
     def close(self) -> None:
-        """Write the final header and close the file; further calls do nothing."""
         if not self._file.closed:
             with self._file:  # closes the file even if the disk is full
                 self._file.seek(0)
@@ -60,7 +55,6 @@ class OffsetsWriter(NpyWriter):
         return len(self) - 1
 
     def append_lengths(self, lengths: Sequence[int] | NDArray[np.int64]) -> None:
-        """Append items, each given by its number of rows."""
         offsets = self._last + np.cumsum(np.asarray(lengths, np.int64))
         if len(offsets):
             self._last = int(offsets[-1])

@@ -1,8 +1,6 @@
 """Cutting of documents into passages: greedy blocks of whole sentences (ORQA, Lee et al. 2019, section 4).
 
-Sentences are split by ``sentencex`` (Wikimedia). Of five splitters on 22 short texts and on Wikipedia paragraphs it was
-the most accurate and the fastest, and faster than the tokenizer: sentencex 20 correct at 42 MB/s, nupunkt 19 at 4.0,
-pysbd 18 at 0.12, syntok 17 at 0.64, blingfire 17 at 9.3. ``tests/corpus/test_passages.py`` holds the 20 texts.
+``sentencex`` was the most accurate (20 of 22 short texts) and the fastest (42 MB/s) of five sentence splitters.
 """
 
 from __future__ import annotations
@@ -73,9 +71,8 @@ def split_sentences(text: str, language: str = ENGLISH) -> list[tuple[int, int]]
 def _pieces(text: str, language: str) -> Iterator[str]:
     """Yield sentences and the whitespace between them; their concatenation is the text.
 
-    Paragraphs are segmented separately because sentencex loses paragraphs of texts over some thousand characters, and
-    rows of tables because it joins them. Text that it still loses becomes a sentence. Non-ASCII whitespace is replaced
-    by spaces for it: sentencex panics if a no-break space separates a capital and a full stop.
+    sentencex loses paragraphs of long texts and joins rows of tables, so each is segmented alone. It panics at a
+    no-break space between a capital and a full stop, so non-ASCII whitespace is replaced.
     """
     for paragraph in (_ROWS if "\t" in text else _PARAGRAPHS).split(text):
         plain = _SPACES.sub(" ", paragraph)
@@ -93,10 +90,7 @@ def _pieces(text: str, language: str) -> Iterator[str]:
 
 
 def pack_sentences(lengths: Sequence[int], title_length: int, block_wordpieces: int) -> Iterator[tuple[int, int]]:
-    """Pack whole sentences greedily into blocks; yield the (first, end) sentence of each.
-
-    3 + title + body wordpieces are at most ``block_wordpieces``, unless one sentence alone exceeds that.
-    """
+    """Yield (first, end) sentence of each block: 3 + title + body wordpieces fit, but a long sentence is a block."""
     room = block_wordpieces - _SPECIAL_TOKENS - title_length
     first = used = 0
     for index, length in enumerate(lengths):
@@ -114,7 +108,6 @@ def text_digest(title: str, text: str) -> bytes:
 
 
 def passage_digest(title: str, text: str) -> str:
-    """Return a hash of a passage's title and text, 32 hexadecimal digits."""
     return hashlib.sha256(canonical_json([title, text])).hexdigest()[:32]
 
 
@@ -125,13 +118,9 @@ def cut_passages(
     block_wordpieces: int | None,
     language: str = ENGLISH,
 ) -> PassageBatch:
-    """Cut a batch of documents into passages, with wordpieces and offsets.
+    """Cut a batch of documents into passages; each document is one passage if ``block_wordpieces`` is None.
 
-    Every text is tokenised once as a whole; character offsets continue across texts, so that one search finds the
-    wordpieces of all sentences. A tokenizer whose wordpieces depend on their context (``is_context_dependent``)
-    tokenises the passages again, so that their wordpieces depend on the passage's text alone. ``block_wordpieces`` is
-    the limit of ``pack_sentences``, or None: each document is one passage. ``language`` is that of all documents, or
-    ``AUTO`` to detect that of each.
+    Texts are tokenised once; a tokenizer whose wordpieces depend on their context tokenises the passages again.
     """
     title_texts = [document.title and tokenizer.title_prefix + document.title for document in documents]
     titles = tokenizer.encode(title_texts).by_text()
@@ -185,10 +174,7 @@ def _encode_passages(
 
 
 def _cover_marks(documents: Sequence[Document], chars: NDArray[np.int64]) -> None:
-    """Extend wordpieces in place over the combining marks that follow them.
-
-    The normaliser drops these marks, so that the tokenizer's offsets would cut "cafe" out of a decomposed "café".
-    """
+    """Extend wordpieces in place over the combining marks after them, which the normaliser drops."""
     line = " ".join(document.text for document in documents)
     if line.isascii() or not len(chars):
         return
@@ -202,11 +188,7 @@ def _cover_marks(documents: Sequence[Document], chars: NDArray[np.int64]) -> Non
 def _sentences(
     documents: Sequence[Document], languages: Sequence[str], bases: Sequence[int], chars: NDArray[np.int64]
 ) -> Iterator[list[tuple[int, int, int, int]]]:
-    """Yield the sentences of each document: start and end character in the line, first and end wordpiece.
-
-    A sentence without wordpieces (only control characters) is dropped; sentences whose border is inside a wordpiece
-    are merged.
-    """
+    """Yield the sentences of each document: start and end character in the line, first and end wordpiece."""
     bounds = [split_sentences(document.text, code) for document, code in zip(documents, languages, strict=True)]
     flat = np.array(
         [(start + base, end + base) for base, pairs in zip(bases, bounds, strict=True) for start, end in pairs],

@@ -1,14 +1,7 @@
-"""Salient spans without a tagger: names by capitalisation, and recurring phrases in scripts without capitals.
+"""Salient spans without a tagger: capitalised names, recurring phrases in scripts without capitals, and numbers.
 
-- Languages in which a capital marks a name: runs of capitalised words; at the start of a sentence only words that are
-  capitalised within sentences, too.
-- German capitalises every noun, but most nouns and few names follow an article or an adjective. A capitalised word is a
-  name if it occurs at least twice and follows one of them in at most one of ten places; runs of two are names.
-- Scripts without capitals: runs of characters or words that occur in 2 to 50 passages, cohere (the pointwise mutual
-  information of their parts is high) and are not part of a longer run of similar frequency. The statistics are
-  estimated from at most a million characters or words.
-
-Numbers are spans in every language. ``docs/data.md`` has the recall on answers written by people.
+German capitalises every noun: a name follows an article or an adjective in at most one of ten places. A phrase occurs
+in 2 to 50 passages, and the pointwise mutual information of its parts is high.
 """
 
 import math
@@ -98,7 +91,6 @@ def _units(text: str) -> list[Unit]:
 
 
 def _is_word(unit: str) -> bool:
-    """Return whether a unit has at least two letters; combining marks are not letters."""
     return compile_regex(_TWO_LETTERS).match(unit) is not None
 
 
@@ -135,7 +127,6 @@ def _learn_names(sample: Iterable[tuple[str, list[Unit], set[int]]], language: s
 def _names(
     text: str, units: Sequence[Unit], starts: set[int], learned: tuple[set[str], set[str]], language: str
 ) -> Iterator[tuple[int, int]]:
-    """Yield runs of capitalised words; ``learned`` decides whether the first word of a sentence belongs to one."""
     names, lower_case = learned
     nouns = load_languages()[language].before_nouns
     excluded = nouns | load_languages()[language].articles | load_languages()[language].stop
@@ -237,7 +228,6 @@ def _runs(units: Sequence[Unit], reach: Sequence[int], size: int) -> Iterator[tu
 
 
 def _match_phrases(text: str, units: Sequence[Unit], phrases: dict[str, float]) -> list[tuple[int, int]]:
-    """Return the phrases of a text without overlap: the longest first, then those with the highest cohesion."""
     candidates, reach = [], _reach(text, units)
     for size in range(1, MAX_CHARACTERS + 1):
         for low, _, _, high in _runs(units, reach, size):
@@ -251,13 +241,11 @@ def _match_phrases(text: str, units: Sequence[Unit], phrases: dict[str, float]) 
 
 
 def with_dates(snapshot: Snapshot, passage: int, entities: Sequence[Entity]) -> list[Entity]:
-    """Return the dates of a passage, followed by the entities that overlap none."""
     date_spans = find_dates(snapshot.text(passage), snapshot.language_of(passage))
     disjoint = [e for e in entities if not any(e[0] < stop and start < e[1] for start, stop in date_spans)]
     return [*((start, stop, DATE) for start, stop in date_spans), *disjoint]
 
 
 def find_phrases_and_dates(snapshot: Snapshot) -> Iterator[list[Entity]]:
-    """Yield the spans of each passage without a tagger: names, phrases, numbers and dates."""
     phrases = PhraseFinder(snapshot)
     return (with_dates(snapshot, passage, phrases.of(passage)) for passage in range(len(snapshot)))

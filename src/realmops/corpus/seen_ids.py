@@ -32,7 +32,6 @@ class SeenIds:
         return f"the id {identifier!r} was used at {earlier}; give each document a unique id"
 
     def passage_id(self, digest: str) -> str:
-        """Add a passage and return its id: the digest, with the suffix "-2", "-3" ... if it is a duplicate."""
         statement = "INSERT INTO passages VALUES (?, 1) ON CONFLICT DO UPDATE SET copies = copies + 1 RETURNING copies"
         ((copies,),) = self._execute(statement, (bytes.fromhex(digest),)).fetchall()
         return digest if copies == 1 else f"{digest}-{copies}"

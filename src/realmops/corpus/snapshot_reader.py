@@ -1,7 +1,4 @@
-"""Read access to a corpus snapshot: passages cut, tokenised and hashed once by ``snapshot_writer``.
-
-Snapshots are content-addressed: a passage's id depends only on its title and text, the corpus hash on the ids in order.
-"""
+"""Read access to a corpus snapshot, which is content-addressed: ids of passages depend only on title and text."""
 
 import json
 from bisect import bisect_right
@@ -54,7 +51,6 @@ Ints = NDArray[np.int32]
 
 
 def document_name(document: Document) -> str:
-    """Return the document's id, or a digest of its title and text if the corpus has no ids."""
     return document.id or f"document-{digest_of([document.title, document.text])[:32]}"
 
 
@@ -65,7 +61,6 @@ def read_rejects(folder: Path, *, unread: bool = False) -> Iterator[dict[str, st
 
 
 def parse_extra(extra: str) -> dict[str, Any]:
-    """Parse the column ``extra`` to the document's fields, without the internal ``PAGES``."""
     fields: dict[str, Any] = json.loads(extra or "{}")
     return {name: value for name, value in fields.items() if name != PAGES}
 
@@ -122,14 +117,12 @@ class Snapshot:
 
     @classmethod
     def open(cls, folder: Path, *, verify: bool = True) -> Self:
-        """Open a folder; raise ValueError if it is not a snapshot or, with ``verify``, if a file's digest differs."""
         return cls(folder, read_manifest(folder, KIND, verify=verify))
 
     def __len__(self) -> int:
         return len(self.token_offsets) - 1
 
     def passage_id(self, index: int) -> str:
-        """Return the hash of title and text, with the suffix "-2", "-3" ... for duplicates."""
         return self._value("passage_id", index)
 
     def document_id(self, index: int) -> str:
@@ -142,11 +135,9 @@ class Snapshot:
         return self._value("text", index)
 
     def extra(self, index: int) -> dict[str, Any]:
-        """Return the document's fields other than title, text and id."""
         return parse_extra(self._value("extra", index))
 
     def start(self, index: int) -> int:
-        """Return the character offset of the passage in its document's text."""
         return int(self.places[index, 1])
 
     def uri(self, index: int) -> str:
@@ -165,7 +156,6 @@ class Snapshot:
 
     @cached_property
     def code_P(self) -> NDArray[np.bytes_]:
-        """Language code of each passage, [P]."""
         if self.language != AUTO:
             return np.full(len(self), self.language, "S2")
         codes: NDArray[np.bytes_] = load_npy(self.folder / LANGUAGES).view("S2")[:, 0]
@@ -278,7 +268,6 @@ class Snapshot:
 
     @cached_property
     def tokenizer_json(self) -> str | None:
-        """Contents of tokenizer.json, or None for BERT's WordPiece."""
         path = self.folder / TOKENIZER
         return path.read_text(encoding="utf-8") if TOKENIZER in self.manifest["files"] else None
 

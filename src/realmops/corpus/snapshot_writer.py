@@ -1,8 +1,4 @@
-"""Writer of the corpus snapshot: one pass over the documents, in constant memory.
-
-Workers process batches of records in order, results are appended to the snapshot's files, and duplicate ids are found
-with a temporary database on disk. The same documents and settings give the same bytes for any number of workers.
-"""
+"""Writer of the corpus snapshot: one pass in constant memory, the same bytes for any number of workers."""
 
 import hashlib
 import itertools
@@ -70,27 +66,11 @@ def write_snapshot(
     progress: Callable[[int], None] | None = None,
     earlier: Path | None = None,
 ) -> dict[str, Any]:
-    """Write a snapshot of documents into an existing empty folder and return its manifest.
+    """Write a snapshot into an empty folder, which is incomplete after an error, and return its manifest.
 
-    Wrap the call in ``artifacts.atomic_folder``: after an error the folder is incomplete.
-
-    Args:
-        sources: files of the corpus.
-        folder: an empty folder.
-        vocabulary: wordpieces in the order of their ids.
-        block_wordpieces: maximum wordpieces of [CLS] title [SEP] body [SEP]; the paper uses 288.
-        casing: normalisation of BERT's WordPiece.
-        tokenizer: contents of the tokenizer.json with this vocabulary, or None for BERT's WordPiece.
-        whole_documents: each document is one passage of any length, which is truncated when it is encoded.
-        drop_titles: drop the Wikipedia articles of ``is_navigation_title``.
-        language: language of all documents, or ``AUTO`` to detect that of each.
-        broken_share: maximum share of broken records, which are skipped.
-        workers: number of processes; 1 uses this process.
-        progress: gets the number of bytes read of the sources' files since the last call.
-        earlier: snapshot with the same vocabulary, tokenizer and settings whose passages are reused.
-
-    Raises:
-        ValueError: more records are broken (with the first ten of them), or no passage is left.
+    ``block_wordpieces`` limits [CLS] title [SEP] body [SEP] (288 in the paper); ``whole_documents`` makes each
+    document one passage. ``tokenizer`` is a tokenizer.json, None for BERT's WordPiece; ``earlier`` is a snapshot with
+    the same settings, whose passages are reused. Broken records up to ``broken_share`` are skipped.
     """
     check_language(language)
     settings = {
@@ -111,8 +91,6 @@ def write_snapshot(
 
 
 class _Writer:
-    """Writer of the files of a snapshot."""
-
     def __init__(
         self,
         folder: Path,
@@ -162,7 +140,6 @@ class _Writer:
         self._total = OutcomeCounts()
 
     def append(self, batch: Batch, outcomes: Sequence[Outcome], passages: PassageBatch) -> None:
-        """Count outcomes and append passages; raise ValueError if too many records are broken."""
         duplicates = self._count(batch, iter(outcomes))
         documents = [outcome for outcome in outcomes if isinstance(outcome, Document)]
         if duplicates:

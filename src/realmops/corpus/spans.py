@@ -1,7 +1,6 @@
 """Salient spans on disk: the characters, wordpieces, sentence and label of each span.
 
-Files: spans.npy int32 [N, 6] (columns ``COLUMNS``), span_labels.npy uint8 [N] (index into the manifest's
-``labels``), span_offsets.npy int64 [P + 1] (rows by passage).
+spans.npy int32 [N, 6] (``COLUMNS``), span_labels.npy uint8 [N] (index into ``labels``), span_offsets.npy int64 [P + 1].
 """
 
 from collections.abc import Sequence
@@ -25,11 +24,9 @@ Ints = NDArray[np.int32]
 def token_spans(
     char_spans: Sequence[tuple[int, int]], chars: Ints, sentences: Ints
 ) -> list[tuple[int, int, int] | None]:
-    """Map (start, end) character spans of one passage to (sentence, first wordpiece, end wordpiece).
+    """Map (start, end) characters to (sentence, first, end wordpiece); None without wordpieces or across sentences.
 
-    Every wordpiece that shares a character with a span belongs to it. The result is None for a span without wordpieces,
-    across a sentence border or beyond the passage's wordpieces. ``chars`` [t, 2] has the characters of each wordpiece,
-    ``sentences`` [s, 2] the wordpieces of each sentence.
+    ``chars`` [t, 2] has the characters of each wordpiece, ``sentences`` [s, 2] the wordpieces of each sentence.
     """
     if not char_spans or not len(chars):
         return [None] * len(char_spans)
@@ -57,12 +54,7 @@ class SpansWriter:
         self._dropped = 0
 
     def add(self, spans: Sequence[tuple[int, int, str]], chars: Ints, sentences: Ints, first_sentence: int) -> int:
-        """Add the next passage, which may have no spans; return the number of spans written.
-
-        Spans outside a single sentence (``token_spans``) are counted as dropped, duplicates are removed. ``spans`` are
-        (character start, character end, label), ``chars`` [t, 2] the characters of each wordpiece, ``sentences`` [s, 2]
-        the wordpieces of each sentence; ``first_sentence`` is the row of the first in sentences.npy.
-        """
+        """Add the next passage's spans (start, end character, label); return the number of spans written."""
         located = token_spans([(start, end) for start, end, _ in spans], chars, sentences)
         rows = sorted(
             {
@@ -114,13 +106,9 @@ class SpansWriter:
 
 
 class Spans:
-    """A memory-mapped spans folder.
+    """A memory-mapped spans folder: ``rows`` [N, 6] by passage and first token, ``label_ids`` [N], ``offsets`` [P + 1].
 
-    Attributes:
-        rows: [N, 6] ``COLUMNS``, sorted by passage and first token; tokens count from the start of the passage's body,
-            characters from the start of its text.
-        label_ids: [N] indexes into ``labels``.
-        offsets: [P + 1] rows of each passage.
+    Tokens count from the start of the passage's body, characters from the start of its text.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
@@ -135,7 +123,6 @@ class Spans:
 
     @classmethod
     def open(cls, folder: Path, *, verify: bool = True, corpus_hash: str | None = None) -> Self:
-        """Open a folder, of the corpus with ``corpus_hash`` if given; ``verify`` checks the digests of its files."""
         return cls(folder, read_bound_manifest(folder, KIND, corpus_hash, "tag", verify=verify))
 
     def __len__(self) -> int:

@@ -32,27 +32,20 @@ class SpecialTokens:
 
     @property
     def mask(self) -> int:
-        """The mask token; ValueError if the vocabulary has none."""
         return _require(self.mask_if_any, "mask")
 
     @property
     def begin(self) -> list[int]:
-        """The tokens that begin a sequence: one or none."""
         return [] if self.cls is None else [self.cls]
 
     @property
     def ids(self) -> list[int]:
-        """All special tokens, without prompts."""
         mask = [] if self.mask_if_any is None else [self.mask_if_any]
         return [*self.begin, self.sep, *mask, self.unknown, self.padding]
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> SpecialTokens:
-        """Find the special tokens of a tokenizer; raise ValueError if a required one is missing.
-
-        They are read from the tokenizer's post-processor, model and padding; the mask, and roles that these lack, are
-        looked up by their usual names. A tokenizer that only ends a text, as a decoder's does, needs only ``sep``.
-        """
+        """Find the special tokens in the post-processor, model and padding, else by their usual names."""
         empty = (tokenizer.encode(""), tokenizer.encode("", ""))
         single, pair = ([t for t, is_token in zip(e.ids, e.attention_mask, strict=True) if is_token] for e in empty)
         has_end_only = len(single) == 1 or f'[SpecialToken(id="{_PROMPT}' in str(tokenizer.post_processor)
@@ -98,10 +91,7 @@ def prompt_separator(tokenizer: Tokenizer, prompt: tuple[int, ...]) -> str:
 
 
 def build_post_processor(tokenizer: Tokenizer, special: SpecialTokens, second_segment: int = 0) -> TemplateProcessing:
-    """Build the post-processor that gives ``join_query`` of a single text and ``join_document`` of a pair.
-
-    ``second_segment`` is the segment (token type id) of the pair's second text.
-    """
+    """Build the post-processor that gives ``join_query`` of a single text and ``join_document`` of a pair."""
     end: Any = tokenizer.id_to_token(special.sep)
     begin: list[Any] = [tokenizer.id_to_token(token_id) for token_id in special.begin]
     special_tokens: list[Any] = [*zip(begin, special.begin, strict=True), (end, special.sep)]

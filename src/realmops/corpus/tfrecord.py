@@ -17,10 +17,7 @@ _MAX_RECORD = 16 << 20  # bytes
 
 
 def read_records(path: Path) -> Iterator[bytes]:
-    """Yield the records of a TFRecord file, without verifying checksums; raise ValueError if it is truncated.
-
-    A record is its length (8 bytes, little endian), a checksum (4), the bytes and another checksum (4).
-    """
+    """Yield contents of TFRecords: length (8 bytes, little endian), checksum (4, unverified), content, checksum (4)."""
     with open_raw(path) as file:
         for number in itertools.count(1):
             head = file.read(12)
@@ -38,11 +35,7 @@ def read_records(path: Path) -> Iterator[bytes]:
 def convert_blocks(
     blocks: Path, titles: Path | None, out: Path, progress: Callable[[int], None] | None = None
 ) -> tuple[int, str]:
-    """Convert blocks and their titles, if given, to gzipped JSON lines; ``progress`` gets new passages.
-
-    Returns:
-        (number of passages, corpus hash of a snapshot in which each block is one passage).
-    """
+    """Convert blocks to gzipped JSON lines; return (number of passages, corpus hash with one passage per block)."""
     texts = read_records(blocks)
     pairs: Iterator[tuple[bytes | None, bytes | None]] = (
         ((b"", text) for text in texts) if titles is None else itertools.zip_longest(read_records(titles), texts)

@@ -1,9 +1,7 @@
 """Batch tokenization of texts to wordpieces with character offsets, with a cache for BERT's WordPiece.
 
-The cache gives the same wordpieces several times as fast, because most words repeat. Texts are split into chunks at
-blanks and ASCII punctuation; each chunk is tokenized once, by the tokenizer itself, and then looked up. No wordpiece
-crosses a chunk border: the tokenizer drops blanks, splits off punctuation, and handles every other character alone,
-except accents, which are in the chunk of their letter.
+Chunks between blanks and ASCII punctuation are tokenized once. No wordpiece crosses their borders: the tokenizer drops
+blanks, splits off punctuation, and handles every other character alone, except accents, which are with their letter.
 """
 
 from __future__ import annotations
@@ -63,10 +61,7 @@ def build_batch_tokenizer(tokenizer: Tokenizer) -> CachedTokenizer | UncachedTok
 
 
 def is_inside_word(text: str, chars: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return which wordpieces begin inside a word, with a letter or digit directly after another, bool [T].
-
-    ``chars`` [T, 2] has start and end character of each wordpiece, without leading blanks.
-    """
+    """Return which wordpieces, ``chars`` [T, 2], begin with a letter or digit directly after another, bool [T]."""
     inside = np.zeros(len(text) + 1, dtype=bool)
     for match in _WORD.finditer(text):
         inside[match.start() + 1 : match.end()] = True
@@ -76,8 +71,6 @@ def is_inside_word(text: str, chars: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 class _ChunkNumbers(dict[str, int]):
-    """Numbers of chunks, assigned in order of first appearance."""
-
     def __missing__(self, chunk: str) -> int:
         self[chunk] = number = len(self)
         return number
@@ -98,10 +91,7 @@ class UncachedTokenizer:
         self._is_blank_V = np.array([not piece.strip() for piece in surface_forms(tokenizer)])
 
     def encode(self, texts: Sequence[str]) -> Wordpieces:
-        """Tokenize texts without special tokens; the offsets of a wordpiece exclude blanks before it.
-
-        A wordpiece of blanks only has an empty range if the text has no blank there.
-        """
+        """Tokenize texts without special tokens; the offsets of a wordpiece exclude blanks before it."""
         encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         lengths = _lengths(texts)
         bases = np.cumsum(lengths + 1) - (lengths + 1)

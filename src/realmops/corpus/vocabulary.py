@@ -1,8 +1,6 @@
 """A deterministic WordPiece vocabulary, and tokenizers built from one.
 
-The trainer of ``tokenizers`` assigns different ids in different processes. This one merges the most frequent pair of
-adjacent pieces (byte-pair encoding over characters, Sennrich et al. 2016) and breaks ties by code points, so that the
-result depends only on the word counts.
+The trainer of ``tokenizers`` is not deterministic; these byte-pair merges (Sennrich et al. 2016) depend on counts only.
 """
 
 import hashlib
@@ -41,10 +39,7 @@ UNCASED = Casing(lowercase=True, strip_accents=True)
 
 
 def bert_words(counts: Mapping[str, int]) -> Counter[str]:
-    """Count words after BERT's normalizer and pre-tokenizer, from counts of words between blanks.
-
-    They are in lower case, without accents, and with punctuation split off.
-    """
+    """Count words after BERT's normalizer and pre-tokenizer: in lower case, without accents, punctuation split off."""
     normalizer, pre_tokenizer = BertNormalizer(lowercase=True), BertPreTokenizer()
     words: Counter[str] = Counter()
     for run, count in counts.items():
@@ -55,11 +50,9 @@ def bert_words(counts: Mapping[str, int]) -> Counter[str]:
 
 
 def learn_pieces(words: Mapping[str, int], *, size: int, min_count: int = 2) -> list[str]:
-    """Learn a WordPiece vocabulary; equal word counts give equal vocabularies.
+    """Learn at most ``size`` pieces with the special tokens; equal word counts give equal vocabularies.
 
-    Characters, most frequent first, take at most half of the vocabulary, so that a small one still has longer pieces
-    when the corpus has many scripts. Words with other characters become [UNK]. ``size`` is the maximum number of
-    pieces, with the special tokens; ``min_count`` is that of characters and of pairs to merge.
+    Characters take at most half of them, so that a corpus with many scripts still has longer pieces.
     """
     if size < 4 * len(SPECIAL_TOKENS):
         raise ValueError(f"a vocabulary of {size} pieces is too small; allow at least {4 * len(SPECIAL_TOKENS)}")
@@ -89,7 +82,6 @@ def _alphabet(words: Mapping[str, int], limit: int, min_count: int) -> list[str]
 
 
 def _is_own_word(character: str) -> bool:
-    """Return whether BERT's pre-tokenizer always makes this character a separate word."""
     normal = BertNormalizer(lowercase=True).normalize_str(f"a{character}a")
     return len(BertPreTokenizer().pre_tokenize_str(normal)) > 1
 
@@ -112,7 +104,6 @@ class _PairCounts:
         heapq.heapify(self._heap)
 
     def best(self, min_count: int) -> _Pair | None:
-        """Return the most frequent pair, ties by code points; None if no pair occurs ``min_count`` times."""
         while self._heap:
             count, left, right = heapq.heappop(self._heap)
             current = self._pairs.get((left, right), 0)
@@ -123,7 +114,6 @@ class _PairCounts:
         return None
 
     def merge(self, pair: _Pair) -> str:
-        """Replace the pair by one piece in all words and return the piece."""
         piece = pair[0] + pair[1].removeprefix(_PREFIX)
         increased: set[_Pair] = set()
         for index in self._where[pair]:
@@ -158,10 +148,7 @@ def _join(pieces: list[str], pair: _Pair, piece: str) -> list[str]:
 
 
 def build_tokenizer(vocabulary: Sequence[str], casing: Casing = UNCASED) -> Tokenizer:
-    """Build BERT's WordPiece tokenizer, whose ids are positions in the vocabulary.
-
-    Special tokens have ids (``token_to_id``) but never match in text: "[MASK]" in a document is three words.
-    """
+    """Build BERT's WordPiece tokenizer; special tokens never match in text: "[MASK]" in a document is three words."""
     ids = {piece: index for index, piece in enumerate(vocabulary)}
     if len(ids) < len(vocabulary):
         duplicate = next(piece for index, piece in enumerate(vocabulary) if ids[piece] != index)
@@ -186,16 +173,11 @@ def open_tokenizer(text: str) -> Tokenizer:
 
 
 def list_pieces(tokenizer: Tokenizer) -> list[str]:
-    """Return the pieces in the order of their ids; "" for an unused id."""
     return [tokenizer.id_to_token(index) or "" for index in range(tokenizer.get_vocab_size())]
 
 
 def is_continuation(tokenizer: Tokenizer) -> NDArray[np.bool_]:
-    """Return which wordpieces [V] continue a word.
-
-    WordPiece marks the pieces that continue a word. Byte-level and SentencePiece vocabularies mark those after a blank;
-    of the others, a piece that begins with a letter or digit continues a word.
-    """
+    """Return which wordpieces [V] continue a word: by WordPiece's mark, else by no blank before a letter or digit."""
     if prefix := getattr(tokenizer.model, "continuing_subword_prefix", None):
         return np.array([piece.startswith(prefix) for piece in list_pieces(tokenizer)])
     surface = surface_forms(tokenizer)
@@ -214,7 +196,6 @@ def surface_forms(tokenizer: Tokenizer) -> list[str]:
 
 
 def vocabulary_bytes(vocabulary: Sequence[str]) -> bytes:
-    """Return the content of vocab.txt."""
     return "".join(f"{piece}\n" for piece in vocabulary).encode()
 
 

@@ -21,13 +21,7 @@ def train_vocabulary(
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> list[str]:
-    """Train a vocabulary on titles and texts: special tokens, characters, then pieces in merge order.
-
-    It uses all documents if their files have at most 256 MiB on disk, and otherwise a sample of the records of about
-    that size, drawn with a fixed seed. The result does not depend on the number of workers. It has at most ``size``
-    pieces, including special tokens; characters and pairs that occur less often than ``min_count`` do not become
-    pieces. ``progress`` gets the bytes read of the sources' files since the last call.
-    """
+    """Train a vocabulary on titles and texts, those of a fixed sample of about 256 MiB if the files are larger."""
     counts = count_words(sources, workers=workers, progress=progress)
     return learn_pieces(bert_words(counts), size=size, min_count=min_count)
 
@@ -35,11 +29,7 @@ def train_vocabulary(
 def count_words(
     sources: Sequence[Source], workers: int = 1, progress: Callable[[int], None] | None = None
 ) -> Counter[str]:
-    """Count whitespace-separated words of all documents in one pass and bounded memory.
-
-    Counts are exact up to ``_DISTINCT_LIMIT`` distinct words; beyond that, rare words are evicted. Broken records are
-    skipped: the snapshot reports them.
-    """
+    """Count words between blanks in bounded memory: exactly up to ``_DISTINCT_LIMIT``, then rare words are evicted."""
     counts: Counter[str] = Counter()
     floor = 0
     share = _SAMPLE_BYTES / max(sum(source.size for source in sources), 1)

@@ -24,7 +24,6 @@ class WordShape(IntEnum):
 
 
 def classify_word(word: str, *, starts_sentence: bool) -> WordShape:
-    """Return the shape of one word or punctuation mark."""
     if not any(map(str.isalnum, word)):
         return WordShape.MARK
     if word.isdecimal():
@@ -43,10 +42,7 @@ def classify_word(word: str, *, starts_sentence: bool) -> WordShape:
 def classify_words(
     text: str, chars: NDArray[np.int32], continues: NDArray[np.bool_], sentence_starts: NDArray[np.int32]
 ) -> NDArray[np.int64]:
-    """Return the ``WordShape`` of the word that each wordpiece of a passage belongs to, int64 [t].
-
-    ``chars`` [t, 2] and ``continues`` [t] are those of ``Snapshot``; ``sentence_starts`` are first wordpieces.
-    """
+    """Return the ``WordShape`` of each wordpiece's word, int64 [t]; ``sentence_starts`` are first wordpieces."""
     is_start = ~continues
     is_start[:1] = True
     starts = np.flatnonzero(is_start)

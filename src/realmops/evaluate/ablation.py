@@ -1,8 +1,4 @@
-"""The ablation table: variants of one run over several seeds, compared with the reference on the same questions.
-
-The paper's Table 2 with intervals: exact match after fine-tuning and zero-shot recall@5, as means over seeds and as
-differences to the reference, paired by seed and by question.
-"""
+"""The ablation table (the paper's Table 2): variants over several seeds, paired with the reference by question."""
 
 import csv
 import io
@@ -34,10 +30,7 @@ Row = Mapping[str, Any]  # values by the columns of table.csv; NaN: the variant 
 
 @dataclass(frozen=True)
 class VariantOutcome:
-    """Results of one variant trained with one seed; ``correct`` and ``hit`` are [Q] of 0 and 1.
-
-    ``correct`` is NaN for questions that were generated from the corpus.
-    """
+    """Results of a variant and seed: ``hit``, ``correct`` [Q] of 0 and 1, ``correct`` NaN for generated questions."""
 
     variant: str
     seed: int
@@ -58,11 +51,7 @@ class VariantOutcome:
 
 
 def table_rows(outcomes: Sequence[VariantOutcome], variants: Mapping[str, Mapping[str, str]]) -> list[Row]:
-    """Compute one row per variant with outcomes, in the order of ``variants``, whose values have the keys ``TITLES``.
-
-    Intervals account for another seed and other questions (``interval_over_seeds``); those of differences use the seeds
-    that variant and reference share.
-    """
+    """Compute one row per variant with outcomes; differences use the seeds that variant and reference share."""
     by_variant = {name: {o.seed: o for o in outcomes if o.variant == name} for name in variants}
     rows: list[Row] = []
     for name, by_seed in by_variant.items():
@@ -178,7 +167,6 @@ def staleness_chart(rows: Sequence[Row]) -> str:
 
 
 def render_report(rows: Sequence[Row], outcomes: Sequence[VariantOutcome], seeds: int) -> str:
-    """Render the ablation report as one self-contained HTML page."""
     reference = next(row["title"] for row in rows if row["variant"] == REFERENCE)
     note = (
         f"{seeds} seeds; each has its own sample world and its own training. Differences are to {reference}, on the "

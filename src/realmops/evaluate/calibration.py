@@ -1,7 +1,4 @@
-"""Calibration: Platt scaling and the abstention threshold, fitted on dev questions of people, and metrics of both.
-
-Shape suffixes: Q questions, R draws, N bins.
-"""
+"""Platt scaling and the abstention threshold, fitted on dev questions of people. Q questions, R draws, N bins."""
 
 from __future__ import annotations
 
@@ -33,11 +30,9 @@ def fit_confidence(answers: Sequence[Answer], correct_Q: Bools, target_precision
 
 
 def platt_scaling(odds_Q: Floats, correct_Q: Bools) -> tuple[float, float]:
-    """Return slope and intercept that maximise the likelihood of the correctness labels (Platt 1999, equation 2).
+    """Return slope, at least 0, and intercept that maximise the likelihood of the labels (Platt 1999, equation 2).
 
-    Platt's targets (n+1)/(n+2), with n correct answers, and 1/(m+2), with m wrong ones, replace 1 and 0: they keep the
-    parameters finite if all answers are correct, all are wrong, or both are separable. The slope is at least 0: if the
-    score is uninformative, every answer gets the same probability. Log odds of -inf are ignored.
+    Targets (n+1)/(n+2) for n correct and 1/(m+2) for m wrong answers keep both finite. Log odds of -inf are ignored.
     """
     from sklearn.linear_model import LogisticRegression
 
@@ -58,11 +53,7 @@ def platt_scaling(odds_Q: Floats, correct_Q: Bools) -> tuple[float, float]:
 
 
 def threshold_for(probability_Q: Floats, correct_Q: Bools, target_precision: float) -> float:
-    """Return the smallest threshold at which answers reach the target precision: it keeps as many answers as possible.
-
-    Equal probabilities are on the same side. 0 if all answers reach the target, ``ALWAYS_ABSTAIN`` if no threshold
-    does.
-    """
+    """Return the smallest threshold at the target precision: 0 if all answers reach it, ``ALWAYS_ABSTAIN`` if none."""
     curve = coverage_curve(probability_Q, correct_Q)
     [positions] = np.nonzero(curve.precision >= target_precision)
     if not len(positions):
@@ -104,18 +95,12 @@ def reliability_bins(probability_Q: Floats, correct_Q: Bools) -> list[Bin]:
 
 
 def calibration_error(probability_Q: Floats, correct_Q: Bools) -> float:
-    """Return the expected calibration error over 10 equal-width bins (Guo et al. 2017, equation 3).
-
-    The mean over questions of the difference between confidence and accuracy in their bin.
-    """
+    """Return the expected calibration error over 10 equal-width bins (Guo et al. 2017, equation 3)."""
     return float(_errors(probability_Q, correct_Q[None])[0])
 
 
 def chance_error(probability_Q: Floats, *, seed: int) -> float:
-    """Return the expected calibration error of perfectly calibrated probabilities.
-
-    It is positive because bins are small: an observed error of this size is no evidence of miscalibration.
-    """
+    """Return the calibration error of perfectly calibrated probabilities, which is positive because bins are small."""
     generator = np.random.default_rng(seed_for(seed, "calibration error"))
     correct_RQ = generator.random((DRAWS, len(probability_Q))) < probability_Q
     return float(_errors(probability_Q, correct_RQ).mean())

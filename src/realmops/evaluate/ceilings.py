@@ -1,7 +1,4 @@
-"""Upper bounds of exact match: an answer in the corpus, in the passages read, in a span short enough for the reader.
-
-Legend: Q questions, K ranked passages per question. Passages are rows of the snapshot, -1 is no passage.
-"""
+"""Upper bounds of exact match. Q questions, K ranked passages per question: rows of the snapshot, -1 is no passage."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -28,10 +25,7 @@ def compute_ceilings(
     passages: int,
     wordpieces: int,
 ) -> dict[str, NDArray[np.bool_]]:
-    """Return the upper bounds of exact match by name: which questions are answerable under each restriction, bool [Q].
-
-    The reader reads ``passages`` passages, and its longest span has ``wordpieces`` wordpieces.
-    """
+    """Return which questions are answerable under each restriction, bool [Q], by the upper bound's name."""
     texts = (snapshot.text(i) for i in range(len(snapshot)))
     answerable = {
         "in_corpus": answered_in_corpus(questions, texts, rule=rule, known_Q=ranks_Q < ranked_QK.shape[1]),

@@ -23,10 +23,7 @@ def line_chart(
     smooth: bool = True,
     across: str = "training step",
 ) -> str:
-    """Return an ``<svg>`` element with lines over training steps, or over the quantity ``across``.
-
-    ``refreshes`` are steps to mark. With ``smooth`` long series are drawn faintly, with their running mean on top.
-    """
+    """Return an ``<svg>`` with marks at ``refreshes``; ``smooth`` draws long series faintly, with a running mean."""
     steps = [step for line in series for step in line.steps] + list(refreshes)
     values = [value for line in series for value in line.values]
     low, high, heights = min(steps), max(steps), ticks(min(values), max(values))

@@ -1,7 +1,4 @@
-"""Comparison of two runs on the same questions, by a paired bootstrap.
-
-Questions of people compare answers, by EM; questions that were generated from the corpus compare retrieval, by recall.
-"""
+"""Paired bootstrap of two runs: EM on questions of people, recall on those generated from the corpus."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,10 +47,7 @@ def read_paired(first: Path, second: Path) -> tuple[list[Prediction], list[Predi
 
 
 def question_origin(are_generated: Collection[bool], *, has_em: bool = True) -> str:
-    """Return the origin of test questions: people, the corpus that they were generated from, or both.
-
-    Without a reader (``has_em`` is False), questions of people measure retrieval alone, too.
-    """
+    """Return the origin of test questions: people, the corpus that they were generated from, or both."""
     if all(are_generated):
         return "generated questions"
     origin = "questions of people and generated ones" if any(are_generated) else "questions of people"
@@ -61,11 +55,7 @@ def question_origin(are_generated: Collection[bool], *, has_em: bool = True) -> 
 
 
 def compare_runs(first: Path, second: Path, *, seed: int) -> list[Comparison]:
-    """Compare EM, recall@5 and nDCG@10 of two runs, by a paired bootstrap over questions.
-
-    EM is that of the questions of people. It comes first, or is missing if all questions were generated. nDCG@10 is
-    missing unless all questions have judged documents; it comes first if they have no answers.
-    """
+    """Compare two runs by paired bootstrap over questions: EM of people's questions, recall@5, nDCG@10 if judged."""
     pair = read_paired(first, second)
     people = [[p for p in run if not p.is_generated] for run in pair]
     gives_answers = all(prediction.em is not None for run in people for prediction in run)  # not search alone

@@ -1,9 +1,6 @@
-"""Exact match and F1 over questions, with confidence intervals.
+"""Exact match (the paper's section 4) and F1 (SQuAD) over questions, with confidence intervals.
 
-Exact match is the Open-QA metric of the paper's section 4: the share of questions whose prediction equals one of the
-reference answers after normalisation, or matches one of them if they are regular expressions (``EM_RULES``;
-``questions/answer_matching.py`` has the rules). F1 is that of SQuAD: token overlap of prediction and reference, the
-maximum over references. For regular expressions it is exact match, 0 or 1.
+``questions/answer_matching.py`` has the rules; for regular expressions F1 is exact match, 0 or 1.
 """
 
 from collections import Counter
@@ -38,20 +35,14 @@ class Interval:
 
 @dataclass(frozen=True)
 class Difference(Interval):
-    """A mean difference of two runs; ``p_better`` is the confidence that the first is better.
-
-    In a bootstrap, ``p_better`` is the share of resamples with a positive difference; a difference of 0 counts as half.
-    """
+    """A mean difference of two runs; ``p_better`` is the share of resamples above 0, one of 0 counts as half."""
 
     p_better: float
 
 
 @dataclass(frozen=True)
 class Score:
-    """Exact match and F1 of one run by one rule.
-
-    ``correct`` is bool [Q], ``f1_Q`` float64 [Q], in the order of the questions.
-    """
+    """Exact match, ``correct`` bool [Q], and F1, ``f1_Q`` float64 [Q], of one run by one rule."""
 
     em: Interval
     correct: npt.NDArray[np.bool_]
@@ -93,7 +84,6 @@ def f1_of(prediction: str, question: Question, rule: str) -> float:
 
 
 def is_exact_match(prediction: str, question: Question, rule: str | None = None) -> bool:
-    """Return whether a prediction is correct by a rule of ``EM_RULES`` (default: the release's)."""
     rule = rule or em_rules([question])[0]
     if rule == "exact_match":
         return exact_match(prediction, question.answers, question.language or ENGLISH)
@@ -129,12 +119,11 @@ def interval_over_seeds(
 ) -> Difference:
     """Return the mean over seeds with its 95 % interval for a new seed and new questions of the same population.
 
-    The value of seed s at question q is mean + a_s + b_q + e_sq, all three random. If each seed has its own questions,
-    the means of the S seeds are independent, and the interval is Student's t with S - 1 degrees of freedom. If all have
-    the same questions (``shared``), b_q is common to the seeds and its variance is added, from the mean squares of the
-    two-way layout without replication; the quantile is that of Student's t for S - 1 and for Q - 1 degrees of freedom,
-    weighted by the two variances (Cochran and Cox 1957, section 4.14). With one seed, or an estimated variance of 0, it
-    is ``paired_bootstrap`` over the questions. The mean is between ``least`` and 1.
+    The value is mean + a_s + b_q + e_sq, all three random. If each seed has separate questions, it is Student's t
+    of the S means. If all are ``shared``, the variance of b_q is added, from the mean squares of the two-way layout,
+    and the quantiles for S - 1 and Q - 1 degrees of freedom are weighted by the variances (Cochran and Cox 1957,
+    section 4.14). With one seed, or an estimated variance of 0, it is ``paired_bootstrap``.
+    The mean is between ``least`` and 1.
     """
     from scipy.stats import t
 

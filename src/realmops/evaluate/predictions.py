@@ -39,15 +39,10 @@ FAILED_AT = {
 class Prediction:
     """One answer with its evidence.
 
-    ``prediction`` is ``evidence[char_start:char_end]``; ``evidence`` is the text of passage
-    ``passage_ids[evidence_rank]``, empty and -1 if the reader found no span or read nothing. ``p_z`` is p(z|x) of the
-    passages read, best first; ``passage_spans`` and ``passage_scores`` are the best span of each and its score,
-    ``gold_span`` and ``gold_score`` the best span that matches an answer (None without one). ``first_hit`` is the rank
-    from 0 of the first retrieved passage with an answer, -1 without one, and ``failed_at`` a key of ``FAILED_AT``.
-    ``em``, ``f1`` and ``failed_at`` are None for a question that was generated from the corpus. ``confidence`` is the
-    calibrated probability that the answer is correct, and ``abstained`` whether it is below the threshold; both are
-    None without a calibration. ``page`` is the answer's page in a document with pages. ``answer_rule`` is that of
-    ``Question``.
+    ``prediction`` is ``evidence[char_start:char_end]``, of passage ``passage_ids[evidence_rank]``, -1 without a span.
+    ``p_z`` is p(z|x) of the passages read, best first; the gold span is the best that matches an answer. ``first_hit``
+    is the rank from 0 of the first retrieved passage with an answer, -1 without one. ``em``, ``f1`` and ``failed_at``
+    are None for a generated question, ``confidence`` and ``abstained`` without a calibration.
     """
 
     question_id: str
@@ -93,10 +88,7 @@ def build_predictions(
     confidence: Confidence | None,
     ndcg_of: Mapping[str, float] = MappingProxyType({}),
 ) -> list[Prediction]:
-    """Build the predictions of a model, with scores, evidence and the step at which each question failed.
-
-    ``score`` is that of the questions of people alone; None if there are none. ``ndcg_of`` is nDCG@10 by question id.
-    """
+    """Build the predictions of a model; ``score`` is that of the questions of people alone, None if there are none."""
     predictions = []
     scored = iter([] if score is None else zip(score.correct.tolist(), score.f1_Q.tolist(), strict=True))
     for i, (question, answer) in enumerate(zip(questions, answers, strict=True)):

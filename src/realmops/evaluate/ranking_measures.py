@@ -1,7 +1,6 @@
 """Measures of rankings over relevance judgements (qrels), by ir-measures, and files of both in TREC's formats.
 
-Documents are ranked, not passages: a document has the rank of its best passage. A measure is 0 for a query without a
-ranking, and for one without a relevant document.
+A document has the rank of its best passage. A measure is 0 for a query without a ranking or a relevant document.
 """
 
 import re

@@ -1,7 +1,4 @@
-"""Recall@k by match rule, with confidence intervals.
-
-Legend: Q questions, K ranked passages per question. Passages are rows of the snapshot, -1 is no passage.
-"""
+"""Recall@k by match rule. Q questions, K ranked passages per question: rows of the snapshot, -1 is no passage."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -65,10 +62,7 @@ def recall_metrics(ranks_Q: Mapping[str, NDArray[np.int64]], *, prefix: str = ""
 
 
 def zero_shot_recall(metrics: Mapping[str, Any], retriever: str) -> float | None:
-    """Return recall@5 of the retriever before fine-tuning, by the questions' rule, from the metrics of ``evaluate``.
-
-    A retriever without parameters, such as BM25, is its own zero-shot retriever. None without retrieval.
-    """
+    """Return recall@5 of the retriever before fine-tuning, itself if it has no parameters; None without retrieval."""
     names = (f"recall_at_5_{rule}" for rule in (*WORD_RULES, *REGEX_RULES, JUDGED_RULE))
     name = next((name for name in names if f"{name}_low" in metrics), "")
     value = metrics.get(ZERO_SHOT.get(retriever, "") + name)

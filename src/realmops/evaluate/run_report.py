@@ -1,8 +1,4 @@
-"""Report of a run: a self-contained HTML page, the points of its charts as CSV files, and the summary tables.
-
-Inputs are the outputs of the stages: journals (metrics.jsonl: one JSON object per line with "stage", "step", "time" and
-numbers by name), metrics.json files and the predictions. Missing metrics are omitted.
-"""
+"""Report of a run: a self-contained HTML page, the points of its charts as CSV files, and the summary tables."""
 
 from __future__ import annotations
 
@@ -253,10 +249,7 @@ def write_report(
     about: Mapping[str, str] = MappingProxyType({}),
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
-    """Write report.html and plots/STAGE_METRIC.csv (for ``dvc plots``); return the page's path.
-
-    ``about`` has properties of the run, shown at the top, and ``options`` those that differ from the defaults.
-    """
+    """Write report.html, ``about`` at its top, and plots/STAGE_METRIC.csv for ``dvc plots``; return its path."""
     records = [record for path in journals for record in read_journal(path)]
     (folder / "plots").mkdir(parents=True, exist_ok=True)
     charts = []

@@ -34,10 +34,7 @@ def rank_file(
     by: RankBy,
     progress: Callable[[str, int], Callable[[int], None]],
 ) -> Iterator[str]:
-    """Write the best documents for the questions of a file into a folder; yield lines with the measures, if judged.
-
-    The file has questions, or is the queries of a BEIR folder; the folder gets queries.tsv, run.txt and qrels.txt.
-    """
+    """Write TREC files of the best documents for the questions of a file; yield lines with the measures, if judged."""
     artifacts.check_replaceable(folder, KIND)
     questions = read_search_questions(file)
     if not questions:

@@ -1,8 +1,4 @@
-"""Exact match and F1 of predictions, and the occurrences of answers in passages.
-
-Scores depend on these rules, so each has a name: the normal form for exact match, and the rules that locate an answer
-in a text (``MATCH_RULES``), two for answers in words and two for regular expressions.
-"""
+"""Exact match and F1 of predictions, and the occurrences of answers in passages (``MATCH_RULES``)."""
 
 import re
 import string
@@ -36,11 +32,9 @@ CharSpan = tuple[int, int]
 
 
 def normalize_answer(answer: str, language: str = ENGLISH) -> str:
-    """Normalize an answer for comparison.
+    """Normalize an answer: in English as SQuAD, with NFD as in ORQA's release, else as MLQA (Lewis et al. 2020).
 
-    English follows SQuAD, with NFD as in ORQA's release: lower case, without ASCII punctuation and the articles a, an
-    and the, with single blanks. Other languages follow MLQA (Lewis et al. 2020): NFC, lower case, without punctuation
-    and the language's articles, with blanks around each character of a script without blanks.
+    MLQA uses NFC, removes the language's articles, and puts blanks around each character of a script without blanks.
     """
     return " ".join(_articles(language).sub(" ", _bare(answer, language)).split())
 
@@ -71,10 +65,7 @@ def exact_match(prediction: str, answers: Iterable[str], language: str = ENGLISH
 def match_normal_form(
     text: str, answer: str, spans: NDArray[np.integer[Any]], language: str = ENGLISH
 ) -> NDArray[np.bool_]:
-    """Return which spans [S, 2], start and end characters in a text, have the answer's normal form, bool [S].
-
-    Only spans that contain the answer's words in sequence are normalized.
-    """
+    """Return which spans [S, 2], start and end characters in a text, have the answer's normal form, bool [S]."""
     form = normalize_answer(answer, language)
     possible = np.ones(len(spans), bool)
     simple, positions = _simple_form(text, language)
@@ -93,10 +84,7 @@ def match_normal_form(
 
 @lru_cache(1024)
 def _simple_form(text: str, language: str) -> tuple[str, NDArray[np.int64]]:
-    """Return the text as normalized by ``_bare``, and the position in it of each character of the text.
-
-    The text is "" if a part of it could be normalized differently on its own.
-    """
+    """Return the text as normalized by ``_bare``, "" if its parts could differ alone, and each character's position."""
     if text.isascii() and language == ENGLISH:
         simple = text.lower().translate(_PUNCTUATION)
         lengths = [1 - (character in string.punctuation) for character in text]
@@ -107,10 +95,7 @@ def _simple_form(text: str, language: str) -> tuple[str, NDArray[np.int64]]:
 
 
 def token_f1(prediction: str, answers: Iterable[str], language: str = ENGLISH) -> float:
-    """Return the best F1 over the answers, on the words of normal forms (SQuAD's script, Rajpurkar et al. 2016).
-
-    F1 is the harmonic mean of precision and recall. If either form has no words, it is 1 if both have none, else 0.
-    """
+    """Return the best F1 over the answers, on words (SQuAD's script, Rajpurkar et al. 2016); 1 if neither has words."""
     predicted = normalize_answer(prediction, language).split()
     return max((words_f1(predicted, normalize_answer(answer, language).split()) for answer in answers), default=0.0)
 
@@ -152,10 +137,7 @@ def token_boundary_spans(text: str, answer: str) -> list[CharSpan]:
 
 @lru_cache(1 << 15)
 def token_bytes(text: str) -> bytes:
-    """Return the tokens of ``token_boundary_spans`` as bytes, with ``TOKEN_SEPARATOR`` before, between and after them.
-
-    A sequence of tokens is a substring of these bytes, which is much faster to find. Empty for a text without tokens.
-    """
+    """Return the tokens between ``TOKEN_SEPARATOR``s: a sequence of tokens is a substring, which is faster to find."""
     tokens = [token.encode() for token, _, _ in _tokens(text)]
     return TOKEN_SEPARATOR.join([b"", *tokens, b""]) if tokens else b""
 
@@ -163,8 +145,7 @@ def token_bytes(text: str) -> bytes:
 class Expression:
     """An answer's regular expression: case-insensitive, Unicode, multi-line; empty matches are ignored.
 
-    Its syntax is that of the standard library's ``re``. A match that takes longer than ``MATCH_SECONDS`` of processor
-    time counts as none and sets ``timed_out``; the expression is not tried again in this process.
+    A match over ``MATCH_SECONDS`` of processor time counts as none, as do later ones, and sets ``timed_out``.
     """
 
     def __init__(self, text: str) -> None:
@@ -202,7 +183,6 @@ def compile_expression(text: str) -> Expression:
 
 
 def check_expression(text: str, place: str) -> None:
-    """Raise ValueError with ``place`` if a text is no valid regular expression."""
     try:
         compile_expression(text)
     except ValueError as error:
@@ -222,18 +202,13 @@ REGEX_RULES = ("regex_match", "regex_search")
 
 
 def contains_answer(text: str, answers: Iterable[str], rule: str) -> bool:
-    """Return whether one of the answers occurs in the text by a rule of ``MATCH_RULES``."""
     return any(MATCH_RULES[rule](text, answer) for answer in answers)
 
 
 def answer_token_spans(
     text: str, answers: Iterable[str], chars: NDArray[np.integer[Any]], *, rule: str, max_wordpieces: int
 ) -> list[tuple[int, int]]:
-    """Return (first, end) wordpieces of every occurrence of an answer in a passage, sorted.
-
-    An occurrence counts only if it begins and ends at wordpiece boundaries ``chars`` [t, 2], and has at most
-    ``max_wordpieces``.
-    """
+    """Return sorted (first, end) wordpieces of the answers' occurrences at wordpiece boundaries ``chars`` [t, 2]."""
     char_spans = matched_spans(text, answers, rule)
     if not char_spans or not len(chars):
         return []

@@ -1,7 +1,4 @@
-"""Queries and judgements of the benchmark BEIR (Thakur et al. 2021): queries.jsonl and qrels/SPLIT.tsv of a folder.
-
-Files may be compressed (.gz, .bz2). A folder without ``qrels`` is a corpus alone.
-"""
+"""Queries and judgements of the benchmark BEIR (Thakur et al. 2021): queries.jsonl and qrels/SPLIT.tsv of a folder."""
 
 import re
 from collections.abc import Iterator

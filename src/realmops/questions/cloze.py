@@ -1,12 +1,8 @@
 """Synthetic cloze questions from the corpus: a salient span is cut out of its sentence and becomes the answer.
 
-Only spans that recur in another passage are used.  For training, the evidence is the passage that holds the sentence;
-learning from the other passages taught the reader half as much.  For dev and test, passages that hold the sentence do
-not count as evidence (``Question.not_in``), so that the answer must be retrieved from another passage.
-
-A question is a question word followed by the shuffled words of the clause without the span (the noisy clozes of Lewis
-et al. 2019): without noise the reader learns to match identical texts.  Numbers are answers as well as salient spans.
-Twelve languages have question words; in scripts without spaces, two characters move as one word.
+The evidence is the source passage in training (others taught the reader half as much), never in dev and test
+(``Question.not_in``). Words of the clause are shuffled (noisy clozes, Lewis et al. 2019): without noise the reader
+learns to match identical texts.
 """
 
 import re
@@ -52,10 +48,7 @@ _OTHER_CLAUSE_ENDS = re.compile(r"[;:()，、；：（）]|,(?=\s)")
 
 
 def clause_around_gap(before: str, after: str, language: str = ENGLISH) -> tuple[list[str], list[str]] | None:
-    """Return the words before and after a gap within its clause; within the sentence, if the clause is too short.
-
-    The ``MAX_WORDS`` nearest ones are kept; None if fewer than ``MIN_WORDS`` remain.
-    """
+    """Return the words before and after a gap in its clause or sentence; None if fewer than ``MIN_WORDS`` remain."""
     after = after.rstrip(_SENTENCE_ENDS if language == ENGLISH else _OTHER_SENTENCE_ENDS)
     ends = _CLAUSE_ENDS if language == ENGLISH else _OTHER_CLAUSE_ENDS
     left, right = _words(ends.split(before)[-1], language), _words(ends.split(after)[0], language)
@@ -125,11 +118,7 @@ def format_question(words: Sequence[str], language: str) -> str:
 def cloze_questions(
     snapshot: Snapshot, rows: NDArray[np.int64], labels: Sequence[str], seed: int, limit: int
 ) -> list[Question]:
-    """Generate at most one question per sentence and ``limit`` in total, drawn with the seed.
-
-    ``rows`` are (passage, sentence start, sentence end, span start, span end) of each salient span, in wordpieces, and
-    ``labels`` their labels.
-    """
+    """Generate at most one question per sentence, ``limit`` in total; ``rows`` are those of ``SentencesWithSpans``."""
     numbers = find_numbers(snapshot, rows)
     rows, labels = np.concatenate([rows, numbers]), [*labels, *[NUMBER] * len(numbers)]
     passages_of: dict[bytes, list[int]] = defaultdict(list)
@@ -171,8 +160,7 @@ def cloze_questions(
 def split_questions(questions: Sequence[Question], seed: int) -> dict[str, list[Question]]:
     """Split questions into train, dev and test so that no source passage is shared between parts.
 
-    A question whose source passages belong to several parts is dropped. The source of a training question, which may
-    answer it, becomes its ``passage_id`` instead of an entry of ``not_in``.
+    The source of a training question, which may answer it, becomes its ``passage_id`` and not an entry of ``not_in``.
     """
     passages = sorted({question.not_in[0] for question in questions})
     if len(passages) < len(PARTS):

@@ -1,9 +1,4 @@
-"""File formats of question sets: detect a file's format and read its records.
-
-``FORMATS`` lists them; ``question_forms`` has the forms of JSON records. Every ValueError begins with the file and, if
-known, the line. Files whose names end in .gz or .bz2 are decompressed. UTF-8 and, with a byte order mark, UTF-16 are
-read.
-"""
+"""File formats of question sets (``FORMATS``), UTF-8 or UTF-16, also compressed: detection, and reading of records."""
 
 import csv
 import json
@@ -40,7 +35,6 @@ def _json(path: Path) -> Iterator[QuestionRecord]:
 
 
 def _curatedtrec(path: Path) -> Iterator[QuestionRecord]:
-    """Read lines of id, kind, question and regular expression between tabs."""
     for place, columns in read_columns(path, 4, "id, kind, question, regular expression"):
         yield QuestionRecord(place, columns[0], columns[2], [columns[3]], is_regex=True)
 
@@ -53,10 +47,7 @@ def _dpr(path: Path) -> Iterator[QuestionRecord]:
 
 
 def _csv(path: Path) -> Iterator[QuestionRecord]:
-    """Read a table whose first line names the columns: question, answer or answers, optionally id and passage_id.
-
-    A cell of ``answers`` holds one answer, several separated by semicolons, or a list in brackets.
-    """
+    """Read a table with columns question and answer, or answers: one, several separated by semicolons, or a list."""
     text = _text(path)
     mark = _SEPARATOR.match(text)
     delimiter = _detect_delimiter(text)

@@ -1,7 +1,6 @@
-"""Forms of JSON records with a question and its answers, detected by their keys.
+"""Forms of JSON records with a question and its answers (``FORMS``), detected by their keys in any case.
 
-``FORMS`` lists them. Containers are unpacked first: SQuAD's {"data": [{"paragraphs": [{"qas": [...]}]}]} from any of
-its levels on, and MRQA's header line is skipped. Keys are compared without regard to case.
+SQuAD's {"data": [{"paragraphs": [{"qas": [...]}]}]} is unpacked from any of its levels on; MRQA's header is skipped.
 """
 
 import ast
@@ -26,10 +25,7 @@ _NO_ANSWER = "<unk>"  # TriviaQA's value in test files without answers
 
 @dataclass(frozen=True, slots=True)
 class QuestionRecord:
-    """The fields that all formats share, unchecked; ``id`` is None if the format has no ids.
-
-    ``relevant`` has the grades of documents by id, or a list of relevant ones.
-    """
+    """Unchecked fields of all formats; ``relevant`` has grades of documents by id, or a list of relevant ones."""
 
     place: str
     id: Any
@@ -72,11 +68,7 @@ def iter_items(value: Any, place: str | Path, container: str = "") -> Iterator[t
 
 
 def _read_question(place: str, fields: dict[str, Any]) -> QuestionRecord:
-    """Read ``question`` with ``answers`` or ``answer``, and other fields of ``Question``.
-
-    Answers are a text, a list of texts or of {"text": ...} (SQuAD), {"text": [...]} (Hugging Face's SQuAD), or
-    {"value": ..., "aliases": [...]} (TriviaQA).
-    """
+    """Read ``question`` with ``answers`` or ``answer``: texts, SQuAD's {"text"}, or TriviaQA's {"value", "aliases"}."""
     if named := [name for name in _CHOICES if name in fields]:
         raise ValueError(
             f"{place}: a multiple-choice question: the key {named[0]!r} was found; write the text of the right choice "
@@ -120,7 +112,6 @@ def _answers(value: Any, key: str, place: str) -> Any:
 
 
 def _answer(item: Any, place: str) -> Any:
-    """Return the text of an answer; an integer becomes text, and ``answers`` of other types are found by its check."""
     if isinstance(item, dict):
         return require_key(item, "text", place)
     return str(item) if isinstance(item, int) and not isinstance(item, bool) else item

@@ -1,4 +1,4 @@
-"""Questions with answers: reading and validation (formats are in ``formats.question_files``)."""
+"""Questions with answers: reading and validation (formats are in ``question_files``)."""
 
 import json
 import unicodedata
@@ -73,10 +73,7 @@ class Question:
 def read_questions(
     paths: Sequence[Path], *, format: str = AUTO, unanswerable: list[Question] | None = None
 ) -> list[Question]:
-    """Read the questions of files that have answers, in order; an id is unique, by default a digest of the content.
-
-    ``unanswerable`` receives the questions without answers: they measure abstention, and nothing else.
-    """
+    """Read the questions of files that have answers, in order; ``unanswerable`` receives those without."""
     places: dict[str, str] = {}
     copies: Counter[str] = Counter()
     questions = []
@@ -118,10 +115,7 @@ def read_search_questions(path: Path) -> list[Question]:
 
 
 def text_key(text: str) -> str:
-    """Return the key under which two questions or answers are the same text: NFC with single spaces.
-
-    The normalisation of exact match is too coarse: it merges C, C# and C++, and maps the answer A to nothing.
-    """
+    """Return NFC with single spaces: the normalisation of exact match merges C, C# and C++, and empties an answer A."""
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 

@@ -1,7 +1,4 @@
-"""Which passages are relevant to a question: those of its judged documents, or else those with an answer in their text.
-
-Shape suffix: P passages.
-"""
+"""Relevant passages of a question: those of its judged documents, or else those with an answer in their text."""
 
 from collections.abc import Sequence
 from functools import cached_property

@@ -20,7 +20,6 @@ ENDINGS = ("", ".gz", ".bz2")
 
 
 def beir_file(folder: Path, name: str) -> Path | None:
-    """Return a file of a BEIR folder, which may be compressed; None if it is missing."""
     return next((path for ending in ENDINGS if (path := folder / f"{name}{ending}").is_file()), None)
 
 

@@ -27,14 +27,12 @@ def parse_page(data: bytes, charset: str | None = None) -> Any:
 
 
 def parse_xml(data: bytes) -> Any:
-    """Parse XML to a tree of lxml; entities are not read."""
     from lxml import etree
 
     return etree.fromstring(data, etree.XMLParser(resolve_entities=False, no_network=True, remove_comments=True))
 
 
 def read_epub(data: bytes) -> Contents:
-    """Return the contents of an EPUB book: its title, and its chapters in reading order."""
     package = open_package(data)
     path = unquote(parse_xml(package.read("META-INF/container.xml")).find(".//{*}rootfile").get("full-path"))
     book = parse_xml(package.read(path))

@@ -1,7 +1,4 @@
-"""Contents of a file that is one document, and the rules that all readers share.
-
-A reader leaves out what a viewer hides (``is_hidden``), counts it, and writes tables in one form (``format_table``).
-"""
+"""Contents of a file that is one document, and the rules for hidden text and tables that all readers share."""
 
 import re
 from collections import Counter
@@ -46,10 +43,7 @@ class Contents:
 
 
 def is_hidden(node: Any) -> bool:
-    """Return whether a viewer hides an element of a web page or of Office: a run, shape, slide, sheet, row or column.
-
-    The body of a page is shown: many pages hide it until a script runs.
-    """
+    """Return whether a viewer hides an element; the body of a page is shown: many pages hide it until a script runs."""
     if node.get("hidden", "0") not in _OFF or node.get("state") in ("hidden", "veryHidden"):
         return True
     if node.tag == _SLIDE:
@@ -61,7 +55,6 @@ def is_hidden(node: Any) -> bool:
 
 
 def format_row(cells: Iterable[str]) -> str:
-    """Return a row of a table as a line: tabs between its cells, blanks for line breaks in them."""
     return "\t".join(" ".join(cell.split()) for cell in cells).rstrip("\t")
 
 

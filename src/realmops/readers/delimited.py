@@ -64,10 +64,7 @@ def _records(path: Path) -> Iterator[RawRecord | Rejected]:
 
 
 def _header(line: str, delimiters: Sequence[str]) -> tuple[list[str], str]:
-    """Return the names of the columns, and the delimiter that gives a column ``text``, or else the first one.
-
-    "Text" and " text" are names of that column, too.
-    """
+    """Return the columns and the delimiter that gives a column ``text`` (or "Text", " text"), or the first one."""
     found: list[tuple[list[str], str]] = []
     for delimiter in delimiters:
         row = next(csv.reader([line], delimiter=delimiter, skipinitialspace=True), [])

@@ -1,8 +1,4 @@
-"""Documents independent of their file format, the interface of file formats, and JSON lines.
-
-A format (``realmops.readers``) cuts a file into raw records, serially and cheaply, and parses each record
-independently, in any process. Every error names its place, which for JSON lines is ``file:line``.
-"""
+"""Documents independent of their file format, the interface of file formats, and JSON lines."""
 
 import json
 import math
@@ -44,7 +40,6 @@ class Document:
     omitted: tuple[tuple[str, int], ...] = ()
 
     def pages_without_text(self) -> list[int]:
-        """Return the numbers, from 1, of pages without text."""
         ends = (*self.pages[1:], len(self.text))
         return [n for n, (start, end) in enumerate(zip(self.pages, ends, strict=True), start=1) if start >= end]
 
@@ -82,7 +77,7 @@ Outcome = Document | Dropped | Rejected
 
 @dataclass(frozen=True)
 class Format:
-    """A file format."""
+    """A file format: cuts a file into raw records, serially and cheaply, and parses each in any process."""
 
     name: str  # name in options and messages
     # Streams the records of a file in constant memory. Yields ``Rejected`` for broken data, with ``ends_file`` if the
@@ -95,15 +90,11 @@ class Format:
     suffixes: tuple[str, ...] = ()  # of its files
 
     def convert(self, raw: RawRecord) -> Outcome:
-        """Parse a record; return Rejected if it is broken or a library fails on it."""
         return call_guarded(partial(self.parse, raw), raw.place)
 
 
 def call_guarded(work: Callable[[], T], place: str) -> T | Rejected:
-    """Call ``work`` on a record; return Rejected if it is broken or a library fails on it.
-
-    Errors that the record did not cause propagate: disk, memory, missing packages, interrupts.
-    """
+    """Return ``work()``, or Rejected if the record is broken; disk, memory, imports and interrupts propagate."""
     try:
         return work()
     except (OSError, MemoryError, ImportError, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -116,12 +107,10 @@ def call_guarded(work: Callable[[], T], place: str) -> T | Rejected:
 
 
 def reject_remainder(place: str, problem: str, remedy: str) -> Rejected:
-    """Build the ``Rejected`` that ends a file at ``place``, after which no record can be read."""
     return Rejected(place, f"{problem}, so that the rest of the file cannot be read; {remedy}", ends_file=True)
 
 
 def printable_path(name: str | Path) -> str:
-    """Return a file name or place as printable text; bytes that are not UTF-8 are escaped."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
@@ -164,11 +153,7 @@ def iter_lines(path: Path) -> Iterator[RawRecord | Rejected]:
 
 
 def parse_document(record: dict[str, Any], place: str, omitted: Mapping[str, int] | None = None) -> Outcome:
-    """Parse a JSON object to a document with ``omitted``, counts by kind; return Dropped if its text is empty.
-
-    Raises:
-        ValueError: it is invalid; the message begins with ``place``.
-    """
+    """Parse a JSON object to a document with ``omitted``, counts by kind; return Dropped if its text is empty."""
     title = check_text("" if record.get("title") is None else record["title"], "title", place)
     text = check_text(require_key(record, "text", place), "text", place)
     if len(text) > LINE_LIMIT:

@@ -53,10 +53,9 @@ _LISTS_IN_CELLS = "(//td | //th)//*[self::ul or self::ol or self::dl or self::li
 
 
 def decode_page(data: bytes, declared: str | None) -> str:
-    """Decode a page: as UTF-8 if valid, else as ``declared`` in its header or in the page, else as Windows-1252.
+    """Decode a page: as UTF-8 if almost valid, else as ``declared`` in its header or in the page, else as Windows-1252.
 
-    Names of encodings mean what they mean to browsers (WHATWG): gb2312 is GBK, latin-1 is Windows-1252. Invalid bytes
-    become U+FFFD. A page that is almost valid UTF-8 is read as UTF-8.
+    Names of encodings mean what they mean to browsers (WHATWG): gb2312 is GBK, latin-1 is Windows-1252.
     """
     meta = _META_CHARSET.search(data[:4096])
     names = (declared or "", meta[1].decode("ascii") if meta else "", _UNRELIABLE)
@@ -147,10 +146,7 @@ def _table_row(row: re.Match[str]) -> str:
 
 
 def flow_text(tree: Any) -> tuple[str, Counter[str]]:
-    """Return the visible text of an element of lxml, and the counts by kind of what it leaves out.
-
-    Paragraphs are separated by empty lines, cells of a row by tabs; ``<br>`` is a line break.
-    """
+    """Return the visible text of an lxml element, cells separated by tabs, and counts by kind of what it leaves out."""
     from lxml.etree import iterwalk
 
     flow = _Flow()

@@ -56,10 +56,7 @@ class _LimitedReader:
 
 
 def _pages(file: BinaryIO) -> Iterator[dict[str, Any]]:
-    """Yield each page with the wikitext of its last revision; skip all other elements of a dump.
-
-    The parser does not resolve entities that the file defines, and rejects texts and names of excessive length.
-    """
+    """Yield each page with the wikitext of its last revision, without the entities that the file defines."""
     reader = _LimitedReader(file)
     events = iterparse(reader, ("start", "end"), resolve_entities=False, remove_comments=True, remove_pis=True)
     _, root = next(events)

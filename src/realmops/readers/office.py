@@ -1,7 +1,6 @@
 """Word, PowerPoint and Excel files: the text that a person sees, and counts of what is left out.
 
-Deleted and moved-away text, the reading aids of ruby and copies for old programs are not text. Equations are read as
-their characters, charts as a table of their values, diagrams as their paragraphs.
+Equations are read as their characters, charts as a table of their values, diagrams as their paragraphs.
 """
 
 import re
@@ -136,11 +135,7 @@ def read_pptx(data: bytes) -> Contents:
 
 
 def _paragraphs(part: Any, root: Any, namespace: str, omitted: Counter[str], depth: int = 0) -> Iterator[str]:
-    """Yield the paragraphs in document order, including tables, text boxes and content controls, without fields.
-
-    ``root`` is an element of ``part``, which resolves references to other parts; what is not text is removed from it
-    and counted in ``omitted``. ``namespace`` is that of its paragraphs, ``depth`` the number of files that contain it.
-    """
+    """Yield the paragraphs in document order; what is not text is removed from ``root`` and counted in ``omitted``."""
     for node in list(root.iter(*_DROPPED)):
         node.getparent().remove(node)
     for node in [node for node in root.iter(f"{WORD}r", f"{_SLIDE}cNvPr") if is_hidden(node)]:
@@ -285,10 +280,7 @@ def _count_drawing(data: bytes, omitted: Counter[str]) -> None:
 
 
 def _sheets(package: ZipFile, book: Any, formulas: Any, omitted: Counter[str]) -> Iterator[str]:
-    """Yield each sheet: its name, then its rows; a hidden sheet is empty.
-
-    Characters are counted before a row is joined, because many cells may share one long string.
-    """
+    """Yield each sheet's name and rows, counted before they are joined: many cells may share one long string."""
     name = next(name for name in package.namelist() if name.endswith("workbook.xml"))
     hidden_sheets = {node.get("name") for node in parse_xml(package.read(name)).iter("{*}sheet") if is_hidden(node)}
     cells, remaining = 0, LINE_LIMIT

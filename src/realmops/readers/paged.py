@@ -1,8 +1,6 @@
 """Formats whose files are one document each, read in a child process with a memory limit (``sandbox``).
 
-PDF, PowerPoint and Excel have pages: slides and sheets count as such. Word files do not record page breaks; books,
-messages and notebooks have none. A worker receives the path of a file, so that large files are not all in memory at
-once. Nothing is unpacked to disk, and a file cannot reference another file to read.
+A worker receives the path of a file, so that large files are not all in memory at once; nothing is unpacked to disk.
 """
 
 import os

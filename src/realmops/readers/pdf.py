@@ -86,11 +86,9 @@ def _whole_words(texts: Sequence[str]) -> set[str]:
 
 
 def _keeps_hyphen(match: re.Match[str], words: set[str]) -> bool:
-    """Return whether a hyphen at a line end belongs to a compound, and not to the word that it breaks.
+    """Return whether a hyphen at a line end belongs to a compound (Anglo-Saxon, COVID-19), not to a broken word.
 
-    It does before a capital or next to a digit (Anglo-Saxon, COVID-19) and before "and". If the joined word is not
-    elsewhere in the document, it also does if the compound is, after the first word of many compounds (well-known), and
-    within a longer compound (state-of-the-art).
+    If the joined word is not elsewhere in the document, other compounds are evidence (well-known, state-of-the-art).
     """
     if not match["hyphen"]:
         return False

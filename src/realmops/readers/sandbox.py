@@ -1,7 +1,6 @@
 """A child process with a memory limit, for formats whose files may take far more memory than their size.
 
-A PDF of 2 KiB may produce text of any length, and PDFium aborts its process when memory runs out. A file that ends the
-child process is rejected, and a new child reads the next one.
+A PDF of 2 KiB may produce text of any length, and PDFium aborts its process when memory runs out.
 """
 
 import json
@@ -72,7 +71,6 @@ def _start_child() -> "subprocess.Popen[bytes]":
 
 
 def stop_child() -> None:
-    """Stop this process's child, if there is one, and close its pipes."""
     if child := _CHILDREN.pop(os.getpid(), None):
         child.kill()
         child.communicate()

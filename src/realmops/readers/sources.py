@@ -47,10 +47,7 @@ class Source:
 def list_sources(documents: Path, format: str) -> list[Source]:
     """List the files of a corpus in sorted order; one of unknown format yields one ``Rejected`` with its kind.
 
-    ``documents`` is a file, a folder (searched recursively, unless it is BEIR's), a dataset saved on disk, or
-    ``hf:owner/name[:split]``. ``format`` is a name of ``FORMATS``, or "auto" to detect each file's from its content and
-    name; for a folder, a name selects the files of that format. ValueError: no file has a known format, or the package
-    that a format needs is not installed.
+    ``documents`` may be ``hf:owner/name[:split]``; ``format`` selects the files of a folder, "auto" detects each one's.
     """
     listed = _list_sources(documents, format)
     for source in listed:
@@ -126,16 +123,12 @@ def _require_format(path: Path, name: str | None) -> str:
 
 
 def _unsupported_problem(path: Path) -> str:
-    """Return why a file without a known format is not read."""
     first = _first_bytes(path)
     return next((problem for start, problem in _UNSUPPORTED.items() if first.startswith(start)), _UNKNOWN)
 
 
 def _folder_source(path: Path, name: str | None, special: str, is_strict: bool) -> Source:
-    """Return the source of a file in a folder; one that is not regular, of kind ``special``, is never opened.
-
-    With ``is_strict`` an unreadable file ends the stage: all are tables or dumps of one format, or the user set it.
-    """
+    """Return the source; a ``special`` kind is never opened; with ``is_strict`` an unreadable one ends the stage."""
     if special:
         is_folder = special == "folder"
         problem = "cannot be listed; check its permissions" if is_folder else "only regular files are read"

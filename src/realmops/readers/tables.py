@@ -76,10 +76,7 @@ def _parquet_records(path: Path) -> Iterator[RawRecord | Rejected]:
 
 
 def _oversized_lists(metadata: pq.FileMetaData) -> set[str]:
-    """Return the list columns with more than ``_LIST_VALUES`` values in a row group, all of which may be in one row.
-
-    File size is no bound: a list that repeats one value takes a few bytes.
-    """
+    """Return list columns over ``_LIST_VALUES`` in a row group: a repeated value takes a few bytes of the file."""
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     return {
         metadata.schema.column(index).path.partition(".")[0]
@@ -90,10 +87,7 @@ def _oversized_lists(metadata: pq.FileMetaData) -> set[str]:
 
 
 def _batches(path: Path, metadata: pq.FileMetaData, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a Parquet file in batches; one row at a time from row groups that decompress to much data.
-
-    Columns with long texts that many rows share stay dictionary-encoded until ``_to_dicts``.
-    """
+    """Yield the rows in batches, one at a time from large row groups; shared long texts stay dictionary-encoded."""
     leaves = [metadata.schema.column(index) for index in range(metadata.num_columns)]
     texts = [
         (index, leaf.path)
@@ -149,7 +143,6 @@ def _stored_bytes(rows: Any) -> int:
 
 
 def _is_readable(column: pa.Field) -> bool:
-    """Return whether a column may hold text; binary columns (images, audio) are skipped."""
     return column.name in _TEXTS or not (pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type))
 
 

@@ -116,10 +116,7 @@ def parse_markdown(source: str, name: str, place: str, *, has_modules: bool = Fa
 
 
 def _split_front_matter(source: str) -> tuple[dict[str, Any], str]:
-    """Return the metadata before the text, without keys that mean something else in a document, and the text.
-
-    A rule (``---``) at the beginning is not metadata, nor is what YAML or TOML does not read as keys with values.
-    """
+    """Return the metadata before the text, without reserved keys, and the text; a rule (``---``) is not metadata."""
     front = _FRONT_MATTER.match(source)
     if front is None or len(front[2]) > _FRONT_LIMIT:
         return {}, source

@@ -8,9 +8,7 @@ from pathlib import Path
 def walk_files(folder: Path) -> Iterator[Path]:
     """Yield every file below a folder: the files of a folder sorted by name, then those of its subfolders.
 
-    Hidden names, which begin with a dot, are skipped. Links are followed; a folder with several paths is visited once,
-    at its real path if that is below ``folder`` and not hidden, else at the first link to it. Some paths may not be
-    readable: broken links, pipes, sockets, devices, and folders that cannot be listed.
+    Hidden names are skipped. Links are followed; a folder with several paths is visited once. Paths may be unreadable.
     """
     top = folder.resolve()
     visited = {top}

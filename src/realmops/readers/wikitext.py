@@ -1,7 +1,6 @@
 """Conversion of wikitext to plain text: the sentences that a reader of the page sees.
 
-mwparserfromhell parses templates and links. It takes quadratic time or worse for unclosed brackets, so the steps before
-it run in linear time and pass it only well-nested brackets, one section at a time.
+mwparserfromhell takes quadratic time or worse for unclosed brackets, so it gets well-nested ones, section by section.
 """
 
 import html
@@ -78,9 +77,7 @@ _BEFORE_POINT = re.compile(r" ([,.;:!?])(?=\s|\Z)")
 def wikitext_to_text(wikitext: str, hidden: Collection[str] = ()) -> str:
     """Convert wikitext to its sentences, headings and list items, one per line, with blank lines around headings.
 
-    Tables, references, files, categories, formulas, reference sections and templates are left out, except templates
-    used within sentences (``_render_template``). ``hidden`` are localized names of namespaces whose links show no text
-    (``Datei``, ``Kategorie``). Brackets nested too deeply raise ValueError.
+    ``hidden`` are localized namespaces whose links show no text (``Datei``). Brackets nested too deep raise ValueError.
     """
     names = {*_HIDDEN_NAMES, *(name.casefold() for name in hidden)}
     text = strip_tags(_COMMENT.sub("", wikitext.replace("\r\n", "\n").replace("\r", "\n")))
@@ -99,7 +96,6 @@ def wikitext_to_text(wikitext: str, hidden: Collection[str] = ()) -> str:
 
 
 def count_omitted(wikitext: str) -> dict[str, int]:
-    """Return the number of tables, files and formulas in wikitext, which its text does not have."""
     text = _COMMENT.sub("", wikitext)
     return {kind: sum(1 for _ in pattern.finditer(text)) for kind, pattern in _OMITTED.items()}
 
@@ -213,7 +209,6 @@ def _render_nodes(nodes: Iterable[Any], names: Collection[str]) -> Iterator[str]
 
 
 def _escape_table_mark(text: str) -> str:
-    """Escape a first character that would begin a table cell."""
     return f"&#{ord(text[0])};{text[1:]}" if text.startswith(("!", "|")) else text
 
 

@@ -1,9 +1,7 @@
 """Generator of the sample corpus: an encyclopedia of an invented world, its questions and typed entity spans.
 
-A world is a list of entities and a list of facts (subject, relation, object); ``language.yaml`` has the templates.
-Every fact is stated in three or four documents in different words: in the subject's article and in the object's, or in
-that of a neighbour if the object is a date or a number. Questions prefer words that the fact's sentences avoid, and
-filler sentences use the words of questions without the answer, so that lexical matching alone is not enough.
+Every fact is in three or four documents in different words. Questions avoid the words of the fact's sentences, and
+fillers use those of questions without the answer, so that lexical matching alone is not enough.
 """
 
 from __future__ import annotations
@@ -70,8 +68,7 @@ class World:
 def write_sample(folder: Path, *, seed: int, subjects: int, warmup_worlds: int = WARMUP_WORLDS) -> dict[str, Any]:
     """Write the sample corpus into an existing stage folder; the same arguments give the same bytes.
 
-    The entity that a question names belongs to the question's split, and so does the fact's subject. ``subjects`` is
-    the number of entities with facts: 300 give about 2,350 documents, and names for 7 ``warmup_worlds``.
+    ``subjects`` is the number of entities with facts: 300 give about 2,350 documents and names for 7 ``warmup_worlds``.
     """
     used: set[str] = set()
 
@@ -166,7 +163,6 @@ class _Fillers:
                 self._queues[fact.subject.name].append((fact, str(template)))
 
     def next(self, subject: str) -> Sentence | None:
-        """Return the next filler of a subject, or None if all are used."""
         if not (queue := self._queues[subject]):
             return None
         fact, template = queue.pop(0)
@@ -288,7 +284,6 @@ def _questions(world: World, rng: np.random.Generator) -> dict[str, list[dict[st
 
 
 def _hardest_first(wordings: Sequence[str], stems: set[str], rng: np.random.Generator) -> list[str]:
-    """Sort wordings by the number of words that they share with the fact's sentences, fewest first."""
     return sorted(shuffled(rng, wordings), key=lambda wording: sum(stem in stems for stem in _stems(wording)))
 
 

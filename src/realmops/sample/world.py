@@ -70,7 +70,6 @@ class Entity:
         return self.type in types or self.kind in types
 
     def fits(self, relation: Relation, subject: Entity) -> bool:
-        """Return whether the entity may be the relation's object for a subject, by type and years."""
         low, high = relation.window or (self.year - subject.year,) * 2
         return self is not subject and self.is_a(relation.objects) and low <= self.year - subject.year <= high
 
@@ -102,10 +101,7 @@ def relations() -> tuple[Relation, ...]:
 
 
 class Names:
-    """Generator of names that are unique among all worlds drawn with the same ``used``.
-
-    Most names have two parts, each shared with other names of the world, so that only the full name is unambiguous.
-    """
+    """Generator of unique names, most of two parts that other names share: only the full name is unambiguous."""
 
     def __init__(self, rng: np.random.Generator, subjects: int, used: set[str]) -> None:
         self._rng = rng
@@ -135,7 +131,6 @@ class Names:
 
 
 def draw_entities(names: Names, rng: np.random.Generator, subjects: int) -> list[Entity]:
-    """Draw the entities of a world type by type, each type split by the shares."""
     counts = {type_: round(subjects * part) for type_, part in _TYPE_SHARES.items()}
     counts["landmark"] = subjects - sum(counts.values())
     counts |= {"region": max(3, counts["city"] // 4), "lake": max(3, counts["landmark"] // 4)}
