@@ -39,7 +39,6 @@ _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_asci
 
 
 def special_file_kind(mode: int) -> str:
-    """Return the kind of a special file with this ``st_mode``, or "" for a regular file."""
     kinds = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFDIR: "folder", stat.S_IFREG: ""}
     return kinds.get(stat.S_IFMT(mode), "device")
 
@@ -52,11 +51,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def sha256_file(path: Path, *, reread: bool = False) -> str:
-    """Return the sha256 of a regular file as hexadecimal digits.
-
-    That of a large file is remembered in the user's cache folder until its size, times, inode or device change; with
-    ``reread`` the file is read all the same.
-    """
+    """Return the sha256 in hex; that of a large file is cached until its stat changes, unless ``reread``."""
     with open_regular(path) as file:
         identity = _identity(file)
         if identity[0] < REMEMBERED_SIZE:
@@ -122,7 +117,6 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file atomically and durably."""
     text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
     write_bytes(path, (text + "\n").encode())
 
@@ -160,7 +154,6 @@ def try_lock(file: IO[Any] | int, kind: int = fcntl.LOCK_EX) -> bool | None:
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> None:
-    """Create a hard link to a file or to the target of a symbolic link; copy it if the disk does not support links."""
     try:
         os.link(os.path.realpath(source), target)
     except OSError:
@@ -171,10 +164,7 @@ def link_or_copy(source: str | Path, target: str | Path) -> None:
 def atomic_folder(
     final: Path, *, files: Files = DISK, draft: str = "", commit: Callable[[Path], bool] | None = None
 ) -> Iterator[Path]:
-    """Yield a draft folder next to ``final``, which is synced and replaces it at the end of the block.
-
-    Until then ``final`` is unchanged; after an error the draft is deleted. The draft of a killed process is deleted
-    when ``final`` is next written.
+    """Yield a draft folder, which is synced and replaces ``final`` at the end of the block; it is deleted on error.
 
     Another ``commit`` than by replacing ``final`` returns whether it committed the synced draft. Its caller writes the
     files with ``files.write``, which syncs them, names the ``draft``, and sweeps those of killed processes.
@@ -249,7 +239,6 @@ def build_manifest(kind: str, files: Mapping[str, Mapping[str, Any]], **fields: 
 
 
 def check_manifest(manifest: Any, kind: str) -> dict[str, Any]:
-    """Return a manifest; ValueError if its kind, schema, own digest or list of files is not as it must be."""
     actual = (manifest.get("kind"), manifest.get("schema")) if isinstance(manifest, dict) else type(manifest).__name__
     if not isinstance(manifest, dict) or actual != (kind, SCHEMA):
         writer = ": written by another version of realmops" if actual[0] == kind else ""
@@ -269,7 +258,6 @@ def check_manifest(manifest: Any, kind: str) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, kind: str, **fields: Any) -> dict[str, Any]:
-    """Write the ``manifest.json`` of a folder, with size and sha256 of each file, and with its own digest."""
     files = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
         for path in sorted(folder.rglob("*"))
@@ -281,11 +269,7 @@ def write_manifest(folder: Path, kind: str, **fields: Any) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path, kind: str, *, verify: bool = True, reread: bool = False) -> dict[str, Any]:
-    """Read the manifest of a folder and check all files against it: by size, with ``verify`` also by sha256.
-
-    A file may be a symbolic link, as from DVC with ``cache.type: symlink``; its sha256 is always compared. ``reread``
-    is that of :func:`sha256_file`. ValueError names the folder or the file that does not match.
-    """
+    """Read a manifest and check its files by size, with ``verify`` or for symlinks (as from DVC) also by sha256."""
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(f"{folder} holds no {MANIFEST}: it is no finished {kind}; run the stage that makes it")
@@ -312,7 +296,6 @@ def read_manifest(folder: Path, kind: str, *, verify: bool = True, reread: bool 
 
 
 def verify_manifests(root: Path) -> int:
-    """Read every file of all manifests below a folder, compare it with its digest, and return the number of files."""
     folders = [path.parent for path in sorted(root.rglob(MANIFEST)) if WORK_FOLDER not in path.relative_to(root).parts]
     if not folders:
         raise ValueError(f"{root} has no {MANIFEST}; name the folder of a run with --root")

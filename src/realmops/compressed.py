@@ -22,14 +22,7 @@ DECOMPRESSION_ERRORS = (EOFError, zlib.error, OSError)
 
 @contextmanager
 def open_compressed(path: Path) -> Iterator[tuple[BufferedReader, Callable[[], int]]]:
-    """Open a plain, .gz or .bz2 file for reading; a file under another name is recognised by its first bytes.
-
-    Yields:
-        The decompressed file, and a function that returns how many bytes on disk were read.
-
-    Raises:
-        ValueError: the file cannot be opened. Reading damaged data raises one of ``DECOMPRESSION_ERRORS``.
-    """
+    """Open a plain, .gz or .bz2 file, recognised by its first bytes; yield it and a function for bytes read on disk."""
     with open_raw(path) as raw:
         suffix = path.suffix.lower()
         if suffix not in _OPENERS:
@@ -49,10 +42,7 @@ def open_text(path: Path, errors: str) -> Iterator[tuple[TextIOWrapper, Callable
 
 
 def utf_16_encoding(head: bytes) -> str:
-    """Return the encoding of text in UTF-16, by its byte order mark or its NUL bytes; "" for other text.
-
-    Without the mark, text is UTF-16 if every other of its first bytes is mostly NUL, and none between them.
-    """
+    """Return the encoding of UTF-16 text by its byte order mark, or NUL in every other byte; "" for other text."""
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return "utf-16"
     even, odd = head[:_HEAD:2].count(0), head[1:_HEAD:2].count(0)
@@ -66,10 +56,7 @@ def bare_name(path: Path) -> str:
 
 
 def open_raw(path: Path) -> BufferedReader:
-    """Open a file without decompressing it.
-
-    Raise ValueError if it is not regular or cannot be opened, or is an empty .gz or .bz2 file: a failed download.
-    """
+    """Open a file without decompressing it; ValueError also for an empty .gz or .bz2 file, a failed download."""
     try:
         file = open_regular(path)
     except OSError as error:

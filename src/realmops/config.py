@@ -19,16 +19,10 @@ Layer = tuple[str | Path, Values]  # a file or the description of a source, for 
 
 @cache
 def default_options() -> Values:
-    """Return all sections with their defaults."""
     return Options().model_dump()
 
 
 def parse_section(name: str, values: Mapping[str, Any], source: str | Path = "params") -> Any:
-    """Return one section as a validated model.
-
-    Raises:
-        ValueError: if a key is unknown, or a value has the wrong type or range.
-    """
     _refuse_credentials(source, name, values)
     try:
         return SECTIONS[name].model_validate({str(key): value for key, value in values.items()})
@@ -37,11 +31,7 @@ def parse_section(name: str, values: Mapping[str, Any], source: str | Path = "pa
 
 
 def parse_options(*layers: Layer) -> Options:
-    """Return validated options; later layers take precedence, and an error names the layer that has the key.
-
-    Raises:
-        ValueError: if a section or key is unknown, a value is invalid, or options contradict each other.
-    """
+    """Return validated options; later layers take precedence, and a ValueError names the layer that has the key."""
     values: dict[str, dict[str, Any]] = {}
     sources: dict[tuple[str, ...], str | Path] = {}
     for source, sections in layers:
@@ -64,10 +54,7 @@ def _refuse_credentials(source: str | Path, section: str, keys: Mapping[str, Any
 def _first_error(
     error: ValidationError, sources: Mapping[tuple[str, ...], str | Path], source: str | Path = "params", *names: str
 ) -> str:
-    """Return the message for the first validation error; unknown keys precede other errors.
-
-    ``names`` is the section if a single one was validated.
-    """
+    """Return the message for the first validation error; unknown keys precede other errors."""
     first = min(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
     if first["type"] == "value_error":  # options that contradict each other; the message names them
         return str(first["ctx"]["error"])
@@ -83,7 +70,6 @@ def _first_error(
 
 
 def _allowed(name: object, names: Collection[str]) -> str:
-    """Return all allowed names, and the closest match to ``name`` if there is one."""
     matches = difflib.get_close_matches(str(name), names, 1)
     return ", ".join(names) + (f"; closest match: {matches[0]}" if matches else "")
 
@@ -98,11 +84,7 @@ def parse_setting(text: str) -> dict[str, dict[str, Any]]:
 
 
 def load_params(path: Path, *, presets: Iterable[Path] = (), settings: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
-    """Load and validate all sections of a params file.
-
-    Later sources override earlier ones: the defaults, the presets named in the file, the file itself, ``presets``,
-    ``settings``.
-    """
+    """Load all sections; in ascending precedence: defaults, named presets, the file, ``presets``, ``settings``."""
     names, overrides = read_params(path)
     named = preset_layers(preset_path(name, path) for name in names)
     layers = (*named, (path, overrides), *preset_layers(presets), *setting_layers(settings))
@@ -110,17 +92,14 @@ def load_params(path: Path, *, presets: Iterable[Path] = (), settings: Iterable[
 
 
 def preset_layers(presets: Iterable[Path]) -> list[Layer]:
-    """Return the layers of preset files."""
     return [(preset, read_yaml(preset)) for preset in presets]
 
 
 def setting_layers(settings: Iterable[str]) -> list[Layer]:
-    """Return the layers of ``--set`` settings."""
     return [(f"--set {setting}", parse_setting(setting)) for setting in settings]
 
 
 def merge_options(values: Values, source: str | Path, base: Values | None = None) -> dict[str, dict[str, Any]]:
-    """Return ``base`` (the defaults if None) overridden by ``values`` and validated."""
     return parse_options(("", base or {}), (source, values)).model_dump()
 
 
@@ -136,10 +115,7 @@ def cache_key_options(values: Values) -> dict[str, dict[str, Any]]:
 
 
 def preset_path(name: str, params: Path) -> Path:
-    """Return the file of a preset, given its path or its name.
-
-    A name is looked up in the folder ``presets`` next to the params file, then in the package.
-    """
+    """Return a preset's file by path, or by name in ``presets`` next to the params file, then in the package."""
     folders = params.parent / "presets", PACKAGE / "presets"
     for candidate in (Path(name), *(folder / f"{name}.yaml" for folder in folders)):
         if candidate.is_file():

@@ -33,7 +33,6 @@ def read_yaml(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_params(path: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """Return the presets that a params file names, and its sections."""
     values = _read(path)
     presets = (values.pop("presets", None) or []) if isinstance(values, dict) else []
     if not isinstance(presets, list) or not all(isinstance(name, str) for name in presets):

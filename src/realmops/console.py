@@ -23,19 +23,13 @@ class Console:
     """A ``stages.Report`` on standard error; metrics of a finished stage go to standard output."""
 
     def log(self, message: str) -> None:
-        """Print an informational line."""
         print(message, file=sys.stderr, flush=True)
 
     def warn(self, message: str) -> None:
-        """Print a warning."""
         print(f"warning: {message}", file=sys.stderr, flush=True)
 
     def progress(self, label: str, total: int, unit: str = "") -> Callable[[int], None]:
-        """Start a progress bar with rate and time left; without a terminal, print a line every ten seconds.
-
-        ``total`` is 0 if unknown; the unit ``"B"`` is shown as MB. The returned callback takes the number of units
-        completed since its last call.
-        """
+        """Start a progress bar or plain lines; ``total`` is 0 if unknown, and the unit ``"B"`` is shown as MB."""
         return _bar(label, total, unit) if sys.stderr.isatty() else _plain(label, total, unit)
 
     def metrics(self, name: str, metrics: Mapping[str, Any], file: Path | None = None) -> None:
@@ -77,10 +71,7 @@ def resumable() -> Iterator[None]:
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Exit with a one-line message on errors that the user can fix.
-
-    The exit code is 2, or 1 for TimeoutError. Other exceptions propagate.
-    """
+    """Exit with one line on errors that the user can fix: code 2, or 1 for TimeoutError; others propagate."""
     try:
         yield
     except (ValueError, TimeoutError) as error:
@@ -137,5 +128,4 @@ def _plain(label: str, total: int, unit: str) -> Callable[[int], None]:
 
 
 def _format(units: float, unit: str, digits: int = 0) -> str:
-    """Format a number of units, bytes as MB."""
     return f"{units / 1e6:.1f} MB" if unit == "B" else f"{units:.{digits}f}"

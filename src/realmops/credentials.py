@@ -19,15 +19,11 @@ _SECRET_NAMES = re.compile(
 
 
 def variables_of(scheme: str) -> str:
-    """Return the variables that hold the credentials of an address with this scheme; empty if there are none."""
     return VARIABLES.get({"s3a": "s3", "gcs": "gs", "https": "http"}.get(scheme, scheme), "")
 
 
 def refuse_credentials(value: str, place: str) -> None:
-    """Raise ValueError if a value is an address with a password, a token or a signature in it.
-
-    ``place`` names the option, file or argument with the value, for the message.
-    """
+    """Raise ValueError for an address with a password, token or signature; ``place`` names its option or file."""
     if "://" not in value:
         return
     for address in value.split("::"):  # of chained filesystems
@@ -52,16 +48,14 @@ def _has_credentials(address: str) -> bool:
 
 
 def error_line(error: BaseException) -> str:
-    """Return an exception's type and message on one line, without credentials."""
     text = " ".join(str(error).split()) or "no message"
     return redact(f"{type(error).__name__}: {text}")[:300].removesuffix(".")
 
 
 def redact(text: str) -> str:
-    """Remove user names, passwords and query strings from the URIs in a text, for example a server's error message.
+    """Remove user names, passwords and query strings from URIs.
 
-    Everything from // to the last @ before a blank is removed, so that no part of a password with characters that are
-    invalid in a URI is left.
+    All from // to the last @ is removed, because a password may have characters that are invalid in a URI.
     """
     return re.sub(r"\S+", lambda word: _redact_word(word[0]), text)
 

@@ -60,21 +60,19 @@ def device_and_dtype(run: RunOptions, *models: nn.Module | None) -> tuple[torch.
 
 @contextmanager
 def autocast(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Context manager: autocast matrix products to ``dtype``; no-op for fp32."""
     with torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext():
         yield
 
 
 @contextmanager
 def disable_autocast(device: torch.device) -> Iterator[None]:
-    """Context manager: compute products of fp32 tensors in fp32."""
     has_autocast = torch.amp.is_autocast_available(device.type)
     with torch.autocast(device.type, enabled=False) if has_autocast else nullcontext():
         yield
 
 
 def freeze_linear_weights(module: nn.Module, dtype: torch.dtype) -> None:
-    """Freeze linear layers, and cast them once to the dtype that :func:`autocast` multiplies in, in place."""
+    """Freeze and cast linear layers in place; otherwise every batch casts all weights again."""
     for part in module.modules():
         if isinstance(part, nn.Linear):
             part.requires_grad_(False).to(dtype)

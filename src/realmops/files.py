@@ -1,9 +1,7 @@
 """The file layer: what is committed on a disk or a shared volume goes through :class:`Files`.
 
-Each operation passes through one hook, ``around(operation, path, effect)``, which by default only runs the effect.
-Tests inject faults there: a hook can kill the process before or after the effect, raise ENOSPC or EIO instead of it,
-run it and still report an error (a reply lost on NFS), or run another process first. Time comes from :class:`Clock`;
-the clocks of two machines are never compared.
+Each operation passes through the hook ``around(operation, path, effect)``, where tests inject faults: a killed
+process, ENOSPC, or an error after success (a reply lost on NFS). The clocks of two machines are never compared.
 """
 
 import errno
@@ -40,35 +38,27 @@ class Clock:
 
 
 class Files:
-    """Operations on the volume; each is one step, at which the process may fail or be killed.
-
-    ``folder_mode`` are the permissions of new folders, before the umask.
-    """
+    """Operations on the volume; each is one step, at which the process may fail. ``folder_mode`` precedes the umask."""
 
     def __init__(self, around: Around | None = None, *, folder_mode: int = 0o750) -> None:
         self._around: Around = around or (lambda operation, path, effect: effect())
         self._folder_mode = folder_mode
 
     def listdir(self, folder: Path) -> list[str]:
-        """Return the sorted names in a folder, or an empty list if the folder is missing."""
         try:
             return sorted(self._around("listdir", folder, lambda: os.listdir(folder)))
         except FileNotFoundError:
             return []
 
     def read(self, path: Path, limit: int, *, copied: bool = False, depth: int = 1) -> Any:
-        """Return the bytes of a regular file of at most ``limit`` bytes.
+        """Return the bytes of a regular file; with ``copied`` map a local copy of a large one, if it fits.
 
-        With ``copied`` a large file is copied to the local disk, if that has room, and memory-mapped. ValueError if the
-        file or one of the ``depth`` folders above it is a symbolic link, or the file is not regular or too long.
+        ValueError for more than ``limit`` bytes, or if the file or one of ``depth`` folders above is a symbolic link.
         """
         return self._around("read", path, lambda: _read(path, limit, copied, depth))
 
     def write(self, path: Path, content: Content) -> None:
-        """Create a new file and make its bytes durable.
-
-        An error of write, fsync or close is final: a second fsync would report success although the data is lost.
-        """
+        """Create a durable file; a failed fsync is final: a second one would report success although data is lost."""
         free = self._around("free", path, lambda: free_bytes(path.parent))
         if free < SPARE_ROOM * len(content):
             raise OSError(
@@ -100,7 +90,6 @@ class Files:
         self._around("rename", new, lambda: os.rename(old, new))
 
     def sync_folder(self, folder: Path) -> None:
-        """Make the names in a folder durable."""
         self._around("sync_folder", folder, lambda: _sync_folder(folder))
 
     def make_folder(self, folder: Path) -> None:
@@ -118,7 +107,6 @@ class Files:
         self.sync_folder(folder.parent)
 
     def sync_folders(self, folder: Path) -> None:
-        """Make the names in a folder, and in all folders below it, durable."""
         for path, _, _ in os.walk(folder, topdown=False):
             self.sync_folder(Path(path))
 

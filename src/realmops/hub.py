@@ -1,7 +1,6 @@
 """Pre-trained models in Hugging Face's format: locate their folders, and read their weights safely.
 
-Weights are safetensors files or, in older folders, torch's .bin, which is a pickle in a zip file. Only this module
-reads the latter, with torch's restricted unpickler, which builds tensors and calls nothing else.
+Only this module reads torch's .bin, a pickle, with the restricted unpickler, which builds tensors and nothing else.
 """
 
 from __future__ import annotations
@@ -73,10 +72,7 @@ READER = ModelFamily(
 
 
 def encoder_folder(init: str, family: ModelFamily = BERT) -> Path:
-    """Return the folder of a pre-trained model: ``init`` itself, or the hub's download of that name.
-
-    A complete copy in the hub's cache needs no request. Raises ValueError with what to download if files are missing.
-    """
+    """Return ``init`` itself if a folder, else the hub's download; a complete cached copy needs no request."""
     folder = Path(init) if Path(init).is_dir() else _from_hub(init, family)
     if missing := family.missing(folder):
         raise ValueError(f"{folder} lacks {', '.join(missing)}; {family.advice}")
@@ -124,12 +120,10 @@ def is_bert(folder: Path) -> bool:
 
 
 def is_sentence_encoder(folder: Path) -> bool:
-    """Return whether a folder configures a pooling, as an encoder trained for embeddings does."""
     return (folder / POOLING).is_file()
 
 
 def sentence_pooling(folder: Path) -> Pooling:
-    """Return a sentence encoder's pooling; raise ValueError if it is another."""
     values = _read_object(folder / POOLING)
     modes = values.get("pooling_mode")
     if modes is None:  # before sentence-transformers 6: a flag per mode
@@ -149,7 +143,6 @@ def sentence_pooling(folder: Path) -> Pooling:
 
 
 def sentence_layers(folder: Path) -> list[Path]:
-    """Return the folders of a sentence encoder's dense layers in order; raise ValueError for an invalid path."""
     names = [path for kind, path in _modules(folder) if kind == "Dense"]
     for name in names:
         if Path(name).name != name or not (folder / name / CONFIG).is_file():
@@ -158,7 +151,6 @@ def sentence_layers(folder: Path) -> list[Path]:
 
 
 def sentence_prompts(folder: Path) -> tuple[str, str]:
-    """Return a sentence encoder's prompts of queries and of documents; raise ValueError if they are invalid."""
     path = folder / SENTENCE_CONFIG
     values = read_optional_json(path)
     prompts: Any = values.get("prompts") or {}
@@ -193,7 +185,6 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def read_optional_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object, empty if the file does not exist; raise ValueError if it is something else."""
     return _read_object(path) if path.is_file() else {}
 
 

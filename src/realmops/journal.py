@@ -29,8 +29,7 @@ class Series:
 class Journal:
     """The metrics file of one stage, with lines ``{"stage": ..., "step": ..., "time": seconds, name: value, ...}``.
 
-    Each line is written by one system call; an unfinished last line of a killed process is truncated when the file is
-    opened again. NaN and infinities are written as null, which plots and MLflow omit.
+    A line is one system call; an unfinished last one is truncated. NaN and infinities are null, which MLflow omits.
     """
 
     def __init__(self, path: Path, stage: str) -> None:
@@ -105,7 +104,6 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
 
 
 def metric_series(records: Iterable[Mapping[str, Any]], stage: str, metric: str) -> Series:
-    """Return the finite values that a stage logged of one metric, with their steps."""
     points = [(r["step"], r[metric]) for r in records if r["stage"] == stage and r.get(metric) is not None]
     return Series(metric, [step for step, _ in points], [float(value) for _, value in points])
 
@@ -117,7 +115,6 @@ class JournalValues:
         self._records = [record for record in read_journal(journal.path) if record["stage"] == journal.stage]
 
     def of(self, metric: str) -> Sequence[float]:
-        """Return the finite values of a metric in step order."""
         return [float(record[metric]) for record in self._records if record.get(metric) is not None]
 
     def mean(self, metric: str, last: int = 0) -> float:

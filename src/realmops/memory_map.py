@@ -1,7 +1,6 @@
-"""Memory-mapped files for large matrices: the kernel pages them in and out, so that they need not fit into memory.
+"""Memory-mapped files for large matrices, so that they need not fit into memory.
 
-Computed or copied data are in unnamed files in the folder for temporary files (TMPDIR). Such a file is removed with the
-process that uses it, even if that is killed.
+Computed data are in unnamed files in TMPDIR, which disappear with their process even if that is killed.
 """
 
 from __future__ import annotations

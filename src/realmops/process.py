@@ -21,10 +21,9 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENAS = -1, -3, -8  # parameters of mallopt(
 
 
 def resolve_threads(threads: int | Literal["auto"], width: float = math.inf) -> int:
-    """Return the number of CPU threads of ``run.threads``.
+    """Return the number of CPU threads of ``run.threads``; ``auto`` shares the CPUs among torchrun's processes.
 
-    ``auto`` is OMP_NUM_THREADS, or the CPUs of this process (scheduler and cgroup v2), shared among the processes of
-    torchrun. Without AMX it is 1 up to a ``width`` of ``NARROW``: a second thread was slower (benchmarks/LOG.md).
+    Without AMX it is 1 up to a ``width`` of ``NARROW``: a second thread was slower (benchmarks/LOG.md).
     """
     if threads != "auto":
         return threads
@@ -48,7 +47,6 @@ def configure_process(threads: int | Literal["auto"]) -> None:
 
 
 def release_memory() -> None:
-    """Return the memory of a finished stage to the system."""
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()

@@ -1,7 +1,6 @@
-"""Scaling and liveness of the index builders' Deployment, from the pod of a stage.
+"""Scale the index builders' Deployment and watch their heartbeats, from the pod of a stage.
 
-The trainer's ServiceAccount may only read and patch the scale of the Deployment. Liveness is therefore observed on the
-shared volume, where each builder writes a heartbeat next to the file that assigns the work.
+Its ServiceAccount may only read and patch the scale, so heartbeats are files on the shared volume.
 """
 
 import json
@@ -29,12 +28,7 @@ SHARD_SECONDS = 60.0  # retries for shards; the last task of the run scales down
 
 
 def patch_replicas(deployment: str, replicas: int, seconds: float, log: Log) -> None:
-    """Patch the replicas of a Deployment in this pod's namespace; retry while the Kubernetes API is unreachable.
-
-    Raises:
-        ValueError: if the Deployment does not exist or the ServiceAccount may not scale it.
-        TimeoutError: if the Kubernetes API server has not responded for ``seconds``.
-    """
+    """Patch the replicas of a Deployment; retry for ``seconds`` while the Kubernetes API is unreachable."""
     deadline, is_logged = time.monotonic() + seconds, False
     while True:
         try:
@@ -78,10 +72,9 @@ def _cluster() -> Cluster:
 def scaled_builders(
     values: Values, root: Path, deployment: str, builders: int, owner: str, wait_seconds: float, log: Log
 ) -> Iterator[Values]:
-    """Context manager: scale up the builders for the pre-training under ``root``, unless it is up to date.
+    """Yield the options to pre-train with, while the builders are scaled up unless it is up to date.
 
-    Yields the options to run pre-training with. While another run holds the builders, it waits until that ends or its
-    heartbeat stops, and raises TimeoutError after ``wait_seconds``. Without a Deployment nothing is scaled.
+    While another run holds the builders, wait until it ends or its heartbeat stops, at most ``wait_seconds``.
     """
     from realmops.stages.runner import stage_inputs, up_to_date_metrics
 
@@ -121,10 +114,7 @@ def assignment_path(root: Path) -> Path:
 def scale_up_builders(
     root: Path, exchange: Path, deployment: str, builders: int, owner: str, wait_seconds: float, log: Log
 ) -> None:
-    """Assign work to the builders, scale up their Deployment and wait until ``builders`` of them are alive.
-
-    If fewer are alive after ``wait_seconds``, TimeoutError has the reasons that Kubernetes reports.
-    """
+    """Assign work to the builders, scale up, and wait until ``builders`` of them are alive."""
     from realmops.refresh.follower import HEARTBEATS_FOLDER, assign_exchange
 
     assignment = assignment_path(root)
@@ -149,7 +139,6 @@ def scale_up_builders(
 
 
 def _reasons(deployment: str) -> str:
-    """Return why builders do not start, as far as this ServiceAccount can read it."""
     cluster = _cluster()
     pods = describe_pods(cluster.namespace, "", "Pending")
     kubectl, events = f"kubectl -n {cluster.namespace}", "events --field-selector involvedObject.kind=Pod,type=Warning"
@@ -161,11 +150,9 @@ def _reasons(deployment: str) -> str:
 def shard_helpers(
     root: Path, stage: str, deployment: str, pods: int, owner: str, report: Report, *, held: bool = False
 ) -> Iterator[None]:
-    """Context manager: let builders help with the shards that a stage under ``root`` offers.
+    """Let builders help with the shards that a stage offers; the stage never waits for them.
 
-    ``pods`` pods work on the shards, this one included: builders are scaled up while the stage offers shards and no
-    other run holds them. The stage never waits for them; if they are unavailable, a warning is logged. ``held`` is
-    True if this task holds the lease of the builders.
+    ``pods`` counts this one; ``held`` is True if this task holds the lease of the builders.
     """
     if pods < 2 or not deployment:
         yield
@@ -176,7 +163,6 @@ def shard_helpers(
     offer, assignment, ended = shard_offer_path(root, stage), assignment_path(root), threading.Event()
 
     def serve_offer() -> None:
-        """Assign builders to the offer until it is withdrawn."""
         assigned = b""
         try:
             while (content := _read_offer(offer)) and not ended.is_set():

@@ -1,8 +1,6 @@
-"""``realmops clean``: delete old runs of pipelines from a volume.
+"""``realmops clean``: delete old, marked runs of pipelines from a volume.
 
-Only folders with a mark that names them are deleted (``task_context.make_run_folder``). A folder is renamed
-before it is deleted, so that no half-deleted folder is taken for a run; the next call deletes what a killed call has
-left. Outputs that runs share are hard links, so the files of the other runs stay.
+A folder is renamed before it is deleted, so that no half-deleted folder is taken for a run.
 """
 
 import os
@@ -25,11 +23,7 @@ DAY = 86400.0
 
 
 def clean(runs: Path, days: float, *, delete: bool, problems: list[str]) -> Iterator[str]:
-    """Yield a line for each marked run in a folder; with ``delete``, delete those that are unchanged for ``days``.
-
-    A run with promoted models, or with a running stage, is kept. ``problems`` gets a line for each folder that cannot
-    be deleted.
-    """
+    """Yield a line for each marked run; ``delete`` those unchanged for ``days``, idle and without promoted models."""
     runs, deleted, left = runs.resolve(), 0, 0
     for path in sorted(runs.iterdir()):
         if path.is_symlink() or not path.is_dir() or not _is_marked(path):

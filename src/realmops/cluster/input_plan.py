@@ -1,7 +1,4 @@
-"""The inputs of a submission: the identity of their content, and where pods fetch it.
-
-Files and folders of the project go to the remote of its DVC project; ``submit`` runs DVC's add and push.
-"""
+"""The inputs of a submission: the identity of their content, and where pods fetch it."""
 
 import os
 import re
@@ -32,14 +29,12 @@ class PlannedInput:
 
     @property
     def pinned(self) -> PinnedInput:
-        """What pods fetch."""
         if self.tracked is None:
             return PinnedInput(self.identity)
         return PinnedInput(self.identity, self.tracked.path.name, self.tracked.below, self.tracked.remote)
 
     @property
     def note(self) -> str:
-        """What the user should know, or nothing."""
         if self.identity == self.value:
             where = "is on the volume" if self.value.startswith(f"{VOLUME}/") else "is on the hub"
             return f"{self.key} is {self.value!r}, which {where}: the key contains its name, not its content"
@@ -77,7 +72,6 @@ def _plan(key: str, value: str, project: Path, tracked: dict[Path, TrackedInput]
 
 
 def _is_on_hub(value: str, path: Path) -> bool:
-    """Return whether a value names a model on the hub, and not a folder that is missing here."""
     if not _HUB_NAME.fullmatch(value):
         return False
     is_missing = "/" in value and path.parent.is_dir()
@@ -93,7 +87,6 @@ def notes_of(inputs: Iterable[PlannedInput]) -> list[str]:
 
 
 def send_inputs(inputs: Sequence[PlannedInput], project: Path, log: Log) -> None:
-    """Add and push what DVC's remote lacks of the inputs on this machine."""
     for path, item in {item.tracked.path: item for item in inputs if item.tracked}.items():
         assert item.tracked is not None
         if path.exists():

@@ -25,9 +25,8 @@ def training_key(
 ) -> str:
     """Return the sha256 over params, identities of the inputs, and the parsed documents of a pipeline.
 
-    ``arguments`` count like defaults of the pipeline's parameters, except those in ``PLACEMENT``, so that a second
-    submission with more memory resumes in the folder of the first. The number of processes and accelerators is part of
-    the key: it changes how a batch is split and rounded, and so the weights.
+    ``arguments`` in ``PLACEMENT`` do not count, so that a submission with more memory resumes in the same folder. The
+    number of processes and accelerators does: it changes how a batch is split and rounded, and so the weights.
     """
     compiled, *platforms = pipeline
     inputs = compiled["root"].get("inputDefinitions", {})
@@ -43,7 +42,6 @@ def training_key(
 
 
 def _declare(name: str, entry: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter's definition with its effective value in canonical form."""
     declared = {field: value for field, value in entry.items() if field != "defaultValue"}
     value = arguments.get(name, None if name in SUBMISSION_PARAMETERS else entry.get("defaultValue"))
     if name in PLACEMENT or value is None:

@@ -27,12 +27,9 @@ class TakenError(ValueError):
 
 
 class KfpClient:
-    """A client of the Kubeflow Pipelines API with one-line errors.
+    """A client of the Kubeflow Pipelines API with timeouts and one-line errors.
 
-    It uses the generated API below ``kfp.Client``: that client accepts no timeout, retries for half a minute before it
-    reports an unreachable server, and does not distinguish a name conflict from other errors.
-
-    Methods raise ValueError for errors that the user must fix, and TimeoutError if the server is unreachable.
+    It uses the generated API below ``kfp.Client``, which has no timeout and does not distinguish a name conflict.
     ``namespace`` is that of a Kubeflow profile, by default this pod's; without profiles that of the server.
     """
 
@@ -108,11 +105,9 @@ class KfpClient:
         return f"{base.rstrip('/')}/#/runs/details/{run.run_id}"
 
     def experiment(self, name: str) -> str:
-        """Return the id of an experiment, creating it if necessary."""
         return self._id_of("experiment", self._experiments, name)
 
     def pipeline(self, name: str) -> str:
-        """Return the id of a pipeline, creating it if necessary."""
         return self._id_of("pipeline", self._pipelines, name)
 
     def _id_of(self, kind: str, api: Any, name: str) -> str:
@@ -124,7 +119,6 @@ class KfpClient:
         return str(getattr(found, f"{kind}_id"))
 
     def version(self, pipeline: str, name: str, file: Path) -> Any:
-        """Return a version of a pipeline, uploading it if necessary."""
         list_, create = self._pipelines.pipeline_service_list_pipeline_versions, self._uploads.upload_pipeline_version
         body = {"uploadfile": str(file), "name": name, "pipelineid": pipeline}
         return self._get_or_create(name, "pipeline_versions", list_, create, {"pipeline_id": pipeline}, body)
@@ -151,11 +145,7 @@ class KfpClient:
             ) from None
 
     def runs(self, **predicate: Any) -> Iterator[Any]:
-        """Yield the runs that match a predicate.
-
-        Requests for later pages have no filter: the page token contains it, and a server rejects a second one that it
-        cannot compare, such as a time.
-        """
+        """Yield matching runs; pages after the first have no filter, because some servers reject a second one."""
         more = {"filter": _filter(**predicate)}
         while more:
             page = self.call(self._runs.run_service_list_runs, page_size=PAGE, **more, **self._namespace)
@@ -163,7 +153,6 @@ class KfpClient:
             more = {"page_token": page.next_page_token} if page.next_page_token else {}
 
     def runs_of(self, version: Any) -> list[Any]:
-        """Return the runs of a pipeline version."""
         since = (version.created_at - timedelta(minutes=1)).isoformat()  # no run is older than its version
         recent = self.runs(operation="GREATER_THAN_EQUALS", key="created_at", timestampValue=since)
         found = [(run, run.pipeline_version_reference) for run in recent]
@@ -192,7 +181,6 @@ def _filter(**predicate: Any) -> str:
 
 
 def _configuration(endpoint: str) -> Any:
-    """Return the configuration of the client, with the token file of the environment if one is set."""
     from kfp_server_api import Configuration
 
     configuration = Configuration(host=endpoint)

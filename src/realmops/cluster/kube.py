@@ -1,7 +1,4 @@
-"""Access to the Kubernetes API: connection, and reasons for pending and failed pods.
-
-Commands in messages name the namespace, because the user's default namespace may be another one.
-"""
+"""Access to the Kubernetes API: connection, and reasons for pending and failed pods."""
 
 import os
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,6 @@
-"""Serialisation of params for the pipeline parameter ``options``: the differences from the defaults, as JSON.
+"""Params for the pipeline parameter ``options``: the differences from the defaults, as JSON.
 
-Argo stores about forty copies of the parameter in the state of a workflow. Above 1 MiB it compresses the state, and
-Kubeflow Pipelines then omits the last tasks of the run (seen with 2.17.0). All options, 6 kB, exceeded that size.
+Argo stores about forty copies; above 1 MiB of workflow state Kubeflow Pipelines 2.17.0 omits the run's last tasks.
 """
 
 import hashlib
@@ -49,7 +48,6 @@ def unpack_options(text: str) -> dict[str, dict[str, Any]]:
 
 
 def packed_pins(text: str) -> dict[str, PinnedInput]:
-    """Return the inputs that pods fetch, by option, from the JSON of ``pack_options``."""
     return {key: PinnedInput(**fields) for key, fields in json.loads(text).get(PINS, {}).items()}
 
 

@@ -23,7 +23,6 @@ class Place:
 
     @property
     def description(self) -> str:
-        """One line about the namespace, and the command that creates the objects that a run needs there."""
         owner, cluster = ("profile's", "production (or local)") if self.profiles else ("server's", "standalone")
         own = "" if self.namespace == INSTALLED_IN else f", with 'namespace: {self.namespace}' in it"
         return (
@@ -41,11 +40,7 @@ class Place:
 
 
 def place_of(endpoint: str, namespace: str | None, profiles: bool) -> Place:
-    """Return the namespace of a run's pods.
-
-    Without profiles the server runs all pods in its own namespace and does not report it: it is taken from the address
-    of the Service, else from ``namespace``, else ``kubeflow``.
-    """
+    """Return the namespace of a run's pods; without profiles that of the server's address, else ``namespace``."""
     if profiles:
         return Place(namespace or "", profiles)
     service, *domain = (urlsplit(endpoint).hostname or "").split(".")

@@ -16,10 +16,7 @@ def poll_until(
     timeout: float = math.inf,
     on_progress: Callable[[float], None] = lambda elapsed: None,
 ) -> T | None:
-    """Return the first value of ``poll`` other than None, or None after ``timeout`` seconds.
-
-    ``on_progress`` gets the elapsed seconds after the first poll, then every ``LOG_SECONDS``.
-    """
+    """Return the first value of ``poll`` other than None, or None after ``timeout`` seconds."""
     started = time.monotonic()
     reported = -math.inf
     while (result := poll()) is None:

@@ -1,7 +1,6 @@
 """Submission of a pipeline to Kubeflow Pipelines, at most once per training key, and monitoring of its run.
 
-Each pipeline version is named by the key of the training (key.py), so that a repeated submission finds its runs. Of
-runs that are submitted at the same moment, all but the oldest are ended by the first task of the pipeline, ``guard``.
+Of runs submitted at the same moment, all but the oldest are ended by the pipeline's first task, ``guard``.
 """
 
 import json
@@ -70,14 +69,12 @@ class Pipeline:
 
     @cached_property
     def tasks(self) -> set[str]:
-        """Names of the tasks that run as pods, including those in groups."""
         components = self.documents[0].get("components", {})
         groups = (self.documents[0]["root"], *components.values())
         tasks = [task for group in groups for task in group.get("dag", {}).get("tasks", {}).items()]
         return {name for name, task in tasks if "executorLabel" in components[task["componentRef"]["name"]]}
 
     def parse_arguments(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """Parse ``NAME=VALUE`` into values by name; ValueError for an unknown parameter or a value of another type."""
         allowed = sorted({*self.parameters} - {"options", "key"})
         values: dict[str, Any] = {}
         for argument in arguments:
@@ -121,11 +118,9 @@ class Submission:
 def prepare(
     values: Values, project: Path, pipeline: Pipeline, arguments: Sequence[str], experiment: str, name: str | None
 ) -> tuple[Submission, list[str]]:
-    """Build the submission of a pipeline with these params, and notes about its key and inputs; nothing is sent.
+    """Build a submission and notes about its key and inputs; nothing is sent.
 
-    The run's folder is named by the key, so that a second submission of a failed run resumes there. ``project`` is the
-    folder of the params file; without an argument ``image`` that of its kustomization.yaml is used. ValueError if the
-    arguments do not match the pipeline's parameters, or pods cannot read an input.
+    The run's folder is named by the key, so that a second submission of a failed run resumes there.
     """
     chosen = pipeline.parse_arguments(arguments)
     if "image" in pipeline.parameters and "image" not in chosen and (image := find_image(project)):
@@ -208,7 +203,6 @@ def wait(run_id: str, tasks: set[str], server: KfpClient, log: Log) -> str:
 
 
 def _log_pods(run_id: str, phase: str, server: KfpClient, log: Log) -> None:
-    """Log the commands that show why pods of a run are in this phase, and the reasons if the cluster is accessible."""
     place = server.place
     log(f"{phase.lower()} pods: {place.commands(run_id, phase)}")
     for line in describe_pods(place.namespace, f"{RUN_LABEL}={run_id}", phase):

@@ -33,10 +33,9 @@ class Metrics(Output, Protocol):
 
 
 def take_settings(environment: MutableMapping[str, str]) -> None:
-    """Copy the settings ``REALMOPS_MLFLOW_*`` to the variables that MLflow reads.
+    """Copy ``REALMOPS_MLFLOW_*`` to MLflow's variables, unless KFP's MLflow plugin has set a server.
 
-    If the MLflow plugin of Kubeflow Pipelines has set a server, that server and its credentials are kept. The plugin's
-    run of this task becomes the parent of ours, because our run spans all tasks.
+    The plugin's run of this task becomes the parent of ours, because our run spans all tasks.
     """
     if "MLFLOW_TRACKING_URI" not in environment:
         settings = {name: value for name, value in environment.items() if name.startswith(SETTINGS_PREFIXES)}
@@ -55,7 +54,6 @@ def task() -> Iterator[None]:
 
 
 def load_options(options: str, root: str) -> Values:
-    """Return all sections, with the paths of the inputs that the run has fetched."""
     return recorded_inputs(unpack_options(options), Path(root))
 
 
@@ -80,7 +78,6 @@ def finite_numbers(results: Mapping[str, Any]) -> dict[str, float]:
 
 
 def write_metrics(results: Mapping[str, Any], metrics: Metrics) -> None:
-    """Write the finite numbers of ``results``, and show them in KFP."""
     numbers = finite_numbers(results)
     artifacts.write_json(Path(metrics.path), numbers)
     for name, value in numbers.items():

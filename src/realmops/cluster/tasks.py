@@ -1,7 +1,6 @@
-"""Tasks of the Kubeflow components, which run in pods with the shared volume.
+"""Tasks of the Kubeflow components, which run in pods with the shared volume; a KFP artifact is a small manifest.
 
-Options are passed as JSON text, because KFP converts 288 in a dictionary to 288.0. Outputs of a stage stay on the
-volume; the KFP artifact is a small manifest of them.
+Options are passed as JSON text, because KFP converts 288 in a dictionary to 288.0.
 """
 
 from __future__ import annotations
@@ -69,10 +68,7 @@ def run_stage(
     deployment: str = "",
     shard_pods: int = 1,
 ) -> None:
-    """Run a stage under ``root`` and write its manifest and metrics.
-
-    The first stage also reads the external files of all steps, so that a missing one does not waste a training.
-    """
+    """Run a stage and write its manifest and metrics; the first one also checks the external files of all steps."""
     values = load_options(options, root)
     if stage == STEPS[0]:
         from realmops.stages.check_inputs import check_inputs
@@ -166,10 +162,7 @@ def lower_builders(deployment: str, root: str, owner: str) -> None:
 
 @task()
 def guard(key: str, run: str, endpoint: str) -> None:
-    """Fail if an older run with the same key is active; without a key or an endpoint do nothing.
-
-    If the server is unreachable the run continues: the lock of the stage keeps a second trainer out of the folder.
-    """
+    """Fail if an older run with the same key is active; with an unreachable server, the stage's lock suffices."""
     if not (key and endpoint):
         return
     try:
@@ -227,7 +220,6 @@ def refresh(options: str, root: str, changes: Output, metrics: Metrics) -> None:
 
 
 def _skip(step: str, values: Values, output: Output, metrics: Metrics) -> bool:
-    """Return whether the options do not need a step of the pipeline; log it and write its outputs then."""
     if step in planned_steps(values):
         return False
     message = f"{step}: not needed with these options, so nothing is done"
@@ -260,10 +252,7 @@ def _run(stage: str, values: Values, root: Path, manifest: Output, metrics: Metr
 
 
 def _reuse_output(stage: str, values: Values, root: Path) -> None:
-    """Link the output of another run on the volume with the same inputs, options and code, if there is one.
-
-    Without the commit of the image nothing is reused.
-    """
+    """Link the output of another run with the same inputs, options and code; none without the image's commit."""
     from realmops.stages import fingerprint
     from realmops.stages.runner import image_commit, stage_inputs, stage_lock, up_to_date_metrics
 
@@ -284,7 +273,6 @@ def _reuse_output(stage: str, values: Values, root: Path) -> None:
 
 
 def _run_together(stage: str, values: Values, root: Path, processes: int) -> None:
-    """Run a stage with several processes under torchrun, and exit with its status if one of them fails."""
     params = root / f"{stage}.params.json"
     artifacts.write_json(params, values)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "realmops"]

@@ -1,9 +1,7 @@
 """Ablations: train variants of one run over several seeds, and compare them; shared stages run once.
 
-Each stage of each variant runs in a folder named by the stage's fingerprint (``store/STAGE-KEY``), by the function of
-``realmops run``; the folder of a variant (``NAME/seed-N``) contains symlinks to its stages. So two variants that differ
-only in fine-tuning share one pre-training, and a call after a kill resumes from the checkpoints. Concurrent calls, for
-example pods on one volume, share stages too: a lease lets one of them run a stage while the others wait.
+Each stage runs in a folder named by its fingerprint (``store/STAGE-KEY``); a variant's folder has symlinks to its
+stages. A lease lets one of concurrent calls run a stage while the others wait.
 """
 
 import math
@@ -83,7 +81,6 @@ class Ablation:
     out: Path
 
     def task(self, variant: str, seed: int) -> Task:
-        """Return the task of a variant's preset (none for the reference) and a seed, for both sample and training."""
         names = [*self.presets, *([] if variant == REFERENCE else [f"ablations/{variant}"])]
         presets = [preset_path(name, self.params) for name in names]
         settings = [*self.settings, f"run.seed={seed}", f"sample.seed={seed}"]
@@ -92,7 +89,6 @@ class Ablation:
 
     @cached_property
     def tasks(self) -> list[Task]:
-        """Tasks of every variant with every seed. Raises ValueError for an unknown variant or an invalid preset."""
         titles = read_variants(self.params)
         for name in self.variants:
             if name not in titles:
@@ -120,10 +116,9 @@ def read_variants(params: Path) -> dict[str, dict[str, str]]:
 def ablate(
     ablation: Ablation, *, jobs: int, report: Report, existing_only: bool = False
 ) -> tuple[list[Row], list[str]]:
-    """Train and evaluate every variant with every seed; write table, HTML report and MLflow runs.
+    """Train and evaluate every variant with every seed; return the table's rows, and a message per failed task.
 
-    Up to ``jobs`` processes train. With ``existing_only`` nothing is trained, and a missing stage is a failure. Returns
-    the rows of the table, and one message per failed task: a failed stage ends its own variant only.
+    With ``existing_only`` nothing is trained, and a missing stage is a failure.
     """
     failures = train(ablation, jobs=jobs, report=report, existing_only=existing_only)
     completed = {task: read_outcome(task) for task in ablation.tasks if task not in failures}
@@ -155,7 +150,6 @@ def train(ablation: Ablation, *, jobs: int, report: Report, existing_only: bool 
 
 
 def _train_in_processes(ablation: Ablation, jobs: int) -> None:
-    """Train in ``jobs`` processes, each every ``jobs``-th task; the leases let them share stages."""
     from realmops.process import resolve_threads
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, resolve_threads("auto") // jobs)))
@@ -185,7 +179,6 @@ def _train_share(ablation: Ablation, share: Sequence[int], parent: int) -> None:
 
 
 def _complete(task: Task, out: Path, report: Report, existing_only: bool = False) -> str:
-    """Complete all steps of a task, each fingerprint once, and link them into its view; return a failure or ""."""
     values, _ = take_inputs(task.values, task.params.parent, out, local_cache(), report)
     for step in planned_steps(values):
         if step == CLOZE_STEP:
@@ -209,7 +202,6 @@ def _complete(task: Task, out: Path, report: Report, existing_only: bool = False
 
 
 def _run_stage(stage: Stage, task: Task, home: Path) -> None:
-    """Run a stage in ``home`` as ``realmops run`` does, with its output in a log; an error is in the log alone."""
     for folder in (CLOZE, *(STAGES[need].folder for need in stage.needs)):
         if (task.view / folder).exists():
             replace_symlink(task.view / folder, home / folder)
@@ -236,7 +228,6 @@ def summary(rows: Sequence[Row], out: Path) -> Iterator[str]:
 
 
 def mean_metrics(ablation: Ablation) -> dict[str, float]:
-    """Return the mean over all tasks of each metric of the stage ``evaluate`` that all of them have."""
     return _means([artifacts.read_json(task.folder("evaluate") / METRICS) for task in ablation.tasks])
 
 
@@ -286,7 +277,6 @@ def read_outcome(task: Task) -> VariantOutcome:
 
 
 def _track(ablation: Ablation, completed: Mapping[Task, VariantOutcome], rows: Sequence[Row], report: Report) -> None:
-    """Log a parent MLflow run with the means of the reference, and a child run for each variant and seed."""
     folder = runs.tracking_folder(ablation.out)
     base = ablation.task(REFERENCE, ablation.seeds[0]).values
     journals = {

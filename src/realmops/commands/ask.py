@@ -14,10 +14,9 @@ from realmops.questions.question_sets import Question, assign_languages, read_qu
 def ask(
     root: Path, model: str | None, questions: Sequence[str], file: Path | None, log: Callable[[str], None]
 ) -> Iterator[Record]:
-    """Yield answer records for questions, then for those of a question file, in batches of one.
+    """Yield answer records for questions, then for a question file, without the passages that a question is from.
 
-    A question of the file that the model cannot take has a record with ``error`` instead; one of ``questions`` raises
-    InvalidRequest before any is answered. Passages that a question was generated from are excluded from its retrieval.
+    A question of the file that the model cannot take has a record with ``error``; one of ``questions`` raises at once.
     """
     queries = [Query(text) for text in questions]
     unanswerable: list[Question] = []

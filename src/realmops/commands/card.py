@@ -67,7 +67,6 @@ def measured_metrics(root: Path) -> dict[str, dict[str, Any]]:
 
 
 def limitations(format: str, opened: OpenedModel, **facts: bool) -> list[str]:
-    """Return the limitations of an export, for its model card and the terminal."""
     text = render_template(TEMPLATES / "notes.md.j2", format=format, opened=opened, **facts)
     return [" ".join(paragraph.split()) for paragraph in text.split("\n\n") if paragraph.strip()]
 
@@ -80,11 +79,7 @@ def card(
     publication: Publication,
     measured: str | None = None,
 ) -> str:
-    """Return the model card of an exported retriever or of its embeddings.
-
-    ``notes`` are the limitations of the export; ``measured`` is the prefix of the metrics of ``evaluate`` that measured
-    these embeddings, None if none did.
-    """
+    """Return the model card of a retriever or its embeddings; ``measured`` is the prefix of their metrics, if any."""
     model, query = opened.model, retriever.query
     init = publication.trained("ict").get("retriever", {}).get("init")
     results: list[EvalResult] = []
@@ -119,11 +114,7 @@ def reader_card(opened: OpenedModel, publication: Publication) -> str:
 
 
 def public_reader_card(opened: OpenedModel, init: str, counts: Mapping[str, int], metrics: Mapping[str, Any]) -> str:
-    """Return the model card of a reader from ``realmops reader``.
-
-    ``counts`` has training questions, and the paragraphs and articles that they are about; ``metrics`` are those of
-    ``finetune``.
-    """
+    """Return the model card of a reader from ``realmops reader``, with its data's ``counts``."""
     results = []
     if opened.confidence is not None:
         measured = {"em": metrics["dev_em"], "f1": metrics["dev_f1"], "questions": opened.confidence.questions}
@@ -169,10 +160,8 @@ def _card(
 
 
 def _without_folders(name: str | None) -> str:
-    """Return a file or a name on the hub, without the folders of this machine."""
     return Path(name or "").name if Path(name or "").is_absolute() else str(name)
 
 
 def _base_model(init: str | None) -> str | None:
-    """Return the hub's link to an encoder, None if that is no name on the hub."""
     return init if init and init.count("/") == 1 and not Path(init).exists() else None

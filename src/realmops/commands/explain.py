@@ -38,7 +38,6 @@ class Sheet(NamedTuple):
         return "\n".join([self.title, *(f"  {line}" for line in (*self.summary, *rows))])
 
     def page(self) -> str:
-        """Format the sheet as an HTML page without external resources."""
         summary = "".join(f"<p>{escape(line)}</p>" for line in self.summary)
         table = f'<div class="card scroll">{render_table(self.head, self.rows)}</div>'
         return render_page(self.title, [f'<div class="card">{summary}</div>', table])
@@ -55,11 +54,7 @@ def explain(
     json: bool,
     html: Path | None,
 ) -> Iterator[str]:
-    """Yield texts for a masked sentence, for questions or, without both, for the stored answers in results/.
-
-    ``questions`` are ids of answers in results/, or questions to answer now; ``answer`` is y, by default the
-    prediction.
-    """
+    """Yield texts for a masked sentence, for questions (or ids of stored answers) or, without both, for results/."""
     live = answer is not None or json or html is not None
     about_results = sentence is None and not questions
     if sentence is not None and (questions or failures):
@@ -91,7 +86,6 @@ def explain(
 
 
 def _row(z: Mapping[str, Any], text: str | None, **formats: str) -> tuple[str, ...]:
-    """Return a table row: the candidate's values by format specification, then its title and its span or guess."""
     figures = ("-" if z[name] is None else f"{z[name]:{format}}" for name, format in formats.items())
     return (*figures, f"{_passage_label(z)}: {text or '(none)'}")
 
@@ -112,7 +106,6 @@ def _question_sheet(record: Mapping[str, Any]) -> Sheet:
 
 
 def _sentence_sheet(record: Mapping[str, Any]) -> Sheet:
-    """Return the three lines of the paper's Table 3, and the candidates."""
     guesses = [
         f"{record[name]['words']}  (p = {record[name]['probability']:.3g})"
         for name in ("with_retrieval", "without_retrieval")

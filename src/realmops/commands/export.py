@@ -1,4 +1,4 @@
-"""``realmops export``: retriever, embeddings and rankings in formats of other programs, or the reader for other runs.
+"""``realmops export``: retriever, embeddings and rankings in formats of other programs, or the reader.
 
 Shape suffixes: R passages of a row group, M vectors of a passage, E embedding width.
 """
@@ -51,10 +51,9 @@ _ONNX_PACKAGES = ("sentence_transformers", "onnxscript")
 def export(
     folder: Path, format: str, open_model: Callable[[], OpenedModel], root: Path | None, push: str | None = None
 ) -> Iterator[str]:
-    """Write a model's retriever, embeddings or reader into a folder with a model card; yield a description and notes.
+    """Write a model's retriever, embeddings or reader with a model card; yield a description and notes.
 
-    ``root`` is the folder of the run, None for a model from the registry; ``push`` is OWNER/NAME of a model repository
-    on the hub to upload the folder to.
+    ``root`` is None for a model from the registry; ``push`` is OWNER/NAME of a model repository on the hub.
     """
     artifacts.check_replaceable(folder, KIND)
     if push and format in ("parquet", "trec"):
@@ -128,7 +127,6 @@ def _export_reader(folder: Path, opened: OpenedModel, publication: Publication) 
 
 
 def write_reader(folder: Path, opened: OpenedModel, text: str) -> None:
-    """Write the reader of an ``ExtractiveQa`` in transformers' format, with its calibration and model card."""
     with artifacts.atomic_folder(folder) as out:
         shutil.copytree(opened.folder / READER_FOLDER, out, dirs_exist_ok=True)
         if (opened.folder / CONFIDENCE).is_file():
@@ -166,7 +164,6 @@ def _write_passages(path: Path, opened: OpenedModel, passages: PassageIndex) -> 
 
 
 def _write_onnx(out: Path, source: Path, retriever: Retriever, tokenizer: Tokenizer) -> None:
-    """Write one ONNX file per tower, from the folder of sentence-transformers ``source``, and the tokenizer."""
     from sentence_transformers import SentenceTransformer
 
     if not isinstance(retriever.query, Embedder):

@@ -60,10 +60,7 @@ class HubRepository:
         return manifest if isinstance(manifest, dict) else {}
 
     def upload(self, folder: Path) -> str:
-        """Upload a folder, in a new private repository if there is none, and return the address of the commit.
-
-        Files of an earlier export that this one lacks are removed.
-        """
+        """Upload a folder, to a private repository if new, and remove files that it lacks; return the commit's URL."""
         here = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
         remove = sorted(self._written - here) or None
         with self._errors(f"; {folder} is complete: run the command again, or 'hf upload {self.name} {folder}'"):
@@ -75,7 +72,6 @@ class HubRepository:
 
     @contextmanager
     def _errors(self, remedy: str = "") -> Iterator[None]:
-        """Context manager: raise errors of the hub and the network as ValueErrors."""
         try:
             yield
         except Exception as error:  # of the hub, the network, HF_HUB_OFFLINE, or the storage of large files

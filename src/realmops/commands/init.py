@@ -40,10 +40,7 @@ def init(
 ) -> Iterator[str]:
     """Write a project into a folder; yield a description of the input, and the next commands.
 
-    ``documents`` None is the synthetic encyclopedia; ``encoder`` and ``reader`` None are chosen by availability.
-
-    Raises:
-        ValueError: documents or questions cannot be read, or a file already exists; nothing is written then.
+    ``documents`` None is the synthetic encyclopedia; after a ValueError nothing was written.
     """
     project = Project(folder)
     if documents is not None:
@@ -109,7 +106,6 @@ def init(
 
 
 def _dvc_init_command(folder: Path) -> str:
-    """Return the shell prefix that initialises git and DVC, as far as ``dvc repro`` still needs them."""
     if (folder / ".dvc").is_dir():
         return ""
     if any((above / ".git").exists() for above in folder.parents) and not (folder / ".git").exists():

@@ -1,8 +1,4 @@
-"""Explain one masked sentence with a pre-trained model: candidates, their utility, and the prediction.
-
-This is the paper's Table 3 for any sentence: the prediction for [MASK] without retrieval, given one passage, and by
-the marginal over all candidates.
-"""
+"""Explain one masked sentence with a pre-trained model, as the paper's Table 3 does."""
 
 from pathlib import Path
 from typing import Any
@@ -37,13 +33,9 @@ MASK = "[MASK]"
 def explain_sentence(sentence: str, root: Path, answer: str | None = None) -> dict[str, Any]:
     """Explain a sentence with [MASK] by the models of ``pretrain`` in a run, over its newest corpus.
 
-    With ``answer``, the masked words, a single [MASK] represents all of their wordpieces. In the result ``p_y_without``
-    (null document), ``p_y_best`` (best passage) and ``p_y`` (equation 1) are the lines of the paper's Table 3, whose
-    first is another model there. Each candidate, the null document last, has p(z|x), p(z|x,y), p(y|z,x), its utility in
-    nats over the null document (appendix D), and its own guess.
-
-    Raises:
-        ValueError: the sentence or the answer does not fit, or pre-training had no null document.
+    With ``answer``, a single [MASK] represents all of its wordpieces. ``p_y_without`` (null document), ``p_y_best``
+    (best passage) and ``p_y`` (equation 1) are the lines of the paper's Table 3. Each candidate, the null document
+    last, has p(z|x), p(z|x,y), p(y|z,x), its utility in nats over the null document (appendix D), and its own guess.
     """
     if MASK not in sentence:
         raise ValueError(

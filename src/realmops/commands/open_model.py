@@ -31,10 +31,7 @@ def open_model(root: Path, model: str | None = None) -> OpenedModel:
 
 
 class Champion:
-    """The version of a registered model that has the alias ``champion`` in MLflow's registry.
-
-    ``root`` is the folder of the run, whose local registry is used if MLFLOW_TRACKING_URI is not set.
-    """
+    """The version of a registered model with the alias ``champion``; ``root`` has the local registry."""
 
     def __init__(self, uri: str, root: Path) -> None:
         match = _ALIAS.fullmatch(uri)
@@ -51,7 +48,6 @@ class Champion:
         return version.number, version.tags.get(DIGEST_TAG)
 
     def open(self) -> OpenedModel:
-        """Open the champion after its files are verified against the registered manifest."""
         version = self._version()
         temporary = tempfile.TemporaryDirectory(prefix="realmops-champion-")
         if version.tags.get(COPIED_TAG):

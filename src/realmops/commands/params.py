@@ -13,11 +13,7 @@ from realmops.starter.yaml_text import yaml_editor
 
 
 def rewritten(path: Path, presets: Sequence[str], settings: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the text of a params file with new presets and settings, and a list of its changes.
-
-    Comments are kept. Values equal to those of the previous presets or the defaults get the new ones; values that the
-    user has changed stay.
-    """
+    """Return a params file's text with new presets and settings, and its changes; comments and user's values stay."""
     named, own = read_params(path)
     names = list(presets) or named
     was, now = (

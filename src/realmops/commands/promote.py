@@ -1,7 +1,6 @@
 """``realmops promote``: register a finished run as champion in MLflow's model registry, if it is better.
 
-The files needed for answering are kept in a separate folder (as hard links if the file system supports them), so that
-the next training does not overwrite the files of the registered model.
+The files for answering are kept in a separate folder, so that the next training does not overwrite them.
 """
 
 import tempfile
@@ -96,12 +95,7 @@ def promote(values: Values, *, project: Path, root: Path, name: str, margin: flo
 
     Better means: on the same questions by the same rules, EM is higher by at least ``margin``, and the confidence
     interval of the difference (paired bootstrap) is above 0. If all test questions were generated from the corpus, it
-    is recall@5 instead of EM, and nDCG@10 if they have relevance judgements alone. With ``copy`` all files are stored
-    as artifacts of the model, not only their path.
-
-    Raises:
-        ValueError: the runs cannot be compared, or the run is unfinished or was changed.
-        ConnectionError: MLflow fails.
+    is recall@5 instead of EM, and nDCG@10 if they have relevance judgements alone. ``copy`` stores all files in MLflow.
     """
     if not 0 <= margin <= 1:
         raise ValueError(f"margin is {margin}; expected a number from 0 to 1")
@@ -136,10 +130,7 @@ def promote(values: Values, *, project: Path, root: Path, name: str, margin: flo
 
 
 def read_run(project: Path, root: Path) -> FinishedRun:
-    """Read the finished run in ``root``.
-
-    Raises ValueError if models, corpus or question files have changed since the evaluation, or there is no reader.
-    """
+    """Read the finished run in ``root``; ValueError if it changed since the evaluation, or there is no reader."""
     stage = STAGES["evaluate"]
     results = root / stage.folder
     manifest = artifacts.read_manifest(results, stage.name)
@@ -188,7 +179,6 @@ def read_run(project: Path, root: Path) -> FinishedRun:
 def _compare_to_champion(
     champion: ModelVersion, run: FinishedRun, registry: Registry, margin: float
 ) -> tuple[bool, str, float | None]:
-    """Return whether the run is better, the comparison in words, and the difference if the questions match."""
     champion_tags, run_tags = champion.tags, run.tags(copy=False)
     if EVALUATION_TAG not in champion_tags:
         raise ValueError(
@@ -235,7 +225,6 @@ def _register(run: FinishedRun, registry: Registry, root: Path, folder: Path, co
 
 @contextmanager
 def _model_folder(run: FinishedRun, root: Path, copy: bool) -> Iterator[Path]:
-    """Context manager: a folder with the run's files and their manifest, temporary if they are copied from it."""
     if copy:
         with tempfile.TemporaryDirectory(dir=root / WORK_FOLDER) as folder:
             _link_files(run, Path(folder))

@@ -57,11 +57,7 @@ class ReaderTraining:
 def reader_training(
     folder: Path, encoder: str | None, questions: int, source: Path | None, report: Report
 ) -> Iterator[ReaderTraining]:
-    """Context manager: check the inputs, and write the training data into a hidden folder next to ``folder``.
-
-    Until the end another call for the same folder is refused. ``encoder`` is a folder or a name on the hub; None for
-    ``ENCODER``. ``source`` has SQuAD's file; None to download it.
-    """
+    """Check the inputs and write the training data into a hidden, locked folder next to ``folder``."""
     final = folder.resolve()
     if final in (Path.cwd(), *Path.cwd().parents):
         raise ValueError(f"{folder} is the working directory or above it; name a folder below it")
@@ -89,7 +85,6 @@ def reader_training(
 
 
 def _downloaded(work: Path, report: Report) -> Path:
-    """Download SQuAD's file unless an earlier call has; return its folder."""
     path = work / "downloads" / SQUAD.name
     if not path.is_file():
         report.log(f"reader: downloading {SQUAD.url}")
@@ -100,7 +95,6 @@ def _downloaded(work: Path, report: Report) -> Path:
 
 
 def _sample(squad: Mapping[str, list[Row]], counts: Mapping[str, int]) -> dict[str, list[Row]]:
-    """Return pseudo-random samples of questions by file name, about many passages, and these passages, in order."""
     records: dict[str, list[Row]] = {}
     chosen: set[str] = set()
     for name, count in counts.items():
@@ -116,7 +110,6 @@ def _choose(ids: Iterable[str], count: int) -> set[str]:
 
 
 def _options(init: str, encoder: Path) -> dict[str, dict[str, Any]]:
-    """Return the options of the training: the preset, the encoder, and what depends on it."""
     own: dict[str, dict[str, Any]] = {"reader": {"init": init}, "retriever": {"init": init}}
     if not is_sentence_encoder(encoder):
         own["retriever"]["pooling"] = "mean"  # their [CLS] retrieves little

@@ -1,7 +1,4 @@
-"""The registered MLflow model: answers questions with evidence, and traces its retrieval.
-
-No module imports this file: MLflow stores a copy in the registered model and runs that (models from code).
-"""
+"""The registered MLflow model; no module imports this file, as MLflow runs a copy (models from code)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +28,6 @@ class RegisteredModel(PythonModel):
     def predict(
         self, context: PythonModelContext, model_input: DataFrame, params: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
-        """Answer a list of questions, or the column ``question`` of a table."""
         if model_input.columns[0] not in (COLUMN, 0):  # MLflow passes a list as column 0
             raise ValueError(
                 f"the first column is {model_input.columns[0]!r}; expected {COLUMN!r}: pass a list of questions, or "

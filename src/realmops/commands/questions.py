@@ -33,11 +33,7 @@ CLOZE_LIMIT = 20_000
 def convert_questions(
     files: Sequence[Path], out: Path, *, format: str, orqa_split: bool, drop: Sequence[str]
 ) -> list[str]:
-    """Convert question files to JSON lines; return lines with the numbers read, dropped and written.
-
-    Questions whose ids have a prefix in ``drop`` are dropped. A BEIR folder gives a file for each split of its
-    judgements.
-    """
+    """Convert question files to JSON lines, without ids that begin with ``drop``; return lines with counts."""
     artifacts.check_replaceable(out, KIND)
     if len(files) == 1 and (judged := read_judged_questions(files[0])):
         parts = {f"questions.{split}.jsonl": part for split, part in judged.items()}
@@ -77,11 +73,7 @@ def label(root: Path, out: Path, report: Report) -> Iterator[str]:
 
 
 def write_cloze_questions(root: Path, out: Path | None, *, seed: int, limit: int | None = None) -> list[str]:
-    """Generate train, dev and test questions from the corpus and its salient spans; return lines with their numbers.
-
-    A folder generated from the same corpus, spans, seed and limit is kept; ``limit`` None is its limit, or
-    ``CLOZE_LIMIT``.
-    """
+    """Generate train, dev and test questions from the salient spans; keep those of equal inputs."""
     out = root / CLOZE if out is None else out
     artifacts.check_replaceable(out, KIND)
     folders = {name: root / STAGES[name].folder / "corpus" for name in ("snapshot", "tag")}
@@ -102,7 +94,6 @@ def write_cloze_questions(root: Path, out: Path | None, *, seed: int, limit: int
 
 
 def _write(out: Path, parts: Mapping[str, Sequence[Question]], **fields: Any) -> list[str]:
-    """Write each part as JSON lines, and a manifest with the fields; return a line for each file."""
     counts = {name: len(questions) for name, questions in parts.items()}
     with artifacts.atomic_folder(out) as stage:
         for name, questions in parts.items():

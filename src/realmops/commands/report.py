@@ -57,15 +57,11 @@ def report_path(root: Path) -> Path:
 
 
 def browser_command(root: Path) -> str:
-    """Return the command for the MLflow UI of a run; this environment may not be on the PATH."""
     return f"{_command('mlflow')} ui --backend-store-uri {local_tracking_uri(tracking_folder(root))}"
 
 
 def ask_commands(root: Path) -> Iterator[str]:
-    """Yield commands for answering questions; none if the model has no reader.
-
-    The example is a test question that is answered, unless some were generated from the corpus: those are not natural.
-    """
+    """Yield commands for answering, with an answered test question if none were generated from the corpus."""
     predictions = read_results(root) if results_file(root).is_file() else []
     answered = [prediction for prediction in predictions if prediction.passage_ids]
     if not answered:
@@ -77,6 +73,5 @@ def ask_commands(root: Path) -> Iterator[str]:
 
 
 def _command(name: str) -> Path:
-    """Return the path of a program in this environment, relative to the working directory if inside it."""
     command = Path(sys.executable).parent / name
     return command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else command

@@ -32,11 +32,7 @@ def run_stages(
     report: Report,
     force: bool,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Run steps in order; yield name and metrics of each stage, except in a torchrun worker that only takes part.
-
-    External files are read and the encoder is opened before the first step starts, so that invalid input fails early.
-    The step ``cloze`` generates questions from the corpus.
-    """
+    """Run steps in order after all inputs are checked; yield name and metrics of each stage."""
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun: its workers would outlive it if it is killed
         end_with(os.getppid())
     names = tuple(names)
@@ -103,7 +99,6 @@ def _learning_rate_warnings(stages: Collection[str], values: Values) -> Iterator
 
 
 def check_encoders(names: Collection[str], values: Values) -> list[str]:
-    """Open the encoder and the reader that these stages require, and find T5's files; return warnings."""
     init, warnings = values["retriever"]["init"], []
     if init != "small" and any(STAGES[name].reads(INIT) for name in names):
         from realmops.model.build import build_models

@@ -12,10 +12,9 @@ _BOUND = {">=": "gte", ">": "gt", "<=": "lte", "<": "lt"}
 
 
 def parse_filter(conditions: Sequence[str]) -> Where:
-    """Parse conditions ``FIELD=VALUE``, ``FIELD>=VALUE`` and so on into a filter; two ``=`` of a field match either.
+    """Parse conditions such as ``FIELD>=VALUE`` into a filter; two ``=`` of a field match either.
 
     A value that is a JSON number, true or false has that type; any other value, and the id of a document, is a string.
-    Raises ValueError for a condition that cannot be parsed or that conflicts with another one of its field.
     """
     filters: dict[str, Any] = {}
     for text in conditions:

@@ -1,8 +1,4 @@
-"""``realmops update``: change the corpus of a trained model without training (appendix C of the paper).
-
-Only new passages are embedded; all other embeddings are reused. A server switches to the new corpus at once; the test
-questions are answered again after that.
-"""
+"""``realmops update``: change the corpus of a trained model without training (appendix C of the paper)."""
 
 import itertools
 import json
@@ -65,16 +61,9 @@ class _Task:
 def update(
     values: Values, *, project: Path, root: Path, report: Report, may_shrink: bool = False
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Read ``snapshot.documents`` again and publish a new corpus with its index in updates/.
+    """Read ``snapshot.documents`` again and publish a new corpus with its index in updates/; None if up to date.
 
-    Results are added last, with the answers that differ from the newest earlier results. Earlier states stay unchanged.
-
-    Returns:
-        The folder and its metrics; None if passages and their positions are unchanged and the answers up to date.
-
-    Raises:
-        ValueError: a stage has not run, the corpus is invalid, or, without ``may_shrink``, less than half of the
-            passages are left.
+    Results are added last, so a server switches at once. Unless ``may_shrink``, half of the passages must be left.
     """
     files = {*STAGES["snapshot"].files, *STAGES["evaluate"].files}
     with stage_lock(root / WORK_FOLDER, UPDATE):
@@ -113,7 +102,6 @@ def _update(task: _Task, may_shrink: bool) -> tuple[Path, dict[str, Any]] | None
 
 
 def _publish(task: _Task, new: Snapshot) -> Path:
-    """Write the folder of an update: the snapshot with its BM25 index, and the model with its new index."""
     options: SnapshotOptions = parse_section("snapshot", task.values["snapshot"])
     bar = task.report.progress("words of passages", len(new))
     write_bm25(new.folder.with_name(bm25.FOLDER), new, bar, workers=options.workers)
@@ -134,7 +122,6 @@ def _has_same_passages(new: Snapshot, old: Snapshot) -> bool:
 
 
 def _checked_states(values: Values, project: Path, root: Path) -> tuple[CorpusState, CorpusState]:
-    """Return the newest state, and the newest with answers; raise ValueError if it answers other questions."""
     for name in ("snapshot", "finetune", "evaluate"):
         manifest = artifacts.read_manifest(root / STAGES[name].folder, name)
     if (reader := manifest["sections"]["finetune"]["reader"]) in CLOSED_BOOK:
@@ -183,7 +170,7 @@ def _read_corpus(task: _Task, documents: Path) -> Snapshot:
 
 
 def _embed(task: _Task, new: Snapshot, out: Path) -> dict[str, Any]:
-    """Write the model with the new index; return counts of passages by change, and embedding seconds."""
+    """Write the model with the new index, embedding only new passages; return counts by change, and seconds."""
     before, old = task.before.finetune, task.old
     run = parse_section("run", task.values["run"])
     configure_process(run.threads)

@@ -36,11 +36,7 @@ class Verdict:
 
 
 def verify(answers: Path, documents: Path, format: str, progress: Callable[[str, int, str], Progress]) -> Verdict:
-    """Check the citations and passages of answers, records of ``realmops ask --json`` and ``POST /v1/answer``.
-
-    Documents are streamed as by the stage ``snapshot``; the quotations of all answers are in memory. An answer, unless
-    abstained, must equal the quote of its first citation.
-    """
+    """Check the quotations of answer records; an answer, unless abstained, must equal its first citation's quote."""
     by_document: dict[str, list[Quotation]] = defaultdict(list)
     problems: list[str] = []
     count = quotations = 0

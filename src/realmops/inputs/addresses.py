@@ -25,7 +25,6 @@ class InputError(ValueError):
 
 
 def is_address(value: str) -> bool:
-    """Return whether the value of an option is an address."""
     return "://" in value
 
 
@@ -44,11 +43,7 @@ def name_of(address: str) -> str:
 
 
 def version_of(address: str) -> str:
-    """Return a digest of an address and of what its server reports of the content, such as an ETag.
-
-    Where a web server reports nothing, the file is read. ValueError if the address cannot be read, is an empty folder,
-    or names a file outside of it.
-    """
+    """Return a digest of an address and what its server reports, such as an ETag, else of the file's content."""
     with filesystem(address) as (fs, path):
         fs.invalidate_cache()
         if fs.info(path)["type"] != "directory":

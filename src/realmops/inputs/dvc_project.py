@@ -26,10 +26,9 @@ _REMOTE_OPTIONS = ("url", "endpointurl", "region", "projectname", "account_name"
 
 @dataclass(frozen=True)
 class TrackedInput:
-    """Content that DVC tracks: its absolute path, and the path of the input ``below`` it.
+    """Content that DVC tracks; ``digest`` is ``md5:...``, and the input is at ``below`` in the path.
 
-    ``digest`` names the hash, as ``md5:...`` or ``md5:....dir``; ``remote`` has the options without credentials.
-    ``is_current`` is False if DVC's record has another digest, so that the content is to be added.
+    ``remote`` has the options without credentials; ``is_current`` is False if DVC's record has another digest.
     """
 
     path: Path
@@ -40,7 +39,6 @@ class TrackedInput:
 
     @property
     def identity(self) -> str:
-        """Digest of the content, and the place of the input in it."""
         return f"{self.digest}/{self.below}" if self.below else self.digest
 
 
@@ -69,11 +67,7 @@ def _open_repo(folder: Path, config: Mapping[str, Any] | None = None) -> Iterato
 
 
 def find_tracked(path: Path, project: Path) -> TrackedInput:
-    """Return a file or folder as DVC tracks it, or would track it; nothing is written or sent.
-
-    Content that is missing here counts as DVC recorded it. ValueError if there is no DVC project or remote, or the path
-    is missing and not tracked, or has content that DVC does not read.
-    """
+    """Return a path as DVC tracks it, or would; nothing is written or sent. Missing content counts as recorded."""
     from_record = not path.exists()
     with _open_repo(project) as repo:
         output = _output_of(repo, path)
@@ -95,10 +89,7 @@ def is_tracked(path: Path) -> bool:
 
 
 def add_and_push(tracked: TrackedInput, project: Path) -> int:
-    """Track content that differs from DVC's record, and push it; return the number of objects sent.
-
-    ValueError if it changed since ``find_tracked``, a stage makes it, or the remote cannot be written.
-    """
+    """Track changed content and push it; return the objects sent. ValueError if it changed since ``find_tracked``."""
     with _open_repo(project) as repo:
         output = _output_of(repo, tracked.path)
         if not tracked.is_current:
@@ -114,16 +105,12 @@ def add_and_push(tracked: TrackedInput, project: Path) -> int:
 
 
 def pull(path: Path) -> None:
-    """Pull a tracked file or folder that is missing into its place; ValueError if the remote lacks it."""
     with _open_repo(path.parent) as repo:
         repo.pull([str(path)])
 
 
 def pull_content(name: str, below: str, digest: str, remote: Mapping[str, str], target: Path, work: Path) -> None:
-    """Pull content from a remote into ``target``, in an own project of DVC in ``work``.
-
-    What a killed process has pulled is there and not pulled again; DVC verifies each object by its digest.
-    """
+    """Pull content from a remote into ``target``, in an own, resumable project of DVC in ``work``."""
     artifacts.make_folder(work / ".dvc")
     hash_name, _, value = digest.partition(":")
     entry = {"md5": value, "path": name} | ({"hash": hash_name} if hash_name == "md5" else {})

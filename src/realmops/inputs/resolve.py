@@ -1,7 +1,6 @@
 """Resolve the value of an option to a path on this machine and the identity of its content.
 
-Content that is fetched is kept in a cache, ``CACHE/ENTRY/NAME``, with a manifest of its files. An entry is verified
-before each use, and fetched again if a file is missing, changed or new.
+Fetched content is cached in ``CACHE/ENTRY/NAME`` with a manifest, and verified before each use.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ PARTIAL = ".partial-"  # prefix of a folder with what a killed process has fetch
 
 @dataclass(frozen=True)
 class ResolvedInput:
-    """The path of an option's value on this machine.
-
-    ``fetched`` is the identity of fetched content: DVC's digest, or the address and what its server reports of it.
-    """
+    """The path of an input on this machine; ``fetched`` is DVC's digest, or the address with its version."""
 
     value: str
     path: Path
@@ -39,7 +35,6 @@ class ResolvedInput:
 
     @property
     def identity(self) -> str:
-        """Identity of the content; local content is read for it."""
         return self.fetched or f"sha256:{artifacts.digest_of(content_digests(self.path))}"
 
 
@@ -47,8 +42,7 @@ class ResolvedInput:
 class PinnedInput:
     """The content that a submission has found for an input, which its pods fetch and compare.
 
-    ``name`` is that of the file or folder that DVC tracks, empty for an address; ``below`` is the path of the input in
-    that folder, and ``remote`` has the options of DVC's remote, without credentials.
+    ``name`` is what DVC tracks, empty for an address; ``below`` the input's path in it; ``remote`` has no credentials.
     """
 
     identity: str
@@ -63,23 +57,17 @@ def local_cache() -> Path:
 
 
 def address_identity(address: str) -> str:
-    """Return the identity of what is at an address now; ValueError if it cannot be read."""
     name_of(address)
     return f"{address} {version_of(address)}"
 
 
 def can_resolve(value: str, project: Path) -> bool:
-    """Return whether a value is an address, a path in the project, or tracked there by DVC."""
     path = Path(os.path.abspath(project / value))
     return is_address(value) or path.exists() or is_tracked(path)
 
 
 def resolve(value: str, project: Path, cache: Path, report: Report, pinned: PinnedInput | None = None) -> ResolvedInput:
-    """Return an input's path and identity, after fetching what is not on this machine.
-
-    ``value`` is an address, or a path in the project, the folder of the params file. ValueError if the content cannot
-    be read, is not the pinned one, changed meanwhile, or does not fit on the disk.
-    """
+    """Return an input's path and identity, fetching it if it is not here; ValueError if it is not the pinned one."""
     if pinned is not None and pinned.name:
         name = Path(pinned.below).name or pinned.name
         digest = pinned.identity.removesuffix(f"/{pinned.below}")
@@ -111,10 +99,7 @@ def _resolve_address(address: str, cache: Path, report: Report, expected: str) -
 
 
 def _cached(name: str, identity: str, cache: Path, report: Report, fetch: Callable[[Path, Path], None]) -> Path:
-    """Return the file or folder of a cache entry; ``fetch`` writes it to its first argument if there is no valid one.
-
-    The second argument is a folder for what can be used again after a killed process.
-    """
+    """Return a cache entry; ``fetch`` writes a missing one to its first argument, with a resumable work folder."""
     entry = cache / artifacts.digest_of([identity, name])[:32]
     with _lock(cache / f"{PARTIAL}{entry.name}.lock", report):
         if not _is_complete(entry):
@@ -126,7 +111,6 @@ def _cached(name: str, identity: str, cache: Path, report: Report, fetch: Callab
 
 
 def _is_complete(entry: Path) -> bool:
-    """Return whether a cache entry has the files of its manifest, unchanged, and no others."""
     try:
         files = artifacts.read_manifest(entry, KIND)["files"]
     except ValueError:
@@ -137,7 +121,6 @@ def _is_complete(entry: Path) -> bool:
 
 @contextmanager
 def _lock(file: Path, report: Report) -> Iterator[None]:
-    """Context manager: lock a cache entry; wait for another process that fetches it."""
     artifacts.make_folder(file.parent)
     with open(file, "ab") as handle:
         if artifacts.try_lock(handle) is False:

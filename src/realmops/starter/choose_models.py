@@ -72,7 +72,6 @@ def choose_reader(project: Project, reader: str | None, *, has_questions: bool) 
 
 
 def is_wide(encoder: str) -> bool:
-    """Return whether an encoder has base size or more, judged by its configuration or its name on the hub."""
     folder = Path(encoder)
     if not folder.is_dir():
         return any(size in encoder.lower() for size in ("base", "large"))

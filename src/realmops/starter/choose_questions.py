@@ -38,11 +38,7 @@ def add_questions(project: Project, files: Sequence[Path]) -> None:
 
 
 def add_judged_questions(project: Project, judged: Mapping[str, Sequence[Question]]) -> None:
-    """Set questions.train, dev and test to the judged questions of a BEIR folder, by the names of its splits.
-
-    Without dev, a part of train is held out for it, and without test, dev is test. Without train, questions generated
-    from the documents remain train and dev.
-    """
+    """Set the questions to the splits of a BEIR folder; without train, generated questions remain train and dev."""
     parts = {"dev" if name in ("validation", "valid") else name: part for name, part in judged.items()}
     if "test" not in parts and "dev" in parts:
         parts["test"] = parts.pop("dev")
@@ -75,10 +71,7 @@ def _add_split(project: Project, split: str, questions: Sequence[Question]) -> s
 
 
 def match_splits(files: Sequence[Path]) -> dict[str, Path]:
-    """Return the file of each split if every split has one, else an empty dictionary.
-
-    The split of a file is a whole word in its name: ``latest_dev.jsonl`` is dev, not test.
-    """
+    """Return a file for every split, by a whole word in its name (``latest_dev.jsonl`` is dev), else {}."""
     splits = {path: [split for split in SPLITS if split in re.split(r"[\W_]+", path.name.lower())] for path in files}
     if {names[0] for names in splits.values() if len(names) == 1} != {*SPLITS}:
         return {}

@@ -1,8 +1,6 @@
 """Files of a new project for a cluster: kustomization.yaml, and what Argo CD, Flux and GitHub read.
 
-A value that only the user knows contains ``SET-ME``. The API server refuses it in a PersistentVolumeClaim and in a
-GitRepository, and every kubelet in the path of an image (InvalidImageName, without a pull); in the host of an image
-capital letters would be valid.
+Values that only the user knows contain ``SET-ME``, which the API server and kubelets refuse (InvalidImageName).
 """
 
 import re
@@ -25,11 +23,7 @@ VALUES_TO_SET = {  # in the overlays
 
 
 def kustomization_text(cluster: str, image: str | None, files: Sequence[str]) -> str:
-    """Return an overlay of the package adapted to a project's folder, with its options as a ConfigMap.
-
-    ``image`` has a tag or a digest, and is a placeholder if None. ``files`` are what the Job that submits reads next to
-    params.yaml.
-    """
+    """Return an overlay of the package for a project; ``files`` are what the Job reads next to params.yaml."""
     text = (resource_folder("k8s") / "overlays" / cluster / "kustomization.yaml").read_text(encoding="utf-8")
     text = text.replace("../../", f"k8s/{BASES}/").replace(" ../", " --cluster ")
     for value, placeholder in VALUES_TO_SET.items():
@@ -59,6 +53,5 @@ def _image_lines(image: str) -> list[str]:
 
 
 def job_files(folder: Path) -> list[str]:
-    """Return what the Job reads of a project next to params.yaml: its presets, DVC's configuration and .dvc files."""
     found = [*(folder / "presets").glob("*.yaml"), *folder.glob(".dvc/config"), *folder.glob("*.dvc")]
     return sorted(path.relative_to(folder).as_posix() for path in found if path.is_file())

@@ -27,7 +27,6 @@ def add_documents(project: Project, documents: Path) -> int:
 
 
 def _kind(source: Source) -> str:
-    """Return the file type to print: the suffix if the format, text, covers several types."""
     ending = Path(source.path.name.removesuffix(".gz")).suffix.lstrip(".")
     return ending if ending and source.format.name == "text" else source.format.name
 

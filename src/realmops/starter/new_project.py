@@ -19,13 +19,11 @@ class Project:
     own: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def put(self, key: str, value: Any) -> None:
-        """Set an option of params.yaml."""
         section, _, name = key.partition(".")
         self.own.setdefault(section, {})[name] = value
 
     @property
     def values(self) -> dict[str, dict[str, Any]]:
-        """All sections with the project's presets and options applied."""
         params = self.folder / "params.yaml"
         presets = config.preset_layers(config.preset_path(name, params) for name in self.presets)
         return config.parse_options(*presets, ("params.yaml", self.own)).model_dump()

@@ -29,7 +29,6 @@ VARIED = (  # listed in params.yaml, because "dvc exp run -S section.key=value" 
 
 
 def gitignore_text(file: Path) -> str:
-    """Return a .gitignore with the outputs of runs added to its lines, if any."""
     own = file.read_text(encoding="utf-8") if file.is_file() else ""
     lines = (STARTER / "gitignore").read_text(encoding="utf-8").splitlines(keepends=True)
     end = "" if own.endswith("\n") or not own else "\n"
@@ -37,7 +36,6 @@ def gitignore_text(file: Path) -> str:
 
 
 def project_text(place: str, folder: Path, origin: GitOrigin, cluster: str) -> str:
-    """Return a file of ``TEMPLATES`` with the project's name, repository, namespace and version filled in."""
     values = {
         "repository": origin.address or REPOSITORY_TO_SET,
         "branch": origin.branch,
@@ -63,11 +61,7 @@ def params_text(presets: Sequence[str], own: Values) -> str:
 
 
 def dvc_text(values: Values, own: Values) -> str:
-    """Return the dvc.yaml of a project: the stages of its chain, with the files in their options as dependencies.
-
-    ``values`` has defaults and presets applied; the options of ``own`` are in params.yaml, and DVC interpolates them
-    into paths.
-    """
+    """Return the dvc.yaml of a project; DVC interpolates the options of ``own``, in params.yaml, into paths."""
     names = planned_steps(values)
     return render_template(STARTER / "dvc.yaml.j2", stages=[_dvc_stage(name, names, values, own) for name in names])
 

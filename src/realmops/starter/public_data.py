@@ -1,11 +1,6 @@
 """``realmops public-data``: fetch public data sets into the folders that presets expect.
 
-squad  open-domain SQuAD: the paragraphs of SQuAD 1.1's training articles as passages, its questions in three splits
-ner    sentences with tagged names: wikigold, Universal NER (PUD and EWT), WNUT-17
-nq     the questions of NQ-Open, unchanged
-
 Licences: SQuAD CC BY-SA 4.0, wikigold CC BY 4.0, Universal NER CC BY-SA, WNUT-17 CC BY 4.0, NQ-Open CC BY-SA 3.0.
-A downloaded file must match its digest in this module.
 """
 
 import gzip
@@ -37,7 +32,6 @@ class PublishedFile:
 
     @property
     def name(self) -> str:
-        """The file name, remote and local."""
         return self.url.rsplit("/", 1)[1]
 
     def has_digest_of(self, content: bytes) -> bool:
@@ -75,7 +69,6 @@ COPIED = {
 
 
 def download(original: PublishedFile) -> bytes:
-    """Download a file; ValueError with instructions for a manual download if that fails."""
     by_hand = f"download {original.name} from there manually into a folder, and pass it with --from FOLDER"
     try:
         with urllib.request.urlopen(original.url, timeout=TIMEOUT) as response:
@@ -126,11 +119,9 @@ def choose_articles(sizes: Mapping[str, int], dev: set[str], passages: int) -> s
 
 
 def build_open_squad(articles: Sequence[Any], passages: int) -> dict[str, list[dict[str, Any]]]:
-    """Build the records of open-domain SQuAD, by file name.
+    """Build open-domain SQuAD by file name; passages are verbatim paragraphs without duplicates.
 
-    A passage is a verbatim paragraph; duplicates are left out, and their questions refer to the first. All questions
-    of a tenth of the articles are ``dev``: none of those articles is trained on. A twentieth of the other questions is
-    ``dev_seen``, the rest is ``train``. Ids are made of the indexes of article (by title), paragraph and question.
+    A tenth of the articles is ``dev``, never trained on; a twentieth of the other questions is ``dev_seen``.
     """
     names = ("passages", "questions.train", "questions.dev", "questions.dev_seen")
     records: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
@@ -182,10 +173,7 @@ def write_squad(to: Path, records: dict[str, list[dict[str, Any]]]) -> Iterator[
 
 
 def fetch_data_sets(names: Sequence[str], to: Path, folder: Path | None, passages: int) -> Iterator[str]:
-    """Write data sets into subfolders of ``to``; yield a line per file.
-
-    Published files are read from ``folder``, or downloaded if None. ``passages`` is the approximate size of SQuAD.
-    """
+    """Write data sets below ``to``, from ``folder`` or downloaded; ``passages`` is SQuAD's approximate size."""
     for name in names:
         if name == "squad":
             records, notes = read_squad(folder, passages)

@@ -16,7 +16,6 @@ COLUMN = 27  # of comments
 
 
 def option_comment(section: str, key: str) -> str:
-    """Return the sentence of an option, with the paper's value."""
     field = SECTIONS[section].model_fields[key]
     assert isinstance(field.json_schema_extra, dict)
     paper = f"paper: {field.json_schema_extra['paper']}".removesuffix("paper: ")
@@ -24,7 +23,6 @@ def option_comment(section: str, key: str) -> str:
 
 
 def yaml_editor() -> YAML:
-    """Return a reader and writer of YAML that keeps comments and does not fold lines."""
     editor = YAML()
     editor.preserve_quotes = True
     editor.width = 1 << 16
@@ -32,7 +30,6 @@ def yaml_editor() -> YAML:
 
 
 def as_yaml(values: Values) -> str:
-    """Return sections as YAML text of a params file, with the sentences of the options as comments."""
     sections = {name: CommentedMap(options) for name, options in values.items()}
     for name, options in sections.items():
         for key in options:

@@ -1,7 +1,4 @@
-"""Feedback on answers as MLflow traces: question and answer, with an assessment.
-
-A separate process sends it, so that serving neither imports mlflow nor waits for its server.
-"""
+"""Feedback on answers as MLflow traces, sent by a separate process, so that serving does not import mlflow."""
 
 import fcntl
 import json
@@ -31,7 +28,6 @@ _LOG = logging.getLogger(__name__)
 
 
 def is_tracked(root: Path) -> bool:
-    """Return whether this run has an MLflow destination: a configured server, or its own database."""
     folder = tracking_folder(root)
     is_local = resolve_tracking_uri(folder) == local_tracking_uri(folder)
     return not is_local or (folder / "mlflow.db").is_file()
@@ -90,7 +86,6 @@ class FeedbackSender:
         self._lock = threading.Lock()
 
     def notify(self) -> None:
-        """Notify the sender of new feedback and return at once; without an MLflow destination do nothing."""
         if not is_tracked(self._root):
             return
         self._new.set()

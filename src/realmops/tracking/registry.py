@@ -29,10 +29,7 @@ class ModelVersion:
 
 
 class Registry:
-    """The versions of one registered model, one of which has the alias ``champion``.
-
-    Errors of MLflow are raised as a ConnectionError of one line; errors of the model's own code are not converted.
-    """
+    """The versions of one registered model; errors of MLflow are raised as a ConnectionError of one line."""
 
     def __init__(self, name: str, folder: Path, experiment: str) -> None:
         if not NAME.fullmatch(name):
@@ -51,7 +48,6 @@ class Registry:
             return None if number is None else self._version(self._client.get_model_version(self.name, number))
 
     def fetch(self, version: ModelVersion, artifact: str, folder: Path) -> Path:
-        """Download one artifact of a version into a folder, or all of them if ``artifact`` is empty."""
         return self._download(version, f"artifacts/{artifact}", folder)
 
     def _download(self, version: ModelVersion, path: str, folder: Path) -> Path:
@@ -62,7 +58,6 @@ class Registry:
             return Path(download_artifacts(artifact_uri=uri, dst_path=str(folder), tracking_uri=self._uri))
 
     def settings(self, version: ModelVersion) -> dict[str, Any]:
-        """Return the ``context.model_config`` that the model's code will get."""
         with tempfile.TemporaryDirectory() as folder:
             path = self._download(version, "MLmodel", Path(folder))
             description = parse_yaml(path.read_bytes(), path)
@@ -78,10 +73,7 @@ class Registry:
         tags: Mapping[str, str],
         run_id: str | None,
     ) -> ModelVersion:
-        """Log a model and register it as a new version.
-
-        ``code`` is the Python file of the model, ``config`` its ``context.model_config``.
-        """
+        """Log a model and register it as a new version; ``code`` is its Python file."""
         with _one_line_errors(), _current_server(self._uri):
             import mlflow
             from mlflow.models import ModelSignature
@@ -106,10 +98,9 @@ class Registry:
             return self._version(self._client.create_model_version(self.name, *source, model_id=logged.model_id))
 
     def make_champion(self, version: ModelVersion, question: str, earlier: ModelVersion | None) -> bool:
-        """Load a stored version, let it answer ``question`` as a check, and give it the alias.
+        """Let a stored version answer ``question`` and give it the alias, unless ``earlier`` was replaced meanwhile.
 
-        Returns False if another version than ``earlier`` became the champion meanwhile. A race of some milliseconds
-        remains, as MLflow cannot move an alias conditionally.
+        A race of some milliseconds remains, as MLflow cannot move an alias conditionally.
         """
         with _one_line_errors(), _current_server(self._uri):
             import mlflow
@@ -158,7 +149,6 @@ def _one_line_errors() -> Iterator[None]:
 
 @contextmanager
 def _current_server(uri: str) -> Iterator[None]:
-    """Set MLflow's current server for calls that take no tracking URI."""
     import mlflow
 
     if mlflow.get_tracking_uri() == uri:  # setting it would outlive the environment variable that named it

@@ -48,8 +48,7 @@ class TrackedDataset:
 class TrackedRun:
     """The MLflow run of one variant, which all its stages find by ``key``.
 
-    The key should change with everything that changes the metrics (parameters, corpus, code): MLflow cannot replace a
-    point, so a stage that restarts from scratch under the same key would add a second point at each step.
+    The key must change with all that changes the metrics (parameters, corpus, code): MLflow cannot replace a point.
     """
 
     key: str
@@ -62,7 +61,6 @@ class TrackedRun:
     began: float | None = None  # Unix time in seconds, if not now
 
     def description(self) -> dict[str, Any]:
-        """Return the run as JSON; MLflow's environment variables take precedence."""
         return {
             **asdict(self),
             "experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME") or self.experiment,
@@ -73,7 +71,6 @@ class TrackedRun:
 
 
 def flatten_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Flatten nested sections to ``section.key``, with values as text truncated to MLflow's limit."""
     flat: dict[str, str] = {}
     for name, value in params.items():
         if isinstance(value, Mapping):
@@ -84,11 +81,10 @@ def flatten_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, str
 
 
 class Tracker:
-    """Context manager that has a stage's journal sent to MLflow by a child process: at checkpoints and at the end.
+    """Context manager: a child process sends a stage's journal to MLflow at checkpoints and at the end.
 
-    A process and not a thread: importing mlflow takes seconds of Python, in which a trainer in the same process would
-    wait for the GIL. Training never waits for the child, which ends at its first error, with a warning; errors of
-    tracking are never raised. With MLFLOW_RUN_ID, the stage logs to an existing run and leaves its status alone.
+    A thread would hold the GIL for seconds to import mlflow. Errors of tracking are never raised. With MLFLOW_RUN_ID,
+    the stage logs to an existing run and leaves its status alone.
     """
 
     def __init__(self, journal: Journal, run: TrackedRun, folder: Path) -> None:
@@ -162,7 +158,6 @@ def spool_finished_run(
 
 
 def tracking_folder(root: Path) -> Path:
-    """Return the folder of the local MLflow database and unsent metrics of the runs under ``root``."""
     return root / WORK_FOLDER / "mlflow"
 
 
@@ -204,7 +199,6 @@ def has_mlflow() -> bool:
 
 
 def run_name(variant: str, seed: int, corpus_hash: str) -> str:
-    """Return the run name: variant, seed, and the 8 characters of the corpus hash that MLflow's dataset column has."""
     return " ".join([f"{variant} seed {seed}", *([f"corpus {corpus_hash[:8]}"] if corpus_hash else [])])
 
 
@@ -230,7 +224,6 @@ def headline_metrics(name: str, metrics: Mapping[str, Any], retriever: str = "")
 
 
 def provenance_tags(project: Path, *, corpus_hash: str, params_hash: str) -> dict[str, str]:
-    """Return the tags that record what a run was made from; images set REALMOPS_COMMIT."""
     tags = {"realmops.params_hash": params_hash}
     if corpus_hash:
         tags["realmops.corpus_hash"] = corpus_hash

@@ -1,8 +1,4 @@
-"""Send the journals of stages to MLflow, each point once.
-
-A child process sends at checkpoints and at the end of a stage, and training never waits for it. Its first error
-ends the sending; ``sync`` sends the rest.
-"""
+"""Send the journals of stages to MLflow, each point once; after an error, ``sync`` sends the rest."""
 
 import fcntl
 import json
@@ -43,9 +39,8 @@ _Point = tuple[str, float, int, int]  # name, value, milliseconds, step
 class SpoolEntry:
     """What MLflow has not received yet of one stage: a folder of the spool, deleted once all is sent.
 
-    ``run`` describes the run and, under the key ``final``, how the stage ended; ``journal`` and ``files`` are links or
-    copies, as the stage moves its own. Next to the folder are ``sent``, the destination with the last step sent of each
-    metric, and ``lock``, which the process of the stage holds.
+    ``run`` has the run and, as ``final``, how the stage ended; ``sent``, next to the folder, the destination with the
+    last step sent of each metric. The process of the stage holds ``lock``.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -58,7 +53,6 @@ class SpoolEntry:
         return cls(folder / "spool" / f"{re.sub('[^A-Za-z0-9_-]', '_', run_key)}.{stage}")
 
     def begin(self, content: Mapping[str, Any], journal: Path) -> None:
-        """Record that a stage is running, whose process holds the lock."""
         make_folder(self.folder)
         self.journal.unlink(missing_ok=True)
         link_or_copy(journal, self.journal)
@@ -85,7 +79,6 @@ class SpoolEntry:
         write_json(self.run, {**content, "final": final})
 
     def is_locked(self) -> bool | None:
-        """Return whether the stage is running; None if the volume has no locks."""
         with open(self.lock, "ab") as file:
             locked = try_lock(file)
             return None if locked is None else not locked
@@ -102,7 +95,6 @@ def spool_entries(folder: Path) -> list[SpoolEntry]:
 
 
 def unsent_journals(folder: Path) -> list[str]:
-    """List the journals of stages that are not running and not completely sent."""
     return [str(entry.journal) for entry in spool_entries(folder) if not entry.is_locked()]
 
 
@@ -128,17 +120,12 @@ def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def warn_unsent(problem: str, journal: Path) -> None:
-    """Print a warning that metrics were not sent, with the path of the journal that holds them."""
     advice = f"No data is lost: metrics are in {journal}; `realmops sync` sends the rest."
     print(f"warning: MLflow tracking: {problem}. {advice}", file=sys.stderr, flush=True)
 
 
 def sync(folder: Path) -> tuple[int, list[str]]:
-    """Send what the stages of this tracking folder have not sent, and end the runs of killed stages; idempotent.
-
-    Returns:
-        The number of points and files sent, and one line for each entry with a problem.
-    """
+    """Send what was not sent and end runs of killed stages; return counts, and a line per problem. Idempotent."""
     sent, problems = 0, list[str]()
     for entry in spool_entries(folder):
         try:
@@ -244,10 +231,7 @@ class _Sender:
         write_json(self._entry.sent, self._sent)
 
     def _unsent_points(self) -> Iterator[_Point]:
-        """Yield the points after the last step sent of their metric.
-
-        A resumed stage repeats the steps after its checkpoint, and MLflow cannot replace a point.
-        """
+        """Yield points after the last sent step: a resumed stage repeats steps, and MLflow cannot replace a point."""
         last_step = dict(self._sent["steps"])
         for record in read_journal(self._entry.journal) if self._entry.journal.is_file() else ():
             stage, step, seconds = (record.pop(name) for name in RESERVED)
