@@ -286,10 +286,23 @@ def test_a_passage_is_found_although_all_vectors_of_another_are_nearer() -> None
 
 
 @pytest.mark.usefixtures("only_copies")
-@pytest.mark.parametrize("count", [2, 6])
-def test_a_served_passage_is_found_by_its_best_vector_in_int8(count: int) -> None:
-    query_QE, embedding_PE = whole(QUERIES["int8"], 31), whole(9000, 32)
+@pytest.mark.parametrize("queries", [1, QUERIES["int8"]])
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_a_served_passage_is_found_by_its_best_vector_in_int8(queries: int, count: int) -> None:
+    query_QE, embedding_PE = whole(queries, 31), whole(9000, 32)
     embedding_PE[100 * count + 1] = 0.5 * (embedding_PE[100 * count] + embedding_PE[7 * count])  # near two passages
     index = prepare_for_serving(MaxSimIndex(ExactIndex(embedding_PE), count))
-    true_QP = (query_QE.double() @ embedding_PE.double().T).view(len(query_QE), -1, count).amax(2)
-    check_results(index.search(query_QE, 3), true_QP, 3)
+    true_QP = (query_QE.double() @ embedding_PE.double().T).view(queries, -1, count).amax(2)
+    check_results(index.search(query_QE, 10), true_QP, 10)
+
+
+@pytest.mark.usefixtures("with_copies")
+@pytest.mark.parametrize("special", [math.nan, math.inf, 3.4e38])
+def test_served_passages_with_infinities_and_nan_are_found_as_in_fp32(special: float) -> None:
+    query_QE, embedding_PE = whole(QUERIES["int8"], 33), whole(9000, 34)
+    embedding_PE[7, 3] = special
+    plain = MaxSimIndex(ExactIndex(embedding_PE), 3)
+    for k in (10, 4000):
+        found, expected = (index.search(query_QE, k) for index in (prepare_for_serving(plain), plain))
+        torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0, equal_nan=True)
+        assert found[1].shape == expected[1].shape

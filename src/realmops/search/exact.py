@@ -61,6 +61,13 @@ class ExactIndex(PassageIndex):
                 return prefilter.search(query_QE, min(k, len(self.embedding_PE)))
         return search(query_QE, self.embedding_PE, k)
 
+    def search_passages(self, query_QE: Tensor, k: int, count: int) -> tuple[Tensor, Tensor] | None:
+        """Return the k best passages of ``count`` vectors each by their best vector; None where this is not faster."""
+        is_small = self.use_int8 and len(query_QE) < FEW and query_QE.dtype == torch.float32
+        if not is_small or self.int8_copy is None or k > len(self.embedding_PE) // count:
+            return None
+        return self.int8_copy.search_passages(query_QE, k, count)
+
     @cached_property
     def bf16_copy(self) -> Bf16Prefilter | None:
         return Bf16Prefilter.build(self.embedding_PE)
@@ -85,6 +92,10 @@ class MaxSimIndex(PassageIndex):
 
     def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the k passages with the best vectors: the best k M vectors belong to at least k passages."""
+        if isinstance(self.vector_index, ExactIndex):
+            results = self.vector_index.search_passages(query_QE, k, self.count)
+            if results is not None:
+                return results
         score_QN, row_QN = self.vector_index.search(query_QE, k * self.count)
         passage_QN, order_QN = (row_QN // self.count).sort(dim=1, stable=True)
         repeated_QN = F.pad(passage_QN[:, 1:] == passage_QN[:, :-1], (1, 0))

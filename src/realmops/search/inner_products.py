@@ -245,9 +245,17 @@ class Int8Prefilter:
     def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return what :func:`search` returns; queries that the bound leaves undecided are searched in fp32."""
         best = [
-            result or search(query_1E, self.embedding_PE, k)
-            for query_1E, result in zip(torch.split(query_QE, 1), self._best(query_QE, k), strict=True)
+            found or search(query_1E, self.embedding_PE, k)
+            for query_1E, found in zip(torch.split(query_QE, 1), self._best(query_QE, k, 1), strict=True)
         ]
+        score_QK, id_QK = (torch.cat(column) for column in zip(*best, strict=True))
+        return score_QK, id_QK
+
+    def search_passages(self, query_QE: Tensor, k: int, count: int) -> tuple[Tensor, Tensor] | None:
+        """Return the k best passages of ``count`` rows each by their best row; None if a query is undecided."""
+        best = [found for found in self._best(query_QE, k, count) if found is not None]
+        if len(best) < len(query_QE):
+            return None
         score_QK, id_QK = (torch.cat(column) for column in zip(*best, strict=True))
         return score_QK, id_QK
 
@@ -262,23 +270,27 @@ class Int8Prefilter:
             ~(products_Q < _MAX_PRODUCT), math.inf
         )
 
-    def _best(self, query_QE: Tensor, k: int) -> Iterator[tuple[Tensor, Tensor] | None]:
+    def _best(self, query_QE: Tensor, k: int, count: int) -> Iterator[tuple[Tensor, Tensor] | None]:
         """Yield the result of each query, 1 x K; None where the bound leaves too many passages."""
         int8_QE, scale_Q = _to_int8(query_QE)
         product_QP = torch.cat(
             [torch._int_mm(int8_QE, chunk_PE.T) for chunk_PE in torch.split(self.int8_PE, _INT8_ROWS)], 1
         )
         bounds = (self.bound(query_QE) / scale_Q).tolist()
-        groups = len(self.scale_P) // SMALL_GROUP
+        size = SMALL_GROUP if count == 1 else count
+        groups = len(self.scale_P) // size
         for query_1E, product_P, bound in zip(torch.split(query_QE, 1), product_QP, bounds, strict=True):
             score_P = product_P * self.scale_P
-            max_G = score_P[: groups * SMALL_GROUP].view(groups, SMALL_GROUP).amax(1)
+            max_G = score_P[: groups * size].view(groups, size).amax(1)
             threshold = float(max_G.topk(k).values[-1]) if groups >= k else -math.inf  # k passages score this or more
             possible_R = (score_P >= threshold - 2 * bound).nonzero()[:, 0]
             if not k <= len(possible_R) <= len(score_P) // _FEW_RESCORE_DIVISOR:  # no passage where the bound is NaN
                 yield None
                 continue
             score_R = (query_1E @ self.embedding_PE[possible_R].T)[0]
+            if count > 1:
+                possible_R, place_R = torch.unique_consecutive(possible_R // count, return_inverse=True)
+                score_R = torch.full(possible_R.shape, -math.inf).scatter_reduce(0, place_R, score_R, "amax")
             score_K, place_K = score_R.topk(k)
             yield score_K[None], possible_R[place_K][None]
 
