@@ -15,6 +15,8 @@ LIT = {"text": ["Ada Brekke"], "answer_start": [34]}
 QA = {"id": 17, "question": "Who lit it?", "answers": [{"text": "Ada Brekke", "answer_start": 34}]}
 UNASKED = {"id": 18, "question": "Who built it?", "answers": [], "is_impossible": False}
 ARTICLE = {"title": "Lighthouse", "paragraphs": [{"context": CONTEXT, "qas": [QA, UNASKED]}]}
+REGION = {"value": {"start": 34, "end": 44, "text": "Ada Brekke", "labels": ["Answer"]}, "type": "labels"}
+TASK = {"id": 5, "data": {"text": CONTEXT, "question": "Who lit it?"}, "annotations": [{"result": [REGION]}]}
 ADA = (("Who lit it?", ("Ada Brekke",)),)
 
 # name: (record, questions with answers, ids, ids of those without)
@@ -52,6 +54,12 @@ FORMS: dict[str, tuple[Any, Any, list[str], list[str]]] = {
     "kilt": (
         {"id": "k1", "input": "Who lit it?", "output": [{"answer": "Ada Brekke"}, {"provenance": [{"title": "x"}]}]},
         ADA, ["k1"], [],
+    ),
+    "label studio": (TASK, ADA, ["5"], []),
+    "label studio, typed": (
+        TASK | {"annotations": [{"result": [{"value": {"text": ["Ada Brekke"]}, "type": "textarea"}]},
+                                {"was_cancelled": True, "result": [REGION | {"value": {"text": "wrong"}}]}]},
+        ADA, ["5"], [],
     ),
     "numbers": ({"id": "n", "Question": "How many?", "Answer": 4}, (("How many?", ("4",)),), ["n"], []),
     "one text": ({"id": "t", "question": "How many?", "answers": "four"}, (("How many?", ("four",)),), ["t"], []),
@@ -92,6 +100,11 @@ REFUSED = {
     "truth value": ({"question": "Is it lit?", "answer": True}, "'answers' is bool"),
     "other object": ({"question": "Who?", "answer": {"span": "Ada"}}, "'answer' is an object with the keys span"),
     "hidden answers": ({"question": "Who?", "answer": {"value": "<unk>", "aliases": []}}, "'Who\\?' has no answer"),
+    "not annotated": (TASK | {"annotations": []}, "the question '5' has no answer"),
+    "two labels": (
+        TASK | {"annotations": [{"result": [REGION, REGION | {"value": {"text": "1871", "labels": ["Year"]}}]}]},
+        "the labels Answer, Year were found; expected one",
+    ),
 }  # fmt: skip
 
 

@@ -44,7 +44,7 @@ def read_form(record: Any, place: str, levels: tuple[str, ...] = _LEVELS) -> Ite
     found = expect_object(record, place)
     fields = {key.lower(): found[key] for key in sorted(found, key=str.islower)}  # "question" precedes "Question"
     container = next((key for key in levels if key in fields), None)
-    if container and "question" not in fields:
+    if container and "question" not in fields and not (container == "data" and isinstance(fields["data"], dict)):
         for inner, item in iter_items(fields[container], place, container):
             yield from read_form(item, inner, levels[levels.index(container) + 1 :])
         return
@@ -123,6 +123,27 @@ def _read_kilt(place: str, fields: dict[str, Any]) -> QuestionRecord:
     return QuestionRecord(place, fields.get("id"), fields["input"], answers)
 
 
+def _read_label_studio(place: str, fields: dict[str, Any]) -> QuestionRecord:
+    """Read a task with ``question`` in its data; its answers are the texts that were selected or typed."""
+    question = require_key(expect_object(fields["data"], f"{place}: 'data'"), "question", f"{place}: 'data'")
+    answers: list[Any] = []
+    labels: set[str] = set()
+    for annotation in expect_list(fields["annotations"], place, "'annotations'"):
+        if expect_object(annotation, place).get("was_cancelled") is True:
+            continue
+        for region in expect_list(annotation.get("result"), place, "'result'"):
+            value = expect_object(expect_object(region, place).get("value"), f"{place}: 'value'")
+            labels.update(map(str, expect_list(value.get("labels", []), place, "'labels'")))
+            text = value.get("text", [])
+            answers += text if isinstance(text, list) else [text]
+    if len(labels) > 1:
+        raise ValueError(
+            f"{place}: the labels {', '.join(sorted(labels))} were found; expected one, that of answers; export the "
+            "annotations of one label"
+        )
+    return QuestionRecord(place, fields.get("id"), question, answers)
+
+
 def _read_webquestions(place: str, fields: dict[str, Any]) -> QuestionRecord:
     """Read ``(list (description "A B") (description C))`` of ``targetValue`` as answers."""
     target = check_text(fields["targetvalue"], "targetValue", place)
@@ -133,9 +154,13 @@ def _read_webquestions(place: str, fields: dict[str, Any]) -> QuestionRecord:
 
 
 FORMS: tuple[tuple[set[str], Callable[[str, dict[str, Any]], QuestionRecord]], ...] = (  # required keys, reader
+    ({"data", "annotations"}, _read_label_studio),
     ({"input", "output"}, _read_kilt),
     ({"utterance", "targetvalue"}, _read_webquestions),
-    ({"qtext", "answers"}, lambda place, row: QuestionRecord(place, row.get("qid"), row["qtext"], row["answers"])),
+    (
+        {"qtext", "answers"},
+        lambda place, row: QuestionRecord(place, row.get("qid"), row["qtext"], row["answers"]),
+    ),
     ({"question", "answers"}, _read_question),
     ({"question", "answer"}, _read_question),
 )
