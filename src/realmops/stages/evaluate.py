@@ -1,13 +1,17 @@
 """Stage ``evaluate``: exact match, F1, recall and nDCG of all retrievers, ceilings, predictions, plots, report."""
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from realmops import artifacts
+from realmops.answering.answer import Answer
 from realmops.answering.confidence import Confidence
 from realmops.answering.opening import open_tuned
 from realmops.answering.retrieval import AnswerModel, Ranker, RetrieveAndRead
@@ -75,46 +79,96 @@ HYBRID = "hybrid_"  # infix of metrics of BM25 plus embeddings
 DEPTH = max(RECALL_AT)  # passages ranked per question; more if its documents are judged
 
 
+@dataclass
+class Evaluation:
+    """State of one evaluation: what its measures share, and what later ones read of earlier ones."""
+
+    job: Job
+    snapshot: Snapshot
+    model: AnswerModel
+    questions: list[Question]
+    asked: list[Question]  # those of people: answers to questions generated from the corpus are not scored
+    relevant: RelevantPassages
+    answers: list[Answer]
+    bm25: Ranker | None
+    confidence: Confidence | None
+    bootstrap: dict[str, int]
+    rankings: dict[str, Rows] = field(default_factory=dict)  # passage ids [Q, K] by prefix of the metrics
+    hits: dict[str, NDArray[np.int64]] = field(default_factory=dict)  # rank of the first relevant passage, by prefix
+    score: Score | None = None  # of ``asked``
+    ndcg_of: dict[str, float] = field(default_factory=dict)  # nDCG@10 by question id
+
+    @property
+    def rule(self) -> str:
+        return self.questions[0].match_rule
+
+    def score_texts(self, texts: Iterable[str], rule: str) -> Score:
+        return score_predictions(self.asked, [*texts], rule=rule, **self.bootstrap)
+
+
 def run(job: Job) -> dict[str, Any]:
     """Answer the test questions, write predictions and report, and return all metrics.
 
-    EM, F1 and confidence are those of the questions of people; others measure retrieval. Any answer to a question that
-    has none counts as wrong in the metrics of abstention alone.
+    Questions that nothing answers are in the metrics of abstention alone, where every answer to them is wrong.
     """
-    options = job.section(Finetune)
-    bootstrap = {"seed": job.section(RunOptions).seed, "resamples": RESAMPLES}
     snapshot = open_snapshot(job)
     questions = load_questions(job, snapshot, "test")
-    match_rule, em_rule = questions[0].match_rule, em_rules(questions)[0]
-    model = open_tuned(job.inputs["finetune"], options, job.section(RunOptions), snapshot, BASELINES)
-    people = rows_of_people(questions) if model.gives_answers else []
-    asked = [questions[row] for row in people]
-    relevant = RelevantPassages(snapshot)
-    is_judged = match_rule == JUDGED_RULE
-    depth = max(DEPTH, passage_depth(relevant.largest_documents)) if is_judged else DEPTH
+    model = open_tuned(job.inputs["finetune"], job.section(Finetune), job.section(RunOptions), snapshot, BASELINES)
+    relevant, depth = RelevantPassages(snapshot), DEPTH
+    if questions[0].match_rule == JUDGED_RULE:
+        depth = max(DEPTH, passage_depth(relevant.largest_documents))
     bar = job.report.progress("test questions", len(questions))
-    answers = model.answer(questions, ranked=depth, progress=bar)
-
-    def score(texts: list[str], rule: str) -> Score:
-        return score_predictions(asked, texts, rule=rule, **bootstrap)
-
-    by_people = [answers[row] for row in people]
-    scores = {rule: score([answer.text for answer in by_people], rule) for rule in em_rules(questions) if asked}
+    evaluation = Evaluation(
+        job, snapshot, model, questions,
+        [questions[row] for row in rows_of_people(questions)] if model.gives_answers else [],
+        relevant,
+        model.answer(questions, ranked=depth, progress=bar),
+        build_ranker("bm25", snapshot) if job.section(Evaluate).bm25 else None,
+        Confidence.load(job.inputs["finetune"]),
+        {"seed": job.section(RunOptions).seed, "resamples": RESAMPLES},
+    )  # fmt: skip
+    evaluation.rankings[""] = pad_rankings([answer.ranked for answer in evaluation.answers], depth)
+    evaluation.rankings |= _rankings(evaluation, depth)
     metrics: dict[str, Any] = {"questions": len(questions)}
-    confidence = Confidence.load(job.inputs["finetune"])
-    if asked:
-        metrics |= scores[em_rule].figures("")
-        metrics |= {f"em_{rule}": result.em.mean for rule, result in scores.items() if len(scores) > 1}
-        unanswerable = load_unanswerable(job, snapshot, "test")
-        bar = job.report.progress("test questions without answers", len(unanswerable))
-        to_abstain = model.answer(unanswerable, progress=bar) if unanswerable else []
-        if unanswerable:
-            metrics["unanswerable_questions"] = len(unanswerable)
-        if confidence is not None:
-            correct_Q = np.append(scores[em_rule].correct, np.zeros(len(to_abstain), bool))
-            metrics |= confidence_figures(confidence, [*by_people, *to_abstain], correct_Q, **bootstrap)
-            if to_abstain:
-                metrics["right_abstentions"] = float(np.mean([confidence.abstains(answer) for answer in to_abstain]))
+    for measure in (_answers, _confidence, _recall, _baselines, _judged, _ceilings):
+        metrics |= measure(evaluation)
+    metrics["recall_at_5"] = metrics[f"recall_at_5_{evaluation.rule}"]
+    metrics |= warn_of_timeouts(job, questions)
+    write_first_hits(job.out / FIRST_HITS, questions, evaluation.hits, DEPTH)
+    chief = {key: metrics[key] for key in HEADLINE_METRICS["evaluate"] if math.isfinite(metrics.get(key, math.nan))}
+    artifacts.write_json(job.out / HEADLINE, chief)
+    _report(job, snapshot, metrics)
+    return metrics
+
+
+def _answers(evaluation: Evaluation) -> dict[str, Any]:
+    """Return EM and F1, and EM of the most frequent training answer."""
+    job, questions = evaluation.job, evaluation.questions
+    metrics: dict[str, Any] = {}
+    if generated := sum(question.is_generated for question in questions):
+        metrics["generated_questions"] = generated
+        note = generated_note({**metrics, "questions": len(questions)})
+        job.report.log(f"evaluate: {' '.join(note)}")
+    training = load_questions(job, evaluation.snapshot, "train")
+    trained = {question.question for question in training}
+    if overlap := sum(question.question in trained for question in questions):
+        job.report.warn(
+            f"{overlap} of {len(questions)} test questions are also training questions: their figures are too high"
+        )
+    if not evaluation.asked:
+        return metrics
+    texts = [a.text for a, q in zip(evaluation.answers, questions, strict=True) if q.measures_answers]
+    scores = {rule: evaluation.score_texts(texts, rule) for rule in em_rules(questions)}
+    evaluation.score = next(iter(scores.values()))
+    metrics |= evaluation.score.figures("")
+    metrics |= {f"em_{rule}": result.em.mean for rule, result in scores.items() if len(scores) > 1}
+    if not all(question.is_regex for question in training):
+        metrics["closed_book_em"] = closed_book_floor(training, evaluation.asked)[1]
+    return metrics
+
+
+def _confidence(evaluation: Evaluation) -> dict[str, Any]:
+    job, model, confidence = evaluation.job, evaluation.model, evaluation.confidence
     if not model.gives_answers:
         job.report.log("evaluate: search, not answers: the run has no reader (reader.init is none)")
     elif confidence is None:
@@ -124,104 +178,109 @@ def run(job: Job) -> dict[str, Any]:
         )
     elif confidence.holds_all:
         job.report.log("evaluate: the model abstains on every question: nothing reached the precision of its threshold")
-    if generated := sum(question.is_generated for question in questions):
-        metrics["generated_questions"] = generated
-        job.report.log(f"evaluate: {' '.join(generated_note(metrics))}")
-    training = load_questions(job, snapshot, "train")
-    trained = {question.question for question in training}
-    if overlap := sum(question.question in trained for question in questions):
-        job.report.warn(
-            f"{overlap} of {len(questions)} test questions are also training questions: their figures are too high"
-        )
-    if asked and not all(question.is_regex for question in training):
-        metrics["closed_book_em"] = closed_book_floor(training, asked)[1]
-    if isinstance(model, RetrieveAndRead) and (structure := unwrap_approximate(model.passages)) is not None:
-        metrics["index_recall"] = _index_recall(job, model, structure, questions)
-    bm25 = build_ranker("bm25", snapshot) if job.section(Evaluate).bm25 else None
-    rankings = {"": pad_rankings([answer.ranked for answer in answers], depth)}
-    rankings |= _rankings(job, snapshot, questions, model, bm25, depth)
-    if bm25 is not None and asked:
-        texts = answer_by_rule(snapshot, asked, rankings["bm25_"][people, 0].tolist())
-        metrics |= score(texts, em_rule).figures("rule_")
-        if isinstance(model, RetrieveAndRead):
-            bar = job.report.progress("test questions over BM25's passages", len(asked))
-            over_bm25 = model.with_ranker(bm25).answer(asked, ranked=DEPTH, progress=bar)
-            metrics |= score([answer.text for answer in over_bm25], em_rule).figures("bm25_")
-    hits = {}
-    for prefix, ranked in rankings.items():
-        if is_judged:
-            hits[prefix] = first_relevant_ranks(questions, ranked, relevant.is_relevant)
-            continue
-        ranks = hit_ranks_by_rule(questions, ranked, snapshot.text)
-        metrics |= recall_metrics(ranks, prefix=prefix)
-        metrics |= recall_intervals(ranks[match_rule], match_rule, prefix=prefix, **bootstrap)
-        hits[prefix] = ranks[match_rule]
-    ndcg_of, judged_metrics = _measure_judged(job, questions, relevant, rankings)
-    metrics |= judged_metrics
-    metrics["recall_at_5"] = metrics[f"recall_at_5_{match_rule}"]
-    limits = {"passages": options.reader_candidates, "wordpieces": options.answer_wordpieces}
-    if is_judged:
-        possible = {"in_corpus": np.array([bool(relevant.passages_of_documents(q)) for q in questions])}
-    else:
-        possible = compute_ceilings(snapshot, questions, rankings[""], hits[""], match_rule, **limits)
-    if options.reads_passages and not is_judged:
-        metrics |= {f"ceiling_{name}": limit for name, limit in limits.items()}
-        metrics |= {f"ceiling_{name}": float(values.mean()) for name, values in possible.items()}
-    else:
-        metrics["ceiling_in_corpus"] = float(possible["in_corpus"].mean())
-    predictions = build_predictions(
-        snapshot,
-        questions,
-        answers,
-        scores.get(em_rule),
-        hits[""],
-        possible["in_corpus"],
-        options.reader_candidates,
-        confidence,
-        ndcg_of,
-    )
-    if asked:
-        metrics |= failure_shares([prediction.failed_at for prediction in predictions if prediction.failed_at])
-    metrics |= warn_of_timeouts(job, questions)
-    write_predictions(job.out / PREDICTIONS, predictions)
-    write_first_hits(job.out / FIRST_HITS, questions, hits, DEPTH)
-    chief = {key: metrics[key] for key in HEADLINE_METRICS["evaluate"] if math.isfinite(metrics.get(key, math.nan))}
-    artifacts.write_json(job.out / HEADLINE, chief)
-    _report(job, snapshot, metrics)
+    if evaluation.score is None:
+        return {}
+    unanswerable = load_unanswerable(job, evaluation.snapshot, "test")
+    metrics: dict[str, Any] = {"unanswerable_questions": len(unanswerable)} if unanswerable else {}
+    bar = job.report.progress("test questions without answers", len(unanswerable))
+    to_abstain = model.answer(unanswerable, progress=bar) if unanswerable else []
+    if confidence is not None:
+        pairs = zip(evaluation.answers, evaluation.questions, strict=True)
+        answers = [*(answer for answer, question in pairs if question.measures_answers), *to_abstain]
+        correct_Q = np.append(evaluation.score.correct, np.zeros(len(to_abstain), bool))
+        metrics |= confidence_figures(confidence, answers, correct_Q, **evaluation.bootstrap)
+        if to_abstain:
+            metrics["right_abstentions"] = float(np.mean([confidence.abstains(answer) for answer in to_abstain]))
     return metrics
 
 
-def _measure_judged(
-    job: Job, questions: list[Question], relevant: RelevantPassages, rankings: dict[str, Rows]
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """Write TREC's files; return nDCG@10 of the model by question id, and the metrics, if documents are judged."""
+def _recall(evaluation: Evaluation) -> dict[str, Any]:
+    """Return recall@k of every ranking, unless documents are judged, and of an approximate index."""
+    questions, rule, model = evaluation.questions, evaluation.rule, evaluation.model
+    metrics: dict[str, Any] = {}
+    for prefix, ranked in evaluation.rankings.items():
+        if rule == JUDGED_RULE:
+            evaluation.hits[prefix] = first_relevant_ranks(questions, ranked, evaluation.relevant.is_relevant)
+            continue
+        ranks = hit_ranks_by_rule(questions, ranked, evaluation.snapshot.text)
+        metrics |= recall_metrics(ranks, prefix=prefix)
+        metrics |= recall_intervals(ranks[rule], rule, prefix=prefix, **evaluation.bootstrap)
+        evaluation.hits[prefix] = ranks[rule]
+    if isinstance(model, RetrieveAndRead) and (structure := unwrap_approximate(model.passages)) is not None:
+        metrics["index_recall"] = _index_recall(evaluation.job, model, structure, questions)
+    return metrics
+
+
+def _baselines(evaluation: Evaluation) -> dict[str, Any]:
+    """Return EM and F1 of the rule-based reader and of the reader over BM25's passages."""
+    model, bm25, asked = evaluation.model, evaluation.bm25, evaluation.asked
+    if bm25 is None or not asked:
+        return {}
+    rule, people = em_rules(evaluation.questions)[0], rows_of_people(evaluation.questions)
+    by_rule = answer_by_rule(evaluation.snapshot, asked, evaluation.rankings["bm25_"][people, 0].tolist())
+    metrics: dict[str, Any] = evaluation.score_texts(by_rule, rule).figures("rule_")
+    if isinstance(model, RetrieveAndRead):
+        bar = evaluation.job.report.progress("test questions over BM25's passages", len(asked))
+        over_bm25 = model.with_ranker(bm25).answer(asked, ranked=DEPTH, progress=bar)
+        metrics |= evaluation.score_texts([answer.text for answer in over_bm25], rule).figures("bm25_")
+    return metrics
+
+
+def _judged(evaluation: Evaluation) -> dict[str, Any]:
+    """Return the measures of ranked documents for questions with judgements, and write TREC's files."""
+    job, relevant, questions = evaluation.job, evaluation.relevant, evaluation.questions
     qrels = relevant.qrels(questions)
     if not qrels:
-        return {}, {}
+        return {}
     if missing := relevant.missing(qrels):
         job.report.warn(
             f"{missing} relevant documents of questions.test are not in the corpus and count as not found; check that "
             "the questions belong to these documents"
         )
-    bootstrap = {"seed": job.section(RunOptions).seed, "resamples": RESAMPLES}
     metrics: dict[str, Any] = {"judged_questions": len(qrels)}
-    judged = [question for question in questions if question.id in qrels]
-    rows = [(row, question.id) for row, question in enumerate(questions) if question.id in qrels]
+    judged = [(row, question) for row, question in enumerate(questions) if question.id in qrels]
     runs = {
-        prefix: {name: rank_documents(ranked[row].tolist(), relevant.document_of) for row, name in rows}
-        for prefix, ranked in rankings.items()
+        prefix: {q.id: rank_documents(ranked[row].tolist(), relevant.document_of) for row, q in judged}
+        for prefix, ranked in evaluation.rankings.items()
     }
-    values = {prefix: measure_run(qrels, run) for prefix, run in runs.items()}
-    for prefix, measured in values.items():
-        metrics |= ranking_metrics(measured, prefix=prefix, **bootstrap)
-    write_trec(job.out / TREC, judged, qrels, runs)
-    return dict(zip(qrels, values[""]["ndcg_at_10"].tolist(), strict=True)), metrics
+    for prefix, run in runs.items():
+        values = measure_run(qrels, run)
+        metrics |= ranking_metrics(values, prefix=prefix, **evaluation.bootstrap)
+        if not prefix:
+            evaluation.ndcg_of = dict(zip(qrels, values["ndcg_at_10"].tolist(), strict=True))
+    write_trec(job.out / TREC, [question for _, question in judged], qrels, runs)
+    return metrics
 
 
-def _rankings(
-    job: Job, snapshot: Snapshot, questions: list[Question], model: AnswerModel, bm25: Ranker | None, depth: int
-) -> dict[str, Rows]:
+def _ceilings(evaluation: Evaluation) -> dict[str, Any]:
+    """Return the upper bounds of EM and the share of questions that failed at each step, and write the predictions."""
+    job, questions, options = evaluation.job, evaluation.questions, evaluation.job.section(Finetune)
+    limits = {"passages": options.reader_candidates, "wordpieces": options.answer_wordpieces}
+    if evaluation.rule == JUDGED_RULE:
+        possible = {"in_corpus": np.array([bool(evaluation.relevant.passages_of_documents(q)) for q in questions])}
+    else:
+        possible = compute_ceilings(
+            evaluation.snapshot, questions, evaluation.rankings[""], evaluation.hits[""], evaluation.rule, **limits
+        )
+    metrics: dict[str, Any] = {}
+    if options.reads_passages and evaluation.rule != JUDGED_RULE:
+        metrics |= {f"ceiling_{name}": limit for name, limit in limits.items()}
+        metrics |= {f"ceiling_{name}": float(values.mean()) for name, values in possible.items()}
+    else:
+        metrics["ceiling_in_corpus"] = float(possible["in_corpus"].mean())
+    predictions = build_predictions(
+        evaluation.snapshot, questions, evaluation.answers, evaluation.score, evaluation.hits[""],
+        possible["in_corpus"], options.reader_candidates, evaluation.confidence, evaluation.ndcg_of,
+    )  # fmt: skip
+    write_predictions(job.out / PREDICTIONS, predictions)
+    failures = [prediction.failed_at for prediction in predictions if prediction.failed_at]
+    return metrics | (failure_shares(failures) if evaluation.asked else {})
+
+
+def _rankings(evaluation: Evaluation, depth: int) -> dict[str, Rows]:
     """Rank by every retriever other than the model; source passages of a generated question are left out."""
+    job, snapshot, questions = evaluation.job, evaluation.snapshot, evaluation.questions
+    model, bm25 = evaluation.model, evaluation.bm25
     deepest = depth + max(len(question.not_in) for question in questions)
     queries = question_queries(snapshot, questions, job.section(Finetune).query_wordpieces)
     rankings: dict[str, Rows] = {}
@@ -261,15 +320,10 @@ def _index_recall(job: Job, model: RetrieveAndRead, passages: ApproximateIndex, 
 
 
 def _zero_shot(
-    job: Job,
-    name: str,
-    snapshot: Snapshot,
-    questions: list[Question],
-    queries: list[np.ndarray],
-    depth: int,
+    job: Job, name: str, snapshot: Snapshot, questions: list[Question], queries: list[np.ndarray], depth: int,
     indexes: dict[str, PassageIndex],
-) -> dict[str, Rows]:
-    """Rank by embeddings and, if the retriever is hybrid, by embeddings plus BM25, by infix of the metrics.
+) -> dict[str, Rows]:  # fmt: skip
+    """Rank by embeddings and, if the retriever is hybrid, by embeddings plus BM25; by infix of the metrics.
 
     ``indexes`` caches exact indexes by ``passage_tower_digest``.
     """
