@@ -150,8 +150,8 @@ class RetrieverOptions(Section, name="retriever"):
             )
         if projection == "first" and width > encoder_width:
             raise ValueError(
-                f"retriever.projection is first, and retriever.embedding_width is {width}; set "
-                f"retriever.embedding_width={encoder_width} or less, as the encoder's vectors"
+                f"retriever.projection is first, and retriever.embedding_width is {width}: the encoder's vectors have "
+                f"{encoder_width} numbers; set retriever.embedding_width={encoder_width} or less"
             )
 
 

@@ -18,7 +18,7 @@ WRONG = replace(
 
 
 def test_an_explanation_has_passages_scores_and_the_failure() -> None:
-    assert _prediction_sheet(WRONG).lines() == [
+    assert str(_prediction_sheet(WRONG)).split("\n") == [
         "q2  Where was Ada Vell born?", "  expected: Tor Hollow", "  answer: north  (score 2.00)",
         "  confidence: 0.75", "  failed at: reader (the reader could select an answer and selected another span)",
         "  best correct span: Tor Hollow  (score 1.50)", "  first passage with an answer: number 1",
@@ -29,7 +29,7 @@ def test_an_explanation_has_passages_scores_and_the_failure() -> None:
 
 def test_without_a_reader_no_answer_is_shown() -> None:
     searched = replace(WRONG, em=None, f1=None, failed_at=None, is_generated=False, confidence=None, gold_span=None)
-    lines = _prediction_sheet(searched).lines()
+    lines = str(_prediction_sheet(searched)).split("\n")
     assert lines[2] == "  not answered: the run has no reader"
     assert not [line for line in lines if line.startswith("  answer: ")]
 

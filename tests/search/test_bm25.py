@@ -169,7 +169,9 @@ def test_any_unicode_form_has_the_same_words_with_offsets_within_the_text(langua
     assert all(split_words(unicodedata.normalize(form, text), language) == words for form in ("NFC", "NFD", "NFKC"))
     placed = list(words_with_offsets(text, language))
     assert [word for word, _, _ in placed] == words
-    assert all(split_words(text[start:end], language) == [word] for word, start, end in placed if len(words) == 1)
+    if len(words) == 1 and "Σ" not in text:  # whose lower case depends on the next letter
+        [(word, start, end)] = placed
+        assert split_words(text[start:end], language) == [word]
     assert all(0 <= start < end <= len(text) for _, start, end in placed)
 
 

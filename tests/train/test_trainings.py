@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import numpy as np
@@ -39,8 +39,8 @@ from realmops.baselines.path import PathRetriever
 from realmops.baselines.t5 import ClosedBook
 from realmops.model.build import add_span_head, build_encoder
 from realmops.model.extractive_reader import load_extractive_reader
-from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, HEADS, Retriever
-from realmops.options import ClosedBookOptions
+from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, Retriever
+from realmops.options import ClosedBookOptions, RetrieverOptions
 from realmops.questions.question_sets import Question
 from realmops.search.bm25 import Bm25
 from realmops.search.exact import PassageIndex
@@ -204,7 +204,7 @@ BAG = {"tower": "bag", "head": "cosine"}
 VECTORS = {"head": "cosine", "pooling": "mean", "document_vectors": 2}
 TOWERS = {
     f"{head}, {'one tower' if share else 'two towers'}": {"head": head, "share_embedders": share}
-    for head in HEADS
+    for head in get_args(RetrieverOptions.model_fields["head"].annotation)
     for share in (True, False)
 }
 TRAININGS: dict[str, tuple[ModuleType, Callable[..., None], dict[str, Any]]] = {

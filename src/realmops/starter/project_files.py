@@ -73,6 +73,8 @@ def _dvc_stage(name: str, names: Sequence[str], values: Values, own: Values) -> 
     stage = STAGES[name]
     deps = [STAGES[need].folder for need in stage.needs if need in names]
     for key in files_in_use(stage, values):
+        if key == "snapshot.warmup":  # may become empty, and DVC refuses an empty path
+            continue
         section, _, option = key.partition(".")
         file = values[section][option]
         if Path(CLOZE) in Path(file).parents:
