@@ -153,7 +153,7 @@ def test_an_unknown_key_precedes_other_errors(changes: Any, message: str) -> Non
         ("head=release pooling=mean", r"retriever\.pooling=mean .*set retriever\.pooling=cls and retriever\.proj"),
         ("head=release projection=first", r"retriever\.head is release, .*=first: BERT's pooler reads"),
         ("projection=identity embedding_width=64", r"keeps the encoder's width of 128, .* is 64; set .*width=0"),
-        ("projection=first embedding_width=129", r"embedding_width is 129; set .*embedding_width=128 or less"),
+        ("projection=first embedding_width=129", r"embedding_width is 129: .*; set .*embedding_width=128 or less"),
         ("bert.width=16 bert.heads=3", r"^bert\.width is 16; it must be a multiple of bert\.heads=3$"),
         ("bert.positions=64", r"^pretrain\.reader_wordpieces is 128, above the encoder's bert\.positions=64; lower"),
         ("reader.copies=false", r"^reader\.apart is true and reader\.copies is false; set both to true"),
