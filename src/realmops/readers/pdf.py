@@ -68,7 +68,7 @@ def _pages(document: Any, omitted: Counter[str]) -> Iterator[str]:
         objects = map(partial(pdfium.FPDFPage_GetObject, page), range(pdfium.FPDFPage_CountObjects(page)))
         omitted["image"] += sum(pdfium.FPDFPageObj_GetType(item) == pdfium.FPDF_PAGEOBJ_IMAGE for item in objects)
         if is_drawn:
-            page.flatten()
+            pdfium.FPDFPage_Flatten(page, pdfium.FLAT_NORMALDISPLAY)  # page.flatten() needs a form
             page.close()
             page = document[number]  # the annotations are part of its content now
         text = page.get_textpage().get_text_range()
