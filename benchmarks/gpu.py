@@ -117,7 +117,7 @@ def refresh(arguments: argparse.Namespace) -> list[Row]:
         ready = document_sequences(snapshot, range(passages))
     for shape, vectors in (("BERT-base", 1), ("MiniLM-L6", 6)):
         document = tower(shape)
-        make = make_document_embedder(Retriever(document, document, vectors), snapshot, torch.bfloat16, many=True)
+        make = make_document_embedder(Retriever(document, document, vectors), snapshot, torch.bfloat16, passages)
 
         def parts(make: Callable[..., Any] = make) -> float:
             firsts = range(0, passages, SHARD_ROWS)

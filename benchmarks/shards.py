@@ -60,11 +60,11 @@ def models(snapshot: Any) -> dict[str, Mapping[str, bytes]]:
 
     values = config.load_params(PARAMS)
     bert = parse_section("bert", {**values["bert"], **SHAPE})
-    retriever, reader, tag = (parse_section(name, values[name]) for name in ("retriever", "reader", "tag"))
+    retriever, reader = (parse_section(name, values[name]) for name in ("retriever", "reader"))
     vocabulary = snapshot.tokenizer.get_vocab_size()
     embedder = build_models(bert, retriever, reader, vocabulary, 0)[0]
     tagger = Tagger(build_encoder(retriever.init, bert, vocabulary, 0)[0], ["O", "B-NAME", "I-NAME"])
-    return {"tagging": tagger_files(tagger, tag), "embedding": retriever_files(embedder, TextFormat.of(snapshot))}
+    return {"tagging": tagger_files(tagger), "embedding": retriever_files(embedder, TextFormat.of(snapshot))}
 
 
 def seconds(name: str, snapshot: Any, model: Mapping[str, bytes], helpers: int) -> tuple[float, str, str]:
