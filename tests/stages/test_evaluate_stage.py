@@ -34,3 +34,11 @@ def test_embeddings_of_the_same_tower_are_made_once(copy: Path, monkeypatch: pyt
     monkeypatch.setattr(evaluate, "passage_tower_digest", lambda folder: str(next(names)))
     assert figures() == once, "with embeddings of their own"
     assert next(made) == 1 + len(evaluate.ZERO_SHOT)
+
+
+def test_other_training_questions_than_those_of_the_model_are_warned_of(copy: Path) -> None:
+    values, report = yaml.safe_load((copy / "params.yaml").read_text()), Quiet()
+    values["questions"]["train"] = values["questions"]["dev"]
+    run_stage("evaluate", values, project=copy, root=copy / "root", report=report, force=True)
+    [line] = [line for line in report.warned if "was fine-tuned with questions.train=" in line]
+    assert line.startswith(f"questions.train is {values['questions']['dev']}, but")

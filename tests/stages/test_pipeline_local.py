@@ -300,6 +300,13 @@ def test_an_option_of_pretraining_runs_and_has_an_effect(
     assert ("p_null" in metrics) == change.get("null_document", True)
 
 
+def test_a_retriever_that_no_step_trains_is_warned_of(project: Path, tmp_path: Path) -> None:
+    root, report = copy_of(project, tmp_path, "data", "models/ict"), Quiet()
+    pretrain_beside(project, root, toy_values(pretrain={"retriever_delay": 12}), report)
+    [line] = [line for line in report.warned if "the retriever is not trained" in line]
+    assert "pretrain.steps is 12, and the first pretrain.retriever_delay=12 steps" in line
+
+
 def test_the_alarm_of_a_collapsed_retriever_is_heard(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,7 @@ from realmops.evaluate.recall import (
 )
 from realmops.evaluate.run_report import generated_note, write_report
 from realmops.model.retriever_files import RETRIEVER_FOLDER, load_retriever, passage_tower_digest
-from realmops.options import Evaluate, Finetune, RunOptions
+from realmops.options import Evaluate, Finetune, QuestionFiles, RunOptions
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import JUDGED_RULE, Question, rows_of_people
 from realmops.questions.relevance import RelevantPassages
@@ -149,6 +149,14 @@ def _answers(evaluation: Evaluation) -> dict[str, Any]:
         metrics["generated_questions"] = generated
         note = generated_note({**metrics, "questions": len(questions)})
         job.report.log(f"evaluate: {' '.join(note)}")
+    path, named = job.inputs["finetune"] / artifacts.MANIFEST, job.section(QuestionFiles).train
+    manifest = artifacts.read_json(path) if path.is_file() else {}  # missing in an unfinished update
+    trained_on = manifest.get("sections", {}).get("questions", {}).get("train", named)
+    if trained_on != named:
+        job.report.warn(
+            f"questions.train is {named}, but the model was fine-tuned with questions.train={trained_on}; evaluate "
+            "with the --set, --preset and --params of the training"
+        )
     training = load_questions(job, evaluation.snapshot, "train")
     trained = {question.question for question in training}
     if overlap := sum(question.question in trained for question in questions):

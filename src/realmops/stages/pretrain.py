@@ -55,6 +55,12 @@ def run(job: Job) -> dict[str, Any]:
         if process_group().is_main_process:
             copy_models(job.inputs["ict"], job.out)
         return {}
+    if options.steps <= options.retriever_delay:
+        job.report.warn(
+            f"pretrain: the retriever is not trained: pretrain.steps is {options.steps}, and the first "
+            f"pretrain.retriever_delay={options.retriever_delay} steps train only the reader; raise the former or "
+            "lower the latter"
+        )
     snapshot = open_snapshot(job)
     rows, masked = _held_out(job, snapshot)
     examples = _examples(job, snapshot)
