@@ -96,7 +96,7 @@ def follower(assignment: Path) -> Callable[[int], Forked]:
 
 
 def k(*words: str, content: Any = None, check: bool = True) -> str:
-    """What kubectl prints; ``content`` is its input, a text or an object."""
+    """Return the output of kubectl; ``content`` is its input, a text or an object."""
     text = content if content is None or isinstance(content, str) else json.dumps(content)
     done = subprocess.run([kubectl(), *words], input=text, capture_output=True, text=True, check=False)
     assert not check or done.returncode == 0, f"kubectl {' '.join(words)}: {done.stderr}"

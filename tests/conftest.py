@@ -97,7 +97,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def answering(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with a fine-tuned model and its results, which nobody changes either."""
+    """A fine-tuned model and its results; tests do not change it."""
     from serving import tuned
 
     return tuned(Path(shutil.copytree(trained, tmp_path_factory.mktemp("answering") / "project")))
@@ -120,7 +120,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def closed_book(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, fine-tuned as a T5 that reads no passages."""
+    """A run that is fine-tuned as a T5, which reads no passages."""
     from serving import tuned
 
     project = Path(shutil.copytree(trained, tmp_path_factory.mktemp("closed-book") / "project"))

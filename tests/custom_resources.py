@@ -24,7 +24,7 @@ def fixture(kind: str) -> dict[str, Any]:
 
 
 def faults_of(one: Mapping[str, Any], version: str) -> Iterator[str]:
-    """What the server would refuse: an unknown version, unknown fields, wrong types and values, missing fields.
+    """Return the server's objections: an unknown version, unknown fields, wrong types and values, missing fields.
 
     ``version`` is that of Kubernetes, for what its own schemas describe.
     """

@@ -133,7 +133,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Methods(TorchFunctionMode):
-    """What is done without an operation: a tensor made from numbers, and its memory read."""
+    """Calls without an operation: a tensor made from numbers, and its memory read."""
 
     def __init__(self, counts: Counts) -> None:
         super().__init__()

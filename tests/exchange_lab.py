@@ -1,4 +1,4 @@
-"""What the exchange's tests share: a volume in memory that can lose power, faults, and a toy REALM run.
+"""Helpers of the exchange's tests: a volume in memory that can lose power, faults, and a toy REALM run.
 
 The toy run trains 32 bytes by hashing them with what the index in use holds, so that one wrong, torn or
 mixed byte anywhere changes the end of the run. Nothing here imports torch.
@@ -68,7 +68,7 @@ class MemoryFiles(Files):
         self.top = top or Inode(names={})
 
     def seen_by(self, around: Any) -> MemoryFiles:
-        """The same volume as another process sees it."""
+        """Return the volume as another process sees it."""
         return type(self)(around, self.top)
 
     def _at(self, path: Path) -> Inode:
@@ -161,7 +161,7 @@ class MemoryFiles(Files):
         del self._folder(path.parent)[path.name]
 
     def power_cut(self, rng: random.Random) -> None:
-        """What was not synced is there, is not, or (data) is there in half; each node for itself."""
+        """Keep, lose or (data) halve what was not synced; each node independently."""
         self._cut(self.top, rng, {})
 
     def _cut(self, node: Inode, rng: random.Random, done: dict[int, bool]) -> None:

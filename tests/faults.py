@@ -1,4 +1,4 @@
-"""What the campaign against faults shares: its length, and small disks.
+"""Helpers of the campaign against faults: its length, and small disks.
 
 ``make faults`` sets REALMOPS_FAULTS and runs the tests with the marker ``faults`` at full length; ``make test`` runs
 the same tests cut short.
@@ -18,7 +18,7 @@ CAMPAIGN = "REALMOPS_FAULTS" in os.environ
 
 
 def times(short: int, long: int) -> int:
-    """How often, in ``make test`` and in ``make faults``."""
+    """Return the repetitions of ``make test`` or ``make faults``."""
     return long if CAMPAIGN else short
 
 

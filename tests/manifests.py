@@ -32,7 +32,7 @@ def kubectl() -> str:
 
 
 def render(folder: Path) -> list[Object]:
-    """What ``kubectl apply -k`` would send."""
+    """Return the objects that ``kubectl apply -k`` would send."""
     done = subprocess.run([kubectl(), "kustomize", str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{folder}: {done.stderr}"
     return [one for one in yaml.load_all(done.stdout, yaml.CSafeLoader) if one]

@@ -211,7 +211,7 @@ def with_packages(spec: Object) -> Object:
 
 
 def give_to_group(volume: Path, group: int) -> None:
-    """What the kubelet does for ``fsGroup``, which podman does not know."""
+    """Apply ``fsGroup`` as the kubelet does; podman does not."""
     for path in [volume, *volume.rglob("*")]:
         os.chown(path, -1, group)
         path.chmod(path.stat().st_mode | (0o2070 if path.is_dir() else 0o060))

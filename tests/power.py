@@ -1,4 +1,4 @@
-"""What a power cut would leave of a real folder: tests of durability share it."""
+"""Power cuts of a real folder, for tests of durability."""
 
 from __future__ import annotations
 

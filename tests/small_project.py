@@ -149,7 +149,7 @@ def group_exists(group: int) -> bool:
 
 
 class Quiet:
-    """A report that remembers what it was told."""
+    """A report that keeps its messages."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -252,7 +252,7 @@ def litter(root: Path) -> list[Path]:
 
 
 def wait_for(what: Callable[[], Any], seconds: float, process: subprocess.Popen[str] | Forked | None = None) -> Any:
-    """What ``what`` gives once it is true, within ``seconds`` on a free machine; a busy one has ten times as many."""
+    """Return the result of ``what`` once it is true; a busy machine has ten times the ``seconds``."""
     seconds *= 10
     end = time.monotonic() + seconds
     while not (found := what()):

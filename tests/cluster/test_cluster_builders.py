@@ -187,7 +187,7 @@ def tagger_values(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def tagged(snapshot: Path, folder: Path, shard_pods: int) -> dict[str, bytes]:
-    """What the task ``tag`` writes on a volume in ``folder``."""
+    """Write the files of the task ``tag`` on a volume in ``folder``."""
     shutil.copytree(snapshot / "runs", folder / "runs", dirs_exist_ok=True)
     shown = Output(folder / "out.json")
     tasks.run_stage(

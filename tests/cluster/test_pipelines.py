@@ -56,7 +56,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pods_of(platform: dict[str, Any]) -> dict[str, Any]:
-    """What the platform document has for the pod of each executor."""
+    """Return the platform document's entry for the pod of each executor."""
     found: dict[str, Any] = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
     return found
 

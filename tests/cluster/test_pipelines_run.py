@@ -87,7 +87,7 @@ def failed(project: Path, deployment: Lab) -> Path:
 
 @pytest.fixture(scope="module")
 def run(project: Path, failed: Path) -> Path:
-    """The same run, started again with all files and with a model to promote."""
+    """Return the run, started again with all files and with a model to promote."""
     made = {path: path.stat().st_mtime_ns for path in (failed / "models").glob("*/manifest.json")}
     done = train(project, options=options(project, tracking={"enabled": True}), model="toy")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -278,7 +278,7 @@ class Watched:
 
 
 def watched(tasks: set[str], *polls: list[dict[str, Any]], ends: str = "SUCCEEDED") -> list[str]:
-    """What is logged of a run."""
+    """Return the log of a run."""
     lines: list[str] = []
     assert submit.wait("1", tasks, Watched([*polls], ends), lines.append) == ends  # type: ignore[arg-type]
     return lines

@@ -1,4 +1,4 @@
-"""What a pod imports: a task without a model starts without torch, and none imports the clients of other tasks."""
+"""Imports of a pod: a task without a model starts without torch, and none imports the clients of other tasks."""
 
 import json
 import os

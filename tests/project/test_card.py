@@ -1,4 +1,4 @@
-"""What the project was asked for: its entries at the top, its packages, and its files in what is installed."""
+"""Requirements of the project: its entries at the top, its packages, and its files in what is installed."""
 
 import re
 import subprocess

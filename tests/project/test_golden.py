@@ -1,4 +1,4 @@
-"""What a seed gives: the sample corpus, its snapshot, the first batches and the first masks.
+"""Results of a seed: the sample corpus, its snapshot, the first batches and the first masks.
 
 A change of any of them changes every figure that was published, so it is never by the way: `make golden` writes
 fixtures/golden.json again, and the reason goes into the commit.

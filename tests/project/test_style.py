@@ -1,4 +1,4 @@
-"""How the project speaks: the field's own words, also in names of tests, and docstrings without clauses.
+"""Language of the project: the field's own words, also in names of tests, and docstrings without clauses.
 
 A line may use a word of ``WORDS`` only where the right meaning is the plain one: ``ALLOWED`` lists such lines by file.
 """

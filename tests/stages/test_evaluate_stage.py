@@ -1,4 +1,4 @@
-"""What the stage evaluate does not do twice."""
+"""Stage ``evaluate``: shared embeddings, and warnings."""
 
 from itertools import count
 from pathlib import Path

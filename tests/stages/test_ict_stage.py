@@ -1,4 +1,4 @@
-"""What the stage ict says of crops, and what it keeps of a retriever that they made worse."""
+"""Stage ``ict``: its log of crops, and the retriever that it keeps if they made it worse."""
 
 from pathlib import Path
 from types import SimpleNamespace

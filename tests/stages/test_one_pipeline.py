@@ -135,7 +135,7 @@ VALUES = toy_values(tag={"method": "tagger"}, pretrain={"steps": 1})
 
 @pytest.fixture(scope="module")
 def read(project: Path) -> dict[str, set[str]]:
-    """What the work of each stage has read of its sections, those for the names of its files included; all are done."""
+    """Return the options that the work of each stage has read, those of its files included; all stages run."""
     read: dict[str, set[str]] = {}
     jobs: list[Recording] = []
 

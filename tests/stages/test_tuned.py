@@ -72,7 +72,7 @@ def dying(count: int, usual: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def test_made_questions_are_answered_once(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How much f(x, z) counts where they are read is known before."""
+    """The weight of f(x, z) in reading is known before."""
     usual, answer, answered = stage.load_questions, OpenQa.answer, list[int]()
 
     def made(job: Job, snapshot: Snapshot, split: str) -> list[Question]:

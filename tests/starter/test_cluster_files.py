@@ -1,4 +1,4 @@
-"""What a new project has for a cluster: its own params and presets, its repository, and values to set."""
+"""Cluster files of a new project: its own params and presets, its repository, and values to set."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def records(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 class Answer(io.BytesIO):
-    """What ``urlopen`` returns."""
+    """Response of ``urlopen``."""
 
     def __init__(self, content: bytes, url: str = "https://example.org/") -> None:
         super().__init__(content)
@@ -55,7 +55,7 @@ def no_network() -> Answer:
 
 
 def fetched(*words: str | Path) -> str:
-    """What ``realmops public-data`` prints."""
+    """Return the output of ``realmops public-data``."""
     result = cli("public-data", *words)
     assert result.exit_code == 0, result.output
     return result.stdout

@@ -1,4 +1,4 @@
-"""What the tasks of all components share: outputs, settings, options and the folder of a run."""
+"""Shared parts of all components' tasks: outputs, settings, options and the folder of a run."""
 
 import math
 import os

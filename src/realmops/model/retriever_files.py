@@ -44,7 +44,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class TextFormat:
-    """How texts become sequences: a tokenizer, the hash of its vocabulary, and the most wordpieces of a passage."""
+    """Format of texts as sequences: a tokenizer, the hash of its vocabulary, and the most wordpieces of a passage."""
 
     tokenizer: Tokenizer
     vocabulary_hash: str

@@ -1,1 +1,1 @@
-"""What ``realmops init`` writes: the files of a new project, and the choices that its documents determine."""
+"""Output of ``realmops init``: the files of a new project, and the choices that its documents determine."""

@@ -37,7 +37,7 @@ _Point = tuple[str, float, int, int]  # name, value, milliseconds, step
 
 
 class SpoolEntry:
-    """What MLflow has not received yet of one stage: a folder of the spool, deleted once all is sent.
+    """Unsent part of one stage's metrics: a folder of the spool, deleted once all is sent.
 
     ``run`` has the run and, as ``final``, how the stage ended; ``sent``, next to the folder, the destination with the
     last step sent of each metric. The process of the stage holds ``lock``.
