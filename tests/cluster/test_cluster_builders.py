@@ -228,7 +228,7 @@ def test_builders_help_with_shards_and_are_scaled_down_afterwards(
     [
         (1, 200, "", ""),
         (3, 404, "", f"tag works without index builders: Deployment {DEPLOYMENT} in namespace lab, 2 replicas: "),
-        (3, 200, "another run", "claim, which "),
+        (3, 200, "another run", "claim.lock, which "),
     ],
 )
 def test_a_stage_never_waits_for_helpers(
@@ -248,7 +248,7 @@ def test_a_stage_never_waits_for_helpers(
 
     monkeypatch.setattr(shards, "SHARD_ROWS", 3)
     monkeypatch.setattr(ShardWorker, "make_one", late)
-    claim = tmp_path / builders.ASSIGNMENT.parent / "claim"
+    claim = tmp_path / builders.ASSIGNMENT.parent / builders.CLAIM
     with acquire_lease(claim, lambda message: None) if holder else nullcontext():
         assert tagged(snapshot, tmp_path, shard_pods) == spans_of(snapshot / "alone")
     assert lab.replicas == []
@@ -258,8 +258,10 @@ def test_a_task_that_holds_the_builders_gets_their_help_for_each_offer(lab: Lab,
     root, assignment = tmp_path / "runs/one", tmp_path / builders.ASSIGNMENT
     offer, report = shard_offer_path(root, "pretrain"), small_project.Quiet()
     offer.parent.mkdir(parents=True)
+    for lease in ("claim", "scaling"):
+        (assignment.parent / lease / "000001").mkdir(parents=True)  # of version 0.2.0
     with (
-        acquire_lease(assignment.parent / "claim", report.log),
+        acquire_lease(assignment.parent / builders.CLAIM, report.log),
         builders.shard_helpers(root, "pretrain", DEPLOYMENT, 3, "us", report, held=True),
     ):
         for number in (1, 2):

@@ -182,7 +182,7 @@ def test_promotion_compares_with_the_champion_and_fails_only_for_invalid_input(
     assert promoted(copied("better", 100), project) == {"promoted": 1.0, "em_difference": 1.0 - em}
     assert promoted(copied("worse", 0), project) == {"promoted": 0.0, "em_difference": -1.0}
     assert "not promoted, models:/toy/2 remains champion" in capfd.readouterr().err
-    assert (run.parent / ".realmops/promote").is_file(), "serialised by a lease next to the runs"
+    assert (run.parent / ".realmops/promotion.lock").is_file(), "serialised by a lease next to the runs"
     for margin, message in ((3.0, "margin is 3.0; expected a number from 0 to 1"), (0.0, "MLFLOW_TRACKING_URI is not")):
         if not margin:
             monkeypatch.delenv("MLFLOW_TRACKING_URI")

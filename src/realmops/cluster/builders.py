@@ -20,7 +20,9 @@ from realmops.refresh.lease import acquire_lease
 from realmops.stages import STAGES, fingerprint
 
 ASSIGNMENT = Path("builder/assignment.json")  # on the shared volume
-SCALING = "scaling"  # lease next to it, held while assignment and replicas change
+# Leases next to it; earlier versions left folders without the suffix on volumes.
+CLAIM = "claim.lock"  # held while builders serve a run
+SCALING = "scaling.lock"  # held while assignment and replicas change
 POLL_SECONDS = 1.0  # polling interval
 RETRY_SECONDS = 5.0  # retry interval while the API server is unreachable
 SCALE_DOWN_SECONDS = 1500.0  # retries of the last task, which may take half an hour
@@ -94,7 +96,7 @@ def scaled_builders(
     timer.start()
     with ExitStack() as stack:
         try:
-            stack.enter_context(acquire_lease(assignment.parent / "claim", log, stop))
+            stack.enter_context(acquire_lease(assignment.parent / CLAIM, log, stop))
         except InterruptedError:
             raise TimeoutError(
                 f"the index builders of {assignment.parent} are held by another run that did not end within "
@@ -182,7 +184,7 @@ def shard_helpers(
         try:
             while not ended.wait(POLL_SECONDS):
                 if offer.is_file():
-                    with nullcontext() if held else acquire_lease(assignment.parent / "claim", report.log, ended):
+                    with nullcontext() if held else acquire_lease(assignment.parent / CLAIM, report.log, ended):
                         serve_offer()
         except InterruptedError:  # the stage ended first
             return

@@ -191,7 +191,7 @@ def promote(options: str, root: str, model: str, margin: float, champion: Output
     from realmops.evaluate.compare import deciding_metric
     from realmops.tracking.runs import headline_metrics
 
-    values, lease = load_options(options, root), place.parent / artifacts.WORK_FOLDER / "promote"
+    values, lease = load_options(options, root), place.parent / artifacts.WORK_FOLDER / "promotion.lock"
     with acquire_lease(lease, report.log):  # MLflow does not serialise promotions
         promotion = promote(values, project=place, root=place, name=model, margin=margin, copy=False)
     report.log(promotion.message)

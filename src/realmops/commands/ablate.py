@@ -188,7 +188,7 @@ def _complete(task: Task, out: Path, report: Report, existing_only: bool = False
         key = fingerprint(stage, values, stage_inputs(stage, values, task.params.parent, task.view))
         home = out / "store" / f"{stage.name}-{key[:16]}"
         if not (is_complete(home, stage) or existing_only):
-            with acquire_lease(home / WORK_FOLDER / "claim", report.log):
+            with acquire_lease(home / WORK_FOLDER / "claim.lock", report.log):
                 if not is_complete(home, stage):
                     report.log(f"ablate: {task.variant}, seed {task.seed}: {stage.name}, with its log in {home / LOG}")
                     _run_stage(stage, replace(task, values=values), home)
