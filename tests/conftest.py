@@ -26,6 +26,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Tests have names without bytes: a gzip file holds the second that it was made in, and workers collect equal names."""
+    return "bytes" if isinstance(val, bytes) else None
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     """Tests run beside each other: one thread each, whatever the test before chose."""

@@ -33,7 +33,7 @@ def write(path: Path, data: str | bytes) -> Path:
 @pytest.mark.parametrize(
     ("name", "content", "format"),
     [
-        ("a.json.gz", gzip.compress(b'{"title": "A"}'), "jsonl"),
+        ("a.json.gz", gzip.compress(b'{"title": "A"}', mtime=0), "jsonl"),
         ("noname", '\n {"title": "A"}', "jsonl"),
         ("part-0", "PAR1", "parquet"),
         ("A.JSONL", '{"title": "A"}', "jsonl"),
