@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """Tests have names without bytes: a gzip file holds the second that it was made in, and workers collect equal names."""
+    """Leave bytes out of names: a gzip file holds the second of its making, and workers must collect equal names."""
     return "bytes" if isinstance(val, bytes) else None
 
 

@@ -28,6 +28,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "vocabulary": read_vocabulary,
 }
 QUESTION: dict[str, Any] = {"id": "q1", "question": "Who?", "answers": ["Ann"]}
+RANDOM = random.Random(0).randbytes(1000)
 ENTITIES = gzip.compress("".join(f"w{n} B-X\n" for n in range(500)).encode())
 CHANGES: list[tuple[dict[str, Any], str]] = [  # of the second question of a file
     ({"answers": None}, "'answers' is NoneType"),
@@ -81,7 +82,7 @@ TABLE: list[tuple[str, str, str | bytes, str]] = [  # reader, name of the file, 
     ("questions", "q", "question,answer\nwho?,Ann\nwhy?\n", r":3: 1 columns, expected 2 \(question, answer\)"),
     ("questions", "q", 'question,answer\nwho?,"An\nn"\nwhy?,"B\n', ":4: invalid CSV line"),
     ("questions", "q", "question,answer\nwho?,\n", r":2: the question 'who\?' has no answer"),
-    ("questions", "q.gz", gzip.compress(b"[" + random.Random(0).randbytes(1000).hex().encode())[:-20], "ends in the middle"),
+    ("questions", "q.gz", gzip.compress(b"[" + RANDOM.hex().encode())[:-20], "ends in the middle"),
     ("questions as csv", "q", "who?,Ann\n", ":1: the first line of a table names its columns"),
     ("entities", "ner", "a B-X\nb\n", ":2: 'b' has one column; expected 'token tag'"),
     ("entities", "ner", "a B-X\n\nb X-Y\n", ":3: the tag 'X-Y' is not O, B-TYPE or I-TYPE"),
