@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from realmops.files import DISK, Files
 
-SCHEMA = 3
+SCHEMA = 4
 PROMOTED = "promoted"  # kind of a promoted model's manifest, and the subfolder of a run with promoted models
 WORK_FOLDER = ".realmops"  # folder below a root for unfinished work, locks and the local MLflow database
 MANIFEST = "manifest.json"

@@ -15,7 +15,7 @@ import pytest
 from exchange_lab import Fault, Killed, MemoryFiles, StillClock
 
 from realmops import memory_map
-from realmops.artifacts import MANIFEST, add_digest, canonical_json
+from realmops.artifacts import MANIFEST, SCHEMA, add_digest, canonical_json
 from realmops.files import Files
 from realmops.refresh import versions
 from realmops.refresh.versions import STALE_SECONDS, CorruptVersionError, VersionStore, version_name
@@ -184,7 +184,7 @@ def test_symbolic_links_in_a_version_are_refused(real: VersionStore, linked: str
 def forged(changes: Mapping[str, Any]) -> bytes:
     """A manifest with other fields and a valid digest, as of another version or of an attacker."""
     fields = {
-        "schema": 3, "kind": "kind", "name": OLD, "nonce": "0", "writer": "trainer", "run": RUN, "files": {},
+        "schema": SCHEMA, "kind": "kind", "name": OLD, "nonce": "0", "writer": "trainer", "run": RUN, "files": {},
         "meta": {}, "created_unix": 0.0, **changes,
     }  # fmt: skip
     return canonical_json(add_digest(fields))
