@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from realmops.api import Answerer, AnswerRecord, Citation, Passage, Searcher
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = ["AnswerRecord", "Answerer", "Citation", "Passage", "Searcher", "__version__"]
 
 
