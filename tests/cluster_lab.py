@@ -4,7 +4,6 @@ Resource URIs, selectors and status codes are those of Kubernetes; a replica is 
 """
 
 import json
-import os
 import re
 import subprocess
 import threading
@@ -88,9 +87,8 @@ def follower(assignment: Path) -> Callable[[int], Forked]:
     """Return a function that starts a replica: an index builder that follows this file."""
 
     def start(number: int) -> Forked:
-        environment = {**os.environ, "HOSTNAME": f"replica-{number}"}
         log = assignment.with_name(f"replica-{number}.txt")
-        return forked.realmops("index-builder", "--follow", assignment, env=environment, log=log)
+        return forked.realmops("index-builder", "--follow", assignment, log=log)
 
     return start
 

@@ -93,7 +93,7 @@ def realmops(*words: str | Path, **options: Any) -> Forked:
     return Forked(partial(run_program, "realmops", [str(word) for word in words]), **options)
 
 
-def start_builder(command: list[str], *, stdin: int, stdout: Any, stderr: Any, env: Mapping[str, str] | None) -> Forked:
+def start_builder(command: list[str], *, stdin: int, stdout: Any, stderr: Any) -> Forked:
     """Start the index builder of a stage as ``subprocess.Popen`` does; it ends with this process."""
     python, words = command[:4], command[4:]
     assert python == [sys.executable, "-P", "-m", "realmops"], command
@@ -101,7 +101,7 @@ def start_builder(command: list[str], *, stdin: int, stdout: Any, stderr: Any, e
         at = words.index("--watch-parent")
         del words[at : at + 2]
     log = Path(stdout.name if stdout else f"/proc/{os.getpid()}/fd/1")
-    return Forked(partial(run_program, "realmops", words), log=log, env=env)
+    return Forked(partial(run_program, "realmops", words), log=log)
 
 
 FORKS: Any = SimpleNamespace(Popen=start_builder, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -196,6 +197,32 @@ def test_a_fault_at_any_call_of_the_commit_leaves_the_old_folder_or_the_new_one(
                 break
     # two files, the stage folder and its parent; the old folder's name and the new one's
     assert failing == {"fsync": 4, "rename": 1 + exists}[call]
+
+
+@pytest.mark.parametrize("locks", ["shared", "not shared", "none"])
+def test_another_process_deletes_abandoned_drafts_and_no_part_of_one_that_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: str
+) -> None:
+    """Where locks are not shared between machines, a draft in work is taken for abandoned."""
+    final, delete = tmp_path / "final", shutil.rmtree
+    (tmp_path / f".final.{'0' * 32}").mkdir()
+    if locks != "shared":
+        monkeypatch.setattr(artifacts, "try_lock", lambda *_: None if locks == "none" else True)
+
+    def commit_meanwhile(folder: Path, **options: Any) -> None:
+        (folder / "a").unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.rename(draft, final)
+        delete(folder, **options)
+
+    with suppress(FileNotFoundError), atomic_folder(final) as draft:
+        (draft / "a").write_bytes(b"whole")
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", commit_meanwhile)
+            artifacts._remove_abandoned(final)
+    left = {path.name: contents(path) for path in tmp_path.iterdir()}
+    whole = {"final": {"a": b"whole"}}
+    assert left == {"shared": whole, "not shared": {}, "none": left | whole}[locks]
 
 
 def test_files_and_folders_survive_a_power_cut_from_their_commit_on(tmp_path: Path) -> None:

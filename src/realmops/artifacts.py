@@ -228,7 +228,9 @@ def _remove_abandoned(final: Path) -> None:
                     continue
                 if folder.suffix == ".old" and not final.exists():
                     os.rename(folder, final)
-                shutil.rmtree(folder, ignore_errors=True)
+                claimed = final.with_name(f".{final.name}.{uuid.uuid4().hex}")
+                os.rename(folder, claimed)  # the lock of a writer on another machine may not be visible here
+                shutil.rmtree(claimed, ignore_errors=True)
             finally:
                 os.close(handle)
 

@@ -123,7 +123,7 @@ def test_each_exit_is_reported_once_and_followed_by_a_restart(tmp_path: Path) ->
 
 def test_an_index_builder_imports_nothing_from_the_working_directory(tmp_path: Path) -> None:
     (tmp_path / "click.py").write_text("raise SystemExit(9)")
-    command = builder_command(tmp_path, tmp_path, "--help")
+    command = builder_command(tmp_path, tmp_path, "name", "--help")
     assert subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL, timeout=60).returncode == 0
 
 

@@ -17,12 +17,12 @@ from exchange_lab import end_of, forked
 from small_project import wait_for
 from small_world import DOCUMENTS, World, build_world, section, tiny_models
 
-from realmops.artifacts import read_json
+from realmops.artifacts import read_json, try_lock
 from realmops.corpus.phrases import DATE
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.build import build_encoder
 from realmops.model.retriever_files import retriever_files
-from realmops.refresh import shards
+from realmops.refresh import lease, shards
 from realmops.refresh.builder import DONE, MISCONFIGURED
 from realmops.refresh.builder_process import run_index_builder
 from realmops.refresh.exchange import Exchange, inspect_exchange, part_name
@@ -216,6 +216,27 @@ def test_damaged_shards_and_all_of_a_damaged_model_are_computed_again(finished: 
 
 
 # Helpers
+
+
+@pytest.mark.parametrize(("lock", "computed"), [(try_lock, [5, 10]), (lambda file: None, [0, 5, 10])])
+def test_processes_whose_locks_are_not_shared_compute_the_same_bytes_twice(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: Any, computed: list[int]
+) -> None:
+    """A helper computes all that it may while the stage computes its first shard."""
+    monkeypatch.setattr(lease, "try_lock", lock)
+    stage, helped = Stage(world, tmp_path), list[int]()
+
+    def help_with_shards(first: int) -> None:
+        if not helped:
+            run = read_json(stage.root / "run/v-000000/manifest.json")["run"]
+            helper = Exchange.open(stage.root, run, "builder-elsewhere")
+            model = helper.weights.load(MODEL)
+            worker = shards.ShardWorker(helper, world.snapshot, toy(helped), model, CPU, FP32)
+            while worker.make_one():
+                pass
+
+    assert stage.run(before=help_with_shards) == rows_of(b"a")
+    assert (stage.computed, helped) == ([0], computed)
 
 
 def test_a_leased_shard_is_awaited_with_a_message(finished: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

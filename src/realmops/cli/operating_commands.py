@@ -84,6 +84,7 @@ def _show(inputs: Iterable[object], notes: Iterable[str]) -> None:
 @main.command("index-builder")
 @option.file("--exchange", help="The exchange folder shared with the trainer.")
 @option.file("--snapshot", help="The snapshot folder of the corpus.")
+@click.option("--name", hidden=True, help="Unique on the exchange, and kept by restarts of the builder.")
 @option.watch_parent
 @option.file("--follow", metavar="FILE", help="Work for the training or stage that FILE names, then for the next.")
 @option.file("--alive", metavar="FILE", help="With --follow: touch FILE as a heartbeat.")

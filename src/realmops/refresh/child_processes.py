@@ -2,11 +2,14 @@
 
 import math
 import os
+import re
+import secrets
 import signal
+import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Self
@@ -17,6 +20,12 @@ LAST_LINES = 5  # of a log, shown in an error
 PARENT_SECONDS = 0.5  # between two checks of the parent process
 
 
+def process_name() -> str:
+    """Return a name that no other process has; the host in it is for people, because hosts can share their names."""
+    host = re.sub("[^a-z0-9]+", "-", socket.gethostname().lower())[:24]
+    return f"{host}-{secrets.token_hex(4)}"
+
+
 class SupervisedProcess:
     """A child process that is restarted after each exit, and whose output is appended to ``log``.
 
@@ -24,11 +33,8 @@ class SupervisedProcess:
     for longer than that.
     """
 
-    def __init__(
-        self, command: Sequence[str], *, pause: float, log: Path | None = None,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
-        self.command, self.log, self.environment = command, log, environment
+    def __init__(self, command: Sequence[str], *, pause: float, log: Path | None = None) -> None:
+        self.command, self.log = command, log
         self.starts = 0
         self.pause = self._first_pause = pause
         self._started = self._next = -math.inf
@@ -53,9 +59,7 @@ class SupervisedProcess:
             if now >= self._next:
                 self.starts, self._started = self.starts + 1, now
                 with open(self.log, "ab") if self.log else nullcontext() as log:
-                    self._process = subprocess.Popen(
-                        self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment
-                    )
+                    self._process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             return None
         code = self._process.poll()
         if code is not None:

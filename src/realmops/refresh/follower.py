@@ -1,7 +1,6 @@
 """The process that serves one exchange after another, each by an index builder in a child process; no torch."""
 
 import json
-import os
 import signal
 import sys
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 from realmops.artifacts import write_json
 from realmops.files import Files
 from realmops.refresh.builder import DONE, MISCONFIGURED
-from realmops.refresh.child_processes import SupervisedProcess
+from realmops.refresh.child_processes import SupervisedProcess, process_name
 from realmops.refresh.exchange import IDENTITY_VERSION
 from realmops.refresh.heartbeat import Heartbeat
 from realmops.refresh.versions import MANIFEST_LIMIT
@@ -18,9 +17,9 @@ from realmops.refresh.versions import MANIFEST_LIMIT
 HEARTBEATS_FOLDER, HEARTBEAT_SECONDS = "alive", 5.0
 
 
-def builder_command(exchange: Path | str, snapshot: Path | str, *arguments: str) -> list[str]:
-    """Return the command line of an index builder process."""
-    options = ["--exchange", str(exchange), "--snapshot", str(snapshot), *arguments]
+def builder_command(exchange: Path | str, snapshot: Path | str, name: str, *arguments: str) -> list[str]:
+    """Return the command line of an index builder process, whose restarts keep its name."""
+    options = ["--exchange", str(exchange), "--snapshot", str(snapshot), "--name", name, *arguments]
     return [sys.executable, "-P", "-m", "realmops", "index-builder", *options]
 
 
@@ -43,9 +42,8 @@ class Follower:
 
     def __init__(self, path: Path, alive: Path | None, poll: float = 1.0) -> None:
         self.path, self.alive, self.poll = path, alive, poll
-        self._heartbeat = Heartbeat(
-            path.parent / HEARTBEATS_FOLDER / f"{os.environ.get('HOSTNAME', '0')}.json", HEARTBEAT_SECONDS
-        )
+        self.name = process_name()
+        self._heartbeat = Heartbeat(path.parent / HEARTBEATS_FOLDER / f"{self.name}.json", HEARTBEAT_SECONDS)
         self._served: bytes | None = None  # the content of the assignment file
         self._builder: SupervisedProcess | None = None  # also None after the assignment is done
         self._exchange = self._last_status = ""
@@ -71,7 +69,8 @@ class Follower:
             self._end()
             assignment, self._served = json.loads(content), content
             self._exchange = assignment["exchange"]
-            self._builder = SupervisedProcess(builder_command(self._exchange, assignment["snapshot"]), pause=self.poll)
+            command = builder_command(self._exchange, assignment["snapshot"], self.name)
+            self._builder = SupervisedProcess(command, pause=self.poll)
         elif content is None and self._builder is not None and not is_exchange(Path(self._exchange)):
             self._end()  # a stage has ended and removed its exchange
             self._builder = self._served = None

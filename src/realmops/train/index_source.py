@@ -199,10 +199,8 @@ def open_exchange(
     }
     child = None
     if refresh.builder == "child":
-        command = builder_command(root, snapshot.folder, "--watch-parent", str(os.getpid()))
-        child = SupervisedProcess(
-            command, pause=0.0, log=work / BUILDER_LOG, environment={**os.environ, "HOSTNAME": "child"}
-        )
+        command = builder_command(root, snapshot.folder, "child", "--watch-parent", str(os.getpid()))
+        child = SupervisedProcess(command, pause=0.0, log=work / BUILDER_LOG)
 
     def on_wait(message: str, seconds: float) -> None:
         if child is not None and (code := child.poll()) is not None:
