@@ -1,34 +1,51 @@
-"""Credentials in addresses: refused in options, removed from texts of servers."""
+"""Credentials in addresses: refused where an address is read, removed from texts of servers and libraries."""
 
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from small_project import cli
 
-from realmops.config import load_params
+from realmops.answering.feedback import FILE, Rating, read_feedback
+from realmops.cluster.kfp_client import KfpClient
+from realmops.cluster.packed_options import unpack_options
+from realmops.cluster.submit import Pipeline, prepare
+from realmops.config import default_options, load_params, parse_section
+from realmops.config_yaml import parse_yaml
 from realmops.credentials import redact, refuse_credentials
+from realmops.inputs.addresses import filesystem, name_of
+from realmops.questions.question_sets import read_questions
+from realmops.tracking.client import resolve_tracking_uri
+
+SECRET = "s3cret"
 
 
 @pytest.mark.parametrize(
     ("address", "variable"),
     [
         ("s3://me:s3/cret@bucket/documents", "AWS_SECRET_ACCESS_KEY"),
+        ("s3://me:s3 cret@bucket/documents", "AWS_SECRET_ACCESS_KEY"),
+        ("s3://me%3As3cret@bucket/documents", "AWS_SECRET_ACCESS_KEY"),
+        ("https://me:[s3cret@host/a.jsonl", "NETRC"),
         ("https://s3cret@host/documents.jsonl", "NETRC"),
         ("https://host/a.jsonl?X%2DAmz%2DSignature=s3cret", "NETRC"),
         ("https://host/a.jsonl?sv=2026&sig=s3cret", "NETRC"),
-        ("https://host/a.jsonl?access_token=s3cret", "NETRC"),
+        ("HTTPS://host/a.jsonl?access_token=s3cret", "NETRC"),
+        ("abfs://container/a.jsonl?account_key=s3cret", "the variables of its client"),
         ("gs://bucket/a.jsonl#key=s3cret", "GOOGLE_APPLICATION_CREDENTIALS"),
         ("hf://datasets/o/n/a.jsonl?token=s3cret", "HF_TOKEN"),
         ("simplecache::https://me:s3cret@host/a.jsonl", "NETRC"),
+        ("Who wrote ('https://me:s3cret@host/a')?", "NETRC"),
     ],
 )
-def test_an_address_with_credentials_is_refused_without_repeating_them(
-    address: str, variable: str, tmp_path: Path
-) -> None:
-    (tmp_path / "params.yaml").write_text("{}")
-    for option in ("snapshot.documents", "questions.test", "retriever.init"):
-        with pytest.raises(ValueError, match=f"{option}.*with credentials in it.*{variable}") as refused:
-            load_params(tmp_path / "params.yaml", settings=[f"{option}={address}"])
-        assert "s3cret" not in str(refused.value)
+def test_an_address_with_credentials_is_refused_without_repeating_them(address: str, variable: str) -> None:
+    for value in (address, {"nested": [address]}, {address: 1}):
+        with pytest.raises(ValueError, match=f"here .*with credentials in it.*{variable}") as refused:
+            refuse_credentials(value, f"here {address}")
+        assert not re.search(r"s3[ /]?cret|cret@", str(refused.value))
 
 
 @pytest.mark.parametrize(
@@ -37,12 +54,104 @@ def test_an_address_with_credentials_is_refused_without_repeating_them(
         "hf://datasets/owner/name@main/a.jsonl",
         "abfss://container@account.dfs.core.windows.net/a.jsonl",
         "http://host:8080/a@2.jsonl?version=2&page=3",
+        "https://host/a.jsonl?author=me&tokenizer=bert&keyword=x",
         "s3://bucket/tokens/key.jsonl",
         "sftp://me@host/a.jsonl",
+        "Write to https://host/a or to me:you@host?",
     ],
 )
 def test_an_address_without_credentials_is_accepted(address: str) -> None:
     refuse_credentials(address, "here")
+
+
+ADDRESS = f"https://me:{SECRET}@host/documents.jsonl"
+IN_JSON, IN_YAML = (ADDRESS.replace("/", slash) for slash in ("\\/", "\\x2f"))
+
+
+def written(folder: Path, name: str, *lines: object) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def params(folder: Path, text: str = "{}", *settings: str) -> Any:
+    return load_params(written(folder, "params.yaml", text), settings=settings)
+
+
+def question(folder: Path, **changes: Any) -> Any:
+    return read_questions([written(folder, "q.jsonl", {"question": "Who?", "answers": ["she"], **changes})])
+
+
+RATING = {"question": "Who?", "answer": "she", "right": True}
+DOORS: dict[str, Callable[[Path], Any]] = {
+    "params file": lambda folder: params(folder, f"questions: {{test: '{ADDRESS}'}}"),
+    "list in a params file": lambda folder: params(folder, f"questions: {{test: ['{ADDRESS}']}}"),
+    "presets": lambda folder: params(folder, f"presets: ['{ADDRESS}']"),
+    "setting": lambda folder: params(folder, "{}", f"retriever.init={ADDRESS}"),
+    "escaped setting": lambda folder: params(folder, "{}", f'retriever.init="{IN_YAML}"'),
+    "section of a stage": lambda folder: parse_section("snapshot", {"documents": ADDRESS}),
+    "options of a pipeline": lambda folder: unpack_options(json.dumps({"snapshot": {"documents": ADDRESS}})),
+    "inputs of a pipeline": lambda folder: unpack_options(
+        json.dumps({"inputs": {"tag.dev": {"remote": {"url": ADDRESS}}}})
+    ),
+    "parameter of a pipeline": lambda folder: prepare(
+        default_options(),
+        folder,
+        Pipeline.read("refresh"),
+        [f'tolerations=["{ADDRESS.replace("/", chr(92) + "/")}"]'],
+        "e",
+        None,
+    ),
+    "question": lambda folder: question(folder, question=f"Is it {ADDRESS}?"),
+    "answer": lambda folder: question(folder, answers=["no", ADDRESS]),
+    "id of a question": lambda folder: question(folder, id=ADDRESS),
+    "feedback": lambda folder: Rating("Who?", "she", False, f"at {ADDRESS}"),
+    "feedback file": lambda folder: [*read_feedback(written(folder, FILE, {**RATING, "answer": ADDRESS, "time": 1}))],
+    "name of an input": lambda folder: name_of(ADDRESS),
+    "input": lambda folder: filesystem(ADDRESS).__enter__(),
+    "endpoint": lambda folder: KfpClient(ADDRESS),
+    "tracking server": lambda folder: resolve_tracking_uri(folder),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_every_door_refuses_an_address_with_credentials(
+    door: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", ADDRESS)
+    with pytest.raises(ValueError, match=r"with credentials in it; remove them, and set [A-Z]\w+") as refused:
+        DOORS[door](tmp_path)
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("init", "--documents", ADDRESS),
+        ("run", "all", f"--set=snapshot.documents={ADDRESS}"),
+        ("search", "Who?", "--root", ADDRESS),
+        ("ask", f"Is it {ADDRESS}?"),
+        ("upload", "--params", ADDRESS),
+        ("export", ADDRESS),
+        ("compare", "first", ADDRESS),
+        ("submit", "--argument", f"model={ADDRESS}"),
+        ("serve", "--host", ADDRESS),
+    ],
+    ids=lambda words: words[0],
+)
+def test_no_command_line_has_credentials(words: tuple[str, ...]) -> None:
+    result = cli(*words)
+    assert result.exit_code == 2
+    assert "the argument " in result.output
+    assert "NETRC" in result.output
+    assert SECRET not in result.output
+
+
+def test_an_error_of_yaml_shows_no_credentials() -> None:
+    with pytest.raises(ValueError, match=r"params.yaml: .*https://host/documents.jsonl") as refused:
+        parse_yaml(f"a: '{ADDRESS}'\na: 'x'\n", "params.yaml")
+    assert SECRET not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +162,10 @@ def test_an_address_without_credentials_is_accepted(address: str) -> None:
         ("got 'me:s3cret@host:5000'", "got 'host:5000'"),
         ("postgresql://me:s3@cret@db/mlflow?password=s3cret", "postgresql://db/mlflow"),
         ("retries exceeded with url: /api/2.0?token=s3cret (for", "retries exceeded with url: /api/2.0 (for"),
+        ("GET 'https://host/a?b=s3'c)re\"t', sent", "GET 'https://host/a', sent"),
+        ("('https://me:s3'cre)t\"@host/a',)", "('https://host/a',)"),
+        ("see https://host/C#1;sig=s3'cret.", "see https://host/C#1."),
+        ("/data/C#/x.txt is missing; is it there/here?",) * 2,
         ("Who wrote to a@b? I did.", "Who wrote to a@b? I did."),
         ("models:/first@champion, sqlite:////mlflow.db; is it there?",) * 2,
     ],
@@ -61,6 +174,8 @@ def test_an_address_is_shown_without_its_secrets(text: str, shown: str) -> None:
     assert redact(text) == shown
 
 
-@pytest.mark.parametrize("text", ["/" * (1 << 21), "a:'" * (1 << 20), "x//y?" * (1 << 19), "@" * (1 << 21)])
+@pytest.mark.parametrize(
+    "text", ["/" * (1 << 21), "a:'" * (1 << 20), "x//y?" * (1 << 19), "@" * (1 << 21), f"/&{'token' * (1 << 19)}"]
+)
 def test_redacting_takes_linear_time(text: str) -> None:
     assert len(redact(text)) <= len(text)

@@ -47,7 +47,7 @@ def parse_options(*layers: Layer) -> Options:
 
 def _refuse_credentials(source: str | Path, section: str, keys: Mapping[str, Any]) -> None:
     for key, value in keys.items():
-        if isinstance(value, str) and "://" in value:
+        if "://" in str(value):
             refuse_credentials(value, f"{locate_key(source, section, key)}: {section}.{key}")
 
 

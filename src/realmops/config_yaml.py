@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from realmops.credentials import redact, refuse_credentials
+
 LARGEST_FILE = 1 << 20  # bytes
 
 
@@ -25,7 +27,7 @@ def parse_yaml(text: str | bytes, source: str | Path) -> Any:
         problem = (
             " ".join(str(error).split()).replace('in "<unicode string>", ', "").replace('in "<byte string>", ', "")
         )
-        raise ValueError(f"{source}: {problem.partition(' To suppress this check')[0]}") from None
+        raise ValueError(f"{source}: {redact(problem.partition(' To suppress this check')[0])}") from None
 
 
 def read_yaml(path: Path) -> dict[str, dict[str, Any]]:
@@ -35,6 +37,7 @@ def read_yaml(path: Path) -> dict[str, dict[str, Any]]:
 def read_params(path: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:
     values = _read(path)
     presets = (values.pop("presets", None) or []) if isinstance(values, dict) else []
+    refuse_credentials(presets, f"{path}: presets")
     if not isinstance(presets, list) or not all(isinstance(name, str) for name in presets):
         raise ValueError(
             f"{locate_key(path, 'presets')}: presets is {presets!r}; it must be a list of names, for example [squad]"

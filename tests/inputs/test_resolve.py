@@ -316,7 +316,7 @@ def test_credentials_of_a_remote_stay_in_the_files_of_the_user(project: Path) ->
     assert find_tracked(project / "data/documents", project).remote == remote
     config = project / ".dvc/config"
     config.write_text(config.read_text().replace("s3://bucket/store", "s3://me:s3cret@bucket/x"))
-    with pytest.raises(ValueError, match="the url of the DVC remote store is an address with credentials") as refused:
+    with pytest.raises(ValueError, match=r"the DVC remote store has an address .* with credentials") as refused:
         find_tracked(project / "data/documents", project)
     assert "s3cret" not in str(refused.value)
 

@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass
 from realmops.answering.answer import QUESTION_LIMIT
 from realmops.answering.own_questions import Label, check_label_file, save_labels, usage_lines
 from realmops.artifacts import WORK_FOLDER, make_folder, sync_folder
+from realmops.credentials import refuse_credentials
 from realmops.questions.question_sets import text_key
 from realmops.readers.documents import read_json_lines
 
@@ -42,6 +43,7 @@ class Rating:
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
+        refuse_credentials([self.question, self.answer, self.correct_answer], "feedback")
         if not self.question.strip():
             raise ValueError("question is empty; send the question that was answered")
         if not self.answer.strip() and (self.right or not self.correct_answer):
@@ -101,6 +103,7 @@ def read_feedback(path: Path) -> Iterator[Feedback]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: no feedback was given yet")
     for place, line in read_json_lines(path):
+        refuse_credentials(line, place)
         try:
             yield Feedback(**line)
         except (TypeError, ValueError) as error:

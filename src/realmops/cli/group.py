@@ -10,6 +10,7 @@ import click
 
 from realmops import __version__
 from realmops.console import exit_on_user_error, show
+from realmops.credentials import refuse_credentials
 
 HEADINGS = {
     "Run": ("init", "run", "params", "public-data", "reader", "import", "questions", "cloze"),
@@ -23,6 +24,13 @@ ONE_QUESTION = ("search", "ask")  # commands that end after an answer, unless th
 
 class ExplainedCommand(click.Command):
     """A command that prints the lines it returns, and reports an error that users can fix as one message."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse arguments after each is checked for credentials, which errors would print."""
+        with exit_on_user_error():
+            for argument in args:
+                refuse_credentials(argument, f"the argument {argument}")
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> None:
         """Run the command, print the lines that it yields, and explain its errors."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from realmops.cluster.kube import NAMESPACE, TIME_OUT
 from realmops.cluster.pod_namespace import Place, place_of
-from realmops.credentials import redact
+from realmops.credentials import redact, refuse_credentials
 
 TOKEN_FILE = "KF_PIPELINES_SA_TOKEN_PATH"
 SIGN_IN = (
@@ -35,6 +35,7 @@ class KfpClient:
 
     def __init__(self, endpoint: str | None, namespace: str | None = None) -> None:
         self.endpoint = (endpoint or "").rstrip("/")
+        refuse_credentials(self.endpoint, "the endpoint of Kubeflow Pipelines", TOKEN_FILE)
         self._shown = redact(self.endpoint)
         if not self.endpoint.startswith(("http://", "https://")):
             raise ValueError(

@@ -13,6 +13,7 @@ from typing import Any
 from realmops import config
 from realmops.artifacts import canonical_json
 from realmops.config import Values
+from realmops.credentials import refuse_credentials
 from realmops.inputs.resolve import PinnedInput
 
 OF = "defaults"  # key of the digest of the defaults that the differences refer to
@@ -35,6 +36,7 @@ def unpack_options(text: str) -> dict[str, dict[str, Any]]:
         values = json.loads(text)
     except ValueError as error:
         raise ValueError(f"options is not valid JSON ({error}); 'realmops params --json' prints it") from None
+    refuse_credentials(values, "options")
     digest = values.pop(OF, None) if isinstance(values, dict) else None
     if not isinstance(values, dict) or not all(isinstance(keys, dict) for keys in values.values()):
         raise ValueError(f"options is {text[:60]!r}; expected sections with keys, as 'realmops params --json' prints")

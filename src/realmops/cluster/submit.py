@@ -23,6 +23,7 @@ from realmops.cluster.packed_options import pack_options
 from realmops.cluster.pod_namespace import KINDS, OPTIONAL, RUN_LABEL
 from realmops.cluster.polling import Log
 from realmops.config import Values
+from realmops.credentials import refuse_credentials
 from realmops.resources import resource_folder
 
 SUCCEEDED = "SUCCEEDED"
@@ -125,6 +126,7 @@ def prepare(
     chosen = pipeline.parse_arguments(arguments)
     if "image" in pipeline.parameters and "image" not in chosen and (image := find_image(project)):
         chosen["image"] = image
+    refuse_credentials([pipeline.parameters, chosen], f"a parameter of {pipeline.path}")
     inputs = plan_inputs(values, project)
     notes = notes_of(inputs)
     key = training_key(values, {item.key: item.identity for item in inputs}, pipeline.documents, chosen)

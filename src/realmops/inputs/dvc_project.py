@@ -167,5 +167,6 @@ def _remote_options(repo: Repo, output: Any) -> dict[str, str]:
         raise ValueError(f"{repo.root_dir} has no remote of DVC with the name {name}; see 'dvc remote list'")
     if options.get("version_aware") or options.get("worktree"):
         raise ValueError(f"the DVC remote {name} is version_aware or worktree, without digests; use another remote")
-    refuse_credentials(options["url"], f"the url of the DVC remote {name}")
-    return {key: str(options[key]) for key in _REMOTE_OPTIONS if options.get(key)}
+    remote = {key: str(options[key]) for key in _REMOTE_OPTIONS if options.get(key)}
+    refuse_credentials(remote, f"the DVC remote {name}")
+    return remote

@@ -11,6 +11,7 @@ from typing import Any
 
 from realmops.artifacts import digest_of
 from realmops.corpus.languages import ENGLISH, detect_language, load_languages
+from realmops.credentials import refuse_credentials
 from realmops.questions.answer_matching import check_expression
 from realmops.questions.beir_queries import has_queries, qrels_files, read_judged_queries, read_queries
 from realmops.questions.question_files import AUTO, find_question_reader
@@ -164,6 +165,7 @@ def to_json_line(question: Question) -> bytes:
 
 def _question(record: QuestionRecord, copies: Counter[str]) -> Question:
     place = record.place
+    refuse_credentials([record.id, record.question, record.answers, record.passage_id], f"{place}: the question")
     text = check_text(record.question, "question", place).strip()
     identifier = None if record.id is None else check_id(record.id, place)
     if not text:

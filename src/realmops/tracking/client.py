@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from realmops.credentials import redact
+from realmops.credentials import WEB, redact, refuse_credentials
 from realmops.tracking.mlflow_views import experiment_tags
 
 
@@ -16,11 +16,15 @@ def local_tracking_uri(folder: Path) -> str:
 
 
 def resolve_tracking_uri(folder: Path) -> str:
-    return os.environ.get("MLFLOW_TRACKING_URI") or local_tracking_uri(folder)
+    """Return the address of MLflow's server or database; ValueError if it has credentials."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or local_tracking_uri(folder)
+    is_web = uri.partition("://")[0] in WEB
+    refuse_credentials(uri, "MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" * is_web)
+    return uri
 
 
 def uri_digest(folder: Path) -> str:
-    """Return the sha256 of the tracking URI, which is stored instead of the URI: that may contain a password."""
+    """Return the sha256 of the tracking URI, as the name of a destination in files."""
     return hashlib.sha256(resolve_tracking_uri(folder).encode()).hexdigest()
 
 
