@@ -14,8 +14,8 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 # Lowest first. A unit (a module or a package directly under realmops) imports itself and units of lower rows.
 LAYERS = (
-    ("__init__",), ("memory_map", "progress"), ("files",),
-    ("artifacts", "config_yaml", "credentials", "option_types", "resources"), ("options",),
+    ("__init__",), ("credentials", "memory_map", "progress"), ("files",),
+    ("artifacts", "config_yaml", "option_types", "resources"), ("options",),
     ("config", "journal"),
     ("hub", "devices", "compressed"), ("process", "readers", "sample"), ("corpus", "inputs"), ("questions", "model"),
     ("search",), ("refresh",), ("answering",), ("train",), ("baselines", "evaluate"), ("tracking",), ("stages",),
