@@ -102,11 +102,11 @@ class Untrained:
         retriever, reader = Retriever(tower, tower), Reader(*generated.random_bert("MiniLM-L6"))
         retriever.mixture, reader.spans = FusionWeights(1.0, 1.0), SpanHead(width, 256)
         values = config.load_params(PROJECT / "params.yaml", settings=["run.device=cpu"])
-        _, dtype = device_and_dtype(config.parse_section("run", values["run"]), retriever, reader)
+        _, dtype = device_and_dtype(values.run, retriever, reader)
         for part in (retriever, reader):
             freeze_linear_weights(part.eval(), dtype)
         vectors = torch.nn.functional.normalize(torch.randn(len(snapshot), width), dim=1)
-        options, words = config.parse_section("finetune", values["finetune"]), Bm25.of(snapshot)
+        options, words = values.finetune, Bm25.of(snapshot)
         model = OpenQa(retriever, reader, snapshot, exact_index(vectors, 1), options, dtype, bm25=words)
         return OpenedModel(model, "untrained", None, 0, None)
 

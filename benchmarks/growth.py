@@ -69,7 +69,7 @@ ANSWERED = 40
 SETTINGS = "settings.json"  # in a root: options of params.yaml beside those of SMALL
 
 
-def values_of(root: Path, **more: Any) -> dict[str, dict[str, Any]]:
+def values_of(root: Path, **more: Any) -> Any:
     """params.yaml made small, over the documents of the root."""
     from realmops import config
 
@@ -147,7 +147,7 @@ def trainer(root: Path) -> dict[str, float]:
     step = statistics.median(line["step_seconds"] for line in lines if "step_seconds" in line)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     passages = len(Snapshot.open(root / "data" / "snapshot" / "corpus"))
-    width = values_of(root)["retriever"]["embedding_width"]
+    width = values_of(root).retriever.embedding_width
     copied = 2 if ExactIndex(torch.zeros(passages, width)).bf16_copy else 0
     return {"pre-training step": step, MEMORY: most, OWN: most - passages * width * (2 * 4 + copied) / 2**20}
 

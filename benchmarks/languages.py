@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from realmops.config import merge_options, parse_section
+from realmops.config import parse_options
 from realmops.corpus.encoder_tokenizer import read_encoder_tokenizer
 from realmops.corpus.languages import AUTO, load_languages
 from realmops.corpus.snapshot_reader import Snapshot
@@ -126,10 +126,9 @@ def table(folders: dict[str, Path], place: Path) -> list[str]:
 def retriever_of(encoder: Path, vocabulary: int, temperature: float) -> Retriever:
     """The sentence encoder of a folder as it came."""
     options = {"projection": "identity", "embedding_width": 0, "head": "cosine"}
-    values = merge_options({"retriever": {**options, "init": str(encoder)}}, "languages.py")
-    bert, retriever, reader = (parse_section(name, values[name]) for name in ("bert", "retriever", "reader"))
+    values = parse_options(("languages.py", {"retriever": {**options, "init": str(encoder)}}))
     retriever_module.TEMPERATURE = temperature
-    return build_models(bert, retriever, reader, vocabulary, 0)[0].eval()
+    return build_models(values.bert, values.retriever, values.reader, vocabulary, 0)[0].eval()
 
 
 def encoder_table(folders: dict[str, Path], place: Path, encoder: Path, temperature: float) -> list[str]:

@@ -60,7 +60,7 @@ def main() -> None:
     from realmops.train.tagger import HIDDEN_SMALL, Tagger, predict_words, tag_names, train_tagger
 
     values = config.load_params(PARAMS, settings=[f"retriever.init={arguments.encoder}", *arguments.settings])
-    sections = {name: config.parse_section(name, values[name]) for name in ("bert", "run", "tag", "optimiser")}
+    sections = {name: values.get(name) for name in ("bert", "run", "tag", "optimiser")}
     training = [replace(s, tags=tuple(common(s.tags))) for s in read_conll(arguments.train)]
     casing = UNCASED
     if arguments.encoder == "small":

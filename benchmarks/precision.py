@@ -28,12 +28,11 @@ def encoder_of(width: int) -> Any:
     """An untrained encoder."""
     import torch
 
-    from realmops.config import default_options
     from realmops.model.encoder_files import build_small_encoder
     from realmops.options import BertOptions
 
     shape = {"width": width, "heads": width // 32, "layers": 2}
-    options = BertOptions(**default_options()["bert"] | shape)
+    options = BertOptions(**shape)
     return build_small_encoder(options, VOCABULARY, torch.Generator().manual_seed(0))[0]
 
 

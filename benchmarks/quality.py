@@ -27,6 +27,7 @@ from unittest import mock
 
 from against import machine, write
 
+from realmops.options import Options
 from realmops.progress import SilentReport
 
 Seconds = tuple[float, float]
@@ -141,7 +142,7 @@ def looking(watch: Watch, questions: Sequence[Any], count: int, found: list[Look
         yield
 
 
-def run(values: Mapping[str, Any], project: Path, root: Path, looks: int, log: Callable[[str], None]) -> dict[str, Any]:
+def run(values: Options, project: Path, root: Path, looks: int, log: Callable[[str], None]) -> dict[str, Any]:
     """All stages from nothing: seconds of each with those of its parts, the looks, and the end's dev figures."""
     from realmops.process import configure_process
     from realmops.questions.question_sets import read_questions
@@ -149,9 +150,8 @@ def run(values: Mapping[str, Any], project: Path, root: Path, looks: int, log: C
     from realmops.stages.runner import run_stage
 
     check_files(STAGES, values, project, root)
-    configure_process(values["run"]["threads"])
-    files = values["questions"]
-    dev = read_questions([project / files["dev"]])
+    configure_process(values.run.threads)
+    dev = read_questions([project / values.questions.dev])
     watch, found, stages = Watch(), list[Look](), {}
     with looking(watch, dev, looks, found, log):
         for name in STAGES:

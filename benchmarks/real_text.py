@@ -135,7 +135,7 @@ def main() -> None:
     out, seeds, begun = arguments.out, range(arguments.seeds), machine()
     presets = [config.preset_path(name, arguments.params) for name in arguments.preset]
     values = config.load_params(arguments.params, presets=presets, settings=arguments.settings)
-    steps = arguments.control_ict_steps or values["ict"]["steps"] + values["pretrain"]["steps"]
+    steps = arguments.control_ict_steps or values.ict.steps + values.pretrain.steps
 
     def run_one(seed: int, name: str) -> dict[str, Figures]:
         longer = [f"ict.steps={steps}", "ict.epochs=0"] if name == "control" else []

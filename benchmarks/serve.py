@@ -47,6 +47,7 @@ from typing import Any
 import against
 from against import Goal, Row
 
+from realmops.options import Options
 from realmops.progress import SilentReport
 
 CALLERS = (1, 8, 32)
@@ -301,17 +302,17 @@ def compare(root: Path, arguments: argparse.Namespace) -> list[Row]:
 class Edits:
     """The documents of a run in a file, of which the first one is edited again and again."""
 
-    def __init__(self, root: Path, values: dict[str, Any], file: Path) -> None:
+    def __init__(self, root: Path, values: Options, file: Path) -> None:
         from realmops.corpus.ingest import iter_batches, parse_records
         from realmops.readers.documents import Document
         from realmops.readers.sources import list_sources
 
-        documents = list_sources(PROJECT / values["snapshot"]["documents"], values["snapshot"]["format"])
+        documents = list_sources(PROJECT / values.snapshot.documents, values.snapshot.format)
         outcomes = (outcome for batch in iter_batches(documents) for outcome in parse_records(batch))
         kept = [outcome for outcome in outcomes if isinstance(outcome, Document)]
         lines = [{"title": one.title, "text": one.text} | ({"id": one.id} if one.id else {}) for one in kept]
         self._first, self._rest = lines[0], "".join(f"{json.dumps(line)}\n" for line in lines[1:])
-        self._values = {**values, "snapshot": {**values["snapshot"], "documents": str(file)}}
+        self._values = values.replace({"snapshot.documents": str(file)})
         self.count, self._root, self._file = len(lines), root, file
 
     def start(self, number: int) -> tuple[str, Any]:
@@ -326,7 +327,7 @@ class Edits:
         return new, updating
 
 
-def edits(root: Path, values: dict[str, Any], times: int) -> Row:
+def edits(root: Path, values: Options, times: int) -> Row:
     """One document is edited again and again under ``realmops serve``, and asked for until the new text is read."""
     from realmops.answering.corpus_states import UPDATES
 
@@ -355,7 +356,7 @@ def edits(root: Path, values: dict[str, Any], times: int) -> Row:
 
 
 @contextmanager
-def updating(root: Path, values: dict[str, Any]) -> Iterator[list[int]]:
+def updating(root: Path, values: Options) -> Iterator[list[int]]:
     """Update the corpus again and again until the end of the block; the list gets each update's exit code."""
     stop, codes = threading.Event(), []
     with tempfile.TemporaryDirectory() as folder:
@@ -378,7 +379,7 @@ def updating(root: Path, values: dict[str, Any]) -> Iterator[list[int]]:
         raise SystemExit(f"realmops update ended with {codes}")
 
 
-def load(root: Path, values: dict[str, Any], arguments: argparse.Namespace) -> list[Row]:
+def load(root: Path, values: Options, arguments: argparse.Namespace) -> list[Row]:
     """The rows of many clients at once."""
     (model, questions), clients, rows = opened(root, arguments), arguments.clients, []
     named = f"{len(model.snapshot):,} passages"
@@ -406,7 +407,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
 
     against.one_thread()
 
-    def rows_of(root: Path, values: dict[str, Any]) -> list[Row]:
+    def rows_of(root: Path, values: Options) -> list[Row]:
         if arguments.clients:
             return load(root, values, arguments)
         rows = compare(root, arguments)

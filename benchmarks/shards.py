@@ -59,8 +59,7 @@ def models(snapshot: Any) -> dict[str, Mapping[str, bytes]]:
     from realmops.train.tagger import Tagger, tagger_files
 
     values = config.load_params(PARAMS)
-    bert = parse_section("bert", {**values["bert"], **SHAPE})
-    retriever, reader = (parse_section(name, values[name]) for name in ("retriever", "reader"))
+    bert, retriever, reader = parse_section("bert", SHAPE), values.retriever, values.reader
     vocabulary = snapshot.tokenizer.get_vocab_size()
     embedder = build_models(bert, retriever, reader, vocabulary, 0)[0]
     tagger = Tagger(build_encoder(retriever.init, bert, vocabulary, 0)[0], ["O", "B-NAME", "I-NAME"])

@@ -70,7 +70,7 @@ class Step:
             "pretrain.null_document=false",
             "pretrain.marginal=per_token",
         ]
-        options = config.parse_section("pretrain", config.load_params(PARAMS, settings=settings)["pretrain"])
+        options = config.load_params(PARAMS, settings=settings).pretrain
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
         self.realm = Realm(self.retriever, self.reader, snapshot, options, dtype)
         self.candidates = [list(range(b * CANDIDATES, (b + 1) * CANDIDATES)) for b in range(batch)]

@@ -1,6 +1,5 @@
 """The compiled pipelines of the project, and the options of the small project for them."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -37,12 +36,10 @@ def compiled(pipeline: str) -> dict[str, Any]:
 
 def options(project: Path, **changes: dict[str, Any]) -> str:
     """The toy project's options; names of files as a pod sees them."""
-    values = small_project.toy_values(**changes)
-    values["snapshot"]["documents"] = str(project / "documents.jsonl")
-    for split in small_project.QUESTIONS:
-        values["questions"][split] = str(project / f"questions.{split}.jsonl")
-    values["tag"] |= {"train": str(project / "tagged.conll"), "dev": str(project / "tagged.conll")}
-    return json.dumps(values)
+    names = {"snapshot.documents": "documents.jsonl", "tag.train": "tagged.conll", "tag.dev": "tagged.conll"}
+    names |= {f"questions.{split}": f"questions.{split}.jsonl" for split in small_project.QUESTIONS}
+    files = {key: str(project / name) for key, name in names.items()}
+    return small_project.toy_values(**changes).replace(files).model_dump_json()
 
 
 def init_dvc(folder: Path, remote: str = "") -> None:

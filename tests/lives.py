@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import transformers
 from exchange_lab import end_of, forked
-from small_project import Quiet, Values
+from small_project import Quiet
 
 from realmops.config import load_params
+from realmops.options import Options
 from realmops.refresh.builder_process import run_index_builder
 from realmops.stages import STAGES, evaluate, finetune, ict, pretrain, sample, snapshot, tag
 from realmops.stages.runner import run_stage
@@ -47,14 +48,14 @@ def die_at(number: int, *more: tuple[Any, str]) -> None:
         setattr(place, name, dying(getattr(place, name)))
 
 
-def live(name: str, values: Values, project: Path, root: Path, *, killed: bool) -> list[int]:
+def live(name: str, options: Options, project: Path, root: Path, *, killed: bool) -> list[int]:
     """Lives of one stage until one ends by itself; their exit statuses."""
     statuses: list[int] = []
 
     def work() -> int:
         if killed:
             die_at(1 + len(statuses) * LATER[name])
-        run_stage(name, values, project=project, root=root, report=Quiet())
+        run_stage(name, options, project=project, root=root, report=Quiet())
         return 0
 
     while not statuses or statuses[-1] < 0:
@@ -64,16 +65,17 @@ def live(name: str, values: Values, project: Path, root: Path, *, killed: bool) 
 
 def run_all(project: Path, root: Path, *, killed: bool) -> dict[str, list[int]]:
     """All stages in order, with one index builder that lives on through the trainer's lives."""
-    values = load_params(project / "params.yaml")
     exchange = root / "exchange"
-    values["pretrain"] |= {"builder": "external", "exchange": str(exchange)}
+    options = load_params(project / "params.yaml").replace(
+        {"pretrain.builder": "external", "pretrain.exchange": str(exchange)}
+    )
     corpus = root / STAGES["snapshot"].folder / "corpus"
     found = {}
     for name in STAGES:
         builder = 0
         if name == "pretrain":
             builder = forked(lambda: run_index_builder(exchange, corpus, watch_parent=None, works={}))
-        found[name] = live(name, values, project, root, killed=killed)
+        found[name] = live(name, options, project, root, killed=killed)
         if builder:
             found["index-builder"] = [end_of(builder)]
     return found

@@ -16,13 +16,12 @@ from typing import Any
 
 import forked
 import small_project
-import yaml
 from fastapi.testclient import TestClient
 from forked import Forked
 
 from realmops.answering.confidence import OWN_QUESTIONS, Confidence
 from realmops.answering.opened_model import OpenedModel
-from realmops.config import merge_options
+from realmops.config import load_params, parse_options
 from realmops.serve.app import make_app
 from realmops.serve.batching import RequestBatcher
 from realmops.serve.metrics import Metrics
@@ -34,10 +33,8 @@ QUESTION = "Where did Jon Vik build ships?"
 
 def tuned(project: Path, **changes: dict[str, Any]) -> Path:
     """A trained project once it has a fine-tuned model, which holds no answer back, and its results."""
-    values = yaml.safe_load((project / "params.yaml").read_text())
-    values = merge_options(
-        {"finetune": {"wanted_precision": 0.0}}, "serving.py", merge_options(changes, "the test", values)
-    )
+    trained = load_params(project / "params.yaml").model_dump()
+    values = parse_options(("", trained), ("test", changes), ("", {"finetune": {"wanted_precision": 0.0}}))
     small_project.write_params(project / "params.yaml", values)
     for name in ("finetune", "evaluate"):
         small_project.stage(name, values, project, project / "root")

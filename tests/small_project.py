@@ -24,9 +24,10 @@ from torch import Tensor
 from realmops import artifacts, config
 from realmops.cli import main
 from realmops.commands.run import run_stages
-from realmops.config import merge_options
+from realmops.config import parse_options
 from realmops.evaluate.predictions import read_predictions, write_predictions
 from realmops.model.retriever_files import DESCRIPTION
+from realmops.options import Options
 from realmops.stages import planned_steps
 from realmops.stages.runner import run_stage
 from realmops.train.index_source import ExchangeSource
@@ -76,16 +77,15 @@ SHORT: dict[str, dict[str, Any]] = {
     "pretrain": {"reader_wordpieces": 64},
     "finetune": {"query_wordpieces": 32, "reader_wordpieces": 64},
 }
-Values = dict[str, dict[str, Any]]
 
 
-def toy_values(**changes: Mapping[str, Any]) -> Values:
+def toy_values(**changes: Mapping[str, Any]) -> Options:
     """All options, made small, with changes."""
-    return merge_options(changes, "the test", merge_options(SMALL, "small_project.py"))
+    return parse_options(("small_project.py", SMALL), ("the test", changes))
 
 
-def write_params(path: Path, values: Values) -> Path:
-    path.write_text(yaml.safe_dump(values, sort_keys=False))
+def write_params(path: Path, options: Options) -> Path:
+    path.write_text(yaml.safe_dump(options.model_dump(), sort_keys=False))
     return path
 
 
@@ -165,10 +165,10 @@ class Quiet:
         return lambda units: None
 
 
-def stage(name: str, values: Values, project: Path, root: Path, report: Quiet | None = None) -> dict[str, Any]:
+def stage(name: str, options: Options, project: Path, root: Path, report: Quiet | None = None) -> dict[str, Any]:
     """Run one stage in this process."""
     with forked_builders():
-        return run_stage(name, values, project=project, root=root, report=report or Quiet())
+        return run_stage(name, options, project=project, root=root, report=report or Quiet())
 
 
 @contextlib.contextmanager
@@ -206,7 +206,7 @@ def stopped_at(step: int, look: Callable[[], None] = lambda: None) -> Iterator[N
 def trained_project(folder: Path, **changes: Mapping[str, Any]) -> Path:
     """A project whose stages are done up to pretrain, which took no step."""
     params = write_project(folder, pretrain={"steps": 0, "builder": "external"}, **changes)
-    values = yaml.safe_load(params.read_text())
+    values = config.load_params(params)
     for name in ("snapshot", "tag", "ict", "pretrain"):
         stage(name, values, folder, folder / "root")
     return folder

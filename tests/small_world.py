@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from realmops.artifacts import atomic_folder
-from realmops.config import default_options, parse_section
+from realmops.config import parse_section
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.spans import Spans
@@ -49,7 +49,6 @@ DOCUMENTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Fjell", "Fjell is a town in Norway. Jon Vik was born there.", ("Norway", "Jon Vik")),
     ("Rain", "It rains in Bergen.", ("Bergen",)),
 )
-DEFAULTS = default_options()
 PARAMS = Path(__file__).parents[1] / "params.yaml"
 PAPERS_READER = {"copies": False, "apart": False, "matches": False}
 
@@ -138,7 +137,7 @@ def labels_of(spans: Spans, passage: int) -> list[str]:
 
 def section(name: str, **changes: Any) -> Any:
     """A section with changes of its defaults."""
-    return parse_section(name, {**DEFAULTS[name], **changes})
+    return parse_section(name, changes)
 
 
 def tiny_models(

@@ -18,7 +18,6 @@ from typing import Any
 import forked
 import pytest
 import small_project
-import yaml
 from mcp import Client, StdioServerParameters
 from serving import served
 from small_project import cli, wait_for
@@ -26,6 +25,7 @@ from small_project import cli, wait_for
 import realmops
 from realmops import Answerer, Searcher
 from realmops.commands.open_model import open_search
+from realmops.config import load_params
 from realmops.serve.mcp import build_mcp_server
 
 QUESTION = "Where was the poet Anna Berg born?"
@@ -180,8 +180,7 @@ def test_before_fine_tuning_there_is_search_alone(root: Path) -> None:
 @pytest.mark.parametrize("retriever", ["ict", "bm25", "path"])
 def test_a_run_of_every_retriever_is_searched_and_answers(retriever: str, trained: Path, tmp_path: Path) -> None:
     project = Path(shutil.copytree(trained, tmp_path / "project"))
-    values = yaml.safe_load((project / "params.yaml").read_text())
-    values["finetune"]["retriever"] = retriever
+    values = load_params(project / "params.yaml").replace({"finetune.retriever": retriever})
     small_project.stage("finetune", values, project, project / "root")
     answerer = Answerer.open(project / "root")
     assert len(answerer.answer(QUESTION).passages) == 5

@@ -13,10 +13,11 @@ from realmops.answering.feedback import FILE, Rating, read_feedback
 from realmops.cluster.kfp_client import KfpClient
 from realmops.cluster.packed_options import unpack_options
 from realmops.cluster.submit import Pipeline, prepare
-from realmops.config import default_options, load_params, parse_section
+from realmops.config import load_params, parse_sections
 from realmops.config_yaml import parse_yaml
 from realmops.credentials import redact, refuse_credentials
 from realmops.inputs.addresses import filesystem, name_of
+from realmops.options import Options
 from realmops.questions.question_sets import read_questions
 from realmops.tracking.client import resolve_tracking_uri
 
@@ -90,13 +91,13 @@ DOORS: dict[str, Callable[[Path], Any]] = {
     "presets": lambda folder: params(folder, f"presets: ['{ADDRESS}']"),
     "setting": lambda folder: params(folder, "{}", f"retriever.init={ADDRESS}"),
     "escaped setting": lambda folder: params(folder, "{}", f'retriever.init="{IN_YAML}"'),
-    "section of a stage": lambda folder: parse_section("snapshot", {"documents": ADDRESS}),
+    "section of a stage": lambda folder: parse_sections(("here", {"snapshot": {"documents": ADDRESS}})),
     "options of a pipeline": lambda folder: unpack_options(json.dumps({"snapshot": {"documents": ADDRESS}})),
     "inputs of a pipeline": lambda folder: unpack_options(
         json.dumps({"inputs": {"tag.dev": {"remote": {"url": ADDRESS}}}})
     ),
     "parameter of a pipeline": lambda folder: prepare(
-        default_options(),
+        Options(),
         folder,
         Pipeline.read("refresh"),
         [f'tolerations=["{ADDRESS.replace("/", chr(92) + "/")}"]'],

@@ -2,7 +2,6 @@
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,17 @@ Values = Mapping[str, Mapping[str, Any]]  # options by section
 Layer = tuple[str | Path, Values]  # a file or the description of a source, for error messages, and its options
 
 
-@cache
-def default_options() -> Values:
-    return Options().model_dump()
-
-
 def parse_section(name: str, values: Mapping[str, Any], source: str | Path = "params") -> Any:
     _refuse_credentials(source, name, values)
     try:
         return SECTIONS[name].model_validate({str(key): value for key, value in values.items()})
     except ValidationError as error:
         raise ValueError(_first_error(error, {}, source, name)) from None
+
+
+def parse_sections(sections: Values, source: str | Path) -> Options:
+    """Return the sections of a manifest, and the defaults of the others; each is valid on its own."""
+    return Options.model_construct(**{name: parse_section(name, values, source) for name, values in sections.items()})
 
 
 def parse_options(*layers: Layer) -> Options:
@@ -83,12 +82,12 @@ def parse_setting(text: str) -> dict[str, dict[str, Any]]:
     return {section: {key: parse_yaml(value, f"--set {text!r}") if value else ""}}
 
 
-def load_params(path: Path, *, presets: Iterable[Path] = (), settings: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
+def load_params(path: Path, *, presets: Iterable[Path] = (), settings: Iterable[str] = ()) -> Options:
     """Load all sections; in ascending precedence: defaults, named presets, the file, ``presets``, ``settings``."""
     names, overrides = read_params(path)
     named = preset_layers(preset_path(name, path) for name in names)
     layers = (*named, (path, overrides), *preset_layers(presets), *setting_layers(settings))
-    return parse_options(*layers).model_dump()
+    return parse_options(*layers)
 
 
 def preset_layers(presets: Iterable[Path]) -> list[Layer]:
@@ -97,21 +96,6 @@ def preset_layers(presets: Iterable[Path]) -> list[Layer]:
 
 def setting_layers(settings: Iterable[str]) -> list[Layer]:
     return [(f"--set {setting}", parse_setting(setting)) for setting in settings]
-
-
-def merge_options(values: Values, source: str | Path, base: Values | None = None) -> dict[str, dict[str, Any]]:
-    return parse_options(("", base or {}), (source, values)).model_dump()
-
-
-_PLACEMENT = {("pretrain", "builder"), ("pretrain", "exchange")}  # where indexes are built; set by a cluster
-
-
-def cache_key_options(values: Values) -> dict[str, dict[str, Any]]:
-    """Return the options that are part of cache keys: all but those that only choose where indexes are built."""
-    return {
-        section: {key: value for key, value in keys.items() if (section, key) not in _PLACEMENT}
-        for section, keys in values.items()
-    }
 
 
 def preset_path(name: str, params: Path) -> Path:

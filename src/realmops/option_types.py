@@ -1,7 +1,9 @@
 """Types of options, and the base class of their sections."""
 
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Annotated, Any, ClassVar
+from operator import attrgetter
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -37,3 +39,21 @@ class Section(BaseModel):
 
     def __init_subclass__(cls, name: str) -> None:
         cls.section = name
+
+
+class Sections(BaseModel):
+    """Sections with their options, which are named ``section.key``."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    def get(self, name: str) -> Any:
+        """Return the option ``section.key``, or the section ``section``."""
+        return attrgetter(name)(self)
+
+    def replace(self, values: Mapping[str, Any]) -> Self:
+        """Return the sections with other, valid values of the options ``section.key``."""
+        sections: dict[str, BaseModel] = {}
+        for name, value in values.items():
+            section, _, key = name.partition(".")
+            sections[section] = sections.get(section, self.get(section)).model_copy(update={key: value})
+        return self.model_copy(update=sections)

@@ -6,11 +6,11 @@ docs/options.md: x is the question or the masked sentence, z a passage, f(x, z) 
 
 import math
 from itertools import product
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from realmops.option_types import Amount, Count, PositiveAmount, PositiveShare, Section, Share, Size, option
+from realmops.option_types import Amount, Count, PositiveAmount, PositiveShare, Section, Sections, Share, Size, option
 
 CLOSED_BOOK = ("t5",)  # values of finetune.reader whose models read no passages
 ENCODER, NO_READER = "encoder", "none"  # values of reader.init: the encoder's own reader; search without a reader
@@ -339,10 +339,8 @@ class Tracking(Section, name="tracking"):
     experiment: str = option("realmops", "experiment in MLflow; MLFLOW_EXPERIMENT_NAME takes precedence")
 
 
-class Options(BaseModel):
+class Options(Sections):
     """All options by section, in the order of docs/options.md."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     run: RunOptions = RunOptions()
     bert: BertOptions = BertOptions()
@@ -360,6 +358,10 @@ class Options(BaseModel):
     optimiser: Optimiser = Optimiser()
     evaluate: Evaluate = Evaluate()
     tracking: Tracking = Tracking()
+
+    def cache_key(self) -> dict[str, dict[str, Any]]:
+        """Return the options that are part of cache keys: all but those that only choose where indexes are built."""
+        return self.model_dump(exclude={"pretrain": {"builder", "exchange"}})
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from cluster_lab import DEPLOYMENT, Lab, Output
 from realmops import artifacts
 from realmops.cluster import builders, tasks
 from realmops.config import load_params
+from realmops.options import Options
 from realmops.refresh import shards
 from realmops.refresh.follower import assign_exchange
 from realmops.refresh.lease import acquire_lease
@@ -40,7 +41,7 @@ def task_error(capfd: pytest.CaptureFixture[str], stage: str, root: Path) -> tup
     """Exit code and last line of a task that fails."""
     shown = Output(root / "shown.json")
     with pytest.raises(SystemExit) as caught:
-        tasks.run_stage(stage, json.dumps(small_project.toy_values()), str(root), shown, shown)
+        tasks.run_stage(stage, small_project.toy_values().model_dump_json(), str(root), shown, shown)
     return int(caught.value.code or 0), capfd.readouterr().err.splitlines()[-1]
 
 
@@ -114,7 +115,7 @@ def pretrain(folder: Path, run: str, wait_seconds: int = 100) -> None:
     """Call the task in a pod of the run with this name and id."""
     shown = Output(folder / f"{run}.json")
     tasks.pretrain(
-        json.dumps(small_project.toy_values()), str(folder / "runs" / run), shown, shown, owner=run,
+        small_project.toy_values().model_dump_json(), str(folder / "runs" / run), shown, shown, owner=run,
         deployment=DEPLOYMENT, builders=0, wait_seconds=wait_seconds, processes=1, limits="",
     )  # fmt: skip
 
@@ -179,7 +180,7 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def tagger_values(folder: Path) -> dict[str, dict[str, Any]]:
+def tagger_values(folder: Path) -> Options:
     files = {"train": str(folder / "tagged.conll"), "dev": str(folder / "tagged.conll")}
     return small_project.toy_values(
         tag={"method": "tagger", **files}, snapshot={"documents": str(folder / "documents.jsonl")}
@@ -191,7 +192,7 @@ def tagged(snapshot: Path, folder: Path, shard_pods: int) -> dict[str, bytes]:
     shutil.copytree(snapshot / "runs", folder / "runs", dirs_exist_ok=True)
     shown = Output(folder / "out.json")
     tasks.run_stage(
-        "tag", json.dumps(tagger_values(snapshot)), str(folder / "runs/one"), shown, shown,
+        "tag", tagger_values(snapshot).model_dump_json(), str(folder / "runs/one"), shown, shown,
         owner="us", deployment=DEPLOYMENT, shard_pods=shard_pods,
     )  # fmt: skip
     return spans_of(folder / "runs/one/data/spans")
@@ -328,13 +329,13 @@ def test_a_run_links_the_outputs_of_another_with_the_same_inputs_options_and_cod
         artifacts.write_json(record, artifacts.add_digest(manifest | {"code": "c0de"}))
     shown = Output(tmp_path / "shown.json")
 
-    def run(root: Path, name: str, values: Mapping[str, Mapping[str, Any]]) -> None:
+    def run(root: Path, name: str, values: Options) -> None:
         if name != "pretrain":
-            tasks.run_stage(name, json.dumps(values), str(root), shown, shown)
+            tasks.run_stage(name, values.model_dump_json(), str(root), shown, shown)
             return
-        exchange = {**values["pretrain"], "exchange": str(root / "exchange")}
+        values = values.replace({"pretrain.exchange": str(root / "exchange")})
         tasks.pretrain(
-            json.dumps({**values, "pretrain": exchange}), str(root), shown, shown,
+            values.model_dump_json(), str(root), shown, shown,
             owner="us", deployment="", builders=0, wait_seconds=1, processes=1, limits="",
         )  # fmt: skip
 
@@ -347,7 +348,7 @@ def test_a_run_links_the_outputs_of_another_with_the_same_inputs_options_and_cod
         assert artifacts.read_manifest(two / STAGES[name].folder, name)
     assert capfd.readouterr().err.count("reusing") == 4
     with pytest.raises(Runs):
-        run(two, "ict", {**values, "ict": {**values["ict"], "steps": 5}})
+        run(two, "ict", values.replace({"ict.steps": 5}))
     shutil.rmtree(two / "models/ict")
     for other in ("another", ""):
         monkeypatch.setenv("REALMOPS_COMMIT", other)

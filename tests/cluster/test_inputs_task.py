@@ -1,9 +1,7 @@
 """Inputs with an address: fetched once by a run's first task, and by a run on this machine."""
 
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import small_project
@@ -21,6 +19,7 @@ from realmops.commands.run import run_stages
 from realmops.config import load_params
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.inputs.resolve import address_identity
+from realmops.options import Options
 from realmops.stages import runner
 
 
@@ -34,7 +33,7 @@ def project(tmp_path: Path) -> Path:
     return project
 
 
-def options_of(project: Path, documents: str) -> dict[str, Any]:
+def options_of(project: Path, documents: str) -> Options:
     questions = {split: str(project / f"questions.{split}.jsonl") for split in ("train", "dev", "test")}
     return toy_values(snapshot={"documents": documents}, questions=questions, tag={"method": "dates"})
 
@@ -43,7 +42,7 @@ def corpus_hash(root: Path) -> str:
     return Snapshot.open(root / "data/snapshot/corpus").manifest["corpus_hash"]
 
 
-def run_here(name: str, options: dict[str, Any], project: Path, root: Path) -> Quiet:
+def run_here(name: str, options: Options, project: Path, root: Path) -> Quiet:
     report = Quiet()
     for _ in run_stages((name,), options, project=project, root=root, report=report, force=False):
         pass
@@ -54,7 +53,7 @@ def test_all_tasks_of_a_run_read_what_the_first_fetched(
     project: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     remote = project / "store" / "documents.jsonl"
-    options, root = json.dumps(options_of(project, f"file://{remote}")), tmp_path / "runs" / "first"
+    options, root = options_of(project, f"file://{remote}").model_dump_json(), tmp_path / "runs" / "first"
     fetched, metrics, shown = (Output(tmp_path / name) for name in ("fetched", "metrics", "shown"))
     with pytest.raises(SystemExit):
         tasks.run_stage("snapshot", options, str(root), shown, shown)
@@ -78,7 +77,7 @@ def test_a_run_fetches_the_content_of_its_key(
     documents = (project / "store" / "documents.jsonl").read_bytes()
     memory.pipe_file("/documents.jsonl", documents)
     values = options_of(project, "memory://documents.jsonl")
-    values["questions"] |= {split: f"questions.{split}.jsonl" for split in small_project.QUESTIONS}
+    values = values.replace({f"questions.{split}": f"questions.{split}.jsonl" for split in small_project.QUESTIONS})
     params = load_params(write_params(project / "params.yaml", values))
     submission, _ = submit.prepare(params, project, Pipeline.read("train"), ["image=realmops:1"], "e", None)
     send_inputs(submission.inputs, project, print)
@@ -90,8 +89,8 @@ def test_a_run_fetches_the_content_of_its_key(
     memory.pipe_file("/documents.jsonl", b"changed")
     tasks.inputs(options, str(second), shown, shown)
     read = load_options(options, str(second))
-    assert Path(read["snapshot"]["documents"]).read_bytes() == documents
-    assert Path(read["questions"]["test"]).read_bytes() == questions
+    assert Path(read.snapshot.documents).read_bytes() == documents
+    assert Path(read.questions.test).read_bytes() == questions
     shutil.rmtree(tmp_path / "inputs")
     with pytest.raises(SystemExit):
         tasks.inputs(options, str(first), shown, shown)
@@ -102,12 +101,12 @@ def test_a_run_here_caches_an_address_and_is_up_to_date_with_equal_content(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REALMOPS_CACHE", str(tmp_path / "cache"))
-    tracked: list[dict[str, Any]] = []
+    tracked: list[Options] = []
     monkeypatch.setattr(runner, "start_tracking", lambda *arguments: tracked.append(arguments[3]))
     remote, root = project / "store" / "documents.jsonl", tmp_path / "root"
     options = options_of(project, f"file://{remote}")
     run_here("snapshot", options, project, root)
-    assert tracked[0]["snapshot"] == options["snapshot"], "the training's MLflow run has the values of the params file"
+    assert tracked[0].snapshot == options.snapshot, "the training's MLflow run has the values of the params file"
     record = artifacts.read_json(root / ".realmops/inputs.json")
     assert {key for key, entry in record.items() if "path" in entry} == {"snapshot.documents"}
     assert Path(record["snapshot.documents"]["path"]).is_relative_to(tmp_path / "cache")

@@ -17,8 +17,9 @@ from realmops.cluster.input_plan import notes_of, plan_inputs, send_inputs
 from realmops.cluster.key import PLACEMENT, SUBMISSION_PARAMETERS, training_key
 from realmops.cluster.packed_options import pack_options, packed_pins, unpack_options
 from realmops.cluster.submit import Pipeline, Submission
-from realmops.config import PACKAGE, default_options, load_params
+from realmops.config import PACKAGE, load_params
 from realmops.inputs.resolve import PinnedInput
+from realmops.options import Options
 
 DOCUMENTS = "snapshot.documents=documents"
 
@@ -88,7 +89,7 @@ def test_params_files_pipeline_and_image_change_the_key(project: Path) -> None:
 def test_arguments_of_placement_do_not_change_the_key_and_others_do() -> None:
     def with_arguments(name: str, *arguments: str) -> str:
         pipeline = Pipeline.read(name)
-        return training_key({}, {}, pipeline.documents, pipeline.parse_arguments(arguments))
+        return training_key(Options(), {}, pipeline.documents, pipeline.parse_arguments(arguments))
 
     assert len({with_arguments("ablations", *more) for more in ((), ("seeds=5",), ('variants=["realm"]',))}) == 3
     assert with_arguments("refresh", "run=first") != with_arguments("refresh", "run=second")
@@ -192,9 +193,8 @@ def test_a_name_on_the_hub_or_the_volume_is_noted_and_an_unreadable_input_refuse
 def test_the_content_of_an_encoder_changes_the_key(project: Path) -> None:
     def inputs(reader: str) -> tuple[str, list[str]]:
         values = load_params(project / "params.yaml", settings=[DOCUMENTS])
-        values["retriever"]["init"], values["closed_book"]["init"] = "weights", "google/t5"
-        values["finetune"]["reader"] = reader
-        files, notes = identities(values, project)
+        models = {"retriever.init": "weights", "closed_book.init": "google/t5", "finetune.reader": reader}
+        files, notes = identities(values.replace(models), project)
         return files["retriever.init"], notes
 
     name, [note] = inputs("pretrain")
@@ -213,9 +213,8 @@ def test_files_that_the_options_do_not_use_are_not_in_the_key(project: Path) -> 
     values = load_params(project / "params.yaml", settings=[DOCUMENTS])
     files, _ = identities(values, project)
     assert files.keys() == {"snapshot.documents", "questions.train", "questions.dev", "questions.test"}
-    values["tag"]["method"] = "tagger"
-    values["questions"]["dev"] = "data/sample/questions.dev.jsonl.gz"  # of the stage sample
-    files, _ = identities(values, project)
+    sample = "data/sample/questions.dev.jsonl.gz"  # of the stage sample
+    files, _ = identities(values.replace({"tag.method": "tagger", "questions.dev": sample}), project)
     assert files.keys() == {"snapshot.documents", "questions.train", "questions.test", "tag.train", "tag.dev"}
 
 
@@ -260,7 +259,7 @@ def test_options_are_the_differences_from_the_defaults(tmp_path: Path) -> None:
     text = pack_options(values)
     assert unpack_options(text) == values
     assert len(text) < 2000
-    assert unpack_options('{"pretrain": {"steps": 40}}')["pretrain"]["steps"] == 40, "without the digest of defaults"
+    assert unpack_options('{"pretrain": {"steps": 40}}').pretrain.steps == 40, "without the digest of defaults"
     for_kfp = small_project.cli("params", "--kfp", "--params", tmp_path / "params.yaml").stdout
     own = json.loads(json.loads(for_kfp))  # "kfp run create" parses JSON, and the server expects a string
     assert own.keys() == {"defaults", "pretrain"}
@@ -271,8 +270,8 @@ def test_options_carry_the_inputs_that_pods_fetch() -> None:
         "snapshot.documents": PinnedInput("md5:1a.dir", "documents", "", {"url": "s3://bucket/store"}),
         "questions.test": PinnedInput("s3://bucket/test.jsonl 2b"),
     }
-    text = pack_options(default_options(), pins)
-    assert (unpack_options(text), packed_pins(text)) == (default_options(), pins)
+    text = pack_options(Options(), pins)
+    assert (unpack_options(text), packed_pins(text)) == (Options(), pins)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from compiled import compiled, file_of, options
 from forked import Forked
 
 from realmops.cluster import ablation_tasks, tasks
+from realmops.cluster.packed_options import unpack_options
 from realmops.stages import HEADLINE_METRICS, METRICS, STAGES, STEPS, planned_steps
 
 
@@ -138,7 +139,7 @@ def test_artifacts_have_the_folder_the_metrics_and_the_report_of_their_stage(pro
 def test_artifacts_have_the_metadata_that_the_pages_on_components_list(project: Path, run: Path) -> None:
     """With the same names in each run: Kubeflow's page that compares runs has a row for each name."""
     known = {name: compiled("train")["components"].get(f"comp-{name}") for name in [*STEPS, "promote"]}
-    planned = planned_steps(json.loads(options(project)))
+    planned = planned_steps(unpack_options(options(project)))
     for (task, name), (keys, more) in component_pages.METADATA.items():
         if name not in (known.get(task) or {}).get("outputDefinitions", {}).get("artifacts", {}):
             continue
@@ -197,10 +198,9 @@ def test_promotion_compares_with_the_champion_and_fails_only_for_invalid_input(
 def test_refresh_embeds_changed_passages_and_shows_changed_answers(project: Path, run: Path) -> None:
     _, *kept = (project / "documents.jsonl").read_text().splitlines()
     (project / "new.jsonl").write_text("\n".join([*kept, '{"title": "New", "text": "Fresh."}']))
-    values = json.loads(options(project))
-    values["snapshot"]["documents"] = str(project / "new.jsonl")
+    values = unpack_options(options(project)).replace({"snapshot.documents": str(project / "new.jsonl")})
     trained = {path: path.read_bytes() for path in sorted((run / "models").rglob("*")) if path.is_file()}
-    done = run_pipeline("refresh", project, run="one", options=json.dumps(values))
+    done = run_pipeline("refresh", project, run="one", options=values.model_dump_json())
     assert done.returncode == 0, done.stdout + done.stderr
     assert {path: path.read_bytes() for path in trained} == trained
     [folder] = (run / "updates").iterdir()
@@ -215,7 +215,7 @@ def test_refresh_embeds_changed_passages_and_shows_changed_answers(project: Path
     (shown,) = outputs(project, "refresh", "changes")
     assert [row[0] for row in rows_of(shown)] == [change["question"] for change in changed]
     again = project / "again.md"
-    tasks.refresh(json.dumps(values), str(run), Output(again), Output(project / "none.json"))
+    tasks.refresh(values.model_dump_json(), str(run), Output(again), Output(project / "none.json"))
     assert again.read_text() == "The passages are unchanged.\n"
 
 

@@ -17,6 +17,7 @@ from realmops import config
 from realmops.commands.run import run_stages
 from realmops.config_yaml import read_yaml
 from realmops.stages import CLOZE_STEP, STEPS, Job, Stage, planned_steps
+from realmops.stages.option_inputs import FILES
 from realmops.starter.project_files import dvc_text
 
 PIPELINE = compiled("train")
@@ -102,8 +103,8 @@ def test_the_pipeline_runs_the_steps_of_run_all(
     if READER in str(changes):
         changes = json.loads(json.dumps(changes).replace(READER, str(write_reader(tmp_path, "bert"))))
     values = toy_values(**changes)
-    for section, keys in values.items():  # a pod has no project folder
-        values[section] = {k: str(tmp_path / v) if (tmp_path / str(v)).is_file() else v for k, v in keys.items()}
+    files = {key: tmp_path / values.get(key) for key in FILES}  # a pod has no project folder
+    values = values.replace({key: str(path) for key, path in files.items() if path.is_file()})
     plan = planned_steps(values)
     assert plan == tuple(steps.split())
     for _ in run_stages(plan, values, project=tmp_path, root=tmp_path / "here", report=Quiet(), force=False):
@@ -111,7 +112,7 @@ def test_the_pipeline_runs_the_steps_of_run_all(
     here, done[:] = [*done], []
     capfd.readouterr()
     for task in in_order():
-        run_task(task, json.dumps(values), tmp_path / "pods", tmp_path)
+        run_task(task, values.model_dump_json(), tmp_path / "pods", tmp_path)
         if task in {*STEPS} - {*plan}:
             lines = capfd.readouterr().err.splitlines()
             assert lines[-1:] == [f"{task}: not needed with these options, so nothing is done"]
@@ -135,7 +136,7 @@ def test_the_first_step_reports_a_missing_file_of_the_last_one(
     )
     (tmp_path / "questions.test.jsonl").unlink()
     with pytest.raises(SystemExit) as caught:
-        run_task(STEPS[0], json.dumps(values), tmp_path / "pods", tmp_path)
+        run_task(STEPS[0], values.model_dump_json(), tmp_path / "pods", tmp_path)
     assert (caught.value.code, done) == (2, [])
     [line] = capfd.readouterr().err.splitlines()
     assert line.startswith(f"realmops: questions.test is '{files['test']}', and {files['test']} does not exist")

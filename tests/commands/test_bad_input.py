@@ -98,7 +98,7 @@ def test_a_run_warns_of_options_that_are_rarely_intended(monkeypatch: pytest.Mon
 
 def rate_warnings(init: str, *presets: str) -> list[str]:
     layers = preset_layers(preset_path(name, Path("params.yaml")) for name in presets)
-    values = parse_options(*layers, ("test", {"retriever": {"init": init}} if init else {})).model_dump()
+    values = parse_options(*layers, ("test", {"retriever": {"init": init}} if init else {}))
     return [warning for warning in option_warnings(STAGES, values) if "retriever.init" in warning]
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from exchange_lab import IDENTITY, exchange_with_everything
 from small_project import cli, stage, stopped_at
 
+from realmops.config import load_params
 from realmops.refresh.exchange import Exchange, inspect_exchange
 from realmops.refresh.trainer import TrainerSide
 from realmops.refresh.versions import version_name
@@ -60,8 +60,7 @@ def test_doctor_names_the_damaged_file(root: Path) -> None:
 
 
 def test_doctor_while_pre_training_runs_and_after_it_was_killed(trained: Path, root: Path) -> None:
-    values = yaml.safe_load((trained / "params.yaml").read_text())
-    values["pretrain"] |= {"steps": 12, "builder": "child"}
+    values = load_params(trained / "params.yaml").replace({"pretrain.steps": 12, "pretrain.builder": "child"})
     shutil.rmtree(root / "models/pretrain")
     seen: list[list[str]] = []
     with stopped_at(5, lambda: seen.append(doctor(root))):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import small_project
-import yaml
 from serving import QUESTION, update
 
 from realmops.answering.corpus_states import CorpusState, newest_state, pipeline_state
@@ -15,6 +14,7 @@ from realmops.answering.opened_model import Query
 from realmops.answering.record import Record
 from realmops.commands.masked import explain_sentence
 from realmops.commands.open_model import open_run
+from realmops.config import load_params
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.predictions import read_results
 from realmops.questions.answer_matching import normalize_answer
@@ -114,8 +114,8 @@ def test_an_explanation_is_of_the_newest_corpus(root: Path) -> None:
 
 def test_a_retriever_by_words_is_explained_and_updated_without_an_index(root: Path, tmp_path: Path) -> None:
     project = root.parent
-    values = yaml.safe_load((project / "params.yaml").read_text())
-    values["finetune"] |= {"retriever": "bm25", "reader": "ict"}
+    changes = {"finetune.retriever": "bm25", "finetune.reader": "ict"}
+    values = load_params(project / "params.yaml").replace(changes)
     params = small_project.write_params(tmp_path / "params.yaml", values)
     for name in ("documents.jsonl", *(f"questions.{split}.jsonl" for split in small_project.QUESTIONS)):
         shutil.copy(project / name, tmp_path / name)

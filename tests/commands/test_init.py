@@ -61,8 +61,7 @@ def questions(path: Path, count: int) -> Path:
 def test_without_documents_the_project_has_the_sample_and_the_stages_of_the_package(tmp_path: Path) -> None:
     made(tmp_path / "mine")
     values = config.load_params(tmp_path / "mine" / "params.yaml")
-    assert values == config.load_params(ROOT / "params.yaml") | {"tracking": values["tracking"]}
-    assert values["tracking"]["experiment"] == "mine"
+    assert values == config.load_params(ROOT / "params.yaml").replace({"tracking.experiment": "mine"})
     assert stages_to_run(values) == tuple(STAGES)
     _, own = read_params(ROOT / "params.yaml")
     assert (ROOT / "dvc.yaml").read_text(encoding="utf-8") == dvc_text(config.load_params(ROOT / "params.yaml"), own)
@@ -76,7 +75,7 @@ def test_documents_alone_have_generated_questions_and_no_sample(tmp_path: Path) 
     presets, own = read_params(folder / "params.yaml")
     assert presets == ["squad", "documents"]
     assert own["snapshot"] == {"documents": "documents.jsonl", "block_wordpieces": 288}
-    assert config.load_params(folder / "params.yaml")["reader"]["init"] == "none"
+    assert config.load_params(folder / "params.yaml").reader.init == "none"
     stages = yaml.safe_load((folder / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
     assert [*stages] == ["snapshot", "tag", "cloze", "ict", "pretrain", "finetune", "evaluate"]
     assert stages["finetune"]["deps"].count("data/cloze") == 1
@@ -118,7 +117,7 @@ def test_questions_are_split_once_and_for_all(tmp_path: Path) -> None:
     assert sum(map(len, parts.values())) == 100
     assert min(map(len, parts.values())) > 3
     assert f"questions.test: {len(parts['test'])} of 100" in printed
-    assert config.load_params(folder / "params.yaml")["questions"]["train"] == "questions/train.jsonl"
+    assert config.load_params(folder / "params.yaml").questions.train == "questions/train.jsonl"
     again = with_documents(tmp_path / "again")
     made(again, "--documents", again, "--questions", questions(tmp_path / "asked.jsonl", 140))
     for name, lines in parts.items():
@@ -146,7 +145,7 @@ def test_languages_of_documents_are_detected(tmp_path: Path) -> None:
     printed = made(tmp_path / "mine", "--documents", tmp_path / "documents.jsonl", "--questions", asked)
     values = config.load_params(tmp_path / "mine" / "params.yaml")
     assert "language: English 67%, German 33% (snapshot.language: auto)" in printed
-    assert (values["snapshot"]["language"], values["tag"]["method"]) == ("auto", "phrases")
+    assert (values.snapshot.language, values.tag.method) == ("auto", "phrases")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +188,7 @@ def test_files_of_the_user_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["1e5", "it's: [x]"])
 def test_a_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
     printed = made(tmp_path / name)
-    assert config.load_params(tmp_path / name / "params.yaml")["tracking"]["experiment"] == name
+    assert config.load_params(tmp_path / name / "params.yaml").tracking.experiment == name
     assert f"next: cd {shlex.quote(str(tmp_path / name))} && realmops run all" in printed
 
 
@@ -334,12 +333,14 @@ def test_a_beir_folder_has_documents_and_judged_questions(
     assert {split: len(part) for split, part in parts.items()} == counts
     assert parts["test"][1].relevant == (("d1", 1),)
     if "train" in counts:
-        assert {values["questions"][split] for split in counts} == {f"questions/{split}.jsonl" for split in counts}
+        assert {values.get(f"questions.{split}") for split in counts} == {
+            f"questions/{split}.jsonl" for split in counts
+        }
         assert stages_to_run(values) == ("snapshot", "ict", "pretrain", "finetune", "evaluate")
-        assert (values["ict"]["steps"], values["finetune"]["retriever_training"]) == (0, "queries")
+        assert (values.ict.steps, values.finetune.retriever_training) == (0, "queries")
     else:
-        assert values["questions"]["test"] == "questions/test.jsonl"
-        assert {values["questions"][split] for split in ("train", "dev")} == {
+        assert values.questions.test == "questions/test.jsonl"
+        assert {values.get(f"questions.{split}") for split in ("train", "dev")} == {
             f"data/cloze/questions.{split}.jsonl" for split in ("train", "dev")
         }
-    assert (values["reader"]["init"], values["finetune"]["epochs"]) == ("none", 0)
+    assert (values.reader.init, values.finetune.epochs) == ("none", 0)

@@ -52,22 +52,22 @@ def test_a_small_reader_is_proposed_with_licence_and_size_and_a_better_one_is_na
     _, proposal, values = created(tmp_path / "mine")
     assert f"{READERS[0]} (apache-2.0, 261 MB), loaded by the first run" in proposal
     assert f"--reader {READERS[1]} (cc-by-4.0, 496 MB); --no-reader" in proposal
-    assert (values["reader"]["init"], values["finetune"]["epochs"]) == (READERS[0], 0)
+    assert (values.reader.init, values.finetune.epochs) == (READERS[0], 0)
     _, proposal, values = created(tmp_path / "named", "--reader", READERS[1])
     assert proposal == f"reader: {READERS[1]} (cc-by-4.0, 496 MB), loaded by the first run"
-    assert values["reader"]["init"] == READERS[1]
+    assert values.reader.init == READERS[1]
     _, proposal, values = created(tmp_path / "german", text=GERMAN)
     assert f"{MULTILINGUAL_READERS[0]} (unknown, 1,110 MB)" in proposal
-    assert values["reader"]["init"] == MULTILINGUAL_READERS[0]
+    assert values.reader.init == MULTILINGUAL_READERS[0]
 
 
 def test_without_a_reader_the_first_line_is_search_not_answers(tmp_path: Path, sizes: dict[str, int]) -> None:
     lines, _, values = created(tmp_path / "asked", "--no-reader")
-    assert (lines[0], values["reader"]["init"]) == ("search, not answers: no reader, by --no-reader", "none")
+    assert (lines[0], values.reader.init) == ("search, not answers: no reader, by --no-reader", "none")
     sizes.clear()
     lines, _, values = created(tmp_path / "alone")
     assert lines[0].startswith("search, not answers: no reader can be loaded")
-    assert values["reader"]["init"] == "none"
+    assert values.reader.init == "none"
 
 
 def test_a_reader_is_trained_further_on_questions_of_people(tmp_path: Path, sizes: dict[str, int]) -> None:
@@ -75,10 +75,10 @@ def test_a_reader_is_trained_further_on_questions_of_people(tmp_path: Path, size
     questions = small_project.write_json_lines(tmp_path / "questions.jsonl", records)
     _, proposal, values = created(tmp_path / "mine", "--questions", questions)
     assert "trained 2 epochs further on your questions" in proposal
-    assert values["finetune"]["epochs"] == 2
+    assert values.finetune.epochs == 2
     stages = yaml.safe_load((tmp_path / "mine" / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
     assert "tag" not in stages, "nothing reads spans"
     sizes.clear()
     _, proposal, values = created(tmp_path / "own", "--questions", questions)
     assert "trained on your questions from the encoder" in proposal
-    assert values["reader"]["init"] == "encoder"
+    assert values.reader.init == "encoder"

@@ -18,7 +18,6 @@ import yaml
 from small_encoders import write_encoder
 from small_project import (
     QUESTIONS,
-    Values,
     cli,
     litter,
     run_all_here,
@@ -29,7 +28,9 @@ from small_project import (
 
 from realmops import artifacts
 from realmops.answering.confidence import FILE as CONFIDENCE
+from realmops.config import load_params
 from realmops.model.reader_files import READER_FOLDER
+from realmops.options import Options
 from realmops.starter.public_data import stable_hash
 
 QUESTIONS_ASKED, ARTICLES, PARAGRAPHS = 30, 12, 3
@@ -92,14 +93,14 @@ def project(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "project"))
 
 
-def begun(project: Path, reader: Path, **finetune: float) -> Values:
+def begun(project: Path, reader: Path, **finetune: float) -> Options:
     """The project's options with that reader."""
-    values: Values = yaml.safe_load((project / "params.yaml").read_text())
-    values["reader"]["init"] = str(reader)
-    values["finetune"] |= {"epochs": 0.0, "retriever_epochs": 0.0, **finetune}
-    values["ict"]["reader_steps"] = values["pretrain"]["steps"] = 0
-    write_params(project / "params.yaml", values)
-    return values
+    changes = {"reader.init": str(reader), "ict.reader_steps": 0, "pretrain.steps": 0}
+    tuning = {"epochs": 0.0, "retriever_epochs": 0.0, **finetune}
+    changes |= {f"finetune.{key}": value for key, value in tuning.items()}
+    options = load_params(project / "params.yaml").replace(changes)
+    write_params(project / "params.yaml", options)
+    return options
 
 
 def contents(folder: Path) -> dict[str, bytes]:

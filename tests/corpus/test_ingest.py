@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_project import Quiet, stage, write_project
-from yaml import safe_load
 
 from realmops.artifacts import atomic_folder
+from realmops.config import load_params
 from realmops.corpus import ingest, word_counts
 from realmops.corpus.ingest import iter_batches, process_batches
 from realmops.corpus.snapshot_reader import Snapshot
@@ -85,7 +85,7 @@ def test_a_large_corpus_gives_its_words_by_a_share_of_its_records(
 
 
 def test_pages_with_undecodable_bytes_are_counted_and_named(tmp_path: Path) -> None:
-    values = safe_load(write_project(tmp_path, snapshot={"documents": "corpus", "format": "auto"}).read_text())
+    values = load_params(write_project(tmp_path, snapshot={"documents": "corpus", "format": "auto"}))
     (tmp_path / "corpus").mkdir()
     for name, word in {"a": b"caf\xe9", "b": "café".encode(), "c": b"cafe"}.items():
         (tmp_path / "corpus" / f"{name}.html").write_bytes(b"<meta charset=utf-8><p>Anna had a " + word + b".</p>")

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_project import Quiet, Values, cli, stage, toy_values, write_json_lines, write_project
+from small_project import Quiet, cli, stage, toy_values, write_json_lines, write_project
 from torch import Tensor
 
 from realmops.artifacts import read_json, read_manifest
@@ -24,6 +24,7 @@ from realmops.model.packed import PackedBatch
 from realmops.model.reader import enumerate_spans
 from realmops.model.reader_files import load_models
 from realmops.model.sequences import SpecialTokens, join_query, join_reader
+from realmops.options import Options
 from realmops.search.embeddings import embed_corpus, load_index
 from realmops.search.inner_products import search
 
@@ -33,7 +34,7 @@ EXACT = {"rtol": 0.0, "atol": 1e-5}
 LONGEST_SPAN, READER_WORDPIECES = 4, 40
 
 
-def values(**changes: Any) -> Values:
+def values(**changes: Any) -> Options:
     given = {
         "retriever": {"init": str(PEER / "openqa")},
         "snapshot": {"documents": "data/published/passages.jsonl.gz", "whole_documents": True},

@@ -16,7 +16,6 @@ from small_encoders import edit_json, write_encoder
 from small_project import QUESTIONS, SHORT, stage, toy_values, write_project
 from small_world import embed_documents
 
-from realmops.config import parse_section
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.hub import encoder_files
 from realmops.model.build import build_models
@@ -59,8 +58,8 @@ def build(folder: Path, project: Path, **changes: Any) -> tuple[Retriever, Snaps
     values = toy_values(**SHORT, retriever=options)
     stage("snapshot", values, project, project)
     snapshot = Snapshot.open(project / "data/snapshot/corpus")
-    bert, retriever, reader = (parse_section(name, values[name]) for name in ("bert", "retriever", "reader"))
-    return build_models(bert, retriever, reader, snapshot.tokenizer.get_vocab_size(), 0)[0].eval(), snapshot
+    models = build_models(values.bert, values.retriever, values.reader, snapshot.tokenizer.get_vocab_size(), 0)
+    return models[0].eval(), snapshot
 
 
 @pytest.mark.parametrize("family", CASES)

@@ -17,6 +17,7 @@ import realmops
 from realmops import config
 from realmops.cli import main
 from realmops.commands.init import ALWAYS
+from realmops.options import Options
 from realmops.questions import question_files
 from realmops.readers import sources
 from realmops.stages import STAGES
@@ -30,7 +31,7 @@ PAGES = {
     for path in (*(ROOT / name for name in FILES), *sorted((ROOT / "docs").glob("*.md")))
 }
 README, WALK, RESULTS = PAGES["README.md"], PAGES["docs/walk.md"], PAGES["docs/results.md"]
-OPTIONS = config.default_options()
+OPTIONS = Options().model_dump()
 PIPELINE = yaml.safe_load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
 PATH_SUFFIXES = {"", ".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".json", ".jsonl", ".sh"}
 FENCE = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)

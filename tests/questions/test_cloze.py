@@ -248,7 +248,7 @@ def test_a_chosen_limit_holds_in_later_runs(project: Path) -> None:
     params, root = project / "params.yaml", project / "root"
     assert cli("cloze", "--params", params, "--root", root, "--limit", "9").exit_code == 0
     before = {path: path.read_bytes() for path in (root / "data/cloze").iterdir()}
-    seed = toy_values()["run"]["seed"]
+    seed = toy_values().run.seed
     assert write_cloze_questions(root, None, seed=seed) == [
         f"nothing to do: {root / 'data/cloze'} was generated from the same corpus"
     ]

@@ -13,10 +13,10 @@ from damaged_files import WRITERS
 from paged_files import docx, pdf, pptx, xlsx
 from small_project import Quiet, stage, write_project
 from small_world import build_snapshot
-from yaml import safe_load
 
 from realmops.answering.record import citation_record
 from realmops.artifacts import sha256_file
+from realmops.config import load_params
 from realmops.corpus.snapshot_reader import REJECTS, SOURCES, read_rejects
 from realmops.readers.documents import RawRecord, Rejected
 from realmops.readers.sources import FORMATS, list_sources
@@ -161,7 +161,7 @@ def test_mixed_folder_is_read_file_by_file(tmp_path: Path) -> None:
 
 
 def test_stage_counts_and_names_unread_files_and_pages_without_text(tmp_path: Path) -> None:
-    values = safe_load(write_project(tmp_path, snapshot={"documents": "in", "format": "auto"}).read_text())
+    values = load_params(write_project(tmp_path, snapshot={"documents": "in", "format": "auto"}))
     mixed(tmp_path / "in")
     write(tmp_path / "in" / "z.pdf", pdf(*WORDS, "", ""))
     report = Quiet()

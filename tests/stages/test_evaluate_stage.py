@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from small_project import Quiet
 
+from realmops.config import load_params
 from realmops.stages import evaluate
 from realmops.stages.runner import run_stage
 
 
 def test_embeddings_of_the_same_tower_are_made_once(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No step of REALM, and fine-tuning trains no document tower: what finetune embedded is all that there is."""
-    values = yaml.safe_load((copy / "params.yaml").read_text())
+    values = load_params(copy / "params.yaml")
     embed, made = evaluate.embed_in_shards, count()
 
     def counted(*arguments: Any) -> Any:
@@ -37,8 +37,8 @@ def test_embeddings_of_the_same_tower_are_made_once(copy: Path, monkeypatch: pyt
 
 
 def test_other_training_questions_than_those_of_the_model_are_warned_of(copy: Path) -> None:
-    values, report = yaml.safe_load((copy / "params.yaml").read_text()), Quiet()
-    values["questions"]["train"] = values["questions"]["dev"]
+    values, report = load_params(copy / "params.yaml"), Quiet()
+    values = values.replace({"questions.train": values.questions.dev})
     run_stage("evaluate", values, project=copy, root=copy / "root", report=report, force=True)
     [line] = [line for line in report.warned if "was fine-tuned with questions.train=" in line]
-    assert line.startswith(f"questions.train is {values['questions']['dev']}, but")
+    assert line.startswith(f"questions.train is {values.questions.dev}, but")

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import yaml
 from small_project import Quiet, model_tensors, stage, write_project
 
+from realmops.config import load_params
 from realmops.stages import Job, ict
 
 CROPS = {"crops": 2, "steps": 20, "epochs": 0, "batch_size": 8, "reader_steps": 0, "removal": 0.0}
@@ -47,7 +47,7 @@ def test_a_retriever_that_crops_made_worse_stays_as_it_came(
     def weights(name: str, **changes: Any) -> dict[str, Any]:
         folder = tmp_path / name
         folder.mkdir()
-        values = yaml.safe_load(write_project(folder, ict={**CROPS, **changes}).read_text())
+        values = load_params(write_project(folder, ict={**CROPS, **changes}))
         for one in ("snapshot", "tag", "ict"):
             stage(one, values, folder, folder / "root")
         return model_tensors(folder / "root/models/ict", "retriever")

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_project
 import yaml
 from small_encoders import write_encoder
 from small_project import cli, stage, toy_values, write_project
 
 from realmops import config
-from realmops.stages import STAGES, Stage, files_in_use, parse_sections, runner, stages_to_run
+from realmops.options import Options
+from realmops.stages import STAGES, Stage, files_in_use, runner, stage_options, stages_to_run
 
 ROOT = Path(__file__).parents[2]
 PARAMS = ROOT / "params.yaml"
@@ -120,7 +120,7 @@ class Recording(dict[str, Any]):
 
 def test_a_stage_is_given_its_sections_and_no_other() -> None:
     for one in STAGES.values():
-        assert tuple(parse_sections(one, toy_values())) == (*one.sections, *one.options)
+        assert tuple(stage_options(one, toy_values())) == (*one.sections, *one.options)
 
 
 @pytest.fixture(scope="module")
@@ -139,12 +139,12 @@ def read(project: Path) -> dict[str, set[str]]:
     read: dict[str, set[str]] = {}
     jobs: list[Recording] = []
 
-    def parse(one: Stage, values: Mapping[str, Mapping[str, Any]]) -> Recording:
-        jobs.append(Recording(parse_sections(one, values)))
+    def parse(one: Stage, options: Options) -> Recording:
+        jobs.append(Recording(stage_options(one, options)))
         return jobs[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("realmops.stages.runner.parse_sections", parse)
+        patch.setattr("realmops.stages.runner.stage_options", parse)
         for name in STAGES:
             stage(name, VALUES, project, project / "root")
             read[name] = jobs[-1].read | {key.partition(".")[0] for key in STAGES[name].files}
@@ -173,7 +173,7 @@ def test_of_the_retriever_snapshot_and_tagger_depend_on_its_encoder_alone(
     changes = {"pooling": "mean", "head": "cosine", "init": str(folder)}
     started: dict[str, set[str]] = {}
     for key, value in changes.items():
-        values = VALUES | {"retriever": VALUES["retriever"] | {key: value}}
+        values = VALUES.replace({f"retriever.{key}": value})
         started[key] = {
             name
             for name in STAGES
@@ -188,23 +188,18 @@ def test_every_file_that_a_stage_reads_counts_for_what_is_made_from_it(
 ) -> None:
     """Change one byte of each external file: the stages that name it run again, no other."""
     monkeypatch.setattr("realmops.stages.Stage.run", refuse)
-    keys = {key for one in STAGES.values() for key in one.files if (project / path_of(VALUES, key)).is_file()}
+    keys = {key for one in STAGES.values() for key in one.files if (project / VALUES.get(key)).is_file()}
     assert keys == {"snapshot.documents", "questions.train", "questions.dev", "questions.test", "tag.train", "tag.dev"}
     for key in sorted(keys):
-        path = project / path_of(VALUES, key)
+        path = project / VALUES.get(key)
         content = path.read_bytes()
-        same = {k for k in keys if path_of(VALUES, k) == path_of(VALUES, key)}
+        same = {k for k in keys if VALUES.get(k) == VALUES.get(key)}
         path.write_bytes(content + b"\n")
         started = {
             name for name in STAGES if not finishes(lambda n=name: stage(n, VALUES, project, project / "root"), Runs)
         }
         path.write_bytes(content)
         assert started == {name for name, one in STAGES.items() if same & set(one.files)}, key
-
-
-def path_of(values: small_project.Values, key: str) -> str:
-    section, _, option = key.partition(".")
-    return str(values[section][option])
 
 
 def finishes(work: Callable[[], Any], error: type[Exception]) -> bool:
@@ -217,7 +212,7 @@ def finishes(work: Callable[[], Any], error: type[Exception]) -> bool:
 
 def test_a_resumed_stage_keeps_its_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    values = {"run": {"threads": "auto"}, "bert": {"width": 64}, "retriever": {"init": "small"}}
+    values = toy_values(run={"threads": "auto"}, bert={"width": 64})
     assert runner._threads(values, tmp_path) == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert runner._threads(values, tmp_path) == 2

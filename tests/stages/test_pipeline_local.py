@@ -47,6 +47,7 @@ from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.predictions import read_predictions
 from realmops.evaluate.recall import first_hit_ranks
 from realmops.model.reader_files import load_models
+from realmops.options import Options
 from realmops.questions.question_sets import Question
 from realmops.refresh import child_processes
 from realmops.search.bm25 import Bm25, rank, titled_texts
@@ -240,12 +241,10 @@ def project(trained: Path) -> Path:
     return trained
 
 
-def pretrain_beside(
-    project: Path, root: Path, values: small_project.Values, report: Quiet | None = None
-) -> dict[str, Any]:
-    values["pretrain"] |= {"builder": "external", "exchange": str(root / "exchange")}
+def pretrain_beside(project: Path, root: Path, options: Options, report: Quiet | None = None) -> dict[str, Any]:
+    options = options.replace({"pretrain.builder": "external", "pretrain.exchange": str(root / "exchange")})
     with builder_beside(root / "exchange", root / "data/snapshot/corpus"):
-        return stage("pretrain", values, project, root, report)
+        return stage("pretrain", options, project, root, report)
 
 
 def test_another_text_than_the_corpus_can_be_masked(project: Path, tmp_path: Path) -> None:

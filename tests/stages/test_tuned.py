@@ -184,8 +184,8 @@ def test_folders_of_models_are_resolved_against_the_project(tmp_path: Path) -> N
     untrained = {"ict": {"reader_steps": 0}, "pretrain": {"steps": 0}}
     values = small_project.toy_values(reader={"init": "reader"}, retriever={"init": "some/encoder"}, **untrained)
     resolved = resolve_models(values, tmp_path)
-    assert resolved["reader"]["init"] == str(tmp_path / "reader")
-    assert resolved["retriever"]["init"] == "some/encoder"
-    assert resolve_models(small_project.toy_values(reader={"init": "none"}), tmp_path)["reader"]["init"] == "none"
-    assert resolve_models(small_project.toy_values(), tmp_path)["retriever"]["init"] == "small"
-    assert values["reader"]["init"] == "reader", "the options of manifests and keys"
+    assert resolved.reader.init == str(tmp_path / "reader")
+    assert resolved.retriever.init == "some/encoder"
+    assert resolve_models(small_project.toy_values(reader={"init": "none"}), tmp_path).reader.init == "none"
+    assert resolve_models(small_project.toy_values(), tmp_path).retriever.init == "small"
+    assert values.reader.init == "reader", "the options of manifests and keys"

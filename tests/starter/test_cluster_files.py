@@ -58,7 +58,7 @@ def test_the_job_copies_the_project_with_its_presets(tmp_path: Path) -> None:
     subprocess.run([shell, option, script.replace("exec realmops", "echo"), name, *container["args"]], check=True)
     values = config.load_params(pod / "project/params.yaml")
     assert values == config.load_params(project / "params.yaml")
-    assert values["pretrain"]["steps"] == 7
+    assert values.pretrain.steps == 7
     copied = {path.relative_to(pod / "project").as_posix() for path in (pod / "project").rglob("*") if path.is_file()}
     assert copied == {"params.yaml", "presets/mine.yaml", ".dvc/config", "documents.dvc"}
 

@@ -15,7 +15,7 @@ import small_project
 from small_project import cli
 
 from realmops import config
-from realmops.stages import HEADLINE_METRICS, get_option
+from realmops.stages import HEADLINE_METRICS
 from realmops.starter.project_files import VARIED
 
 ENVIRONMENT = {
@@ -60,7 +60,7 @@ def other_value(key: str, value: Any) -> str:
 def test_an_experiment_sets_each_option_that_is_listed_and_any_other(project: Path) -> None:
     """The command of the README that init writes, for every key; queued, so that nothing is trained."""
     values = config.load_params(project / "params.yaml")
-    changes = {key: other_value(key, get_option(values, key)) for key in VARIED}
+    changes = {key: other_value(key, values.get(key)) for key in VARIED}
     others = {"++pretrain.lag": "5", "++optimiser.ramp_share": "0.2", "++pretrain.steps": "50"}
     words = [word for key, value in {**changes, **others}.items() for word in ("-S", f"{key}={value}")]
     call(project, "dvc", "exp", "run", "--queue", "--name", "all", *words)

@@ -20,10 +20,10 @@ import forked
 import pytest
 from small_project import wait_for
 
-from realmops import config
 from realmops.artifacts import read_json, write_json
 from realmops.cluster import tasks
 from realmops.journal import Journal
+from realmops.options import Options
 from realmops.tracking import runs, sender
 from realmops.tracking.client import local_tracking_uri, mlflow_client
 from realmops.tracking.runs import (
@@ -131,8 +131,8 @@ def test_pre_training_on_a_cluster_is_in_the_run_of_the_other_stages(
         return nullcontext()
 
     monkeypatch.setattr(runs, "Tracker", tracker)
-    values = config.merge_options({"tracking": {"enabled": True}}, "test")
-    external = config.merge_options({"pretrain": {"builder": "external", "exchange": "/elsewhere"}}, "test", values)
+    values = Options()
+    external = values.replace({"pretrain.builder": "external", "pretrain.exchange": "/elsewhere"})
     for name, own in (("pretrain", external), ("evaluate", values)):
         with ExitStack() as stack, Journal(tmp_path / name / "log.jsonl", name) as journal:
             runs.start_tracking(stack, journal, name, own, [], {}, tmp_path, tmp_path)

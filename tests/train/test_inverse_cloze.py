@@ -288,8 +288,7 @@ def test_steps_are_limited_by_epochs() -> None:
     assert ict_steps(170, few.model_copy(update={"epochs": 0.5})) == (3, 6)
     known = {(): 2_340, ("ablation",): 1_170, ("squad",): 2_052, ("squad", "minilm"): 2_052, ("squad", "large"): 60_000}
     for presets, passages in known.items():
-        values = parse_options(*preset_layers(preset_path(name, Path("params.yaml")) for name in presets)).model_dump()
-        whole = section("ict", **values["ict"])
+        whole = parse_options(*preset_layers(preset_path(name, Path("params.yaml")) for name in presets)).ict
         text = passages * (4 if "squad" not in presets else 1)  # the sample has four warm-up worlds
         assert ict_steps(passages, whole)[0] == whole.steps, presets
         assert ict_steps(text, whole)[1] == whole.reader_steps, presets

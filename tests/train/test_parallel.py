@@ -162,7 +162,7 @@ def test_a_killed_training_of_two_resumes_to_the_same_weights(trained: Path) -> 
 def test_a_pod_starts_its_processes(
     trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = json.dumps(config.load_params(trained / "params.yaml"))
+    options = config.load_params(trained / "params.yaml").model_dump_json()
     manifest, metrics = Output(trained / "manifest"), Output(trained / "metrics")
     (tmp_path / "tokenizers.py").write_text("raise AssertionError('imported from the working directory')\n")
     monkeypatch.chdir(tmp_path)

@@ -18,7 +18,7 @@ from realmops.answering.openqa import OpenQa
 from realmops.answering.passage_search import PassageSearch
 from realmops.answering.retrieval import AnswerModel, Ranker, RetrieveAndRead, SearchOnly
 from realmops.artifacts import MANIFEST, PROMOTED, STAGE_FOLDERS, WORK_FOLDER, read_json, write_json
-from realmops.config import default_options, parse_section
+from realmops.config import parse_section
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype, freeze_linear_weights, resolve_device
 from realmops.journal import JOURNAL, METRICS
@@ -36,7 +36,7 @@ KINDS: dict[str, type[RetrieveAndRead]] = {kind.kind: kind for kind in (OpenQa, 
 CORPUS, FINETUNE = "corpus", "finetune"  # subfolders of a promoted model
 TRIES = 3  # attempts to open a run whose folders are being replaced
 EMBEDDINGS = "search"  # below the work folder: embeddings by a retriever that is not fine-tuned yet
-QUERY_WORDPIECES: int = default_options()["finetune"]["query_wordpieces"]  # query length before fine-tuning
+QUERY_WORDPIECES = Finetune().query_wordpieces  # query length before fine-tuning
 
 
 @dataclass(frozen=True)

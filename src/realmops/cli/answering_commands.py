@@ -157,7 +157,7 @@ def verify(answers: Path | None, documents: Path | None, root: Path, **options: 
 
 
 @main.command()
-@option.values
+@option.options
 @option.existing_root
 @option.flag("--may-shrink", help="Accept a corpus with less than half of the previous passages.")
 def update(**options: Any) -> None:

@@ -1,5 +1,7 @@
 """Commands for the cluster, index builders and MLflow."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ from realmops.cli.group import exit_with, main
 
 
 @main.command()
-@option.values
+@option.options
 @click.option("--pipeline", default="train", help="train, ablations, refresh, or the file of a compiled pipeline.")
 @option.repeated("--argument", "arguments", "NAME=VALUE", "A parameter of the pipeline, for example image=realmops:1.")
 @click.option("--experiment", default="realmops", help="The experiment in Kubeflow Pipelines.")
@@ -28,8 +30,8 @@ from realmops.cli.group import exit_with, main
 @option.flag("--wait", "waits", help="Wait for the end of the run; exit code 1 unless it succeeded.")
 @option.flag("--dry-run", help="Print inputs, key and arguments; send and write nothing.")
 def submit(
-    values: option.Values, project: Path, pipeline: str, endpoint: str | None, namespace: str | None, once: bool,
-    waits: bool, dry_run: bool, **options: Any,
+    options: option.Options, project: Path, pipeline: str, endpoint: str | None, namespace: str | None, once: bool,
+    waits: bool, dry_run: bool, **others: Any,
 ) -> None:  # fmt: skip
     """Start the training on Kubeflow Pipelines.
 
@@ -45,7 +47,7 @@ def submit(
     from realmops.cluster.submit import SUCCEEDED, Pipeline, prepare, submit, wait
 
     compiled = Pipeline.read(pipeline)
-    submission, notes = prepare(values, project, compiled, **options)
+    submission, notes = prepare(options, project, compiled, **others)
     _show(submission.inputs, notes)
     if dry_run:
         click.echo(f"not submitted: {submission.name} with the key {submission.key}")
@@ -60,8 +62,8 @@ def submit(
 
 
 @main.command()
-@option.values
-def upload(values: option.Values, project: Path) -> None:
+@option.options
+def upload(options: option.Options, project: Path) -> None:
     """Add local inputs to DVC, and push them to its remote.
 
     Inputs are the files and folders that options name. Commit the .dvc files, so that a submission from git or in the
@@ -69,7 +71,7 @@ def upload(values: option.Values, project: Path) -> None:
     """
     from realmops.cluster.input_plan import notes_of, plan_inputs, send_inputs
 
-    inputs = plan_inputs(values, project)
+    inputs = plan_inputs(options, project)
     _show(inputs, notes_of(inputs))
     send_inputs(inputs, project, click.echo)
 

@@ -1,5 +1,7 @@
 """Commands that show results and compare runs."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,19 +53,17 @@ def explain(**options: Any) -> None:
 @main.command()
 @option.question_files
 @option.format
-@option.values
+@option.options
 @option.existing_root
-def ceilings(values: option.Values, project: Path, **options: Any) -> Iterable[str]:
+def ceilings(options: option.Options, project: Path, **others: Any) -> Iterable[str]:
     """Measure the share of questions that the corpus can answer.
 
     The shares of questions in FILES whose answers are in the run's snapshot, in spans of at most
     finetune.answer_wordpieces, and in the top finetune.reader_candidates passages of BM25. Give the presets of the run.
     """
     from realmops.commands.questions import measure_ceilings
-    from realmops.config import parse_section
 
-    limits = parse_section("finetune", values["finetune"])
-    return measure_ceilings(limits=limits, progress=Console().progress, **options)
+    return measure_ceilings(limits=options.finetune, progress=Console().progress, **others)
 
 
 @main.command("ablate")
@@ -110,7 +110,7 @@ def compare(first: Path, second: Path) -> Iterable[str]:
 
 
 @main.command()
-@option.values
+@option.options
 @option.existing_root
 @click.option("--name", default="realmops", help="The registered model in MLflow.")
 @click.option("--margin", type=click.FloatRange(0, 1), default=0.0, help="The minimum difference to the champion.")

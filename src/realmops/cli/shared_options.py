@@ -1,13 +1,17 @@
 """Options shared by several commands."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-Values = dict[str, dict[str, Any]]
+if TYPE_CHECKING:
+    from realmops.options import Options as Options
+
 Command = Callable[..., Iterable[str] | None]
 
 PATH = click.Path(path_type=Path)
@@ -60,19 +64,19 @@ def params(command: Command) -> Command:
     return _params(_preset(_set(command)))
 
 
-def load_values(params: Path, presets: Sequence[str], settings: Sequence[str]) -> Values:
+def load_options(params: Path, presets: Sequence[str], settings: Sequence[str]) -> Options:
     """Load all sections of the params file, overridden by presets, then by settings."""
     from realmops import config
 
     return config.load_params(params, presets=[config.preset_path(name, params) for name in presets], settings=settings)
 
 
-def values(command: Command) -> Command:
-    """Add --params, --preset and --set to a command, which gets ``values`` and the params file's folder ``project``."""
+def options(command: Command) -> Command:
+    """Add --params, --preset and --set to a command, which gets ``options`` and the folder of the file, ``project``."""
 
     @params
     @wraps(command)
-    def with_values(params: Path, presets: Sequence[str], settings: Sequence[str], **options: Any) -> Any:
-        return command(values=load_values(params, presets, settings), project=params.parent, **options)
+    def with_options(params: Path, presets: Sequence[str], settings: Sequence[str], **others: Any) -> Any:
+        return command(options=load_options(params, presets, settings), project=params.parent, **others)
 
-    return with_values
+    return with_options

@@ -1,5 +1,7 @@
 """Commands that set up a run, and train."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -60,7 +62,7 @@ def init(reader: str | None, no_reader: bool, **options: Any) -> Iterator[str]:
 @option.params
 @option.new_root
 @option.flag("--force", help="Run again even if inputs and options are unchanged.")
-def run(stage: str, params: Path, presets: Sequence[str], settings: Sequence[str], **options: Any) -> None:
+def run(stage: str, params: Path, presets: Sequence[str], settings: Sequence[str], **others: Any) -> None:
     """Run one stage of the training, or all in order.
 
     STAGE is "all" or a name below. A stage with unchanged inputs and options is skipped, and a killed stage resumes
@@ -69,18 +71,18 @@ def run(stage: str, params: Path, presets: Sequence[str], settings: Sequence[str
     from realmops.config_yaml import read_params
     from realmops.stages import planned_steps
 
-    values, names = option.load_values(params, presets, settings), [*read_params(params)[0], *presets]
-    options |= {"values": values, "presets": names, "project": params.parent}
+    options, names = option.load_options(params, presets, settings), [*read_params(params)[0], *presets]
+    others |= {"options": options, "presets": names, "project": params.parent}
     if stage != "all":
-        _run((stage,), **options)
+        _run((stage,), **others)
         return
-    steps = planned_steps(values)
-    _run(steps, **options)
+    steps = planned_steps(options)
+    _run(steps, **others)
     if os.environ.get("RANK", "0") == "0":  # torchrun starts several processes
         from realmops.commands.report import seconds_table
 
         stages = [step for step in steps if step in STAGES]
-        show(seconds_table(stages, options["root"]), columns=60)
+        show(seconds_table(stages, others["root"]), columns=60)
 
 
 def _run(names: Iterable[str], root: Path, **options: Any) -> None:
@@ -112,9 +114,9 @@ def show_params(
         from realmops.cluster.packed_options import pack_options
 
         # "kfp run create" parses JSON, but the server expects a string
-        return [canonical_json(pack_options(option.load_values(params, presets, settings))).decode()]
+        return [canonical_json(pack_options(option.load_options(params, presets, settings))).decode()]
     if as_json:
-        return [canonical_json(option.load_values(params, presets, settings)).decode()]
+        return [canonical_json(option.load_options(params, presets, settings).model_dump()).decode()]
     text, changes = rewritten(params, presets, settings)
     if not write:
         return [text.removesuffix("\n")]
@@ -157,7 +159,7 @@ def reader(**options: Any) -> Iterator[str]:
 
     with reader_training(**options, report=Console()) as training:
         folders = {"project": training.work, "root": training.work}
-        _run(TRAINED, values=training.values, presets=[PRESET], force=False, **folders)
+        _run(TRAINED, options=training.options, presets=[PRESET], force=False, **folders)
         yield from training.write()
 
 
@@ -219,11 +221,11 @@ def questions(
 
 
 @main.command()
-@option.values
+@option.options
 @option.new_root
 @option.file("--out", help="The folder to write; default: data/cloze under the root.")
 @click.option("--limit", type=click.IntRange(min=3), default=20_000, help="The maximum number of questions.")
-def cloze(values: option.Values, root: Path, out: Path | None, limit: int, **options: Any) -> Iterable[str]:
+def cloze(options: option.Options, root: Path, out: Path | None, limit: int, **others: Any) -> Iterable[str]:
     """Generate questions from the corpus, if you have none.
 
     Each question asks for a name or date from a sentence, one that also occurs in another passage. The preset
@@ -232,6 +234,6 @@ def cloze(values: option.Values, root: Path, out: Path | None, limit: int, **opt
     from realmops.commands.questions import write_cloze_questions
     from realmops.stages import stages_to_run
 
-    prerequisites = [name for name in stages_to_run(values) if name in ("sample", "snapshot", "tag")]
-    _run(prerequisites, values=values, root=root, force=False, **options)
-    return write_cloze_questions(root, out, seed=values["run"]["seed"], limit=limit)
+    prerequisites = [name for name in stages_to_run(options) if name in ("sample", "snapshot", "tag")]
+    _run(prerequisites, options=options, root=root, force=False, **others)
+    return write_cloze_questions(root, out, seed=options.run.seed, limit=limit)

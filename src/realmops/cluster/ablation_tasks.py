@@ -74,5 +74,5 @@ def _ablation(
         raise ValueError(f"seeds is {seeds}; it must be at least 1")
     artifacts.make_folder(Path(out))
     params = Path(out) / "params.yaml"
-    artifacts.write_json(params, load_options(options, out))  # JSON is YAML; all pods write the same file
+    artifacts.write_json(params, load_options(options, out).model_dump())  # JSON is YAML; all pods write the same file
     return Ablation(params, presets, settings, [*dict.fromkeys(variants)], range(seeds), Path(out))

@@ -14,7 +14,7 @@ from pathlib import Path
 from realmops.artifacts import read_json, read_manifest
 from realmops.cluster.kube import Cluster, RefusedError, connect, describe_pods
 from realmops.cluster.polling import Log, poll_until
-from realmops.config import Values
+from realmops.options import Options
 from realmops.progress import Report
 from realmops.refresh.lease import acquire_lease
 from realmops.stages import STAGES, fingerprint
@@ -72,8 +72,8 @@ def _cluster() -> Cluster:
 
 @contextmanager
 def scaled_builders(
-    values: Values, root: Path, deployment: str, builders: int, owner: str, wait_seconds: float, log: Log
-) -> Iterator[Values]:
+    options: Options, root: Path, deployment: str, builders: int, owner: str, wait_seconds: float, log: Log
+) -> Iterator[Options]:
     """Yield the options to pre-train with, while the builders are scaled up unless it is up to date.
 
     While another run holds the builders, wait until it ends or its heartbeat stops, at most ``wait_seconds``.
@@ -81,13 +81,13 @@ def scaled_builders(
     from realmops.stages.runner import stage_inputs, up_to_date_metrics
 
     if not deployment:
-        yield values
+        yield options
         return
     stage = STAGES["pretrain"]
-    inputs = stage_inputs(stage, values, root, root)
+    inputs = stage_inputs(stage, options, root, root)
     # another corpus or other options need a separate exchange
-    exchange = root / "exchange" / fingerprint(stage, values, inputs)[:16]
-    options = {**values, "pretrain": {**values["pretrain"], "builder": "external", "exchange": str(exchange)}}
+    exchange = root / "exchange" / fingerprint(stage, options, inputs)[:16]
+    options = options.replace({"pretrain.builder": "external", "pretrain.exchange": str(exchange)})
     if up_to_date_metrics(root / stage.folder, stage, fingerprint(stage, options, inputs)) is not None:
         yield options
         return

@@ -9,10 +9,10 @@ from pathlib import Path
 from realmops import hub
 from realmops.cluster import VOLUME
 from realmops.cluster.polling import Log
-from realmops.config import Values
 from realmops.inputs.addresses import is_address
 from realmops.inputs.dvc_project import TrackedInput, add_and_push, find_tracked
 from realmops.inputs.resolve import PinnedInput, address_identity, can_resolve
+from realmops.options import Options
 from realmops.stages.option_inputs import HUB, MODELS, listed_inputs
 
 _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
@@ -46,11 +46,11 @@ class PlannedInput:
         return f"{self.key}: {self.value}, {self.identity} -> {self.tracked.remote['url']}"
 
 
-def plan_inputs(values: Values, project: Path) -> list[PlannedInput]:
+def plan_inputs(options: Options, project: Path) -> list[PlannedInput]:
     """Return the inputs in use with their identities; ValueError for one that pods cannot read. Nothing is sent."""
     tracked: dict[Path, TrackedInput] = {}
     inputs = []
-    for key, value in listed_inputs(values).items():
+    for key, value in listed_inputs(options).items():
         try:
             inputs.append(_plan(key, value, Path(os.path.abspath(project)), tracked))
         except ValueError as error:

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
-from realmops.config import Values, cache_key_options
 from realmops.config_yaml import parse_yaml
+from realmops.options import Options
 from realmops.starter.cluster_files import PLACEHOLDER
 
 NOT_TRAINED_WITH = {"tracking"}  # sections of params without effect on the result
@@ -21,7 +21,7 @@ DIGEST = "@sha256:"  # in an image name, after the registry and repository
 
 
 def training_key(
-    values: Values, identities: Mapping[str, str], pipeline: Sequence[Any], arguments: Mapping[str, Any]
+    options: Options, identities: Mapping[str, str], pipeline: Sequence[Any], arguments: Mapping[str, Any]
 ) -> str:
     """Return the sha256 over params, identities of the inputs, and the parsed documents of a pipeline.
 
@@ -34,7 +34,7 @@ def training_key(
     root = compiled["root"] | {"inputDefinitions": inputs | {"parameters": declared}}
     return artifacts.digest_of(
         {
-            "params": cache_key_options({name: keys for name, keys in values.items() if name not in NOT_TRAINED_WITH}),
+            "params": {name: keys for name, keys in options.cache_key().items() if name not in NOT_TRAINED_WITH},
             "inputs": identities,
             "pipeline": [compiled | {"root": root}, *platforms],
         }

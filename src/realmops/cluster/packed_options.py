@@ -12,25 +12,22 @@ from typing import Any
 
 from realmops import config
 from realmops.artifacts import canonical_json
-from realmops.config import Values
 from realmops.credentials import refuse_credentials
 from realmops.inputs.resolve import PinnedInput
+from realmops.options import Options
 
 OF = "defaults"  # key of the digest of the defaults that the differences refer to
 PINS = "inputs"  # key of the inputs that pods fetch
 
 
-def pack_options(values: Values, pins: Mapping[str, PinnedInput] = MappingProxyType({})) -> str:
+def pack_options(options: Options, pins: Mapping[str, PinnedInput] = MappingProxyType({})) -> str:
     """Return the differences from the defaults of this version as JSON, with the inputs that pods fetch, by option."""
     packed = {key: {name: field for name, field in asdict(pin).items() if field} for key, pin in pins.items()}
     changes: dict[str, Any] = {OF: _digest()} | ({PINS: packed} if packed else {})
-    for section, keys in config.default_options().items():
-        if changed := {key: values[section][key] for key, value in keys.items() if values[section][key] != value}:
-            changes[section] = changed
-    return canonical_json(changes).decode()
+    return canonical_json(changes | options.model_dump(exclude_defaults=True)).decode()
 
 
-def unpack_options(text: str) -> dict[str, dict[str, Any]]:
+def unpack_options(text: str) -> Options:
     """Return all sections from the JSON of ``pack_options``; ValueError if it refers to another version's defaults."""
     try:
         values = json.loads(text)
@@ -46,7 +43,7 @@ def unpack_options(text: str) -> dict[str, dict[str, Any]]:
             "of realmops, or set an image of the submitting version"
         )
     values.pop(PINS, None)
-    return config.merge_options(values, "options")
+    return config.parse_options(("options", values))
 
 
 def packed_pins(text: str) -> dict[str, PinnedInput]:
@@ -54,4 +51,4 @@ def packed_pins(text: str) -> dict[str, PinnedInput]:
 
 
 def _digest() -> str:
-    return hashlib.sha256(canonical_json(config.default_options())).hexdigest()[:8]
+    return hashlib.sha256(canonical_json(Options().model_dump())).hexdigest()[:8]

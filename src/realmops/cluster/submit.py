@@ -22,8 +22,8 @@ from realmops.cluster.kube import describe_pods
 from realmops.cluster.packed_options import pack_options
 from realmops.cluster.pod_namespace import KINDS, OPTIONAL, RUN_LABEL
 from realmops.cluster.polling import Log
-from realmops.config import Values
 from realmops.credentials import refuse_credentials
+from realmops.options import Options
 from realmops.resources import resource_folder
 
 SUCCEEDED = "SUCCEEDED"
@@ -117,7 +117,7 @@ class Submission:
 
 
 def prepare(
-    values: Values, project: Path, pipeline: Pipeline, arguments: Sequence[str], experiment: str, name: str | None
+    options: Options, project: Path, pipeline: Pipeline, arguments: Sequence[str], experiment: str, name: str | None
 ) -> tuple[Submission, list[str]]:
     """Build a submission and notes about its key and inputs; nothing is sent.
 
@@ -127,12 +127,12 @@ def prepare(
     if "image" in pipeline.parameters and "image" not in chosen and (image := find_image(project)):
         chosen["image"] = image
     refuse_credentials([pipeline.parameters, chosen], f"a parameter of {pipeline.path}")
-    inputs = plan_inputs(values, project)
+    inputs = plan_inputs(options, project)
     notes = notes_of(inputs)
-    key = training_key(values, {item.key: item.identity for item in inputs}, pipeline.documents, chosen)
+    key = training_key(options, {item.key: item.identity for item in inputs}, pipeline.documents, chosen)
     if "image" in pipeline.parameters:
         notes += image_note(str(chosen.get("image", pipeline.parameters["image"].get("defaultValue", ""))))
-    generated = {"options": pack_options(values, pins_of(inputs)), "run": key[:16], "key": key}
+    generated = {"options": pack_options(options, pins_of(inputs)), "run": key[:16], "key": key}
     chosen = {parameter: value for parameter, value in generated.items() if parameter in pipeline.parameters} | chosen
     required = [one for one, entry in pipeline.parameters.items() if not {"defaultValue", "isOptional"} & entry.keys()]
     if missing := [parameter for parameter in required if parameter not in chosen]:

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from realmops import artifacts
 from realmops.cluster.packed_options import unpack_options
-from realmops.config import Values
 from realmops.console import end_on_sigterm, exit_on_user_error
+from realmops.options import Options
 from realmops.stages.run_inputs import recorded_inputs
 from realmops.tracking.sender import PARENT_RUN_VARIABLE
 
@@ -53,7 +53,7 @@ def task() -> Iterator[None]:
         yield
 
 
-def load_options(options: str, root: str) -> Values:
+def load_options(options: str, root: str) -> Options:
     return recorded_inputs(unpack_options(options), Path(root))
 
 

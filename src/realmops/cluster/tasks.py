@@ -28,8 +28,8 @@ from realmops.cluster.task_context import (
     task,
     write_metrics,
 )
-from realmops.config import Values
 from realmops.console import Console
+from realmops.options import Options
 from realmops.refresh.lease import acquire_lease
 from realmops.stages import CLOZE_STEP, HEADLINE_METRICS, METRICS, STAGES, STEPS, planned_steps
 from realmops.stages.option_inputs import CLOZE
@@ -43,10 +43,10 @@ KILLED_SECONDS = 120.0  # until the pods of a terminated run have ended: they ha
 @task()
 def inputs(options: str, root: str, fetched: Output, metrics: Metrics) -> None:
     """Fetch the inputs in the options next to the folder of the runs, for all later tasks of the run."""
-    values, console = unpack_options(options), Console()
+    given, console = unpack_options(options), Console()
     make_run_folder(Path(root))
     place, cache, pins = Path(root), Path(root).parent.parent / INPUTS, packed_pins(options)
-    _, copies = take_inputs(values, place, place, cache, console, pinned=pins)
+    _, copies = take_inputs(given, place, place, cache, console, pinned=pins)
     if not copies:
         console.log("inputs: no option names one to fetch, so nothing is done")
     rows = [f"| {key} | {copy.value} | {copy.identity} |" for key, copy in copies.items()]
@@ -69,15 +69,15 @@ def run_stage(
     shard_pods: int = 1,
 ) -> None:
     """Run a stage and write its manifest and metrics; the first one also checks the external files of all steps."""
-    values = load_options(options, root)
+    given = load_options(options, root)
     if stage == STEPS[0]:
         from realmops.stages.check_inputs import check_inputs
 
-        check_inputs(planned_steps(values), values, Path(root), Path(root))
-    if _skip(stage, values, manifest, metrics):
+        check_inputs(planned_steps(given), given, Path(root), Path(root))
+    if _skip(stage, given, manifest, metrics):
         return
     with shard_helpers(Path(root), stage, deployment, shard_pods, owner, Console()):
-        _run(stage, values, Path(root), manifest, metrics, processes)
+        _run(stage, given, Path(root), manifest, metrics, processes)
 
 
 @task()
@@ -85,10 +85,10 @@ def cloze(options: str, root: str, questions: Output, metrics: Metrics) -> None:
     """Generate questions from the corpus, as ``realmops run all`` does, if the options name generated questions."""
     from realmops.commands.questions import write_cloze_questions
 
-    values, folder = load_options(options, root), Path(root) / CLOZE
-    if _skip(CLOZE_STEP, values, questions, metrics):
+    given, folder = load_options(options, root), Path(root) / CLOZE
+    if _skip(CLOZE_STEP, given, questions, metrics):
         return
-    for line in write_cloze_questions(Path(root), None, seed=values["run"]["seed"]):
+    for line in write_cloze_questions(Path(root), None, seed=given.run.seed):
         Console().log(f"cloze: {line}")
     manifest = artifacts.read_json(folder / artifacts.MANIFEST)
     place = {"folder": folder.absolute().as_uri(), "digest": manifest[artifacts.DIGEST_KEY]}
@@ -112,12 +112,12 @@ def pretrain(
     limits: str,
 ) -> None:
     """Run pre-training as :func:`run_stage` does, with the index builders scaled up unless it is up to date."""
-    values, console, place = load_options(options, root), Console(), Path(root)
+    given, console, place = load_options(options, root), Console(), Path(root)
     console.log(f"limits of this pod: {limits}")
-    _reuse_output("pretrain", values, place)  # before builders are scaled up
-    deployment = deployment if values["pretrain"]["steps"] else ""  # without a step there is nothing to build
+    _reuse_output("pretrain", given, place)  # before builders are scaled up
+    deployment = deployment if given.pretrain.steps else ""  # without a step there is nothing to build
     with (
-        scaled_builders(values, place, deployment, builders, owner, wait_seconds, console.log) as run_options,
+        scaled_builders(given, place, deployment, builders, owner, wait_seconds, console.log) as run_options,
         shard_helpers(place, "pretrain", deployment, builders + 1, owner, console, held=True),
     ):
         _run("pretrain", run_options, place, manifest, metrics, processes)
@@ -191,9 +191,9 @@ def promote(options: str, root: str, model: str, margin: float, champion: Output
     from realmops.evaluate.compare import deciding_metric
     from realmops.tracking.runs import headline_metrics
 
-    values, lease = load_options(options, root), place.parent / artifacts.WORK_FOLDER / "promotion.lock"
+    given, lease = load_options(options, root), place.parent / artifacts.WORK_FOLDER / "promotion.lock"
     with acquire_lease(lease, report.log):  # MLflow does not serialise promotions
-        promotion = promote(values, project=place, root=place, name=model, margin=margin, copy=False)
+        promotion = promote(given, project=place, root=place, name=model, margin=margin, copy=False)
     report.log(promotion.message)
     results = artifacts.read_json(place / STAGES["evaluate"].folder / METRICS)
     figures: dict[str, float] = {"promoted": int(promotion.champion)}
@@ -219,8 +219,8 @@ def refresh(options: str, root: str, changes: Output, metrics: Metrics) -> None:
     write_metrics(result[1], metrics)
 
 
-def _skip(step: str, values: Values, output: Output, metrics: Metrics) -> bool:
-    if step in planned_steps(values):
+def _skip(step: str, options: Options, output: Output, metrics: Metrics) -> bool:
+    if step in planned_steps(options):
         return False
     message = f"{step}: not needed with these options, so nothing is done"
     Console().log(message)
@@ -230,17 +230,17 @@ def _skip(step: str, values: Values, output: Output, metrics: Metrics) -> bool:
     return True
 
 
-def _run(stage: str, values: Values, root: Path, manifest: Output, metrics: Metrics, processes: int) -> None:
+def _run(stage: str, options: Options, root: Path, manifest: Output, metrics: Metrics, processes: int) -> None:
     from realmops.stages import runner
 
     make_run_folder(root)
     folder = root / STAGES[stage].folder
-    _reuse_output(stage, values, root)
+    _reuse_output(stage, options, root)
     if processes > 1:
-        _run_together(stage, values, root, processes)
+        _run_together(stage, options, root, processes)
         results = artifacts.read_json(folder / METRICS)
     else:
-        results = runner.run_stage(stage, values, project=root, root=root, report=Console())
+        results = runner.run_stage(stage, options, project=root, root=root, report=Console())
     full = artifacts.read_json(folder / artifacts.MANIFEST)
     common = {"fingerprint": full["fingerprint"]}
     small = {"stage": stage, "folder": str(folder), "files": full["files"], **common}
@@ -251,13 +251,13 @@ def _run(stage: str, values: Values, root: Path, manifest: Output, metrics: Metr
     write_metrics({name: results[name] for name in HEADLINE_METRICS.get(stage, results) if name in results}, metrics)
 
 
-def _reuse_output(stage: str, values: Values, root: Path) -> None:
+def _reuse_output(stage: str, options: Options, root: Path) -> None:
     """Link the output of another run with the same inputs, options and code; none without the image's commit."""
     from realmops.stages import fingerprint
     from realmops.stages.runner import image_commit, stage_inputs, stage_lock, up_to_date_metrics
 
     definition, folder = STAGES[stage], root / STAGES[stage].folder
-    key = fingerprint(definition, values, stage_inputs(definition, values, root, root))
+    key = fingerprint(definition, options, stage_inputs(definition, options, root, root))
     if up_to_date_metrics(folder, definition, key) is not None or not image_commit():
         return
     for record in sorted(root.parent.glob(f"*/{definition.folder}/{artifacts.MANIFEST}")):
@@ -272,9 +272,9 @@ def _reuse_output(stage: str, values: Values, root: Path) -> None:
             return
 
 
-def _run_together(stage: str, values: Values, root: Path, processes: int) -> None:
+def _run_together(stage: str, options: Options, root: Path, processes: int) -> None:
     params = root / f"{stage}.params.json"
-    artifacts.write_json(params, values)
+    artifacts.write_json(params, options.model_dump())
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "realmops"]
     command = [sys.executable, *torchrun, "run", stage, f"--params={params}", f"--root={root}"]
     code = subprocess.call(command, env={**os.environ, "PYTHONSAFEPATH": "1"})  # no imports from the current folder

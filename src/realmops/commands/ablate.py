@@ -25,7 +25,7 @@ from realmops.artifacts import WORK_FOLDER
 from realmops.commands.questions import write_cloze_questions
 from realmops.commands.report import browser_command
 from realmops.commands.run import run_stages
-from realmops.config import Values, preset_path
+from realmops.config import preset_path
 from realmops.config_yaml import read_yaml
 from realmops.console import Console, end_on_sigterm
 from realmops.evaluate import ablation as tables
@@ -35,7 +35,7 @@ from realmops.evaluate.recall import ZERO_SHOT
 from realmops.files import Files
 from realmops.inputs.resolve import local_cache
 from realmops.journal import metric_series, read_journal
-from realmops.options import CLOSED_BOOK
+from realmops.options import Options
 from realmops.progress import Report
 from realmops.refresh.child_processes import end_with
 from realmops.refresh.lease import acquire_lease
@@ -62,7 +62,7 @@ class Task:
     seed: int
     params: Path
     presets: Sequence[Path]
-    values: Values
+    options: Options
     view: Path
 
     def folder(self, stage: str) -> Path:
@@ -84,8 +84,8 @@ class Ablation:
         names = [*self.presets, *([] if variant == REFERENCE else [f"ablations/{variant}"])]
         presets = [preset_path(name, self.params) for name in names]
         settings = [*self.settings, f"run.seed={seed}", f"sample.seed={seed}"]
-        values = config.load_params(self.params, presets=presets, settings=settings)
-        return Task(variant, seed, self.params, presets, values, run_folder(self.out, variant, seed))
+        options = config.load_params(self.params, presets=presets, settings=settings)
+        return Task(variant, seed, self.params, presets, options, run_folder(self.out, variant, seed))
 
     @cached_property
     def tasks(self) -> list[Task]:
@@ -130,7 +130,7 @@ def ablate(
         texts = (tables.figure_table(rows).to_markdown(), tables.to_csv(rows), page)
         for name, text in zip(WRITTEN, texts, strict=True):
             artifacts.write_bytes(ablation.out / name, text.encode())
-    if completed and ablation.tasks[0].values["tracking"]["enabled"]:
+    if completed and ablation.tasks[0].options.tracking.enabled:
         if runs.has_mlflow():
             _track(ablation, completed, rows, report)
         else:
@@ -179,19 +179,19 @@ def _train_share(ablation: Ablation, share: Sequence[int], parent: int) -> None:
 
 
 def _complete(task: Task, out: Path, report: Report, existing_only: bool = False) -> str:
-    values, _ = take_inputs(task.values, task.params.parent, out, local_cache(), report)
-    for step in planned_steps(values):
+    options, _ = take_inputs(task.options, task.params.parent, out, local_cache(), report)
+    for step in planned_steps(options):
         if step == CLOZE_STEP:
-            write_cloze_questions(task.view, None, seed=values["run"]["seed"])
+            write_cloze_questions(task.view, None, seed=options.run.seed)
             continue
         stage = STAGES[step]
-        key = fingerprint(stage, values, stage_inputs(stage, values, task.params.parent, task.view))
+        key = fingerprint(stage, options, stage_inputs(stage, options, task.params.parent, task.view))
         home = out / "store" / f"{stage.name}-{key[:16]}"
         if not (is_complete(home, stage) or existing_only):
             with acquire_lease(home / WORK_FOLDER / "claim.lock", report.log):
                 if not is_complete(home, stage):
                     report.log(f"ablate: {task.variant}, seed {task.seed}: {stage.name}, with its log in {home / LOG}")
-                    _run_stage(stage, replace(task, values=values), home)
+                    _run_stage(stage, replace(task, options=options), home)
         if not is_complete(home, stage):
             log = home / LOG
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
@@ -205,12 +205,12 @@ def _run_stage(stage: Stage, task: Task, home: Path) -> None:
     for folder in (CLOZE, *(STAGES[need].folder for need in stage.needs)):
         if (task.view / folder).exists():
             replace_symlink(task.view / folder, home / folder)
-    values = {**task.values, "tracking": {**task.values["tracking"], "enabled": False}}
+    options = task.options.replace({"tracking.enabled": False})
     presets, report = [*map(str, task.presets)], Console()
     run = partial(run_stages, presets=presets, project=task.params.parent, root=home, report=report, force=False)
     with open(home / LOG, "a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
         try:
-            for name, metrics in run((stage.name,), values):
+            for name, metrics in run((stage.name,), options):
                 report.metrics(name, metrics)
         except Exception:  # it ends its own variant only
             traceback.print_exc()
@@ -258,8 +258,8 @@ def replace_symlink(target: Path, link: Path) -> None:
 
 def read_outcome(task: Task) -> VariantOutcome:
     results, pretrained = task.folder("evaluate"), task.folder("pretrain")
-    retriever, reader = task.values["finetune"]["retriever"], task.values["finetune"]["reader"]
-    reads = reader not in CLOSED_BOOK
+    tuning = task.options.finetune
+    retriever, reader, reads = tuning.retriever, tuning.reader, tuning.reads_passages
     hits = read_hits(results / FIRST_HITS, ZERO_SHOT.get(retriever, ""), 5) if reads else {}
     predictions = sorted(read_predictions(results / PREDICTIONS), key=lambda p: p.asked)
     trained = artifacts.read_json(pretrained / METRICS)
@@ -278,7 +278,7 @@ def read_outcome(task: Task) -> VariantOutcome:
 
 def _track(ablation: Ablation, completed: Mapping[Task, VariantOutcome], rows: Sequence[Row], report: Report) -> None:
     folder = runs.tracking_folder(ablation.out)
-    base = ablation.task(REFERENCE, ablation.seeds[0]).values
+    base = ablation.task(REFERENCE, ablation.seeds[0]).options
     journals = {
         task: [
             task.folder(name) / JOURNAL
@@ -290,10 +290,10 @@ def _track(ablation: Ablation, completed: Mapping[Task, VariantOutcome], rows: S
     times = {task: [line["time"] for path in paths for line in read_journal(path)] for task, paths in journals.items()}
     tags = {"realmops.kind": "ablation", "realmops.variants": ", ".join(ablation.variants)}
     parent = runs.TrackedRun(
-        artifacts.digest_of(["ablation", str(ablation.out.absolute()), base]),
+        artifacts.digest_of(["ablation", str(ablation.out.absolute()), base.model_dump()]),
         tags=tags | ({"mlflow.note.content": tables.figure_table(rows).to_markdown()} if rows else {}),
         name="ablation",
-        experiment=base["tracking"]["experiment"],
+        experiment=base.tracking.experiment,
         began=min(map(min, times.values())),
     )
     reference_figures = []
@@ -318,18 +318,18 @@ def _track(ablation: Ablation, completed: Mapping[Task, VariantOutcome], rows: S
 def _child(parent: runs.TrackedRun, task: Task, began: float) -> runs.TrackedRun:
     project = task.params.parent
     corpus = artifacts.read_json(task.folder("snapshot") / "corpus" / artifacts.MANIFEST)["corpus_hash"]
-    params_hash = artifacts.digest_of({k: v for k, v in task.values.items() if k != "tracking"})
+    params_hash = artifacts.digest_of(task.options.model_dump(exclude={"tracking"}))
     tags = runs.provenance_tags(project, corpus_hash=corpus, params_hash=params_hash)
     answers = artifacts.read_json(task.folder("evaluate") / artifacts.MANIFEST)["files"][PREDICTIONS]
-    read = option_files(STAGES["evaluate"], task.values, project, task.view)
+    read = option_files(STAGES["evaluate"], task.options, project, task.view)
     return runs.TrackedRun(
         # The git commit is not part of the key: a call after a new commit must not log the same training twice.
         artifacts.digest_of([parent.key, task.variant, task.seed, params_hash, corpus, answers]),
-        {"ablation": {"variant": task.variant}, **task.values},
+        {"ablation": {"variant": task.variant}, **task.options.model_dump()},
         tags | {"realmops.kind": "variant", "realmops.variant": task.variant, "realmops.seed": str(task.seed)},
         name=runs.run_name(task.variant, task.seed, corpus),
         experiment=parent.experiment,
         parent=parent,
-        datasets=runs.tracked_datasets(task.values, corpus, read),
+        datasets=runs.tracked_datasets(task.options, corpus, read),
         began=began,
     )

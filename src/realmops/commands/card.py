@@ -14,6 +14,7 @@ from realmops.answering.confidence import OWN_QUESTIONS
 from realmops.answering.opened_model import OpenedModel
 from realmops.answering.opening import trained_sections
 from realmops.commands.report import read_metrics
+from realmops.config import parse_sections
 from realmops.corpus.special_tokens import prompt_separator
 from realmops.evaluate.model_index import reader_results, retriever_results
 from realmops.evaluate.run_report import headline_rows
@@ -60,8 +61,8 @@ def measured_metrics(root: Path) -> dict[str, dict[str, Any]]:
     # Files are relative to the folder of the params file, which is often the root or the folder above it.
     for project in (Path(), root, root.parent):
         with suppress(OSError, ValueError):
-            inputs = stage_inputs(stage, manifest["sections"], project, root)
-            if fingerprint(stage, manifest["sections"], inputs) == manifest["fingerprint"]:
+            options = parse_sections(manifest["sections"], root)
+            if fingerprint(stage, options, stage_inputs(stage, options, project, root)) == manifest["fingerprint"]:
                 return metrics
     return {name: values for name, values in metrics.items() if name != stage.name}
 

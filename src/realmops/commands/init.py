@@ -10,7 +10,6 @@ from realmops import artifacts
 from realmops.answering.own_questions import WHAT_THEY_BRING
 from realmops.questions.question_sets import read_judged_questions
 from realmops.resources import resource_folder
-from realmops.stages import get_option
 from realmops.starter.choose_models import choose_model, choose_reader, fetch_tagged
 from realmops.starter.choose_questions import add_judged_questions, add_questions
 from realmops.starter.cluster_files import BASES, PLACEHOLDER, job_files, kustomization_text
@@ -76,16 +75,16 @@ def init(
     if existing:
         raise ValueError(f"{folder / existing[0]} exists and would be overwritten; choose another folder, or move it")
     fetch_tagged(project)
-    values, origin = project.values, GitOrigin.of(folder)
+    options, origin = project.options, GitOrigin.of(folder)
     for key in VARIED:
-        project.put(key, get_option(values, key))
+        project.put(key, options.get(key))
     cluster_files = {
         "kustomization.yaml": kustomization_text(cluster, image, job_files(folder)),
         **{place: project_text(place, folder, origin, cluster) for place in places},
     }
     project.files |= {
         "params.yaml": params_text(project.presets, project.own),
-        "dvc.yaml": dvc_text(values, project.own),
+        "dvc.yaml": dvc_text(options, project.own),
         ".gitignore": gitignore_text(folder / ".gitignore"),
         **cluster_files,
     }

@@ -7,7 +7,7 @@ from typing import Any
 
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
-from realmops.config import merge_options, parse_options, preset_layers, preset_path, setting_layers
+from realmops.config import parse_options, preset_layers, preset_path, setting_layers
 from realmops.config_yaml import read_params
 from realmops.starter.yaml_text import yaml_editor
 
@@ -20,7 +20,7 @@ def rewritten(path: Path, presets: Sequence[str], settings: Sequence[str]) -> tu
         parse_options(*preset_layers(preset_path(name, path) for name in selection)).model_dump()
         for selection in (named, names)
     )
-    before = merge_options(own, path, was)
+    before = parse_options(("", was), (path, own)).model_dump()
     customised = {
         section: {key: before[section][key] for key in keys if before[section][key] != was[section][key]}
         for section, keys in own.items()

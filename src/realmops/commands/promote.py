@@ -14,12 +14,12 @@ from realmops import artifacts
 from realmops.answering.opening import CORPUS, FINETUNE, tuned_steps
 from realmops.artifacts import PROMOTED, WORK_FOLDER
 from realmops.commands.open_model import STEPS_TAG
-from realmops.config import Values, parse_section
+from realmops.config import parse_sections
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.compare import SAME_ORIGIN, compare_runs, deciding_metric, format_comparison, question_origin
 from realmops.evaluate.exact_match import em_rules
 from realmops.evaluate.predictions import PREDICTIONS
-from realmops.options import CLOSED_BOOK, Tracking
+from realmops.options import Options
 from realmops.questions.question_sets import assign_languages, read_questions
 from realmops.search import bm25
 from realmops.stages import JOURNAL, METRICS, STAGES, fingerprint
@@ -90,7 +90,7 @@ class Promotion:
     difference: float | None = None
 
 
-def promote(values: Values, *, project: Path, root: Path, name: str, margin: float, copy: bool) -> Promotion:
+def promote(options: Options, *, project: Path, root: Path, name: str, margin: float, copy: bool) -> Promotion:
     """Make a run the champion of the registered model ``name`` if it is better than the current champion.
 
     Better means: on the same questions by the same rules, EM is higher by at least ``margin``, and the confidence
@@ -99,15 +99,14 @@ def promote(values: Values, *, project: Path, root: Path, name: str, margin: flo
     """
     if not 0 <= margin <= 1:
         raise ValueError(f"margin is {margin}; expected a number from 0 to 1")
-    options: Tracking = parse_section("tracking", values["tracking"])
-    if not options.enabled:
+    if not options.tracking.enabled:
         raise ValueError(
             "tracking.enabled is false, but promotion needs MLflow's registry; set tracking.enabled=true, and for a "
             "server MLFLOW_TRACKING_URI"
         )
     with stage_lock(root / WORK_FOLDER, "promote"):
         run = read_run(project, root)
-        registry = Registry(name, tracking_folder(root), options.experiment)
+        registry = Registry(name, tracking_folder(root), options.tracking.experiment)
         champion = registry.champion()
         tags = {DIGEST_TAG: run.digest, **({COPIED_TAG: "true"} if copy else {})}
         if champion is not None and tags.items() <= champion.tags.items():
@@ -134,17 +133,17 @@ def read_run(project: Path, root: Path) -> FinishedRun:
     stage = STAGES["evaluate"]
     results = root / stage.folder
     manifest = artifacts.read_manifest(results, stage.name)
-    sections = manifest["sections"]
-    inputs = stage_inputs(stage, sections, project, root)
-    if fingerprint(stage, sections, inputs) != manifest["fingerprint"]:
+    options = parse_sections(manifest["sections"], results)
+    inputs = stage_inputs(stage, options, project, root)
+    if fingerprint(stage, options, inputs) != manifest["fingerprint"]:
         raise ValueError(
             f"{results} is out of date: models, corpus or question files have changed since; run 'realmops run "
             "evaluate' first"
         )
-    reader = sections["finetune"]["reader"]
-    if reader in CLOSED_BOOK:
+    if not options.finetune.reads_passages:
         raise ValueError(
-            f"{results}: finetune.reader is {reader}, which reads no passages; promote a run with a reader"
+            f"{results}: finetune.reader is {options.finetune.reader}, which reads no passages; promote a run with a "
+            "reader"
         )
     questions = read_questions([inputs["questions.test"]])
     corpus, tuned = (artifacts.read_json(inputs[name] / artifacts.MANIFEST)["files"] for name in ("snapshot", FINETUNE))
@@ -154,7 +153,7 @@ def read_run(project: Path, root: Path) -> FinishedRun:
     entries |= {f"{FINETUNE}/{name}": (inputs[FINETUNE] / name, entry) for name, entry in model.items()}
     entries[PREDICTIONS] = (results / PREDICTIONS, manifest["files"][PREDICTIONS])
     rule, metrics = em_rules(questions)[0], artifacts.read_json(results / METRICS)
-    model_sections = {name: sections[name] for name in ("run", "finetune")}
+    model_sections = options.model_dump(include={"run", "finetune"})
     languages = Snapshot.open(inputs["snapshot"] / CORPUS, verify=False).common_languages
     evaluated = sorted(
         [q.id, q.question, sorted(q.answers), sorted(q.not_in), sorted(q.relevant), q.answer_rule]

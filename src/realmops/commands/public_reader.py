@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from realmops import artifacts, config
-from realmops.config import PACKAGE, Values
+from realmops.config import PACKAGE
 from realmops.hub import READER, encoder_folder, is_sentence_encoder
+from realmops.options import Options
 from realmops.progress import Report
 from realmops.stages import METRICS, STAGES
 from realmops.stages.runner import stage_lock
@@ -36,7 +37,7 @@ class ReaderTraining:
     folder: Path  # folder of the reader, written at the end
     work: Path  # hidden folder next to it, the root of the training, from which a killed training resumes
     encoder: str  # folder or name of the encoder
-    values: Values
+    options: Options
     counts: Mapping[str, int]  # training questions, and the paragraphs and articles that they are about
 
     def write(self) -> Iterator[str]:
@@ -109,11 +110,11 @@ def _choose(ids: Iterable[str], count: int) -> set[str]:
     return {*sorted(ids, key=lambda name: stable_hash(f"reader:{name}"))[:count]}
 
 
-def _options(init: str, encoder: Path) -> dict[str, dict[str, Any]]:
+def _options(init: str, encoder: Path) -> Options:
     own: dict[str, dict[str, Any]] = {"reader": {"init": init}, "retriever": {"init": init}}
     if not is_sentence_encoder(encoder):
         own["retriever"]["pooling"] = "mean"  # their [CLS] retrieves little
     if is_wide(str(encoder)):
         own["finetune"] = {"reader_learning_rate": WIDE_LEARNING_RATE}
     preset = config.preset_layers([PACKAGE / "presets" / f"{PRESET}.yaml"])
-    return config.parse_options(*preset, ("realmops reader", own)).model_dump()
+    return config.parse_options(*preset, ("realmops reader", own))

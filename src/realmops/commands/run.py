@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from realmops.commands.questions import write_cloze_questions
-from realmops.config import Values, parse_section
 from realmops.corpus.encoder_tokenizer import read_encoder_tokenizer
 from realmops.hub import READER, T5, encoder_files, encoder_folder
 from realmops.inputs.resolve import local_cache
-from realmops.options import CLOSED_BOOK, ENCODER, NO_READER
+from realmops.options import Options
 from realmops.progress import Report
 from realmops.refresh.child_processes import end_with
 from realmops.stages import CLOZE_STEP, INIT, STAGES, resolve_models
@@ -24,7 +23,7 @@ from realmops.tracking.runs import UNTRACKED, WITHOUT_MLFLOW, has_mlflow
 
 def run_stages(
     names: Collection[str],
-    values: Values,
+    options: Options,
     *,
     presets: Sequence[str] = (),
     project: Path,
@@ -36,17 +35,17 @@ def run_stages(
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun: its workers would outlive it if it is killed
         end_with(os.getppid())
     names = tuple(names)
-    values, _ = take_inputs(values, project, root, local_cache(), report, partial(_is_read, names))
-    check_inputs(names, values, project, root)
+    options, _ = take_inputs(options, project, root, local_cache(), report, partial(_is_read, names))
+    check_inputs(names, options, project, root)
     stages = [name for name in names if name in STAGES]
-    for warning in (*check_encoders(stages, resolve_models(values, project)), *option_warnings(stages, values)):
+    for warning in (*check_encoders(stages, resolve_models(options, project)), *option_warnings(stages, options)):
         report.warn(warning)
     for name in names:
         if name == CLOZE_STEP:
-            for line in write_cloze_questions(root, None, seed=values["run"]["seed"]):
+            for line in write_cloze_questions(root, None, seed=options.run.seed):
                 report.log(f"cloze: {line}")
         elif metrics := run_stage(
-            name, values, presets=presets, project=project, root=root, report=report, force=force
+            name, options, presets=presets, project=project, root=root, report=report, force=force
         ):
             yield name, metrics
 
@@ -56,17 +55,17 @@ def _is_read(names: Sequence[str], key: str) -> bool:
     return any(key in stage.files if key in FILES else stage.reads(key) for stage in stages)
 
 
-def option_warnings(stages: Collection[str], values: Values) -> Iterator[str]:
-    block, question = values["snapshot"]["block_wordpieces"], values["finetune"]["query_wordpieces"]
+def option_warnings(stages: Collection[str], options: Options) -> Iterator[str]:
+    block, question = options.snapshot.block_wordpieces, options.finetune.query_wordpieces
     for name, extra in (("pretrain", 0), ("finetune", question)):
-        if name in stages and (limit := values[name]["reader_wordpieces"]) < block:
+        if name in stages and (limit := options.get(f"{name}.reader_wordpieces")) < block:
             yield (
                 f"passages have up to snapshot.block_wordpieces={block} wordpieces, but the reader truncates passage "
                 f"and query together to {name}.reader_wordpieces={limit}: raise it to {block + extra} to read long "
                 "passages to their end"
             )
-    yield from _learning_rate_warnings(stages, values)
-    if values["tracking"]["enabled"] and not set(stages) <= set(UNTRACKED) and not has_mlflow():
+    yield from _learning_rate_warnings(stages, options)
+    if options.tracking.enabled and not set(stages) <= set(UNTRACKED) and not has_mlflow():
         yield WITHOUT_MLFLOW
 
 
@@ -79,15 +78,15 @@ _RATES = (  # learning rates of models initialised from the encoder: stage, key,
 )
 
 
-def _learning_rate_warnings(stages: Collection[str], values: Values) -> Iterator[str]:
+def _learning_rate_warnings(stages: Collection[str], options: Options) -> Iterator[str]:
     """Yield a warning about learning rates for the other kind of encoder: from scratch or pre-trained."""
-    init, is_small = values["retriever"]["init"], values["retriever"]["init"] == "small"
-    idle = {"tag"} if values["tag"]["method"] != "tagger" else set()
-    idle |= {"finetune"} if values["finetune"]["reader"] in CLOSED_BOOK else set()
+    init, is_small = options.retriever.init, options.retriever.init == "small"
+    idle = {"tag"} if options.tag.method != "tagger" else set()
+    idle |= set() if options.finetune.reads_passages else {"finetune"}
     rates = {
-        f"{stage}.{key}": values[stage][key]
+        f"{stage}.{key}": options.get(f"{stage}.{key}")
         for stage, key, amount in _RATES
-        if stage in stages and stage not in idle and values[stage][amount]
+        if stage in stages and stage not in idle and options.get(f"{stage}.{amount}")
     }
     unfit = [f"{key}={r:g}" for key, r in rates.items() if (r < FROM_SCRATCH if is_small else r > PRE_TRAINED)]
     if unfit:
@@ -98,26 +97,24 @@ def _learning_rate_warnings(stages: Collection[str], values: Values) -> Iterator
         )
 
 
-def check_encoders(names: Collection[str], values: Values) -> list[str]:
-    init, warnings = values["retriever"]["init"], []
+def check_encoders(names: Collection[str], options: Options) -> list[str]:
+    init, warnings = options.retriever.init, []
     if init != "small" and any(STAGES[name].reads(INIT) for name in names):
         from realmops.model.build import build_models
         from realmops.model.transformers_models import SUGGESTED_ENCODERS
 
         folder = encoder_folder(init)
         words, *_ = read_encoder_tokenizer(folder)
-        bert, retriever, reader = (parse_section(name, values[name]) for name in ("bert", "retriever", "reader"))
-        _, built = build_models(bert, retriever, reader, len(words), seed=0)
+        _, built = build_models(options.bert, options.retriever, options.reader, len(words), seed=0)
         kind = built.encoder.model.config.model_type
         steps = {"ict": "ict.reader_steps", "pretrain": "pretrain.steps"}
         for stage, key in steps.items():
-            section, _, name = key.partition(".")
-            if built.masked_words is None and stage in names and values[section][name]:
+            if built.masked_words is None and stage in names and options.get(key):
                 raise ValueError(
                     f"{folder}: a {kind} is a causal model, which cannot predict masked words and is supported only "
                     f"for retrieval; set {key}=0, or choose a bidirectional encoder, for example {SUGGESTED_ENCODERS}"
                 )
-        learns = values["ict"]["reader_steps"] or values["pretrain"]["steps"]
+        learns = options.ict.reader_steps or options.pretrain.steps
         if "ict" in names and learns and built.masked_words is not None and not built.masked_words.is_trained:
             warnings.append(
                 f"{folder} has no masked word head: the reader's head starts untrained, over the word embeddings; set "
@@ -128,10 +125,10 @@ def check_encoders(names: Collection[str], values: Values) -> list[str]:
                 f"retriever.init is a {kind}, whose batches are padded: it is slower than a family that supports the "
                 "attention interface of transformers, for example BERT, RoBERTa, DistilBERT, ELECTRA or ModernBERT"
             )
-    if "finetune" in names and values["finetune"]["reader"] in CLOSED_BOOK:
-        encoder_files(values["closed_book"]["init"], T5)
-    elif "finetune" in names and (reader := values["reader"]["init"]) not in (ENCODER, NO_READER):
+    if "finetune" in names and not options.finetune.reads_passages:
+        encoder_files(options.closed_book.init, T5)
+    elif "finetune" in names and options.reader.is_published:
         from realmops.model.extractive_reader import load_extractive_reader
 
-        load_extractive_reader(encoder_folder(reader, READER), seed=0 if values["finetune"]["epochs"] else None)
+        load_extractive_reader(encoder_folder(options.reader.init, READER), seed=0 if options.finetune.epochs else None)
     return warnings

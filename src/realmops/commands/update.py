@@ -15,7 +15,7 @@ import numpy as np
 from realmops import artifacts
 from realmops.answering.corpus_states import RESULTS, UPDATE, UPDATES, CorpusState, model_digest, pipeline_state, states
 from realmops.artifacts import WORK_FOLDER
-from realmops.config import Values, parse_section
+from realmops.config import parse_sections
 from realmops.corpus.snapshot_reader import PLACES, REJECTS, SOURCES, TEXTS, Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.devices import device_and_dtype
@@ -24,7 +24,7 @@ from realmops.evaluate.run_report import FigureTable
 from realmops.inputs.resolve import local_cache
 from realmops.journal import Journal
 from realmops.model.retriever_files import load_retriever
-from realmops.options import CLOSED_BOOK, SnapshotOptions
+from realmops.options import Options
 from realmops.process import configure_process
 from realmops.progress import Report
 from realmops.questions.question_sets import assign_languages, read_questions, text_key
@@ -32,7 +32,7 @@ from realmops.readers.sources import list_sources
 from realmops.search import bm25
 from realmops.search.bm25_writer import write_bm25
 from realmops.search.embeddings import INDEX, embed_changed, indexed_tower, load_index, save_index
-from realmops.stages import JOURNAL, METRICS, STAGES, Job, evaluate, option_files, parse_sections
+from realmops.stages import JOURNAL, METRICS, STAGES, Job, evaluate, option_files, stage_options
 from realmops.stages.run_inputs import take_inputs
 from realmops.stages.runner import stage_lock
 from realmops.stages.snapshot import snapshot_counts, warn_of_omitted, warn_of_rejects
@@ -48,7 +48,7 @@ _EVIDENCE_CHARACTERS = 60
 class _Task:
     """One update: its options, the states it starts from, and the folder of its unfinished work."""
 
-    values: Values
+    options: Options
     project: Path
     root: Path
     report: Report
@@ -59,7 +59,7 @@ class _Task:
 
 
 def update(
-    values: Values, *, project: Path, root: Path, report: Report, may_shrink: bool = False
+    options: Options, *, project: Path, root: Path, report: Report, may_shrink: bool = False
 ) -> tuple[Path, dict[str, Any]] | None:
     """Read ``snapshot.documents`` again and publish a new corpus with its index in updates/; None if up to date.
 
@@ -67,8 +67,8 @@ def update(
     """
     files = {*STAGES["snapshot"].files, *STAGES["evaluate"].files}
     with stage_lock(root / WORK_FOLDER, UPDATE):
-        values, _ = take_inputs(values, project, root, local_cache(), report, files.__contains__)
-        before, answered = _checked_states(values, project, root)
+        options, _ = take_inputs(options, project, root, local_cache(), report, files.__contains__)
+        before, answered = _checked_states(options, project, root)
         old = Snapshot.open(before.snapshot / "corpus")
         if (before.finetune / INDEX).is_file():
             load_index(before.finetune, old)  # fail early if it is of another corpus
@@ -76,13 +76,13 @@ def update(
         shutil.rmtree(work, ignore_errors=True)  # of a killed update
         work.mkdir(parents=True)
         try:
-            return _update(_Task(values, project, root, report, before, answered, old, work), may_shrink)
+            return _update(_Task(options, project, root, report, before, answered, old, work), may_shrink)
         finally:
             shutil.rmtree(work)
 
 
 def _update(task: _Task, may_shrink: bool) -> tuple[Path, dict[str, Any]] | None:
-    documents = option_files(STAGES["snapshot"], task.values, task.project, task.root)["snapshot.documents"]
+    documents = option_files(STAGES["snapshot"], task.options, task.project, task.root)["snapshot.documents"]
     new, old = _read_corpus(task, documents), task.old
     if 2 * len(new) < len(old) and not may_shrink:
         raise ValueError(
@@ -102,9 +102,8 @@ def _update(task: _Task, may_shrink: bool) -> tuple[Path, dict[str, Any]] | None
 
 
 def _publish(task: _Task, new: Snapshot) -> Path:
-    options: SnapshotOptions = parse_section("snapshot", task.values["snapshot"])
     bar = task.report.progress("words of passages", len(new))
-    write_bm25(new.folder.with_name(bm25.FOLDER), new, bar, workers=options.workers)
+    write_bm25(new.folder.with_name(bm25.FOLDER), new, bar, workers=task.options.snapshot.workers)
     number, model = task.before.number + 1, model_digest(pipeline_state(task.root))
     # An earlier update may have had this corpus, with this model or another: its folder is kept.
     final = task.root / UPDATES / artifacts.digest_of([model, number, new.corpus_hash])[:12]
@@ -121,20 +120,21 @@ def _has_same_passages(new: Snapshot, old: Snapshot) -> bool:
     return all(files[name] == before.get(name) for name in (TEXTS, PLACES)) and new.sources == old.sources
 
 
-def _checked_states(values: Values, project: Path, root: Path) -> tuple[CorpusState, CorpusState]:
+def _checked_states(options: Options, project: Path, root: Path) -> tuple[CorpusState, CorpusState]:
     for name in ("snapshot", "finetune", "evaluate"):
         manifest = artifacts.read_manifest(root / STAGES[name].folder, name)
-    if (reader := manifest["sections"]["finetune"]["reader"]) in CLOSED_BOOK:
+    tuning = parse_sections(manifest["sections"], root / STAGES["evaluate"].folder).finetune
+    if not tuning.reads_passages:
         raise ValueError(
-            f"{root / STAGES['finetune'].folder} reads no passages (finetune.reader is {reader}), so a new corpus does "
-            "not change its answers; fine-tune with a reader of passages"
+            f"{root / STAGES['finetune'].folder} reads no passages (finetune.reader is {tuning.reader}), so a new "
+            "corpus does not change its answers; fine-tune with a reader of passages"
         )
     known_states = states(root)
     before = known_states[-1]
     answered = next(state for state in reversed(known_states) if (state.results / PREDICTIONS).is_file())
     if answered.number:
         artifacts.read_manifest(answered.results, ANSWERS)
-    path = option_files(STAGES["evaluate"], values, project, root)["questions.test"]
+    path = option_files(STAGES["evaluate"], options, project, root)["questions.test"]
     questions = read_questions([path])
     common_languages = Snapshot.open(answered.snapshot / "corpus", verify=False).common_languages
     now = {question.asked: question.answer_rule for question in assign_languages(questions, common_languages)}
@@ -149,7 +149,7 @@ def _checked_states(values: Values, project: Path, root: Path) -> tuple[CorpusSt
 
 def _read_corpus(task: _Task, documents: Path) -> Snapshot:
     old, final = task.old, task.work / "snapshot" / "corpus"
-    options: SnapshotOptions = parse_section("snapshot", task.values["snapshot"])
+    options = task.options.snapshot
     files = list_sources(documents, options.format)
     with artifacts.atomic_folder(final) as stage:
         manifest = write_snapshot(
@@ -172,7 +172,7 @@ def _read_corpus(task: _Task, documents: Path) -> Snapshot:
 def _embed(task: _Task, new: Snapshot, out: Path) -> dict[str, Any]:
     """Write the model with the new index, embedding only new passages; return counts by change, and seconds."""
     before, old = task.before.finetune, task.old
-    run = parse_section("run", task.values["run"])
+    run = task.options.run
     configure_process(run.threads)
     folder = out / "finetune"
     model = pipeline_state(task.root).finetune  # not of an earlier update, whose calibration may be old
@@ -203,10 +203,10 @@ def _embed(task: _Task, new: Snapshot, out: Path) -> dict[str, Any]:
 def _answer(task: _Task, final: Path) -> dict[str, Any]:
     stage, before = STAGES["evaluate"], task.answered.results
     inputs = {"snapshot": final / "snapshot", "finetune": final / "finetune"}
-    inputs |= option_files(stage, task.values, task.project, task.root)
+    inputs |= option_files(stage, task.options, task.project, task.root)
     with artifacts.atomic_folder(final / RESULTS) as results:
         with Journal(task.work / JOURNAL, stage.name) as journal:
-            sections = parse_sections(stage, task.values)
+            sections = stage_options(stage, task.options)
             figures = evaluate.run(Job(sections, inputs, results, task.work, journal, task.report, task.work / "offer"))
         changes = changed_answers(read_predictions(before / PREDICTIONS), read_predictions(results / PREDICTIONS))
         lines = b"".join(artifacts.canonical_json(change) + b"\n" for change in changes)

@@ -42,7 +42,8 @@ READER_SHAPE = ("reader.copies", "reader.apart", "reader.matches")  # options of
 if TYPE_CHECKING:  # the command line imports this module, and pydantic takes 0.2 s
     from realmops.config import Values
     from realmops.option_types import Section
-Options = TypeVar("Options", bound="Section")
+    from realmops.options import Options
+SectionOptions = TypeVar("SectionOptions", bound="Section")
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,9 @@ class Job:
     offer: Path  # file that offers shards of the work to index builders
     presets: Sequence[str] = ()  # names, for the report
 
-    def section(self, kind: type[Options]) -> Options:
+    def section(self, kind: type[SectionOptions]) -> SectionOptions:
         """Return the options of one section by their type; KeyError if the stage does not declare the section."""
-        options: Options = self.sections[kind.section]
+        options: SectionOptions = self.sections[kind.section]
         return options
 
     def option(self, key: str) -> Any:
@@ -166,25 +167,19 @@ CLOZE_STEP = "cloze"  # generates questions from the corpus; a step of the plan 
 STEPS = tuple(step for name in STAGES for step in ((name, CLOZE_STEP) if name == "tag" else (name,)))
 
 
-def resolve_models(values: Values, project: Path) -> dict[str, dict[str, Any]]:
+def resolve_models(options: Options, project: Path) -> Options:
     """Return the options with the folders of models resolved against the project, as those of files are."""
-    resolved = {section: dict(keys) for section, keys in values.items()}
-    for section, keys in resolved.items():
-        name = keys.get("init", "")
-        if name and name not in NO_MODEL.get(f"{section}.init", ()) and (project / name).is_dir():
-            resolved[section]["init"] = str(project / name)
-    return resolved
+    models = {key: options.get(key) for key in MODELS}
+    folders = {key: project / name for key, name in models.items() if name and name not in NO_MODEL[key]}
+    return options.replace({key: str(folder) for key, folder in folders.items() if folder.is_dir()})
 
 
-def parse_sections(stage: Stage, values: Values) -> dict[str, Any]:
-    """Return what a stage declares: its sections as models by name, its single options by section.key."""
-    from realmops.config import parse_section
-
-    sections = {name: parse_section(name, values[name]) for name in stage.sections}
-    return sections | {key: get_option(values, key) for key in stage.options}
+def stage_options(stage: Stage, options: Options) -> dict[str, Any]:
+    """Return what a stage declares: its sections by name, its single options by section.key."""
+    return {name: options.get(name) for name in (*stage.sections, *stage.options)}
 
 
-def option_files(stage: Stage, values: Values, project: Path, root: Path) -> dict[str, Path]:
+def option_files(stage: Stage, options: Options, project: Path, root: Path) -> dict[str, Path]:
     """Return the files that a stage's options name, by section.key.
 
     Relative names are resolved against the project; those in the output of a stage (data/sample/...), and imported or
@@ -192,9 +187,9 @@ def option_files(stage: Stage, values: Values, project: Path, root: Path) -> dic
     """
     paths = {}
     for key in stage.files:
-        name = get_option(values, key)
+        name = options.get(key)
         if not name:
-            if key in unused_inputs(values):
+            if key in unused_inputs(options):
                 continue
             raise ValueError(f"{key} is empty; set it to a file or folder")
         base = root if is_stage_output(name) else project
@@ -202,51 +197,46 @@ def option_files(stage: Stage, values: Values, project: Path, root: Path) -> dic
     return paths
 
 
-def get_option(values: Values, key: str) -> Any:
-    section, option = key.split(".")
-    return values[section][option]
+def files_in_use(stage: Stage, options: Options) -> list[str]:
+    return [key for key in stage.files if key not in unused_inputs(options)]
 
 
-def files_in_use(stage: Stage, values: Values) -> list[str]:
-    return [key for key in stage.files if key not in unused_inputs(values)]
-
-
-def has_file_below(folder: str, names: Collection[str], values: Values) -> bool:
-    files = (get_option(values, key) for name in names for key in files_in_use(STAGES[name], values))
+def has_file_below(folder: str, names: Collection[str], options: Options) -> bool:
+    files = (options.get(key) for name in names for key in files_in_use(STAGES[name], options))
     return any(Path(folder) in Path(file).parents for file in files)
 
 
-def reads_spans(values: Values) -> bool:
+def reads_spans(options: Options) -> bool:
     """Return whether salient spans are needed: by the reader's warm start, pre-training or generated questions."""
-    return bool(values["ict"]["reader_steps"] or values["pretrain"]["steps"] or has_file_below(CLOZE, STAGES, values))
+    return bool(options.ict.reader_steps or options.pretrain.steps or has_file_below(CLOZE, STAGES, options))
 
 
-def stages_to_run(values: Values) -> tuple[str, ...]:
+def stages_to_run(options: Options) -> tuple[str, ...]:
     """Return the stages to run, in order; ``sample`` and ``tag`` are skipped if nothing reads their output."""
-    skipped = set() if reads_spans(values) else {"tag"}
-    skipped |= set() if has_file_below(STAGES["sample"].folder, {*STAGES} - skipped, values) else {"sample"}
+    skipped = set() if reads_spans(options) else {"tag"}
+    skipped |= set() if has_file_below(STAGES["sample"].folder, {*STAGES} - skipped, options) else {"sample"}
     return tuple(name for name in STAGES if name not in skipped)
 
 
-def planned_steps(values: Values) -> tuple[str, ...]:
+def planned_steps(options: Options) -> tuple[str, ...]:
     """Return the steps of a training, in order: ``stages_to_run``, and ``cloze`` if one of them reads its questions.
 
     ``realmops run all``, the dvc.yaml of a new project and the tasks of the Kubeflow pipeline follow this plan.
     """
-    stages = stages_to_run(values)
-    needed = {*stages} | ({CLOZE_STEP} if has_file_below(CLOZE, stages, values) else set())
+    stages = stages_to_run(options)
+    needed = {*stages} | ({CLOZE_STEP} if has_file_below(CLOZE, stages, options) else set())
     return tuple(step for step in STEPS if step in needed)
 
 
-def check_files(names: Collection[str], values: Values, project: Path, root: Path) -> None:
+def check_files(names: Collection[str], options: Options, project: Path, root: Path) -> None:
     """Raise ValueError for the first missing input file of these steps.
 
     Called before the first stage runs, so that a missing file of the last one does not waste the others.
     """
-    unused = unused_inputs(values)
+    unused = unused_inputs(options)
     for name in names:
-        for key, path in option_files(STAGES[name], values, project, root).items() if name in STAGES else ():
-            value = get_option(values, key)
+        for key, path in option_files(STAGES[name], options, project, root).items() if name in STAGES else ():
+            value = options.get(key)
             producer = next((s.name for s in STAGES.values() if Path(s.folder) in Path(value).parents), "")
             cloze = Path(CLOZE) in Path(value).parents
             if key in unused or value.startswith(HUB) or path.exists() or (CLOZE_STEP if cloze else producer) in names:
@@ -261,14 +251,12 @@ def check_files(names: Collection[str], values: Values, project: Path, root: Pat
             raise ValueError(f"{key} is {value!r}, and {path} does not exist; {advice}")
 
 
-def fingerprint(stage: Stage, values: Values, inputs: Mapping[str, Path]) -> str:
+def fingerprint(stage: Stage, options: Options, inputs: Mapping[str, Path]) -> str:
     """Return a digest of everything that a stage's output depends on: version, options and the content of its inputs.
 
     Metrics of earlier stages are excluded, because they contain wall-clock times, and so are the places of inputs and
     of indexes.
     """
-    from realmops.config import cache_key_options
-
     content: dict[str, Any] = {}
     for name, path in sorted(inputs.items()):
         if name in stage.needs:
@@ -276,19 +264,18 @@ def fingerprint(stage: Stage, values: Values, inputs: Mapping[str, Path]) -> str
             content[name] = {file: entry for file, entry in files.items() if file not in (JOURNAL, METRICS)}
         else:
             content[name] = content_digests(path)
-    chosen = fingerprint_options(stage, values)
+    sections = fingerprint_options(stage, options.cache_key())
     for key in (*FILES, *MODELS):
         section, _, name = key.partition(".")
-        value = chosen.get(section, {}).get(name, "")
+        value = sections.get(section, {}).get(name, "")
         if value and not value.startswith(HUB) and not is_stage_output(value):
-            chosen[section][name] = PurePath(value).name
-    sections = cache_key_options(chosen)
+            sections[section][name] = PurePath(value).name
     version = {"version": stage.version} if stage.version > 1 else {}
     return artifacts.digest_of({"stage": stage.name, "sections": sections, "inputs": content, **version})
 
 
 def fingerprint_options(stage: Stage, values: Values) -> dict[str, dict[str, Any]]:
-    """Return the options that a stage's output depends on, by section.
+    """Return those of all options that a stage's output depends on, by section.
 
     These are its sections without the files that only other stages read, and its single options.
     """
@@ -299,5 +286,5 @@ def fingerprint_options(stage: Stage, values: Values) -> dict[str, dict[str, Any
     }
     for key in stage.options:
         section, _, name = key.partition(".")
-        chosen.setdefault(section, {})[name] = get_option(values, key)
+        chosen.setdefault(section, {})[name] = values[section][name]
     return chosen

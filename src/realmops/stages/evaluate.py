@@ -17,7 +17,6 @@ from realmops.answering.opening import open_tuned
 from realmops.answering.retrieval import AnswerModel, Ranker, RetrieveAndRead
 from realmops.baselines.rankers import BASELINES, build_ranker
 from realmops.baselines.rule import answer_by_rule
-from realmops.config import default_options
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype
 from realmops.evaluate.calibration import confidence_figures
@@ -51,7 +50,7 @@ from realmops.evaluate.recall import (
 )
 from realmops.evaluate.run_report import generated_note, write_report
 from realmops.model.retriever_files import RETRIEVER_FOLDER, load_retriever, passage_tower_digest
-from realmops.options import Evaluate, Finetune, QuestionFiles, RunOptions
+from realmops.options import Evaluate, Finetune, Options, QuestionFiles, RunOptions
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import JUDGED_RULE, Question, rows_of_people
 from realmops.questions.relevance import RelevantPassages
@@ -381,7 +380,7 @@ def _changed_options(job: Job) -> dict[str, Any]:
     for path in manifests:  # later stages take precedence
         sections |= artifacts.read_json(path).get("sections", {}) if path.is_file() else {}
     sections |= {name: section.model_dump() for name, section in job.sections.items()}
-    default_values = default_options()
+    default_values = Options().model_dump()
     return {
         f"{name}.{key}": value
         for name, keys in sorted(sections.items())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from realmops.artifacts import STAGE_FOLDERS
 
 if TYPE_CHECKING:  # the command line imports this module, and pydantic takes 0.2 s
-    from realmops.config import Values
+    from realmops.options import Options
 
 FILES = (
     *("snapshot.documents", "snapshot.warmup", "tag.train", "tag.dev"),
@@ -31,29 +30,19 @@ def is_stage_output(value: str) -> bool:
     return any(Path(folder) in Path(value).parents for folder in (PUBLISHED, CLOZE, *STAGE_FOLDERS.values()))
 
 
-def unused_inputs(values: Values) -> set[str]:
+def unused_inputs(options: Options) -> set[str]:
     """Return the keys of the inputs that no stage reads with these options."""
-    from realmops.options import CLOSED_BOOK
-
-    unused = set() if values["snapshot"]["warmup"] else {"snapshot.warmup"}
-    unused |= set() if values["tag"]["method"] == "tagger" else {"tag.train", "tag.dev"}
-    return unused | (set() if values["finetune"]["reader"] in CLOSED_BOOK else {"closed_book.init"})
+    unused = set() if options.snapshot.warmup else {"snapshot.warmup"}
+    unused |= set() if options.tag.method == "tagger" else {"tag.train", "tag.dev"}
+    return unused | ({"closed_book.init"} if options.finetune.reads_passages else set())
 
 
-def listed_inputs(values: Values) -> dict[str, str]:
+def listed_inputs(options: Options) -> dict[str, str]:
     """Return the inputs in use by section.key: paths, addresses, names on the hub and datasets (``hf:...``)."""
-    listed = {key: values[section][name] for key in (*FILES, *MODELS) for section, name in [key.split(".")]}
-    unused = unused_inputs(values)
+    listed = {key: options.get(key) for key in (*FILES, *MODELS)}
+    unused = unused_inputs(options)
     return {
         key: value
         for key, value in listed.items()
         if value and key not in unused and value not in NO_MODEL.get(key, ()) and not is_stage_output(value)
     }
-
-
-def replace_inputs(values: Values, inputs: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    replaced = {section: dict(keys) for section, keys in values.items()}
-    for key, value in inputs.items():
-        section, _, name = key.partition(".")
-        replaced[section][name] = value
-    return replaced

@@ -6,29 +6,28 @@ The record is ``.realmops/inputs.json`` in the folder of the run: value, identit
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from realmops import artifacts
 from realmops.artifacts import WORK_FOLDER
-from realmops.config import Values
 from realmops.inputs.addresses import is_address
 from realmops.inputs.resolve import PinnedInput, ResolvedInput, can_resolve, resolve
+from realmops.options import Options
 from realmops.progress import Report
-from realmops.stages.option_inputs import HUB, listed_inputs, replace_inputs
+from realmops.stages.option_inputs import HUB, listed_inputs
 
 RECORD = f"{WORK_FOLDER}/inputs.json"
 VALUE, IDENTITY, PATH = "value", "identity", "path"
 
 
 def take_inputs(
-    values: Values,
+    options: Options,
     project: Path,
     root: Path,
     cache: Path,
     report: Report,
     reads: Callable[[str], bool] = lambda key: True,
     pinned: Mapping[str, PinnedInput] = MappingProxyType({}),
-) -> tuple[dict[str, dict[str, Any]], dict[str, ResolvedInput]]:
+) -> tuple[Options, dict[str, ResolvedInput]]:
     """Resolve the inputs of a run that ``reads`` accepts, and record those that are fetched into ``cache``.
 
     ``pinned`` is the only content to take, by section.key.
@@ -41,7 +40,7 @@ def take_inputs(
     """
     fetched: dict[str, ResolvedInput] = {}
     entries: dict[str, dict[str, str]] = {}
-    for key, value in listed_inputs(values).items():
+    for key, value in listed_inputs(options).items():
         is_known = key in pinned or (not value.startswith(HUB) and can_resolve(value, project))
         if not (reads(key) and is_known):
             continue
@@ -56,30 +55,30 @@ def take_inputs(
     if entries:
         artifacts.make_folder((root / RECORD).parent)
         artifacts.write_json(root / RECORD, _recorded(root) | entries)
-    return replace_inputs(values, {key: str(resolved.path) for key, resolved in fetched.items()}), fetched
+    return options.replace({key: str(resolved.path) for key, resolved in fetched.items()}), fetched
 
 
-def recorded_inputs(values: Values, root: Path) -> dict[str, dict[str, Any]]:
+def recorded_inputs(options: Options, root: Path) -> Options:
     """Return the options with the recorded paths of a run's inputs.
 
     Raises:
         ValueError: an address is not recorded, or its copy was deleted.
     """
     paths, known = {}, _recorded(root)
-    for key, value in listed_inputs(values).items():
+    for key, value in listed_inputs(options).items():
         entry = known.get(key, {})
         if entry.get(VALUE) == value and Path(entry[PATH]).exists():
             paths[key] = entry[PATH]
         elif is_address(value):
             raise ValueError(f"{key} is {value}, which {root / RECORD} does not have; run the task inputs first")
-    return replace_inputs(values, paths)
+    return options.replace(paths)
 
 
-def written_inputs(values: Values, root: Path) -> dict[str, dict[str, Any]]:
+def written_inputs(options: Options, root: Path) -> Options:
     """Return the options with the values that a run's inputs had before they were resolved."""
     known = {(key, entry[PATH]): entry[VALUE] for key, entry in _recorded(root).items()}
-    listed = listed_inputs(values).items()
-    return replace_inputs(values, {key: known[key, value] for key, value in listed if (key, value) in known})
+    listed = listed_inputs(options).items()
+    return options.replace({key: known[key, value] for key, value in listed if (key, value) in known})
 
 
 def _recorded(root: Path) -> dict[str, dict[str, str]]:

@@ -13,10 +13,9 @@ from typing import Any
 
 from realmops import artifacts
 from realmops.artifacts import WORK_FOLDER
-from realmops.config import Values
 from realmops.hub import READER, T5, encoder_files
 from realmops.journal import Journal
-from realmops.options import CLOSED_BOOK, ENCODER, NO_READER
+from realmops.options import Options
 from realmops.progress import Report, SilentReport
 from realmops.questions.cloze import KIND
 from realmops.stages import (
@@ -30,11 +29,10 @@ from realmops.stages import (
     Stage,
     fingerprint,
     fingerprint_options,
-    get_option,
     option_files,
-    parse_sections,
     reads_spans,
     resolve_models,
+    stage_options,
 )
 from realmops.stages.run_inputs import written_inputs
 from realmops.tracking.runs import headline_metrics, mlflow_artifacts, start_tracking
@@ -45,7 +43,7 @@ TRAINS_NOTHING = ("sample", "snapshot", "evaluate")
 
 def run_stage(
     name: str,
-    values: Values,
+    options: Options,
     *,
     presets: Sequence[str] = (),
     project: Path,
@@ -57,18 +55,18 @@ def run_stage(
 
     The output folder is replaced when the stage has succeeded; a killed stage resumes from its checkpoints when it is
     run again with the same options and inputs. Under torchrun, rank 0 runs the stage and the others take part in its
-    training. ``presets`` are for the record; file names in ``values`` are relative to ``project``.
+    training. ``presets`` are for the record; file names in ``options`` are relative to ``project``.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from realmops.devices import resolve_device
         from realmops.train.parallel import join_process_group, process_group
 
-        join_process_group(resolve_device(values["run"]["device"]))
+        join_process_group(resolve_device(options.run.device))
         process_group().wait()  # for the inputs of the stage
         if not process_group().is_main_process:
-            return _run_worker(STAGES[name], values, project, root, force)
+            return _run_worker(STAGES[name], options, project, root, force)
     with stage_lock(root / WORK_FOLDER, name):
-        return _run_locked(STAGES[name], values, presets, project, root, report, force)
+        return _run_locked(STAGES[name], options, presets, project, root, report, force)
 
 
 @contextmanager
@@ -97,12 +95,12 @@ def is_running(folder: Path, name: str) -> bool:
 
 
 def _run_locked(
-    stage: Stage, values: Values, presets: Sequence[str], project: Path, root: Path, report: Report, force: bool
+    stage: Stage, options: Options, presets: Sequence[str], project: Path, root: Path, report: Report, force: bool
 ) -> dict[str, Any]:
     name = stage.name
-    sections = parse_sections(stage, resolve_models(values, project))
-    inputs = stage_inputs(stage, values, project, root)
-    key = fingerprint(stage, values, inputs)
+    sections = stage_options(stage, resolve_models(options, project))
+    inputs = stage_inputs(stage, options, project, root)
+    key = fingerprint(stage, options, inputs)
     final = root / stage.folder
     work = root / WORK_FOLDER / "work" / f"{name}-{key[:16]}"
     if not force and (existing := up_to_date_metrics(final, stage, key)) is not None:
@@ -117,25 +115,25 @@ def _run_locked(
         stack.callback(_remove_empty, work)
         out = stack.enter_context(artifacts.atomic_folder(final))
         journal = stack.enter_context(Journal(work / JOURNAL, name))
-        written = written_inputs(values, root)  # the same for all stages of a training, wherever they read inputs
+        written = written_inputs(options, root)  # the same for all stages of a training, wherever they read inputs
         tracker = start_tracking(stack, journal, name, written, presets, inputs, project, root)
         job = Job(sections, inputs, out, work, journal, report, shard_offer_path(root, name), presets)
-        metrics = _finite(_run_tuned(stage, values, job))
+        metrics = _finite(_run_tuned(stage, options, job))
         metrics["seconds"] = round(time.monotonic() - started, 1)
         journal.position()
         if (work / JOURNAL).stat().st_size:
             shutil.copyfile(work / JOURNAL, out / JOURNAL)
         artifacts.write_json(out / METRICS, metrics)
-        origin: dict[str, Any] = {"sections": fingerprint_options(stage, values), "presets": [*presets]}
+        origin: dict[str, Any] = {"sections": fingerprint_options(stage, options.model_dump()), "presets": [*presets]}
         if image_commit():
             origin["code"] = image_commit()
-        if _uses_torch(stage, values):
-            origin["threads"] = _threads(values, work)
+        if _uses_torch(stage, options):
+            origin["threads"] = _threads(options, work)
         artifacts.write_manifest(out, name, fingerprint=key, **origin)
         if tracker is not None:
             figures = {f"final/{name}.{key}": value for key, value in metrics.items()}
-            is_closed_book = values["finetune"]["reader"] in CLOSED_BOOK
-            figures |= headline_metrics(name, metrics, "" if is_closed_book else values["finetune"]["retriever"])
+            tuning = options.finetune
+            figures |= headline_metrics(name, metrics, tuning.retriever if tuning.reads_passages else "")
             tracker.finish(figures, mlflow_artifacts(name, out))
     shutil.rmtree(work, ignore_errors=True)
     return metrics
@@ -146,75 +144,75 @@ def image_commit() -> str:
     return os.environ.get("REALMOPS_COMMIT", "")
 
 
-def _run_worker(stage: Stage, values: Values, project: Path, root: Path, force: bool) -> dict[str, Any]:
+def _run_worker(stage: Stage, options: Options, project: Path, root: Path, force: bool) -> dict[str, Any]:
     """Take part in the training of a stage that rank 0 runs, without logs and output."""
-    if stage.name in TRAINS_NOTHING or not _uses_torch(stage, values):
+    if stage.name in TRAINS_NOTHING or not _uses_torch(stage, options):
         return {}
-    sections = parse_sections(stage, resolve_models(values, project))
-    inputs = stage_inputs(stage, values, project, root)
-    if not force and up_to_date_metrics(root / stage.folder, stage, fingerprint(stage, values, inputs)) is not None:
+    sections = stage_options(stage, resolve_models(options, project))
+    inputs = stage_inputs(stage, options, project, root)
+    if not force and up_to_date_metrics(root / stage.folder, stage, fingerprint(stage, options, inputs)) is not None:
         return {}
     with (
         tempfile.TemporaryDirectory(prefix="realmops-") as folder,
         Journal(Path(folder, JOURNAL), stage.name) as journal,
     ):
         place = Path(folder)
-        _run_tuned(stage, values, Job(sections, inputs, place, place, journal, SilentReport(), place / "offer"))
+        _run_tuned(stage, options, Job(sections, inputs, place, place, journal, SilentReport(), place / "offer"))
     return {}
 
 
-def _run_tuned(stage: Stage, values: Values, job: Job) -> dict[str, Any]:
+def _run_tuned(stage: Stage, options: Options, job: Job) -> dict[str, Any]:
     """Run a stage with its threads and random state, so that it computes the same after others in one process."""
-    if not _uses_torch(stage, values):
+    if not _uses_torch(stage, options):
         return stage.run(job)
     import torch
 
     from realmops.process import configure_process, release_memory
 
-    configure_process(_threads(values, job.work))
-    torch.manual_seed(artifacts.seed_for(values["run"]["seed"], stage.name))
+    configure_process(_threads(options, job.work))
+    torch.manual_seed(artifacts.seed_for(options.run.seed, stage.name))
     try:
         return stage.run(job)
     finally:
         release_memory()
 
 
-def _threads(values: Values, work: Path) -> int:
+def _threads(options: Options, work: Path) -> int:
     """Return the CPU threads of a stage; a resumed one keeps the number that it began with: it affects rounding."""
     from realmops.process import resolve_threads
 
     path = work / THREADS
     if not path.is_file():
-        width = values["bert"]["width"] if get_option(values, INIT) == "small" else math.inf
-        artifacts.write_json(path, resolve_threads(values["run"]["threads"], width))
+        width = options.bert.width if options.retriever.init == "small" else math.inf
+        artifacts.write_json(path, resolve_threads(options.run.threads, width))
     threads: int = artifacts.read_json(path)
     return threads
 
 
-def _uses_torch(stage: Stage, values: Values) -> bool:
+def _uses_torch(stage: Stage, options: Options) -> bool:
     """Return whether a stage computes with torch, which takes seconds to import; salient spans by rules need none."""
-    return "run" in stage.sections and (stage.name != "tag" or values["tag"]["method"] not in ("given", "phrases"))
+    return "run" in stage.sections and (stage.name != "tag" or options.tag.method not in ("given", "phrases"))
 
 
-def stage_inputs(stage: Stage, values: Values, project: Path, root: Path) -> dict[str, Path]:
+def stage_inputs(stage: Stage, options: Options, project: Path, root: Path) -> dict[str, Path]:
     """Return the inputs of a stage: folders of earlier stages, files that its options name, files of the encoder."""
     inputs: dict[str, Path] = {}
     for need in stage.needs:
         folder = root / STAGES[need].folder
         missing = need in stage.optional and not folder.exists()
-        if missing or (need == "tag" and not reads_spans(values)):
+        if missing or (need == "tag" and not reads_spans(options)):
             continue
         artifacts.read_manifest(folder, need)
         inputs[need] = folder
-    inputs |= option_files(stage, values, project, root)
+    inputs |= option_files(stage, options, project, root)
     _check_generated_questions(inputs)
-    values = resolve_models(values, project)
+    options = resolve_models(options, project)
     if stage.reads(INIT):  # the weights under one name may change
-        inputs |= {f"{INIT}/{name}": path for name, path in encoder_files(get_option(values, INIT)).items()}
-    if stage.reads(READER_INIT) and (init := get_option(values, READER_INIT)) not in (ENCODER, NO_READER):
-        inputs |= {f"{READER_INIT}/{name}": path for name, path in encoder_files(init, READER).items()}
-    if "closed_book" in stage.sections and values["finetune"]["reader"] in CLOSED_BOOK:
-        files = encoder_files(values["closed_book"]["init"], T5)
+        inputs |= {f"{INIT}/{name}": path for name, path in encoder_files(options.retriever.init).items()}
+    if stage.reads(READER_INIT) and options.reader.is_published:
+        inputs |= {f"{READER_INIT}/{name}": path for name, path in encoder_files(options.reader.init, READER).items()}
+    if "closed_book" in stage.sections and not options.finetune.reads_passages:
+        files = encoder_files(options.closed_book.init, T5)
         inputs |= {f"closed_book.init/{name}": path for name, path in files.items()}
     return inputs
 

@@ -41,7 +41,7 @@ def choose_model(project: Project, encoder: str | None, size: int) -> list[str]:
 
 def choose_reader(project: Project, reader: str | None, *, has_questions: bool) -> None:
     """Set reader.init to the given reader, or to one that the hub offers; without one, the project only searches."""
-    language = project.values["snapshot"]["language"]
+    language = project.options.snapshot.language
     proposed = READERS if language == ENGLISH else MULTILINGUAL_READERS
     is_folder = reader is not None and Path(reader).is_dir()
     names = proposed if reader is None else () if is_folder or reader == NO_READER else (reader,)
@@ -82,11 +82,11 @@ def is_wide(encoder: str) -> bool:
 
 def fetch_tagged(project: Project) -> None:
     """Download the tagged sentences of the presets, which are English; otherwise find names without a tagger."""
-    values = project.values
-    if not reads_spans(values) or values["tag"]["method"] != "tagger" or not values["tag"]["train"].startswith(TAGGED):
+    options = project.options
+    if not reads_spans(options) or options.tag.method != "tagger" or not options.tag.train.startswith(TAGGED):
         return
     to, problem = project.folder / TAGGED, ""
-    if values["snapshot"]["language"] != ENGLISH:
+    if options.snapshot.language != ENGLISH:
         problem = "are English"
     else:
         try:

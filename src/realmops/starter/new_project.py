@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from realmops import config
+from realmops.options import Options
 from realmops.stages.option_inputs import HUB
 
 
@@ -23,10 +24,10 @@ class Project:
         self.own.setdefault(section, {})[name] = value
 
     @property
-    def values(self) -> dict[str, dict[str, Any]]:
+    def options(self) -> Options:
         params = self.folder / "params.yaml"
         presets = config.preset_layers(config.preset_path(name, params) for name in self.presets)
-        return config.parse_options(*presets, ("params.yaml", self.own)).model_dump()
+        return config.parse_options(*presets, ("params.yaml", self.own))
 
 
 def path_in_params(project: Project, path: Path) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from realmops import __version__
 from realmops.config import PACKAGE, Values
-from realmops.options import SECTIONS
+from realmops.options import SECTIONS, Options
 from realmops.resources import render_template
 from realmops.stages import CLOZE_STEP, STAGES, files_in_use, planned_steps
 from realmops.stages.option_inputs import CLOZE, HUB
@@ -60,23 +60,22 @@ def params_text(presets: Sequence[str], own: Values) -> str:
     return render_template(STARTER / "params.yaml.j2", presets=presets, options=options)
 
 
-def dvc_text(values: Values, own: Values) -> str:
+def dvc_text(options: Options, own: Values) -> str:
     """Return the dvc.yaml of a project; DVC interpolates the options of ``own``, in params.yaml, into paths."""
-    names = planned_steps(values)
-    return render_template(STARTER / "dvc.yaml.j2", stages=[_dvc_stage(name, names, values, own) for name in names])
+    names = planned_steps(options)
+    return render_template(STARTER / "dvc.yaml.j2", stages=[_dvc_stage(name, names, options, own) for name in names])
 
 
-def _dvc_stage(name: str, names: Sequence[str], values: Values, own: Values) -> dict[str, Any]:
+def _dvc_stage(name: str, names: Sequence[str], options: Options, own: Values) -> dict[str, Any]:
     if name == CLOZE_STEP:
         deps, params = [STAGES[need].folder for need in ("snapshot", "tag")], ["presets", "run"]
         return {"name": name, "command": "realmops cloze", "deps": deps, "params": params, "folder": CLOZE}
     stage = STAGES[name]
     deps = [STAGES[need].folder for need in stage.needs if need in names]
-    for key in files_in_use(stage, values):
+    for key in files_in_use(stage, options):
         if key == "snapshot.warmup":  # may become empty, and DVC refuses an empty path
             continue
-        section, _, option = key.partition(".")
-        file = values[section][option]
+        file, (section, option) = options.get(key), key.split(".")
         if Path(CLOZE) in Path(file).parents:
             deps += [CLOZE] if CLOZE not in deps else []
         elif not file.startswith(HUB):

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from realmops.artifacts import MANIFEST, WORK_FOLDER, digest_of, make_folder, read_json, sha256_file, try_lock
-from realmops.config import Values, cache_key_options
 from realmops.credentials import error_line
 from realmops.evaluate.predictions import PREDICTIONS
 from realmops.evaluate.recall import zero_shot_recall
 from realmops.journal import Journal
+from realmops.options import Options
 from realmops.tracking.client import python_process
 from realmops.tracking.sender import PARENT_RUN_VARIABLE, SpoolEntry, warn_unsent
 
@@ -165,30 +165,29 @@ def start_tracking(
     stack: ExitStack,
     journal: Journal,
     name: str,
-    values: Values,
+    options: Options,
     presets: Sequence[str],
     inputs: Mapping[str, Path],
     project: Path,
     root: Path,
 ) -> Tracker | None:
-    options = values["tracking"]
-    if not options["enabled"] or name in UNTRACKED or not has_mlflow():
+    if not options.tracking.enabled or name in UNTRACKED or not has_mlflow():
         return None
     corpus = inputs.get("snapshot")
     corpus_hash = read_json(corpus / "corpus" / MANIFEST)["corpus_hash"] if corpus else ""
-    values = cache_key_options(values)  # all stages of a training share one run, wherever they build indexes
+    values = options.cache_key()  # all stages of a training share one run, wherever they build indexes
     params_hash = digest_of({k: v for k, v in values.items() if k != "tracking"})
     tags = provenance_tags(project, corpus_hash=corpus_hash, params_hash=params_hash)
     tags |= {"realmops.presets": ", ".join(presets)} if presets else {}
     identity = [params_hash, corpus_hash, tags.get("realmops.git_commit"), str(root.absolute())]
-    retriever, reader, seed = values["finetune"]["retriever"], values["finetune"]["reader"], values["run"]["seed"]
+    retriever, reader, seed = options.finetune.retriever, options.finetune.reader, options.run.seed
     variant = "realm" if retriever == reader == "pretrain" else f"{retriever}+{reader}"
     run = TrackedRun(
         digest_of(identity),
         values,
         {**tags, "realmops.kind": "run", "realmops.variant": variant, "realmops.seed": str(seed)},
-        experiment=options["experiment"],
-        datasets=tracked_datasets(values, corpus_hash, inputs),
+        experiment=options.tracking.experiment,
+        datasets=tracked_datasets(options, corpus_hash, inputs),
         name=os.environ.get("DVC_EXP_NAME") or run_name(variant, seed, corpus_hash),
     )
     return stack.enter_context(Tracker(journal, run, tracking_folder(root)))
@@ -202,12 +201,12 @@ def run_name(variant: str, seed: int, corpus_hash: str) -> str:
     return " ".join([f"{variant} seed {seed}", *([f"corpus {corpus_hash[:8]}"] if corpus_hash else [])])
 
 
-def tracked_datasets(values: Values, corpus_hash: str, inputs: Mapping[str, Path]) -> list[TrackedDataset]:
-    corpus = [TrackedDataset("corpus", corpus_hash, values["snapshot"]["documents"], "corpus")] if corpus_hash else []
+def tracked_datasets(options: Options, corpus_hash: str, inputs: Mapping[str, Path]) -> list[TrackedDataset]:
+    corpus = [TrackedDataset("corpus", corpus_hash, options.snapshot.documents, "corpus")] if corpus_hash else []
     questions = []
     for split, context in (("train", "training"), ("dev", "validation"), ("test", "test")):
         if path := inputs.get(name := f"questions.{split}"):
-            questions.append(TrackedDataset(name, sha256_file(path), values["questions"][split], context))
+            questions.append(TrackedDataset(name, sha256_file(path), options.get(name), context))
     return corpus + questions
 
 
