@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from realmops.answering.opening import trained_sections
+from realmops.answering.opening import trained_options
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import resolve_precision
 from realmops.evaluate.exact_match import bootstrap_interval
@@ -28,7 +28,7 @@ from realmops.evaluate.recall import first_relevant_ranks
 from realmops.model.build import build_models
 from realmops.model.retriever import DENSE_ONLY, FusionWeights, Retriever
 from realmops.model.retriever_files import load_retriever
-from realmops.options import ENCODER, BertOptions, ReaderOptions, RetrieverOptions
+from realmops.options import ENCODER, ReaderOptions
 from realmops.process import configure_process
 from realmops.questions.question_sets import Question, read_questions
 from realmops.questions.relevance import RelevantPassages
@@ -45,8 +45,8 @@ JUDGED = {"nDCG@10": "ndcg_at_10", "recall@5": "recall_at_5_judged", "recall@100
 
 def start_of(root: Path, snapshot: Snapshot) -> Retriever:
     """Return the retriever that stage ict began with; its projection is none, as with the preset minilm."""
-    sections = trained_sections(root, "ict")
-    bert, options = BertOptions(**sections["bert"]), RetrieverOptions(**sections["retriever"])
+    trained = trained_options(root, "ict")
+    bert, options = trained.bert, trained.retriever
     reader = ReaderOptions(init=ENCODER, copies=False, apart=False, matches=False)
     return build_models(bert, options, reader, snapshot.tokenizer.get_vocab_size(), 0)[0]
 
@@ -77,7 +77,7 @@ def rows_of(root: Path, file: Path, precision: str) -> Iterator[str]:
     """Yield the table of a run."""
     snapshot = Snapshot.open(root / STAGES["snapshot"].folder / "corpus")
     tuned = root / STAGES["finetune"].folder
-    options = trained_sections(root, "finetune")
+    options = trained_options(root, "finetune").finetune
     questions = read_questions([file], format="auto")
     measures, words = Measures(snapshot, questions), Bm25.of(snapshot)
     texts, dtype = [question.question for question in questions], resolve_precision(precision, torch.device("cpu"))
@@ -91,7 +91,7 @@ def rows_of(root: Path, file: Path, precision: str) -> Iterator[str]:
         "the encoder as it comes": lambda: start_of(root, snapshot),
         "adapted": lambda: load_retriever(root / STAGES["ict"].folder, snapshot.vocabulary_hash),
     }
-    if options["finetune"]["retriever_epochs"]:
+    if options.retriever_epochs:
         retrievers["trained on questions"] = lambda: fitted
     last = [*retrievers][-1]
     for name, build in retrievers.items():
@@ -101,7 +101,7 @@ def rows_of(root: Path, file: Path, precision: str) -> Iterator[str]:
             passages = load_passages(tuned, snapshot, torch.device("cpu"), retriever.vectors)
         else:
             passages = exact_index(embed_corpus(retriever, snapshot, dtype), retriever.vectors)
-        queries = text_queries(snapshot, texts, options["finetune"]["query_wordpieces"])
+        queries = text_queries(snapshot, texts, options.query_wordpieces)
         query_QE = embed(retriever.query, query_sequences(queries), dtype)
 
         def ranking(

@@ -53,13 +53,13 @@ def corpus(folder: Path, passages: int) -> Any:
 def models(snapshot: Any) -> dict[str, Mapping[str, bytes]]:
     """By work, the files of a model with random weights."""
     from realmops import config
-    from realmops.config import parse_section
     from realmops.model.build import build_encoder, build_models
     from realmops.model.retriever_files import TextFormat, retriever_files
+    from realmops.options import BertOptions
     from realmops.train.tagger import Tagger, tagger_files
 
     values = config.load_params(PARAMS)
-    bert, retriever, reader = parse_section("bert", SHAPE), values.retriever, values.reader
+    bert, retriever, reader = BertOptions(**SHAPE), values.retriever, values.reader
     vocabulary = snapshot.tokenizer.get_vocab_size()
     embedder = build_models(bert, retriever, reader, vocabulary, 0)[0]
     tagger = Tagger(build_encoder(retriever.init, bert, vocabulary, 0)[0], ["O", "B-NAME", "I-NAME"])

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from realmops.artifacts import atomic_folder
-from realmops.config import parse_section
+from realmops.config import parse_sections
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.spans import Spans
@@ -137,7 +137,7 @@ def labels_of(spans: Spans, passage: int) -> list[str]:
 
 def section(name: str, **changes: Any) -> Any:
     """A section with changes of its defaults."""
-    return parse_section(name, changes)
+    return parse_sections(("the test", {name: changes})).get(name)
 
 
 def tiny_models(

@@ -13,7 +13,7 @@ from realmops.config import (
     PACKAGE,
     load_params,
     parse_options,
-    parse_section,
+    parse_sections,
     parse_setting,
     preset_path,
 )
@@ -120,12 +120,12 @@ def test_a_file_that_is_missing_too_large_or_no_text_is_refused(params: Path) ->
 def test_no_value_is_converted_to_another_type(key: str, value: Any, expected: str) -> None:
     section, name = key.split(".")
     with pytest.raises(ValueError, match=f"^here: {key} is .*{expected.removeprefix('is ')}$"):
-        parse_section(section, {name: value}, "here")
+        parse_sections(("here", {section: {name: value}}))
 
 
 @pytest.mark.parametrize(("value", "number"), [("5e-5", 5e-5), ("0.25", 0.25), (1, 1.0), (0, 0.0)])
 def test_a_number_is_integral_or_in_quotation_marks(value: Any, number: float) -> None:
-    parsed = parse_section("bert", {"dropout": value})
+    parsed = parse_sections(("here", {"bert": {"dropout": value}})).bert
     assert (parsed.dropout, type(parsed.dropout)) == (number, float)
 
 
@@ -138,8 +138,8 @@ def test_a_number_is_integral_or_in_quotation_marks(value: Any, number: float) -
     ],
 )
 def test_an_unknown_key_precedes_other_errors(changes: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^params: {message}"):
-        parse_section("bert", changes)
+    with pytest.raises(ValueError, match=f"^here: {message}"):
+        parse_sections(("here", {"bert": changes}))
 
 
 @pytest.mark.parametrize(

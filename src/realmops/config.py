@@ -16,21 +16,15 @@ Values = Mapping[str, Mapping[str, Any]]  # options by section
 Layer = tuple[str | Path, Values]  # a file or the description of a source, for error messages, and its options
 
 
-def parse_section(name: str, values: Mapping[str, Any], source: str | Path = "params") -> Any:
-    _refuse_credentials(source, name, values)
-    try:
-        return SECTIONS[name].model_validate({str(key): value for key, value in values.items()})
-    except ValidationError as error:
-        raise ValueError(_first_error(error, {}, source, name)) from None
-
-
-def parse_sections(sections: Values, source: str | Path) -> Options:
-    """Return the sections of a manifest, and the defaults of the others; each is valid on its own."""
-    return Options.model_construct(**{name: parse_section(name, values, source) for name, values in sections.items()})
-
-
 def parse_options(*layers: Layer) -> Options:
-    """Return validated options; later layers take precedence, and a ValueError names the layer that has the key."""
+    """Return the options of a run: :func:`parse_sections`, and no section contradicts another."""
+    options = parse_sections(*layers)
+    options.check()
+    return options
+
+
+def parse_sections(*layers: Layer) -> Options:
+    """Return validated sections; later layers take precedence, and a ValueError names the layer that has the key."""
     values: dict[str, dict[str, Any]] = {}
     sources: dict[tuple[str, ...], str | Path] = {}
     for source, sections in layers:
@@ -50,15 +44,13 @@ def _refuse_credentials(source: str | Path, section: str, keys: Mapping[str, Any
             refuse_credentials(value, f"{locate_key(source, section, key)}: {section}.{key}")
 
 
-def _first_error(
-    error: ValidationError, sources: Mapping[tuple[str, ...], str | Path], source: str | Path = "params", *names: str
-) -> str:
+def _first_error(error: ValidationError, sources: Mapping[tuple[str, ...], str | Path]) -> str:
     """Return the message for the first validation error; unknown keys precede other errors."""
     first = min(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
     if first["type"] == "value_error":  # options that contradict each other; the message names them
         return str(first["ctx"]["error"])
-    section, *keys = location = (*names, *map(str, first["loc"]))
-    place = locate_key(sources.get(location[:2], source), *location[:2])
+    section, *keys = location = tuple(map(str, first["loc"]))
+    place = locate_key(sources[location[:2]], *location[:2])
     if not keys:
         return f"{place}: unknown section {section!r}; sections are {_allowed(section, SECTIONS)}"
     name, value = f"{section}.{keys[0]}", first["input"]

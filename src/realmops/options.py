@@ -363,9 +363,8 @@ class Options(Sections):
         """Return the options that are part of cache keys: all but those that only choose where indexes are built."""
         return self.model_dump(exclude={"pretrain": {"builder", "exchange"}})
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        """Check the constraints between sections."""
+    def check(self) -> None:
+        """Raise ValueError if one section contradicts another."""
         bert, limits = self.bert, ("block_wordpieces", "query_wordpieces", "reader_wordpieces")
         for (section, options), key in product(self, limits):
             if key in type(options).model_fields and (length := getattr(options, key)) > bert.positions:
@@ -384,7 +383,6 @@ class Options(Sections):
                 f"{self.pretrain.steps} and ict.reader_steps={self.ict.reader_steps}, which train a reader of masked "
                 "words; set both to 0 (preset reader), or reader.init=encoder"
             )
-        return self
 
 
 SECTIONS: dict[str, type[Section]] = {name: type(section) for name, section in Options()}

@@ -1,7 +1,7 @@
 """Open a fine-tuned model to answer, or a retriever to search: of a run's folder, or of a promoted copy."""
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,13 +18,13 @@ from realmops.answering.openqa import OpenQa
 from realmops.answering.passage_search import PassageSearch
 from realmops.answering.retrieval import AnswerModel, Ranker, RetrieveAndRead, SearchOnly
 from realmops.artifacts import MANIFEST, PROMOTED, STAGE_FOLDERS, WORK_FOLDER, read_json, write_json
-from realmops.config import parse_section
+from realmops.config import parse_sections
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype, freeze_linear_weights, resolve_device
 from realmops.journal import JOURNAL, METRICS
 from realmops.model.retriever import Retriever
 from realmops.model.retriever_files import RETRIEVER_FOLDER, load_retriever, passage_tower_digest
-from realmops.options import Finetune, RunOptions, epoch_steps
+from realmops.options import Finetune, Options, RunOptions, epoch_steps
 from realmops.process import configure_process
 from realmops.progress import Report
 from realmops.search.bm25 import Bm25
@@ -110,32 +110,31 @@ def read_kind(folder: Path) -> str:
     return str(read_json(folder / KIND)["class"]) if (folder / KIND).is_file() else OpenQa.kind
 
 
-def trained_options(root: Path, stages: Sequence[str], names: Sequence[str]) -> list[Any]:
-    """Return the sections ``names`` of the first of ``stages`` that was trained rather than imported."""
+def trained_options(root: Path, *stages: str) -> Options:
+    """Return the options of the first of ``stages`` that was trained rather than imported."""
     for stage in stages:
         folder = root / STAGE_FOLDERS[stage]
         artifacts.read_manifest(folder, stage)
-        if sections := trained_sections(root, stage):
-            return [parse_section(name, sections[name], str(folder)) for name in names]
+        if options := recorded_options(root, stage):
+            return options
     raise ValueError(f"{folder} was imported, so its training options are unknown; train it here")
 
 
-def trained_sections(root: Path, stage: str) -> dict[str, dict[str, Any]]:
-    """Return the sections that a stage was run with; empty if its output was imported or does not exist."""
+def recorded_options(root: Path, stage: str) -> Options | None:
+    """Return the options that a stage was run with; None if its output was imported or does not exist."""
     path = root / STAGE_FOLDERS[stage] / artifacts.MANIFEST
-    sections: dict[str, dict[str, Any]] = artifacts.read_json(path).get("sections", {}) if path.is_file() else {}
-    return sections
+    sections = artifacts.read_json(path).get("sections") if path.is_file() else None
+    return parse_sections((str(path), sections)) if sections else None
 
 
 def tuned_steps(root: Path) -> int | None:
     """Return the number of fine-tuning steps of the model; None if it was imported."""
-    sections = trained_sections(root, "finetune")
-    if not sections:
+    options = recorded_options(root, "finetune")
+    if options is None:
         return None
     metrics = artifacts.read_json(root / STAGE_FOLDERS["finetune"] / METRICS)
-    options = parse_section("finetune", sections["finetune"])
     examples = metrics.get("questions_with_evidence", metrics["questions"])
-    return epoch_steps(examples, options.batch_size, options.epochs)
+    return epoch_steps(examples, options.finetune.batch_size, options.finetune.epochs)
 
 
 def open_run(root: Path, state: CorpusState | None = None, *, baselines: Baselines, reads: bool = True) -> OpenedModel:
@@ -173,10 +172,10 @@ def _open_once(root: Path, baselines: Baselines, state: CorpusState | None, read
     tuned = pipeline_state(root).finetune  # the copy in an update may have an old calibration
     files = artifacts.read_manifest(tuned, "finetune")["files"]
     state = state or newest_state(root)
-    options, run = trained_options(root, ("finetune", "evaluate"), ("finetune", "run"))
+    options = trained_options(root, "finetune", "evaluate")
     snapshot = Snapshot.open(state.snapshot / "corpus")
-    configure_process(run.threads)
-    tuned_model = open_tuned(tuned, options, run, snapshot, baselines, state.finetune, reads=reads)
+    configure_process(options.run.threads)
+    tuned_model = open_tuned(tuned, options.finetune, options.run, snapshot, baselines, state.finetune, reads=reads)
     model = _require_passages(tuned_model, tuned)
     read = {name: entry["sha256"] for name, entry in files.items() if name not in (INDEX, JOURNAL, METRICS)}
     version = artifacts.digest_of([read, model.options.model_dump(), str(model.dtype)])[:12]
@@ -206,9 +205,8 @@ def open_search(root: Path, report: Report, *, baselines: Baselines) -> PassageS
     about = {"snapshot": snapshot.corpus_hash, "stage": "snapshot"}
     bm25 = Bm25.of(snapshot)
     for stage in ("pretrain", "ict"):
-        if sections := trained_sections(root, stage):
-            run = parse_section("run", sections["run"])
-            retriever, passages, dtype = _load_with_embeddings(root, stage, run, snapshot, report)
+        if options := recorded_options(root, stage):
+            retriever, passages, dtype = _load_with_embeddings(root, stage, options.run, snapshot, report)
             return PassageSearch(snapshot, bm25, retriever, passages, QUERY_WORDPIECES, dtype, about | {"stage": stage})
     report.log("search: no retriever is trained yet, searching by words (BM25) only")
     return PassageSearch(snapshot, bm25, None, None, QUERY_WORDPIECES, torch.float32, about)
@@ -251,10 +249,10 @@ def open_promoted(folder: Path, registered: Path, *, baselines: Baselines) -> Op
         raise ValueError(
             f"{folder / artifacts.MANIFEST} is not the registered manifest {registered}: the folder has another model"
         )
-    place = str(folder / artifacts.MANIFEST)
-    run, options = (parse_section(name, manifest["sections"][name], place) for name in ("run", "finetune"))
+    options = parse_sections((str(folder), manifest["sections"]))
     snapshot = Snapshot.open(folder / CORPUS, verify=False)
-    configure_process(run.threads)
-    model = _require_passages(open_tuned(folder / FINETUNE, options, run, snapshot, baselines), folder / FINETUNE)
+    configure_process(options.run.threads)
+    tuned_model = open_tuned(folder / FINETUNE, options.finetune, options.run, snapshot, baselines)
+    model = _require_passages(tuned_model, folder / FINETUNE)
     version, step = manifest["digest"][:12], manifest.get("weights_step")
     return OpenedModel(model, version, step, 0, Confidence.load(folder / FINETUNE), folder=folder / FINETUNE)

@@ -12,7 +12,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from realmops import __version__, artifacts
 from realmops.answering.confidence import OWN_QUESTIONS
 from realmops.answering.opened_model import OpenedModel
-from realmops.answering.opening import trained_sections
+from realmops.answering.opening import recorded_options
 from realmops.commands.report import read_metrics
 from realmops.config import parse_sections
 from realmops.corpus.special_tokens import prompt_separator
@@ -20,6 +20,7 @@ from realmops.evaluate.model_index import reader_results, retriever_results
 from realmops.evaluate.run_report import headline_rows
 from realmops.model.retriever import Embedder, Retriever
 from realmops.model.retriever_files import model_input_names, similarity
+from realmops.options import Options
 from realmops.resources import render_template
 from realmops.stages import STAGES, fingerprint
 from realmops.stages.runner import stage_inputs
@@ -46,10 +47,11 @@ class Publication:
 
     @property
     def questions(self) -> str:
-        return Path(str(self.trained("evaluate").get("questions", {}).get("test", ""))).name
+        options = self.trained("evaluate")
+        return Path(options.questions.test).name if options else ""
 
-    def trained(self, stage: str) -> dict[str, dict[str, Any]]:
-        return {} if self.root is None else trained_sections(self.root, stage)
+    def trained(self, stage: str) -> Options | None:
+        return None if self.root is None else recorded_options(self.root, stage)
 
 
 def measured_metrics(root: Path) -> dict[str, dict[str, Any]]:
@@ -61,7 +63,7 @@ def measured_metrics(root: Path) -> dict[str, dict[str, Any]]:
     # Files are relative to the folder of the params file, which is often the root or the folder above it.
     for project in (Path(), root, root.parent):
         with suppress(OSError, ValueError):
-            options = parse_sections(manifest["sections"], root)
+            options = parse_sections((str(root), manifest["sections"]))
             if fingerprint(stage, options, stage_inputs(stage, options, project, root)) == manifest["fingerprint"]:
                 return metrics
     return {name: values for name, values in metrics.items() if name != stage.name}
@@ -82,7 +84,8 @@ def card(
 ) -> str:
     """Return the model card of a retriever or its embeddings; ``measured`` is the prefix of their metrics, if any."""
     model, query = opened.model, retriever.query
-    init = publication.trained("ict").get("retriever", {}).get("init")
+    warmed = publication.trained("ict")
+    init = warmed.retriever.init if warmed else None
     results: list[EvalResult] = []
     data: dict[str, Any] = {"configs": [{"config_name": "default", "data_files": "passages.parquet"}]}
     if format != "parquet":
@@ -108,10 +111,11 @@ def card(
 
 
 def reader_card(opened: OpenedModel, publication: Publication) -> str:
-    trained = publication.trained("finetune") | publication.trained("snapshot")
+    tuned, split = publication.trained("finetune"), publication.trained("snapshot")
     data = {"tags": ["question-answering", "realm", "realmops"]}
     results = reader_results(publication.questions, publication.evaluated)
-    return _card("reader", data, results, publication, opened=opened, trained=trained, own_questions=OWN_QUESTIONS)
+    facts = {"opened": opened, "tuned": tuned, "split": split, "own_questions": OWN_QUESTIONS}
+    return _card("reader", data, results, publication, (), **facts)
 
 
 def public_reader_card(opened: OpenedModel, init: str, counts: Mapping[str, int], metrics: Mapping[str, Any]) -> str:

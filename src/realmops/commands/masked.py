@@ -94,23 +94,23 @@ def explain_sentence(sentence: str, root: Path, answer: str | None = None) -> di
 def load_pretrained(root: Path) -> tuple[Realm, Index, str]:
     """Load the models of ``pretrain`` in eval mode, and an index of the newest corpus with its description."""
     trained = root / STAGES["pretrain"].folder
-    options, run = trained_options(root, ["pretrain"], ("pretrain", "run"))
+    options = trained_options(root, "pretrain")
     where = newest_state(root)
-    configure_process(run.threads)
+    configure_process(options.run.threads)
     snapshot = Snapshot.open(where.snapshot / "corpus")
     retriever, reader = load_models(trained, snapshot.vocabulary_hash)
-    device, dtype = device_and_dtype(run, retriever, reader)
+    device, dtype = device_and_dtype(options.run, retriever, reader)
     retriever.to(device).eval()
     reader.to(device).eval()
     if indexed_tower(where.finetune) == passage_tower_digest(trained / RETRIEVER_FOLDER):
         place, passages = str(where.finetune / INDEX), load_index(where.finetune, snapshot)
     else:
         place, passages = "embedded now", embed_corpus(retriever, snapshot, dtype)
-    step = read_json(trained / METRICS).get("best_step", options.steps)
+    step = read_json(trained / METRICS).get("best_step", options.pretrain.steps)
     index = Index(step, exact_index(passages.to(device), retriever.vectors), retriever, 0.0, False)
     words = Bm25.of(snapshot) if retriever.mixture.lexical else None
     searched = f"{len(snapshot)} passages, {place}, with the weights of pretrain after step {step}"
-    return Realm(retriever, reader, snapshot, options, dtype, words), index, searched
+    return Realm(retriever, reader, snapshot, options.pretrain, dtype, words), index, searched
 
 
 def _build_example(sentence: str, answer: str | None, realm: Realm) -> Example:

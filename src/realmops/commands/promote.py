@@ -133,7 +133,7 @@ def read_run(project: Path, root: Path) -> FinishedRun:
     stage = STAGES["evaluate"]
     results = root / stage.folder
     manifest = artifacts.read_manifest(results, stage.name)
-    options = parse_sections(manifest["sections"], results)
+    options = parse_sections((str(results), manifest["sections"]))
     inputs = stage_inputs(stage, options, project, root)
     if fingerprint(stage, options, inputs) != manifest["fingerprint"]:
         raise ValueError(

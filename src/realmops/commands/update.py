@@ -123,7 +123,7 @@ def _has_same_passages(new: Snapshot, old: Snapshot) -> bool:
 def _checked_states(options: Options, project: Path, root: Path) -> tuple[CorpusState, CorpusState]:
     for name in ("snapshot", "finetune", "evaluate"):
         manifest = artifacts.read_manifest(root / STAGES[name].folder, name)
-    tuning = parse_sections(manifest["sections"], root / STAGES["evaluate"].folder).finetune
+    tuning = parse_sections((str(root), manifest["sections"])).finetune
     if not tuning.reads_passages:
         raise ValueError(
             f"{root / STAGES['finetune'].folder} reads no passages (finetune.reader is {tuning.reader}), so a new "
