@@ -15,9 +15,10 @@ from small_open_qa import BORN, FP32, NEVER, PORT, cut, open_qa, options
 from small_readers import write_reader
 from small_world import DOCUMENTS, World, build_world, tiny_models
 
-from realmops.answering.answer import InvalidRequest
+from realmops.answering.answer import InvalidRequest, Span
 from realmops.answering.extractive import ExtractiveQa
 from realmops.answering.openqa import OpenQa
+from realmops.answering.record import enclosing_sentence
 from realmops.answering.retrieval import SearchOnly
 from realmops.answering.span_answers import CITATION_MARK, minimum_bayes_risk
 from realmops.model.extractive_reader import ExtractiveReader, load_extractive_reader
@@ -223,3 +224,17 @@ def test_the_answer_is_that_of_a_slow_search(world: World) -> None:
         assert explained.y == answer.text
         assert np.log(explained.p_y) == pytest.approx(answer.log_p, rel=1e-3)
     assert others, "one of these questions has another answer than its best span"
+
+
+def test_a_quotation_is_the_sentences_that_a_span_touches(world: World) -> None:
+    snapshot, several = world.snapshot, 0
+    for passage in range(len(snapshot)):
+        chars = snapshot.chars(passage)
+        bounds = [(int(chars[a, 0]), int(chars[b - 1, 1])) for a, b in snapshot.sentences(passage)]
+        for first, last in itertools.combinations_with_replacement(range(len(chars)), 2):
+            start, end = int(chars[first, 0]), int(chars[last, 1])
+            touched = [(a, b) for a, b in bounds if start < b and a < end]
+            quoted = enclosing_sentence(snapshot, Span("", passage, (start, end), 0.0))
+            assert quoted == (touched[0][0], touched[-1][1])
+            several += len(touched) > 1
+    assert several, "one passage has two sentences"

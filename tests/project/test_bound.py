@@ -5,25 +5,20 @@ The other snapshot holds the same passages in another order: as many, and none a
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from small_project import cli, stage, toy_values
 
 from realmops.answering.corpus_states import newest_state, pipeline_state
-from realmops.artifacts import WORK_FOLDER
 from realmops.commands.open_model import open_run
 from realmops.commands.promote import read_run
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.spans import Spans
-from realmops.model.retriever_files import passage_tower_digest
 from realmops.search.bm25 import FOLDER, Bm25
-from realmops.search.embeddings import INDEX, load_index, save_index, view_embeddings
-from realmops.serve.model_sources import RunFolder
+from realmops.search.embeddings import load_index
 
 VALUES = toy_values()
 Refusal = tuple[str, Callable[[Path, Path], object]]  # what the message names, and what opens the artifact
@@ -64,7 +59,6 @@ def bm25_of_before(project: Path, root: Path) -> Bm25:
 REFUSALS: dict[str, Refusal] = {
     "index": ("run 'realmops run finetune' again", lambda p, r: load_index(r / "models/finetune", snapshot_of(r))),
     "a run that is opened": ("run 'realmops run finetune' again", lambda p, r: open_run(r)),
-    "a server's next model": ("run 'realmops run finetune' again", lambda p, r: RunFolder(r).open()),
     "evaluate": ("run 'realmops run finetune' again", lambda p, r: stage("evaluate", VALUES, p, r)),
     "results": ("run 'realmops run evaluate' first", lambda p, r: read_run(p, r)),
     "words' index": ("was made for corpus|made for corpus", bm25_of_before),
@@ -113,39 +107,3 @@ def test_an_update_of_another_corpus_under_the_same_weights_does_not_serve(copy:
     reverse_documents(copy)
     stage("snapshot", VALUES, copy, root)
     assert newest_state(root) == pipeline_state(root)
-
-
-def test_a_search_before_fine_tuning_embeds_another_corpus_again(trained: Path, tmp_path: Path) -> None:
-    project = Path(shutil.copytree(trained, tmp_path / "project"))
-    root, expected = project / "root", ("Fjell", "Oslo")
-
-    def best(question: str) -> str:
-        result = cli("search", question, "--by", "embeddings", "--json", "--root", root, "-k", "1")
-        assert result.exit_code == 0, result.output
-        return str(json.loads(result.stdout)["passages"][0]["passage_id"])
-
-    before = [best(question) for question in expected]
-    [kept] = (root / WORK_FOLDER / "search").iterdir()
-    reverse_documents(project)
-    stage("snapshot", VALUES, project, root)
-    assert [best(question) for question in expected] == before
-    assert [*(root / WORK_FOLDER / "search").iterdir()] != [kept]
-
-
-def test_an_index_names_its_corpus_in_its_file(answering: Path, tmp_path: Path) -> None:
-    """In its metadata, which safetensors' own reader shows; without one it is compared by its number of rows."""
-    from safetensors import safe_open
-
-    root = answering / "root"
-    snapshot = snapshot_of(root)
-    with safe_open(root / "models/finetune" / INDEX, framework="pt") as file:
-        tower = passage_tower_digest(root / "models/finetune/retriever")
-        assert file.metadata() == {"corpus_hash": snapshot.corpus_hash, "passage_tower": tower}
-    save_index(tmp_path / INDEX, torch.zeros(len(snapshot), 2), "")
-    assert load_index(tmp_path, snapshot).shape == (len(snapshot), 2)
-    (tmp_path / INDEX).unlink()
-    save_index(tmp_path / INDEX, torch.zeros(len(snapshot) + 1, 2), "")
-    with pytest.raises(ValueError, match=r"13 embeddings, .* has 12 passages; an imported index needs its"):
-        load_index(tmp_path, snapshot)
-    content = (tmp_path / INDEX).read_bytes()
-    assert view_embeddings(content).shape == (len(snapshot) + 1, 2)

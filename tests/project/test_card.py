@@ -1,14 +1,9 @@
-"""Requirements of the project: its entries at the top, its packages, and its files in what is installed."""
+"""Requirements of the project: its entries at the top, and its packages."""
 
 import re
 import subprocess
 import tomllib
 from pathlib import Path
-
-import pytest
-
-from realmops import resources
-from realmops.resources import resource_folder
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -48,21 +43,3 @@ def test_no_extra_brings_both_packages_of_the_module_faiss() -> None:
     assert reached("gpu") == {"faiss-gpu"}
     assert "faiss-cpu" in reached("dev")
     assert [extra for extra in extras if {"faiss-cpu", "faiss-gpu"} <= reached(extra)] == []
-
-
-@pytest.mark.parametrize(
-    ("name", "some"),
-    [("k8s", "overlays/production/kustomization.yaml"), ("k8s", "base/data.yaml"), ("pipelines", "train.yaml")],
-)
-def test_manifests_and_pipelines_are_those_at_the_top(name: str, some: str) -> None:
-    assert resource_folder(name) == ROOT / name
-    assert (resource_folder(name) / some).is_file()
-
-
-def test_an_installed_package_finds_its_own_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not that of a checkout around it; tests/commands/test_init.py builds the package."""
-    package = tmp_path / "src" / "realmops"
-    for folder in (package / "k8s", tmp_path / "k8s", tmp_path / "pipelines"):
-        folder.mkdir(parents=True)
-    monkeypatch.setattr(resources, "_PACKAGE", package)
-    assert (resource_folder("k8s"), resource_folder("pipelines")) == (package / "k8s", tmp_path / "pipelines")

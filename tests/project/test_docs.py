@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
+import reference_pages
 import results
 import yaml
 
@@ -31,6 +32,7 @@ PAGES = {
     for path in (*(ROOT / name for name in FILES), *sorted((ROOT / "docs").glob("*.md")))
 }
 README, WALK, RESULTS = PAGES["README.md"], PAGES["docs/walk.md"], PAGES["docs/results.md"]
+GENERATED = reference_pages.pages()
 OPTIONS = Options().model_dump()
 PIPELINE = yaml.safe_load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
 PATH_SUFFIXES = {"", ".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".json", ".jsonl", ".sh"}
@@ -118,6 +120,13 @@ def test_tables_have_a_row_for_every_section_preset_and_format() -> None:
     data = PAGES["docs/data.md"]
     assert rows_of(data, "| format | files | a document is |") == [*sources.FORMATS]
     assert rows_of(data, "| format | file |") == [*question_files.FORMATS]
+
+
+@pytest.mark.parametrize(
+    ("path", "text"), reference_pages.pages().items(), ids=lambda value: getattr(value, "name", "")
+)
+def test_a_generated_page_is_up_to_date(path: Path, text: str) -> None:
+    assert path.read_text(encoding="utf-8") == text, f"{path.name} differs from its source; call: make docs"
 
 
 # Structure, paths and links
@@ -242,10 +251,3 @@ def test_the_version_is_that_of_the_newest_release() -> None:
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert realmops.__version__ == version
     assert re.findall(r"^## \[(\d[^\]]*)\]", changes, re.MULTILINE)[:1] in ([], [version])
-
-
-def test_constraints_pin_one_version_each() -> None:
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    assert [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9._]+", line)] == []
-    names = [re.sub(r"[-_.]+", "-", line.split("==")[0]).lower() for line in lines]
-    assert len(names) == len(set(names))

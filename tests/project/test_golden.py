@@ -39,20 +39,10 @@ GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden.json"
 SEED = 0
 STEPS = 2
 SAMPLE = {"seed": SEED, "subjects": 60}
-SNAPSHOT = {
-    "documents": "data/sample/corpus.jsonl.gz", "warmup": "", "block_wordpieces": 48,
-    "wikipedia_titles": False, "workers": 1,
-}  # fmt: skip
+SNAPSHOT = {"documents": "data/sample/corpus.jsonl.gz", "warmup": "", "block_wordpieces": 48}
 BERT = {"vocabulary": 600, "width": 8, "layers": 1, "heads": 1, "positions": 128}
-ICT = {
-    "steps": STEPS, "batch_size": 6, "removal": 0.9, "neighbours": 2, "reader_steps": STEPS,
-    "reader_batch_size": 6,
-}  # fmt: skip
-PRETRAIN = {
-    "steps": STEPS, "batch_size": 6, "candidates": 3, "reader_wordpieces": 96,
-    "marginal": "joint", "null_document": True, "exclude_trivial": True,
-    "query_encoder": "snapshot",
-}  # fmt: skip
+ICT = {"steps": STEPS, "batch_size": 6, "neighbours": 2, "reader_steps": STEPS, "reader_batch_size": 6}
+PRETRAIN = {"steps": STEPS, "batch_size": 6, "candidates": 3, "reader_wordpieces": 96}
 
 
 def digest(content: bytes) -> str:
@@ -117,8 +107,7 @@ def first_batches(snapshot: Snapshot, spans: Spans) -> dict[str, Any]:
             if name == "ict":
                 inverse_cloze.train_retriever(context, retriever, snapshot, section("ict", **ICT))
             else:
-                options = section("ict", **ICT)
-                inverse_cloze.train_reader(context, reader, snapshot, spans, options, 96)
+                inverse_cloze.train_reader(context, reader, snapshot, spans, section("ict", **ICT), 96)
         found[name] = seen.summary()
     seen = Seen(snapshot)
     embedding = torch.zeros(len(snapshot), 4)
@@ -130,10 +119,9 @@ def first_batches(snapshot: Snapshot, spans: Spans) -> dict[str, Any]:
     with drawn(seen):
         context = tiny_context(stream="pretrain", seed=SEED)
         options = section("pretrain", **PRETRAIN, masking="salient")
-        examples = Examples(snapshot, spans, options)
         realm = Realm(retriever, reader, snapshot, options, context.dtype)
-        arguments = (context, realm, examples, Source())
-        pretrain(*arguments, evaluate=lambda index: {}, warn=lambda message: None)
+        examples = Examples(snapshot, spans, options)
+        pretrain(context, realm, examples, Source(), evaluate=lambda index: {}, warn=lambda message: None)
     found["pretrain"] = seen.summary()
     return found
 

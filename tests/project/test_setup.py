@@ -28,10 +28,10 @@ fi
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """The files that the set-up reads, with a uv and a Python that do nothing."""
+    (tmp_path / "bin").mkdir()
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
     for name, text in (("uv", UV), ("python", PYTHON)):
-        (tmp_path / "bin").mkdir(exist_ok=True)
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
     return tmp_path
@@ -44,16 +44,12 @@ def setup(project: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=project, env=environment, capture_output=True, text=True)
 
 
-def seen(project: Path) -> dict[str, str]:
-    lines = (project / "environment").read_text().splitlines()
-    return dict(line.split("=", 1) for line in lines if line.startswith(("UV_", "SSL_")))
-
-
 def test_uv_uses_the_indexes_of_pips_configuration(project: Path) -> None:
     result = setup(project, PIP_FIND_LINKS="/wheels https://three.example/wheels")
     assert result.returncode == 0, result.stderr
     assert "--constraint constraints.txt --editable .[dev]" in (project / "calls").read_text()
-    assert seen(project) == {
+    lines = (project / "environment").read_text().splitlines()
+    assert dict(line.split("=", 1) for line in lines if line.startswith(("UV_", "SSL_"))) == {
         "UV_DEFAULT_INDEX": "https://install.example/simple",
         "UV_EXTRA_INDEX_URL": "https://one.example/simple https://two.example/simple",
         "UV_FIND_LINKS": "/wheels,https://three.example/wheels",

@@ -1,8 +1,7 @@
-"""Files of a model of an unknown kind are refused, and quotations are whole sentences."""
+"""Files of a model of an unknown kind are refused."""
 
 import json
 from collections.abc import Callable
-from itertools import combinations_with_replacement
 from pathlib import Path
 
 import pytest
@@ -11,26 +10,10 @@ from small_open_qa import open_qa, options
 from small_world import World, section, tiny_models
 
 from realmops.answering import opening
-from realmops.answering.answer import Span
-from realmops.answering.record import enclosing_sentence
 from realmops.baselines.rankers import BASELINES
 from realmops.model.reader_files import load_models, save_models
 from realmops.search import approximate
 from realmops.search.embeddings import load_passages, save_passages
-
-
-def test_a_quotation_is_the_sentences_that_a_span_touches(world: World) -> None:
-    snapshot, several = world.snapshot, 0
-    for passage in range(len(snapshot)):
-        chars = snapshot.chars(passage)
-        bounds = [(int(chars[a, 0]), int(chars[b - 1, 1])) for a, b in snapshot.sentences(passage)]
-        for first, last in combinations_with_replacement(range(len(chars)), 2):
-            start, end = int(chars[first, 0]), int(chars[last, 1])
-            touched = [(a, b) for a, b in bounds if start < b and a < end]
-            quoted = enclosing_sentence(snapshot, Span("", passage, (start, end), 0.0))
-            assert quoted == (touched[0][0], touched[-1][1])
-            several += len(touched) > 1
-    assert several, "one passage has two sentences"
 
 
 def index_files(world: World, folder: Path) -> tuple[Path, Callable[[], object]]:
