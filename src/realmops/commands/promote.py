@@ -4,8 +4,7 @@ The files for answering are kept in a separate folder, so that the next training
 """
 
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,7 +94,8 @@ def promote(options: Options, *, project: Path, root: Path, name: str, margin: f
 
     Better means: on the same questions by the same rules, EM is higher by at least ``margin``, and the confidence
     interval of the difference (paired bootstrap) is above 0. If all test questions were generated from the corpus, it
-    is recall@5 instead of EM, and nDCG@10 if they have relevance judgements alone. ``copy`` stores all files in MLflow.
+    is recall@5 instead of EM, and nDCG@10 if they have relevance judgements alone. ``copy`` stores all files in MLflow
+    too.
     """
     if not 0 <= margin <= 1:
         raise ValueError(f"margin is {margin}; expected a number from 0 to 1")
@@ -119,12 +119,11 @@ def promote(options: Options, *, project: Path, root: Path, name: str, margin: f
             if not better:
                 return Promotion(False, f"not promoted, {champion.uri} remains champion: {figures}", difference)
             reason = f"the previous champion was {champion.uri}. {figures}"
-        with _model_folder(run, root, copy) as folder:
-            version = _register(run, registry, root, folder, copy)
-            if not registry.make_champion(version, run.question, champion):
-                return Promotion(
-                    False, f"not promoted: the champion of {name} changed during this call; run the command again"
-                )
+        version = _register(run, registry, root, copy)
+        if not registry.make_champion(version, run.question, champion):
+            return Promotion(
+                False, f"not promoted: the champion of {name} changed during this call; run the command again"
+            )
         return Promotion(True, f"{version.uri} is the champion: {run}; {reason}", difference)
 
 
@@ -209,7 +208,8 @@ def _compare_to_champion(
     return difference.mean >= margin and difference.low > 0, figures, difference.mean
 
 
-def _register(run: FinishedRun, registry: Registry, root: Path, folder: Path, copy: bool) -> ModelVersion:
+def _register(run: FinishedRun, registry: Registry, root: Path, copy: bool) -> ModelVersion:
+    folder = _link_files(run, root)
     uploaded = [artifacts.MANIFEST, PREDICTIONS]
     uploaded += [name for name in (CORPUS, bm25.FOLDER, FINETUNE) if copy and (folder / name).is_dir()]
     return registry.register(
@@ -222,21 +222,11 @@ def _register(run: FinishedRun, registry: Registry, root: Path, folder: Path, co
     )
 
 
-@contextmanager
-def _model_folder(run: FinishedRun, root: Path, copy: bool) -> Iterator[Path]:
-    if copy:
-        with tempfile.TemporaryDirectory(dir=root / WORK_FOLDER) as folder:
-            _link_files(run, Path(folder))
-            yield Path(folder).absolute()
-        return
+def _link_files(run: FinishedRun, root: Path) -> Path:
     final = (root / PROMOTED / run.digest[:12]).absolute()
     with artifacts.atomic_folder(final) as folder:
-        _link_files(run, folder)
-    yield final
-
-
-def _link_files(run: FinishedRun, folder: Path) -> None:
-    for name, path in run.files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        artifacts.link_or_copy(path, folder / name)
-    artifacts.write_manifest(folder, PROMOTED, digest=run.digest, sections=run.sections, weights_step=run.steps)
+        for name, path in run.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            artifacts.link_or_copy(path, folder / name)
+        artifacts.write_manifest(folder, PROMOTED, digest=run.digest, sections=run.sections, weights_step=run.steps)
+    return final
