@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from realmops.answering.opening import trained_options
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import resolve_precision
 from realmops.evaluate.exact_match import bootstrap_interval
@@ -28,6 +27,7 @@ from realmops.evaluate.recall import first_relevant_ranks
 from realmops.model.build import build_models
 from realmops.model.retriever import DENSE_ONLY, FusionWeights, Retriever
 from realmops.model.retriever_files import load_retriever
+from realmops.opening import trained_options
 from realmops.options import ENCODER, ReaderOptions
 from realmops.process import configure_process
 from realmops.questions.question_sets import Question, read_questions

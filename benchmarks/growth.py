@@ -163,8 +163,8 @@ def tuned(root: Path) -> dict[str, float]:
 def served(root: Path) -> dict[str, float]:
     """What a server does with a fine-tuned model: seconds of each part, MiB of this process."""
     from realmops.answering.opened_model import Query
-    from realmops.commands.open_model import open_run
     from realmops.commands.update import update
+    from realmops.opening import open_run
     from realmops.questions.question_sets import read_questions
 
     def opened() -> Any:

@@ -258,7 +258,7 @@ def theirs(root: Path) -> Iterator[Server]:
 
 def opened(root: Path, arguments: argparse.Namespace) -> tuple[Any, list[str]]:
     """The model of a run, and the questions to ask."""
-    from realmops.commands.open_model import open_run
+    from realmops.opening import open_run
     from realmops.questions.question_sets import read_questions
 
     file = arguments.questions or root / "data" / "sample" / "questions.test.jsonl.gz"

@@ -24,8 +24,8 @@ from small_project import cli, wait_for
 
 import realmops
 from realmops import Answerer, Searcher
-from realmops.commands.open_model import open_search
 from realmops.config import load_params
+from realmops.opening import open_search
 from realmops.serve.mcp import build_mcp_server
 
 QUESTION = "Where was the poet Anna Berg born?"

@@ -100,7 +100,8 @@ class Searcher:
         Raises:
             ValueError: if the run has no snapshot, or a file does not match its digest.
         """
-        from realmops.commands.open_model import open_model, open_search
+        from realmops.commands.open_model import open_model
+        from realmops.opening import open_search
         from realmops.progress import SilentReport
 
         return cls(open_model(Path(root), model).passage_search if model else open_search(Path(root), SilentReport()))

@@ -18,10 +18,10 @@ from realmops.answering import metadata_filters
 from realmops.answering.metadata_filters import MetadataFilters
 from realmops.answering.passage_search import highlights
 from realmops.artifacts import MANIFEST, atomic_folder, read_json, write_json, write_manifest
-from realmops.commands.open_model import open_search
 from realmops.commands.search import parse_filter
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.retriever_files import DESCRIPTION, RETRIEVER_FOLDER
+from realmops.opening import open_search
 from realmops.search.approximate import ApproximateIndex, Recipe
 from realmops.search.bm25 import stems
 from realmops.search.exact import multi_vector_index

@@ -9,8 +9,7 @@ import torch
 from small_open_qa import open_qa, options
 from small_world import World, section, tiny_models
 
-from realmops.answering import opening
-from realmops.baselines.rankers import BASELINES
+from realmops import opening
 from realmops.model.reader_files import load_models, save_models
 from realmops.search import approximate
 from realmops.search.embeddings import load_passages, save_passages
@@ -27,7 +26,7 @@ def index_files(world: World, folder: Path) -> tuple[Path, Callable[[], object]]
 def tuned_files(world: World, folder: Path) -> tuple[Path, Callable[[], object]]:
     opening.save_tuned(folder, open_qa(world))
     fp32 = section("run", precision="fp32", device="cpu")
-    return folder / opening.KIND, lambda: opening.open_tuned(folder, options(), fp32, world.snapshot, BASELINES)
+    return folder / opening.KIND, lambda: opening.open_tuned(folder, options(), fp32, world.snapshot)
 
 
 def reader_files(world: World, folder: Path) -> tuple[Path, Callable[[], object]]:

@@ -13,10 +13,10 @@ from realmops.answering.corpus_states import CorpusState, newest_state, pipeline
 from realmops.answering.opened_model import Query
 from realmops.answering.record import Record
 from realmops.commands.masked import explain_sentence
-from realmops.commands.open_model import open_run
 from realmops.config import load_params
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.predictions import read_results
+from realmops.opening import open_run
 from realmops.questions.answer_matching import normalize_answer
 from realmops.questions.question_sets import Question
 

@@ -23,11 +23,11 @@ from realmops import artifacts
 from realmops.answering.opened_model import OpenedModel
 from realmops.answering.openqa import OpenQa
 from realmops.commands.export import INPUTS, export
-from realmops.commands.open_model import open_run
 from realmops.devices import freeze_linear_weights
 from realmops.model.build import add_span_head
 from realmops.model.encoder import Encoder
 from realmops.model.retriever import Embedder, FusionWeights, Retriever
+from realmops.opening import open_run
 from realmops.search.bm25 import Bm25
 from realmops.search.embed import embed
 from realmops.search.embeddings import INDEX, save_index

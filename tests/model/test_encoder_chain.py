@@ -16,7 +16,7 @@ from serving import client_of
 from small_encoders import DECODERS, FAMILIES, write_encoder
 from small_project import QUESTIONS, Quiet, builder_beside, cli, stage, toy_values, write_project
 
-from realmops.commands.open_model import open_run
+from realmops.opening import open_run
 from realmops.search.embed import embed, query_sequences, text_queries
 
 ASKED = [question for split in QUESTIONS.values() for question, _ in split]

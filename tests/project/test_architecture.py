@@ -18,12 +18,13 @@ LAYERS = (
     ("artifacts", "config_yaml", "option_types", "resources"), ("options",),
     ("config", "journal"),
     ("hub", "devices", "compressed"), ("process", "readers", "sample"), ("corpus", "inputs"), ("questions", "model"),
-    ("search",), ("refresh",), ("answering",), ("train",), ("baselines", "evaluate"), ("tracking",), ("stages",),
-    ("starter", "console"), ("commands",), ("serve",), ("api",), ("cluster",), ("cli",), ("__main__",),
+    ("search",), ("refresh",), ("answering",), ("train",), ("baselines", "evaluate"), ("opening",),
+    ("tracking",), ("stages",), ("starter", "console"), ("commands",), ("serve",), ("api",), ("cluster",), ("cli",),
+    ("__main__",),
 )  # fmt: skip
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
-# All up to evaluate: a machine that only trains and answers has no mlflow, dvc or kfp.
-CORE = {unit for unit, rank in RANK.items() if rank <= RANK["evaluate"]} - {"__init__", "resources", "inputs"}
+# All up to opening: a machine that only trains and answers has no mlflow, dvc or kfp.
+CORE = {unit for unit, rank in RANK.items() if rank <= RANK["opening"]} - {"__init__", "resources", "inputs"}
 # Libraries that these import, also through others: `realmops --help` pays for cli, the start of a stage for config.
 LIGHT_UNITS = {
     "cli": {"click"}, "config": {"pydantic", "yaml"}, "options": {"pydantic"}, "hub": set[str](), "stages": set[str](),

@@ -13,10 +13,10 @@ import pytest
 from small_project import cli, stage, toy_values
 
 from realmops.answering.corpus_states import newest_state, pipeline_state
-from realmops.commands.open_model import open_run
 from realmops.commands.promote import read_run
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.spans import Spans
+from realmops.opening import open_run
 from realmops.search.bm25 import FOLDER, Bm25
 from realmops.search.embeddings import load_index
 

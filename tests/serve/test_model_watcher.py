@@ -11,10 +11,10 @@ from serving import QUESTION, update, watching
 from small_project import cli, write_json_lines
 from small_world import DOCUMENTS
 
-from realmops.answering import opening
+from realmops import opening
 from realmops.answering.opened_model import Query
 from realmops.artifacts import MANIFEST, atomic_folder, read_json, write_json, write_manifest
-from realmops.commands.open_model import open_run
+from realmops.opening import open_run
 from realmops.search.exact import ExactIndex
 from realmops.serve import model_sources, model_watcher
 from realmops.serve.model_sources import RunFolder

@@ -28,8 +28,8 @@ from realmops.answering.openqa import OpenQa
 from realmops.answering.passage_search import PassageQuery, PassageSearch
 from realmops.answering.record import format_record
 from realmops.artifacts import read_json, write_manifest
-from realmops.commands.open_model import open_run
 from realmops.evaluate.predictions import read_results
+from realmops.opening import open_run
 from realmops.serve.batching import Busy, Closed, RequestBatcher
 
 SECOND = "Who wrote a novel?"

@@ -17,8 +17,8 @@ from serving import QUESTION, Served, served
 from realmops.answering.opened_model import Query
 from realmops.answering.openqa import OpenQa
 from realmops.baselines.rankers import build_ranker
-from realmops.commands.open_model import open_run
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.opening import open_run
 from realmops.serve.app import _events
 from realmops.serve.batching import RequestBatcher
 

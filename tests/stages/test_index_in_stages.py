@@ -12,8 +12,8 @@ import torch
 from small_world import DOCUMENTS, PAPERS_READER, write_documents
 
 from realmops.answering.opened_model import Query
-from realmops.commands.open_model import open_run
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.opening import open_run
 from realmops.search.approximate import unwrap_approximate
 from realmops.search.embeddings import INDEX, RECIPE, load_passages
 from realmops.stages import STAGES

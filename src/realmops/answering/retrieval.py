@@ -60,7 +60,7 @@ class Ranker:
 
 
 class AnswerModel(ABC):
-    """Base class of question answering models; ``finetune`` saves one under its ``kind`` (``answering.opening``)."""
+    """Base class of question answering models; ``finetune`` saves one under its ``kind`` (``realmops.opening``)."""
 
     kind: ClassVar[str]
     batch_size: ClassVar[int]  # default batch size, in questions
@@ -83,7 +83,7 @@ class AnswerModel(ABC):
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write the model into a stage folder, for ``answering.opening``."""
+        """Write the model into a stage folder, for ``realmops.opening``."""
 
     def answer(
         self,

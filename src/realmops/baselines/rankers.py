@@ -5,11 +5,9 @@ from pathlib import Path
 
 import torch
 
-from realmops.answering.opening import Baselines
 from realmops.answering.retrieval import Ranker
 from realmops.baselines.links import LinkedBm25, PassageLinks
 from realmops.baselines.path import PathRetriever
-from realmops.baselines.t5 import ClosedBook
 from realmops.baselines.tfidf import TfIdf
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.options import Finetune
@@ -41,6 +39,3 @@ def open_ranker(
 ) -> Ranker | None:
     path = PathRetriever.load(folder, snapshot, options, device, dtype) if options.retriever == "path" else None
     return build_ranker(options.retriever, snapshot, path, QUESTIONS_IN_MEMORY)
-
-
-BASELINES = Baselines({ClosedBook.kind: ClosedBook.open}, open_ranker)

@@ -44,9 +44,10 @@ def search(
     Judged documents or passages are written to qrels.txt, and nDCG@10, recall, MRR and MAP printed.
     """
     from realmops.answering.passage_search import format_passages
-    from realmops.commands.open_model import open_model, open_search
+    from realmops.commands.open_model import open_model
     from realmops.commands.search import parse_filter
     from realmops.evaluate.search_run import rank_file
+    from realmops.opening import open_search
 
     if (query is None) == (file is None) or (file is None) != (run is None):
         raise ValueError("give QUERY, or --from FILE with --run FOLDER")

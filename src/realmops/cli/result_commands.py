@@ -114,9 +114,7 @@ def compare(first: Path, second: Path) -> Iterable[str]:
 @option.existing_root
 @click.option("--name", default="realmops", help="The registered model in MLflow.")
 @click.option("--margin", type=click.FloatRange(0, 1), default=0.0, help="The minimum difference to the champion.")
-@option.flag(
-    "--copy", help="Copy corpus, model and index into MLflow's artifacts too, for other machines."
-)
+@option.flag("--copy", help="Copy corpus, model and index into MLflow's artifacts too, for other machines.")
 def promote(**options: Any) -> Iterator[str]:
     """Register the run in MLflow as champion, if it is better.
 

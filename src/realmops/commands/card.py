@@ -12,7 +12,6 @@ from huggingface_hub import EvalResult, ModelCardData
 from realmops import __version__, artifacts
 from realmops.answering.confidence import OWN_QUESTIONS
 from realmops.answering.opened_model import OpenedModel
-from realmops.answering.opening import recorded_options
 from realmops.commands.report import read_metrics
 from realmops.config import parse_sections
 from realmops.corpus.special_tokens import prompt_separator
@@ -20,6 +19,7 @@ from realmops.evaluate.model_index import reader_results, retriever_results
 from realmops.evaluate.run_report import headline_rows
 from realmops.model.retriever import Embedder, Retriever
 from realmops.model.retriever_files import model_input_names, similarity
+from realmops.opening import recorded_options
 from realmops.options import Options
 from realmops.resources import render_template
 from realmops.stages import STAGES, fingerprint

@@ -13,9 +13,9 @@ from realmops.answering.opened_model import Query
 from realmops.answering.record import Record, format_probability
 from realmops.artifacts import write_bytes
 from realmops.commands.masked import explain_sentence
-from realmops.commands.open_model import open_run
 from realmops.evaluate.predictions import FAILED_AT, Prediction, read_results, results_file
 from realmops.evaluate.report_page import render_page, render_table
+from realmops.opening import open_run
 
 LIVE_OPTIONS = "--answer, --json and --html"  # these query the current model, not stored results
 GENERATED = "generated from the documents, to measure retrieval only"

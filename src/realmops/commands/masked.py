@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from realmops.answering.corpus_states import newest_state
-from realmops.answering.opening import trained_options
 from realmops.artifacts import read_json
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype
 from realmops.model import likelihood
 from realmops.model.reader_files import load_models
 from realmops.model.retriever_files import RETRIEVER_FOLDER, passage_tower_digest
+from realmops.opening import trained_options
 from realmops.process import configure_process
 from realmops.search.bm25 import Bm25
 from realmops.search.embed import embed, query_sequences

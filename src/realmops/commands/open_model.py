@@ -4,25 +4,16 @@ import re
 import tempfile
 from collections.abc import Hashable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from realmops import artifacts
-from realmops.answering import opening
 from realmops.answering.opened_model import OpenedModel
-from realmops.baselines.rankers import BASELINES
+from realmops.opening import open_promoted, open_run
 from realmops.tracking.registry import CHAMPION, COPIED_TAG, DIGEST_TAG, ModelVersion, Registry
 from realmops.tracking.runs import tracking_folder
 
 STEPS_TAG = "realmops.weights_step"
 _ALIAS = re.compile(rf"models:/([\w-]+)@{CHAMPION}")
-
-
-# The openers of ``answering.opening``, with the baselines that a run may use.
-open_run = partial(opening.open_run, baselines=BASELINES)
-open_search = partial(opening.open_search, baselines=BASELINES)
-open_if_tuned = partial(opening.open_if_tuned, baselines=BASELINES)
-open_promoted = partial(opening.open_promoted, baselines=BASELINES)
 
 
 def open_model(root: Path, model: str | None = None) -> OpenedModel:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
-from realmops.answering.opening import CORPUS, FINETUNE, tuned_steps
 from realmops.artifacts import PROMOTED, WORK_FOLDER
 from realmops.commands.open_model import STEPS_TAG
 from realmops.config import parse_sections
@@ -18,6 +17,7 @@ from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.compare import SAME_ORIGIN, compare_runs, deciding_metric, format_comparison, question_origin
 from realmops.evaluate.exact_match import em_rules
 from realmops.evaluate.predictions import PREDICTIONS
+from realmops.opening import CORPUS, FINETUNE, tuned_steps
 from realmops.options import Options
 from realmops.questions.question_sets import assign_languages, read_questions
 from realmops.search import bm25

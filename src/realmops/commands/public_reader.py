@@ -44,7 +44,7 @@ class ReaderTraining:
         """Write the reader after the stages ``TRAINED`` have run, and remove the work folder; yield next commands."""
         from realmops.commands.card import public_reader_card
         from realmops.commands.export import write_reader
-        from realmops.commands.open_model import open_run
+        from realmops.opening import open_run
 
         opened = open_run(self.work)
         metrics = artifacts.read_json(self.work / STAGES["finetune"].folder / METRICS)

@@ -11,7 +11,7 @@ from pandas import DataFrame
 
 from realmops.answering.answer import RetrievedPassages
 from realmops.answering.opened_model import Query
-from realmops.commands.open_model import open_promoted
+from realmops.opening import open_promoted
 
 COLUMN = "question"
 

@@ -59,7 +59,7 @@ def convert_questions(
 def label(root: Path, out: Path, report: Report) -> Iterator[str]:
     from realmops.answering.labelling import label_questions
     from realmops.answering.opened_model import Query
-    from realmops.commands.open_model import open_if_tuned, open_search
+    from realmops.opening import open_if_tuned, open_search
 
     check_label_file(out)
     opened = open_if_tuned(root)

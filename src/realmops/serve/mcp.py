@@ -10,11 +10,11 @@ from pydantic import Field
 from realmops import __version__
 from realmops.answering.answer import InvalidRequest
 from realmops.answering.opened_model import OpenedModel, Query
-from realmops.answering.opening import ClosedBookModel
 from realmops.answering.passage_search import PassageSearch
 from realmops.answering.record import Record
 from realmops.artifacts import MANIFEST
-from realmops.commands.open_model import open_model, open_search
+from realmops.commands.open_model import open_model
+from realmops.opening import ClosedBookModel, open_search
 from realmops.progress import Report
 from realmops.stages import STAGES
 

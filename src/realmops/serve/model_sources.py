@@ -7,9 +7,9 @@ from pathlib import Path
 from realmops.answering.confidence import Confidence
 from realmops.answering.corpus_states import pipeline_state
 from realmops.answering.opened_model import EXAMPLES, OpenedModel
-from realmops.answering.opening import manifest_stats
-from realmops.commands.open_model import Champion, open_run
+from realmops.commands.open_model import Champion
 from realmops.evaluate.predictions import read_results
+from realmops.opening import manifest_stats, open_run
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from realmops import artifacts
 from realmops.answering.answer import Answer
 from realmops.answering.confidence import Confidence
-from realmops.answering.opening import open_tuned
 from realmops.answering.retrieval import AnswerModel, Ranker, RetrieveAndRead
-from realmops.baselines.rankers import BASELINES, build_ranker
+from realmops.baselines.rankers import build_ranker
 from realmops.baselines.rule import answer_by_rule
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype
@@ -50,6 +49,7 @@ from realmops.evaluate.recall import (
 )
 from realmops.evaluate.run_report import generated_note, write_report
 from realmops.model.retriever_files import RETRIEVER_FOLDER, load_retriever, passage_tower_digest
+from realmops.opening import open_tuned
 from realmops.options import Evaluate, Finetune, Options, QuestionFiles, RunOptions
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import JUDGED_RULE, Question, rows_of_people
@@ -112,7 +112,7 @@ def run(job: Job) -> dict[str, Any]:
     """
     snapshot = open_snapshot(job)
     questions = load_questions(job, snapshot, "test")
-    model = open_tuned(job.inputs["finetune"], job.section(Finetune), job.section(RunOptions), snapshot, BASELINES)
+    model = open_tuned(job.inputs["finetune"], job.section(Finetune), job.section(RunOptions), snapshot)
     relevant, depth = RelevantPassages(snapshot), DEPTH
     if questions[0].match_rule == JUDGED_RULE:
         depth = max(DEPTH, passage_depth(relevant.largest_documents))

@@ -9,7 +9,6 @@ import numpy as np
 from realmops.answering.answer import Answer
 from realmops.answering.confidence import MIN_CALIBRATION, READER_QUESTIONS, Confidence
 from realmops.answering.extractive import ExtractiveQa
-from realmops.answering.opening import save_tuned
 from realmops.answering.openqa import OpenQa
 from realmops.answering.retrieval import AnswerModel, RetrieveAndRead, SearchOnly
 from realmops.answering.span_answers import SpanAnswers
@@ -25,6 +24,7 @@ from realmops.model.build import add_span_head
 from realmops.model.extractive_reader import ExtractiveReader
 from realmops.model.reader import SPAN_WIDTH
 from realmops.model.reader_files import load_models
+from realmops.opening import save_tuned
 from realmops.options import ENCODER, NO_READER, ClosedBookOptions, Finetune, RunOptions, epoch_steps
 from realmops.process import configure_malloc
 from realmops.questions.question_sets import Question, rows_of_people

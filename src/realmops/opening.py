@@ -1,9 +1,8 @@
 """Open a fine-tuned model to answer, or a retriever to search: of a run's folder, or of a promoted copy."""
 
 import shutil
-from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,10 @@ from realmops.answering.extractive import ExtractiveQa
 from realmops.answering.opened_model import OpenedModel
 from realmops.answering.openqa import OpenQa
 from realmops.answering.passage_search import PassageSearch
-from realmops.answering.retrieval import AnswerModel, Ranker, RetrieveAndRead, SearchOnly
+from realmops.answering.retrieval import AnswerModel, RetrieveAndRead, SearchOnly
 from realmops.artifacts import MANIFEST, PROMOTED, STAGE_FOLDERS, WORK_FOLDER, read_json, write_json
+from realmops.baselines.rankers import open_ranker
+from realmops.baselines.t5 import ClosedBook
 from realmops.config import parse_sections
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype, freeze_linear_weights, resolve_device
@@ -39,14 +40,6 @@ EMBEDDINGS = "search"  # below the work folder: embeddings by a retriever that i
 QUERY_WORDPIECES = Finetune().query_wordpieces  # query length before fine-tuning
 
 
-@dataclass(frozen=True)
-class Baselines:
-    """Models and rankers that REALM is compared with; callers pass them, since imports point down only."""
-
-    closed_book: Mapping[str, Callable[[Path, torch.device], AnswerModel]]  # open a model, by its kind
-    open_ranker: Callable[[Path, Snapshot, Finetune, torch.device, torch.dtype], Ranker | None]
-
-
 class ClosedBookModel(ValueError):
     """The model answers without reading passages, so it can be neither searched nor explained."""
 
@@ -61,7 +54,6 @@ def open_tuned(
     options: Finetune,
     run: RunOptions,
     snapshot: Snapshot,
-    baselines: Baselines,
     index: Path | None = None,
     *,
     reads: bool = True,
@@ -72,21 +64,21 @@ def open_tuned(
     reader. ValueError if ``finetune.reader`` asks for another kind of model than the folder has.
     """
     name = read_kind(folder)
-    is_closed_book = name in baselines.closed_book
+    is_closed_book = name == ClosedBook.kind
     if is_closed_book == options.reads_passages or not (is_closed_book or name in KINDS):
         raise ValueError(
             f"{folder} has a model of the class {name!r}, which finetune.reader={options.reader} does not have: run "
             "finetune with that option first, or remove it"
         )
     if is_closed_book:
-        return baselines.closed_book[name](folder, resolve_device(run.device))
+        return ClosedBook.open(folder, resolve_device(run.device))
     kind = KINDS[name] if reads else SearchOnly
     retriever = load_retriever(folder, snapshot.vocabulary_hash)
     reader = kind.load_reader(folder, snapshot)
     device, dtype = device_and_dtype(run, retriever, reader)
     for network in (retriever, *([reader] if reader is not None else [])):
         freeze_linear_weights(network.eval(), dtype)
-    ranker = baselines.open_ranker(folder, snapshot, options, device, dtype)
+    ranker = open_ranker(folder, snapshot, options, device, dtype)
     passages = load_passages(index or folder, snapshot, device, retriever.vectors) if ranker is None else None
     bm25 = Bm25.of(snapshot) if ranker is None and retriever.mixture.lexical else None
     networks = retriever.to(device), reader if reader is None else reader.to(device)
@@ -137,7 +129,7 @@ def tuned_steps(root: Path) -> int | None:
     return epoch_steps(examples, options.finetune.batch_size, options.finetune.epochs)
 
 
-def open_run(root: Path, state: CorpusState | None = None, *, baselines: Baselines, reads: bool = True) -> OpenedModel:
+def open_run(root: Path, state: CorpusState | None = None, *, reads: bool = True) -> OpenedModel:
     """Open a run's fine-tuned model over a corpus (default: the newest), with the digest of every file verified.
 
     ValueError if a stage has not run, a file does not match its digest, or folders keep being replaced; ClosedBookModel
@@ -146,7 +138,7 @@ def open_run(root: Path, state: CorpusState | None = None, *, baselines: Baselin
     for _ in range(TRIES):
         before = manifest_stats(root)
         try:
-            opened = _open_once(root, baselines, state, reads)
+            opened = _open_once(root, state, reads)
         except (OSError, ValueError, KeyError):
             if manifest_stats(root) == before:  # otherwise files of two versions were mixed
                 raise
@@ -168,14 +160,14 @@ def manifest_stats(root: Path) -> tuple[tuple[str | int, ...], ...]:
     return tuple(stats)
 
 
-def _open_once(root: Path, baselines: Baselines, state: CorpusState | None, reads: bool) -> OpenedModel:
+def _open_once(root: Path, state: CorpusState | None, reads: bool) -> OpenedModel:
     tuned = pipeline_state(root).finetune  # the copy in an update may have an old calibration
     files = artifacts.read_manifest(tuned, "finetune")["files"]
     state = state or newest_state(root)
     options = trained_options(root, "finetune", "evaluate")
     snapshot = Snapshot.open(state.snapshot / "corpus")
     configure_process(options.run.threads)
-    tuned_model = open_tuned(tuned, options.finetune, options.run, snapshot, baselines, state.finetune, reads=reads)
+    tuned_model = open_tuned(tuned, options.finetune, options.run, snapshot, state.finetune, reads=reads)
     model = _require_passages(tuned_model, tuned)
     read = {name: entry["sha256"] for name, entry in files.items() if name not in (INDEX, JOURNAL, METRICS)}
     version = artifacts.digest_of([read, model.options.model_dump(), str(model.dtype)])[:12]
@@ -185,20 +177,20 @@ def _open_once(root: Path, baselines: Baselines, state: CorpusState | None, read
     return OpenedModel(model, version, tuned_steps(root), state.number, Confidence.load(tuned), content, tuned)
 
 
-def open_if_tuned(root: Path, *, baselines: Baselines, reads: bool = True) -> OpenedModel | None:
+def open_if_tuned(root: Path, *, reads: bool = True) -> OpenedModel | None:
     """Open a run's fine-tuned model; None if there is none, or if it reads no passages."""
     if (root / STAGE_FOLDERS["finetune"] / MANIFEST).is_file():
         with suppress(ClosedBookModel):  # retrievers of earlier stages remain
-            return open_run(root, baselines=baselines, reads=reads)
+            return open_run(root, reads=reads)
     return None
 
 
-def open_search(root: Path, report: Report, *, baselines: Baselines) -> PassageSearch:
+def open_search(root: Path, report: Report) -> PassageSearch:
     """Open the search of a run's corpus, by the newest trained retriever, or by BM25 only if there is none.
 
     Embeddings of a retriever that is not fine-tuned are computed once and cached under the root.
     """
-    if opened := open_if_tuned(root, baselines=baselines, reads=False):
+    if opened := open_if_tuned(root, reads=False):
         search = opened.passage_search
         return replace(search, about=search.about | {"reader": read_kind(opened.folder)})
     snapshot = Snapshot.open(root / STAGE_FOLDERS["snapshot"] / "corpus")
@@ -237,7 +229,7 @@ def _load_with_embeddings(
     return retriever, load_passages(cached, snapshot, device, retriever.vectors), dtype
 
 
-def open_promoted(folder: Path, registered: Path, *, baselines: Baselines) -> OpenedModel:
+def open_promoted(folder: Path, registered: Path) -> OpenedModel:
     """Open a promoted model, whose manifest is the ``registered`` one from the registry, on the device of its run."""
     if not folder.is_dir():
         raise ValueError(
@@ -252,7 +244,7 @@ def open_promoted(folder: Path, registered: Path, *, baselines: Baselines) -> Op
     options = parse_sections((str(folder), manifest["sections"]))
     snapshot = Snapshot.open(folder / CORPUS, verify=False)
     configure_process(options.run.threads)
-    tuned_model = open_tuned(folder / FINETUNE, options.finetune, options.run, snapshot, baselines)
+    tuned_model = open_tuned(folder / FINETUNE, options.finetune, options.run, snapshot)
     model = _require_passages(tuned_model, folder / FINETUNE)
     version, step = manifest["digest"][:12], manifest.get("weights_step")
     return OpenedModel(model, version, step, 0, Confidence.load(folder / FINETUNE), folder=folder / FINETUNE)
