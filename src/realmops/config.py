@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from realmops.artifacts import MANIFEST, read_json
 from realmops.config_yaml import locate_key, parse_yaml, read_params, read_yaml
 from realmops.credentials import refuse_credentials
 from realmops.options import SECTIONS, Options
@@ -36,6 +37,13 @@ def parse_sections(*layers: Layer) -> Options:
         return Options.model_validate(values)
     except ValidationError as error:
         raise ValueError(_first_error(error, sources)) from None
+
+
+def recorded_options(folder: Path) -> Options | None:
+    """Return the options that a stage was run with; None if its output in ``folder`` was imported or does not exist."""
+    path = folder / MANIFEST
+    sections = read_json(path).get("sections") if path.is_file() else None
+    return parse_sections((str(path), sections)) if sections else None
 
 
 def _refuse_credentials(source: str | Path, section: str, keys: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from realmops.answering.retrieval import AnswerModel, RetrieveAndRead, SearchOnl
 from realmops.artifacts import MANIFEST, PROMOTED, STAGE_FOLDERS, WORK_FOLDER, read_json, write_json
 from realmops.baselines.rankers import open_ranker
 from realmops.baselines.t5 import ClosedBook
-from realmops.config import parse_sections
+from realmops.config import parse_sections, recorded_options
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype, freeze_linear_weights, resolve_device
 from realmops.journal import JOURNAL, METRICS
@@ -107,24 +107,18 @@ def trained_options(root: Path, *stages: str) -> Options:
     for stage in stages:
         folder = root / STAGE_FOLDERS[stage]
         artifacts.read_manifest(folder, stage)
-        if options := recorded_options(root, stage):
+        if options := recorded_options(folder):
             return options
     raise ValueError(f"{folder} was imported, so its training options are unknown; train it here")
 
 
-def recorded_options(root: Path, stage: str) -> Options | None:
-    """Return the options that a stage was run with; None if its output was imported or does not exist."""
-    path = root / STAGE_FOLDERS[stage] / artifacts.MANIFEST
-    sections = artifacts.read_json(path).get("sections") if path.is_file() else None
-    return parse_sections((str(path), sections)) if sections else None
-
-
 def tuned_steps(root: Path) -> int | None:
     """Return the number of fine-tuning steps of the model; None if it was imported."""
-    options = recorded_options(root, "finetune")
+    folder = root / STAGE_FOLDERS["finetune"]
+    options = recorded_options(folder)
     if options is None:
         return None
-    metrics = artifacts.read_json(root / STAGE_FOLDERS["finetune"] / METRICS)
+    metrics = artifacts.read_json(folder / METRICS)
     examples = metrics.get("questions_with_evidence", metrics["questions"])
     return epoch_steps(examples, options.finetune.batch_size, options.finetune.epochs)
 
@@ -197,7 +191,7 @@ def open_search(root: Path, report: Report) -> PassageSearch:
     about = {"snapshot": snapshot.corpus_hash, "stage": "snapshot"}
     bm25 = Bm25.of(snapshot)
     for stage in ("pretrain", "ict"):
-        if options := recorded_options(root, stage):
+        if options := recorded_options(root / STAGE_FOLDERS[stage]):
             retriever, passages, dtype = _load_with_embeddings(root, stage, options.run, snapshot, report)
             return PassageSearch(snapshot, bm25, retriever, passages, QUERY_WORDPIECES, dtype, about | {"stage": stage})
     report.log("search: no retriever is trained yet, searching by words (BM25) only")

@@ -13,13 +13,12 @@ from realmops import __version__, artifacts
 from realmops.answering.confidence import OWN_QUESTIONS
 from realmops.answering.opened_model import OpenedModel
 from realmops.commands.report import read_metrics
-from realmops.config import parse_sections
+from realmops.config import parse_sections, recorded_options
 from realmops.corpus.special_tokens import prompt_separator
 from realmops.evaluate.model_index import reader_results, retriever_results
 from realmops.evaluate.run_report import headline_rows
 from realmops.model.retriever import Embedder, Retriever
 from realmops.model.retriever_files import model_input_names, similarity
-from realmops.opening import recorded_options
 from realmops.options import Options
 from realmops.resources import render_template
 from realmops.stages import STAGES, fingerprint
@@ -51,7 +50,7 @@ class Publication:
         return Path(options.questions.test).name if options else ""
 
     def trained(self, stage: str) -> Options | None:
-        return None if self.root is None else recorded_options(self.root, stage)
+        return None if self.root is None else recorded_options(self.root / STAGES[stage].folder)
 
 
 def measured_metrics(root: Path) -> dict[str, dict[str, Any]]:

@@ -16,6 +16,7 @@ from realmops.answering.confidence import Confidence
 from realmops.answering.retrieval import AnswerModel, Ranker, RetrieveAndRead
 from realmops.baselines.rankers import build_ranker
 from realmops.baselines.rule import answer_by_rule
+from realmops.config import parse_sections, recorded_options
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype
 from realmops.evaluate.calibration import confidence_figures
@@ -50,7 +51,7 @@ from realmops.evaluate.recall import (
 from realmops.evaluate.run_report import generated_note, write_report
 from realmops.model.retriever_files import RETRIEVER_FOLDER, load_retriever, passage_tower_digest
 from realmops.opening import open_tuned
-from realmops.options import Evaluate, Finetune, Options, QuestionFiles, RunOptions
+from realmops.options import Evaluate, Finetune, QuestionFiles, RunOptions
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import JUDGED_RULE, Question, rows_of_people
 from realmops.questions.relevance import RelevantPassages
@@ -148,9 +149,8 @@ def _answers(evaluation: Evaluation) -> dict[str, Any]:
         metrics["generated_questions"] = generated
         note = generated_note({**metrics, "questions": len(questions)})
         job.report.log(f"evaluate: {' '.join(note)}")
-    path, named = job.inputs["finetune"] / artifacts.MANIFEST, job.section(QuestionFiles).train
-    manifest = artifacts.read_json(path) if path.is_file() else {}  # missing in an unfinished update
-    trained_on = manifest.get("sections", {}).get("questions", {}).get("train", named)
+    tuning, named = recorded_options(job.inputs["finetune"]), job.section(QuestionFiles).train
+    trained_on = tuning.questions.train if tuning else named
     if trained_on != named:
         job.report.warn(
             f"questions.train is {named}, but the model was fine-tuned with questions.train={trained_on}; evaluate "
@@ -375,15 +375,8 @@ def _report(job: Job, snapshot: Snapshot, metrics: dict[str, Any]) -> None:
 
 def _changed_options(job: Job) -> dict[str, Any]:
     """Return the options of the run that differ from the defaults, by section.key."""
-    sections: dict[str, Any] = {}
-    manifests = [job.inputs[name] / artifacts.MANIFEST for name in ("snapshot", *TRAINED) if name in job.inputs]
-    for path in manifests:  # later stages take precedence
-        sections |= artifacts.read_json(path).get("sections", {}) if path.is_file() else {}
-    sections |= {name: section.model_dump() for name, section in job.sections.items()}
-    default_values = Options().model_dump()
-    return {
-        f"{name}.{key}": value
-        for name, keys in sorted(sections.items())
-        for key, value in keys.items()
-        if default_values.get(name, {}).get(key) != value
-    }
+    paths = [job.inputs[name] / artifacts.MANIFEST for name in ("snapshot", *TRAINED) if name in job.inputs]
+    layers = [(str(path), artifacts.read_json(path).get("sections", {})) for path in paths if path.is_file()]
+    own = {name: section.model_dump() for name, section in job.sections.items()}
+    changed = parse_sections(*layers, ("evaluate", own)).model_dump(exclude_defaults=True)
+    return {f"{name}.{key}": value for name, keys in sorted(changed.items()) for key, value in keys.items()}
