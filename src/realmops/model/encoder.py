@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from realmops.credentials import error_line
 from realmops.devices import eval_mode
 from realmops.model.attention import ATTENTION_NAME, register_attention
 from realmops.model.packed import PackedBatch, group_by_length, pad_rows
@@ -106,10 +107,13 @@ class Encoder(nn.Module):
                 hidden[n] = hidden_LD[: lengths[n]]
         return torch.cat(hidden)
 
+    def _random_sequences(self, *lengths: int) -> list[np.ndarray]:
+        rng = np.random.default_rng(0)
+        return [rng.integers(0, self.vocabulary, min(length, self.positions)) for length in lengths]
+
     @torch.no_grad()
     def _packs_correctly(self) -> bool:
-        rng = np.random.default_rng(0)
-        sequences = [rng.integers(0, self.vocabulary, min(length, self.positions)) for length in (9, 4, 150)]
+        sequences = self._random_sequences(9, 4, 150)
         with eval_mode(self):
             try:
                 together_TD = self(PackedBatch(sequences))
@@ -123,6 +127,20 @@ class Encoder(nn.Module):
                 alone.append(self.model(input_ids=id_1L, position_ids=position_1L, **self._common).last_hidden_state[0])
             self.model.set_attn_implementation(ATTENTION_NAME)
         return is_near(together_TD, torch.cat(alone))
+
+    @torch.no_grad()
+    def ignores_padding(self, source: str) -> bool:
+        """Return whether a sequence's hidden states are the same in a padded batch; ValueError if the model fails."""
+        long = min(self.positions, 150)  # where families without the attention interface may begin to use chunks
+        lengths = (7, 9) if self.model._supports_attention_backend else (7, 9, 7 * long // 8, long)
+        sequences = self._random_sequences(*lengths)  # of lengths so similar that one of two is padded
+        try:
+            with eval_mode(self):
+                together_TD = self._padded(PackedBatch(sequences), None)
+                alone_TD = torch.cat([self._padded(PackedBatch([tokens]), None) for tokens in sequences])
+        except Exception as error:  # any error of the library
+            raise ValueError(f"{source}: its model fails on a text ({error_line(error)}); use another one") from None
+        return is_near(together_TD, alone_TD)
 
     @property
     def device(self) -> torch.device:
@@ -166,8 +184,7 @@ class Encoder(nn.Module):
         """Return a copy in fp16 for a GPU, faster than bf16 autocast, nearer to fp32; None if activations overflow."""
         other = copy.deepcopy(self).eval()
         other.model.half()
-        rng = np.random.default_rng(0)
-        sequences = [rng.integers(0, self.vocabulary, min(length, self.positions)) for length in (64, 7)]
+        sequences = self._random_sequences(64, 7)
         with eval_mode(self):
             exact_TD, half_TD = self(PackedBatch(sequences)).float(), other(PackedBatch(sequences)).float()
         error = (half_TD - exact_TD).norm() / exact_TD.norm()

@@ -10,16 +10,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from realmops.credentials import error_line
-from realmops.devices import eval_mode
 from realmops.hub import CONFIG, read_config, read_weights
-from realmops.model.encoder import Encoder, is_near, set_dropout
+from realmops.model.encoder import Encoder, set_dropout
 from realmops.model.masked_word_head import MaskedWordHead
-from realmops.model.packed import PackedBatch
 from realmops.model.transformers_models import (
     BUILD_LOCK,
     ENCODER,
@@ -48,8 +44,11 @@ def load_encoder(folder: Path, dropout: float | None = None) -> tuple[Encoder, M
         encoder.set_dropout(dropout)
         if head is not None:
             set_dropout(head.model, dropout)
-    if not encoder.packs and (reason := _reason_padding_fails(encoder)):
-        raise ValueError(f"{folder}: {values.get('model_type')} {reason}; use, for example, {SUGGESTED_ENCODERS}")
+    if not encoder.packs and not encoder.ignores_padding(str(folder)):
+        raise ValueError(
+            f"{folder}: {values.get('model_type')} is not invariant to the padding of a batch; use, for example, "
+            f"{SUGGESTED_ENCODERS}"
+        )
     return encoder, head
 
 
@@ -143,15 +142,3 @@ def _initialise_head(model: Any, missing: set[str]) -> None:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             parameter.copy_(word_VD if parameter.shape == word_VD.shape else torch.eye(*parameter.shape))
-
-
-@torch.no_grad()
-def _reason_padding_fails(encoder: Encoder) -> str:
-    """Return why padded batches give wrong hidden states, or an empty string where they are right."""
-    short, long = np.arange(7) + 5, np.arange(9) + 5  # of lengths so similar that the short one is padded
-    try:
-        with eval_mode(encoder):
-            alone_TD, together_TD = encoder(PackedBatch([short])), encoder(PackedBatch([short, long]))[:7]
-    except Exception as error:  # any error of the library
-        return f"fails on a batch ({error_line(error)})"
-    return "" if is_near(together_TD, alone_TD) else "is not invariant to the padding of a batch"

@@ -82,12 +82,15 @@ class SpanScores(nn.Module):
 
 
 class ExtractiveReader(nn.Module):
-    """A reader of answer spans: a model of ``AutoModelForQuestionAnswering`` and its fast tokenizer."""
+    """A reader of answer spans: a model of ``AutoModelForQuestionAnswering`` and its fast tokenizer.
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
+    With ``batches=False`` every window is read alone: its model is not invariant to the padding of a batch.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, *, batches: bool = True) -> None:
         super().__init__()
         setattr(model, _HEAD, SpanScores(getattr(model, _HEAD)))
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.batches = model, tokenizer, batches
         self._truncating: dict[int | None, Tokenizer] = {}
 
     @property
@@ -172,6 +175,10 @@ class ExtractiveReader(nn.Module):
     def log_probabilities(self, windows: Sequence[PassageWindow]) -> tuple[Tensor, Tensor]:
         """Compute log p of each wordpiece as start and as end of the answer, N x L; -inf but for passage and null."""
         longest = max(len(window.encoding.ids) for window in windows)
+        if len(windows) > 1 and not self.batches:
+            rows = [torch.cat(self.log_probabilities([window])) for window in windows]  # start and end, 2 x L
+            log_N2L = torch.stack([F.pad(row, (0, longest - row.shape[1]), value=-torch.inf) for row in rows])
+            return log_N2L[:, 0], log_N2L[:, 1]
         padding = {"input_ids": self.tokenizer.pad_token_id or 0, "attention_mask": 0, "token_type_ids": 0}
         inputs = {name: np.full((len(windows), longest), value) for name, value in padding.items()}
         is_candidate_NL = np.zeros((len(windows), longest), bool)
@@ -248,7 +255,11 @@ def load_extractive_reader(
             head.bias.zero_()
         if warn is not None:
             warn(f"{folder} has no span head: a new one is trained")
-    return ExtractiveReader(model, _load_tokenizer(folder))
+    tokenizer = _load_tokenizer(folder)
+    batches = Encoder(model.base_model, packs=False).ignores_padding(str(folder))
+    if not batches and warn is not None:
+        warn(f"{folder}: a {kind} is not invariant to the padding of a batch: it reads passages one by one, slowly")
+    return ExtractiveReader(model, tokenizer, batches=batches)
 
 
 def _load_tokenizer(folder: Path) -> Any:
