@@ -99,12 +99,10 @@ def _tower(folders: Sequence[PublishedCheckpoint], prefixes: Sequence[str], what
     checkpoint, state = _locate(folders, prefixes, True, what)
     source = str(checkpoint.folder)
     tower = Embedder(_bert(checkpoint.config, state, source)[0], len(state[_PROJECTION]), "release")
-    assert tower.pooler is not None
-    assert tower.projection is not None
-    assert tower.norm is not None
-    _fill(tower.pooler, state, "realm.pooler.dense", source)
-    _fill(tower.projection, state, "cls.dense", source)
-    _fill(tower.norm, state, "cls.LayerNorm", source)
+    parts = {"realm.pooler.dense": tower.pooler, "cls.dense": tower.projection, "cls.LayerNorm": tower.norm}
+    for name, part in parts.items():
+        assert part is not None
+        _fill(part, state, name, source)
     return tower
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realmops.devices import disable_autocast, to_device
+from realmops.devices import to_device
 from realmops.model.encoder import Encoder
 from realmops.model.packed import PackedBatch
 from realmops.model.transformers_models import BUILD_LOCK
@@ -163,16 +163,9 @@ class Embedder(Tower):
         if self.pooling != "mean":
             assert vectors == 1, vectors
             return hidden_TD.index_select(0, batch.first_B + (self.pooling == "last") * (batch.lengths_B - 1))
-        if hidden_TD.is_cuda:
+        if hidden_TD.is_cuda or vectors > 1:
             return mean_pool(hidden_TD.float(), batch.lengths, vectors)
-        lengths = batch.lengths.tolist()
-        hidden_by_sequence = torch.split(hidden_TD.float(), lengths)
-        if vectors == 1:
-            return torch.stack([x_TD.mean(0) for x_TD in hidden_by_sequence])
-        (share_MT,) = to_device(self.device, torch.cat([_mean_weights(length, vectors) for length in lengths], dim=1))
-        pairs = zip(torch.split(share_MT, lengths, dim=1), hidden_by_sequence, strict=True)
-        with disable_autocast(self.device):  # like the mean of a single vector
-            return torch.cat([m_MT @ x_TD for m_MT, x_TD in pairs])
+        return torch.stack([x_TD.mean(0) for x_TD in torch.split(hidden_TD.float(), batch.lengths.tolist())])
 
     def with_encoder(self, encoder: Encoder) -> Self:
         """Return a copy over another encoder, which shares all other parameters."""
