@@ -69,7 +69,8 @@ class AnswerRecord:
 
     ``text`` is empty if no span was found. ``score`` is p(y|x), by which answers are ranked. ``probability`` is the
     calibrated probability that the answer is right; ``abstained`` is True if it is below ``threshold``. Without a
-    calibration on questions of people both numbers are None, and ``abstained`` is True.
+    calibration on questions of people both numbers are None, and ``abstained`` is True; with one that has too few right
+    answers to promise ``finetune.wanted_precision``, ``probability`` is None and ``threshold`` above 1.
     """
 
     question: str

@@ -293,7 +293,7 @@ class Finetune(Section, name="finetune"):
         paper="best_span",
     )
     wanted_precision: Share = option(
-        0.8, "abstain below the confidence of this precision on dev questions of people", paper="not used"
+        0.8, "abstain below the confidence that dev questions of people show to have this precision", paper="not used"
     )
 
     @property

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,45 +65,84 @@ def test_the_curve_has_the_largest_likelihood_of_platts_targets() -> None:
 @pytest.mark.parametrize(
     ("p", "correct", "precision", "probability", "threshold"),
     [
-        ([0.2, 0.5, 0.9], [1, 1, 1], 0.8, [4 / 5] * 3, 0.0),  # Platt: (n + 1) / (n + 2)
-        ([0.2, 0.5, 0.9], [0, 0, 0], 0.8, [1 / 5] * 3, ALWAYS_ABSTAIN),  # 1 / (n + 2)
-        ([0.9] * 4, [1, 0, 1, 0], 0.5, [0.5] * 4, 0.0),
-        ([0.9] * 4, [1, 0, 1, 0], 0.6, [0.5] * 4, ALWAYS_ABSTAIN),
-        ([0.1, 0.2, 0.8, 0.9], [1, 1, 0, 0], 0.8, [0.5] * 4, ALWAYS_ABSTAIN),
+        ([0.2, 0.5, 0.9] * 4, [1] * 12, 0.8, 13 / 14, 0.0),  # Platt: (n + 1) / (n + 2)
+        ([0.2, 0.5, 0.9] * 4, [0] * 12, 0.0, 1 / 14, 0.0),  # 1 / (n + 2)
+        ([0.9] * 4, [1, 0, 1, 0], 0.5, 0.5, ALWAYS_ABSTAIN),
+        ([0.1, 0.2, 0.8, 0.9], [1, 1, 0, 0], 0.1, 0.5, 0.0),
     ],
 )
 def test_a_score_without_information_gives_every_answer_one_probability(
-    p: list[float], correct: list[int], precision: float, probability: list[float], threshold: float
+    p: list[float], correct: list[int], precision: float, probability: float, threshold: float
 ) -> None:
     fitted = fit_confidence([answer(x) for x in p], np.array(correct, bool), precision)
-    assert [fitted.probability(answer(x)) for x in p] == pytest.approx(probability, abs=1e-4)
+    assert [fitted.probability(answer(x)) for x in p] == pytest.approx([probability] * len(p), abs=1e-4)
     assert (fitted.threshold, fitted.holds_all) == (threshold, threshold == ALWAYS_ABSTAIN)
     assert all(fitted.abstains(answer(x)) is fitted.holds_all for x in p)
 
 
 def test_certain_and_missing_answers_have_a_probability() -> None:
-    """P of 1, p of almost 0, and no answer, which is never right and always held back."""
-    answers = [answer(1.0), answer(0.7), answer(1e-30), answer(0.0, "")]
-    fitted = fit_confidence(answers, np.array([True, True, False, False]), 1.0)
-    probabilities = [fitted.probability(x) for x in answers]
+    """P of 1, p of almost 0, and no answer, which is never right, always held back, and no point of the curve."""
+    answers = [*[answer(1.0)] * 6, *[answer(0.7)] * 6, *[answer(1e-30)] * 6]
+    correct = np.array([True] * 12 + [False] * 6)
+    missing = [answer(0.0, "")] * 4
+    alone, fitted = (
+        fit_confidence([*answers, *more], np.append(correct, np.zeros(len(more), bool)), 0.8) for more in ([], missing)
+    )
+    assert (fitted.slope, fitted.intercept) == (alone.slope, alone.intercept)
+    probabilities = [fitted.probability(x) for x in (answers[0], answers[6], answers[12], missing[0])]
     assert probabilities == sorted(probabilities, reverse=True)
     assert probabilities[-1] == 0.0 < probabilities[-2]
     assert fitted.threshold == probabilities[1], "the answer at the threshold is given"
-    assert [fitted.abstains(x) for x in answers] == [False, False, True, True]
-    assert replace(fitted, threshold=0.0).abstains(answer(0.0, ""))
+    assert [fitted.abstains(x) for x in (answers[0], answers[6], answers[12], missing[0])] == [False, False, True, True]
+    assert replace(fitted, threshold=0.0).abstains(missing[0])
+    assert platt_scaling(np.full(3, -np.inf), np.zeros(3, bool)) == (1.0, 0.0)
 
 
-def test_the_threshold_keeps_the_most_answers_that_reach_the_precision() -> None:
-    rng, reached = np.random.default_rng(1), 0
-    for _ in range(200):
-        probability = rng.integers(1, 8, 12) / 8  # many are equal
-        correct = rng.random(12) < probability
-        fitting = [t for t in set(probability) if correct[probability >= t].mean() >= 0.7]
-        threshold = threshold_for(probability, correct, 0.7)
-        expected = probability >= min(fitting) if fitting else np.zeros(12, bool)
-        assert (probability >= threshold).tolist() == expected.tolist()
-        reached += bool(fitting)
-    assert 20 < reached < 200
+@pytest.mark.parametrize(
+    ("right", "wrong_at", "precision", "shown"),
+    [
+        (10, [], 0.8, 0),  # .8 ** 10 > .1: ten right answers are likely with less
+        (11, [], 0.8, 11),
+        (40, [10], 0.8, 0),  # the eleventh: the first threshold that is tested fails
+        (40, [11], 0.8, 11),  # 11 of 12 fail, as would all later thresholds be skipped
+        (40, [17], 0.8, 40),  # 17 of 18: 1 - P(X >= 17 | 18, .8) = .901
+        (40, [16], 0.8, 16),
+        (200, [11], 0.8, 200),  # 20 is the first that is tested: 19 of 20
+        (50, range(0, 50, 2), 0.0, 50),
+        (300, [], 1.0, 0),  # no number of answers is certain
+    ],
+)
+def test_the_threshold_is_where_the_first_bound_fails(
+    right: int, wrong_at: Sequence[int], precision: float, shown: int
+) -> None:
+    correct = np.isin(np.arange(right), [*wrong_at], invert=True)
+    threshold = threshold_for(np.linspace(0.99, 0.01, right), correct, precision)
+    assert (np.linspace(0.99, 0.01, right) >= threshold).sum() == shown
+    assert (threshold == ALWAYS_ABSTAIN) == (shown == 0)
+    assert (threshold == 0.0) == (shown == right)
+
+
+@pytest.mark.parametrize(
+    ("questions", "accuracy", "shown"),
+    [
+        *((questions, accuracy, most) for questions in (20, 50, 200) for accuracy, most in ((0.4, 0), (0.78, 100))),
+        (20, None, 70),
+        (50, None, 400),
+        (200, None, 1_000),
+    ],
+)
+def test_the_promise_holds_in_nine_of_ten_fits(questions: int, accuracy: float | None, shown: int) -> None:
+    """Of scores without information, and of probabilities x, above which (1 + x) / 2 of the answers are right."""
+    rng, broken, given = np.random.default_rng(questions), 0, 0
+    for _ in range(1_000):
+        x = rng.random(questions)
+        threshold = threshold_for(x, rng.random(questions) < (x if accuracy is None else accuracy), 0.8)
+        precision = (1 + threshold) / 2 if accuracy is None else accuracy
+        given += threshold != ALWAYS_ABSTAIN
+        broken += threshold != ALWAYS_ABSTAIN and precision < 0.8
+    assert broken <= 100
+    assert given <= shown
+    assert given >= shown / 2 or accuracy, "answers that can be told apart are shown"
 
 
 def test_the_calibration_error_by_hand_and_against_a_slow_one() -> None:

@@ -103,13 +103,14 @@ def test_an_answer_below_the_threshold_is_held_back(opened: OpenedModel) -> None
     assert sentence not in format_record(shown)
     for record, title, reason in (
         (unsure, "no answer is certain enough: the best passages", "held back below 1)"),
-        (never, "no answer is certain enough: the best passages", "held back as every answer is"),
+        (never, "no answer is certain enough: the best passages", f"(score {plain['score']:.3g}, held back as every"),
         (plain, "not calibrated: the best passages", f"(not calibrated: score {plain['score']:.3g})"),
     ):
         lines = format_record(record)
         place = lines.index(sentence) - 1
         assert (lines[0], place > 2, reason in lines[place]) == (title, True, True), lines
     assert [plain[name] for name in ("probability", "calibration", "threshold")] == [None] * 3
+    assert (never["probability"], never["calibration"]) == (None, unsure["calibration"])
 
 
 def test_words_around_a_quotation_are_whole() -> None:
@@ -367,10 +368,13 @@ def test_tritons_client_gets_the_records(server: Served, binary: bool) -> None:
         client.close()
 
 
-def test_a_model_without_a_calibration_has_no_probability_in_any_protocol(copy: Path) -> None:
+@pytest.mark.parametrize("threshold", [None, ALWAYS_ABSTAIN])
+def test_a_model_that_promises_nothing_has_no_probability_in_any_protocol(copy: Path, threshold: float | None) -> None:
     tuned = copy / "root/models/finetune"
     manifest = read_json(tuned / "manifest.json")
     (tuned / "confidence.json").unlink()
+    if threshold is not None:
+        calibration(threshold).save(tuned)
     write_manifest(tuned, "finetune", **{key: manifest[key] for key in ("fingerprint", "sections")})
     with client_of(copy / "root") as client:
         record = client.post("/v1/answer", json={"question": QUESTION}).json()

@@ -24,7 +24,8 @@ from realmops.artifacts import read_json, write_json
 FILE = "confidence.json"
 MIN_CALIBRATION = 20  # questions of people: fewer cannot determine two parameters and a threshold
 LARGEST_LOG_P = -1e-13  # upper bound, since the log odds of 1 are infinite
-ALWAYS_ABSTAIN = 2.0  # threshold above every probability, if no threshold reaches the required precision
+ALWAYS_ABSTAIN = 2.0  # threshold above every probability, if no threshold is sure to have the required precision
+TOO_FEW_RIGHT = "too few right answers in the calibration to promise wanted_precision"
 OWN_QUESTIONS, READER_QUESTIONS = "questions.dev", "the reader's public questions"  # ``Confidence.source``
 
 Floats = npt.NDArray[np.float64]
@@ -34,9 +35,10 @@ Floats = npt.NDArray[np.float64]
 class Confidence:
     """Calibration of a model: P(right) = sigmoid(slope * log odds of p(y|x) + intercept).
 
-    The model abstains below ``threshold``. Above it, answers to the questions of the fit have at least the precision
-    ``wanted_precision``; if no threshold reaches it, ``threshold`` is ``ALWAYS_ABSTAIN`` and the model always abstains.
-    ``questions`` is the number of questions of the fit, all of people, and ``source`` where they are from.
+    The model abstains below ``threshold``. Above it, answers to questions like those of the fit have at least the
+    precision ``wanted_precision``, with a certainty of .9. With too few right answers for that, ``threshold`` is
+    ``ALWAYS_ABSTAIN``, and the model abstains without a probability. ``questions`` is the number of questions of the
+    fit, all of people, and ``source`` where they are from.
     """
 
     slope: float

@@ -19,7 +19,7 @@ from realmops.readers.documents import read_json_lines
 
 OWN_QUESTIONS = Path("questions/own.jsonl")  # default file, next to params.yaml
 WHAT_THEY_BRING = (  # figures of bootstrap_interval
-    "20 questions of people are enough to calibrate the probability of an answer; models are not trained on them.",
+    "From 20 questions of people on, answers get a probability once 11 are right; models are not trained on them.",
     "A 95 % interval of EM or recall is .30 to .70 around .50 and .60 to .95 around .80 with 20 questions, .33 to .67 "
     "and .67 to .93 with 30.",
     "A difference between two models below about .25 does not show with 20.",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from realmops.answering.answer import Answer, ReadPassage, RetrievedPassages, Span
-from realmops.answering.confidence import Confidence
+from realmops.answering.confidence import TOO_FEW_RIGHT, Confidence
 from realmops.answering.retrieval import SearchOnly
 from realmops.corpus.snapshot_reader import Snapshot
 
@@ -23,8 +23,8 @@ def answer_record(
 ) -> Record:
     """Build the record of an answer.
 
-    Without a ``confidence`` there is no probability of being right, and the model abstains. With an answer ``y`` to
-    evaluate, citations and p(z|x, y) are those of y, and the record contains y and p(y|x).
+    Without a ``confidence``, or with one that promises nothing, there is no probability of being right, and the model
+    abstains. With an answer ``y`` to evaluate, citations and p(z|x, y) are of y, and the record has y and p(y|x).
     """
 
     def shares(read: ReadPassage) -> Record:
@@ -37,7 +37,7 @@ def answer_record(
         "question": answer.question,
         "answer": answer.text,
         "score": min(answer.probability, 1.0),  # p(y|x): it ranks answers
-        "probability": confidence.probability(answer) if confidence else None,
+        "probability": confidence.probability(answer) if confidence and not confidence.holds_all else None,
         "calibration": confidence.description if confidence else None,
         "threshold": confidence.threshold if confidence else None,
         "abstained": confidence.abstains(answer) if confidence else True,
@@ -101,15 +101,14 @@ def searches(record: Mapping[str, Any]) -> bool:
 
 
 def format_probability(record: Mapping[str, Any]) -> str:
-    """Format the probability of an answer and, if the model abstains, the reason; without a calibration the score."""
+    """Format the probability of an answer and, if the model abstains, the reason; without a probability the score."""
+    if always_abstains(record):
+        return f"score {record['score']:.3g}, held back as every answer is: {TOO_FEW_RIGHT}"
     if record["probability"] is None:
         return f"not calibrated: score {record['score']:.3g}"
     probability = f"p = {record['probability']:.3g}"
-    if not record["answer"] or not record["abstained"]:
-        return probability
-    if always_abstains(record):
-        return f"{probability}, held back as every answer is: none reached wanted_precision in the calibration"
-    return f"{probability}, held back below {record['threshold']:.3g}"
+    is_shown = not record["answer"] or not record["abstained"]
+    return probability if is_shown else f"{probability}, held back below {record['threshold']:.3g}"
 
 
 def format_record(record: Record) -> list[str]:
@@ -121,7 +120,7 @@ def format_record(record: Record) -> list[str]:
         return ["no answer"]
     lines = [f"{record['answer']}  ({format_probability(record)})"]
     if record["abstained"] and record["quote"]:
-        certain = "no answer is certain enough" if record["probability"] is not None else "not calibrated"
+        certain = "no answer is certain enough" if record["calibration"] else "not calibrated"
         lines = [
             f"{certain}: the best passages",
             *_passage_lines(record),

@@ -15,6 +15,8 @@ from realmops.answering.confidence import ALWAYS_ABSTAIN, OWN_QUESTIONS, Confide
 from realmops.artifacts import seed_for
 from realmops.evaluate.exact_match import RESAMPLES, bootstrap_interval
 
+BROKEN_PROMISES = 0.1  # share of the fits above whose threshold the precision may be below the target
+FIRST_TESTED = 0.1  # coverage of the first threshold that is tested
 BINS = 10  # equal-width bins of the expected calibration error
 CERTAIN = 0.3  # fraction of the questions, the most confident ones
 DRAWS = 200  # simulations of correctness, for the calibration error expected by chance
@@ -53,12 +55,25 @@ def platt_scaling(odds_Q: Floats, correct_Q: Bools) -> tuple[float, float]:
 
 
 def threshold_for(probability_Q: Floats, correct_Q: Bools, target_precision: float) -> float:
-    """Return the smallest threshold at the target precision: 0 if all answers reach it, ``ALWAYS_ABSTAIN`` if none."""
+    """Return the smallest threshold whose precision is at least the target, but for one fit in ten.
+
+    That is 0 if all answers may be shown, ``ALWAYS_ABSTAIN`` if none. A threshold is kept if the lower bound of Clopper
+    and Pearson (1934) reaches the target. Thresholds are tested in a fixed sequence, which needs no correction for
+    their number: downwards, until the first one that fails. The first has a tenth of the questions above it, and so
+    many that the bound can reach the target: for .8 these are 11, all of them right.
+    """
+    from scipy.stats import beta
+
     curve = coverage_curve(probability_Q, correct_Q)
-    [positions] = np.nonzero(curve.precision >= target_precision)
-    if not len(positions):
+    answered = np.rint(curve.coverage * len(correct_Q))
+    right = np.rint(curve.precision * answered)
+    lower = np.nan_to_num(beta.ppf(BROKEN_PROMISES, right, answered - right + 1))  # not a number without a right answer
+    is_tested = (answered >= FIRST_TESTED * len(correct_Q)) & (BROKEN_PROMISES ** (1 / answered) >= target_precision)
+    [tested] = np.nonzero(is_tested)
+    kept = tested[np.logical_and.accumulate(lower[tested] >= target_precision)]
+    if not len(kept):
         return ALWAYS_ABSTAIN
-    return 0.0 if positions[-1] == len(curve.precision) - 1 else float(curve.threshold[positions[-1]])
+    return 0.0 if kept[-1] == len(answered) - 1 else float(curve.threshold[kept[-1]])
 
 
 class Coverage(NamedTuple):

@@ -55,7 +55,7 @@ def build_mcp_server(passages: PassageSearch, opened: OpenedModel | None) -> MCP
     def answer(question: Annotated[str, Field(description="One question.")]) -> Record:
         """Answer a question by a quotation from the documents; do not rely on an answer with "abstained".
 
-        "probability" is null if the model was not calibrated on questions of people; "score" only ranks answers.
+        "probability" is null if the model was not calibrated on enough questions; "score" only ranks answers.
         """
         assert opened is not None
         try:

@@ -46,7 +46,7 @@ async def ready(request: Request) -> Response:
 async def metadata(request: Request, name: str, version: str = "") -> dict[str, Any]:
     request.app.state.service.check_name(name)
     served = request.app.state.service.batcher.served
-    outputs = _outputs_of(is_calibrated=served.confidence is not None)
+    outputs = _outputs_of(is_calibrated=served.confidence is not None and not served.confidence.holds_all)
     return {
         "name": name,
         "versions": [served.version],

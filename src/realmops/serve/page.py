@@ -220,9 +220,9 @@ def feedback_address(record: Record) -> str:
 
 
 def describe_certainty(record: Record) -> str:
-    """Format the probability of an answer, or its score if the model is not calibrated."""
+    """Format the probability of an answer, or its score if there is none."""
     if record["probability"] is None:
-        return f"not calibrated: score {record['score']:.2f}"
+        return f"{'' if record['calibration'] else 'not calibrated: '}score {record['score']:.2f}"
     return f"right with probability {percent(record['probability'])}"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from realmops.answering.answer import Answer
-from realmops.answering.confidence import MIN_CALIBRATION, READER_QUESTIONS, Confidence
+from realmops.answering.confidence import MIN_CALIBRATION, READER_QUESTIONS, TOO_FEW_RIGHT, Confidence
 from realmops.answering.extractive import ExtractiveQa
 from realmops.answering.openqa import OpenQa
 from realmops.answering.retrieval import AnswerModel, RetrieveAndRead, SearchOnly
@@ -225,7 +225,7 @@ def _describe(confidence: Confidence | None, figures: Mapping[str, float], quest
     origin = " in the calibration of reader.init" if confidence.source == READER_QUESTIONS else ""
     target = f"finetune.wanted_precision={confidence.wanted_precision:g}{origin}"
     if confidence.holds_all:
-        return f"the model abstains on every question: no confidence reaches {target}; lower it, or set questions.dev"
+        return f"the model abstains on every question: {TOO_FEW_RIGHT} ({target}); add questions to questions.dev"
     answered = f"; of {questions} dev questions {figures['answered']:.0%} are answered" if figures else ""
     correct = f", {figures['answered_precision']:.0%} of them correctly" if "answered_precision" in figures else ""
     return f"answers need a confidence of at least {confidence.threshold:.3f} for {target}{answered}{correct}"
