@@ -1,4 +1,4 @@
-"""Folders of encoders of other families than BERT, with random weights, as transformers writes them."""
+"""Folders of encoders of many families, with random weights, as transformers writes them; one is registered here."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 
 import tokenizers
 import torch
+import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 from small_world import DOCUMENTS
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 
 from realmops.corpus.vocabulary import SPECIAL_TOKENS
 
@@ -80,6 +83,69 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, special: tuple[str, ...]
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 
+OWN = "neighbours"  # a model type that transformers knows by registration
+
+
+class NeighboursConfig(transformers.PreTrainedConfig):
+    model_type = OWN
+    vocab_size: int = 100
+    hidden_size: int = 16
+    max_position_embeddings: int = 64
+    initializer_range: float = 0.02
+    dropout: float = 0.1
+    pad_token_id: int | None = 0
+    tie_word_embeddings: bool = True
+
+
+class _Neighbours(transformers.PreTrainedModel):
+    config_class = NeighboursConfig
+    base_model_prefix = OWN
+
+
+class NeighboursModel(_Neighbours):
+    """A linear layer over the mean of each word vector and its neighbours: no attention, and nothing of BERT."""
+
+    def __init__(self, config: NeighboursConfig) -> None:
+        super().__init__(config)
+        self.vectors = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.mix = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dropout = nn.Dropout(config.dropout)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.vectors
+
+    def forward(
+        self, input_ids: Any = None, attention_mask: Any = None, inputs_embeds: Any = None, **_: Any
+    ) -> BaseModelOutput:
+        x_BLD = self.vectors(input_ids) if inputs_embeds is None else inputs_embeds
+        mask_BL = x_BLD.new_ones(x_BLD.shape[:2]) if attention_mask is None else attention_mask.to(x_BLD)
+        both_BLD = F.pad(torch.cat([x_BLD * mask_BL[..., None], mask_BL[..., None]], -1), (0, 0, 1, 1))
+        sum_BLD = both_BLD[:, :-2] + both_BLD[:, 1:-1] + both_BLD[:, 2:]
+        mean_BLD = sum_BLD[..., :-1] / sum_BLD[..., -1:].clamp(min=1)
+        return BaseModelOutput(last_hidden_state=x_BLD + self.dropout(self.mix(mean_BLD)))
+
+
+class NeighboursForMaskedLM(_Neighbours):
+    _tied_weights_keys = {"decoder.weight": "neighbours.vectors.weight"}  # noqa: RUF012
+
+    def __init__(self, config: NeighboursConfig) -> None:
+        super().__init__(config)
+        self.neighbours = NeighboursModel(config)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.decoder
+
+    def forward(self, **inputs: Any) -> MaskedLMOutput:
+        return MaskedLMOutput(logits=self.decoder(self.neighbours(**inputs).last_hidden_state))
+
+
+transformers.AutoConfig.register(OWN, NeighboursConfig)
+transformers.AutoModel.register(NeighboursConfig, NeighboursModel)
+transformers.AutoModelForMaskedLM.register(NeighboursConfig, NeighboursForMaskedLM)
+
 _SHAPE: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
     "max_position_embeddings": 64, "initializer_range": 0.25,  # so large that texts differ
@@ -107,15 +173,16 @@ _ALL: dict[str, tuple[Callable[[tuple[str, ...]], Tokenizer], tuple[str, ...], d
     "ernie": (*_BERT, {}),
     "nomic_bert": (*_BERT, {}),
     "deberta-v2": (*_BERT, {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
+    OWN: (*_BERT, {}),
     "convbert": (*_BERT, {}),
+    "nystromformer": (*_BERT, {}),
     "fnet": (*_BERT, {}),
     "gemma3_text": (*_BERT, {**_DECODER, "sliding_window": 16, "query_pre_attn_scalar": 8}),
     "qwen3": (byte_bpe, ("<pad>", "<|end|>"), _DECODER),  # its tokenizer only ends a text
 }  # fmt: skip
-FAMILIES = [*_ALL][:8]  # with tokenizers of several kinds
-PADDED = ("mpnet", "deberta-v2")  # families that need padded batches
+PADDED = ("mpnet", "deberta-v2", OWN)  # families that need padded batches
 DECODERS = ("qwen3", "gemma3_text")
-ENCODERS = [*_ALL][:12]
+ENCODERS = [*_ALL][: [*_ALL].index(OWN) + 1]  # those after it depend on the padding of their batch
 
 
 def write_encoder(folder: Path, family: str, head: bool = True, **changes: Any) -> Path:

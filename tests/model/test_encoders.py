@@ -1,4 +1,4 @@
-"""Encoders of every family: equal to transformers on random weights, packed or padded, trained, saved and reloaded."""
+"""Encoders as one table of families and properties: random weights, equal to transformers, packed or padded."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import load_file, save_file
-from small_encoders import DECODERS, ENCODERS, FAMILIES, PADDED, change_weights, edit_json, write_encoder
-from small_project import toy_values
+from serving import client_of
+from small_encoders import DECODERS, ENCODERS, OWN, PADDED, change_weights, edit_json, write_encoder
+from small_project import QUESTIONS, builder_beside, cli, stage, toy_values, write_project
 from small_world import World, at_once, section
 from torch import Tensor
 
@@ -27,11 +28,20 @@ from realmops.model.packed import PackedBatch
 from realmops.model.reader import Reader
 from realmops.model.reader_files import load_models, save_models
 from realmops.model.retriever import Embedder, Retriever, initialise_projection
+from realmops.opening import open_run
+from realmops.search.embed import embed, query_sequences, text_queries
 
 LENGTHS = (7, 1, 50, 4, 33, 6, 48, 8)  # padded families pad similar ones together
 EXACT = {"rtol": 0, "atol": 1e-5}
 FAMILY = pytest.mark.parametrize("family", ENCODERS)
 ANY = pytest.mark.parametrize("family", [*ENCODERS, *DECODERS])
+WITHOUT_DROPOUT = ("modernbert", "albert", "nomic_bert")
+CHAINS: dict[str, dict[str, Any]] = {  # retriever, reader and prompts of a project
+    "roberta": {"prompts": {"query": "Query: ", "passage": "Passage: "}},  # a BPE of bytes: blanks are of words
+    "mpnet": {"reader": {"matches": True}},
+    "modernbert": {"reader": {"copies": True, "apart": True, "matches": False}},
+    "qwen3": {"retriever": {"pooling": "last"}, "ict": {"reader_steps": 0}},
+}
 
 
 def sequences(vocabulary: int = 60, lengths: Sequence[int] = LENGTHS) -> list[np.ndarray]:
@@ -95,7 +105,7 @@ def test_logits_equal_those_of_transformers_and_survive_saving(
     folder = write_encoder(tmp_path / "encoder", family, tie_word_embeddings=tied)
     for configured in (tied, True):
         edit_json(folder / "config.json", tie_word_embeddings=configured)
-        if configured and not tied and family != "modernbert":  # such a file has one bias for two parameters
+        if configured and not tied and family not in ("modernbert", OWN):  # such a file has one bias for two parameters
             change_weights(folder, lambda name, x: None if name.endswith("decoder.bias") else x)
         encoder, head = load_encoder(folder, 0.0)
         assert head.is_trained
@@ -139,7 +149,7 @@ def test_fp16_is_near_fp32_and_probes_leave_the_parameters_unchanged(family: str
         assert encoder.in_fp16() is None, "such numbers exceed its range"
 
 
-@FAMILY
+@pytest.mark.parametrize("family", [family for family in ENCODERS if family != OWN])
 def test_a_missing_head_starts_near_the_word_vectors(family: str, tmp_path: Path) -> None:
     """Also in a folder that has only the decoder of the head."""
     folder = write_encoder(tmp_path, family, tie_word_embeddings=False)
@@ -154,123 +164,143 @@ def test_a_missing_head_starts_near_the_word_vectors(family: str, tmp_path: Path
 
 
 @ANY
-def test_added_vectors_count_as_part_of_the_word_vectors(family: str, tmp_path: Path) -> None:
-    encoder = load_encoder(write_encoder(tmp_path, family), 0.0)[0].eval()
+def test_dropout_and_added_vectors_are_those_given(family: str, tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path, family)
+    encoder = load_encoder(folder, 0.5)[0].train()
     batch = PackedBatch(sequences(encoder.vocabulary))
     with torch.no_grad():
+        assert family in DECODERS or not torch.equal(encoder(batch), encoder(batch))
+        encoder.set_dropout(0.0)
         plain_TD = encoder(batch)
         added_TD = torch.zeros(len(plain_TD), encoder.added_width)
         assert torch.equal(encoder(batch, added_TD), plain_TD)
         added_TD[batch.starts[2]] = 1.0
         is_changed_T = (encoder(batch, added_TD) - plain_TD).abs().amax(-1) > 0
     is_third = np.repeat(np.arange(len(LENGTHS)), LENGTHS) == 2
-    assert is_changed_T[is_third][:20].all(), "all that a layer attends to"
+    assert is_changed_T[is_third][: 2 if family == OWN else 20].all(), "all that a layer attends to"
     assert not is_changed_T[~is_third].any()
+    assert family in DECODERS or load_encoder(folder)[0].dropout == (0.0 if family in WITHOUT_DROPOUT else 0.1)
 
 
-@FAMILY
-def test_dropout_is_that_of_the_folder_or_another(family: str, tmp_path: Path) -> None:
-    folder = write_encoder(tmp_path, family)
-    encoder = load_encoder(folder, 0.5)[0].train()
-    batch = PackedBatch(sequences(encoder.vocabulary))
-    with torch.no_grad():
-        assert not torch.equal(encoder(batch), encoder(batch))
-        encoder.set_dropout(0.0)
-        assert torch.equal(encoder(batch), encoder(batch))
-    assert load_encoder(folder)[0].dropout == (0.0 if family in ("modernbert", "albert", "nomic_bert") else 0.1)
+@pytest.mark.parametrize("family", CHAINS)
+def test_a_folder_is_trained_served_and_exported(family: str, tmp_path: Path) -> None:
+    """ONNX's card computes the run's embeddings, with the blanks that a tokenizer of bytes needs."""
+    folder, root = write_encoder(tmp_path / "encoder", family, max_position_embeddings=130), tmp_path / "root"
+    chain = {**CHAINS[family]}
+    prompts = chain.pop("prompts", {})
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts}))
+    write_project(tmp_path)
+    refreshes = family == "modernbert"
+    pretrain = {"steps": 4 * refreshes, "refresh_every": 2, "lag": 0, "builder": "external"}
+    chain["retriever"] = {"init": str(folder), **chain.get("retriever", {})}
+    values = toy_values(bert={"positions": 128}, pretrain={**pretrain, "exchange": str(root / "exchange")}, **chain)
+    for name in ("snapshot", "tag", "ict", "pretrain", "finetune"):
+        if name == "pretrain" and refreshes:
+            with builder_beside(root / "exchange", root / "data/snapshot/corpus"):
+                stage(name, values, tmp_path, root)
+        else:
+            stage(name, values, tmp_path, root)
+    with client_of(root) as client:
+        reply = client.post("/v1/answer", json={"question": "Where was the poet Anna Berg born?"})
+    assert (reply.status_code, len(reply.json()["passages"]) > 1) == (200, True)
+
+    model = open_run(root).model
+    indexed_PE = model.passages.vectors(slice(None)).numpy()
+    assert indexed_PE.std(0).min() > 1e-4
+    if family == "qwen3":
+        return
+    assert cli("export", tmp_path / "onnx", "--format", "onnx", "--root", root).exit_code == 0
+    card, blank = (tmp_path / "onnx/README.md").read_text(), " " if prompts else ""
+    assert ("The leading blank" in card) == bool(prompts)
+    example: dict[str, Any] = {}
+    code = re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0]
+    exec(code.replace("FOLDER", str(tmp_path / "onnx")), example)
+    (of_query, query_limit), (of_document, limit) = re.findall(r'embed\("(\w+\.onnx)", (\d+), \[', card)
+    pairs = [(blank + model.snapshot.title(i), model.snapshot.text(i)) for i in range(len(model.snapshot))]
+    np.testing.assert_allclose(example["embed"](of_document, int(limit), pairs), indexed_PE, atol=1e-4)
+    asked = [question for split in QUESTIONS.values() for question, _ in split]
+    query_QE = embed(model.retriever.query, query_sequences(text_queries(model.snapshot, asked, 64)), torch.float32)
+    asked = [blank + question for question in asked]
+    np.testing.assert_allclose(example["embed"](of_query, int(query_limit), asked), query_QE, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "albert"])
+# ---- what is reported and refused
+
+
+def opened(folder: Path, stages: Sequence[str] = ("ict",), **changes: Any) -> list[str]:
+    """Warnings of an encoder before the first stage."""
+    return check_encoders(stages, toy_values(bert={"positions": 128}, retriever={"init": str(folder)}, **changes))
+
+
+@pytest.mark.parametrize("family", ["bert", "mpnet", *DECODERS])
 def test_run_opens_an_encoder_before_the_first_stage(family: str, tmp_path: Path) -> None:
     folder = write_encoder(tmp_path / "encoder", family, max_position_embeddings=130)
-    values = toy_values(bert={"positions": 128}, retriever={"init": str(folder)})
-    notes = check_encoders(["ict"], values)
-    assert ["whose batches are padded" in note for note in notes] == [True] * (family in PADDED)
+    none, learns = (
+        {"reader_steps": 0},
+        ({"ict": {"reader_steps": 1}}, {"ict": {"reader_steps": 0}, "pretrain": {"steps": 1}}),
+    )
+    if family in DECODERS:
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": "lasttoken"}))
+        for name, changes in zip(("ict", "pretrain"), learns, strict=True):
+            with pytest.raises(ValueError, match=rf"a {family} is a causal model, which cannot .*; set {name}\."):
+                opened(folder, ("ict", name), **changes)
+        assert opened(folder, ict=none) == []
+        return
+    assert ["whose batches are padded" in note for note in opened(folder)] == [True] * (family in PADDED)
+    prefix = load_encoder(folder)[1].model.base_model_prefix
+    change_weights(folder, lambda name, x: x if name.startswith(f"{prefix}.") else None)
+    for steps in (0, 1):
+        notes = opened(folder, ("ict", "pretrain"), ict=none, pretrain={"steps": steps})
+        assert any("has no masked word head" in note for note in notes) == bool(steps)
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match="encoder"):
-        check_encoders(["ict"], values)
+        opened(folder)
 
 
-def test_an_untrained_head_is_reported_where_masked_words_are_learned(tmp_path: Path) -> None:
-    folder = write_encoder(tmp_path / "encoder", "bert", max_position_embeddings=130)
-    change_weights(folder, lambda name, x: x if name.startswith("bert.") else None)
-    values = toy_values(bert={"positions": 128}, retriever={"init": str(folder)}, ict={"reader_steps": 0})
-    for steps, warnings in ((0, []), (1, [True])):
-        notes = check_encoders(["ict", "pretrain"], values.replace({"pretrain.steps": steps}))
-        assert ["has no masked word head" in note for note in notes] == warnings
+DAMAGED = "bert.encoder.layer.0.output.dense.weight"
 
 
-@pytest.mark.parametrize("family", DECODERS)
-def test_a_decoder_embeds_and_predicts_no_masked_words(family: str, tmp_path: Path) -> None:
-    folder = write_encoder(tmp_path / "encoder", family, max_position_embeddings=130)
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": "lasttoken"}))
-    changes = {"bert": {"positions": 128}, "retriever": {"init": str(folder), "embedding_width": 8}}
-    for steps, stage in (({"ict": {"reader_steps": 1}}, "ict"), ({"pretrain": {"steps": 1}}, "pretrain")):
-        message = rf"a {family} is a causal model, which cannot predict masked words .*; set {stage}\."
-        with pytest.raises(ValueError, match=message):
-            check_encoders(["ict", stage], toy_values(**changes, **{"ict": {"reader_steps": 0}, **steps}))
-    assert check_encoders(["ict"], toy_values(**changes, ict={"reader_steps": 0})) == []
+def with_config(**values: Any) -> Callable[[Path], object]:
+    return lambda folder: (folder / "config.json").write_text(json.dumps(values))
 
 
-REFUSED = {
-    "encoder-decoder": ({"model_type": "t5"}, r"'t5' is an encoder-decoder.*for example, .*roberta"),
-    "images": ({"model_type": "vit"}, r"'vit' is no text encoder; .*ModernBERT-base"),
-    "BERT as decoder": ({"model_type": "albert", "is_decoder": True}, r"'albert' is configured as a decoder"),
-    "custom code": ({"model_type": "mine", "auto_map": {}}, r"'mine' needs custom code .*never executed"),
-    "unknown": ({"model_type": "mine"}, r"'mine' is unknown to the installed transformers"),
-    "impossible shape": (
-        {"model_type": "bert", "hidden_size": 30, "num_attention_heads": 4},
+def with_weight(value: Tensor | None) -> Callable[[Path], object]:
+    return lambda folder: change_weights(folder, lambda name, x: value if name == DAMAGED else x)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "encoder-decoder": (with_config(model_type="t5"), r"'t5' is an encoder-decoder.*for example, .*roberta"),
+    "images": (with_config(model_type="vit"), r"'vit' is no text encoder; .*ModernBERT-base"),
+    "decoder": (with_config(model_type="albert", is_decoder=True), r"'albert' is configured as a decoder"),
+    "custom code": (with_config(model_type="mine", auto_map={}), r"'mine' needs custom code .*never executed"),
+    "unknown": (with_config(model_type="mine"), r"'mine' is unknown to the installed transformers"),
+    "shape": (
+        with_config(model_type="bert", hidden_size=30, num_attention_heads=4),
         r"transformers cannot open it \(ValueError: The hidden size \(30\)",
     ),
+    "not finite": (with_weight(torch.full((32, 48), torch.nan)), f"parameter {DAMAGED} has a value that is not finite"),
+    "missing": (with_weight(None), f"parameter {DAMAGED} is missing"),
+    "convbert": (lambda folder: write_encoder(folder, "convbert"), "convbert is not invariant to the padding"),
+    "fnet": (lambda folder: write_encoder(folder, "fnet"), "fnet is not invariant to the padding of a batch"),
+    "nystromformer": (lambda folder: write_encoder(folder, "nystromformer"), "nystromformer is not invariant to"),
 }
 
 
-@pytest.mark.parametrize(("config", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("damage", "message"), REFUSED.values(), ids=REFUSED)
 def test_an_unsupported_model_is_refused_with_the_reason(
-    config: dict[str, object], message: str, tmp_path: Path
+    damage: Callable[[Path], object], message: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file({}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=message):
+    damage(write_encoder(tmp_path, "bert"))
+    with pytest.raises(ValueError, match=f"{re.escape(str(tmp_path))}.*{message}"):
         load_encoder(tmp_path)
-
-
-@pytest.mark.parametrize("family", ["convbert", "fnet"])
-def test_an_encoder_that_reads_padding_is_refused(family: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"{family} is not invariant to the padding of a batch"):
-        load_encoder(write_encoder(tmp_path, family))
 
 
 @pytest.mark.parametrize("family", ["bert", "mpnet"])
 def test_large_hidden_states_are_compared_relative_to_their_size(family: str, tmp_path: Path) -> None:
-    folder = write_encoder(tmp_path, family)
-    last = f"{family}.encoder.layer.1.output.LayerNorm.weight"
+    folder, last = write_encoder(tmp_path, family), f"{family}.encoder.layer.1.output.LayerNorm.weight"
     change_weights(folder, lambda name, x: 1e5 * x if name == last else x)
-    encoder, _ = load_encoder(folder)
-    assert float(encoder.eval()(PackedBatch(sequences(encoder.vocabulary))).detach().abs().max()) > 1e4
-    assert encoder.packs == (family == "bert")
-
-
-def test_weights_that_are_missing_or_not_finite_are_refused_by_name(tmp_path: Path) -> None:
-    folder, damaged = write_encoder(tmp_path, "bert"), "bert.encoder.layer.0.output.dense.weight"
-    for value, message in ((torch.full((32, 48), torch.nan), "has a value that is not finite"), (None, "is missing")):
-        change_weights(folder, lambda name, x, value=value: value if name == damaged else x)
-        with pytest.raises(ValueError, match=f"{re.escape(str(folder))}: the parameter {damaged} {message}"):
-            load_encoder(folder)
-
-
-def test_an_encoder_with_the_names_of_realm_is_a_bert(tmp_path: Path) -> None:
-    folder = write_encoder(tmp_path, "bert")
-    encoder, _ = load_encoder(folder, 0.0)
-    weights = {name.replace("bert.", "realm.", 1): x for name, x in load_file(folder / "model.safetensors").items()}
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    edit_json(folder / "config.json", model_type="realm")
-    reloaded, head = load_encoder(folder, 0.0)
-    assert head.is_trained
-    batch = PackedBatch(sequences())
-    with torch.no_grad():
-        assert torch.equal(reloaded.eval()(batch), encoder.eval()(batch))
+    assert load_encoder(folder)[0].packs == (family == "bert")
 
 
 def test_loading_runs_no_code_and_touches_neither_gpus_nor_random_numbers(
@@ -287,6 +317,9 @@ def test_loading_runs_no_code_and_touches_neither_gpus_nor_random_numbers(
     assert torch.equal(torch.random.get_rng_state(), before)
     assert "auto_map" not in encoder.describe()["config"]
     assert not target.exists()
+
+
+# ---- threads
 
 
 def test_concurrent_builds_initialise_and_leave_torch_unchanged(tmp_path: Path) -> None:
@@ -309,35 +342,14 @@ def test_concurrent_builds_initialise_and_leave_torch_unchanged(tmp_path: Path) 
         assert dict(vars(torch.nn.init)) == functions
 
 
-@pytest.mark.parametrize("family", ["bert", "mpnet"])
-def test_concurrent_encoding_equals_encoding_alone(family: str, tmp_path: Path) -> None:
-    encoder, rng = load_encoder(write_encoder(tmp_path, family), 0.0)[0].eval(), np.random.default_rng(1)
-    texts = [[rng.integers(5, 60, length) for length in rng.integers(1, 60, 9)] for _ in range(8)]
-
-    def hidden(tokens: list[np.ndarray]) -> Tensor:
-        with torch.no_grad():
-            return torch.cat([encoder(PackedBatch(tokens)) for _ in range(5)])
-
-    expected = [hidden(tokens) for tokens in texts]
-    assert all(map(torch.equal, at_once(*(partial(hidden, tokens) for tokens in texts)), expected))
-
-
 FIRST_USE = """
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from realmops.model.transformers_models import import_transformers
 
-barrier, opened = threading.Barrier(8), []
-
-def use() -> None:
-    barrier.wait()
-    opened.append(import_transformers().AutoConfig.for_model("bert"))
-
-threads = [threading.Thread(target=use) for _ in range(8)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-assert len(opened) == 8
+barrier = Barrier(8)
+uses = lambda _: (barrier.wait(), import_transformers().AutoConfig.for_model("bert"))
+assert len(list(ThreadPoolExecutor(8).map(uses, range(8)))) == 8
 """
 
 
