@@ -17,6 +17,7 @@ from small_world import DOCUMENTS, World, build_world, tiny_models
 
 from realmops.answering.answer import InvalidRequest, Span
 from realmops.answering.extractive import ExtractiveQa
+from realmops.answering.opened_model import OpenedModel, Query
 from realmops.answering.openqa import OpenQa
 from realmops.answering.record import enclosing_sentence
 from realmops.answering.retrieval import SearchOnly
@@ -25,6 +26,7 @@ from realmops.model.extractive_reader import ExtractiveReader, load_extractive_r
 from realmops.model.retriever import FusionWeights
 from realmops.questions.answer_matching import exact_match, normalize_answer, token_f1
 from realmops.questions.question_sets import Question
+from realmops.search.bm25 import Bm25
 from realmops.search.embed import document_sequences, embed
 from realmops.search.exact import ExactIndex
 
@@ -83,6 +85,18 @@ def test_the_probability_is_a_sum_over_passages_and_spans(world: World, reader: 
     assert given.best_gold is None or given.best_gold.text == "Oslo"
     assert [read.best_of_y.text for read in given.read if read.best_of_y] == ["Oslo"] * sum("oslo" in s for s in forms)
     assert model.read(retrieved, ["no such words", None])[0].p_y == 0.0
+
+
+def test_an_answer_does_not_depend_on_what_another_question_excludes(
+    world: World, reader: ExtractiveReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where more candidates would give other passages."""
+    monkeypatch.setattr("realmops.answering.retrieval.HYBRID_DEPTH", 1)
+    model = extractive(world, reader, reader_candidates=1)
+    model.bm25, model.retriever.mixture = Bm25.of(world.snapshot), FusionWeights(1.0, 0.3)
+    opened, query = OpenedModel(model, "", None, 0, None), Query("Jon built born")
+    other = Query(NEVER.question, [world.snapshot.passage_id(n) for n in range(8)])
+    assert opened.find([query, other])[0].passages == opened.find([query])[0].passages
 
 
 def test_equal_priors_without_weight_and_none_for_missing_passages(world: World, reader: ExtractiveReader) -> None:
