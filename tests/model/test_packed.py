@@ -18,16 +18,6 @@ LENGTHS = (7, 1, 16, 4)
 CPU = torch.device("cpu")
 
 
-def test_groups_have_similar_lengths_and_cover_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realmops.model.packed._UNGROUPED_SCORES", 1)
-    monkeypatch.setattr("realmops.model.packed._GROUP_SCORES", 8)  # two of 2 x 2; a longer one is alone
-    batch = PackedBatch([np.arange(length) for length in (5, 2, 1, 2)])
-    groups = [(g.size, g.longest, g.is_padding_GL is not None) for g in batch.groups]
-    assert groups == [(2, 8, True), (1, 2, False), (1, 5, False)]
-    assert batch.padded_row_T.tolist() == [18, 19, 20, 21, 22, 8, 9, 0, 16, 17]
-    assert batch.padded_rows == 23
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 3, 16])
 @pytest.mark.parametrize("grouped", [False, True])
