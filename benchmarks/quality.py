@@ -146,10 +146,11 @@ def run(values: Options, project: Path, root: Path, looks: int, log: Callable[[s
     """All stages from nothing: seconds of each with those of its parts, the looks, and the end's dev figures."""
     from realmops.process import configure_process
     from realmops.questions.question_sets import read_questions
-    from realmops.stages import STAGES, check_files
+    from realmops.stages import STAGES
+    from realmops.stages.check_inputs import check_inputs
     from realmops.stages.runner import run_stage
 
-    check_files(STAGES, values, project, root)
+    check_inputs(STAGES, values, project, root)
     configure_process(values.run.threads)
     dev = read_questions([project / values.questions.dev])
     watch, found, stages = Watch(), list[Look](), {}

@@ -82,23 +82,22 @@ def parse_setting(text: str) -> dict[str, dict[str, Any]]:
     return {section: {key: parse_yaml(value, f"--set {text!r}") if value else ""}}
 
 
-def load_params(path: Path, *, presets: Iterable[Path] = (), settings: Iterable[str] = ()) -> Options:
+def load_params(path: Path, *, presets: Iterable[str | Path] = (), settings: Iterable[str] = ()) -> Options:
     """Load all sections; in ascending precedence: defaults, named presets, the file, ``presets``, ``settings``."""
     names, overrides = read_params(path)
-    named = preset_layers(preset_path(name, path) for name in names)
-    layers = (*named, (path, overrides), *preset_layers(presets), *setting_layers(settings))
-    return parse_options(*layers)
+    given = (*preset_layers(presets, path), *setting_layers(settings))
+    return parse_options(*preset_layers(names, path), (path, overrides), *given)
 
 
-def preset_layers(presets: Iterable[Path]) -> list[Layer]:
-    return [(preset, read_yaml(preset)) for preset in presets]
+def preset_layers(names: Iterable[str | Path], params: Path) -> list[Layer]:
+    return [(preset, read_yaml(preset)) for preset in (preset_path(name, params) for name in names)]
 
 
 def setting_layers(settings: Iterable[str]) -> list[Layer]:
     return [(f"--set {setting}", parse_setting(setting)) for setting in settings]
 
 
-def preset_path(name: str, params: Path) -> Path:
+def preset_path(name: str | Path, params: Path) -> Path:
     """Return a preset's file by path, or by name in ``presets`` next to the params file, then in the package."""
     folders = params.parent / "presets", PACKAGE / "presets"
     for candidate in (Path(name), *(folder / f"{name}.yaml" for folder in folders)):

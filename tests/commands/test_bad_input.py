@@ -12,7 +12,7 @@ from safetensors.numpy import load as load_tensors
 from small_project import cli, litter, run_all_here, toy_values, write_project
 
 from realmops.commands.run import option_warnings
-from realmops.config import parse_options, preset_layers, preset_path
+from realmops.config import parse_options, preset_layers
 from realmops.stages import STAGES
 
 
@@ -97,7 +97,7 @@ def test_a_run_warns_of_options_that_are_rarely_intended(monkeypatch: pytest.Mon
 
 
 def rate_warnings(init: str, *presets: str) -> list[str]:
-    layers = preset_layers(preset_path(name, Path("params.yaml")) for name in presets)
+    layers = preset_layers(presets, Path("params.yaml"))
     values = parse_options(*layers, ("test", {"retriever": {"init": init}} if init else {}))
     return [warning for warning in option_warnings(STAGES, values) if "retriever.init" in warning]
 

@@ -63,7 +63,8 @@ def test_without_documents_the_project_has_the_sample_and_the_stages_of_the_pack
     values = config.load_params(tmp_path / "mine" / "params.yaml")
     assert values == config.load_params(ROOT / "params.yaml").replace({"tracking.experiment": "mine"})
     assert stages_to_run(values) == tuple(STAGES)
-    _, own = read_params(ROOT / "params.yaml")
+    _, sections = read_params(ROOT / "params.yaml")
+    own = {f"{section}.{key}" for section, keys in sections.items() for key in keys}
     assert (ROOT / "dvc.yaml").read_text(encoding="utf-8") == dvc_text(config.load_params(ROOT / "params.yaml"), own)
 
 

@@ -78,7 +78,7 @@ def problem_of(line: str) -> str:
         values, rest, _ = command.make_parser(click.Context(command)).parse_args(words)
         if rest or values.get("stage", "all") not in {*STAGES, "all", "STAGE", None}:
             return f"{rest} or {values.get('stage')} is not accepted"
-        presets = [config.preset_path(name, PARAMS) for name in values.get("presets") or () if not name.isupper()]
+        presets = [name for name in values.get("presets") or () if not name.isupper()]
         settings = [setting for setting in values.get("settings") or () if not setting.isupper()]
         config.load_params(PARAMS, presets=presets, settings=settings)
     except (click.UsageError, ValueError) as error:

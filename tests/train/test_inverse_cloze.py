@@ -20,7 +20,7 @@ from small_world import (
 from torch import Tensor
 
 from realmops.artifacts import seed_for
-from realmops.config import parse_options, preset_layers, preset_path
+from realmops.config import parse_options, preset_layers
 from realmops.corpus.masking import SentencesWithSpans
 from realmops.model.packed import PackedBatch
 from realmops.model.reader import Reader
@@ -288,7 +288,7 @@ def test_steps_are_limited_by_epochs() -> None:
     assert ict_steps(170, few.model_copy(update={"epochs": 0.5})) == (3, 6)
     known = {(): 2_340, ("ablation",): 1_170, ("squad",): 2_052, ("squad", "minilm"): 2_052, ("squad", "large"): 60_000}
     for presets, passages in known.items():
-        whole = parse_options(*preset_layers(preset_path(name, Path("params.yaml")) for name in presets)).ict
+        whole = parse_options(*preset_layers(presets, Path("params.yaml"))).ict
         text = passages * (4 if "squad" not in presets else 1)  # the sample has four warm-up worlds
         assert ict_steps(passages, whole)[0] == whole.steps, presets
         assert ict_steps(text, whole)[1] == whole.reader_steps, presets

@@ -68,7 +68,7 @@ def load_options(params: Path, presets: Sequence[str], settings: Sequence[str]) 
     """Load all sections of the params file, overridden by presets, then by settings."""
     from realmops import config
 
-    return config.load_params(params, presets=[config.preset_path(name, params) for name in presets], settings=settings)
+    return config.load_params(params, presets=presets, settings=settings)
 
 
 def options(command: Command) -> Command:

@@ -84,7 +84,7 @@ def init(
     }
     project.files |= {
         "params.yaml": params_text(project.presets, project.own),
-        "dvc.yaml": dvc_text(options, project.own),
+        "dvc.yaml": dvc_text(options, {f"{section}.{key}" for section, keys in project.own.items() for key in keys}),
         ".gitignore": gitignore_text(folder / ".gitignore"),
         **cluster_files,
     }

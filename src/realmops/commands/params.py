@@ -7,7 +7,7 @@ from typing import Any
 
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
-from realmops.config import parse_options, preset_layers, preset_path, setting_layers
+from realmops.config import parse_options, preset_layers, setting_layers
 from realmops.config_yaml import read_params
 from realmops.starter.yaml_text import yaml_editor
 
@@ -16,10 +16,7 @@ def rewritten(path: Path, presets: Sequence[str], settings: Sequence[str]) -> tu
     """Return a params file's text with new presets and settings, and its changes; comments and user's values stay."""
     named, own = read_params(path)
     names = list(presets) or named
-    was, now = (
-        parse_options(*preset_layers(preset_path(name, path) for name in selection)).model_dump()
-        for selection in (named, names)
-    )
+    was, now = (parse_options(*preset_layers(selection, path)).model_dump() for selection in (named, names))
     before = parse_options(("", was), (path, own)).model_dump()
     customised = {
         section: {key: before[section][key] for key in keys if before[section][key] != was[section][key]}

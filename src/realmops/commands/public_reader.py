@@ -116,5 +116,5 @@ def _options(init: str, encoder: Path) -> Options:
         own["retriever"]["pooling"] = "mean"  # their [CLS] retrieves little
     if is_wide(str(encoder)):
         own["finetune"] = {"reader_learning_rate": WIDE_LEARNING_RATE}
-    preset = config.preset_layers([PACKAGE / "presets" / f"{PRESET}.yaml"])
+    preset = config.preset_layers([PACKAGE / "presets" / f"{PRESET}.yaml"], PACKAGE)
     return config.parse_options(*preset, ("realmops reader", own))

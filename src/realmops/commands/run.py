@@ -70,12 +70,12 @@ def option_warnings(stages: Collection[str], options: Options) -> Iterator[str]:
 
 
 FROM_SCRATCH, PRE_TRAINED = 2.5e-4, 2.0e-4  # lowest and highest learning rates of reader and tagger that trained well
-_RATES = (  # learning rates of models initialised from the encoder: stage, key, and the key that must not be 0
-    ("tag", "learning_rate", "steps"),
-    ("ict", "reader_learning_rate", "reader_steps"),
-    ("pretrain", "reader_learning_rate", "steps"),
-    ("finetune", "reader_learning_rate", "epochs"),
-)
+_RATES = {  # learning rates of models initialised from the encoder, each with the option that must not be 0
+    "tag.learning_rate": "tag.steps",
+    "ict.reader_learning_rate": "ict.reader_steps",
+    "pretrain.reader_learning_rate": "pretrain.steps",
+    "finetune.reader_learning_rate": "finetune.epochs",
+}
 
 
 def _learning_rate_warnings(stages: Collection[str], options: Options) -> Iterator[str]:
@@ -83,11 +83,8 @@ def _learning_rate_warnings(stages: Collection[str], options: Options) -> Iterat
     init, is_small = options.retriever.init, options.retriever.init == "small"
     idle = {"tag"} if options.tag.method != "tagger" else set()
     idle |= set() if options.finetune.reads_passages else {"finetune"}
-    rates = {
-        f"{stage}.{key}": options.get(f"{stage}.{key}")
-        for stage, key, amount in _RATES
-        if stage in stages and stage not in idle and options.get(f"{stage}.{amount}")
-    }
+    used = [key for key, amount in _RATES.items() if key.split(".")[0] in {*stages} - idle and options.get(amount)]
+    rates = {key: options.get(key) for key in used}
     unfit = [f"{key}={r:g}" for key, r in rates.items() if (r < FROM_SCRATCH if is_small else r > PRE_TRAINED)]
     if unfit:
         yield (
@@ -107,9 +104,8 @@ def check_encoders(names: Collection[str], options: Options) -> list[str]:
         words, *_ = read_encoder_tokenizer(folder)
         _, built = build_models(options.bert, options.retriever, options.reader, len(words), seed=0)
         kind = built.encoder.model.config.model_type
-        steps = {"ict": "ict.reader_steps", "pretrain": "pretrain.steps"}
-        for stage, key in steps.items():
-            if built.masked_words is None and stage in names and options.get(key):
+        for key in ("ict.reader_steps", "pretrain.steps"):
+            if built.masked_words is None and key.split(".")[0] in names and options.get(key):
                 raise ValueError(
                     f"{folder}: a {kind} is a causal model, which cannot predict masked words and is supported only "
                     f"for retrieval; set {key}=0, or choose a bidirectional encoder, for example {SUGGESTED_ENCODERS}"

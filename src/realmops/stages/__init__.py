@@ -91,13 +91,12 @@ class Stage:
     def reads(self, key: str) -> bool:
         return key in self.options or key.partition(".")[0] in self.sections
 
-    def tracked_params(self, own: Values) -> list[str]:
+    def tracked_params(self, own: Collection[str]) -> list[str]:
         """Return the ``params`` of the stage in dvc.yaml, given the options in params.yaml.
 
         DVC fails for a key that params.yaml lacks, so the section of such an option is tracked instead.
         """
-        pairs = [key.split(".") for key in self.options]
-        single = (f"{name}.{key}" if key in own.get(name, {}) else name for name, key in pairs)
+        single = (key if key in own else key.partition(".")[0] for key in self.options)
         return list(dict.fromkeys([*self.sections, *single]))
 
     def run(self, job: Job) -> dict[str, Any]:
@@ -226,29 +225,6 @@ def planned_steps(options: Options) -> tuple[str, ...]:
     stages = stages_to_run(options)
     needed = {*stages} | ({CLOZE_STEP} if has_file_below(CLOZE, stages, options) else set())
     return tuple(step for step in STEPS if step in needed)
-
-
-def check_files(names: Collection[str], options: Options, project: Path, root: Path) -> None:
-    """Raise ValueError for the first missing input file of these steps.
-
-    Called before the first stage runs, so that a missing file of the last one does not waste the others.
-    """
-    unused = unused_inputs(options)
-    for name in names:
-        for key, path in option_files(STAGES[name], options, project, root).items() if name in STAGES else ():
-            value = options.get(key)
-            producer = next((s.name for s in STAGES.values() if Path(s.folder) in Path(value).parents), "")
-            cloze = Path(CLOZE) in Path(value).parents
-            if key in unused or value.startswith(HUB) or path.exists() or (CLOZE_STEP if cloze else producer) in names:
-                continue
-            advice = f"run the stage {producer} first, or set another file" if producer else "check the path"
-            if cloze:
-                advice = "run 'realmops cloze' with the same options, which generates it from the corpus"
-            advice += {
-                "snapshot.warmup": ", or set snapshot.warmup='': the documents are then used for the warm start",
-                "tag.train": ", or set tag.method to dates, or to given if the documents contain spans",
-            }.get(key, "")
-            raise ValueError(f"{key} is {value!r}, and {path} does not exist; {advice}")
 
 
 def fingerprint(stage: Stage, options: Options, inputs: Mapping[str, Path]) -> str:

@@ -6,22 +6,37 @@ from pathlib import Path
 from realmops.options import Options
 from realmops.questions.question_sets import read_questions
 from realmops.readers.sources import list_sources
-from realmops.stages import STAGES, check_files, files_in_use, option_files
+from realmops.stages import CLOZE_STEP, STAGES, option_files
+from realmops.stages.option_inputs import CLOZE, HUB, unused_inputs
 from realmops.train.conll import read_conll
 
 
 def check_inputs(steps: Collection[str], options: Options, project: Path, root: Path) -> None:
     """Read the external files and folders of these steps; ValueError for the first that is missing or invalid."""
-    check_files(steps, options, project, root)
-    files = {
-        key: path
-        for name in steps
-        if name in STAGES
-        for key, path in option_files(STAGES[name], options, project, root).items()
-        if key in files_in_use(STAGES[name], options) and path.exists()
-    }
+    stages, unused = [STAGES[name] for name in steps if name in STAGES], unused_inputs(options)
+    named = [item for stage in stages for item in option_files(stage, options, project, root).items()]
+    files = {key: path for key, path in named if key not in unused and not options.get(key).startswith(HUB)}
     for key, path in files.items():
-        _read_external_input(key, path, options)
+        if not path.exists():
+            _check_producer(key, options.get(key), path, steps)
+    for key, path in files.items():
+        if path.exists():
+            _read_external_input(key, path, options)
+
+
+def _check_producer(key: str, value: str, path: Path, steps: Collection[str]) -> None:
+    """Raise ValueError unless one of the steps makes the missing file of an option."""
+    producer = next((s.name for s in STAGES.values() if Path(s.folder) in Path(value).parents), "")
+    advice = f"run the stage {producer} first, or set another file" if producer else "check the path"
+    if Path(CLOZE) in Path(value).parents:
+        producer = CLOZE_STEP
+        advice = "run 'realmops cloze' with the same options, which generates it from the corpus"
+    advice += {
+        "snapshot.warmup": ", or set snapshot.warmup='': the documents are then used for the warm start",
+        "tag.train": ", or set tag.method to dates, or to given if the documents contain spans",
+    }.get(key, "")
+    if producer not in steps:
+        raise ValueError(f"{key} is {value!r}, and {path} does not exist; {advice}")
 
 
 def _read_external_input(key: str, path: Path, options: Options) -> None:

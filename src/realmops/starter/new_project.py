@@ -25,8 +25,7 @@ class Project:
 
     @property
     def options(self) -> Options:
-        params = self.folder / "params.yaml"
-        presets = config.preset_layers(config.preset_path(name, params) for name in self.presets)
+        presets = config.preset_layers(self.presets, self.folder / "params.yaml")
         return config.parse_options(*presets, ("params.yaml", self.own))
 
 

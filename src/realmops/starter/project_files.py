@@ -1,6 +1,6 @@
 """Texts of the files of a new project: the Jinja templates of the folder ``project``, filled in."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +60,13 @@ def params_text(presets: Sequence[str], own: Values) -> str:
     return render_template(STARTER / "params.yaml.j2", presets=presets, options=options)
 
 
-def dvc_text(options: Options, own: Values) -> str:
-    """Return the dvc.yaml of a project; DVC interpolates the options of ``own``, in params.yaml, into paths."""
+def dvc_text(options: Options, own: Collection[str]) -> str:
+    """Return the dvc.yaml of a project; DVC interpolates the keys in ``own``, those of params.yaml, into paths."""
     names = planned_steps(options)
     return render_template(STARTER / "dvc.yaml.j2", stages=[_dvc_stage(name, names, options, own) for name in names])
 
 
-def _dvc_stage(name: str, names: Sequence[str], options: Options, own: Values) -> dict[str, Any]:
+def _dvc_stage(name: str, names: Sequence[str], options: Options, own: Collection[str]) -> dict[str, Any]:
     if name == CLOZE_STEP:
         deps, params = [STAGES[need].folder for need in ("snapshot", "tag")], ["presets", "run"]
         return {"name": name, "command": "realmops cloze", "deps": deps, "params": params, "folder": CLOZE}
@@ -75,10 +75,10 @@ def _dvc_stage(name: str, names: Sequence[str], options: Options, own: Values) -
     for key in files_in_use(stage, options):
         if key == "snapshot.warmup":  # may become empty, and DVC refuses an empty path
             continue
-        file, (section, option) = options.get(key), key.split(".")
+        file = options.get(key)
         if Path(CLOZE) in Path(file).parents:
             deps += [CLOZE] if CLOZE not in deps else []
         elif not file.startswith(HUB):
-            deps.append(f'"${{{key}}}"' if option in own.get(section, {}) else file)
+            deps.append(f'"${{{key}}}"' if key in own else file)
     params = ["presets", *stage.tracked_params(own)]
     return {"name": name, "command": f"realmops run {name}", "deps": deps, "params": params, "folder": stage.folder}
