@@ -192,6 +192,15 @@ def test_presets_and_settings_override_the_file_in_order(params: Path) -> None:
         load_params(params, presets=[second])
 
 
+def test_options_are_replaced_by_name_and_the_place_of_indexes_is_in_no_key() -> None:
+    options = Options()
+    placed = options.replace({"pretrain.builder": "external", "pretrain.exchange": "shared"})
+    assert (placed.get("pretrain.builder"), placed.get("pretrain").exchange) == ("external", "shared")
+    assert options.pretrain.builder == "child"
+    assert placed.cache_key() == options.cache_key()
+    assert placed.replace({"pretrain.steps": 5}).cache_key() != options.cache_key()
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

@@ -2,11 +2,14 @@
 
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from small_project import Quiet
+from small_world import section
 
+from realmops.artifacts import MANIFEST, write_json
 from realmops.config import load_params
 from realmops.stages import evaluate
 from realmops.stages.runner import run_stage
@@ -42,3 +45,14 @@ def test_other_training_questions_than_those_of_the_model_are_warned_of(copy: Pa
     run_stage("evaluate", values, project=copy, root=copy / "root", report=report, force=True)
     [line] = [line for line in report.warned if "was fine-tuned with questions.train=" in line]
     assert line.startswith(f"questions.train is {values.questions.dev}, but")
+
+
+def test_report_shows_the_changed_options_of_one_section_from_all_stages(tmp_path: Path) -> None:
+    recorded = {"ict": {"reader": {"copies": False, "apart": False}}, "finetune": {"reader": {"init": "some/reader"}}}
+    for name, sections in recorded.items():
+        (tmp_path / name).mkdir()
+        write_json(tmp_path / name / MANIFEST, {"sections": sections})
+    inputs = {name: tmp_path / name for name in recorded}
+    job: Any = SimpleNamespace(sections={"evaluate": section("evaluate", bm25=False)}, inputs=inputs)
+    expected = {"evaluate.bm25": False, "reader.apart": False, "reader.copies": False, "reader.init": "some/reader"}
+    assert evaluate._changed_options(job) == expected
