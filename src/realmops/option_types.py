@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from contextlib import suppress
 from operator import attrgetter
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -35,10 +35,6 @@ class Section(BaseModel):
     """Options of one section."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, validate_default=True)
-    section: ClassVar[str]  # name in YAML
-
-    def __init_subclass__(cls, name: str) -> None:
-        cls.section = name
 
 
 class Sections(BaseModel):

@@ -16,7 +16,7 @@ CLOSED_BOOK = ("t5",)  # values of finetune.reader whose models read no passages
 ENCODER, NO_READER = "encoder", "none"  # values of reader.init: the encoder's own reader; search without a reader
 
 
-class RunOptions(Section, name="run"):
+class RunOptions(Section):
     """Seed, device, dtype and threads of a run."""
 
     seed: Count = option(0, "seed of all random generators")
@@ -30,7 +30,7 @@ class RunOptions(Section, name="run"):
     checkpoint_every: Size = option(100, "steps between checkpoints; pretrain has one at each index refresh")
 
 
-class BertOptions(Section, name="bert"):
+class BertOptions(Section):
     """Shape of a new encoder; positions and dropout of any encoder."""
 
     vocabulary: Size = option(2400, "maximum size of the vocabulary; for small", paper="30522")
@@ -41,14 +41,14 @@ class BertOptions(Section, name="bert"):
     dropout: Share = option(0.0, "of any encoder; takes a third of a step on a CPU", paper="0.1")
 
 
-class Sample(Section, name="sample"):
+class Sample(Section):
     """The generated sample corpus."""
 
     seed: Count = option(0, "seed of the generated world")
     subjects: Annotated[int, Field(ge=60, le=800)] = option(300, "entities; 300 give about 2,300 documents")
 
 
-class SnapshotOptions(Section, name="snapshot"):
+class SnapshotOptions(Section):
     """Documents, and how they are split into passages."""
 
     documents: str = option("data/sample/corpus.jsonl.gz", "a file, a folder, or hf:NAME for a dataset on the hub")
@@ -64,7 +64,7 @@ class SnapshotOptions(Section, name="snapshot"):
     workers: Size = option(1, "processes that read and tokenise; the result does not depend on it")
 
 
-class QuestionFiles(Section, name="questions"):
+class QuestionFiles(Section):
     """Question files of the three splits; their format is detected by content."""
 
     train: str = option("data/sample/questions.train.jsonl.gz", "JSON lines or another format, optionally gzipped")
@@ -74,7 +74,7 @@ class QuestionFiles(Section, name="questions"):
     test: str = option("data/sample/questions.test.jsonl.gz", "only read by evaluate")
 
 
-class Tag(Section, name="tag"):
+class Tag(Section):
     """Salient span tagging, and the training of the tagger."""
 
     method: Literal["tagger", "phrases", "given", "dates"] = option(
@@ -87,7 +87,7 @@ class Tag(Section, name="tag"):
     learning_rate: PositiveAmount = option(0.0005, "BERT for fine-tuning: 5e-5")
 
 
-class RetrieverOptions(Section, name="retriever"):
+class RetrieverOptions(Section):
     """Encoder and architecture of the retriever: tower, pooling, projection, head."""
 
     init: str = option(
@@ -155,7 +155,7 @@ class RetrieverOptions(Section, name="retriever"):
             )
 
 
-class ReaderOptions(Section, name="reader"):
+class ReaderOptions(Section):
     """Architecture and initialisation of the reader; published readers are AutoModelForQuestionAnswering's."""
 
     init: str = option(
@@ -186,14 +186,14 @@ class ReaderOptions(Section, name="reader"):
         return self
 
 
-class IndexOptions(Section, name="index"):
+class IndexOptions(Section):
     """Search of pretrain and finetune; types other than exact choose candidates with FAISS."""
 
     type: Literal["auto", "exact", "ivf", "hnsw", "pq"] = option("auto", "docs/operate.md explains the types")
     target_recall: PositiveShare = option(0.95, "required recall of the exact top k")
 
 
-class Ict(Section, name="ict"):
+class Ict(Section):
     """Warm start of the retriever (inverse cloze task) and the reader (masked words)."""
 
     crops: Count = option(0, "queries per passage, each a span of 4 to 16 words; 0: one query, a sentence", paper="0")
@@ -208,7 +208,7 @@ class Ict(Section, name="ict"):
     reader_learning_rate: PositiveAmount = option(0.0005, "BERT: 1e-4")
 
 
-class Pretrain(Section, name="pretrain"):
+class Pretrain(Section):
     """REALM pre-training, index refresh and staleness."""
 
     steps: Count = option(300, "training steps; 0: keep the models of ict and measure nothing", paper="200000")
@@ -251,7 +251,7 @@ class Pretrain(Section, name="pretrain"):
         return self.candidates - int(self.null_document)
 
 
-class Finetune(Section, name="finetune"):
+class Finetune(Section):
     """Fine-tuning of retriever and reader on questions."""
 
     retriever: Literal["pretrain", "ict", "bm25", "tfidf", "graph", "path"] = option(
@@ -311,7 +311,7 @@ class Finetune(Section, name="finetune"):
         return self
 
 
-class ClosedBookOptions(Section, name="closed_book"):
+class ClosedBookOptions(Section):
     """Closed-book baseline, for finetune.reader: t5."""
 
     init: str = option("small", "small (from scratch, with the reader's shape), a folder, or a name on the hub")
@@ -319,20 +319,20 @@ class ClosedBookOptions(Section, name="closed_book"):
     epochs: Amount = option(20, "over the training questions")
 
 
-class Optimiser(Section, name="optimiser"):
+class Optimiser(Section):
     """Adam and the learning rate schedule."""
 
     bias_correction: bool = option(False, "bias correction of Adam", paper="false")
     ramp_share: Share = option(0.1, "warm-up of the learning rate as a fraction of steps (10 to 10000)", paper="0.1")
 
 
-class Evaluate(Section, name="evaluate"):
+class Evaluate(Section):
     """Evaluation."""
 
     bm25: bool = option(True, "also evaluate baselines: BM25, the reader over BM25's passages, a rule without training")
 
 
-class Tracking(Section, name="tracking"):
+class Tracking(Section):
     """MLflow tracking."""
 
     enabled: bool = option(True, "MLflow: .realmops/mlflow/mlflow.db under the root, or MLFLOW_TRACKING_URI")
@@ -386,6 +386,7 @@ class Options(Sections):
 
 
 SECTIONS: dict[str, type[Section]] = {name: type(section) for name, section in Options()}
+SECTION_NAMES = {kind: name for name, kind in SECTIONS.items()}
 
 
 def epoch_steps(items: int, batch_size: int, epochs: float) -> int:

@@ -61,7 +61,9 @@ class Job:
 
     def section(self, kind: type[SectionOptions]) -> SectionOptions:
         """Return the options of one section by their type; KeyError if the stage does not declare the section."""
-        options: SectionOptions = self.sections[kind.section]
+        from realmops.options import SECTION_NAMES
+
+        options: SectionOptions = self.sections[SECTION_NAMES[kind]]
         return options
 
     def option(self, key: str) -> Any:
