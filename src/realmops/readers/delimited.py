@@ -70,7 +70,8 @@ def _header(line: str, delimiters: Sequence[str]) -> tuple[list[str], str]:
         row = next(csv.reader([line], delimiter=delimiter, skipinitialspace=True), [])
         names = [name.strip() for name in row]
         lower = [name.lower() for name in names]
-        names = [low if low in _NAMES and low not in names else name for name, low in zip(names, lower, strict=True)]
+        known = {*_NAMES} - {*names}  # of which the header may write a variant
+        names = [low if low in known else name for name, low in zip(names, lower, strict=True)]
         found.append((names, delimiter))
     return next((one for one in found if "text" in one[0]), found[0])
 

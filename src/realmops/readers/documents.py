@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -222,8 +223,7 @@ def parse_json_object(line: bytes, place: str) -> dict[str, Any]:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) < len(pairs):
-        keys = [key for key, _ in pairs]
-        duplicate = next(key for key in keys if keys.count(key) > 1)
+        [(duplicate, _)] = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"the key {duplicate!r} is duplicated")
     return record
 

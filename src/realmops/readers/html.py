@@ -13,11 +13,6 @@ import webencodings
 from realmops.readers.contents import HIDDEN, format_row, is_hidden
 from realmops.readers.documents import Dropped, Outcome, parse_document
 
-PAGE_LIMIT = 4 << 20  # characters; Common Crawl truncates pages at 1 MiB
-TAG_LIMIT = 50_000  # trafilatura handles about 20,000 tags per second
-ATTRIBUTE_LIMIT = 10_000  # per tag; the parser takes quadratic time
-_LONG_TAG = re.compile(rf"<[A-Za-z][^<>]{{{2 * ATTRIBUTE_LIMIT},}}")
-_VALUE, _ATTRIBUTE = re.compile(r"""=\s*(?:"[^"]*"|'[^']*')"""), re.compile(r"[^\s/]+")
 # UTF-16 by the first two bytes of a page.
 _WIDE = {b"\xff\xfe": "utf_16", b"\xfe\xff": "utf_16", b"<\0": "utf_16_le", b"\0<": "utf_16_be"}
 _UNRELIABLE = "windows-1252"  # default of servers and editors, often wrong; "latin-1" and "ascii" are names of it
@@ -48,6 +43,7 @@ _OMITTED = {
 }
 # Elements that trafilatura leaves out, and what it reads instead. A form may hold the whole page (ASP.NET).
 _READ_AS = {"//figure[.//figcaption]": "div", "//figcaption": "p", "//body/form": "div"}
+_HIDDEN_TAG, _LISTED_TAG = "removed", "listed"  # of elements that are removed together, in linear time
 _TABLES = f"count(//table[not({_OUTSIDE})])"
 _LISTS_IN_CELLS = "(//td | //th)//*[self::ul or self::ol or self::dl or self::li or self::dd or self::dt]"
 
@@ -83,17 +79,11 @@ def decode_page(data: bytes, declared: str | None) -> str:
 
 def page_to_document(page: str, place: str, title: str) -> Outcome:
     """Convert an HTML page to a document; ``title`` is used for a page without one, ``place`` is for messages."""
-    if len(page) > PAGE_LIMIT or page.count("<") > TAG_LIMIT or any(map(_has_many_attributes, _LONG_TAG.findall(page))):
-        return Dropped(place, "too_long")
     page_title, text, date, omitted = _extract_main_text(page)
     if not text:
         return Dropped(place, "no_main_text")
     record = {"title": page_title or title, "text": text, **({"date": date} if date else {})}
     return parse_document(record, place, omitted)
-
-
-def _has_many_attributes(tag: str) -> bool:
-    return len(_ATTRIBUTE.findall(_VALUE.sub("", tag))) > ATTRIBUTE_LIMIT
 
 
 def _extract_main_text(page: str) -> tuple[str, str, str | None, dict[str, int]]:
@@ -108,14 +98,17 @@ def _extract_main_text(page: str) -> tuple[str, str, str | None, dict[str, int]]
         return "", "", None, {}
     hidden = [node for node in tree.iter(Element) if is_hidden(node)]
     for node in hidden:
-        node.drop_tree()
+        node.tag = _HIDDEN_TAG
+    strip_elements(tree, _HIDDEN_TAG, with_tail=False)  # drop_tree copies the text before each of them
     omitted = {kind: int(tree.xpath(path)) for kind, path in _OMITTED.items()} | {HIDDEN: len(hidden)}
     for path, tag in _READ_AS.items():
         for node in tree.xpath(path):
             node.tag = tag
     for node in tree.xpath(_LISTS_IN_CELLS):
-        node.text, node.tail = f" {node.text or ''}", f" {node.tail or ''}"
-        node.drop_tag()
+        node.text, node.tail, node.tag = f" {node.text or ''}", f" {node.tail or ''}", _LISTED_TAG
+    strip_tags(tree, _LISTED_TAG)
+    for node in tree.iter():  # one text each: trafilatura takes quadratic time for neighbouring ones
+        node.text, node.tail = node.text, node.tail
     for node in tree.xpath("//math"):
         strip_elements(node, "annotation", "annotation-xml", with_tail=False)
         strip_tags(node, "*")
@@ -213,7 +206,7 @@ class _Flow:
         if self._cells:
             self.add(" ")
             return
-        text = re.sub(r" +(?=[\t\n])", "", "".join(self._line)).rstrip().strip("\n")
+        text = re.sub(r"(?<! ) +(?=[\t\n])", "", "".join(self._line)).rstrip().strip("\n")
         if text.strip():
             self.parts += ["\n" * self._gap if self.parts else "", text]
             self._gap = 0

@@ -64,6 +64,7 @@ def _pages(file: BinaryIO) -> Iterator[dict[str, Any]]:
         raise ValueError(f"root element is <{_name(root)}>, expected <mediawiki>")
     namespaces: dict[str, str] = {}  # name to number
     depth = 0  # below the root
+    revision: Any = None  # the last one
     for event, element in events:
         depth += 1 if event == "start" else -1
         if event == "start":
@@ -75,8 +76,9 @@ def _pages(file: BinaryIO) -> Iterator[dict[str, Any]]:
                 raise ValueError(f"more than {_NAMESPACE_LIMIT:,} namespaces")
         elif name == "revision" and depth == 1:
             reader.size = 0
-            for older in element.itersiblings(element.tag, preceding=True):  # all revisions would not fit into memory
-                element.getparent().remove(older)
+            if revision is not None and revision.getparent() is element.getparent():
+                revision.getparent().remove(revision)  # all of a page would not fit into memory
+            revision = element
         elif depth == 0:
             if name == "page":
                 yield _page(element, namespaces)

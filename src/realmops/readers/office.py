@@ -57,7 +57,7 @@ _STRICT_NAMES = {b"extendedProperties": b"extended-properties", b"customProperti
 
 _COLUMNS = 1 << 14  # of a sheet
 _CELL_LIMIT = 10_000_000  # per workbook, including empty cells between others
-_WITHOUT_VALUE = re.compile(rb"(?:</(?:\w+:)?f>|<(?:\w+:)?f\b[^>]*/>)\s*(?:<v\s*/>|<v>\s*</v>)?\s*</(?:\w+:)?c>")
+_WITHOUT_VALUE = re.compile(rb"(?:</(?:\w+:)?f>|<(?:\w+:)?f\b[^<>]*/>)\s*+(?:<v\s*+/>|<v>\s*+</v>)?+\s*+</(?:\w+:)?c>")
 _LINK = re.compile(r'=\s*HYPERLINK\s*\(\s*"(?:[^"]|"")*"\s*(?:[,;]\s*"((?:[^"]|"")*)"\s*)?\)', re.IGNORECASE)
 
 
@@ -228,18 +228,19 @@ def _chart_rows(root: Any) -> Iterator[str]:
     for title in root.iter(f"{_CHART}title"):
         yield "".join(node.text or "" for node in title.iter(f"{_DRAWING}t", f"{_CHART}v"))
     names: list[str] = []
-    rows: dict[int, list[str]] = defaultdict(list)  # category, and the value of each series
+    # The texts of each cell by category and column, in order; every series repeats the categories, column 0
+    rows: dict[int, dict[int, dict[str, None]]] = defaultdict(lambda: defaultdict(dict))
     for series in root.iter(f"{_CHART}ser"):
         names.append(
             " ".join(node.text or "" for head in series.iterchildren(f"{_CHART}tx") for node in head.iter(f"{_CHART}v"))
         )
         for axis, column in (("cat", 0), ("xVal", 0), ("val", len(names)), ("yVal", len(names))):
             for value in (v for data in series.iterchildren(f"{_CHART}{axis}") for v in data.iter(f"{_CHART}v")):
-                row = rows[int(value.getparent().get("idx", 0))]
-                row += [""] * (column + 1 - len(row))
-                if column or value.text not in row[0].split("\t"):  # every series repeats the categories
-                    row[column] = f"{row[column]}\t{_format_number(value.text or '')}".strip("\t")
-    values = ([*rows[index][0].split("\t"), *rows[index][1:]] for index in sorted(rows))
+                rows[int(value.getparent().get("idx", 0))][column][_format_number(value.text or "")] = None
+    values = (
+        [*(row.pop(0, None) or [""]), *(" ".join(row.get(column, ())) for column in range(1, max(row, default=0) + 1))]
+        for _, row in sorted(rows.items())
+    )
     yield format_table([["", *names], *values])
 
 
@@ -285,13 +286,13 @@ def _sheets(package: ZipFile, book: Any, formulas: Any, omitted: Counter[str]) -
     hidden_sheets = {node.get("name") for node in parse_xml(package.read(name)).iter("{*}sheet") if is_hidden(node)}
     cells, remaining = 0, LINE_LIMIT
 
-    def rows(number: int, sheet: Any) -> Iterator[list[str]]:
+    def rows(sheet: Any, sheet_formulas: Any) -> Iterator[list[str]]:
         nonlocal cells, remaining
         sheet.reset_dimensions()  # the declared dimensions may be wrong
         of_formulas: Iterator[Any] = iter(())
-        if formulas is not None:
-            formulas.worksheets[number].reset_dimensions()
-            of_formulas = formulas.worksheets[number].iter_rows()
+        if sheet_formulas is not None:
+            sheet_formulas.reset_dimensions()
+            of_formulas = sheet_formulas.iter_rows()
         hidden = _hidden_lines(package.read(sheet._worksheet_path))
         for index, (row, formula_row) in enumerate(zip_longest(sheet.iter_rows(), of_formulas, fillvalue=()), start=1):
             cells += 1 + len(row)
@@ -309,9 +310,9 @@ def _sheets(package: ZipFile, book: Any, formulas: Any, omitted: Counter[str]) -
             omitted[HIDDEN] += sum(map(len, texts)) > sum(map(len, shown))
             yield shown
 
-    for number, sheet in enumerate(book.worksheets):
+    for sheet, sheet_formulas in zip_longest(book.worksheets, formulas.worksheets if formulas else ()):
         omitted[HIDDEN] += sheet.title in hidden_sheets
-        table = "" if sheet.title in hidden_sheets else format_table(rows(number, sheet))
+        table = "" if sheet.title in hidden_sheets else format_table(rows(sheet, sheet_formulas))
         yield table and PARAGRAPH.join([sheet.title, table])
 
 

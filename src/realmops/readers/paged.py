@@ -1,4 +1,4 @@
-"""Formats whose files are one document each, read in a child process with a memory limit (``sandbox``).
+"""Formats whose files are one document each, read in a child process with limits (``sandbox``).
 
 A worker receives the path of a file, so that large files are not all in memory at once; nothing is unpacked to disk.
 """
@@ -23,12 +23,15 @@ from realmops.readers.documents import (
     Outcome,
     RawRecord,
     Rejected,
+    call_guarded,
     parse_document,
     printable_path,
 )
 from realmops.readers.office import read_docx, read_pptx, read_xlsx
 from realmops.readers.pdf import read_pdf
+from realmops.readers.rst import read_rst
 from realmops.readers.sandbox import convert_in_child
+from realmops.readers.text import TEXT_SUFFIXES, read_text
 
 PDF = "pdf"  # the name of the format
 _FILE_LIMIT = 512 << 20  # bytes
@@ -50,6 +53,7 @@ _READERS: dict[str, tuple[Callable[[bytes], Contents], str]] = {  # reader, and 
     "eml": (read_eml, ""),
     "ipynb": (read_ipynb, ""),
 }
+_TEXT_READERS = {"text": read_text, "rst": read_rst}  # of files that may be compressed
 _WITH_PAGES = (PDF, "pptx", "xlsx")
 
 
@@ -60,7 +64,9 @@ def _records(path: Path) -> Iterator[RawRecord | Rejected]:
 
 
 def convert(name: str, raw: RawRecord) -> Outcome:
-    """Convert the file at ``raw.data``, in a format of ``PAGED``, to a document; ``Rejected`` if it cannot be read."""
+    """Convert the file at ``raw.data``, in a format of ``FILES``, to a document; ``Rejected`` if it cannot be read."""
+    if name in _TEXT_READERS:
+        return call_guarded(partial(_TEXT_READERS[name], raw), raw.place)
     try:
         with open_raw(raw.data) as file:
             if os.fstat(file.fileno()).st_size > _FILE_LIMIT:
@@ -102,7 +108,12 @@ def _join_pages(name: str, contents: Contents, place: str) -> Outcome:
     return outcome
 
 
-PAGED = tuple(
-    Format(name, _records, partial(convert_in_child, name), is_document=True, needs=needs, suffixes=(f".{name}",))
-    for name, (_, needs) in _READERS.items()
+def _format(name: str, needs: str, *suffixes: str) -> Format:
+    return Format(name, _records, partial(convert_in_child, name), is_document=True, needs=needs, suffixes=suffixes)
+
+
+FILES = (
+    _format("text", "", *TEXT_SUFFIXES),
+    _format("rst", "docutils", ".rst"),
+    *(_format(name, needs, f".{name}") for name, (_, needs) in _READERS.items()),
 )

@@ -2,12 +2,11 @@
 
 import re
 from functools import cache, partial
-from pathlib import PurePath
 from typing import Any
 
 from realmops.readers.contents import format_table
-from realmops.readers.documents import Format, Outcome, RawRecord, parse_document
-from realmops.readers.text import decode_text, read_whole_file
+from realmops.readers.documents import Outcome, RawRecord, parse_document
+from realmops.readers.text import decode_text, read_file
 
 _LIMIT = 1 << 18  # characters; docutils reads about 50,000 per second
 _MARKS = re.compile(r"[*`|_]")
@@ -30,8 +29,10 @@ class _TooLongError(ValueError):
     """Error for a document whose substitutions expand to too much text."""
 
 
-def _parse_record(raw: RawRecord) -> Outcome:
-    source = decode_text(raw.data["bytes"], is_html=False)
+def read_rst(raw: RawRecord) -> Outcome:
+    """Read a file of reStructuredText; ``raw.data`` is its path."""
+    name, data = read_file(raw.data)
+    source = decode_text(data, is_html=False)
     longest = max(map(len, source.splitlines()), default=0)
     if len(source) > _LIMIT or longest > _LINE_LIMIT or sum(1 for _ in _MARKS.finditer(source)) > _MARK_LIMIT:
         raise ValueError(
@@ -44,7 +45,7 @@ def _parse_record(raw: RawRecord) -> Outcome:
         raise
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"docutils cannot read it ({type(error).__name__}); correct the file") from None
-    title = title or PurePath(raw.data["name"]).stem.replace("_", " ")
+    title = title or name.stem.replace("_", " ")
     return parse_document({"title": title, "text": text}, raw.place, omitted)
 
 
@@ -110,6 +111,3 @@ def _bounded_reader() -> Any:
             return [*super().get_transforms(), Bounded]
 
     return BoundedReader
-
-
-RST = Format("rst", read_whole_file, _parse_record, is_document=True, needs="docutils", suffixes=(".rst",))

@@ -1,4 +1,4 @@
-"""A child process with a memory limit, for formats whose files may take far more memory than their size.
+"""A child process with limits of memory and time, for files that may take far more of both than their size suggests.
 
 A PDF of 2 KiB may produce text of any length, and PDFium aborts its process when memory runs out.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 from realmops.readers.documents import Document, Dropped, Outcome, RawRecord, Rejected
 
 MEMORY_LIMIT = 2 << 30  # bytes of data, in addition to those of a freshly started child
+TIME_LIMIT = 120.0  # seconds of processor time for one file; the largest that the other limits allow take a third
 _OUTCOMES = {kind.__name__: kind for kind in (Document, Dropped, Rejected)}
 _OUT_OF_MEMORY = 3  # exit status
 _CHILDREN: dict[int, "subprocess.Popen[bytes]"] = {}  # by process: a fork starts its own
@@ -24,7 +25,7 @@ _LOCK = threading.Lock()  # the child replies in order: one request at a time
 _CODE = (
     "import sys; sys.path[:] = {path!r}\n"
     "from realmops.readers.paged import convert; from realmops.readers.sandbox import run_child\n"
-    "run_child(convert, {limit})"
+    "run_child(convert, {memory}, {seconds})"
 )
 
 
@@ -52,11 +53,12 @@ def convert_in_child(name: str, raw: RawRecord) -> Outcome:
             fields |= {key: tuple(map(tuple, fields[key])) for key in ("spans", "omitted")}
         outcome: Outcome = _OUTCOMES[kind](**fields)
         return outcome
-    if child.returncode == _OUT_OF_MEMORY:
-        problem = f"reading the file takes more than {MEMORY_LIMIT >> 20:,} MiB of memory; split it"
-        return Rejected(raw.place, problem, kind="too_large")
+    memory = f"{MEMORY_LIMIT >> 20:,} MiB of memory"
+    if kind := {_OUT_OF_MEMORY: "too_large", -signal.SIGPROF: "too_slow"}.get(child.returncode, ""):
+        limit = memory if kind == "too_large" else f"{TIME_LIMIT:g} s of processor time"
+        return Rejected(raw.place, f"reading the file takes more than {limit}; split it", kind=kind)
     problem = f"the process that read the file ended with exit status {child.returncode}: the file is damaged or"
-    problem += f" takes more than {MEMORY_LIMIT >> 20:,} MiB of memory; save it again or split it"
+    problem += f" takes more than {memory}; save it again or split it"
     return Rejected(raw.place, problem, kind=f"broken_{name}")
 
 
@@ -64,7 +66,7 @@ def _start_child() -> "subprocess.Popen[bytes]":
     """Return this process's child, started if needed; it exits at the end of its input."""
     if child := _CHILDREN.get(os.getpid()):
         return child
-    code = _CODE.format(path=sys.path, limit=MEMORY_LIMIT)
+    code = _CODE.format(path=sys.path, memory=MEMORY_LIMIT, seconds=TIME_LIMIT)
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     _CHILDREN[os.getpid()] = child
     return child
@@ -76,19 +78,21 @@ def stop_child() -> None:
         child.communicate()
 
 
-def run_child(convert: Callable[[str, RawRecord], Outcome], memory: int) -> None:
-    """Convert the files named on standard input until its end, using at most ``memory`` bytes."""
+def run_child(convert: Callable[[str, RawRecord], Outcome], memory: int, seconds: float) -> None:
+    """Convert the files named on standard input until its end, using ``memory`` bytes, and ``seconds`` for each."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops this process
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # output of libraries must not mix with replies
     _limit_memory(memory)
     for request in sys.stdin.buffer:
         name, place, path, position = json.loads(request)
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # processor time; its signal ends this process
         try:
             outcome = convert(name, RawRecord(place, Path(path), position))
             reply = json.dumps([type(outcome).__name__, asdict(outcome)]).encode()
         except MemoryError:
             os._exit(_OUT_OF_MEMORY)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(reply + b"\n")
         replies.flush()
 

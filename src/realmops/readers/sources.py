@@ -14,13 +14,11 @@ from realmops.readers.delimited import CSV
 from realmops.readers.documents import Format, RawRecord, Rejected, parse_json_object
 from realmops.readers.jsonl import JSONL, iter_objects
 from realmops.readers.mediawiki import MEDIAWIKI
-from realmops.readers.paged import PAGED
-from realmops.readers.rst import RST
+from realmops.readers.paged import FILES
 from realmops.readers.tables import DATASET, PARQUET
-from realmops.readers.text import TEXT
 from realmops.readers.walk import walk_files
 
-_FORMATS = (JSONL, PARQUET, CSV, TEXT, RST, *PAGED, MEDIAWIKI, BEIR, DATASET)
+_FORMATS = (JSONL, PARQUET, CSV, *FILES, MEDIAWIKI, BEIR, DATASET)
 FORMATS: dict[str, Format] = {entry.name: entry for entry in _FORMATS}
 _BY_SUFFIX = {suffix: entry.name for entry in _FORMATS for suffix in entry.suffixes}
 _BY_FIRST_BYTES = {b"PAR1": "parquet", b"<mediawiki": "mediawiki", b"%PDF-": "pdf"}
@@ -153,7 +151,7 @@ def _folder_source(path: Path, name: str | None, special: str, is_strict: bool) 
 
 def _unreadable_source(path: Path, problem: str, kind: str) -> Source:
     rejected = Rejected(str(path), problem, kind=kind)
-    return Source(path, replace(TEXT, name="unread", records=lambda _: iter([rejected])), 0)
+    return Source(path, replace(FORMATS["text"], name="unread", records=lambda _: iter([rejected])), 0)
 
 
 def _begins_with_document(path: Path) -> bool:

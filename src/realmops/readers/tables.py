@@ -89,11 +89,12 @@ def _oversized_lists(metadata: pq.FileMetaData) -> set[str]:
 def _batches(path: Path, metadata: pq.FileMetaData, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """Yield the rows in batches, one at a time from large row groups; shared long texts stay dictionary-encoded."""
     leaves = [metadata.schema.column(index) for index in range(metadata.num_columns)]
+    read = set(names)
     texts = [
         (index, leaf.path)
         for index, leaf in enumerate(leaves)
         if leaf.physical_type == "BYTE_ARRAY" and leaf.logical_type.type != "DECIMAL"
-        if not {leaf.path, leaf.path.partition(".")[0]}.isdisjoint(names)
+        if not read.isdisjoint((leaf.path, leaf.path.partition(".")[0]))
     ]
     reader = partial(pq.ParquetFile, path, metadata=metadata, memory_map=False, pre_buffer=False)
     for number in range(metadata.num_row_groups):

@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import date
 from pathlib import Path, PurePath
 from typing import Any
@@ -20,10 +20,8 @@ from realmops.readers.documents import (
     LINE_LIMIT,
     RESERVED_KEYS,
     Dropped,
-    Format,
     Outcome,
     RawRecord,
-    Rejected,
     parse_document,
     printable_path,
 )
@@ -32,35 +30,31 @@ from realmops.readers.html import decode_page, flow_text, page_to_document
 _MDX = ".mdx"  # Markdown with elements of React
 _MARKDOWN_SUFFIXES = (".md", ".markdown", _MDX)
 _HTML_SUFFIXES = (".html", ".htm", ".xhtml")
-_SUFFIXES = (".txt", ".text", *_MARKDOWN_SUFFIXES, *_HTML_SUFFIXES)
-_MARKDOWN_LIMIT = 2 << 20  # characters
-_MARKS = re.compile(r"[\[*_`#|]")
-_MARK_LIMIT = 50_000  # markdown-it takes quadratic time for marks that never close
+TEXT_SUFFIXES = (".txt", ".text", *_MARKDOWN_SUFFIXES, *_HTML_SUFFIXES)
 # Metadata before the text: YAML between lines of hyphens, or TOML between lines of plus signs.
 _FRONT_MATTER = re.compile(r"\A(---|\+\+\+)[ \t]*\n(.*?)^(?:\1|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL | re.MULTILINE)
-_FRONT_LINE = re.compile(r"^(\w[\w -]*?)[ \t]*:[ \t]*(.*?)[ \t]*$", re.MULTILINE)
+_FRONT_LINE = re.compile(r"^(\w[\w -]*+):(.*)$", re.MULTILINE)
 _FRONT_LIMIT = 64 << 10  # characters
 _MODULE_LINES = re.compile(r"\s*(?:(?:import|export)\b.*\n\s*)*")  # at the beginning of a file of React
 _MAX_NULS = 0.05  # share of the bytes; more are in binary files, and in UTF-16 without a mark and Latin letters
 _DUMP_INDEX = re.compile(r"\A\d+:\d+:.+\n")  # of a multistream dump of Wikipedia
 
 
-def read_whole_file(path: Path) -> Iterator[RawRecord | Rejected]:
-    """Yield the file as one record with its name and bytes; ``Rejected`` if it exceeds ``LINE_LIMIT`` bytes."""
+def read_file(path: Path) -> tuple[PurePath, bytes]:
+    """Return the name of a file and its bytes, both decompressed; raise ValueError for more than ``LINE_LIMIT``."""
     try:
-        with open_compressed(path) as (file, position):
-            data, end = file.read(LINE_LIMIT + 1), position()
+        with open_compressed(path) as (file, _):
+            data = file.read(LINE_LIMIT + 1)
     except DECOMPRESSION_ERRORS as error:
-        yield Rejected(str(path), describe_damage(error, path))
-        return
+        raise ValueError(describe_damage(error, path)) from None
     if len(data) > LINE_LIMIT:
-        yield Rejected(str(path), f"the file is larger than {LINE_LIMIT >> 20} MiB; split it into documents")
-    else:
-        yield RawRecord(str(path), {"name": printable_path(bare_name(path)), "bytes": data}, end)
+        raise ValueError(f"the file is larger than {LINE_LIMIT >> 20} MiB; split it into documents")
+    return PurePath(printable_path(bare_name(path))), data
 
 
-def _parse_record(raw: RawRecord) -> Outcome:
-    name, data = PurePath(raw.data["name"]), raw.data["bytes"]
+def read_text(raw: RawRecord) -> Outcome:
+    """Read a text, Markdown or HTML file; ``raw.data`` is its path."""
+    name, data = read_file(raw.data)
     suffix = name.suffix.lower()
     stem = name.stem.replace("_", " ")
     text = decode_text(data, is_html=suffix in _HTML_SUFFIXES)
@@ -96,11 +90,6 @@ def parse_markdown(source: str, name: str, place: str, *, has_modules: bool = Fa
     import lxml.html
     from markdown_it import MarkdownIt
 
-    if len(source) > _MARKDOWN_LIMIT or sum(1 for _ in _MARKS.finditer(source)) > _MARK_LIMIT:
-        raise ValueError(
-            f"the Markdown is longer than {_MARKDOWN_LIMIT >> 20} Mi characters or has more than "
-            f"{_MARK_LIMIT:,} marks; split it into documents"
-        )
     columns, source = _split_front_matter(source)
     if has_modules:
         source = _MODULE_LINES.sub("", source, count=1)
@@ -123,7 +112,8 @@ def _split_front_matter(source: str) -> tuple[dict[str, Any], str]:
     try:
         values = yaml.safe_load(front[2]) if front[1] == "---" else tomllib.loads(front[2])
     except (yaml.YAMLError, ValueError, RecursionError):
-        values = dict(_FRONT_LINE.findall(front[2]))  # "title: Harbour: rules" is no YAML, yet people write it
+        pairs = _FRONT_LINE.findall(front[2])  # "title: Harbour: rules" is no YAML, yet people write it
+        values = {key.strip(): value.strip() for key, value in pairs}
     if not values or not isinstance(values, Mapping):
         return {}, source
     kept = {str(key): value for key, value in values.items() if str(key) not in RESERVED_KEYS - {"title"}}
@@ -134,6 +124,3 @@ def _is_plain(value: Any) -> bool:
     """Return whether a value is a string, a number, a date, or a list of them; deeper YAML may unfold without end."""
     items = value if isinstance(value, list) else [value]
     return all(isinstance(item, str | int | float | date) for item in items)
-
-
-TEXT = Format("text", read_whole_file, _parse_record, is_document=True, suffixes=_SUFFIXES)
