@@ -57,19 +57,7 @@ def edited(data: bytes, part: str, old: str, new: str) -> bytes:
     return file.getvalue()
 
 
-def gap(last: int) -> bytes:
-    row = f'<row r="{last + 1}"><c r="A{last + 1}"><v>1</v></c></row>'
-    return edited(xlsx({"A": [[]]}), "xl/worksheets/sheet1.xml", "</sheetData>", f"{row}</sheetData>")
-
-
-def cells(*rows: int) -> bytes:
-    return xlsx({f"S{n}": [["x", None, "y"]] * count for n, count in enumerate(rows)})
-
-
 CSV = 'title,text\nA,"a\nb\nc"\n' + 'A,"a\nb\nc"\n' * 2  # rows of ten characters
-RST = {"rst._LIMIT": 1 << 14, "rst._LINE_LIMIT": 1000, "rst._MARK_LIMIT": 2000}
-NAMED = ".. |a| replace:: 12345678\n.. |b| replace:: |a| x\n\n"  # 9 characters with a blank, 11 of |b|
-CELLS = {"office._CELL_LIMIT": 20}  # a row counts like a cell
 CHARACTERS = {f"{module}.LINE_LIMIT": 10 for module in ("contents", "office", "paged", "pdf")}
 REVISIONS = {"mediawiki.LINE_LIMIT": 100_000}
 REVISION = f"<revision><id>1</id><text>{'old ' * 15_000}</text></revision>"
@@ -77,13 +65,6 @@ LINE = '{"title": "A", "text": "%s"}\n'
 LIMITS: list[tuple[dict[str, int], str, str | bytes, list[str]]] = [  # limits, file, content, outcomes
     ({"delimited.LINE_LIMIT": 30}, "a.csv", f'{CSV}B,"{"d" * 26}"\nC,"{"d" * 26}e"\n', ["kept"] * 4 + ["rejected"]),
     ({"delimited.LINE_LIMIT": 30}, "a.csv", f"{CSV}C," + '"\n",' * 9, ["kept"] * 3 + ["rejected"]),
-    (RST, "a.rst", "a b\n" * (1 << 13), ["rejected"]),
-    (RST, "a.rst", ":aaaa" * 300, ["rejected"]),  # a long line
-    (RST, "a.rst", "*a `b\n" * 1100, ["rejected"]),  # many marks
-    ({}, "a.rst", "".join(" " * n + "- a\n\n" for n in range(400)), ["rejected"]),  # nested too deeply for docutils
-    (RST, "a.rst", "\n\n".join(":aaaa" * 190 for _ in range(9)), ["kept"]),
-    *(({"rst._LIMIT": 100}, "a.rst", NAMED + uses, [kind]) for uses, kind in (
-        ("|a| " * 10, "kept"), ("|a| " * 11, "rejected"), ("|b| " * 8, "kept"), ("|b| " * 9, "rejected"))),
     *((REVISIONS, "a.xml", dump(f"<page><title>A</title><ns>0</ns>{REVISION * n}</page>"), ["kept"]) for n in (1, 3)),
     *((REVISIONS, "a.xml", dump(page("A.") + odd.format("<a/>" * 40_000)), ["kept", "rejected"])
       for odd in ("<x>{}</x>", "<page>{}</page>", "<revision>{}</revision>", "<page><revision>{}</revision></page>")),
@@ -93,10 +74,6 @@ LIMITS: list[tuple[dict[str, int], str, str | bytes, list[str]]] = [  # limits, 
      ["kept", "rejected", "kept", "rejected"]),
     ({}, "a.jsonl", "[" * 100_000, ["rejected"]),
     ({}, "a.jsonl", '{"text": ' + "[" * 100_000, ["rejected"]),
-    *((CELLS, "a.xlsx", cells(*rows), [kind]) for rows, kind in (
-        ((5,), "kept"), ((3, 2), "kept"), ((6,), "too_large"), ((3, 3), "too_large"))),
-    (CELLS, "a.xlsx", gap(18), ["kept"]),  # empty rows between others count
-    (CELLS, "a.xlsx", gap(19), ["too_large"]),
     (CHARACTERS, "a.pdf", pdf("abcde", "", "fghij"), ["kept"]),
     (CHARACTERS, "a.pdf", pdf("abcde", "", "fghijk"), ["too_large"]),
     (CHARACTERS, "a.xlsx", xlsx({"A": [["ef"]]}), ["kept"]),

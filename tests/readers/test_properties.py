@@ -22,6 +22,7 @@ from realmops.corpus.snapshot_reader import Snapshot, read_rejects
 from realmops.readers.contents import format_table
 from realmops.readers.documents import Document, Outcome, RawRecord
 from realmops.readers.html import decode_page, flow_text, page_to_document
+from realmops.readers.other import TYPES
 from realmops.readers.sources import FORMATS, list_sources
 from realmops.readers.wikitext import wikitext_to_text
 
@@ -136,7 +137,9 @@ def test_writers_cover_all_formats(tmp_path: Path) -> None:
     for name, write in WRITERS.items():
         (tmp_path / name).write_bytes(write("a"))
     used = {list_sources(tmp_path / name, "auto")[0].format.name for name in WRITERS}
-    assert used == FORMATS.keys() - {"dataset", "beir"}, "their rows are those of Parquet and JSON lines"
+    assert used == FORMATS.keys() - {"dataset", "beir", *TYPES}, (
+        "the first two are Parquet and JSON lines, others xberg's"
+    )
 
 
 @pytest.mark.parametrize("name", WRITERS)

@@ -50,11 +50,11 @@ def test_format_is_detected_from_content_then_name(tmp_path: Path, name: str, co
 
 
 def test_unknown_formats_and_missing_paths_are_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.odt", b"PK\x03\x04")
+    path = write(tmp_path / "a.dvi", b"x")
     for format, documents, message in (
-        ("auto", tmp_path, r"a\.odt: unknown format"),
+        ("auto", tmp_path, r"a\.dvi: unknown format"),
         ("csv", tmp_path, "no file of the format csv"),
-        ("odt", path, "'odt'; allowed are auto, jsonl"),
+        ("dvi", path, "'dvi'; allowed are auto, jsonl"),
         ("auto", tmp_path / "absent", "no such file"),
     ):
         with pytest.raises(ValueError, match=message):

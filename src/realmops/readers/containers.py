@@ -2,8 +2,9 @@
 
 import json
 import posixpath
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from email import message_from_bytes
 from email.message import MIMEPart
 from email.policy import default as email_policy
@@ -11,12 +12,12 @@ from typing import Any
 from urllib.parse import unquote
 
 from realmops.readers.contents import PARAGRAPH, Contents, UnreadableError, open_package
-from realmops.readers.documents import Document
 from realmops.readers.html import decode_page, flow_text
-from realmops.readers.text import parse_markdown
+from realmops.readers.text import render_markdown
 
 _HEADERS = ("From", "To", "Cc", "Date")  # of a message, which a person sees next to its subject
-_ALTERNATIVES = ("text/plain", "text/html", "multipart/related", "multipart/mixed")  # the best last
+_ALTERNATIVES = ("multipart/mixed", "multipart/related", "text/html", "text/plain")  # the best first
+_OVERWRITTEN = re.compile(r"\x1b\[[\d;]*[A-Za-z]|^[^\n]*\r(?!\n)", re.MULTILINE)  # colours, progress bars
 
 
 def parse_page(data: bytes, charset: str | None = None) -> Any:
@@ -36,15 +37,19 @@ def read_epub(data: bytes) -> Contents:
     package = open_package(data)
     path = unquote(parse_xml(package.read("META-INF/container.xml")).find(".//{*}rootfile").get("full-path"))
     book = parse_xml(package.read(path))
+    present = {*package.namelist()}
     files = {item.get("id"): unquote(item.get("href")) for item in book.iterfind("{*}manifest/{*}item")}
     omitted: Counter[str] = Counter()
 
     def texts() -> Iterator[str]:
         for chapter in book.iterfind("{*}spine/{*}itemref"):
-            name = posixpath.normpath(posixpath.join(posixpath.dirname(path), files[chapter.get("idref")]))
-            text, left_out = flow_text(parse_page(package.read(name)))
-            omitted.update(left_out)
-            yield text
+            name = posixpath.normpath(posixpath.join(posixpath.dirname(path), files.get(chapter.get("idref"), "")))
+            if name in present:
+                text, left_out = flow_text(parse_page(package.read(name)))
+                omitted.update(left_out)
+                yield text
+            else:
+                omitted["missing chapter"] += 1
 
     return Contents(book.findtext("{*}metadata/{http://purl.org/dc/elements/1.1/}title") or "", texts(), omitted)
 
@@ -77,9 +82,15 @@ def _headers(message: MIMEPart, names: tuple[str, ...] = _HEADERS) -> list[str]:
 def _part_texts(part: MIMEPart, omitted: Counter[str]) -> Iterator[str]:
     kind = part.get_content_type()
     if kind == "multipart/alternative":
-        known = [choice for choice in part.iter_parts() if choice.get_content_type() in _ALTERNATIVES]
-        if known:
-            yield from _part_texts(max(known, key=lambda x: _ALTERNATIVES.index(x.get_content_type())), omitted)
+        choices = {choice.get_content_type(): choice for choice in part.iter_parts()}
+        for choice in filter(None, map(choices.get, _ALTERNATIVES)):
+            left_out: Counter[str] = Counter()
+            if texts := [text for text in _part_texts(choice, left_out) if text]:
+                omitted.update(left_out)
+                yield from texts
+                break
+        else:
+            omitted["attachment"] += len(choices)
     elif part.is_multipart():
         for inner in part.iter_parts():
             if kind == "message/rfc822":
@@ -98,6 +109,20 @@ def _part_texts(part: MIMEPart, omitted: Counter[str]) -> Iterator[str]:
         omitted["image" if part.get_content_maintype() == "image" else "attachment"] += 1
 
 
+def _result_text(results: Mapping[str, Any], omitted: Counter[str]) -> str:
+    """Return a result as a notebook shows it: web page or Markdown, else text with the last state of each line."""
+    kind = next((kind for kind in ("text/html", "text/markdown", "text/plain", "text") if kind in results), "")
+    text = "".join(results.get(kind, ""))
+    if kind == "text/html" and text.strip():
+        text, left_out = flow_text(parse_page(text.encode()))
+        omitted.update(left_out)
+    elif kind == "text/markdown":
+        heading, body, left_out = render_markdown(text)
+        omitted.update(left_out)
+        text = f"{heading}{PARAGRAPH}{body}"
+    return _OVERWRITTEN.sub("", text).strip()
+
+
 def read_ipynb(data: bytes) -> Contents:
     """Return the contents of a Jupyter notebook: text, code and its printed results; the first heading is the title."""
     notebook = json.loads(data)
@@ -108,12 +133,13 @@ def read_ipynb(data: bytes) -> Contents:
         source = "".join(cell.get("source", cell.get("input", "")))
         if cell["cell_type"] != "markdown":
             paragraphs.append(source.strip())
-        elif isinstance(outcome := parse_markdown(source, "", "", has_modules=False), Document):
-            omitted.update(dict(outcome.omitted))
-            paragraphs += [outcome.title if title else "", outcome.text]
-            title = title or outcome.title
+        else:
+            heading, text, left_out = render_markdown(source)
+            omitted.update(left_out)
+            paragraphs += [heading if title else "", text]
+            title = title or heading
         for output in cell.get("outputs", ()):
             results = output.get("data", output)
             omitted["image"] += any(key.startswith("image/") or key in ("png", "jpeg", "svg") for key in results)
-            paragraphs.append("".join(results.get("text/plain", results.get("text", ""))).strip())
+            paragraphs.append(_result_text(results, omitted))
     return Contents(title, [PARAGRAPH.join(filter(None, paragraphs))], omitted)

@@ -22,7 +22,6 @@ from realmops.readers.contents import (
     PARAGRAPH,
     WORD,
     Contents,
-    UnreadableError,
     check_remaining,
     format_table,
     is_hidden,
@@ -54,23 +53,32 @@ _CHUNK_DEPTH = 3  # Word files within Word files
 _STRICT = b"http://purl.oclc.org/ooxml/"
 _STRICT_NAME = re.compile(rb"http://purl\.oclc\.org/ooxml/(\w+)/(relationships/)?(\w+)")
 _STRICT_NAMES = {b"extendedProperties": b"extended-properties", b"customProperties": b"custom-properties"}
+_CONTENT_TYPES = "[Content_Types].xml"
+_MAIN_TYPE = re.compile(rb"application/vnd\.[\w.-]*?(word|powerpoint|presentation)[\w.-]*\.main\+xml")
+_FORMATS = b"application/vnd.openxmlformats-officedocument"
+_KNOWN_TYPES = {b"word": _FORMATS + b".wordprocessingml.document.main+xml"}
+_KNOWN_TYPES |= dict.fromkeys((b"powerpoint", b"presentation"), _FORMATS + b".presentationml.presentation.main+xml")
 
 _COLUMNS = 1 << 14  # of a sheet
-_CELL_LIMIT = 10_000_000  # per workbook, including empty cells between others
 _WITHOUT_VALUE = re.compile(rb"(?:</(?:\w+:)?f>|<(?:\w+:)?f\b[^<>]*/>)\s*+(?:<v\s*+/>|<v>\s*+</v>)?+\s*+</(?:\w+:)?c>")
 _LINK = re.compile(r'=\s*HYPERLINK\s*\(\s*"(?:[^"]|"")*"\s*(?:[,;]\s*"((?:[^"]|"")*)"\s*)?\)', re.IGNORECASE)
 
 
 def _open_office(data: bytes) -> tuple[BytesIO, ZipFile]:
-    """Open an Office file within the limits; a Strict one is converted to the names that the libraries know."""
+    """Open an Office file within the limits; names of Strict, macros and templates become those that libraries know."""
     package = open_package(data)
-    if "_rels/.rels" in package.namelist() and _STRICT in package.read("_rels/.rels"):
+    names = package.namelist()
+    types = package.read(_CONTENT_TYPES) if _CONTENT_TYPES in names else b""
+    is_strict = "_rels/.rels" in names and _STRICT in package.read("_rels/.rels")
+    if is_strict or any(match[0] not in _KNOWN_TYPES.values() for match in _MAIN_TYPE.finditer(types)):
         converted = BytesIO()
         with ZipFile(converted, "w", ZIP_DEFLATED) as out:
-            for name in package.namelist():
+            for name in names:
                 content = package.read(name)
                 if name.endswith((".xml", ".rels")):
                     content = _STRICT_NAME.sub(_transitional_name, content)
+                if name == _CONTENT_TYPES:
+                    content = _MAIN_TYPE.sub(lambda match: _KNOWN_TYPES[match[1]], content)
                 out.writestr(name, content)
         data = converted.getvalue()
         package = ZipFile(converted)
@@ -284,10 +292,10 @@ def _sheets(package: ZipFile, book: Any, formulas: Any, omitted: Counter[str]) -
     """Yield each sheet's name and rows, counted before they are joined: many cells may share one long string."""
     name = next(name for name in package.namelist() if name.endswith("workbook.xml"))
     hidden_sheets = {node.get("name") for node in parse_xml(package.read(name)).iter("{*}sheet") if is_hidden(node)}
-    cells, remaining = 0, LINE_LIMIT
+    remaining = LINE_LIMIT
 
     def rows(sheet: Any, sheet_formulas: Any) -> Iterator[list[str]]:
-        nonlocal cells, remaining
+        nonlocal remaining
         sheet.reset_dimensions()  # the declared dimensions may be wrong
         of_formulas: Iterator[Any] = iter(())
         if sheet_formulas is not None:
@@ -295,9 +303,6 @@ def _sheets(package: ZipFile, book: Any, formulas: Any, omitted: Counter[str]) -
             of_formulas = sheet_formulas.iter_rows()
         hidden = _hidden_lines(package.read(sheet._worksheet_path))
         for index, (row, formula_row) in enumerate(zip_longest(sheet.iter_rows(), of_formulas, fillvalue=()), start=1):
-            cells += 1 + len(row)
-            if cells > _CELL_LIMIT:
-                raise UnreadableError("too_large", f"the workbook has more than {_CELL_LIMIT:,} cells; split it")
             texts = [_format_cell(cell.value) for cell in row]
             for column, (cell, formula) in enumerate(zip(row, formula_row, strict=False)):
                 if cell.value is None and cell.data_type == "n" and formula.data_type == "f":

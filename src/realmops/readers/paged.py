@@ -28,6 +28,7 @@ from realmops.readers.documents import (
     printable_path,
 )
 from realmops.readers.office import read_docx, read_pptx, read_xlsx
+from realmops.readers.other import SHEETS, TYPES, read_other
 from realmops.readers.pdf import read_pdf
 from realmops.readers.rst import read_rst
 from realmops.readers.sandbox import convert_in_child
@@ -52,9 +53,17 @@ _READERS: dict[str, tuple[Callable[[bytes], Contents], str]] = {  # reader, and 
     "epub": (read_epub, ""),
     "eml": (read_eml, ""),
     "ipynb": (read_ipynb, ""),
+    **{kind: (partial(read_other, kind), "xberg") for kind in TYPES},
 }
 _TEXT_READERS = {"text": read_text, "rst": read_rst}  # of files that may be compressed
-_WITH_PAGES = (PDF, "pptx", "xlsx")
+_SUFFIXES = {
+    "docx": (".docx", ".docm", ".dotx", ".dotm"),
+    "pptx": (".pptx", ".pptm", ".ppsx", ".ppsm", ".potx", ".potm"),
+    "xlsx": (".xlsx", ".xlsm", ".xltx", ".xltm"),
+    "adoc": (".adoc", ".asciidoc"),
+    "typ": (".typ", ".typst"),
+}
+_WITH_PAGES = (PDF, "pptx", "xlsx", *SHEETS)
 
 
 def _records(path: Path) -> Iterator[RawRecord | Rejected]:
@@ -115,5 +124,5 @@ def _format(name: str, needs: str, *suffixes: str) -> Format:
 FILES = (
     _format("text", "", *TEXT_SUFFIXES),
     _format("rst", "docutils", ".rst"),
-    *(_format(name, needs, f".{name}") for name, (_, needs) in _READERS.items()),
+    *(_format(name, needs, *_SUFFIXES.get(name, (f".{name}",))) for name, (_, needs) in _READERS.items()),
 )

@@ -21,7 +21,7 @@ from realmops.readers.walk import walk_files
 _FORMATS = (JSONL, PARQUET, CSV, *FILES, MEDIAWIKI, BEIR, DATASET)
 FORMATS: dict[str, Format] = {entry.name: entry for entry in _FORMATS}
 _BY_SUFFIX = {suffix: entry.name for entry in _FORMATS for suffix in entry.suffixes}
-_BY_FIRST_BYTES = {b"PAR1": "parquet", b"<mediawiki": "mediawiki", b"%PDF-": "pdf"}
+_BY_FIRST_BYTES = {b"PAR1": "parquet", b"<mediawiki": "mediawiki", b"%PDF-": "pdf", b"{\\rtf": "rtf"}
 _HEAD = 1024  # bytes read to detect a format
 _UNSUPPORTED = {  # by first bytes
     b"<doc ": "it begins with <doc, like text extracted from a Wikipedia dump; name the dump itself (.xml.bz2)",

@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from datetime import date
 from pathlib import Path, PurePath
@@ -87,21 +88,25 @@ def decode_text(data: bytes, *, is_html: bool) -> str:
 
 def parse_markdown(source: str, name: str, place: str, *, has_modules: bool = False) -> Outcome:
     """Parse Markdown with HTML in it; the title is the front matter's, or the first heading, or the file's name."""
-    import lxml.html
-    from markdown_it import MarkdownIt
-
     columns, source = _split_front_matter(source)
     if has_modules:
         source = _MODULE_LINES.sub("", source, count=1)
-    body = lxml.html.fromstring(f"<div>{MarkdownIt().enable('table').render(source)}</div>")
     title = columns.pop("title", "")
-    title = "" if isinstance(title, list) else str(title).strip()
+    title, text, omitted = render_markdown(source, "" if isinstance(title, list) else str(title).strip())
+    return parse_document({**columns, "title": title or name, "text": text}, place, omitted)
+
+
+def render_markdown(source: str, title: str = "") -> tuple[str, str, Counter[str]]:
+    """Return ``title`` or the first heading, the text without that heading, and counts of what the text lacks."""
+    import lxml.html
+    from markdown_it import MarkdownIt
+
+    body = lxml.html.fromstring(f"<div>{MarkdownIt().enable('table').render(source)}</div>")
     heading = next((node for node in body.iter("h1", "h2", "h3", "h4", "h5", "h6")), None)
     if heading is not None and (words := " ".join(flow_text(heading)[0].split())) and title in ("", words):
         title = words
         heading.drop_tree()
-    text, omitted = flow_text(body)
-    return parse_document({**columns, "title": title or name, "text": text}, place, omitted)
+    return title, *flow_text(body)
 
 
 def _split_front_matter(source: str) -> tuple[dict[str, Any], str]:

@@ -1,0 +1,55 @@
+"""Formats that the library xberg converts to Markdown, from which title, text and tables are read."""
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from realmops.readers.contents import HIDDEN, PARAGRAPH, Contents
+from realmops.readers.text import render_markdown
+
+_OPEN_DOCUMENT = "application/vnd.oasis.opendocument"
+TYPES = {  # by suffix; xberg would guess another type from the content
+    "odt": f"{_OPEN_DOCUMENT}.text",
+    "ods": f"{_OPEN_DOCUMENT}.spreadsheet",
+    "odp": f"{_OPEN_DOCUMENT}.presentation",
+    "rtf": "application/rtf",
+    "doc": "application/msword",
+    "xls": "application/vnd.ms-excel",
+    "msg": "application/vnd.ms-outlook",
+    "adoc": "text/asciidoc",
+    "org": "text/org",
+    "typ": "text/vnd.typst",
+    "fb2": "application/x-fictionbook+xml",
+    "vtt": "text/vtt",
+    "srt": "text/vtt",
+}
+SHEETS = ("ods", "xls")
+_NOTE = re.compile(r"^(\[\^[^\]\n]+\]):\s+", re.MULTILINE)  # Markdown without this extension takes it for a link
+_SUBTITLE_TIME = re.compile(rb"(\d\d:\d\d:\d\d),(\d{3})")
+
+
+def read_other(kind: str, data: bytes) -> Contents:
+    """Return the contents of a file of one of ``TYPES``; each sheet of a workbook is a page."""
+    import xberg
+
+    if kind == "srt":
+        data = b"WEBVTT\n\n" + _SUBTITLE_TIME.sub(rb"\1.\2", data)
+    source = xberg.ExtractInput(kind="bytes", bytes=data, mime_type=TYPES[kind])
+    config = xberg.ExtractionConfig(output_format="markdown", disable_ocr=True, use_cache=False)
+    [document] = asyncio.run(xberg.extract(source, config)).results
+    title = document.metadata.title or ""
+    if kind in SHEETS:
+        omitted: Counter[str] = Counter()
+        return Contents(title, list(_sheets(document, omitted)), omitted)
+    title, text, omitted = render_markdown(_NOTE.sub(r"\1 ", document.content), title)
+    return Contents(title, [text], omitted)
+
+
+def _sheets(document: Any, omitted: Counter[str]) -> Iterator[str]:
+    for sheet in document.pages:
+        is_hidden = f"## {sheet.sheet_name} (hidden)\n" in document.content
+        omitted[HIDDEN] += is_hidden
+        _, text, _ = render_markdown("" if is_hidden else sheet.content)
+        yield text and PARAGRAPH.join([sheet.sheet_name, text])
