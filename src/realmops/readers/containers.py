@@ -84,13 +84,10 @@ def _part_texts(part: MIMEPart, omitted: Counter[str]) -> Iterator[str]:
     if kind == "multipart/alternative":
         choices = {choice.get_content_type(): choice for choice in part.iter_parts()}
         for choice in filter(None, map(choices.get, _ALTERNATIVES)):
-            left_out: Counter[str] = Counter()
-            if texts := [text for text in _part_texts(choice, left_out) if text]:
-                omitted.update(left_out)
+            if texts := [*filter(None, _part_texts(choice, omitted))]:
                 yield from texts
-                break
-        else:
-            omitted["attachment"] += len(choices)
+                return
+        omitted["attachment"] += len(choices)
     elif part.is_multipart():
         for inner in part.iter_parts():
             if kind == "message/rfc822":
@@ -110,17 +107,13 @@ def _part_texts(part: MIMEPart, omitted: Counter[str]) -> Iterator[str]:
 
 
 def _result_text(results: Mapping[str, Any], omitted: Counter[str]) -> str:
-    """Return a result as a notebook shows it: web page or Markdown, else text with the last state of each line."""
-    kind = next((kind for kind in ("text/html", "text/markdown", "text/plain", "text") if kind in results), "")
-    text = "".join(results.get(kind, ""))
-    if kind == "text/html" and text.strip():
-        text, left_out = flow_text(parse_page(text.encode()))
+    """Return a result as a notebook shows it: as a web page, else as text with the last state of each line."""
+    if page := "".join(results.get("text/html", "")).strip():
+        text, left_out = flow_text(parse_page(page.encode()))
         omitted.update(left_out)
-    elif kind == "text/markdown":
-        heading, body, left_out = render_markdown(text)
-        omitted.update(left_out)
-        text = f"{heading}{PARAGRAPH}{body}"
-    return _OVERWRITTEN.sub("", text).strip()
+        return text
+    kind = next((kind for kind in ("text/markdown", "text/plain", "text") if kind in results), "")
+    return _OVERWRITTEN.sub("", "".join(results.get(kind, ""))).strip()
 
 
 def read_ipynb(data: bytes) -> Contents:

@@ -20,7 +20,6 @@ TYPES = {  # by suffix; xberg would guess another type from the content
     "msg": "application/vnd.ms-outlook",
     "adoc": "text/asciidoc",
     "org": "text/org",
-    "typ": "text/vnd.typst",
     "fb2": "application/x-fictionbook+xml",
     "vtt": "text/vtt",
     "srt": "text/vtt",

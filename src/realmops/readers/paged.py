@@ -45,23 +45,19 @@ _PROGRAM_TITLE = re.compile(
     r"|.*\.(?:docx?|dvi|eps|indd|odt|pages|pdf|pptx?|ps|qxd|rtf|tex|wpd|xlsx?)",
     re.IGNORECASE,
 )
-_READERS: dict[str, tuple[Callable[[bytes], Contents], str]] = {  # reader, and the package that it needs
-    PDF: (read_pdf, "pypdfium2"),
-    "docx": (read_docx, "docx"),
-    "pptx": (read_pptx, "pptx"),
-    "xlsx": (read_xlsx, "openpyxl"),
-    "epub": (read_epub, ""),
-    "eml": (read_eml, ""),
-    "ipynb": (read_ipynb, ""),
-    **{kind: (partial(read_other, kind), "xberg") for kind in TYPES},
+_READERS: dict[str, tuple[Callable[[bytes], Contents], str, str]] = {  # reader, the package that it needs, suffixes
+    PDF: (read_pdf, "pypdfium2", ".pdf"),
+    "docx": (read_docx, "docx", ".docx .docm .dotx .dotm"),
+    "pptx": (read_pptx, "pptx", ".pptx .pptm .ppsx .ppsm .potx .potm"),
+    "xlsx": (read_xlsx, "openpyxl", ".xlsx .xlsm .xltx .xltm"),
+    "epub": (read_epub, "", ".epub"),
+    "eml": (read_eml, "", ".eml"),
+    "ipynb": (read_ipynb, "", ".ipynb"),
+    **{kind: (partial(read_other, kind), "xberg", f".{kind}") for kind in TYPES},
 }
-_TEXT_READERS = {"text": read_text, "rst": read_rst}  # of files that may be compressed
-_SUFFIXES = {
-    "docx": (".docx", ".docm", ".dotx", ".dotm"),
-    "pptx": (".pptx", ".pptm", ".ppsx", ".ppsm", ".potx", ".potm"),
-    "xlsx": (".xlsx", ".xlsm", ".xltx", ".xltm"),
-    "adoc": (".adoc", ".asciidoc"),
-    "typ": (".typ", ".typst"),
+_TEXT_READERS = {  # of files that may be compressed
+    "text": (read_text, "", " ".join(TEXT_SUFFIXES)),
+    "rst": (read_rst, "docutils", ".rst"),
 }
 _WITH_PAGES = (PDF, "pptx", "xlsx", *SHEETS)
 
@@ -75,7 +71,7 @@ def _records(path: Path) -> Iterator[RawRecord | Rejected]:
 def convert(name: str, raw: RawRecord) -> Outcome:
     """Convert the file at ``raw.data``, in a format of ``FILES``, to a document; ``Rejected`` if it cannot be read."""
     if name in _TEXT_READERS:
-        return call_guarded(partial(_TEXT_READERS[name], raw), raw.place)
+        return call_guarded(partial(_TEXT_READERS[name][0], raw), raw.place)
     try:
         with open_raw(raw.data) as file:
             if os.fstat(file.fileno()).st_size > _FILE_LIMIT:
@@ -117,12 +113,7 @@ def _join_pages(name: str, contents: Contents, place: str) -> Outcome:
     return outcome
 
 
-def _format(name: str, needs: str, *suffixes: str) -> Format:
-    return Format(name, _records, partial(convert_in_child, name), is_document=True, needs=needs, suffixes=suffixes)
-
-
-FILES = (
-    _format("text", "", *TEXT_SUFFIXES),
-    _format("rst", "docutils", ".rst"),
-    *(_format(name, needs, *_SUFFIXES.get(name, (f".{name}",))) for name, (_, needs) in _READERS.items()),
+FILES = tuple(
+    Format(name, _records, partial(convert_in_child, name), is_document=True, needs=needs, suffixes=(*names.split(),))
+    for name, (_, needs, names) in (_TEXT_READERS | _READERS).items()
 )
