@@ -19,11 +19,9 @@ from small_world import build_snapshot
 from realmops.corpus.ingest import iter_batches, parse_records
 from realmops.corpus.passages import split_sentences
 from realmops.corpus.snapshot_reader import Snapshot, read_rejects
-from realmops.readers.contents import format_table
 from realmops.readers.documents import Document, Outcome, RawRecord
 from realmops.readers.html import decode_page, flow_text, page_to_document
-from realmops.readers.other import TYPES
-from realmops.readers.sources import FORMATS, list_sources
+from realmops.readers.sources import list_sources
 from realmops.readers.wikitext import wikitext_to_text
 
 BLANKS = [chr(c) for c in range(sys.maxunicode + 1) if chr(c).isspace()]
@@ -60,13 +58,6 @@ def check_sentences(text: str) -> None:
 
 
 # Sentences and snapshots
-
-
-@pytest.mark.parametrize("blank", [blank for blank in BLANKS if blank not in "\n\r"], ids=ascii)
-def test_blank_of_any_kind_may_follow_a_capital(blank: str) -> None:
-    text = VITAMIN.format(blank)
-    check_sentences(text)
-    assert text[slice(*split_sentences(text)[-1])].endswith("Carrots have it.")
 
 
 @settings(max_examples=400, deadline=None)
@@ -131,15 +122,6 @@ def test_failure_of_a_library_rejects_one_document_and_an_interrupt_none(
 
 
 # Every format
-
-
-def test_writers_cover_all_formats(tmp_path: Path) -> None:
-    for name, write in WRITERS.items():
-        (tmp_path / name).write_bytes(write("a"))
-    used = {list_sources(tmp_path / name, "auto")[0].format.name for name in WRITERS}
-    assert used == FORMATS.keys() - {"dataset", "beir", *TYPES}, (
-        "the first two are Parquet and JSON lines, others xberg's"
-    )
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -294,14 +276,6 @@ def test_words_of_tables_and_paragraphs_of_a_page_are_read_in_order(blocks: list
     document = page_to_document(f"<html>{page}<p>{PROSE}</p></main></body></html>", "a.html", "a")
     assert isinstance(document, Document), document
     assert document.text.split() == [*words, *PROSE.split()]
-
-
-@settings(shared_folder, max_examples=40)
-@given(TABLE)
-def test_cells_of_a_table_of_restructured_text_are_read(tmp_path: Path, table: list[list[str]]) -> None:
-    rows = "".join(f"   * - {row}\n" for row in map("\n     - ".join, table))
-    document = document_of(tmp_path / "a.rst", f"Text.\n\n.. list-table::\n\n{rows}")
-    assert document.text == f"Text.\n\n{format_table(table)}"
 
 
 TOKENS = ["{{", "}}", "[[", "]]", "{|\n", "\n|}", "|", "\n", "=", "==", "'''", "<ref>", "</ref>", "<nowiki>", "<!--"]

@@ -1,10 +1,6 @@
 """The walk over a folder of documents: what it follows, what it leaves out, and in which order."""
 
-import os
-import socket
 from pathlib import Path
-
-import pytest
 
 from realmops.readers.walk import walk_files
 
@@ -46,14 +42,3 @@ def test_a_link_to_a_hidden_folder_is_followed(tmp_path: Path) -> None:
     (tmp_path / "sub").symlink_to("..data/sub")
     (tmp_path / "2.txt").symlink_to("..data/2.txt")
     assert names(tmp_path) == ["2.txt", "sub/1.txt"]
-
-
-@pytest.mark.usefixtures("unlistable")
-def test_what_cannot_be_opened_is_among_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(tmp_path / "file", tmp_path / "closed" / "file")
-    (tmp_path / "link").symlink_to("nowhere")
-    os.mkfifo(tmp_path / "pipe")
-    with socket.socket(socket.AF_UNIX) as bound:
-        monkeypatch.chdir(tmp_path)
-        bound.bind("socket")
-    assert names(tmp_path) == ["file", "link", "pipe", "socket", "closed"]
