@@ -48,8 +48,9 @@ def code(text: str) -> list[str]:
 
 
 def rows_of(text: str, head: str) -> list[str]:
-    """Return the first column of the table with this head."""
-    return re.findall(r"^\| `([^`]+)`", text[text.index(head) :].split("\n\n")[0], re.MULTILINE)
+    """Return the names in the first column of the table with this head."""
+    cells = re.findall(r"^\| (`[^|]+)\|", text[text.index(head) :].split("\n\n")[0], re.MULTILINE)
+    return re.findall(r"`([^`]+)`", "".join(cells))
 
 
 # Calls and options
