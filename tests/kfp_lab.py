@@ -48,6 +48,7 @@ class KfpLab:
     def __init__(self, state: str) -> None:
         self.state = state
         self.url = ""
+        self.transaction = threading.Lock()
         self.status = 200
         self.tag_name = "2.17.0"
         self.namespace = "kubeflow"  # of the server itself
@@ -193,7 +194,8 @@ def serve(lab: KfpLab) -> Iterator[KfpLab]:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             lab.requests.append((self.command, path))
             try:
-                answer = lab.answer(self.command, path, dict(parse_qsl(url.query)), self.headers, body)
+                with lab.transaction:
+                    answer = lab.answer(self.command, path, dict(parse_qsl(url.query)), self.headers, body)
             except RefusedError as error:
                 status, reason = error.args
                 answer = {"code": status, "message": reason}
@@ -223,6 +225,7 @@ def serve(lab: KfpLab) -> Iterator[KfpLab]:
 def named_by_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KfpLab]:
     """A server whose runs are RUNNING, with clients that poll often; no Kubernetes cluster is configured."""
     monkeypatch.setattr(submit, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(submit, "POLL_SECONDS", 0.05)
     monkeypatch.setenv("KUBECONFIG", str(folder / "kubeconfig"))
     monkeypatch.delenv(kfp_client.TOKEN_FILE, raising=False)
     monkeypatch.delenv("KF_PIPELINES_UI_ENDPOINT", raising=False)

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +20,10 @@ SIGN_IN = (
 )
 OLDEST = (2, 16)  # first version that accepts a securityContext for pods
 PAGE = 100  # runs per request
+BEING_CREATED = (
+    "another process is creating it: try again; if that fails, its creation was interrupted: delete the pipeline in "
+    "Kubeflow's UI"
+)
 
 
 class TakenError(ValueError):
@@ -116,34 +120,29 @@ class KfpClient:
 
         body = getattr(kfp_server_api, f"V2beta1{kind.title()}")(display_name=name, **self._namespace)
         list_, create = getattr(api, f"{kind}_service_list_{kind}s"), getattr(api, f"{kind}_service_create_{kind}")
-        found = self._get_or_create(name, f"{kind}s", list_, create, self._namespace, {kind: body})
+        found = _get_or_create(
+            lambda: self._find(name, f"{kind}s", list_, **self._namespace), lambda: self.call(create, **{kind: body})
+        )
         return str(getattr(found, f"{kind}_id"))
 
     def version(self, pipeline: str, name: str, file: Path) -> Any:
-        list_, create = self._pipelines.pipeline_service_list_pipeline_versions, self._uploads.upload_pipeline_version
-        body = {"uploadfile": str(file), "name": name, "pipelineid": pipeline}
-        return self._get_or_create(name, "pipeline_versions", list_, create, {"pipeline_id": pipeline}, body)
+        return _get_or_create(
+            lambda: self.find_version(pipeline, name), lambda: self.create_version(pipeline, name, file)
+        )
 
-    def _get_or_create(
-        self, name: str, kind: str, list_: Callable[..., Any], create: Callable[..., Any], where: Mapping[str, str],
-        body: Mapping[str, Any],
-    ) -> Any:  # fmt: skip
-        """Return the object of that name, creating it if necessary; TimeoutError if another process is creating it."""
+    def find_version(self, pipeline: str, name: str) -> Any:
+        list_ = self._pipelines.pipeline_service_list_pipeline_versions
+        return self._find(name, "pipeline_versions", list_, pipeline_id=pipeline)
 
-        def find() -> Any:
-            by_name = _filter(operation="EQUALS", key="display_name", stringValue=name)
-            matches = getattr(self.call(list_, filter=by_name, **where), kind)
-            return matches[0] if matches else None
+    def create_version(self, pipeline: str, name: str, file: Path) -> Any:
+        """Create a version of a pipeline; TakenError if another process has created one of that name."""
+        upload = self._uploads.upload_pipeline_version
+        return self.call(upload, uploadfile=str(file), name=name, pipelineid=pipeline)
 
-        try:
-            return find() or self.call(create, **body)
-        except TakenError as error:
-            if existing := find():
-                return existing
-            raise TimeoutError(
-                f"{error}; another process is creating it: try again; if that fails, its creation was interrupted: "
-                "delete the pipeline in Kubeflow's UI"
-            ) from None
+    def _find(self, name: str, kind: str, list_: Callable[..., Any], **where: str) -> Any:
+        by_name = _filter(operation="EQUALS", key="display_name", stringValue=name)
+        matches = getattr(self.call(list_, filter=by_name, **where), kind)
+        return matches[0] if matches else None
 
     def runs(self, **predicate: Any) -> Iterator[Any]:
         """Yield matching runs; pages after the first have no filter, because some servers reject a second one."""
@@ -153,11 +152,17 @@ class KfpClient:
             yield from page.runs or ()
             more = {"page_token": page.next_page_token} if page.next_page_token else {}
 
-    def runs_of(self, version: Any) -> list[Any]:
-        since = (version.created_at - timedelta(minutes=1)).isoformat()  # no run is older than its version
+    def runs_of(self, versions: Sequence[Any]) -> list[Any]:
+        """Return the runs of some versions of a pipeline, of which the first is the oldest."""
+        if not versions:
+            return []
+        since = (versions[0].created_at - timedelta(minutes=1)).isoformat()  # no run is older than its version
         recent = self.runs(operation="GREATER_THAN_EQUALS", key="created_at", timestampValue=since)
-        found = [(run, run.pipeline_version_reference) for run in recent]
-        return [run for run, of in found if of and of.pipeline_version_id == version.pipeline_version_id]
+        found, ids = (
+            [(run, run.pipeline_version_reference) for run in recent],
+            {one.pipeline_version_id for one in versions},
+        )
+        return [run for run, of in found if of and of.pipeline_version_id in ids]
 
     def run(self, run_id: str) -> Any:
         return self.call(self._runs.run_service_get_run, run_id=run_id)
@@ -174,6 +179,16 @@ class KfpClient:
             runtime_config=V2beta1RuntimeConfig(parameters=dict(arguments)),
         )
         return self.call(self._runs.run_service_create_run, run=body)
+
+
+def _get_or_create(find: Callable[[], Any], create: Callable[[], Any]) -> Any:
+    """Return an object, creating it if necessary; TimeoutError if another process is creating it."""
+    try:
+        return find() or create()
+    except TakenError as error:
+        if existing := find():
+            return existing
+        raise TimeoutError(f"{error}; {BEING_CREATED}") from None
 
 
 def _filter(**predicate: Any) -> str:

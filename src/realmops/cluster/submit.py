@@ -1,6 +1,6 @@
 """Submission of a pipeline to Kubeflow Pipelines, at most once per training key, and monitoring of its run.
 
-Of runs submitted at the same moment, all but the oldest are ended by the pipeline's first task, ``guard``.
+Of active runs of one key, all but the oldest are ended by the pipeline's first task, ``guard``.
 """
 
 import json
@@ -17,7 +17,7 @@ import yaml
 
 from realmops.cluster.input_plan import PlannedInput, notes_of, pins_of, plan_inputs
 from realmops.cluster.key import find_image, image_note, training_key
-from realmops.cluster.kfp_client import KfpClient
+from realmops.cluster.kfp_client import BEING_CREATED, KfpClient, TakenError
 from realmops.cluster.kube import describe_pods
 from realmops.cluster.packed_options import pack_options
 from realmops.cluster.pod_namespace import KINDS, OPTIONAL, RUN_LABEL
@@ -30,6 +30,8 @@ SUCCEEDED = "SUCCEEDED"
 FAILURES = {"FAILED", "CANCELED", "SKIPPED"}  # in every other state but SUCCEEDED a run is active
 CANCELING = "CANCELING"  # active but will not succeed, so another run need not wait for it
 LIVE = ("PENDING", "RUNNING", "PAUSED", "RUNTIME_STATE_UNSPECIFIED")
+START_SECONDS = 60.0  # how long the run of a new pipeline version is awaited
+POLL_SECONDS = 1.0  # polling interval for that run
 WATCH_SECONDS = 5.0  # polling interval for the state of a run
 UNREACHABLE_SECONDS = 600.0  # how long the server may be unreachable while a run is watched
 PENDING_SECONDS = 120.0  # after which a pending pod is reported
@@ -144,20 +146,48 @@ def submit(submission: Submission, server: KfpClient, *, once: bool, log: Log) -
     """Start a run and return it; with ``once`` return an existing run of the key that is active or has succeeded."""
     experiment = server.experiment(submission.experiment)
     pipeline = server.pipeline(submission.pipeline.name)
-    version = server.version(pipeline, submission.key, submission.pipeline.path)
-    runs = server.runs_of(version) if once else []
-    for run in runs:
-        if run.state not in FAILURES | {CANCELING}:
+    if once:
+        version, run = _claim_version(submission, pipeline, server, log)
+        if run is not None:
             log(f"nothing to submit: {describe_run(run)} has the same key {submission.key[:16]}")
             log(f"run page: {server.link(run)}")
             return run
-    for run in runs:
-        log(f"{describe_run(run)} has the same key {submission.key[:16]}: submitting it again")
+    else:
+        version = server.version(pipeline, submission.key, submission.pipeline.path)
     log(server.place.description)
     run = server.start(experiment, version, submission.name, submission.arguments)
     log(f"submitted: {describe_run(run)} with the key {submission.key[:16]}")
     log(f"run page: {server.link(run)}")
     return run
+
+
+def _claim_version(submission: Submission, pipeline: str, server: KfpClient, log: Log) -> tuple[Any, Any]:
+    """Return a new version of the pipeline to start, or None and an existing run that is active or has succeeded.
+
+    The server refuses a second version of one name. Each attempt at a key has a version, and of processes that submit
+    at the same moment only the one that creates it starts its run; the others wait for that run.
+    """
+    versions: list[Any] = []
+    key, deadline = submission.key, time.monotonic() + START_SECONDS
+    while True:
+        while existing := server.find_version(pipeline, name := f"{key}-{len(versions) + 1}" if versions else key):
+            versions.append(existing)
+            deadline = time.monotonic() + START_SECONDS
+        runs = server.runs_of(versions)
+        if active := next((run for run in runs if run.state not in FAILURES | {CANCELING}), None):
+            return None, active
+        is_started = not versions or server.runs_of(versions[-1:])
+        if is_started or time.monotonic() > deadline:  # else the process that created it may be about to start it
+            try:
+                version = server.create_version(pipeline, name, submission.pipeline.path)
+            except TakenError as error:  # by another process, and it is not listed yet
+                if time.monotonic() > deadline + START_SECONDS:
+                    raise TimeoutError(f"{error}; {BEING_CREATED}") from None
+            else:
+                for run in runs:
+                    log(f"{describe_run(run)} has the same key {key[:16]}: submitting it again")
+                return version, None
+        time.sleep(POLL_SECONDS)
 
 
 def wait(run_id: str, tasks: set[str], server: KfpClient, log: Log) -> str:
