@@ -27,6 +27,7 @@ SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 SENTENCE_CONFIG = "config_sentence_transformers.json"  # of a sentence encoder: prompts
 POOLING = "1_Pooling/config.json"  # of a sentence encoder: pooling mode
 MODULES = "modules.json"  # of a sentence encoder: its modules in order
+HUB = "hf:"  # prefix of names on the hub, of data sets and models
 HUB_SECONDS = 5.0  # timeout of a question to the hub
 _COMMON = (CONFIG, VOCABULARY, TOKENIZER, TOKENIZER_CONFIG, POOLING, MODULES)
 _POOLED: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
@@ -73,7 +74,7 @@ READER = ModelFamily(
 
 def encoder_folder(init: str, family: ModelFamily = BERT) -> Path:
     """Return ``init`` itself if a folder, else the hub's download; a complete cached copy needs no request."""
-    folder = Path(init) if Path(init).is_dir() else _from_hub(init, family)
+    folder = Path(init) if Path(init).is_dir() else _from_hub(init.removeprefix(HUB), family)
     if missing := family.missing(folder):
         raise ValueError(f"{folder} lacks {', '.join(missing)}; {family.advice}")
     return folder
@@ -86,7 +87,7 @@ def describe_model(name: str) -> str | None:
     if constants.HF_HUB_OFFLINE:
         return None
     try:
-        found = HfApi().model_info(name, files_metadata=True, timeout=HUB_SECONDS)
+        found = HfApi().model_info(name.removeprefix(HUB), files_metadata=True, timeout=HUB_SECONDS)
     except Exception:  # no network, unknown name, an error of the hub: it is not proposed
         return None
     size = sum(file.size or 0 for file in found.siblings or () if file.rfilename.endswith(".safetensors"))
@@ -96,7 +97,7 @@ def describe_model(name: str) -> str | None:
 def is_cached(name: str) -> bool:
     from huggingface_hub import try_to_load_from_cache
 
-    return isinstance(try_to_load_from_cache(name, CONFIG), str)
+    return isinstance(try_to_load_from_cache(name.removeprefix(HUB), CONFIG), str)
 
 
 def encoder_files(init: str, family: ModelFamily = BERT) -> dict[str, Path]:

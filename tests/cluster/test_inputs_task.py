@@ -63,6 +63,13 @@ def test_all_tasks_of_a_run_read_what_the_first_fetched(
     assert f"| snapshot.documents | file://{remote} | {identity} |" in Path(fetched.path).read_text()
     assert metrics.shown == {"inputs": 1.0}
     plain = shutil.copy(remote, project / "plain.jsonl")
+    copy = Path(load_options(options, str(root)).snapshot.documents)
+    content = copy.read_bytes()
+    for damage in (lambda: copy.write_bytes(content.replace(b"a", b"b")), copy.unlink):
+        damage()
+        with pytest.raises(ValueError, match=f"snapshot.documents: {copy}, the copy of file:.*, is damaged; run the"):
+            load_options(options, str(root))
+        tasks.inputs(options, str(root), fetched, metrics)
     remote.write_bytes(b"".join(remote.read_bytes().splitlines(keepends=True)[:-1]))
     tasks.run_stage("snapshot", options, str(root), shown, shown)
     run_here("snapshot", options_of(project, str(plain)), project, tmp_path / "local")

@@ -191,15 +191,18 @@ def test_a_name_on_the_hub_or_the_volume_is_noted_and_an_unreadable_input_refuse
 
 
 def test_the_content_of_an_encoder_changes_the_key(project: Path) -> None:
-    def inputs(reader: str) -> tuple[str, list[str]]:
+    def inputs(reader: str, init: str = "weights") -> tuple[str, list[str]]:
         values = load_params(project / "params.yaml", settings=[DOCUMENTS])
-        models = {"retriever.init": "weights", "closed_book.init": "google/t5", "finetune.reader": reader}
+        models = {"retriever.init": init, "closed_book.init": "google/t5", "finetune.reader": reader}
         files, notes = identities(values.replace(models), project)
         return files["retriever.init"], notes
 
-    name, [note] = inputs("pretrain")
-    assert name == "weights"
-    assert note.startswith("retriever.init is 'weights', which is on the hub: the key contains its")
+    for name in ("some/encoder", "hf:encoder"):
+        identity, [note] = inputs("pretrain", name)
+        assert identity == name
+        assert note.startswith(f"retriever.init is '{name}', which is on the hub: the key contains its")
+    with pytest.raises(ValueError, match=r"retriever.init is 'weights': weights is a folder that .* does not have"):
+        inputs("pretrain")
     (project / "weights").mkdir()
     (project / "weights" / "model.safetensors").write_bytes(b"weights")
     before, notes = inputs("pretrain")

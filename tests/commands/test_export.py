@@ -15,13 +15,15 @@ import torch
 import transformers
 import yaml
 from sentence_transformers import SentenceTransformer
-from small_project import QUESTIONS, cli
+from small_encoders import write_encoder
+from small_project import QUESTIONS, SHORT, cli, stage, toy_values, write_project
 from small_world import World, embed_documents, section, tiny_models
 from tokenizers import Tokenizer
 
 from realmops import artifacts
 from realmops.answering.opened_model import OpenedModel
 from realmops.answering.openqa import OpenQa
+from realmops.commands.card import Publication
 from realmops.commands.export import INPUTS, export
 from realmops.devices import freeze_linear_weights
 from realmops.model.build import add_span_head
@@ -132,6 +134,24 @@ def test_the_card_describes_the_export(format: str, exported: dict[str, Path], g
     manifest = artifacts.read_manifest(exported[format], "export")
     assert manifest["format"] == format
     assert not [one for one in manifest["files"] if one.endswith((".bin", ".pt", ".pkl"))]
+
+
+def test_the_base_model_of_a_card_is_what_the_training_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what the working directory has under that name: an encoder of the hub, and then a folder of the project."""
+    commit = write_encoder(tmp_path / "cache" / ("0" * 40), "bert")
+    write_encoder(tmp_path / "project/own/folder", "bert")
+    (tmp_path / "here/some/encoder").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(commit))
+    write_project(tmp_path / "project")
+    for init, name in (("some/encoder", "some/encoder"), ("own/folder", None)):
+        untrained = {"ict": {"steps": 1, "reader_steps": 0}, "pretrain": {**SHORT["pretrain"], "steps": 0}}
+        changes = {**SHORT, **untrained, "retriever": {"init": init}}
+        for one in ("snapshot", "ict"):
+            stage(one, toy_values(**changes), tmp_path / "project", tmp_path / "root")
+        assert Publication(tmp_path / "root").base_model == name
+        manifest = artifacts.read_json(tmp_path / "root/models/ict/manifest.json")
+        assert manifest.get("hub") == (name and {"retriever.init": f"{name}@{commit.name}"})
 
 
 def test_a_folder_with_files_of_others_is_left_alone(answering: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,13 +11,21 @@ from typing import Any
 import pytest
 from compiled import init_dvc
 from fsspec.implementations.memory import MemoryFileSystem
-from small_project import Quiet
+from small_project import Quiet, toy_values
 from stored_objects import object_store, web_server
 
 from realmops.inputs import resolve as module
 from realmops.inputs.addresses import InputError, name_of
 from realmops.inputs.dvc_project import add_and_push, find_tracked
-from realmops.inputs.resolve import PinnedInput, ResolvedInput, address_identity, can_resolve, resolve
+from realmops.inputs.resolve import (
+    PinnedInput,
+    ResolvedInput,
+    address_identity,
+    can_resolve,
+    check_hub_name,
+    resolve,
+)
+from realmops.stages.run_inputs import take_inputs
 
 FILES = {"a.txt": b"one\n", "b/c.txt": b"two\n", "b/d/e.txt": b""}
 KEYS = {"aws_access_key_id": "id", "aws_secret_access_key": "key"}
@@ -109,14 +118,17 @@ def test_a_damaged_copy_in_the_cache_is_fetched_again(damage: str, tmp_path: Pat
     assert content(fetched("memory://docs", tmp_path).path) == FILES
 
 
-@pytest.mark.parametrize("headers", [{"ETag": '"1"'}, {}])
-def test_a_web_file_changes_with_its_etag_or_its_content(headers: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("mark", ["ETag", "Last-Modified", ""])
+def test_a_web_file_changes_with_its_address_its_header_or_its_content(mark: str, tmp_path: Path) -> None:
     with web_server() as server:
-        server.files["/a.jsonl"] = b"first", headers
+        server.files["/a.jsonl"] = b"first", {mark: "1"} if mark else {}
         first = fetched(f"{server.url}/a.jsonl", tmp_path)
         assert fetched(f"{server.url}/a.jsonl", tmp_path) == first
-        assert fetched(f"{server.url}/a.jsonl?split=test", tmp_path).path != first.path
-        server.files["/a.jsonl"] = b"other", {"ETag": '"2"'} if headers else {}
+        for query in ("?split=test", "?split=dev", "#dev"):
+            other = fetched(f"{server.url}/a.jsonl{query}", tmp_path)
+            assert other.path != first.path
+            assert other.identity.startswith(f"{server.url}/a.jsonl{query} ")
+        server.files["/a.jsonl"] = b"other", {mark: "2"} if mark else {}
         second = fetched(f"{server.url}/a.jsonl", tmp_path)
     assert [copy.path.read_bytes() for copy in (first, second)] == [b"first", b"other"]
 
@@ -272,6 +284,43 @@ def test_a_missing_folder_differs_from_a_tracked_one_with_its_base_name(project:
         assert not can_resolve(other, project)
         with pytest.raises(ValueError, match="does not exist, and DVC does not track it"):
             find_tracked(project / other, project)
+
+
+# Names on the hub
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout of git without the folders that it ignores or has lost."""
+    files = {".gitignore": b"/models/\n/runs\n", "lost/encoder/config.json": b"{}", "folder/a.txt": b"", "file": b""}
+    written(tmp_path / "checkout", files)
+    for words in (("init",), ("add", ".")):
+        subprocess.run(["git", *words], cwd=tmp_path / "checkout", check=True, capture_output=True)
+    shutil.rmtree(tmp_path / "checkout/lost")
+    return tmp_path / "checkout"
+
+
+MISSING = "encoder", "./some/encoder", "../some/encoder", "a/b/c", "/some/encoder", "file/encoder", "folder/encoder"
+
+
+@pytest.mark.parametrize("value", [*MISSING, "models/encoder", "lost/encoder", "some/../encoder"])
+def test_a_missing_folder_is_no_name_on_the_hub(value: str, checkout: Path) -> None:
+    with pytest.raises(ValueError, match=r"is a folder that .* does not have; restore it .*, or write hf:OWNER/NAME"):
+        check_hub_name(value, checkout)
+    options = toy_values(retriever={"init": value})
+    with pytest.raises(ValueError, match=r"retriever.init: .* is a folder that"):
+        take_inputs(options, checkout, checkout, checkout, Quiet())
+
+
+def test_a_name_with_an_owner_or_a_prefix_is_one_on_the_hub(checkout: Path, tmp_path: Path) -> None:
+    for value in ("sentence-transformers/all-MiniLM-L6-v2", "hf:folder/encoder", "hf:encoder"):
+        check_hub_name(value, checkout)
+        check_hub_name(value, tmp_path)
+    check_hub_name("some/encoder", checkout / "runs" / "all-of-which-git-ignores")
+    check_hub_name("models/encoder", tmp_path / "without-git")
+
+
+# Changes and pods
 
 
 def test_changed_content_is_pushed_unless_it_changes_meanwhile(project: Path) -> None:

@@ -185,7 +185,7 @@ def test_folders_of_models_are_resolved_against_the_project(tmp_path: Path) -> N
     values = small_project.toy_values(reader={"init": "reader"}, retriever={"init": "some/encoder"}, **untrained)
     resolved = resolve_models(values, tmp_path)
     assert resolved.reader.init == str(tmp_path / "reader")
-    assert resolved.retriever.init == "some/encoder"
+    assert resolved.retriever.init == "hf:some/encoder", "not the working directory's folder of that name"
     assert resolve_models(small_project.toy_values(reader={"init": "none"}), tmp_path).reader.init == "none"
     assert resolve_models(small_project.toy_values(), tmp_path).retriever.init == "small"
     assert values.reader.init == "reader", "the options of manifests and keys"

@@ -1,21 +1,18 @@
 """The inputs of a submission: the identity of their content, and where pods fetch it."""
 
 import os
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from realmops import hub
 from realmops.cluster import VOLUME
 from realmops.cluster.polling import Log
+from realmops.hub import HUB
 from realmops.inputs.addresses import is_address
 from realmops.inputs.dvc_project import TrackedInput, add_and_push, find_tracked
-from realmops.inputs.resolve import PinnedInput, address_identity, can_resolve
+from realmops.inputs.resolve import PinnedInput, address_identity, can_resolve, check_hub_name
 from realmops.options import Options
-from realmops.stages.option_inputs import HUB, MODELS, listed_inputs
-
-_HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
+from realmops.stages.option_inputs import MODELS, listed_inputs
 
 
 @dataclass(frozen=True)
@@ -62,20 +59,15 @@ def _plan(key: str, value: str, project: Path, tracked: dict[Path, TrackedInput]
     if is_address(value):
         return PlannedInput(key, value, address_identity(value))
     path = Path(os.path.abspath(project / value))
-    if value.startswith(HUB) or path.is_relative_to(VOLUME):
-        return PlannedInput(key, value, value)
-    if key in MODELS and not can_resolve(value, project) and _is_on_hub(value, path):
+    is_by_name = value.startswith(HUB) or path.is_relative_to(VOLUME)
+    if not is_by_name and key in MODELS and not can_resolve(value, project):
+        check_hub_name(value, project)
+        is_by_name = True
+    if is_by_name:
         return PlannedInput(key, value, value)
     if path not in tracked:
         tracked[path] = find_tracked(path, project)
     return PlannedInput(key, value, tracked[path].identity, tracked[path])
-
-
-def _is_on_hub(value: str, path: Path) -> bool:
-    if not _HUB_NAME.fullmatch(value):
-        return False
-    is_missing = "/" in value and path.parent.is_dir()
-    return not is_missing or hub.is_cached(value) or hub.describe_model(value) is not None
 
 
 def pins_of(inputs: Iterable[PlannedInput]) -> dict[str, PinnedInput]:

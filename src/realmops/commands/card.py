@@ -17,11 +17,12 @@ from realmops.config import parse_sections, recorded_options
 from realmops.corpus.special_tokens import prompt_separator
 from realmops.evaluate.model_index import reader_results, retriever_results
 from realmops.evaluate.run_report import headline_rows
+from realmops.hub import HUB
 from realmops.model.retriever import Embedder, Retriever
 from realmops.model.retriever_files import model_input_names, similarity
 from realmops.options import Options
 from realmops.resources import render_template
-from realmops.stages import STAGES, fingerprint
+from realmops.stages import INIT, STAGES, fingerprint
 from realmops.stages.runner import stage_inputs
 
 CARD = "README.md"
@@ -48,6 +49,13 @@ class Publication:
     def questions(self) -> str:
         options = self.trained("evaluate")
         return Path(options.questions.test).name if options else ""
+
+    @property
+    def base_model(self) -> str | None:
+        """The encoder's name on the hub, as its training has recorded it; None for a folder, or if it is unknown."""
+        path = Path() if self.root is None else self.root / STAGES["ict"].folder / artifacts.MANIFEST
+        names = artifacts.read_json(path).get("hub", {}) if path.is_file() else {}
+        return names[INIT].partition("@")[0] if INIT in names else None
 
     def trained(self, stage: str) -> Options | None:
         return None if self.root is None else recorded_options(self.root / STAGES[stage].folder)
@@ -88,7 +96,7 @@ def card(
     results: list[EvalResult] = []
     data: dict[str, Any] = {"configs": [{"config_name": "default", "data_files": "passages.parquet"}]}
     if format != "parquet":
-        data = {"library_name": format, "pipeline_tag": "sentence-similarity", "base_model": _base_model(init)}
+        data = {"library_name": format, "pipeline_tag": "sentence-similarity", "base_model": publication.base_model}
         if measured is not None:
             results = retriever_results(publication.questions, publication.evaluated, measured)
     data["tags"] = ["feature-extraction", "realm", "realmops", format]
@@ -130,7 +138,7 @@ def public_reader_card(opened: OpenedModel, init: str, counts: Mapping[str, int]
         "language": "en",
         "datasets": ["rajpurkar/squad"],
         "tags": ["realm", "realmops"],
-        "base_model": _base_model(init),
+        "base_model": None if Path(init).is_absolute() else init.removeprefix(HUB),
     }
     return _card(
         "public_reader", data, results, Publication(), opened=opened, init=init, counts=counts, metrics=metrics
@@ -165,7 +173,3 @@ def _card(
 
 def _without_folders(name: str | None) -> str:
     return Path(name or "").name if Path(name or "").is_absolute() else str(name)
-
-
-def _base_model(init: str | None) -> str | None:
-    return init if init and init.count("/") == 1 and not Path(init).exists() else None

@@ -11,6 +11,7 @@ from typing import Any
 from realmops import artifacts, config
 from realmops.config import PACKAGE
 from realmops.hub import READER, encoder_folder, is_sentence_encoder
+from realmops.inputs.resolve import check_hub_name
 from realmops.options import Options
 from realmops.progress import Report
 from realmops.stages import METRICS, STAGES
@@ -64,7 +65,10 @@ def reader_training(
         raise ValueError(f"{folder} is the working directory or above it; name a folder below it")
     artifacts.check_replaceable(final, EXPORT)
     init = encoder or ENCODER
-    init = str(Path(init).resolve()) if Path(init).is_dir() else init
+    if Path(init).is_dir():
+        init = str(Path(init).resolve())
+    else:
+        check_hub_name(init, Path())
     place = encoder_folder(init, replace(READER, option="--encoder", name="encoder", fallback=ENCODER))
     work = final.with_name(f".{final.name}.training")
     squad, notes = read_squad(source or _downloaded(work, report), ALL_PASSAGES)

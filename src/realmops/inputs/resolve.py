@@ -1,19 +1,23 @@
 """Resolve the value of an option to a path on this machine and the identity of its content.
 
-Fetched content is cached in ``CACHE/ENTRY/NAME`` with a manifest, and verified before each use.
+Fetched content is cached in ``CACHE/ENTRY/NAME`` with a manifest, and verified before each use. A model may also have a
+name on the hub, which is told from the folders of the checkout by ``check_hub_name``.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
+from realmops.hub import HUB
 from realmops.inputs.addresses import InputError, copy_address, is_address, name_of, version_of
 from realmops.inputs.dvc_project import is_tracked, pull, pull_content
 from realmops.progress import Report
@@ -22,6 +26,8 @@ from realmops.readers.walk import walk_files
 
 CACHE_VARIABLE = "REALMOPS_CACHE"
 KIND = "input"  # manifest kind of a cache entry
+GIT_SECONDS = 10.0  # timeout of git
+_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")  # OWNER/NAME
 PARTIAL = ".partial-"  # prefix of a folder with what a killed process has fetched
 
 
@@ -63,7 +69,34 @@ def address_identity(address: str) -> str:
 
 def can_resolve(value: str, project: Path) -> bool:
     path = Path(os.path.abspath(project / value))
-    return is_address(value) or path.exists() or is_tracked(path)
+    return is_address(value) or path.exists() or (not value.startswith(HUB) and is_tracked(path))
+
+
+def check_hub_name(value: str, project: Path) -> None:
+    """Raise ValueError if the value of a model, which is not here, may be a folder instead of a name on the hub.
+
+    Anybody can publish a model under the name of a folder that a checkout lacks. ``hf:NAME`` is of the hub; OWNER/NAME
+    is too, unless the project has OWNER, or git tracks or ignores that path.
+    """
+    is_name = _HUB_NAME.fullmatch(value) and not (project / value).parent.exists()
+    if not value.startswith(HUB) and (not is_name or _is_in_checkout(value, project)):
+        raise ValueError(
+            f"{value} is a folder that {project.absolute()} does not have; restore it ('dvc pull'), or write "
+            f"{HUB}OWNER/NAME for a model of the hub"
+        )
+
+
+def _is_in_checkout(value: str, project: Path) -> bool:
+    """Return whether git tracks a missing folder, or ignores it and not the whole project."""
+
+    def git(*words: str) -> bool:
+        command = ["git", "-C", str(project), *words]
+        return subprocess.run(command, capture_output=True, timeout=GIT_SECONDS, check=False).returncode == 0
+
+    with suppress(OSError, subprocess.SubprocessError):  # no git
+        is_ignored = git("check-ignore", "--", f"{value}/") and not git("check-ignore", "--", "./")
+        return is_ignored or git("ls-files", "--error-unmatch", "--", f"{value}/")
+    return False
 
 
 def resolve(value: str, project: Path, cache: Path, report: Report, pinned: PinnedInput | None = None) -> ResolvedInput:
@@ -102,7 +135,7 @@ def _cached(name: str, identity: str, cache: Path, report: Report, fetch: Callab
     """Return a cache entry; ``fetch`` writes a missing one to its first argument, with a resumable work folder."""
     entry = cache / artifacts.digest_of([identity, name])[:32]
     with _lock(cache / f"{PARTIAL}{entry.name}.lock", report):
-        if not _is_complete(entry):
+        if not is_complete(entry):
             report.log(f"inputs: fetching {name}")
             with artifacts.atomic_folder(entry) as draft:
                 fetch(draft / name, cache / f"{PARTIAL}{entry.name}")
@@ -110,7 +143,8 @@ def _cached(name: str, identity: str, cache: Path, report: Report, fetch: Callab
     return entry / name
 
 
-def _is_complete(entry: Path) -> bool:
+def is_complete(entry: Path) -> bool:
+    """Return whether an entry of the cache has all its files, and no others, with the digests of its manifest."""
     try:
         files = artifacts.read_manifest(entry, KIND)["files"]
     except ValueError:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from realmops.artifacts import special_file_kind
 from realmops.compressed import DECOMPRESSION_ERRORS, open_compressed, open_raw
+from realmops.hub import HUB
 from realmops.readers import tables
 from realmops.readers.beir import BEIR, corpus_file
 from realmops.readers.delimited import CSV
@@ -60,7 +61,7 @@ def list_sources(documents: Path, format: str) -> list[Source]:
 def _list_sources(documents: Path, format: str) -> list[Source]:
     if format != "auto" and format not in FORMATS:
         raise ValueError(f"unknown format {format!r}; allowed are auto, {', '.join(FORMATS)}")
-    if str(documents).startswith(tables.HUB):
+    if str(documents).startswith(HUB):
         _check_dataset(documents, format)
         return [Source(Path(name), DATASET, size) for name, size in tables.list_hub_splits(str(documents))]
     if not documents.exists():

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from realmops.credentials import error_line
+from realmops.hub import HUB
 from realmops.readers.documents import (
     LINE_LIMIT,
     Format,
@@ -26,7 +27,6 @@ _SLICE = 1 << 20  # characters and values that are converted to Python objects a
 _LIST_VALUES = 1 << 25  # of a column in a row group; reading takes 34 bytes per value
 _DECODED = 512 << 20  # bytes of text that are decoded at a time
 _TEXTS = ("title", "text", "id")  # bytes in these columns are text without the logical type for strings
-HUB = "hf:"
 _OFFSETS = {pa.string(): np.int32, pa.binary(): np.int32, pa.large_string(): np.int64, pa.large_binary(): np.int64}
 Sizes = NDArray[np.int64]
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from realmops import artifacts
 from realmops.artifacts import STAGE_FOLDERS
+from realmops.hub import HUB
 from realmops.inputs.resolve import content_digests
 from realmops.journal import JOURNAL as JOURNAL
 from realmops.journal import METRICS as METRICS
@@ -18,7 +19,6 @@ from realmops.progress import Report
 from realmops.stages.option_inputs import (
     CLOZE,
     FILES,
-    HUB,
     MODELS,
     NO_MODEL,
     is_stage_output,
@@ -169,10 +169,12 @@ STEPS = tuple(step for name in STAGES for step in ((name, CLOZE_STEP) if name ==
 
 
 def resolve_models(options: Options, project: Path) -> Options:
-    """Return the options with the folders of models resolved against the project, as those of files are."""
-    models = {key: options.get(key) for key in MODELS}
-    folders = {key: project / name for key, name in models.items() if name and name not in NO_MODEL[key]}
-    return options.replace({key: str(folder) for key, folder in folders.items() if folder.is_dir()})
+    """Return the options with models as folders of the project or ``hf:NAME``, never those of the working directory."""
+    models = {key: name for key in MODELS if (name := options.get(key)) and name not in NO_MODEL[key]}
+    is_here = {key: (project / name).is_dir() or Path(name).is_absolute() for key, name in models.items()}
+    return options.replace(
+        {key: str(project / name) if is_here[key] else f"{HUB}{name.removeprefix(HUB)}" for key, name in models.items()}
+    )
 
 
 def stage_options(stage: Stage, options: Options) -> dict[str, Any]:
@@ -246,8 +248,8 @@ def fingerprint(stage: Stage, options: Options, inputs: Mapping[str, Path]) -> s
     for key in (*FILES, *MODELS):
         section, _, name = key.partition(".")
         value = sections.get(section, {}).get(name, "")
-        if value and not value.startswith(HUB) and not is_stage_output(value):
-            sections[section][name] = PurePath(value).name
+        if value and (key in MODELS or not value.startswith(HUB)) and not is_stage_output(value):
+            sections[section][name] = PurePath(value.removeprefix(HUB)).name
     version = {"version": stage.version} if stage.version > 1 else {}
     return artifacts.digest_of({"stage": stage.name, "sections": sections, "inputs": content, **version})
 

@@ -3,11 +3,12 @@
 from collections.abc import Collection
 from pathlib import Path
 
+from realmops.hub import HUB
 from realmops.options import Options
 from realmops.questions.question_sets import read_questions
 from realmops.readers.sources import list_sources
 from realmops.stages import CLOZE_STEP, STAGES, option_files
-from realmops.stages.option_inputs import CLOZE, HUB, unused_inputs
+from realmops.stages.option_inputs import CLOZE, unused_inputs
 from realmops.train.conll import read_conll
 
 

@@ -22,7 +22,6 @@ NO_MODEL = {  # values that name no model
 }
 PUBLISHED = "data/published"  # passages imported with a checkpoint
 CLOZE = "data/cloze"  # questions generated from the corpus
-HUB = "hf:"  # prefix of datasets on the hub
 
 
 def is_stage_output(value: str) -> bool:

@@ -10,10 +10,10 @@ from types import MappingProxyType
 from realmops import artifacts
 from realmops.artifacts import WORK_FOLDER
 from realmops.inputs.addresses import is_address
-from realmops.inputs.resolve import PinnedInput, ResolvedInput, can_resolve, resolve
+from realmops.inputs.resolve import PinnedInput, ResolvedInput, can_resolve, check_hub_name, is_complete, resolve
 from realmops.options import Options
 from realmops.progress import Report
-from realmops.stages.option_inputs import HUB, listed_inputs
+from realmops.stages.option_inputs import MODELS, listed_inputs
 
 RECORD = f"{WORK_FOLDER}/inputs.json"
 VALUE, IDENTITY, PATH = "value", "identity", "path"
@@ -41,10 +41,13 @@ def take_inputs(
     fetched: dict[str, ResolvedInput] = {}
     entries: dict[str, dict[str, str]] = {}
     for key, value in listed_inputs(options).items():
-        is_known = key in pinned or (not value.startswith(HUB) and can_resolve(value, project))
-        if not (reads(key) and is_known):
+        if not reads(key):
             continue
         try:
+            if key not in pinned and not can_resolve(value, project):
+                if key in MODELS:
+                    check_hub_name(value, project)
+                continue
             resolved = resolve(value, project, cache, report, pinned.get(key))
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from None
@@ -62,12 +65,14 @@ def recorded_inputs(options: Options, root: Path) -> Options:
     """Return the options with the recorded paths of a run's inputs.
 
     Raises:
-        ValueError: an address is not recorded, or its copy was deleted.
+        ValueError: an address is not recorded, or a copy is incomplete or damaged.
     """
     paths, known = {}, _recorded(root)
     for key, value in listed_inputs(options).items():
         entry = known.get(key, {})
-        if entry.get(VALUE) == value and Path(entry[PATH]).exists():
+        if entry.get(VALUE) == value:
+            if not is_complete(Path(entry[PATH]).parent):
+                raise ValueError(f"{key}: {entry[PATH]}, the copy of {value}, is damaged; run the task inputs again")
             paths[key] = entry[PATH]
         elif is_address(value):
             raise ValueError(f"{key} is {value}, which {root / RECORD} does not have; run the task inputs first")

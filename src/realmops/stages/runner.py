@@ -13,7 +13,7 @@ from typing import Any
 
 from realmops import artifacts
 from realmops.artifacts import WORK_FOLDER
-from realmops.hub import READER, T5, encoder_files
+from realmops.hub import CONFIG, HUB, READER, T5, encoder_files
 from realmops.journal import Journal
 from realmops.options import Options
 from realmops.progress import Report, SilentReport
@@ -34,6 +34,7 @@ from realmops.stages import (
     resolve_models,
     stage_options,
 )
+from realmops.stages.option_inputs import MODELS
 from realmops.stages.run_inputs import written_inputs
 from realmops.tracking.runs import headline_metrics, mlflow_artifacts, start_tracking
 
@@ -127,6 +128,8 @@ def _run_locked(
         origin: dict[str, Any] = {"sections": fingerprint_options(stage, options.model_dump()), "presets": [*presets]}
         if image_commit():
             origin["code"] = image_commit()
+        if names := _hub_models(resolve_models(options, project), inputs):
+            origin["hub"] = names
         if _uses_torch(stage, options):
             origin["threads"] = _threads(options, work)
         artifacts.write_manifest(out, name, fingerprint=key, **origin)
@@ -137,6 +140,13 @@ def _run_locked(
             tracker.finish(figures, mlflow_artifacts(name, out))
     shutil.rmtree(work, ignore_errors=True)
     return metrics
+
+
+def _hub_models(options: Options, inputs: Mapping[str, Path]) -> dict[str, str]:
+    """Return the models of the hub that a stage reads, by option, as NAME@COMMIT."""
+    folders = {key: inputs[f"{key}/{CONFIG}"].parent for key in MODELS if f"{key}/{CONFIG}" in inputs}
+    names = {key: options.get(key) for key in folders}
+    return {key: f"{name.removeprefix(HUB)}@{folders[key].name}" for key, name in names.items() if name.startswith(HUB)}
 
 
 def image_commit() -> str:

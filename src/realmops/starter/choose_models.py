@@ -4,6 +4,7 @@ from pathlib import Path
 
 from realmops import hub
 from realmops.corpus.languages import ENGLISH
+from realmops.inputs.resolve import check_hub_name
 from realmops.options import NO_READER
 from realmops.stages import reads_spans
 from realmops.starter.new_project import Project, path_in_params
@@ -29,9 +30,15 @@ def choose_model(project: Project, encoder: str | None, size: int) -> list[str]:
         project.lines.append(f"encoder: from scratch (presets: {', '.join(presets)}){reason}")
         return presets
     path, note = Path(chosen), ""
+    if not path.is_dir():
+        check_hub_name(chosen, Path())
     if chosen != ENCODER:
         project.put("retriever.init", path_in_params(project, path) if path.is_dir() else chosen)
-    if not hub.is_sentence_encoder(path) if path.is_dir() else chosen.startswith(("google-bert/", "bert-")):
+    if (
+        not hub.is_sentence_encoder(path)
+        if path.is_dir()
+        else chosen.startswith(("google-bert/", "hf:google-bert/", "hf:bert-"))
+    ):
         project.put("retriever.pooling", "mean")  # [CLS] of a BERT without such training retrieves little
         note = "; retriever.pooling: mean, because it is not a sentence encoder"
     presets = ["squad", "minilm", *(["base"] if is_wide(chosen) else [])]
@@ -44,6 +51,8 @@ def choose_reader(project: Project, reader: str | None, *, has_questions: bool) 
     language = project.options.snapshot.language
     proposed = READERS if language == ENGLISH else MULTILINGUAL_READERS
     is_folder = reader is not None and Path(reader).is_dir()
+    if reader not in (None, NO_READER) and not is_folder:
+        check_hub_name(reader, Path())
     names = proposed if reader is None else () if is_folder or reader == NO_READER else (reader,)
     offers = [(name, about) for name in names if (about := hub.describe_model(name)) is not None]
     chosen = reader or (offers[0][0] if offers else proposed[0] if hub.is_cached(proposed[0]) else None)

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from realmops import config
+from realmops.hub import HUB
 from realmops.options import Options
-from realmops.stages.option_inputs import HUB
 
 
 @dataclass

@@ -6,10 +6,11 @@ from typing import Any
 
 from realmops import __version__
 from realmops.config import PACKAGE, Values
+from realmops.hub import HUB
 from realmops.options import SECTIONS, Options
 from realmops.resources import render_template
 from realmops.stages import CLOZE_STEP, STAGES, files_in_use, planned_steps
-from realmops.stages.option_inputs import CLOZE, HUB
+from realmops.stages.option_inputs import CLOZE
 from realmops.starter.cluster_files import BASES, CLUSTERS, REPOSITORY_TO_SET
 from realmops.starter.git_origin import GitOrigin
 from realmops.starter.yaml_text import as_yaml, yaml_scalar
