@@ -1,7 +1,6 @@
 """Resolve the value of an option to a path on this machine and the identity of its content.
 
-Fetched content is cached in ``CACHE/ENTRY/NAME`` with a manifest, and verified before each use. A model may also have a
-name on the hub, which is told from the folders of the checkout by ``check_hub_name``.
+Fetched content is cached in ``CACHE/ENTRY/NAME`` with a manifest, and verified before each use.
 """
 
 from __future__ import annotations
