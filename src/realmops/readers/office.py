@@ -239,11 +239,9 @@ def _chart_rows(root: Any) -> Iterator[str]:
     # The texts of each cell by category and column, in order; every series repeats the categories, column 0
     rows: dict[int, dict[int, dict[str, None]]] = defaultdict(lambda: defaultdict(dict))
     for series in root.iter(f"{_CHART}ser"):
-        names.append(
-            " ".join(node.text or "" for head in series.iterchildren(f"{_CHART}tx") for node in head.iter(f"{_CHART}v"))
-        )
+        names.append(" ".join(node.text or "" for node in series.iterfind(f"{_CHART}tx//{_CHART}v")))
         for axis, column in (("cat", 0), ("xVal", 0), ("val", len(names)), ("yVal", len(names))):
-            for value in (v for data in series.iterchildren(f"{_CHART}{axis}") for v in data.iter(f"{_CHART}v")):
+            for value in series.iterfind(f"{_CHART}{axis}//{_CHART}v"):
                 rows[int(value.getparent().get("idx", 0))][column][_format_number(value.text or "")] = None
     values = (
         [*(row.pop(0, None) or [""]), *(" ".join(row.get(column, ())) for column in range(1, max(row, default=0) + 1))]

@@ -20,7 +20,6 @@ from realmops.compressed import (
 from realmops.readers.documents import (
     LINE_LIMIT,
     RESERVED_KEYS,
-    Dropped,
     Outcome,
     RawRecord,
     parse_document,
@@ -38,7 +37,6 @@ _FRONT_LINE = re.compile(r"^(\w[\w -]*+):(.*)$", re.MULTILINE)
 _FRONT_LIMIT = 64 << 10  # characters
 _MODULE_LINES = re.compile(r"\s*(?:(?:import|export)\b.*\n\s*)*")  # at the beginning of a file of React
 _MAX_NULS = 0.05  # share of the bytes; more are in binary files, and in UTF-16 without a mark and Latin letters
-_DUMP_INDEX = re.compile(r"\A\d+:\d+:.+\n")  # of a multistream dump of Wikipedia
 
 
 def read_file(path: Path) -> tuple[PurePath, bytes]:
@@ -63,8 +61,6 @@ def read_text(raw: RawRecord) -> Outcome:
         return page_to_document(text, raw.place, stem)
     if suffix in _MARKDOWN_SUFFIXES:
         return parse_markdown(text, stem, raw.place, has_modules=suffix == _MDX)
-    if "multistream-index" in stem and _DUMP_INDEX.match(text):
-        return Dropped(raw.place, "dump_index")
     return parse_document({"title": stem, "text": text.strip()}, raw.place)
 
 
