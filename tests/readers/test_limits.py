@@ -74,6 +74,9 @@ LIMITS: list[tuple[dict[str, int], str, str | bytes, list[str]]] = [  # limits, 
      ["kept", "rejected", "kept", "rejected"]),
     ({}, "a.jsonl", "[" * 100_000, ["rejected"]),
     ({}, "a.jsonl", '{"text": ' + "[" * 100_000, ["rejected"]),
+    *(({limit: 1000}, "a.docx", docx("x"), ["too_large"])
+      for limit in ("paged._FILE_LIMIT", "contents._XML_LIMIT", "contents._UNPACKED_LIMIT")),
+    *(({"text.LINE_LIMIT": 10}, "a.txt", "x" * size, [kind]) for size, kind in ((10, "kept"), (11, "rejected"))),
     (CHARACTERS, "a.pdf", pdf("abcde", "", "fghij"), ["kept"]),
     (CHARACTERS, "a.pdf", pdf("abcde", "", "fghijk"), ["too_large"]),
     (CHARACTERS, "a.xlsx", xlsx({"A": [["ef"]]}), ["kept"]),
@@ -188,6 +191,7 @@ SLOW = ("html", "<p " + " ".join(f"a{n}" for n in range(30_000)) + ">Text.")  # 
     ("limit", "value", "suffix", "bad", "kind", "problem"),
     [
         ("MEMORY_LIMIT", 100 << 20, "pdf", drawn_forms(10, 6), "broken_pdf", "takes more than 100 MiB of memory"),
+        ("MEMORY_LIMIT", 30 << 20, "txt", "y " * (7 << 20), "too_large", "takes more than 30 MiB of memory"),
         ("TIME_LIMIT", 0.5, *SLOW, "too_slow", "takes more than 0.5 s of processor time"),
     ],
 )
