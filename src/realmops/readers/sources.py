@@ -141,9 +141,9 @@ def _folder_source(path: Path, name: str | None, special: str, is_strict: bool) 
     kind = suffix if _KIND.fullmatch(suffix) else "other"
     try:
         open_raw(path).close()
-        if name is not None and (name != "jsonl" or _begins_with_document(path)):
+        problem = (_first_problem(path) if name == "jsonl" else "") if name else _unsupported_problem(path)
+        if name is not None and not problem:
             return Source(path, FORMATS[name], size, f"broken_{name}")
-        problem = "its first record is not a JSON object with a text" if name else _unsupported_problem(path)
     except ValueError as error:
         problem = str(error).removeprefix(f"{path}: ")
         kind = f"broken_{name}" if name else kind
@@ -155,14 +155,16 @@ def _unreadable_source(path: Path, problem: str, kind: str) -> Source:
     return Source(path, replace(FORMATS["text"], name="unread", records=lambda _: iter([rejected])), 0)
 
 
-def _begins_with_document(path: Path) -> bool:
-    """Return whether the first record has a text; a broken first record counts unless the suffix is .json."""
-    for record in iter_objects(path):
+def _first_problem(path: Path) -> str:
+    """Return why the first record is no document; "" also for a broken record unless the suffix is .json."""
+    record = next(iter_objects(path), None)
+    if isinstance(record, RawRecord):
         with suppress(ValueError):
-            if isinstance(record, RawRecord):
-                return "text" in parse_json_object(record.data, record.place)
-        break
-    return ".json" not in path.suffixes
+            keys = parse_json_object(record.data, record.place)
+            return (
+                "" if "text" in keys else f"its first record has no key 'text' (keys found: {', '.join(sorted(keys))})"
+            )
+    return "its first record is not a JSON object" if ".json" in path.suffixes else ""
 
 
 def _first_bytes(path: Path) -> bytes:

@@ -130,15 +130,12 @@ def _sections(text: str) -> Iterator[tuple[int, str, str]]:
     level, heading, at = 0, "", 0
     for match in [*_HEADING.finditer(text), None]:
         if level <= dropped:
-            dropped = level if _heading_key(heading) in _DROPPED_SECTIONS else 7
+            key = " ".join(_QUOTES.sub("", heading).strip(" :").casefold().split())
+            dropped = level if key in _DROPPED_SECTIONS else 7
         if dropped == 7:
             yield level, heading, text[at : match.start() if match else None]
         if match:
             level, heading, at = len(match[1]), match[2].strip(), match.end()
-
-
-def _heading_key(heading: str) -> str:
-    return " ".join(_QUOTES.sub("", heading).strip(" :").casefold().split())
 
 
 def _render(wikitext: str, names: Collection[str]) -> str:
