@@ -22,7 +22,7 @@ def corpus(folder: Path, texts: Sequence[str], language: str, workers: int = 1) 
     found = list_sources(documents, "auto")
     vocabulary = train_vocabulary(found, size=300, min_count=1)
     options: Any = {"block_wordpieces": 512, "workers": workers, "language": language}
-    with atomic_folder(folder / "snapshot") as stage:
+    with atomic_folder(folder / "snapshot", "snapshot") as stage:
         write_snapshot(found, stage, vocabulary=vocabulary, **options)
     snapshot = Snapshot.open(folder / "snapshot")
     write_bm25(folder / bm25.FOLDER, snapshot)

@@ -110,7 +110,7 @@ def build_world(
 def build_snapshot(folder: Path, documents: Path, block_wordpieces: int = 48, workers: int = 1) -> Snapshot:
     """The snapshot of a file of documents, in the folder ``snapshot``."""
     corpus = list_sources(documents, "auto")
-    with atomic_folder(folder / "snapshot") as stage:
+    with atomic_folder(folder / "snapshot", "snapshot") as stage:
         vocabulary = train_vocabulary(corpus, size=150, min_count=1, workers=workers)
         options: Any = {"block_wordpieces": block_wordpieces, "workers": workers}
         write_snapshot(corpus, stage, vocabulary=vocabulary, **options)

@@ -152,7 +152,7 @@ def test_an_error_in_the_block_leaves_the_old_folder(tmp_path: Path, exists: boo
     before = contents(tmp_path)
     with ExitStack() as stack:
         stack.enter_context(pytest.raises(KeyboardInterrupt))
-        stage = stack.enter_context(atomic_folder(final))
+        stage = stack.enter_context(atomic_folder(final, None))
         (stage / "a").write_bytes(b"half")
         raise KeyboardInterrupt
     assert contents(tmp_path) == before
@@ -185,7 +185,7 @@ def test_a_fault_at_any_call_of_the_commit_leaves_the_old_folder_or_the_new_one(
         with monkeypatch.context() as patch:
             patch.setattr(artifacts.os, call, faulty)
             try:
-                with atomic_folder(final) as stage:
+                with atomic_folder(final, None) as stage:
                     (stage / "a").write_bytes(b"new")
                     (stage / "b").write_bytes(b"new")
             except OSError:
@@ -231,7 +231,7 @@ def test_files_and_folders_survive_a_power_cut_from_their_commit_on(tmp_path: Pa
         for content in (b"old", b"new"):
             write_bytes(tmp_path / "bytes", content)
             assert not disk.lost(tmp_path / "bytes")
-            with atomic_folder(final) as stage:
+            with atomic_folder(final, None) as stage:
                 assert stage.parent == final.parent, "a rename must not cross file systems"
                 (stage / "part" / "below").mkdir(parents=True)
                 (stage / "part" / "below" / content.decode()).write_bytes(content)
@@ -387,8 +387,63 @@ def test_the_target_of_a_link_to_a_folder_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "disk/old").write_text("old")
     (tmp_path / "out").symlink_to("disk")
-    with atomic_folder(tmp_path / "out") as stage:
+    with atomic_folder(tmp_path / "out", None) as stage:
         (stage / "new").write_text("new")
     assert (tmp_path / "out").is_symlink()
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["new"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "out"]
+
+
+FOREIGN: dict[str, Callable[[Path], Any]] = {
+    "no manifest": lambda x: (x / "manifest.json").unlink(),
+    "another kind": lambda x: change_manifest(x, kind="other"),
+    "damaged manifest": lambda x: os.truncate(x / "manifest.json", 60),
+    "edited manifest": lambda x: write_json(x / "manifest.json", {**read_json(x / "manifest.json"), "files": {}}),
+    "copied manifest": lambda x: [(x / "a.bin").rename(x / "thesis.bin"), (x / "sub" / "b.txt").unlink()],
+    "added file": lambda x: (x / "sub" / "notes.txt").write_text("mine"),
+    "hidden file": lambda x: write_bytes(x / ".git", b"gitdir: elsewhere"),
+    "link": lambda x: (x / "mine").symlink_to("/etc"),
+    "a file": lambda x: x.rename(x.with_name("y")) and x.write_text("mine"),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_folder_with_files_that_its_manifest_does_not_list_is_not_replaced(
+    tmp_path: Path, case: str, when: str
+) -> None:
+    final = folder_with_manifest(tmp_path / "x")
+    with ExitStack() as stack:
+        if when == "before":
+            FOREIGN[case](final)
+        kept = contents(tmp_path)
+        stack.enter_context(pytest.raises(ValueError, match=r"x.* was not written by this command"))
+        out = stack.enter_context(atomic_folder(final, "thing"))
+        assert when == "meanwhile"
+        FOREIGN[case](final)
+        kept = contents(tmp_path)
+        (out / "new").write_text("new")
+    assert contents(tmp_path) == kept
+
+
+def test_a_folder_of_listed_files_is_replaced_also_if_they_are_damaged(tmp_path: Path) -> None:
+    """By a command whose user names the folder only if they are as it wrote them: they may have been corrected."""
+    final = folder_with_manifest(tmp_path / "x")
+    artifacts.check_replaceable(final, "thing")
+    (final / "a.bin").write_bytes(b"changed")
+    (final / "sub" / "b.txt").unlink()
+    (final / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"a\.bin was not written by this command"):
+        artifacts.check_replaceable(final, "thing")
+    with atomic_folder(final, "thing") as out:
+        (out / "new").write_text("new")
+    assert contents(tmp_path) == {"x/new": b"new"}
+
+
+def test_drafts_of_killed_processes_are_deleted_and_folders_with_similar_names_are_kept(tmp_path: Path) -> None:
+    draft, similar = f".x.{'0' * 32}", [f".x.{'0' * 32}.backup", f".x.{'0' * 31}", f"x.{'0' * 32}", f".xx.{'0' * 32}"]
+    for name in (draft, *similar):
+        (tmp_path / name).mkdir()
+    with atomic_folder(tmp_path / "x", "thing"):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*similar, "x"])

@@ -1,10 +1,14 @@
-"""Artifacts that stages pass on: folders with a manifest, written atomically; and durable, canonical JSON files."""
+"""Artifacts that stages pass on: folders with a manifest, written atomically; and durable, canonical JSON files.
+
+Files of others are never deleted: ``check_replaceable`` is the rule for folders that are replaced. What else is deleted
+has a name of ours: drafts, folders below ``WORK_FOLDER``, entries of a cache or an exchange, marked runs (``clean``).
+"""
 
 import fcntl
-import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import time
@@ -162,18 +166,21 @@ def link_or_copy(source: str | Path, target: str | Path) -> None:
 
 @contextmanager
 def atomic_folder(
-    final: Path, *, files: Files = DISK, draft: str = "", commit: Callable[[Path], bool] | None = None
+    final: Path, kind: str | None, *, files: Files = DISK, draft: str = "", commit: Callable[[Path], bool] | None = None
 ) -> Iterator[Path]:
     """Yield a draft folder, which is synced and replaces ``final`` at the end of the block; it is deleted on error.
 
-    Another ``commit`` than by replacing ``final`` returns whether it committed the synced draft. Its caller writes the
-    files with ``files.write``, which syncs them, names the ``draft``, and sweeps those of killed processes.
+    ValueError before the block, and before the commit, if ``final`` has a file that its manifest of ``kind`` does not
+    list; None is for a folder below ``WORK_FOLDER`` or in a cache. Another ``commit`` than by replacing ``final``
+    returns whether it committed the synced draft. Its caller writes the files with ``files.write``, which syncs them,
+    names the ``draft``, and sweeps those of killed processes.
     """
     if commit is None:
         if final.is_symlink():  # the folder is kept on another disk: replace the target, not the link
             final = final.resolve()
         make_folder(final.parent)
         _remove_abandoned(final)
+        check_replaceable(final, kind, by_name=True)
     path = final.with_name(draft or f".{final.name}.{uuid.uuid4().hex}")
     is_committed = False
     with ExitStack() as locks:
@@ -188,7 +195,7 @@ def atomic_folder(
             if commit is None:
                 _sync_files(path)
             files.sync_folders(path)
-            is_committed = _replace(path, final) if commit is None else commit(path)
+            is_committed = _replace(path, final, kind) if commit is None else commit(path)
         finally:
             if not is_committed and commit is None:
                 shutil.rmtree(path, ignore_errors=True)
@@ -203,7 +210,8 @@ def _sync_files(folder: Path) -> None:
                 os.fsync(file.fileno())
 
 
-def _replace(draft: Path, final: Path) -> bool:
+def _replace(draft: Path, final: Path, kind: str | None) -> bool:
+    check_replaceable(final, kind, by_name=True)  # again: the block may have taken hours
     old = final.with_name(f".{final.name}.{uuid.uuid4().hex}.old")
     if final.exists():
         os.rename(final, old)
@@ -220,7 +228,8 @@ def _replace(draft: Path, final: Path) -> bool:
 
 def _remove_abandoned(final: Path) -> None:
     """Delete the drafts of killed processes, which no process locks; restore an old folder that was not replaced."""
-    for folder in final.parent.glob(f".{glob.escape(final.name)}.{'[0-9a-f]' * 32}*"):
+    draft = re.compile(rf"\.{re.escape(final.name)}\.[0-9a-f]{{32}}(\.old)?")
+    for folder in filter(lambda path: draft.fullmatch(path.name), [*final.parent.iterdir()]):
         with suppress(OSError):
             handle = os.open(folder, os.O_RDONLY)
             try:
@@ -319,17 +328,20 @@ def read_bound_manifest(
     return manifest
 
 
-def check_replaceable(folder: Path, kind: str) -> None:
-    """Check that a folder to be replaced contains only the unchanged files of its manifest; else ValueError."""
-    path = folder / MANIFEST
-    manifest = read_json(path) if path.is_file() else {}
-    is_valid = isinstance(manifest, dict) and manifest.get("kind") == kind and has_valid_digest(manifest)
-    digests = {name: entry["sha256"] for name, entry in manifest["files"].items()} if is_valid else {}
+def check_replaceable(folder: Path, kind: str | None, *, by_name: bool = False) -> None:
+    """Check that a folder has no files but those of its manifest, unchanged unless ``by_name``; else ValueError."""
+    if kind is None:
+        return
+    manifest: Any = None
+    with suppress(OSError, ValueError):  # missing or damaged
+        manifest = read_json(folder / MANIFEST)
+    files = {}
+    if isinstance(manifest, dict) and manifest.get("kind") == kind and has_valid_digest(manifest):
+        files = {name: entry["sha256"] for name, entry in manifest["files"].items()} | {MANIFEST: None}
     for file in sorted(folder.rglob("*")) if folder.is_dir() else [folder] if folder.exists() else []:
-        digest = digests.get(file.relative_to(folder).as_posix())
-        if (file.is_dir() and not file.is_symlink()) or (is_valid and file == path):
-            continue
-        if digest is None or digest != sha256_file(file):
+        name = file.relative_to(folder).as_posix()
+        is_ours = name in files and (by_name or name == MANIFEST or files[name] == sha256_file(file))
+        if not is_ours and (file.is_symlink() or not file.is_dir()):
             raise ValueError(
                 f"{file} was not written by this command, and {folder} would be replaced; move it away, or name "
                 "another folder"

@@ -215,7 +215,7 @@ def _load_with_embeddings(
         bar = report.progress("passages embedded", len(snapshot))
         embedding = embed_corpus(retriever, snapshot, dtype, bar)
         artifacts.make_folder(cached.parent)
-        with artifacts.atomic_folder(cached) as folder:
+        with artifacts.atomic_folder(cached, None) as folder:
             save_passages(folder, exact_index(embedding, retriever.vectors), snapshot.corpus_hash, tower)
         for other in cached.parent.glob("[!.]*"):  # of another retriever or corpus; dot names are being written
             if other != cached:

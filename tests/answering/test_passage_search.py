@@ -106,7 +106,7 @@ def test_another_pooling_computes_the_embeddings_again(root: Path, tmp_path: Pat
     manifest = read_json(final / MANIFEST)
     about = read_json(final / RETRIEVER_FOLDER / DESCRIPTION)
     pooling = "mean" if about["pooling"] == "cls" else "cls"
-    with atomic_folder(final) as stage:
+    with atomic_folder(final, "ict") as stage:
         shutil.copytree(final, stage, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
         write_json(stage / RETRIEVER_FOLDER / DESCRIPTION, about | {"pooling": pooling})
         write_manifest(stage, "ict", **{name: manifest[name] for name in ("fingerprint", "sections")})

@@ -115,7 +115,7 @@ def test_any_file_gives_a_whole_snapshot_or_one_error(lines: list[bytes], good: 
         (folder / "c.jsonl").write_bytes(content)
         error = None
         try:
-            with atomic_folder(folder / "s") as out:
+            with atomic_folder(folder / "s", "snapshot") as out:
                 found = list_sources(folder / "c.jsonl", "jsonl")
                 write_snapshot(found, out, vocabulary=PIECES, block_wordpieces=12)
         except ValueError as caught:

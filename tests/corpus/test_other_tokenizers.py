@@ -33,7 +33,7 @@ def opened(folder: Path, kind: str, special: tuple[str, ...] = ROBERTAS) -> Toke
 
 
 def write(folder: Path, documents: Path, tokenizer: str, pieces: list[str]) -> Snapshot:
-    with atomic_folder(folder) as stage:
+    with atomic_folder(folder, "snapshot") as stage:
         write_snapshot(
             list_sources(documents, "auto"),
             stage,

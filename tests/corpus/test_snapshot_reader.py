@@ -31,7 +31,7 @@ def write_corpus(path: Path, *documents: dict[str, Any]) -> Path:
 
 def snapshot(paths: list[Path], folder: Path, **options: Any) -> Snapshot:
     found = [source for path in paths for source in list_sources(path, "auto")]
-    with atomic_folder(folder) as stage:
+    with atomic_folder(folder, "snapshot") as stage:
         write_snapshot(found, stage, **{"vocabulary": VOCABULARY, "block_wordpieces": 13, **options})
     return Snapshot.open(folder)
 

@@ -25,7 +25,7 @@ def commit(root: Path, change: Callable[[Path, dict[str, Any]], None]) -> None:
     final = root / "models/finetune"
     manifest = read_json(final / MANIFEST)
     fields = {name: manifest[name] for name in ("fingerprint", "sections")}
-    with atomic_folder(final) as stage:
+    with atomic_folder(final, "finetune") as stage:
         shutil.copytree(final, stage, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
         change(stage, fields)
         write_manifest(stage, "finetune", **fields)

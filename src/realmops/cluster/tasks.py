@@ -266,7 +266,7 @@ def _reuse_output(stage: str, options: Options, root: Path) -> None:
             is_same = (manifest.get("fingerprint"), manifest.get("code")) == (key, image_commit())
             if not is_same or up_to_date_metrics(record.parent, definition, key) is None:
                 continue
-            with stage_lock(root / artifacts.WORK_FOLDER, stage), artifacts.atomic_folder(folder) as out:
+            with stage_lock(root / artifacts.WORK_FOLDER, stage), artifacts.atomic_folder(folder, stage) as out:
                 shutil.copytree(record.parent, out, copy_function=artifacts.link_or_copy, dirs_exist_ok=True)
             Console().log(f"{stage}: reusing {record.parent}, which has the same inputs and options")
             return

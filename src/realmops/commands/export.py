@@ -102,7 +102,7 @@ def _write(folder: Path, format: str, opened: OpenedModel, publication: Publicat
     # Several vectors are approximated by one, and another tower has another recall.
     measured = None if retriever.vectors > 1 or not is_indexed else "dense_" if model.hybrid else ""
     text = card(format, opened, retriever, notes, publication, measured)
-    with artifacts.atomic_folder(folder) as out:
+    with artifacts.atomic_folder(folder, KIND) as out:
         if format == "parquet":
             _write_passages(out / PASSAGES, opened, model.passages)
         elif format == "onnx":
@@ -127,7 +127,7 @@ def _export_reader(folder: Path, opened: OpenedModel, publication: Publication) 
 
 
 def write_reader(folder: Path, opened: OpenedModel, text: str) -> None:
-    with artifacts.atomic_folder(folder) as out:
+    with artifacts.atomic_folder(folder, KIND) as out:
         shutil.copytree(opened.folder / READER_FOLDER, out, dirs_exist_ok=True)
         if (opened.folder / CONFIDENCE).is_file():
             shutil.copyfile(opened.folder / CONFIDENCE, out / CONFIDENCE)

@@ -224,7 +224,7 @@ def _register(run: FinishedRun, registry: Registry, root: Path, copy: bool) -> M
 
 def _link_files(run: FinishedRun, root: Path) -> Path:
     final = (root / PROMOTED / run.digest[:12]).absolute()
-    with artifacts.atomic_folder(final) as folder:
+    with artifacts.atomic_folder(final, PROMOTED) as folder:
         for name, path in run.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             artifacts.link_or_copy(path, folder / name)

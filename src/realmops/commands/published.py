@@ -50,7 +50,7 @@ def import_published(
             raise ValueError(f"{checkpoint.folder} has another vocabulary than {first.folder}; import matching folders")
     if blocks is not None:
         folder = root / PUBLISHED
-        with artifacts.atomic_folder(folder) as out:
+        with artifacts.atomic_folder(folder, KIND) as out:
             bar = report.progress("passages", 0)
             count, corpus_hash = convert_blocks(blocks, titles, out / "passages.jsonl.gz", bar)
             artifacts.write_manifest(out, KIND, passages=count, corpus_hash=corpus_hash)
@@ -93,7 +93,7 @@ def _commit(
             f"{width}; import matching folders"
         )
     final = root / STAGES[name].folder
-    with artifacts.atomic_folder(final) as out:
+    with artifacts.atomic_folder(final, name) as out:
         save_models(out, retriever, reader, folders[0].text)
         if embedding_PE is not None:
             tower = passage_tower_digest(out / RETRIEVER_FOLDER) if is_indexed else ""

@@ -95,7 +95,7 @@ def write_cloze_questions(root: Path, out: Path | None, *, seed: int, limit: int
 
 def _write(out: Path, parts: Mapping[str, Sequence[Question]], **fields: Any) -> list[str]:
     counts = {name: len(questions) for name, questions in parts.items()}
-    with artifacts.atomic_folder(out) as stage:
+    with artifacts.atomic_folder(out, KIND) as stage:
         for name, questions in parts.items():
             (stage / name).write_bytes(b"".join(map(to_json_line, questions)))
         artifacts.write_manifest(stage, KIND, **fields, written=counts)

@@ -107,7 +107,7 @@ def _publish(task: _Task, new: Snapshot) -> Path:
     number, model = task.before.number + 1, model_digest(pipeline_state(task.root))
     # An earlier update may have had this corpus, with this model or another: its folder is kept.
     final = task.root / UPDATES / artifacts.digest_of([model, number, new.corpus_hash])[:12]
-    with artifacts.atomic_folder(final) as out:
+    with artifacts.atomic_folder(final, UPDATE) as out:
         shutil.move(new.folder.parent, out / "snapshot")
         new = Snapshot.open(out / "snapshot" / "corpus", verify=False)
         artifacts.write_json(out / METRICS, _embed(task, new, out))
@@ -151,7 +151,7 @@ def _read_corpus(task: _Task, documents: Path) -> Snapshot:
     old, final = task.old, task.work / "snapshot" / "corpus"
     options = task.options.snapshot
     files = list_sources(documents, options.format)
-    with artifacts.atomic_folder(final) as stage:
+    with artifacts.atomic_folder(final, None) as stage:
         manifest = write_snapshot(
             files,
             stage,
@@ -204,7 +204,7 @@ def _answer(task: _Task, final: Path) -> dict[str, Any]:
     stage, before = STAGES["evaluate"], task.answered.results
     inputs = {"snapshot": final / "snapshot", "finetune": final / "finetune"}
     inputs |= option_files(stage, task.options, task.project, task.root)
-    with artifacts.atomic_folder(final / RESULTS) as results:
+    with artifacts.atomic_folder(final / RESULTS, ANSWERS) as results:
         with Journal(task.work / JOURNAL, stage.name) as journal:
             sections = stage_options(stage, task.options)
             figures = evaluate.run(Job(sections, inputs, results, task.work, journal, task.report, task.work / "offer"))

@@ -49,7 +49,7 @@ def rank_file(
         run[question.id] = rank_documents((p for p in ids if p not in excluded), relevant.document_of)
         bar(1)
     qrels = relevant.qrels(questions)
-    with artifacts.atomic_folder(folder) as out:
+    with artifacts.atomic_folder(folder, KIND) as out:
         write_trec(out, questions, qrels, {"": run})
         artifacts.write_manifest(out, KIND, realmops=__version__, model=search.about)
     yield f"{len(run)} questions: up to {DEPTH} documents of each in {folder / 'run.txt'}"
@@ -67,7 +67,7 @@ def export_trec(folder: Path, root: Path, kind: str) -> str:
             f"{source} does not exist: test questions without judged documents (relevant, passage_id) have no run; "
             "rank them by 'realmops search --from FILE --run FOLDER'"
         )
-    with artifacts.atomic_folder(folder) as out:
+    with artifacts.atomic_folder(folder, kind) as out:
         shutil.copytree(source, out, dirs_exist_ok=True)
         artifacts.write_manifest(out, kind, format=KIND, realmops=__version__)
     return f"{', '.join(sorted(path.name for path in source.iterdir()))}: written to {folder}"

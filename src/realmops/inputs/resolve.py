@@ -136,7 +136,7 @@ def _cached(name: str, identity: str, cache: Path, report: Report, fetch: Callab
     with _lock(cache / f"{PARTIAL}{entry.name}.lock", report):
         if not is_complete(entry):
             report.log(f"inputs: fetching {name}")
-            with artifacts.atomic_folder(entry) as draft:
+            with artifacts.atomic_folder(entry, None) as draft:
                 fetch(draft / name, cache / f"{PARTIAL}{entry.name}")
                 artifacts.write_manifest(draft, KIND, identity=identity)
     return entry / name

@@ -225,7 +225,7 @@ class VersionStore:
             return is_committed
 
         draft_name = f".stage.{self.holder}.{nonce}"
-        with atomic_folder(self.folder / name, files=self.files, draft=draft_name, commit=commit) as draft:
+        with atomic_folder(self.folder / name, self.kind, files=self.files, draft=draft_name, commit=commit) as draft:
             for folder in sorted({draft / folder for file in contents for folder in Path(file).parents} - {draft}):
                 with suppress(FileExistsError):  # done, and its reply lost
                     self.files.mkdir(folder)

@@ -48,7 +48,7 @@ def write_bm25(
         workers: number of counting processes; 1 counts in this process.
         wordpieces: index the wordpieces of the bodies, with their ids as keys, for ``Bm25.search``.
     """
-    with atomic_folder(folder) as stage:
+    with atomic_folder(folder, KIND) as stage:
         parts_folder = stage / "parts"
         borders = [*range(0, len(snapshot), _PASSAGES), len(snapshot)]
         jobs = [(np.arange(*rows), parts_folder / str(rows[0])) for rows in itertools.pairwise(borders)]

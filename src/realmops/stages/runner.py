@@ -114,7 +114,7 @@ def _run_locked(
     started = time.monotonic()
     with ExitStack() as stack:
         stack.callback(_remove_empty, work)
-        out = stack.enter_context(artifacts.atomic_folder(final))
+        out = stack.enter_context(artifacts.atomic_folder(final, name))
         journal = stack.enter_context(Journal(work / JOURNAL, name))
         written = written_inputs(options, root)  # the same for all stages of a training, wherever they read inputs
         tracker = start_tracking(stack, journal, name, written, presets, inputs, project, root)

@@ -129,7 +129,7 @@ class BestCheckpoint:
             if is_worse:
                 return
         start = best[START] if best else figures.get("hit_at_5", 0.0)
-        with artifacts.atomic_folder(self._folder(step)) as stage:
+        with artifacts.atomic_folder(self._folder(step), None) as stage:
             save_models(stage, retriever, reader, self.text)
             artifacts.write_json(stage / FIGURES, {**figures, START: start})
         for old in self.folder.glob("step-*"):

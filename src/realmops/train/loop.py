@@ -59,7 +59,7 @@ class FolderCheckpoints:
         return None
 
     def save(self, step: int, files: Mapping[str, bytes]) -> None:
-        with artifacts.atomic_folder(self.folder / f"step-{step:08d}") as stage:
+        with artifacts.atomic_folder(self.folder / f"step-{step:08d}", None) as stage:
             for name, content in files.items():
                 (stage / name).write_bytes(content)
             artifacts.write_manifest(stage, _CHECKPOINT, step=step)
