@@ -71,9 +71,11 @@ def resumable() -> Iterator[None]:
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Exit with one line on errors that the user can fix: code 2, or 1 for TimeoutError; others propagate."""
+    """Exit with one line on errors that the user can fix (code 2; TimeoutError: 1) and on Ctrl-C (130)."""
     try:
         yield
+    except KeyboardInterrupt:
+        _end(" stopped", 130)
     except (ValueError, TimeoutError) as error:
         _end(f" {error}", 2 if isinstance(error, ValueError) else 1)
     except RuntimeError as error:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -9,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 import click
 
 from realmops import __version__
-from realmops.console import exit_on_user_error, show
+from realmops.console import Console, exit_on_user_error, show
 from realmops.credentials import refuse_credentials
 
 HEADINGS = {
@@ -20,6 +21,10 @@ HEADINGS = {
     "Operate": ("submit", "upload", "index-builder", "sync", "doctor", "clean"),
 }
 ONE_QUESTION = ("search", "ask")  # commands that end after an answer, unless they read a file
+LONG = (  # commands that import PyTorch, or wait for a server: they log a line at once
+    *ONE_QUESTION, "run", "reader", "import", "cloze", "explain", "ceilings", "serve", "mcp", "update", "export",
+    "ablate", "promote", "submit", "index-builder",
+)  # fmt: skip
 
 
 class ExplainedCommand(click.Command):
@@ -34,7 +39,11 @@ class ExplainedCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> None:
         """Run the command, print the lines that it yields, and explain its errors."""
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # by __main__.py, before the imports
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         is_short = self.name in ONE_QUESTION and ctx.params["file"] is None
+        if self.name in LONG and not is_short:
+            Console().log(f"{self.name}: starting")
         with exit_on_user_error(), without_garbage_collection() if is_short else nullcontext():
             for line in super().invoke(ctx) or ():
                 show(line)
