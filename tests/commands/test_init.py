@@ -17,6 +17,7 @@ import small_project
 import yaml
 from manifest_rules import faults
 from manifests import find, instructions, read_all, render
+from paged_files import pdf
 from small_project import cli
 from small_world import DOCUMENTS
 
@@ -168,6 +169,34 @@ def test_bad_input_is_refused_and_nothing_is_written(
     assert result.exit_code == 2
     assert message in result.stderr
     assert sorted(folder.rglob("*")) == before
+
+
+def test_documents_are_read_file_by_file_and_refused_if_none_can_be(tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    (folder / "empty.txt").write_bytes(b" ")
+    (folder / "locked.pdf").write_bytes(pdf("x", password="secret"))
+    (folder / "long.txt").write_bytes(b"words " * (3 << 20))
+    with zipfile.ZipFile(folder / "more.zip", "w") as archive:
+        archive.writestr("more.txt", "words")
+    problems = [
+        "empty.txt: empty text", "locked.pdf: the PDF needs a password", "long.txt: the file is larger than 16 MiB",
+        "more.zip: it is a zip archive, which is not read; unpack it",
+    ]  # fmt: skip
+    result = cli("init", tmp_path / "mine", "--documents", folder)
+    assert result.exit_code == 2
+    for problem in ("docs: no document can be read:", *problems):
+        assert problem in result.stderr
+    assert not (tmp_path / "mine").exists()
+    for name in ("locked.pdf", "more.zip"):
+        result = cli("init", tmp_path / "mine", "--documents", folder / name)
+        assert (result.exit_code, "needs a password" in result.stderr or "unpack it" in result.stderr) == (2, True)
+    for n in range(7):
+        (folder / f"note{n}.txt").write_text("Anna Berg was born in Oslo.\n")
+    printed = made(tmp_path / "mine", "--documents", folder)
+    assert "documents: read note0.txt, note1.txt, note2.txt, note3.txt, note4.txt, 2 more\n" in printed
+    for problem in problems:
+        assert problem in printed
 
 
 def test_files_of_the_user_stay(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 
 from realmops.corpus.languages import AUTO, ENGLISH, detect_language, load_languages
@@ -10,18 +9,29 @@ from realmops.readers.documents import Document, RawRecord, Rejected
 from realmops.readers.sources import Source, list_sources
 from realmops.starter.new_project import Project, path_in_params
 
+FILES, RECORDS = 20, 50  # that are read, of all files and of each; more until there is a document
+SHOWN = 5  # files that are named
 SHORT = 100  # characters; language detection is unreliable below
 SEVERAL = 0.05  # share of documents in a second language from which each document is detected on its own (auto)
 
 
 def add_documents(project: Project, documents: Path) -> int:
-    """Set snapshot.documents and its language, describe the documents, and return their size in bytes."""
+    """Set snapshot.documents and its language, describe the documents, and return their size in bytes.
+
+    Raises ValueError if no document can be read.
+    """
     files = list_sources(documents, "auto")
     counts = Counter(_kind(source) for source in files)
     size = sum(source.size for source in files)
     kinds = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
     project.lines.append(f"documents: {kinds}, {size / 1e6:,.1f} MB")
-    project.lines += _inspect_records(project, files)
+    read, problems, languages = _read(files)
+    if not read:
+        raise ValueError("\n  ".join([f"{documents}: no document can be read:", *_first(problems)]))
+    tried = f" of the first {FILES} files" if len(files) > FILES else ""
+    project.lines.append(f"documents: read {', '.join(_first(read))}{tried}")
+    project.lines += [f"documents: {problem}" for problem in _first(problems)]
+    project.lines += _set_language(project, languages)
     project.put("snapshot.documents", path_in_params(project, documents))
     return size
 
@@ -31,23 +41,39 @@ def _kind(source: Source) -> str:
     return ending if ending and source.format.name == "text" else source.format.name
 
 
-def _inspect_records(project: Project, files: Sequence[Source]) -> list[str]:
-    """Return a line about the first broken record, if any, and one about languages, if not only English."""
-    detected: Counter[str] = Counter()
-    broken: list[Rejected] = []
-    for source in files[:20]:
-        for raw in islice(source.format.records(source.path), 50):
+def _read(files: Sequence[Source]) -> tuple[list[str], list[str], Counter[str]]:
+    """Read the first documents; return names of files that have some, a problem of each other one, and languages."""
+    read, problems, languages = list[str](), list[str](), Counter[str]()
+    for number, source in enumerate(files):
+        if number >= FILES and read:
+            break
+        has_document, problem = False, ""
+        for n, raw in enumerate(source.format.records(source.path)):
+            if n >= RECORDS and (read or has_document):
+                break
             document = source.format.convert(raw) if isinstance(raw, RawRecord) else raw
             if isinstance(document, Document):
+                has_document = True
                 likely = detect_language(document.text)
-                detected.update(likely if len(likely) == 1 and len(document.text) >= SHORT else ())
-            elif isinstance(document, Rejected):
-                broken.append(document)
-    lines = [f"documents: {broken[0].place}: {broken[0].problem}"] if broken else []
+                languages.update(likely if len(likely) == 1 and len(document.text) >= SHORT else ())
+            elif not problem:
+                reason = document.problem if isinstance(document, Rejected) else document.reason.replace("_", " ")
+                problem = f"{document.place}: {reason}"
+        read += [source.path.name] if has_document else []
+        problems += [problem] if problem else []
+    return read, problems, languages
+
+
+def _first(items: Sequence[str]) -> list[str]:
+    """Return the first items, and the number of the others."""
+    return [*items[:SHOWN], *([f"{len(items) - SHOWN} more"] if len(items) > SHOWN else [])]
+
+
+def _set_language(project: Project, detected: Counter[str]) -> list[str]:
+    """Set the language of the documents; return a line about it if it is not only English."""
     shares = {code: n / detected.total() for code, n in detected.most_common() if n >= SEVERAL * detected.total()}
     if not shares or [*shares] == [ENGLISH]:
-        return lines
+        return []
     project.put("snapshot.language", AUTO if len(shares) > 1 else next(iter(shares)))
     names = ", ".join(f"{load_languages()[code].name} {share:.0%}" for code, share in shares.items())
-    lines.append(f"language: {names} (snapshot.language: {project.own['snapshot']['language']})")
-    return lines
+    return [f"language: {names} (snapshot.language: {project.own['snapshot']['language']})"]
