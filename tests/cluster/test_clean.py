@@ -1,6 +1,7 @@
 """``realmops clean`` deletes old runs that carry their mark, and nothing else."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -59,9 +60,13 @@ def test_old_runs_are_deleted_only_on_request(runs: Path) -> None:
 
 
 def test_folders_without_a_mark_that_names_them_are_kept(runs: Path) -> None:
-    """Documents, projects with stages, renamed runs, links, and folders next to the runs."""
+    """Documents, with a copied mark or as the root of a run, projects with stages, renamed runs, and links."""
     write_run(runs / "old", 90)
-    (runs / "documents").mkdir()
+    for name in ("documents", "root"):
+        (runs / name).mkdir()
+        (runs / name / "only_copy.txt").write_text("words")
+    shutil.copy(runs / "old" / clean.MARK, runs / "documents")
+    make_run_folder(runs / "root")
     artifacts.make_folder(runs / "project" / "results")
     artifacts.write_manifest(runs / "project" / "results", "evaluate")
     os.rename(write_run(runs / "moved", 90), runs / "renamed")
@@ -71,9 +76,9 @@ def test_folders_without_a_mark_that_names_them_are_kept(runs: Path) -> None:
     for folder in runs.iterdir():
         set_age(folder, 90)
     code, output = call(runs, "--delete")
-    assert (code, names(runs)) == (0, {"documents", "project", "renamed", "linked", "broken"})
+    assert (code, names(runs)) == (0, {"documents", "root", "project", "renamed", "linked", "broken"})
     assert (runs.parent / "linked" / "passages").is_file()
-    assert output.splitlines()[-1].startswith("1 deleted; 5 left alone")
+    assert output.splitlines()[-1].startswith("1 deleted; 6 left alone")
 
 
 def test_promoted_and_running_runs_are_kept(runs: Path) -> None:

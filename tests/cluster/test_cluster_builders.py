@@ -90,6 +90,17 @@ def test_scaling_is_retried_while_the_api_server_is_unreachable(
         builders.release_builders(DEPLOYMENT, root, "us", lines.append)
 
 
+def test_the_end_of_a_run_deletes_the_exchange_of_its_finished_pre_training_alone(lab: Lab, tmp_path: Path) -> None:
+    key, own = "0123456789abcdef", tmp_path / "exchange" / "documents"
+    for folder in (tmp_path / "exchange" / key, own, tmp_path / "models" / "pretrain"):
+        folder.mkdir(parents=True)
+    sections = {"pretrain": {"exchange": str(own)}}
+    artifacts.write_manifest(tmp_path / "models" / "pretrain", "pretrain", fingerprint=key * 4, sections=sections)
+    builders.scale_up_builders(tmp_path, tmp_path / "exchange" / key, DEPLOYMENT, 0, "us", 60, print)
+    builders.release_builders(DEPLOYMENT, tmp_path, "us", print)
+    assert [*(tmp_path / "exchange").iterdir()] == [own]
+
+
 @pytest.mark.parametrize("forbidden", [False, True])
 def test_builders_without_a_new_heartbeat_end_the_wait_with_the_reasons(
     forbidden: bool, lab: Lab, tmp_path: Path

@@ -222,8 +222,8 @@ def test_without_a_registry_there_is_one_message(project: Path, monkeypatch: pyt
     for uri in ("http://127.0.0.1:9", f"sqlite:///{project / 'params.yaml'}/mlflow.db"):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
         result = promote(project, "none")
-        assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
-        assert result.stderr.startswith("realmops: the model registry at MLFLOW_TRACKING_URI failed: ")
+        assert (result.exit_code, len(result.stderr.splitlines())) == (2, 2)
+        assert "\nrealmops: the model registry at MLFLOW_TRACKING_URI failed: " in result.stderr
 
 
 # ---- the registered model

@@ -25,7 +25,7 @@ from exchange_lab import (
 
 from realmops.files import Clock
 from realmops.refresh.builder import MISCONFIGURED, Builder, run_builder
-from realmops.refresh.exchange import Exchange, FencedError
+from realmops.refresh.exchange import Exchange, FencedError, RunMismatchError
 from realmops.refresh.trainer import RefreshPolicy, TrainerSide
 from realmops.refresh.versions import CorruptVersionError, version_name
 
@@ -48,6 +48,13 @@ def finished_run() -> MemoryFiles:
     files = MemoryFiles()
     assert life(with_builder(files), PLAN) == undisturbed(PLAN)
     return files
+
+
+def test_a_folder_with_versions_of_no_exchange_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "weights" / "v-202601").mkdir(parents=True)
+    with pytest.raises(RunMismatchError, match=r"weights/v-202601 is of no exchange; give this run another"):
+        Exchange.open(tmp_path, IDENTITY)
+    assert [*(tmp_path / "weights").iterdir()] == [tmp_path / "weights" / "v-202601"]
 
 
 def test_i3_a_finished_run_ends_as_defined_and_leaves_only_the_retention() -> None:

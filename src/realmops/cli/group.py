@@ -23,7 +23,7 @@ HEADINGS = {
 ONE_QUESTION = ("search", "ask")  # commands that end after an answer, unless they read a file
 LONG = (  # commands that import PyTorch, or wait for a server: they log a line at once
     *ONE_QUESTION, "run", "reader", "import", "cloze", "explain", "ceilings", "serve", "mcp", "update", "export",
-    "ablate", "promote", "submit", "index-builder",
+    "ablate", "promote", "submit",
 )  # fmt: skip
 
 

@@ -225,10 +225,8 @@ def release_builders(deployment: str, root: Path, owner: str, log: Log) -> None:
     if not _scale_down(deployment, assignment, owner, SCALE_DOWN_SECONDS, log):
         return
     with suppress(ValueError):  # an unfinished pre-training resumes from its exchange
-        manifest = read_manifest(root / STAGES["pretrain"].folder, "pretrain")
-        exchange = Path(manifest["sections"]["pretrain"]["exchange"])
-        if exchange.parent == root / "exchange":
-            shutil.rmtree(exchange, ignore_errors=True)
+        key = read_manifest(root / STAGES["pretrain"].folder, "pretrain")["fingerprint"]
+        shutil.rmtree(root / "exchange" / key[:16], ignore_errors=True)
 
 
 def read_heartbeats(folder: Path) -> dict[str, bytes]:

@@ -58,7 +58,7 @@ def load_options(options: str, root: str) -> Options:
 
 
 def make_run_folder(root: Path) -> None:
-    """Create the run's folder; ValueError if this pod's user may not write to the volume."""
+    """Create the run's folder, and mark it unless it has files of others; ValueError if it cannot be written to."""
     folder = next(path for path in (root, *root.parents) if path.exists())
     if not os.access(folder, os.W_OK):
         status = folder.stat()
@@ -69,7 +69,7 @@ def make_run_folder(root: Path) -> None:
             "change the folder's owner"
         )
     artifacts.make_folder(root)
-    if not (root / MARK).is_file():
+    if not any(root.iterdir()):
         artifacts.write_json(root / MARK, {"run": root.name})
 
 

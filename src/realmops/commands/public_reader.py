@@ -36,7 +36,7 @@ class ReaderTraining:
     """A training that is about to run."""
 
     folder: Path  # folder of the reader, written at the end
-    work: Path  # hidden folder next to it, the root of the training, from which a killed training resumes
+    work: Path  # the root of the training, from which a killed training resumes
     encoder: str  # folder or name of the encoder
     options: Options
     counts: Mapping[str, int]  # training questions, and the paragraphs and articles that they are about
@@ -59,7 +59,7 @@ class ReaderTraining:
 def reader_training(
     folder: Path, encoder: str | None, questions: int, source: Path | None, report: Report
 ) -> Iterator[ReaderTraining]:
-    """Check the inputs and write the training data into a hidden, locked folder next to ``folder``."""
+    """Check the inputs and write the training data into a locked folder below ``WORK_FOLDER`` next to ``folder``."""
     final = folder.resolve()
     if final in (Path.cwd(), *Path.cwd().parents):
         raise ValueError(f"{folder} is the working directory or above it; name a folder below it")
@@ -70,7 +70,7 @@ def reader_training(
     else:
         check_hub_name(init, Path())
     place = encoder_folder(init, replace(READER, option="--encoder", name="encoder", fallback=ENCODER))
-    work = final.with_name(f".{final.name}.training")
+    work = final.parent / artifacts.WORK_FOLDER / "reader" / final.name
     squad, notes = read_squad(source or _downloaded(work, report), ALL_PASSAGES)
     for note in notes:
         report.warn(note)

@@ -103,6 +103,8 @@ class Exchange:
             with suppress(PermissionError):  # a folder above the volume
                 self.files.sync_folder(folder)
         if IDENTITY_VERSION not in self.identity.names():
+            if foreign := [store.folder / name for store in self.stores.values() for name in store.names()]:
+                raise RunMismatchError(f"{foreign[0]} is of no exchange; give this run another exchange folder")
             self.identity.publish(IDENTITY_VERSION, {}, {})
 
     def check_identity(self) -> None:
