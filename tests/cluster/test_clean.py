@@ -82,9 +82,9 @@ def test_folders_without_a_mark_that_names_them_are_kept(runs: Path) -> None:
 
 
 def test_promoted_and_running_runs_are_kept(runs: Path) -> None:
-    artifacts.make_folder(runs / "champion" / PROMOTED / "0123")
+    artifacts.make_folder(write_run(runs / "champion", 90) / PROMOTED / "0123")
     artifacts.write_manifest(runs / "champion" / PROMOTED / "0123", PROMOTED)
-    write_run(runs / "champion", 90)
+    set_age(runs / "champion", 90)
     running = write_run(runs / "running", 90)
     with stage_lock(running / artifacts.WORK_FOLDER, "pretrain"):
         set_age(running, 90)

@@ -90,17 +90,6 @@ def test_scaling_is_retried_while_the_api_server_is_unreachable(
         builders.release_builders(DEPLOYMENT, root, "us", lines.append)
 
 
-def test_the_end_of_a_run_deletes_the_exchange_of_its_finished_pre_training_alone(lab: Lab, tmp_path: Path) -> None:
-    key, own = "0123456789abcdef", tmp_path / "exchange" / "documents"
-    for folder in (tmp_path / "exchange" / key, own, tmp_path / "models" / "pretrain"):
-        folder.mkdir(parents=True)
-    sections = {"pretrain": {"exchange": str(own)}}
-    artifacts.write_manifest(tmp_path / "models" / "pretrain", "pretrain", fingerprint=key * 4, sections=sections)
-    builders.scale_up_builders(tmp_path, tmp_path / "exchange" / key, DEPLOYMENT, 0, "us", 60, print)
-    builders.release_builders(DEPLOYMENT, tmp_path, "us", print)
-    assert [*(tmp_path / "exchange").iterdir()] == [own]
-
-
 @pytest.mark.parametrize("forbidden", [False, True])
 def test_builders_without_a_new_heartbeat_end_the_wait_with_the_reasons(
     forbidden: bool, lab: Lab, tmp_path: Path
@@ -154,26 +143,26 @@ def test_builders_of_another_run_are_waited_for_and_used_after_its_end(
 
 
 @pytest.mark.parametrize(
-    ("used", "owner", "left"),
-    [("exchange/ours", "us", []), (None, "us", ["ours"]), ("exchange/ours", "them", ["ours"]),
-     ("../elsewhere", "us", ["ours"])],
+    ("key", "owner", "left"),
+    [("0123456789abcdef" * 4, "us", ["own"]), (None, "us", ["0123456789abcdef", "own"]),
+     ("0123456789abcdef" * 4, "them", ["0123456789abcdef", "own"])],
 )  # fmt: skip
-def test_the_exchange_of_a_finished_pre_training_is_removed(
-    lab: Lab, tmp_path: Path, used: str | None, owner: str, left: list[str]
+def test_the_exchange_of_a_finished_pre_training_is_removed_and_no_folder_that_options_name(
+    lab: Lab, tmp_path: Path, key: str | None, owner: str, left: list[str]
 ) -> None:
-    """``used`` is the exchange of the finished pre-training, ``owner`` the run that has scaled up the builders."""
+    """``key`` is that of the finished pre-training, ``owner`` the run that has scaled up the builders."""
     root, assignment = tmp_path / "runs/one", tmp_path / builders.ASSIGNMENT
-    folder = root / STAGES["pretrain"].folder
-    for path in (root / "exchange/ours/run/v-000000", root / "../elsewhere", folder):
+    folder, exchange = root / STAGES["pretrain"].folder, root / "exchange"
+    for path in (exchange / "0123456789abcdef/run/v-000000", exchange / "own", folder):
         path.mkdir(parents=True)
-    if used:
-        artifacts.write_manifest(folder, "pretrain", sections={"pretrain": {"exchange": str(root / used)}})
+    if key:
+        sections = {"pretrain": {"exchange": str(exchange / "own")}}
+        artifacts.write_manifest(folder, "pretrain", fingerprint=key, sections=sections)
     tasks.lower_builders(DEPLOYMENT, str(root), "us")
     assert lab.replicas == [], "never scaled up"
-    assign_exchange(assignment, root / "exchange/ours", tmp_path / "corpus", owner)
+    assign_exchange(assignment, exchange / "0123456789abcdef", tmp_path / "corpus", owner)
     tasks.lower_builders(DEPLOYMENT, str(root), "us")
-    assert [path.name for path in (root / "exchange").iterdir()] == left
-    assert (root / "../elsewhere").is_dir(), "a folder that the user has named"
+    assert sorted(path.name for path in exchange.iterdir()) == left
     assert lab.replicas == ([0] if owner == "us" else [])
 
 
