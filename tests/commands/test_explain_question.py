@@ -82,7 +82,7 @@ def test_terminal_json_and_page(root: Path, tmp_path: Path) -> None:
     assert f"\n\n{QUESTION}\n  answer: " in both.output
     page = tmp_path / "question.html"
     printed = small_project.cli("explain", "--root", root, "--question", "test-0", "--json", "--html", page)
-    values = json.loads(printed.output)
+    values = json.loads(printed.stdout)
     assert values == ask(root), "the record that is served"
     assert "p(z|x,y)" in page.read_text()
     assert "http" not in page.read_text().replace("http://www.w3.org/2000/svg", "")

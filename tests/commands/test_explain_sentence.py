@@ -73,14 +73,14 @@ def test_terminal_json_and_page_show_table_3(root: Path, tmp_path: Path, found: 
     terminal = small_project.cli(*words)
     assert terminal.exit_code == 0, terminal.output
     best = max(found["candidates"][:-1], key=lambda c: c["p_y"])
-    lines = [" ".join(line.split()) for line in terminal.output.splitlines()]
+    lines = [" ".join(line.split()) for line in terminal.stdout.splitlines()]
     assert lines[4:7] == [
         f"BERT, without retrieval: p(y|x) = {found['p_y_without']:.3g} (the reader with the null document)",
         f"REALM given the best z: p(y|x,z) = {best['p_y']:.3g} ({best['title']} [{best['passage_id'][:12]}])",
         f"REALM, marginal over top 2: p(y|x) = {found['p_y']:.3g} (and the null document)",
     ]
     page = tmp_path / "sentence.html"
-    values = json.loads(small_project.cli(*words, "--json", "--html", page).output)
+    values = json.loads(small_project.cli(*words, "--json", "--html", page).stdout)
     assert (values["y"], len(values["candidates"])) == (found["y"], 3)
     assert "(null document)" in page.read_text()
     assert "http" not in page.read_text().replace("http://www.w3.org/2000/svg", "")
