@@ -92,10 +92,6 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
-def add_digest(value: dict[str, Any]) -> dict[str, Any]:
-    return {**value, DIGEST_KEY: digest_of(value)}
-
-
 def has_valid_digest(value: Mapping[str, Any]) -> bool:
     try:
         return bool(value.get(DIGEST_KEY) == digest_of({k: v for k, v in value.items() if k != DIGEST_KEY}))
@@ -246,7 +242,8 @@ def _remove_abandoned(final: Path) -> None:
 
 def build_manifest(kind: str, files: Mapping[str, Mapping[str, Any]], **fields: Any) -> dict[str, Any]:
     """Return the manifest of files, given as ``{"bytes", "sha256"}`` by name, with its own digest."""
-    return add_digest({"schema": SCHEMA, "kind": kind, "files": files, **fields})
+    manifest = {"schema": SCHEMA, "kind": kind, "files": files, **fields}
+    return {**manifest, DIGEST_KEY: digest_of(manifest)}
 
 
 def check_manifest(manifest: Any, kind: str) -> dict[str, Any]:

@@ -59,23 +59,12 @@ def end_on_sigterm() -> None:
 
 
 @contextmanager
-def resumable() -> Iterator[None]:
-    """Context manager for work that resumes: end on SIGTERM, and on Ctrl-C with one line and exit code 130."""
-    end_on_sigterm()
-    try:
-        yield
-    except KeyboardInterrupt:
-        Console().log("stopped; run the same command again: it skips completed stages and resumes from checkpoints")
-        sys.exit(130)
-
-
-@contextmanager
 def exit_on_user_error() -> Iterator[None]:
     """Exit with one line on errors that the user can fix (code 2; TimeoutError: 1) and on Ctrl-C (130)."""
     try:
         yield
     except KeyboardInterrupt:
-        _end(" stopped", 130)
+        _end(" stopped; run the same command again: stages are skipped or resume from their checkpoints", 130)
     except (ValueError, TimeoutError) as error:
         _end(f" {error}", 2 if isinstance(error, ValueError) else 1)
     except RuntimeError as error:

@@ -258,7 +258,7 @@ def test_ctrl_c_ends_all_jobs(project: Path, tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     _, printed = process.communicate(timeout=60)
     assert process.returncode == 130, printed
-    assert printed.splitlines()[-1].startswith("stopped; run the same command again")
+    assert printed.splitlines()[-1].startswith("realmops: stopped; run the same command again")
     assert "Traceback" not in printed
     small_project.wait_for(lambda: not small_project.group_exists(process.pid), 10)  # a tracker of Python ends last
 

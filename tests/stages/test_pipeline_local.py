@@ -557,7 +557,7 @@ def test_ctrl_c_ends_all_stages_with_one_line_and_no_orphan(lived: tuple[Path, P
     _, printed = process.communicate(timeout=60)
     assert process.returncode == 130
     lines = [line for line in printed.splitlines() if "nothing to do" not in line]
-    assert lines[-1].startswith("stopped; run the same command again"), printed
+    assert lines[-1].startswith("realmops: stopped; run the same command again"), printed
     assert not [line for line in lines if "Traceback" in line or line.startswith(" ")], printed
     wait_for(lambda: not small_project.group_exists(process.pid), 10)  # a tracker of Python's pools ends last
     assert litter(root) == []

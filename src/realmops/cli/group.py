@@ -38,7 +38,6 @@ class ExplainedCommand(click.Command):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> None:
-        """Run the command, print the lines that it yields, and explain its errors."""
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # by __main__.py, before the imports
             signal.signal(signal.SIGINT, signal.default_int_handler)
         is_short = self.name in ONE_QUESTION and ctx.params["file"] is None
@@ -55,7 +54,6 @@ class ExplainedCommands(click.Group):
     command_class = ExplainedCommand
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write one section of commands for each heading."""
         width = max(map(len, self.commands))
         for heading, names in HEADINGS.items():
             with formatter.section(heading):

@@ -10,7 +10,7 @@ import click
 
 from realmops.cli import shared_options as option
 from realmops.cli.group import exit_with, main
-from realmops.console import Console, resumable, show
+from realmops.console import Console, end_on_sigterm, show
 
 
 @main.command()
@@ -88,8 +88,8 @@ def run_ablations(
 
     names = variants or tuple(read_variants(params))
     ablation = Ablation(params, presets or ("ablation",), settings, names, range(seeds), out)
-    with resumable():
-        rows, failures = ablate(ablation, jobs=jobs, report=Console())
+    end_on_sigterm()
+    rows, failures = ablate(ablation, jobs=jobs, report=Console())
     yield from summary(rows, out)
     exit_with(failures)
 

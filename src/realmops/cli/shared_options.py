@@ -22,7 +22,6 @@ count = partial(click.option, type=click.IntRange(min=1))
 
 
 def repeated(option: str, name: str, metavar: str, help: str, type: Any = None) -> Callable[[Command], Command]:
-    """Build an option that can be repeated on the command line."""
     return click.option(option, name, multiple=True, metavar=metavar, help=f"{help} Repeatable.", type=type)
 
 
@@ -60,12 +59,10 @@ _set = repeated("--set", "settings", "SECTION.KEY=VALUE", "Set one option, for e
 
 
 def params(command: Command) -> Command:
-    """Add --params, --preset and --set to a command."""
     return _params(_preset(_set(command)))
 
 
 def load_options(params: Path, presets: Sequence[str], settings: Sequence[str]) -> Options:
-    """Load all sections of the params file, overridden by presets, then by settings."""
     from realmops import config
 
     return config.load_params(params, presets=presets, settings=settings)

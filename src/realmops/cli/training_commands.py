@@ -11,7 +11,7 @@ import click
 
 from realmops.cli import shared_options as option
 from realmops.cli.group import main
-from realmops.console import Console, resumable, show
+from realmops.console import Console, end_on_sigterm, show
 from realmops.stages import METRICS, STAGES
 
 
@@ -86,12 +86,12 @@ def run(stage: str, params: Path, presets: Sequence[str], settings: Sequence[str
 
 
 def _run(names: Iterable[str], root: Path, **options: Any) -> None:
-    with resumable():
-        from realmops.commands.run import run_stages
+    from realmops.commands.run import run_stages
 
-        report = Console()
-        for name, metrics in run_stages(tuple(names), report=report, root=root, **options):
-            report.metrics(name, metrics, root / STAGES[name].folder / METRICS)
+    end_on_sigterm()
+    report = Console()
+    for name, metrics in run_stages(tuple(names), report=report, root=root, **options):
+        report.metrics(name, metrics, root / STAGES[name].folder / METRICS)
 
 
 @main.command("params")

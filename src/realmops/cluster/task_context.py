@@ -1,6 +1,5 @@
 """Shared parts of all components' tasks: outputs, settings, options and the folder of a run."""
 
-import math
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from realmops.cluster.packed_options import unpack_options
 from realmops.console import end_on_sigterm, exit_on_user_error
 from realmops.options import Options
 from realmops.stages.run_inputs import recorded_inputs
-from realmops.tracking.sender import PARENT_RUN_VARIABLE
+from realmops.tracking.sender import PARENT_RUN_VARIABLE, finite_metrics
 
 MARK = "realmops-run.json"  # in the folder of a run, with its name; "realmops clean" deletes no other folder
 SETTINGS_PREFIXES = "REALMOPS_MLFLOW_TRACKING_", "REALMOPS_MLFLOW_EXPERIMENT_"
@@ -73,12 +72,8 @@ def make_run_folder(root: Path) -> None:
         artifacts.write_json(root / MARK, {"run": root.name})
 
 
-def finite_numbers(results: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(v) for name, v in results.items() if isinstance(v, int | float) and math.isfinite(v)}
-
-
 def write_metrics(results: Mapping[str, Any], metrics: Metrics) -> None:
-    numbers = finite_numbers(results)
+    numbers = finite_metrics(results)
     artifacts.write_json(Path(metrics.path), numbers)
     for name, value in numbers.items():
         metrics.log_metric(name, value)

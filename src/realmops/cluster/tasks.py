@@ -22,7 +22,6 @@ from realmops.cluster.submit import find_older_run
 from realmops.cluster.task_context import (
     Metrics,
     Output,
-    finite_numbers,
     load_options,
     make_run_folder,
     task,
@@ -34,6 +33,7 @@ from realmops.refresh.lease import acquire_lease
 from realmops.stages import CLOZE_STEP, HEADLINE_METRICS, METRICS, STAGES, STEPS, planned_steps
 from realmops.stages.option_inputs import CLOZE
 from realmops.stages.run_inputs import take_inputs
+from realmops.tracking.sender import finite_metrics
 
 CHANGES_SHOWN = 200  # changed answers in the Markdown artifact
 POLL_SECONDS = 1.0  # polling interval
@@ -246,7 +246,7 @@ def _run(stage: str, options: Options, root: Path, manifest: Output, metrics: Me
     small = {"stage": stage, "folder": str(folder), "files": full["files"], **common}
     artifacts.write_json(Path(manifest.path), small)
     place = {"folder": folder.absolute().as_uri(), "digest": full[artifacts.DIGEST_KEY], **common}
-    manifest.metadata.update(place | finite_numbers(results))
+    manifest.metadata.update(place | finite_metrics(results))
     # the UI shows ten metrics at once, in alphabetical order; the manifest has all
     write_metrics({name: results[name] for name in HEADLINE_METRICS.get(stage, results) if name in results}, metrics)
 

@@ -191,7 +191,6 @@ class _Route(nn.Sequential):
     """A sequence of sentence-transformers modules that takes tensors instead of a dictionary."""
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Return embeddings [B, E]."""
         features = dict(zip(INPUTS, inputs, strict=False))
         for module in self:
             features = module(features)

@@ -104,12 +104,12 @@ def _run_locked(
     key = fingerprint(stage, options, inputs)
     final = root / stage.folder
     work = root / WORK_FOLDER / "work" / f"{name}-{key[:16]}"
-    if not force and (existing := up_to_date_metrics(final, stage, key)) is not None:
-        shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed after its commit
+    existing = None if force else up_to_date_metrics(final, stage, key)
+    if force or existing is not None:  # the process that committed it may have been killed after that
+        shutil.rmtree(work, ignore_errors=True)
+    if existing is not None:
         report.log(f"{name}: nothing to do, {final} is up to date with its inputs and options")
         return existing
-    if force:
-        shutil.rmtree(work, ignore_errors=True)
     artifacts.make_folder(work)
     started = time.monotonic()
     with ExitStack() as stack:
@@ -150,7 +150,6 @@ def _hub_models(options: Options, inputs: Mapping[str, Path]) -> dict[str, str]:
 
 
 def image_commit() -> str:
-    """Return the git commit of the container image; empty if unknown."""
     return os.environ.get("REALMOPS_COMMIT", "")
 
 

@@ -65,12 +65,10 @@ def _read(files: Sequence[Source]) -> tuple[list[str], list[str], Counter[str]]:
 
 
 def _first(items: Sequence[str]) -> list[str]:
-    """Return the first items, and the number of the others."""
     return [*items[:SHOWN], *([f"{len(items) - SHOWN} more"] if len(items) > SHOWN else [])]
 
 
 def _set_language(project: Project, detected: Counter[str]) -> list[str]:
-    """Set the language of the documents; return a line about it if it is not only English."""
     shares = {code: n / detected.total() for code, n in detected.most_common() if n >= SEVERAL * detected.total()}
     if not shares or [*shares] == [ENGLISH]:
         return []
