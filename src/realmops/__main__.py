@@ -4,8 +4,7 @@ import signal
 
 
 def main() -> None:
-    """Import the commands and run one; until it starts, Ctrl-C ends the process, which has nothing to clean up."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # until a command starts: nothing to clean up
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from realmops.cli import main
 

@@ -61,8 +61,6 @@ def reader_training(
 ) -> Iterator[ReaderTraining]:
     """Check the inputs and write the training data into a locked folder below ``WORK_FOLDER`` next to ``folder``."""
     final = folder.resolve()
-    if final in (Path.cwd(), *Path.cwd().parents):
-        raise ValueError(f"{folder} is the working directory or above it; name a folder below it")
     artifacts.check_replaceable(final, EXPORT)
     init = encoder or ENCODER
     if Path(init).is_dir():

@@ -119,7 +119,8 @@ def _run_locked(
         written = written_inputs(options, root)  # the same for all stages of a training, wherever they read inputs
         tracker = start_tracking(stack, journal, name, written, presets, inputs, project, root)
         job = Job(sections, inputs, out, work, journal, report, shard_offer_path(root, name), presets)
-        metrics = _finite(_run_tuned(stage, options, job))
+        metrics = _run_tuned(stage, options, job)  # NaN is, for example, the mean loss over no steps
+        metrics = {key: v for key, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}
         metrics["seconds"] = round(time.monotonic() - started, 1)
         journal.position()
         if (work / JOURNAL).stat().st_size:
@@ -243,11 +244,6 @@ def _check_generated_questions(inputs: Mapping[str, Path]) -> None:
                 f"{key} is {path}, generated from corpus {source_hash[:12]}, but the snapshot is corpus "
                 f"{corpus_hash[:12]}; run 'realmops cloze' with the same options"
             )
-
-
-def _finite(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Return the metrics without NaN and infinities, such as the mean loss over no steps."""
-    return {name: v for name, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}
 
 
 def _remove_empty(work: Path) -> None:

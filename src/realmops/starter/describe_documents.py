@@ -21,7 +21,7 @@ def add_documents(project: Project, documents: Path) -> int:
     Raises ValueError if no document can be read.
     """
     files = list_sources(documents, "auto")
-    counts = Counter(_kind(source) for source in files)
+    counts = Counter(source.format.name for source in files)
     size = sum(source.size for source in files)
     kinds = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
     project.lines.append(f"documents: {kinds}, {size / 1e6:,.1f} MB")
@@ -34,11 +34,6 @@ def add_documents(project: Project, documents: Path) -> int:
     project.lines += _set_language(project, languages)
     project.put("snapshot.documents", path_in_params(project, documents))
     return size
-
-
-def _kind(source: Source) -> str:
-    ending = Path(source.path.name.removesuffix(".gz")).suffix.lstrip(".")
-    return ending if ending and source.format.name == "text" else source.format.name
 
 
 def _read(files: Sequence[Source]) -> tuple[list[str], list[str], Counter[str]]:
