@@ -109,6 +109,11 @@ def write_project(folder: Path, **changes: Mapping[str, Any]) -> Path:
     return write_params(folder / "params.yaml", toy_values(**changes))
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files below a folder, hidden ones included."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def write_text(project: Path, text: str) -> None:
     """Give Anna Berg this text; the file is replaced whole."""
     others = [{"title": title, "text": text} for title, text, _ in DOCUMENTS[1:]]

@@ -112,7 +112,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{path} is not valid JSON ({error}); it is damaged: remove it and run its stage again"
+            f"{path} is not valid JSON ({error}); it is damaged: move its folder away, and run its stage again"
         ) from None
 
 

@@ -90,7 +90,6 @@ def test_each_condition_of_an_exchange_is_named(tmp_path: Path, monkeypatch: pyt
     minutes_ago = {path: path.stat().st_mtime - 300 for path in (root / "alive").rglob("*.json")}
     conditions: dict[str, Callable[[], object]] = {
         "builder-0 has been silent for 30": lambda: [os.utime(path, (at, at)) for path, at in minutes_ago.items()],
-        "trainer has been silent for 30": lambda: [os.utime(path, (at, at)) for path, at in minutes_ago.items()],
         "run its stage again: it resumes from the newest checkpoint": lambda: os.utime(
             root / "alive/trainer/trainer.json", (minutes_ago[sign],) * 2
         ),

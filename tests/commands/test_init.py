@@ -1,4 +1,4 @@
-"""``realmops init``: a project for the user's documents and questions, and the installed package."""
+"""``realmops init``: a project for documents, questions and readers of the user, and the installed package."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import small_project
 import yaml
+from huggingface_hub.hf_api import ModelInfo
 from manifest_rules import faults
 from manifests import find, instructions, read_all, render
 from paged_files import pdf
@@ -23,9 +25,11 @@ from small_world import DOCUMENTS
 
 from realmops import __version__, config
 from realmops.answering.own_questions import WHAT_THEY_BRING
+from realmops.config import load_params
 from realmops.config_yaml import read_params
 from realmops.questions.question_sets import read_questions
 from realmops.stages import STAGES, stages_to_run
+from realmops.starter.choose_models import MULTILINGUAL_READERS, READERS
 from realmops.starter.choose_questions import match_splits
 from realmops.starter.cluster_files import BASES, CLUSTERS, PLACEHOLDER
 from realmops.starter.project_files import dvc_text
@@ -174,29 +178,24 @@ def test_bad_input_is_refused_and_nothing_is_written(
 def test_documents_are_read_file_by_file_and_refused_if_none_can_be(tmp_path: Path) -> None:
     folder = tmp_path / "docs"
     folder.mkdir()
-    (folder / "empty.txt").write_bytes(b" ")
-    (folder / "locked.pdf").write_bytes(pdf("x", password="secret"))
-    (folder / "long.txt").write_bytes(b"words " * (3 << 20))
-    with zipfile.ZipFile(folder / "more.zip", "w") as archive:
-        archive.writestr("more.txt", "words")
-    problems = [
-        "empty.txt: empty text", "locked.pdf: the PDF needs a password", "long.txt: the file is larger than 16 MiB",
-        "more.zip: it is a zip archive, which is not read; unpack it",
-    ]  # fmt: skip
-    result = cli("init", tmp_path / "mine", "--documents", folder)
-    assert result.exit_code == 2
-    for problem in ("docs: no document can be read:", *problems):
-        assert problem in result.stderr
+    unreadable = {
+        "empty.txt": (b" ", "it has no text"),
+        "locked.pdf": (pdf("x", password="secret"), "the PDF needs a password"),
+        "long.txt": (b"words " * (3 << 20), "the file is larger than 16 MiB"),
+        "more.zip": (b"PK\3\4" + bytes(30), "it is a zip archive, which is not read; unpack it"),
+    }
+    for name, (content, problem) in unreadable.items():
+        (folder / name).write_bytes(content)
+        for documents in (folder, folder / name):
+            result = cli("init", tmp_path / "mine", "--documents", documents)
+            assert (result.exit_code, f"{name}: {problem}" in result.stderr) == (2, True), result.output
     assert not (tmp_path / "mine").exists()
-    for name in ("locked.pdf", "more.zip"):
-        result = cli("init", tmp_path / "mine", "--documents", folder / name)
-        assert (result.exit_code, "needs a password" in result.stderr or "unpack it" in result.stderr) == (2, True)
     for n in range(7):
         (folder / f"note{n}.txt").write_text("Anna Berg was born in Oslo.\n")
     printed = made(tmp_path / "mine", "--documents", folder)
     assert "documents: read note0.txt, note1.txt, note2.txt, note3.txt, note4.txt, 2 more\n" in printed
-    for problem in problems:
-        assert problem in printed
+    for name, (_, problem) in unreadable.items():
+        assert f"{name}: {problem}" in printed
 
 
 def test_files_of_the_user_stay(tmp_path: Path) -> None:
@@ -224,20 +223,13 @@ def test_a_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("existing", "words"),
-    [
-        ((), "git init && dvc init && dvc repro"),
-        (("mine/.git",), "dvc init && dvc repro"),
-        ((".git",), "dvc init --subdir && dvc repro"),
-        (("mine/.git", "mine/.dvc"), "dvc repro"),
-    ],
-)
-def test_the_last_line_has_the_commands_that_initialise_dvc(
-    existing: tuple[str, ...], words: str, tmp_path: Path
-) -> None:
+    [((), "git init && dvc init && dvc repro"), (("mine/.git",), "dvc init && dvc repro"),
+     ((".git",), "dvc init --subdir && dvc repro"), (("mine/.git", "mine/.dvc"), "dvc repro")],
+)  # fmt: skip
+def test_the_last_line_initialises_dvc(existing: tuple[str, ...], words: str, tmp_path: Path) -> None:
     for name in existing:
         (tmp_path / name).mkdir(parents=True)
-    folder = tmp_path / "mine"
-    assert made(folder).endswith(f"with DVC: cd {folder} && {words}\n")
+    assert made(tmp_path / "mine").endswith(f"with DVC: cd {tmp_path / 'mine'} && {words}\n")
 
 
 @pytest.mark.parametrize(("cluster", "namespace"), CLUSTERS.items())
@@ -374,3 +366,73 @@ def test_a_beir_folder_has_documents_and_judged_questions(
             f"data/cloze/questions.{split}.jsonl" for split in ("train", "dev")
         }
     assert (values.reader.init, values.finetune.epochs) == ("none", 0)
+
+
+SIZES = {READERS[0]: 260_783_000, READERS[1]: 496_254_442, MULTILINGUAL_READERS[0]: 1_109_800_000}
+LICENCES = {READERS[0]: "apache-2.0", READERS[1]: "cc-by-4.0"}
+GERMAN = "Die Stadt wurde von ihren Bewohnern am Fluss erbaut, und viele Menschen leben heute dort. " * 30
+
+
+@pytest.fixture
+def sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Readers on a hub without encoders, by name with their bytes; the cache is empty."""
+    known = dict(SIZES)
+
+    def model_info(api: object, name: str, **options: object) -> ModelInfo:
+        files = [{"rfilename": "model.safetensors", "size": known[name]}, {"rfilename": "model.bin", "size": 1 << 40}]
+        return ModelInfo(id=name, siblings=files, cardData={"license": LICENCES.get(name)})
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    return known
+
+
+def created(folder: Path, *words: str | Path, text: str = "") -> tuple[list[str], str, dict[str, Any]]:
+    """The lines of ``init``, its line about the reader, and the options of the project."""
+    documents = folder.parent / "documents.jsonl"
+    if text:
+        small_project.write_json_lines(documents, [{"title": "", "text": text}])
+    else:
+        small_project.write_documents(documents)
+    result = cli("init", folder, "--documents", documents, "--encoder", "some/encoder", *words)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    return lines, next((line for line in lines if line.startswith("reader: ")), ""), load_params(folder / "params.yaml")
+
+
+@pytest.mark.usefixtures("sizes")
+def test_a_small_reader_is_proposed_with_licence_and_size_and_a_better_one_is_named(tmp_path: Path) -> None:
+    _, proposal, values = created(tmp_path / "mine")
+    assert f"{READERS[0]} (apache-2.0, 261 MB), loaded by the first run" in proposal
+    assert f"--reader {READERS[1]} (cc-by-4.0, 496 MB); --no-reader" in proposal
+    assert (values.reader.init, values.finetune.epochs) == (READERS[0], 0)
+    _, proposal, values = created(tmp_path / "named", "--reader", READERS[1])
+    assert proposal == f"reader: {READERS[1]} (cc-by-4.0, 496 MB), loaded by the first run"
+    assert values.reader.init == READERS[1]
+    _, proposal, values = created(tmp_path / "german", text=GERMAN)
+    assert f"{MULTILINGUAL_READERS[0]} (unknown, 1,110 MB)" in proposal
+    assert values.reader.init == MULTILINGUAL_READERS[0]
+
+
+def test_without_a_reader_the_first_line_is_search_not_answers(tmp_path: Path, sizes: dict[str, int]) -> None:
+    lines, _, values = created(tmp_path / "asked", "--no-reader")
+    assert (lines[0], values.reader.init) == ("search, not answers: no reader, by --no-reader", "none")
+    sizes.clear()
+    lines, _, values = created(tmp_path / "alone")
+    assert lines[0].startswith("search, not answers: no reader can be loaded")
+    assert values.reader.init == "none"
+
+
+def test_a_reader_is_trained_further_on_questions_of_people(tmp_path: Path, sizes: dict[str, int]) -> None:
+    records = [{"question": f"Who wrote book {n}?", "answers": ["Anna Berg"]} for n in range(60)]
+    questions = small_project.write_json_lines(tmp_path / "questions.jsonl", records)
+    _, proposal, values = created(tmp_path / "mine", "--questions", questions)
+    assert "trained 2 epochs further on your questions" in proposal
+    assert values.finetune.epochs == 2
+    stages = yaml.safe_load((tmp_path / "mine" / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
+    assert "tag" not in stages, "nothing reads spans"
+    sizes.clear()
+    _, proposal, values = created(tmp_path / "own", "--questions", questions)
+    assert "trained on your questions from the encoder" in proposal
+    assert values.reader.init == "encoder"

@@ -19,6 +19,7 @@ from small_encoders import write_encoder
 from small_project import (
     QUESTIONS,
     cli,
+    contents,
     litter,
     run_all_here,
     stage,
@@ -101,10 +102,6 @@ def begun(project: Path, reader: Path, **finetune: float) -> Options:
     options = load_params(project / "params.yaml").replace(changes)
     write_params(project / "params.yaml", options)
     return options
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_transformers_opens_the_folder_as_its_card_shows(reader: Path) -> None:

@@ -1,30 +1,21 @@
 """``realmops questions`` and ``ceilings``, and an evaluation with regular expressions."""
 
-import shlex
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from small_project import Quiet, cli, stage, toy_values
 
 from realmops.artifacts import read_manifest
-from realmops.commands.report import ask_commands
-from realmops.evaluate.predictions import FAILED_AT, read_results, write_predictions
+from realmops.evaluate.predictions import FAILED_AT, read_results
 from realmops.questions.question_sets import is_in_orqa_dev, read_questions
 
 TREC = "".join(f"{'lfb' if n % 4 == 0 else 't'}{n}\tfactoid\tquestion {n}?\tyear {n}\n" for n in range(100))
 
 
-@pytest.fixture
-def trec(tmp_path: Path) -> Path:
-    path = tmp_path / "trec.tsv"
-    path.write_text(TREC)
-    return path
-
-
-def test_questions_are_converted_and_split(tmp_path: Path, trec: Path) -> None:
-    out = tmp_path / "out"
+def test_questions_are_converted_and_split(tmp_path: Path) -> None:
+    trec, out = tmp_path / "trec.tsv", tmp_path / "out"
+    trec.write_text(TREC)
     result = cli("questions", trec, "--orqa-split", "--drop-id-prefix", "lfb", "--out", out)
     assert result.exit_code == 0, result.output
     parts = {name: read_questions([out / f"questions.{name}.jsonl"], format="jsonl") for name in ("train", "dev")}
@@ -93,18 +84,3 @@ def test_expressions_go_from_training_to_the_explanation(project: Path, monkeypa
     predictions = read_results(project / "root")
     assert [p.failed_at for p in predictions][1:] == ["not_in_corpus"] * 2
     assert predictions[2].first_hit == -1
-
-
-def test_the_report_proposes_a_question_that_is_answered(copy: Path) -> None:
-    """If the model abstains on all of them, the example is a placeholder."""
-    root = copy / "root"
-    first, second = read_results(root)
-    for abstained, example in (
-        ((True, False), second.question),
-        ((True, True), "Your question?"),
-        ((False, None), first.question),
-    ):
-        rows = [replace(row, abstained=held) for row, held in zip((first, second), abstained, strict=True)]
-        write_predictions(root / "results/predictions.parquet", rows)
-        [line, _] = ask_commands(root)
-        assert f"ask {shlex.quote(example)} --root" in line

@@ -2,26 +2,20 @@
 
 import json
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from click.testing import Result
 from safetensors.torch import load_file
 from small_project import cli, write_json_lines
-from small_world import DOCUMENTS, World, tiny_models
+from small_world import DOCUMENTS
 
 from realmops.answering.corpus_states import CorpusState, newest_state
 from realmops.artifacts import read_manifest, write_manifest
 from realmops.commands.update import CHANGES, changed_answers, changes_table
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.predictions import Prediction
-from realmops.search import embed, embeddings
-from realmops.search.embed import document_sequences
-from realmops.search.embeddings import embed_changed, embed_corpus
 
 PLAIN = [{"title": title, "text": text} for title, text, _ in DOCUMENTS]
 NEW_TEXT = "Anna Berg was born in Bergen. She wrote The Cold Sea in 1931."
@@ -38,29 +32,6 @@ def run(project: Path, *words: str) -> Result:
 
 def files(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".lock"}
-
-
-def test_new_passages_are_embedded_in_parts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    retriever, snapshot = tiny_models(world)[0], world.snapshot
-    whole_PE = embed_corpus(retriever, snapshot, torch.float32)
-    read: list[int] = []
-
-    def sequences(snapshot: Snapshot, rows: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
-        read.append(len(rows))
-        return document_sequences(snapshot, rows)
-
-    monkeypatch.setattr(embed, "document_sequences", sequences)
-    monkeypatch.setattr(embeddings, "SHARD_ROWS", 4)
-    row_P = np.full(12, -1)
-    row_P[[2, 7]] = 1, 0
-    earlier, embedded = torch.arange(16.0).view(2, 8), list[int]()
-    found_PE = embed_changed(retriever, snapshot, torch.float32, row_P, earlier, embedded.append)
-    assert (read, sum(embedded)) == ([4, 4, 2], 10)
-    expected_PE = whole_PE.clone()
-    expected_PE[[2, 7]] = earlier[[1, 0]]
-    torch.testing.assert_close(found_PE, expected_PE)
-    torch.testing.assert_close(embed_corpus(retriever, snapshot, torch.float32), whole_PE)
-    assert read[3:] == [4, 4, 4]
 
 
 def test_only_what_changed_is_embedded_and_answers_are_compared(project: Path) -> None:

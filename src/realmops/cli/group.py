@@ -72,7 +72,6 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def exit_with(problems: Sequence[str]) -> None:
-    """Print problems to standard error and exit with code 1; return if there are none."""
     for problem in problems:
         click.echo(f"realmops: {problem}", err=True)
     if problems:

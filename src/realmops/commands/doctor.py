@@ -1,7 +1,6 @@
 """``realmops doctor``: report software versions, device, stage states and the health of the exchange."""
 
 import importlib.metadata
-import importlib.util
 import platform
 from collections.abc import Iterator
 from pathlib import Path

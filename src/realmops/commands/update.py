@@ -89,7 +89,8 @@ def _update(task: _Task, may_shrink: bool) -> tuple[Path, dict[str, Any]] | None
             f"{documents} has {len(new)} passages, less than half of the previous {len(old)}: nothing was "
             "published; check for missing documents, or accept with 'realmops update --may-shrink'"
         )
-    if not _has_same_passages(new, old):
+    files, before = new.manifest["files"], old.manifest["files"]
+    if any(files[name] != before.get(name) for name in (TEXTS, PLACES)) or new.sources != old.sources:
         final = _publish(task, new)
         task.report.log(f"update: {final} is ready to serve; answering the test questions")
     elif task.before != task.answered:  # a killed update has no answers yet
@@ -113,11 +114,6 @@ def _publish(task: _Task, new: Snapshot) -> Path:
         artifacts.write_json(out / METRICS, _embed(task, new, out))
         artifacts.write_manifest(out, UPDATE, number=number, model=model, corpus_hash=new.corpus_hash)
     return final
-
-
-def _has_same_passages(new: Snapshot, old: Snapshot) -> bool:
-    files, before = new.manifest["files"], old.manifest["files"]
-    return all(files[name] == before.get(name) for name in (TEXTS, PLACES)) and new.sources == old.sources
 
 
 def _checked_states(options: Options, project: Path, root: Path) -> tuple[CorpusState, CorpusState]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from realmops.corpus.languages import AUTO, ENGLISH, detect_language, load_languages
-from realmops.readers.documents import Document, RawRecord, Rejected
+from realmops.readers.documents import Document, RawRecord
 from realmops.readers.sources import Source, list_sources
 from realmops.starter.new_project import Project, path_in_params
 
@@ -52,8 +52,7 @@ def _read(files: Sequence[Source]) -> tuple[list[str], list[str], Counter[str]]:
                 likely = detect_language(document.text)
                 languages.update(likely if len(likely) == 1 and len(document.text) >= SHORT else ())
             elif not problem:
-                reason = document.problem if isinstance(document, Rejected) else document.reason.replace("_", " ")
-                problem = f"{document.place}: {reason}"
+                problem = f"{document.place}: {getattr(document, 'problem', 'it has no text')}"
         read += [source.path.name] if has_document else []
         problems += [problem] if problem else []
     return read, problems, languages

@@ -103,7 +103,6 @@ def read(original: PublishedFile, folder: Path | None) -> tuple[bytes, list[str]
 
 
 def stable_hash(text: str) -> int:
-    """Return a hash that is the same on every machine, for pseudo-random choices."""
     return int(hashlib.sha1(text.encode()).hexdigest(), 16)
 
 

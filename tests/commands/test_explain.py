@@ -1,6 +1,7 @@
-"""`realmops explain --question`: an answer of the fine-tuned model, and ids."""
+"""``realmops explain``: a question and a masked sentence, by the definitions of their numbers."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from serving import QUESTION, update
 from realmops.answering.corpus_states import CorpusState, newest_state, pipeline_state
 from realmops.answering.opened_model import Query
 from realmops.answering.record import Record
+from realmops.artifacts import write_manifest
 from realmops.commands.masked import explain_sentence
 from realmops.config import load_params
 from realmops.corpus.snapshot_reader import Snapshot
@@ -19,6 +21,8 @@ from realmops.evaluate.predictions import read_results
 from realmops.opening import open_run
 from realmops.questions.answer_matching import normalize_answer
 from realmops.questions.question_sets import Question
+
+SENTENCE = "Anna Berg was born in [MASK]."
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +79,7 @@ def test_a_requested_answer_is_cited_where_passages_have_it(root: Path) -> None:
     assert 0 < found["p_y"] < 1
 
 
-def test_terminal_json_and_page(root: Path, tmp_path: Path) -> None:
+def test_a_question_is_explained_at_the_terminal_as_json_and_as_a_page(root: Path, tmp_path: Path) -> None:
     both = small_project.cli("explain", "--root", root, "--question", "test-1", "--question", QUESTION)
     assert both.exit_code == 0, both.output
     assert "expected: Anna Berg" in both.output, "the one in results/"
@@ -135,3 +139,78 @@ def test_a_retriever_by_words_is_explained_and_updated_without_an_index(root: Pa
     assert not (newest_state(copy).finetune / "index.safetensors").exists()
     assert column(ask(copy), "title") == ["Jon Vik", "Rain"]
     assert ask(copy, where=pipeline_state(copy)) == found
+
+
+@pytest.fixture(scope="module")
+def found(trained: Path) -> dict[str, Any]:
+    return explain_sentence(SENTENCE, trained / "root", "Oslo")
+
+
+def test_equation_1_and_bayes_hold_over_the_candidates(found: dict[str, Any]) -> None:
+    *passages, null = found["candidates"]
+    assert sum(c["p_z"] for c in found["candidates"]) == pytest.approx(1)
+    assert found["p_y"] == pytest.approx(sum(c["p_z"] * c["p_y"] for c in found["candidates"]))
+    for candidate in found["candidates"]:
+        assert candidate["p_z_given_y"] == pytest.approx(candidate["p_z"] * candidate["p_y"] / found["p_y"])
+        assert candidate["utility"] == pytest.approx(math.log(candidate["p_y"] / found["p_y_without"]))
+    assert (null["title"], null["p_y"]) == ("(null document)", found["p_y_without"])
+    assert found["p_y_best"] == max(passage["p_y"] for passage in passages)
+    assert "Anna Berg" not in [passage["title"] for passage in passages], "her passage contains the sentence"
+    assert found["index"] == "12 passages, embedded now, with the weights of pretrain after step 0"
+
+
+def test_the_prediction_is_the_most_probable_guess_of_all_candidates(trained: Path) -> None:
+    found = explain_sentence(SENTENCE, trained / "root")
+    best = found["with_retrieval"]
+    guesses = {c["guess"] for c in found["candidates"]}
+    assert best["words"] == found["y"]
+    assert best["words"] in guesses
+    assert found["p_y"] == pytest.approx(best["probability"])
+    for guess in guesses:
+        if "#" not in guess and "[" not in guess:
+            assert explain_sentence(SENTENCE, trained / "root", guess)["p_y"] <= best["probability"] * (1 + 1e-9)
+
+
+def test_one_mask_is_expanded_to_all_wordpieces_of_the_answer(trained: Path) -> None:
+    assert explain_sentence("He lived in [MASK] until 1950.", trained / "root", "Bergen Oslo")["y"] == "bergen oslo"
+
+
+@pytest.mark.parametrize(
+    ("sentence", "answer", "message"),
+    [
+        ("Anna Berg was born in Oslo.", None, r"no \[MASK\] in the sentence"),
+        ("[MASK] Berg [MASK]", "Oslo " * 9, "with an answer write one"),
+        ("[MASK] was born.", " ", "has no wordpieces"),
+        ("[MASK] " + "was born " * 90, None, "wordpieces; at most 94 are allowed"),
+    ],
+)
+def test_a_sentence_that_does_not_fit_is_refused(
+    trained: Path, sentence: str, answer: str | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        explain_sentence(sentence, trained / "root", answer)
+
+
+def test_terminal_json_and_page_show_table_3(trained: Path, tmp_path: Path, found: dict[str, Any]) -> None:
+    words = "explain", SENTENCE, "--root", trained / "root", "--answer", "Oslo"
+    terminal = small_project.cli(*words)
+    assert terminal.exit_code == 0, terminal.output
+    best = max(found["candidates"][:-1], key=lambda c: c["p_y"])
+    lines = [" ".join(line.split()) for line in terminal.stdout.splitlines()]
+    assert lines[4:7] == [
+        f"BERT, without retrieval: p(y|x) = {found['p_y_without']:.3g} (the reader with the null document)",
+        f"REALM given the best z: p(y|x,z) = {best['p_y']:.3g} ({best['title']} [{best['passage_id'][:12]}])",
+        f"REALM, marginal over top 2: p(y|x) = {found['p_y']:.3g} (and the null document)",
+    ]
+    page = tmp_path / "sentence.html"
+    values = json.loads(small_project.cli(*words, "--json", "--html", page).stdout)
+    assert (values["y"], len(values["candidates"])) == (found["y"], 3)
+    assert "(null document)" in page.read_text()
+    assert "http" not in page.read_text().replace("http://www.w3.org/2000/svg", "")
+
+
+def test_an_imported_model_without_training_options_is_refused(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "root" / "models/pretrain", tmp_path / "models/pretrain")
+    write_manifest(tmp_path / "models/pretrain", "pretrain", fingerprint="imported")
+    with pytest.raises(ValueError, match="models/pretrain was imported, so its training options"):
+        explain_sentence(SENTENCE, tmp_path)
