@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from errno import ENOSPC
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from realmops.stages import HEADLINE_METRICS
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PLAIN_SECONDS = 10.0  # between progress lines without a terminal
+STOPPED = " stopped; run the same command again: stages are skipped or resume from their checkpoints"
+INTERRUPTED = 130  # exit code
 
 
 class Console:
@@ -58,13 +62,23 @@ def end_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
+def handle_interrupt(number: int, frame: FrameType | None) -> None:
+    """Handle Ctrl-C: raise KeyboardInterrupt, but end at once during an import, which may swallow an exception."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            os.write(2, f"realmops:{STOPPED}\n".encode())
+            os._exit(INTERRUPTED)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
     """Exit with one line on errors that the user can fix (code 2; TimeoutError: 1) and on Ctrl-C (130)."""
     try:
         yield
     except KeyboardInterrupt:
-        _end(" stopped; run the same command again: stages are skipped or resume from their checkpoints", 130)
+        _end(STOPPED, INTERRUPTED)
     except (ValueError, TimeoutError) as error:
         _end(f" {error}", 2 if isinstance(error, ValueError) else 1)
     except RuntimeError as error:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 import click
 
 from realmops import __version__
-from realmops.console import Console, exit_on_user_error, show
+from realmops.console import Console, exit_on_user_error, handle_interrupt, show
 from realmops.credentials import refuse_credentials
 
 HEADINGS = {
@@ -39,7 +39,7 @@ class ExplainedCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> None:
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # by __main__.py, before the imports
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGINT, handle_interrupt)
         is_short = self.name in ONE_QUESTION and ctx.params["file"] is None
         if self.name in LONG and not is_short:
             Console().log(f"{self.name}: starting")
