@@ -398,7 +398,10 @@ FOREIGN: dict[str, Callable[[Path], Any]] = {
     "no manifest": lambda x: (x / "manifest.json").unlink(),
     "another kind": lambda x: change_manifest(x, kind="other"),
     "damaged manifest": lambda x: os.truncate(x / "manifest.json", 60),
-    "edited manifest": lambda x: write_json(x / "manifest.json", {**read_json(x / "manifest.json"), "files": {}}),
+    "edited manifest": lambda x: [
+        (x / "sub" / "b.txt").rename(x / "mine.txt"),
+        (x / "manifest.json").write_text((x / "manifest.json").read_text().replace("sub/b.txt", "mine.txt")),
+    ],
     "copied manifest": lambda x: [(x / "a.bin").rename(x / "thesis.bin"), (x / "sub" / "b.txt").unlink()],
     "added file": lambda x: (x / "sub" / "notes.txt").write_text("mine"),
     "hidden file": lambda x: write_bytes(x / ".git", b"gitdir: elsewhere"),
