@@ -193,10 +193,8 @@ def atomic_folder(
             files.sync_folders(path)
             is_committed = _replace(path, final, kind) if commit is None else commit(path)
         finally:
-            if not is_committed and commit is None:
-                shutil.rmtree(path, ignore_errors=True)
-            elif not is_committed:
-                files.discard(path)
+            if not is_committed:
+                shutil.rmtree(path, ignore_errors=True) if commit is None else files.discard(path)
 
 
 def _sync_files(folder: Path) -> None:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 PLAIN_SECONDS = 10.0  # between progress lines without a terminal
 STOPPED = " stopped; run the same command again: stages are skipped or resume from their checkpoints"
-INTERRUPTED = 130  # exit code
 
 
 class Console:
@@ -67,7 +66,7 @@ def handle_interrupt(number: int, frame: FrameType | None) -> None:
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             os.write(2, f"realmops:{STOPPED}\n".encode())
-            os._exit(INTERRUPTED)
+            os._exit(130)
         frame = frame.f_back
     raise KeyboardInterrupt
 
@@ -78,7 +77,7 @@ def exit_on_user_error() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _end(STOPPED, INTERRUPTED)
+        _end(STOPPED, 130)
     except (ValueError, TimeoutError) as error:
         _end(f" {error}", 2 if isinstance(error, ValueError) else 1)
     except RuntimeError as error:

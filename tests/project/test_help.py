@@ -28,7 +28,6 @@ def test_help_loads_no_heavy_module() -> None:
     assert HEAVY & {*loaded.split()} == set()
 
 
-
 def test_long_commands_log_a_line_before_their_imports(capsys: pytest.CaptureFixture[str]) -> None:
     for name in LONG:
         context = click.Context(main.commands[name])

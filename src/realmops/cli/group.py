@@ -21,10 +21,8 @@ HEADINGS = {
     "Operate": ("submit", "upload", "index-builder", "sync", "doctor", "clean"),
 }
 ONE_QUESTION = ("search", "ask")  # commands that end after an answer, unless they read a file
-LONG = (  # commands that import PyTorch, or wait for a server: they log a line at once
-    *ONE_QUESTION, "run", "reader", "import", "cloze", "explain", "ceilings", "serve", "mcp", "update", "export",
-    "ablate", "promote", "submit",
-)  # fmt: skip
+# Commands that import PyTorch, or wait for a server: they log a line at once
+LONG = *HEADINGS["Serve"], *HEADINGS["Compare"], "run", "reader", "import", "cloze", "explain", "ceilings", "submit"
 
 
 class ExplainedCommand(click.Command):

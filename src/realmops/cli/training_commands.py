@@ -73,12 +73,9 @@ def run(stage: str, params: Path, presets: Sequence[str], settings: Sequence[str
 
     options, names = option.load_options(params, presets, settings), [*read_params(params)[0], *presets]
     others |= {"options": options, "presets": names, "project": params.parent}
-    if stage != "all":
-        _run((stage,), **others)
-        return
-    steps = planned_steps(options)
+    steps = planned_steps(options) if stage == "all" else (stage,)
     _run(steps, **others)
-    if os.environ.get("RANK", "0") == "0":  # torchrun starts several processes
+    if stage == "all" and os.environ.get("RANK", "0") == "0":  # torchrun starts several processes
         from realmops.commands.report import seconds_table
 
         stages = [step for step in steps if step in STAGES]

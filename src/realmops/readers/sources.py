@@ -124,8 +124,7 @@ def _require_format(path: Path, name: str | None) -> str:
 
 def _unsupported_problem(path: Path) -> str:
     first = _first_bytes(path)
-    tar = "tar" if first[257:262] == b"ustar" else ""
-    if archive := next((name for start, name in _ARCHIVES.items() if first.startswith(start)), tar):
+    if archive := next((name for start, name in _ARCHIVES.items() if first.startswith(start)), ""):
         return f"it is a {archive} archive, which is not read; unpack it into the folder of documents"
     return next((problem for start, problem in _UNSUPPORTED.items() if first.startswith(start)), _UNKNOWN)
 

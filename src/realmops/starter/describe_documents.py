@@ -16,10 +16,7 @@ SEVERAL = 0.05  # share of documents in a second language from which each docume
 
 
 def add_documents(project: Project, documents: Path) -> int:
-    """Set snapshot.documents and its language, describe the documents, and return their size in bytes.
-
-    Raises ValueError if no document can be read.
-    """
+    """Set snapshot.documents and its language, describe what can be read of them, and return their size in bytes."""
     files = list_sources(documents, "auto")
     counts = Counter(source.format.name for source in files)
     size = sum(source.size for source in files)
@@ -27,10 +24,9 @@ def add_documents(project: Project, documents: Path) -> int:
     project.lines.append(f"documents: {kinds}, {size / 1e6:,.1f} MB")
     read, problems, languages = _read(files)
     if not read:
-        raise ValueError("\n  ".join([f"{documents}: no document can be read:", *_first(problems)]))
-    tried = f" of the first {FILES} files" if len(files) > FILES else ""
-    project.lines.append(f"documents: read {', '.join(_first(read))}{tried}")
-    project.lines += [f"documents: {problem}" for problem in _first(problems)]
+        raise ValueError("\n  ".join([f"{documents}: no document can be read:", *problems[:SHOWN]]))
+    project.lines.append(f"documents: {len(read)} of {min(len(files), FILES)} files read: {', '.join(read[:SHOWN])}")
+    project.lines += [f"documents: {problem}" for problem in problems[:SHOWN]]
     project.lines += _set_language(project, languages)
     project.put("snapshot.documents", path_in_params(project, documents))
     return size
@@ -56,10 +52,6 @@ def _read(files: Sequence[Source]) -> tuple[list[str], list[str], Counter[str]]:
         read += [source.path.name] if has_document else []
         problems += [problem] if problem else []
     return read, problems, languages
-
-
-def _first(items: Sequence[str]) -> list[str]:
-    return [*items[:SHOWN], *([f"{len(items) - SHOWN} more"] if len(items) > SHOWN else [])]
 
 
 def _set_language(project: Project, detected: Counter[str]) -> list[str]:
