@@ -215,7 +215,7 @@ def test_another_process_deletes_abandoned_drafts_and_no_part_of_one_that_is_com
             os.rename(draft, final)
         delete(folder, **options)
 
-    with suppress(FileNotFoundError), atomic_folder(final) as draft:
+    with suppress(FileNotFoundError), atomic_folder(final, None) as draft:
         (draft / "a").write_bytes(b"whole")
         with monkeypatch.context() as patch:
             patch.setattr(shutil, "rmtree", commit_meanwhile)
