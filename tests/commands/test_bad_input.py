@@ -113,7 +113,7 @@ def test_learning_rates_for_another_kind_of_encoder_are_named() -> None:
     assert "finetune.reader_learning_rate=0.001" in warning
 
 
-def test_a_refused_corpus_leaves_the_snapshot_of_before(project: Path) -> None:
+def test_a_refused_corpus_or_folder_leaves_the_snapshot_of_before(project: Path) -> None:
     def files() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in (project / "root/data").rglob("*") if path.is_file()}
 
@@ -122,6 +122,9 @@ def test_a_refused_corpus_leaves_the_snapshot_of_before(project: Path) -> None:
     (project / "documents.jsonl").write_bytes(b"")
     refused(run(project, "snapshot"), "no passage is left")
     assert (files(), litter(project / "root")) == (before, [])
+    (mine := project / "root/data/snapshot/mine.txt").write_text("mine")
+    refused(run(project, "snapshot", "--force"), "mine.txt was not written by this command")
+    assert files() == before | {mine: b"mine"}
 
 
 # Outputs of other stages: missing, damaged, of another corpus or vocabulary

@@ -164,13 +164,11 @@ def test_the_base_model_of_a_card_is_what_the_training_read(tmp_path: Path, monk
 def test_a_folder_with_files_of_others_is_left_alone(answering: Path, tmp_path: Path) -> None:
     folder, root = tmp_path / "out", answering / "root"
     options = ("export", folder, "--format", "parquet", "--root", root)
-    assert cli(*options).exit_code == 0
-    assert cli(*options).exit_code == 0  # its own is replaced
+    assert [cli(*options).exit_code for _ in range(2)] == [0, 0], "its own is replaced"
     (folder / "README.md").write_text("mine")
     result = cli(*options)
     assert (result.exit_code, f"{folder / 'README.md'} was not written by this command" in result.stderr) == (2, True)
     assert (folder / "README.md").read_text() == "mine"
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def other_generation(folder: Path, world: World, retriever: Retriever | None = None, **changes: Any) -> OpenedModel:

@@ -35,6 +35,17 @@ WITHOUT_TORCH = ("builder", "child_processes", "exchange", "follower", "heartbea
 ROOM_LINES = 3500
 MODEL_CODE = "realmops.commands.pyfunc"  # MLflow copies it into the registered model and runs the copy
 RESTRICTED_LOADER = "realmops.hub"  # reads .bin files with weights_only
+# Modules that delete, and what: only that is deleted which docs/operate.md lists ("Who may delete what").
+DELETERS = {
+    "artifacts": "drafts, and what check_replaceable allows to replace", "files": "what refresh.versions names",
+    "refresh.versions": "pins", "cluster.clean": "marked runs", "cluster.builders": "the exchange with a run's key",
+    "inputs.dvc_project": "cache entries in work", "corpus.seen_ids": "a database in a draft",
+    "search.bm25_writer": "parts in a draft",
+    **dict.fromkeys(
+        ("stages.runner", "stages.snapshot", "refresh.shards", "train.loop", "train.held_out_sentences", "opening",
+         "tracking.sender", "commands.update", "commands.public_reader"), "below .realmops",
+    ),
+}  # fmt: skip
 PICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
 
@@ -102,6 +113,19 @@ def test_every_unit_has_a_layer_and_imports_point_down() -> None:
         )  # fmt: skip
 
     assert wrong(points_up) == []
+
+
+def test_only_these_modules_delete() -> None:
+    names = {"rmtree", "unlink", "rmdir", "removedirs", "rmdirs"}
+    found = {m for m, tree in TREES.items() for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in names}
+    assert {module.removeprefix("realmops.") for module in found} == DELETERS.keys()
+
+
+def test_only_work_folders_and_caches_are_replaced_whatever_is_in_them() -> None:
+    calls = [(m, n) for m, tree in TREES.items() for n in ast.walk(tree) if isinstance(n, ast.Call) and len(n.args) > 1]
+    found = {m for m, n in calls if ast.unparse(n.func).endswith("atomic_folder") and ast.unparse(n.args[1]) == "None"}
+    expected = ("train.loop", "train.held_out_sentences", "opening", "inputs.resolve")
+    assert found == {f"realmops.{module}" for module in expected}
 
 
 def test_module_file_names_are_unique() -> None:

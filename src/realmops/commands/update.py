@@ -147,18 +147,18 @@ def _read_corpus(task: _Task, documents: Path) -> Snapshot:
     old, final = task.old, task.work / "snapshot" / "corpus"
     options = task.options.snapshot
     files = list_sources(documents, options.format)
-    with artifacts.atomic_folder(final, None) as stage:
-        manifest = write_snapshot(
-            files,
-            stage,
-            vocabulary=old.vocabulary,
-            tokenizer=old.tokenizer_json,
-            broken_share=options.broken_share,
-            workers=options.workers,
-            progress=task.report.progress("passages", sum(source.size for source in files), "B"),
-            earlier=old.folder,
-            **{**old.manifest["settings"], "casing": old.casing},
-        )
+    final.mkdir(parents=True)
+    manifest = write_snapshot(
+        files,
+        final,
+        vocabulary=old.vocabulary,
+        tokenizer=old.tokenizer_json,
+        broken_share=options.broken_share,
+        workers=options.workers,
+        progress=task.report.progress("passages", sum(source.size for source in files), "B"),
+        earlier=old.folder,
+        **{**old.manifest["settings"], "casing": old.casing},
+    )
     warn_of_rejects(task.report, "corpus", manifest, final, f"snapshot/corpus/{REJECTS} of the update")
     warn_of_omitted(task.report, "corpus", manifest, f"snapshot/corpus/{SOURCES} of the update")
     artifacts.write_json(final.parent / METRICS, {"vocabulary": len(old.vocabulary), **snapshot_counts(manifest)})
