@@ -4,6 +4,8 @@ import gzip
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_project import Quiet, stage, write_project
+from small_project import Quiet, group_exists, stage, wait_for, write_project
 
 from realmops.artifacts import atomic_folder
 from realmops.config import load_params
@@ -26,6 +28,27 @@ from realmops.readers.sources import list_sources
 
 EXAMPLES = int(os.environ.get("REALMOPS_FUZZ", "40"))
 PIECES = [*SPECIAL_TOKENS, *"abcdefghijklmnopqrstuvwxyz.,", *(f"##{c}" for c in "abcdefgh")]
+
+
+POOL = """
+import os, time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from realmops.corpus.ingest import follow_parent
+if __name__ == "__main__":
+    pool = ProcessPoolExecutor(1, get_context("spawn"), initializer=follow_parent)
+    print(pool.submit(os.getpid).result(), flush=True)
+    pool.submit(time.sleep, 600)
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
+    (tmp_path / "pool.py").write_text(POOL)
+    process = subprocess.Popen([sys.executable, tmp_path / "pool.py"], stdout=subprocess.PIPE, start_new_session=True)
+    printed, _ = process.communicate(timeout=60)  # the pipe closes when the worker has ended
+    assert (process.returncode, printed.strip().isdigit()) == (-9, True)
+    wait_for(lambda: not group_exists(process.pid), 10)
 
 
 def corpus(folder: Path, **files: list[str]) -> Path:

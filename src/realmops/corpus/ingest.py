@@ -2,8 +2,10 @@
 
 import itertools
 import multiprocessing
+import os
 import random
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -164,13 +166,25 @@ def _in_order(batches: Iterable[Batch], work: Callable[[Batch], T], workers: int
             raise
 
 
+def follow_parent() -> None:
+    """Leave Ctrl-C to the parent of this worker process, and end with it, also if it is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def wait() -> None:
+        if parent := multiprocessing.parent_process():
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 _work: Callable[[Batch], Any] | None = None
 
 
 def _start_worker(work: Callable[[Batch], Any]) -> None:
     global _work
     _work = work
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the pool
+    follow_parent()
 
 
 def _call_work(batch: Batch) -> Any:

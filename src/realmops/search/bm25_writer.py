@@ -9,7 +9,6 @@ Legend: W words, N postings, n postings of a range of words, T tokens, R passage
 import itertools
 import multiprocessing
 import shutil
-import signal
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realmops.artifacts import atomic_folder, write_manifest
+from realmops.corpus.ingest import follow_parent
 from realmops.corpus.languages import ENGLISH, NORMAL_FORM
 from realmops.corpus.npy_files import NpyWriter, load_npy
 from realmops.corpus.snapshot_reader import ROWS_PER_BATCH, Snapshot
@@ -80,8 +80,7 @@ def _worker_pool(workers: int) -> Iterator[Callable[..., Iterator[Any]]]:
     if workers <= 1:
         yield map
         return
-    context, ignore = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: for the parent
-    with ProcessPoolExecutor(workers, context, initializer=signal.signal, initargs=ignore) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=follow_parent) as pool:
         try:
             yield pool.map
         except BaseException:
