@@ -325,8 +325,9 @@ def test_a_run_links_the_outputs_of_another_with_the_same_inputs_options_and_cod
     shutil.copytree(trained / "root", one, dirs_exist_ok=True)
     monkeypatch.setenv("REALMOPS_COMMIT", "c0de")
     for record in one.glob(f"*/*/{artifacts.MANIFEST}"):
-        manifest = {key: value for key, value in artifacts.read_json(record).items() if key != "manifest_digest"}
-        artifacts.write_json(record, artifacts.add_digest(manifest | {"code": "c0de"}))
+        manifest = artifacts.read_json(record) | {"code": "c0de"}
+        del manifest["schema"], manifest[artifacts.DIGEST_KEY]
+        artifacts.write_json(record, artifacts.build_manifest(**manifest))
     shown = Output(tmp_path / "shown.json")
 
     def run(root: Path, name: str, values: Options) -> None:
