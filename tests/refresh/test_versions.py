@@ -15,7 +15,7 @@ import pytest
 from exchange_lab import Fault, Killed, MemoryFiles, StillClock
 
 from realmops import memory_map
-from realmops.artifacts import MANIFEST, SCHEMA, add_digest, canonical_json
+from realmops.artifacts import DIGEST_KEY, MANIFEST, SCHEMA, canonical_json, digest_of
 from realmops.files import Files
 from realmops.refresh import versions
 from realmops.refresh.versions import STALE_SECONDS, CorruptVersionError, VersionStore, version_name
@@ -187,7 +187,7 @@ def forged(changes: Mapping[str, Any]) -> bytes:
         "schema": SCHEMA, "kind": "kind", "name": OLD, "nonce": "0", "writer": "trainer", "run": RUN, "files": {},
         "meta": {}, "created_unix": 0.0, **changes,
     }  # fmt: skip
-    return canonical_json(add_digest(fields))
+    return canonical_json({**fields, DIGEST_KEY: digest_of(fields)})
 
 
 @pytest.mark.parametrize(

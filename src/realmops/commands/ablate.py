@@ -85,7 +85,7 @@ class Ablation:
         presets = [preset_path(name, self.params) for name in names]
         settings = [*self.settings, f"run.seed={seed}", f"sample.seed={seed}"]
         options = config.load_params(self.params, presets=presets, settings=settings)
-        return Task(variant, seed, self.params, presets, options, self.out / variant / f"seed-{seed}")
+        return Task(variant, seed, self.params, presets, options, run_folder(self.out, variant, seed))
 
     @cached_property
     def tasks(self) -> list[Task]:
@@ -242,6 +242,10 @@ def is_complete(home: Path, stage: Stage) -> bool:
     """Return whether a stage has completed, by listing folders: NFS clients cache a failed lookup for some seconds."""
     names = (*Path(stage.folder).parts, artifacts.MANIFEST)
     return all(name in Files().listdir(home.joinpath(*names[:depth])) for depth, name in enumerate(names))
+
+
+def run_folder(out: Path, variant: str, seed: int) -> Path:
+    return out / variant / f"seed-{seed}"
 
 
 def replace_symlink(target: Path, link: Path) -> None:
