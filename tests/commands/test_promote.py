@@ -257,10 +257,7 @@ def test_the_registered_model_answers_as_the_evaluation_did_with_a_trace(
     found = model.predict([prediction.question for prediction in predictions])
     for ours, theirs in zip(found, predictions, strict=True):
         assert (ours["question"], ours["answer"]) == (theirs.question, theirs.prediction)
-        assert (ours["probability"], ours["abstained"]) == (
-            pytest.approx(theirs.confidence, abs=1e-5),
-            theirs.abstained,
-        )
+        assert (ours["probability"], ours["abstained"]) == (None, theirs.abstained), "the calibration promises nothing"
         passages = ours["passages"]
         assert [p["passage_id"] for p in passages] == list(theirs.passage_ids)
         assert [p["span"] for p in passages] == list(theirs.passage_spans)
