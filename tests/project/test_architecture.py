@@ -35,7 +35,7 @@ WITHOUT_TORCH = ("builder", "child_processes", "exchange", "follower", "heartbea
 ROOM_LINES = 3500
 MODEL_CODE = "realmops.commands.pyfunc"  # MLflow copies it into the registered model and runs the copy
 RESTRICTED_LOADER = "realmops.hub"  # reads .bin files with weights_only
-# Modules that delete, and what: only that is deleted which docs/operate.md lists ("Who may delete what").
+# Modules that delete, and what: only that is deleted which docs/operate.md lists ("What a command may delete").
 DELETERS = {
     "artifacts": "drafts, and what check_replaceable allows to replace", "files": "what refresh.versions names",
     "refresh.versions": "pins", "cluster.clean": "marked runs", "cluster.builders": "the exchange with a run's key",
