@@ -176,6 +176,7 @@ _ALL: dict[str, tuple[Callable[[tuple[str, ...]], Tokenizer], tuple[str, ...], d
     OWN: (*_BERT, {}),
     "convbert": (*_BERT, {}),
     "nystromformer": (*_BERT, {}),
+    "reformer": (*_BERT, {"attention_head_size": 8, "axial_pos_embds": False, "max_position_embeddings": 256}),
     "fnet": (*_BERT, {}),
     "gemma3_text": (*_BERT, {**_DECODER, "sliding_window": 16, "query_pre_attn_scalar": 8}),
     "qwen3": (byte_bpe, ("<pad>", "<|end|>"), _DECODER),  # its tokenizer only ends a text

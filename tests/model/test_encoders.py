@@ -281,9 +281,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "not finite": (with_weight(torch.full((32, 48), torch.nan)), f"parameter {DAMAGED} has a value that is not finite"),
     "missing": (with_weight(None), f"parameter {DAMAGED} is missing"),
-    "convbert": (lambda folder: write_encoder(folder, "convbert"), "convbert is not invariant to the padding"),
-    "fnet": (lambda folder: write_encoder(folder, "fnet"), "fnet is not invariant to the padding of a batch"),
-    "nystromformer": (lambda folder: write_encoder(folder, "nystromformer"), "nystromformer is not invariant to"),
+    **{
+        family: (partial(write_encoder, family=family), f"{family} is not invariant to the padding of a batch")
+        for family in ("convbert", "fnet", "nystromformer", "reformer")  # the last one from 65 wordpieces on
+    },
 }
 
 
