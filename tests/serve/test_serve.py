@@ -103,7 +103,7 @@ def test_an_answer_below_the_threshold_is_held_back(opened: OpenedModel) -> None
     assert sentence not in format_record(shown)
     for record, title, reason in (
         (unsure, "no answer is certain enough: the best passages", "held back below 1)"),
-        (never, "no answer is certain enough: the best passages", f"(score {plain['score']:.3g}, held back as every"),
+        (never, "no answer is certain enough: the best passages", f"(score {plain['score']:.3g}, held back: too few"),
         (plain, "not calibrated: the best passages", f"(not calibrated: score {plain['score']:.3g})"),
     ):
         lines = format_record(record)

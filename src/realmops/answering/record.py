@@ -102,10 +102,9 @@ def searches(record: Mapping[str, Any]) -> bool:
 
 def format_probability(record: Mapping[str, Any]) -> str:
     """Format the probability of an answer and, if the model abstains, the reason; without a probability the score."""
-    if always_abstains(record):
-        return f"score {record['score']:.3g}, held back as every answer is: {TOO_FEW_RIGHT}"
     if record["probability"] is None:
-        return f"not calibrated: score {record['score']:.3g}"
+        score = f"score {record['score']:.3g}"
+        return f"{score}, held back: {TOO_FEW_RIGHT}" if always_abstains(record) else f"not calibrated: {score}"
     probability = f"p = {record['probability']:.3g}"
     is_shown = not record["answer"] or not record["abstained"]
     return probability if is_shown else f"{probability}, held back below {record['threshold']:.3g}"
