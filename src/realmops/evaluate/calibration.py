@@ -1,4 +1,4 @@
-"""Platt scaling and the abstention threshold, fitted on dev questions of people. Q questions, R draws, N bins."""
+"""Platt scaling and the abstention threshold, fitted on dev questions of people. Q questions, R draws."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Bin(NamedTuple):
 
 
 def reliability_bins(probability_Q: Floats, correct_Q: Bools) -> list[Bin]:
-    bin_Q = _bins(probability_Q)
+    bin_Q = np.minimum((probability_Q * BINS).astype(np.int64), BINS - 1)
     return [
         Bin(float(probability_Q[mask].mean()), float(correct_Q[mask].mean()), int(mask.sum()))
         for mask in (bin_Q == n for n in np.unique(bin_Q))
@@ -111,24 +111,15 @@ def reliability_bins(probability_Q: Floats, correct_Q: Bools) -> list[Bin]:
 
 def calibration_error(probability_Q: Floats, correct_Q: Bools) -> float:
     """Return the expected calibration error over 10 equal-width bins (Guo et al. 2017, equation 3)."""
-    return float(_errors(probability_Q, correct_Q[None])[0])
+    bins = reliability_bins(probability_Q, correct_Q)
+    return sum(each.questions * abs(each.right - each.confidence) for each in bins) / len(probability_Q)
 
 
 def chance_error(probability_Q: Floats, *, seed: int) -> float:
     """Return the calibration error of perfectly calibrated probabilities, which is positive because bins are small."""
     generator = np.random.default_rng(seed_for(seed, "calibration error"))
     correct_RQ = generator.random((DRAWS, len(probability_Q))) < probability_Q
-    return float(_errors(probability_Q, correct_RQ).mean())
-
-
-def _errors(probability_Q: Floats, correct_RQ: Bools) -> Floats:
-    is_in_QN = _bins(probability_Q)[:, None] == np.arange(BINS)
-    excess_RN = (correct_RQ - probability_Q) @ is_in_QN.astype(np.float64)
-    return np.asarray(np.abs(excess_RN).sum(-1) / len(probability_Q), np.float64)
-
-
-def _bins(probability_Q: Floats) -> npt.NDArray[np.int64]:
-    return np.minimum((probability_Q * BINS).astype(np.int64), BINS - 1)
+    return float(np.mean([calibration_error(probability_Q, correct_Q) for correct_Q in correct_RQ]))
 
 
 def most_certain(probability_Q: Floats, share: float) -> Bools:
