@@ -69,8 +69,7 @@ class AnswerRecord:
 
     ``text`` is empty if no span was found. ``score`` is p(y|x), by which answers are ranked. ``probability`` is the
     calibrated probability that the answer is right; ``abstained`` is True if it is below ``threshold``. Without a
-    calibration on questions of people both numbers are None, and ``abstained`` is True; with one that has too few right
-    answers to promise ``finetune.wanted_precision``, ``probability`` is None and ``threshold`` above 1.
+    calibration on enough questions of people there is no probability, and ``abstained`` is True.
     """
 
     question: str

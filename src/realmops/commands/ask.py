@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from realmops.answering.answer import InvalidRequest
-from realmops.answering.confidence import TOO_FEW_RIGHT
 from realmops.answering.opened_model import Query
 from realmops.answering.record import Record
 from realmops.commands.open_model import open_model
@@ -30,12 +29,10 @@ def ask(
     first = [opened.probe(*queries[:1])]
     if not opened.model.gives_answers:
         log("ask: search, not answers: the run has no reader; set reader.init, and run finetune again")
-    elif opened.confidence and opened.confidence.holds_all:
-        log(f"ask: {TOO_FEW_RIGHT}, {opened.confidence.description}: a score ranks answers, and is no probability")
-    elif opened.confidence:
+    elif opened.confidence and not opened.confidence.holds_all:
         log(f"ask: p is the probability that an answer is right, {opened.confidence.description}")
     else:
-        log("ask: the model was not calibrated on questions of people: a score ranks answers, and is no probability")
+        log("ask: the model was not calibrated on enough questions of people: a score ranks answers, no probability")
     yield from first[: len(queries)]
     for query in queries[1:]:
         yield from opened.answer([query])
