@@ -20,6 +20,7 @@ from realmops.answering.passage_search import highlights
 from realmops.artifacts import MANIFEST, atomic_folder, read_json, write_json, write_manifest
 from realmops.commands.search import parse_filter
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.model.retriever import FusionWeights
 from realmops.model.retriever_files import DESCRIPTION, RETRIEVER_FOLDER
 from realmops.opening import open_search
 from realmops.search.approximate import ApproximateIndex, Recipe
@@ -139,6 +140,13 @@ def test_a_filter_gives_the_best_of_the_allowed_passages(
         for passage in whole["passages"]:
             assert passage["score"] == pytest.approx(scores[passage["document_id"]], abs=1e-4)
     assert ids(search(root, RIVER, "--by", by, "-k", "3", *where_options(*where))) == ids(few)
+
+
+def test_the_best_passage_is_the_same_however_many_are_returned(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Embeddings and BM25 give a hundred candidates each, since the best by both is often the first by neither."""
+    monkeypatch.setattr(opened.retriever, "mixture", FusionWeights(1.0, 1.0))
+    for query in (f"{person} {word}" for person in PEOPLE for word in ("wrote Item7", "in 1961", "a book", "built")):
+        assert ids(opened.search(query, 1)) == ids(opened.search(query, 40))[:1], query
 
 
 def test_words_count_as_a_share_of_the_best_allowed_passage(opened: Any) -> None:

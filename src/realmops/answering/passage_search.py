@@ -71,11 +71,7 @@ class PassageSearch:
         return self.search_batch([PassageQuery(query, k, filters, by)])[0]
 
     def search_batch(self, requests: Sequence[PassageQuery]) -> list[Record]:
-        """Return a record of each query: query, versions, and the top passages with their locations, best first.
-
-        Each passage has ``score``, by which it is ranked, ``embeddings`` (the scaled inner product, f(x, z)), ``words``
-        (BM25), and ``highlights``: character offsets of query words.
-        """
+        """Return a record of each query; a passage's ``embeddings`` is its scaled inner product, ``words`` its BM25."""
         rankings = zip(requests, self.rank(requests), strict=True)
         return [self._result(request.query, *ranking) for request, ranking in rankings]
 
