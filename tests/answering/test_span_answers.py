@@ -99,6 +99,16 @@ def test_an_answer_does_not_depend_on_what_another_question_excludes(
     assert opened.find([query, other])[0].passages == opened.find([query])[0].passages
 
 
+@pytest.mark.parametrize(
+    ("y", "message"), [("\ud800", "the answer contains an unpaired surrogate"), (" \n", "is blank")]
+)
+def test_an_answer_to_evaluate_is_checked(world: World, reader: ExtractiveReader, y: str, message: str) -> None:
+    opened = OpenedModel(extractive(world, reader), "", None, 0, None)
+    opened.check(Query(BORN.question, y="Oslo"))
+    with pytest.raises(InvalidRequest, match=message):
+        opened.check(Query(BORN.question, y=y))
+
+
 def test_equal_priors_without_weight_and_none_for_missing_passages(world: World, reader: ExtractiveReader) -> None:
     """A weight of 0 gives equal p(z|x); missing passages, whose relevance is -inf, are neither read nor counted."""
     model = extractive(world, reader, reader_candidates=3)
