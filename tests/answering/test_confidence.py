@@ -16,7 +16,6 @@ from small_project import Quiet, cli, question_records, stage, toy_values, write
 from realmops import artifacts
 from realmops.answering.answer import Answer
 from realmops.answering.confidence import ALWAYS_ABSTAIN, FILE, MIN_CALIBRATION, Confidence, log_odds
-from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.calibration import (
     BINS,
     calibration_error,
@@ -204,9 +203,8 @@ def project(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_generated(project: Path, split: str, people: int) -> None:
-    """Make all questions of a split after the first ones as if they were generated from the first document."""
-    source = Snapshot.open(project / "root/data/snapshot/corpus").passage_id(0)
-    rows = [row | ({"not_in": [source]} if n >= people else {}) for n, row in enumerate(question_records(split))]
+    """Mark all questions of a split after the first ones as generated."""
+    rows = [row | {"is_generated": n >= people} for n, row in enumerate(question_records(split))]
     write_json_lines(project / f"questions.{split}.jsonl", rows)
 
 

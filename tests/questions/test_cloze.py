@@ -119,7 +119,7 @@ def test_the_parts_share_no_source_passage(world: World) -> None:
     many.append(Question("both", "?", ("a",), not_in=("p0", "p1", *(f"p{n}" for n in range(2, 100)))))
     parts = split_questions(many, 0)
     assert {name: len(part) for name, part in parts.items()} == {"train": 270, "dev": 15, "test": 15}
-    assert all(q.passage_id and not q.not_in for q in parts["train"])
+    assert all(q.passage_id and not q.not_in and q.is_generated for q in parts["train"])
     assert all(q.passage_id is None and q.not_in for name in ("dev", "test") for q in parts[name])
     seen = [{name for q in part for name in (q.passage_id, *q.not_in) if name} for part in parts.values()]
     assert not any(a & b for n, a in enumerate(seen) for b in seen[:n])
@@ -187,10 +187,12 @@ def test_weights_are_fitted_on_questions_of_people_alone(world: World, monkeypat
 
     monkeypatch.setattr("realmops.train.fine_tuning.fit_fusion_weights", fit_mixture)
     model = open_qa(world)
-    fit_weights_on_questions(model, [BORN, not_in(world, 0, 1)])
-    assert seen == [((1, 12), 4)]
-    assert fit_weights_on_questions(model, [not_in(world, 0, 1)]) == model.retriever.mixture
-    assert len(seen) == 1
+    for made in (not_in(world, 0, 1), replace(BORN, is_generated=True)):
+        seen.clear()
+        fit_weights_on_questions(model, [BORN, made])
+        assert seen == [((1, 12), 4)]
+        assert fit_weights_on_questions(model, [made]) == model.retriever.mixture
+        assert len(seen) == 1
 
 
 # ---- the command, and documents alone
@@ -213,6 +215,7 @@ def test_documents_without_questions_are_trained_and_evaluated(project: Path) ->
     result = cli("cloze", "--params", params, "--root", root)
     assert result.exit_code == 0, result.output
     parts = {part: read_questions([root / name], format="jsonl") for part, name in FILES["questions"].items()}
+    assert all(question.is_generated for questions in parts.values() for question in questions)
     counts = {f"questions.{part}.jsonl": len(questions) for part, questions in parts.items()}
     assert result.stdout.splitlines()[-4:] == [
         "11 questions generated from 22 salient spans in 12 passages",

@@ -39,6 +39,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [  # of the second question of a fil
     ({"passage_id": 3}, "'passage_id' is int"),
     ({"not_in": "p1"}, "'not_in' is str, expected a list of passage ids"),
     ({"is_regex": "yes"}, "'is_regex' is 'yes'"),
+    ({"is_generated": 1}, "'is_generated' is 1, expected true or false"),
     ({"is_regex": True, "answers": ["(Ann"]}, r"question 'q2': '\(Ann' is no regular expression"),
     ({"question": ...}, "the keys answers, id were found; expected 'question' and 'answers'"),
 ]

@@ -19,7 +19,7 @@ _TARGET = re.compile(rf"\s*\(\s*list\s*((?:{_DESCRIPTION.pattern})*)\)\s*", re.D
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _LEVELS = ("data", "paragraphs", "qas")  # of SQuAD's files, the outermost first
 _CHOICES = ("choices", "options")  # keys of multiple-choice questions, whose answer may be a number or letter
-_OTHER_FIELDS = ("passage_id", "is_regex", "not_in", "language", "relevant")
+_OTHER_FIELDS = ("passage_id", "is_regex", "not_in", "language", "relevant", "is_generated")
 _NO_ANSWER = "<unk>"  # TriviaQA's value in test files without answers
 
 
@@ -37,6 +37,7 @@ class QuestionRecord:
     not_in: Any = ()
     language: Any = None
     relevant: Any = None
+    is_generated: Any = False
 
 
 def read_form(record: Any, place: str, levels: tuple[str, ...] = _LEVELS) -> Iterator[QuestionRecord]:

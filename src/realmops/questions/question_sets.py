@@ -37,11 +37,11 @@ class Question:
     not_in: tuple[str, ...] = ()
     language: str = ""  # code of the language whose rules decide whether an answer is correct; "" means English
     relevant: tuple[tuple[str, int], ...] = ()  # (id, grade) of judged documents; a grade of 1 or more is relevant
+    # Whether it was generated from the corpus, as all with ``not_in`` are: it measures retrieval, nothing else
+    is_generated: bool = False
 
-    @property
-    def is_generated(self) -> bool:
-        """The question was generated from the corpus: it measures retrieval, nothing else."""
-        return bool(self.not_in)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_generated", self.is_generated or bool(self.not_in))
 
     @property
     def measures_answers(self) -> bool:
@@ -170,8 +170,9 @@ def _question(record: QuestionRecord, copies: Counter[str]) -> Question:
     identifier = None if record.id is None else check_id(record.id, place)
     if not text:
         raise ValueError(f"{place}: the question {identifier or ''!r} has no text; add text or remove it")
-    if not isinstance(record.is_regex, bool):
-        raise ValueError(f"{place}: 'is_regex' is {record.is_regex!r}, expected true or false")
+    for name in ("is_regex", "is_generated"):
+        if not isinstance(value := getattr(record, name), bool):
+            raise ValueError(f"{place}: {name!r} is {value!r}, expected true or false")
     relevant = _check_judgements(record.relevant, place)
     has_no_answer = record.unanswerable or (relevant and not record.answers)
     answers = () if has_no_answer else _check_answers(record.answers, identifier or text, place)
@@ -192,6 +193,7 @@ def _question(record: QuestionRecord, copies: Counter[str]) -> Question:
         not_in=tuple(check_text(name, "not_in", place) for name in record.not_in),
         language=language,
         relevant=relevant,
+        is_generated=record.is_generated,
     )
 
 
