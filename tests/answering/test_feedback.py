@@ -259,7 +259,7 @@ def test_an_unreachable_mlflow_costs_no_request(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     sender = feedback_log.FeedbackSender(tmp_path)
     sender.notify()
-    assert sender._thread is None
+    assert not sender._new.is_set()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     with caplog.at_level(logging.WARNING):
         assert client(tmp_path).post("/v1/feedback", json=RIGHT).status_code == 200

@@ -10,20 +10,25 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import forked
 import pytest
+import small_project
+from fsspec.implementations.memory import MemoryFileSystem
 from small_project import wait_for
 
-from realmops.artifacts import read_json, write_json
+from realmops import config
+from realmops.artifacts import MANIFEST, read_json, write_json
 from realmops.cluster import tasks
+from realmops.commands.run import run_stages
 from realmops.journal import Journal
-from realmops.options import Options
+from realmops.stages import Job, Stage, runner, stages_to_run
+from realmops.stages.run_inputs import recorded_inputs
 from realmops.tracking import runs, sender
 from realmops.tracking.client import local_tracking_uri, mlflow_client
 from realmops.tracking.runs import (
@@ -32,7 +37,6 @@ from realmops.tracking.runs import (
     Tracker,
     flatten_params,
     provenance_tags,
-    spool_finished_run,
     tracking_folder,
 )
 from realmops.tracking.sender import SpoolEntry, finite_metrics, has_running_stage, spool_entries, sync
@@ -120,24 +124,49 @@ def test_the_commit_tag_names_changed_files_or_the_image(tmp_path: Path, monkeyp
     assert commit() == f"{git('rev-parse', 'HEAD')}-dirty"
 
 
-def test_pre_training_on_a_cluster_is_in_the_run_of_the_other_stages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def write_corpus(stage: Stage, job: Job) -> dict[str, Any]:
+    """Stand for a stage: write what the others need to begin."""
+    if stage.name == "snapshot":
+        (job.out / "corpus").mkdir()
+        write_json(job.out / "corpus" / MANIFEST, {"corpus_hash": "c0"})
+    return {}
+
+
+def test_a_training_has_one_run_whatever_runs_its_stages(
+    tmp_path: Path, memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only its options name external index builders."""
+    """Together, one at a time as by DVC with the root spelled otherwise, or in pods with an external builder."""
     tracked: list[TrackedRun] = []
 
-    def tracker(journal: Journal, run: TrackedRun, folder: Path) -> nullcontext[None]:
+    def tracker(journal: Journal, run: TrackedRun, folder: Path) -> nullcontext[MagicMock]:
         tracked.append(run)
-        return nullcontext()
+        return nullcontext(MagicMock())
 
     monkeypatch.setattr(runs, "Tracker", tracker)
-    values = Options()
-    external = values.replace({"pretrain.builder": "external", "pretrain.exchange": "/elsewhere"})
-    for name, own in (("pretrain", external), ("evaluate", values)):
-        with ExitStack() as stack, Journal(tmp_path / name / "log.jsonl", name) as journal:
-            runs.start_tracking(stack, journal, name, own, [], {}, tmp_path, tmp_path)
-    pretrain, evaluate = tracked
-    assert (pretrain.key, pretrain.params) == (evaluate.key, evaluate.params), "MLflow rejects a changed parameter"
+    monkeypatch.setattr(Stage, "run", write_corpus)
+    monkeypatch.setenv("REALMOPS_CACHE", str(tmp_path / "cache"))
+    params = small_project.write_project(tmp_path, tracking={"enabled": True})
+    values, root = config.load_params(params, presets=[], settings=[]), tmp_path / "root"
+    for key in ("snapshot.documents", *(f"questions.{split}" for split in small_project.QUESTIONS)):
+        memory.pipe_file(f"/{values.get(key)}", (tmp_path / values.get(key)).read_bytes())
+        values = values.replace({key: f"memory://{values.get(key)}"})
+    names = stages_to_run(values)
+    places: dict[str, Any] = {"project": tmp_path, "report": small_project.Quiet(), "force": True}
+
+    list(run_stages(names, values, root=root, **places))
+    for name in names:
+        list(run_stages((name,), values, root=root / ".." / "root", **places))
+    for name in names:
+        external = {"pretrain.builder": "external", "pretrain.exchange": "/elsewhere"} if name == "pretrain" else {}
+        runner.run_stage(name, recorded_inputs(values, root).replace(external), root=root, **places)
+    assert len(tracked) == 3 * len({*names} - {*runs.UNTRACKED}) == 12
+    assert len({run.key for run in tracked}) == 1
+    assert all(run.params == tracked[0].params for run in tracked), "MLflow rejects a changed parameter"
+    assert tracked[0].params["questions"] == {
+        split: f"memory://questions.{split}.jsonl" for split in small_project.QUESTIONS
+    }
+    sources = {data.name: data.source for run in tracked for data in run.datasets}
+    assert sources["corpus"] == "memory://documents.jsonl"
 
 
 # Points and the status of a run
@@ -259,7 +288,8 @@ def spool_one(tmp_path: Path, folder: Path, text: bytes = b"") -> None:
     records = [{"stage": "ict", "step": step, "time": time, "loss": 3.0} for step, time in ((1, 7.5), (2, 8))]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     run = TrackedRun("0ver", {"seed": 7}, RUN.tags, name="over", datasets=[CORPUS], began=7.5)
-    spool_finished_run(run, [path], {"em": 0.25}, {"table.md": tmp_path / "table.md"}, 8.0, folder)
+    files = {"table.md": tmp_path / "table.md"}
+    SpoolEntry.of(folder, run.key, "whole").end(run.description(), "FINISHED", 8.0, [path], {"em": 0.25}, files)
 
 
 @pytest.mark.usefixtures("dead_sender")
@@ -406,26 +436,82 @@ def test_600_of_600_points_survive_an_outage_and_lost_replies(
     assert sync(folder) == (0, [])
 
 
-def test_training_never_waits_for_a_server_that_does_not_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@contextmanager
+def failing_server(reply: bytes) -> Iterator[tuple[str, list[Any]]]:
+    """A server that accepts connections and then sends this; its address, and the connections."""
+    connections: list[Any] = []
+
+    def accept() -> None:
+        with suppress(OSError):  # closed
+            while True:
+                connections.append(server.accept()[0])
+                connections[-1].sendall(reply)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", connections
+        server.shutdown(socket.SHUT_RDWR)
+        for connection in connections:
+            connection.close()
+
+
+BUSY = b"HTTP/1.1 503 Busy\r\nRetry-After: 120\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize("reply", [b"", BUSY], ids=["silent", "busy"])
+def test_a_server_that_does_not_answer_is_tried_once_and_training_never_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], reply: bytes
 ) -> None:
-    """A connection is accepted and gets no reply. One warning ends the sending of the stage."""
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
+    with failing_server(reply) as (address, connections):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
         with Journal(tmp_path / "m.jsonl", "ict") as journal, Tracker(journal, RUN, tmp_path / "tracking") as tracker:
-            began = time.monotonic()
             for step in range(100):
                 journal.log(step, loss=1.0)
                 journal.position()
-            assert time.monotonic() - began < 1
             assert tracker._sender is not None
-            tracker._sender.wait(60)
+            assert tracker._sender.poll() is None, "training did not wait"
+            assert tracker._sender.wait(100) == 1
             journal.position()
-            began = time.monotonic()
-        assert time.monotonic() - began < 1, "the end of the stage does not try again"
-    assert capfd.readouterr().err.count("warning: MLflow tracking") == 1
-    assert sender.unsent_journals(tmp_path / "tracking")
+        assert len(connections) == 1
+        assert capfd.readouterr().err.count("warning: MLflow tracking") == 1
+        SpoolEntry.of(tmp_path / "tracking", RUN.key, "whole").end(RUN.description(), "FINISHED", 8.0)
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+        assert len(sync(tmp_path / "tracking")[1]) == len(connections) - 1 == (2 if reply else 1)
+    assert len(sender.unsent_journals(tmp_path / "tracking")) == 2
+
+
+@pytest.mark.parametrize(("uri", "seconds"), [("http://127.0.0.1:9", 15), (None, 60)])
+def test_a_stage_waits_for_its_sender_at_its_end_only_and_not_for_long(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    uri: str | None,
+    seconds: float,
+) -> None:
+    """A server may accept requests and answer some byte by byte; a local database is created in up to 20 s."""
+
+    ended: list[Any] = []
+
+    class Stuck:
+        stdin = None
+
+        def communicate(self, timeout: float) -> None:
+            ended.append(timeout)
+            raise subprocess.TimeoutExpired("sender", timeout)
+
+        def kill(self) -> None:
+            ended.append("killed")
+
+        def wait(self) -> None:
+            ended.append("reaped")
+
+    if uri:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setattr(runs.subprocess, "Popen", lambda *arguments, **options: Stuck())
+    run_stage(tmp_path, "ict", tmp_path / "tracking")
+    assert ended == [seconds, "killed", "reaped"]
+    assert f"no answer within {seconds} s. No data is lost" in capfd.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,7 @@ from realmops.stages.run_inputs import take_inputs
 from realmops.stages.runner import stage_inputs
 from realmops.tracking import runs
 from realmops.tracking.mlflow_views import view_url
-from realmops.tracking.sender import sync
+from realmops.tracking.sender import SpoolEntry, sync
 
 VARIANTS = "variants.yaml"
 FIGURES = (*STALENESS, "hit_at_5_after", "retrieval_utility", "p_null", "marginal_gain", "collapsed", "refreshes")
@@ -308,9 +308,11 @@ def _track(ablation: Ablation, completed: Mapping[Task, VariantOutcome], rows: S
         if task.variant == REFERENCE:
             reference_figures.append(figures)
         run, files = _child(parent, task, min(times[task])), runs.mlflow_artifacts("evaluate", results)
-        runs.spool_finished_run(run, journals[task], figures, files, max(times[task]), folder)
+        entry = SpoolEntry.of(folder, run.key, "whole")
+        entry.end(run.description(), "FINISHED", max(times[task]), journals[task], figures, files)
     written = {name: ablation.out / name for name in WRITTEN} if rows else {}
-    runs.spool_finished_run(parent, [], _means(reference_figures), written, max(map(max, times.values())), folder)
+    entry, ended = SpoolEntry.of(folder, parent.key, "whole"), max(map(max, times.values()))
+    entry.end(parent.description(), "FINISHED", ended, (), _means(reference_figures), written)
     for problem in sync(folder)[1]:
         report.warn(f"MLflow: {problem}; run 'realmops sync --root {ablation.out}' to send the rest")
 

@@ -42,10 +42,10 @@ class Champion:
         version = self._version()
         temporary = tempfile.TemporaryDirectory(prefix="realmops-champion-")
         if version.tags.get(COPIED_TAG):
-            folder = self._registry.fetch(version, "", Path(temporary.name))
+            folder = self._registry.fetch(version, "artifacts/", Path(temporary.name))
             registered = folder / artifacts.MANIFEST
         else:
-            registered = self._registry.fetch(version, artifacts.MANIFEST, Path(temporary.name))
+            registered = self._registry.fetch(version, f"artifacts/{artifacts.MANIFEST}", Path(temporary.name))
             folder = Path(self._registry.settings(version)["folder"])
         opened = open_promoted(folder, registered)
         step = version.tags.get(STEPS_TAG)

@@ -193,7 +193,7 @@ def _compare_to_champion(
         reason = f"it was evaluated on other questions or languages ({sides[0]}) than {run.results} ({sides[1]})"
         return False, f"{reason}; evaluate both on the same ones", None
     with tempfile.TemporaryDirectory() as folder:
-        stored = registry.fetch(champion, PREDICTIONS, Path(folder))
+        stored = registry.fetch(champion, f"artifacts/{PREDICTIONS}", Path(folder))
         if artifacts.sha256_file(stored) != champion_tags[PREDICTIONS_TAG]:
             raise ValueError(
                 f"{champion.uri}: {PREDICTIONS} has changed since registration (sha256 is not "

@@ -23,6 +23,10 @@ def resolve_tracking_uri(folder: Path) -> str:
     return uri
 
 
+def is_local(folder: Path) -> bool:
+    return resolve_tracking_uri(folder) == local_tracking_uri(folder)
+
+
 def uri_digest(folder: Path) -> str:
     """Return the sha256 of the tracking URI, as the name of a destination in files."""
     return hashlib.sha256(resolve_tracking_uri(folder).encode()).hexdigest()
@@ -31,12 +35,11 @@ def uri_digest(folder: Path) -> str:
 def experiment_id(client: Any, name: str, folder: Path) -> str:
     """Return the id of an experiment, created if missing; ValueError if it was deleted, as MLflow keeps its name."""
     experiment = client.get_experiment_by_name(name)
-    is_local = resolve_tracking_uri(folder) == local_tracking_uri(folder)
     if experiment is None:
-        artifacts = (folder / "mlartifacts").absolute().as_uri() if is_local else None
+        artifacts = (folder / "mlartifacts").absolute().as_uri() if is_local(folder) else None
         return str(client.create_experiment(name, artifact_location=artifacts, tags=experiment_tags()))
     if experiment.lifecycle_stage == "deleted":
-        server = f"MLFLOW_TRACKING_URI={local_tracking_uri(folder)} " if is_local else ""
+        server = f"MLFLOW_TRACKING_URI={local_tracking_uri(folder)} " if is_local(folder) else ""
         raise ValueError(
             f"the experiment {name!r} was deleted in MLflow; restore it: "
             f"{server}mlflow experiments restore --experiment-id {experiment.experiment_id}"

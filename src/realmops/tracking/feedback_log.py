@@ -15,7 +15,7 @@ from realmops.artifacts import read_json, write_json
 from realmops.credentials import error_line
 from realmops.tracking.client import (
     experiment_id,
-    local_tracking_uri,
+    is_local,
     mlflow_client,
     python_process,
     resolve_tracking_uri,
@@ -29,8 +29,7 @@ _LOG = logging.getLogger(__name__)
 
 def is_tracked(root: Path) -> bool:
     folder = tracking_folder(root)
-    is_local = resolve_tracking_uri(folder) == local_tracking_uri(folder)
-    return not is_local or (folder / "mlflow.db").is_file()
+    return not is_local(folder) or (folder / "mlflow.db").is_file()
 
 
 def send_feedback(root: Path) -> int:
@@ -82,17 +81,11 @@ class FeedbackSender:
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
         self._new = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        threading.Thread(target=self._send, name="feedback", daemon=True).start()
 
     def notify(self) -> None:
-        if not is_tracked(self._root):
-            return
-        self._new.set()
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._send, name="feedback", daemon=True)
-                self._thread.start()
+        if is_tracked(self._root):
+            self._new.set()
 
     def _send(self) -> None:
         command, environment = python_process(__name__, str(self._root))

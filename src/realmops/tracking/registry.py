@@ -47,10 +47,7 @@ class Registry:
             number = model.aliases.get(CHAMPION) if model else None
             return None if number is None else self._version(self._client.get_model_version(self.name, number))
 
-    def fetch(self, version: ModelVersion, artifact: str, folder: Path) -> Path:
-        return self._download(version, f"artifacts/{artifact}", folder)
-
-    def _download(self, version: ModelVersion, path: str, folder: Path) -> Path:
+    def fetch(self, version: ModelVersion, path: str, folder: Path) -> Path:
         with _one_line_errors():
             from mlflow.artifacts import download_artifacts
 
@@ -59,7 +56,7 @@ class Registry:
 
     def settings(self, version: ModelVersion) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
-            path = self._download(version, "MLmodel", Path(folder))
+            path = self.fetch(version, "MLmodel", Path(folder))
             description = parse_yaml(path.read_bytes(), path)
         return dict(description["flavors"]["python_function"].get("config") or {})
 

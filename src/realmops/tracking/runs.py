@@ -18,10 +18,12 @@ from realmops.evaluate.predictions import PREDICTIONS
 from realmops.evaluate.recall import zero_shot_recall
 from realmops.journal import Journal
 from realmops.options import Options
-from realmops.tracking.client import python_process
+from realmops.tracking.client import is_local, python_process
 from realmops.tracking.sender import PARENT_RUN_VARIABLE, SpoolEntry, warn_unsent
 
-EXIT_TIMEOUT_SECONDS = 60.0  # for the sender at the end of a stage
+# The sender tries a server once, and a stage waits for it at its end; creating a local database takes 10 to 20 s.
+ONE_TRY = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "5", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+SERVER_EXIT_SECONDS, DATABASE_EXIT_SECONDS = 15.0, 60.0
 WITHOUT_MLFLOW = (
     "MLflow is not installed: metrics are only in metrics.jsonl of the stages; pip install 'realmops[tracking]', or "
     "set tracking.enabled=false"
@@ -94,6 +96,7 @@ class Tracker:
         self._files: Mapping[str, Path] = {}
         self._lock: IO[bytes] | None = None
         self._sender: subprocess.Popen[bytes] | None = None
+        self._exit_seconds = DATABASE_EXIT_SECONDS
 
     def __enter__(self) -> Self:
         with self._warn_on_errors():
@@ -101,13 +104,15 @@ class Tracker:
             self._lock = open(self._entry.lock, "ab")
             try_lock(self._lock)
             self._entry.begin(self._content, self._journal.path)
+            if not is_local(self._entry.folder.parent.parent):
+                self._exit_seconds = SERVER_EXIT_SECONDS
             command, environment = python_process("realmops.tracking.sender", str(self._entry.folder))
             self._sender = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C stops the stage; the sender still sends its last points
-                env=environment,
+                env=ONE_TRY | environment,
             )
             self._journal.on_checkpoint = self._send
         return self
@@ -131,11 +136,11 @@ class Tracker:
             self._entry.end(self._content, status, time.time(), journal, self._metrics, self._files)
         if self._sender is not None:
             try:
-                self._sender.communicate(timeout=EXIT_TIMEOUT_SECONDS)
+                self._sender.communicate(timeout=self._exit_seconds)
             except subprocess.TimeoutExpired:
                 self._sender.kill()
                 self._sender.wait()
-                warn_unsent(f"no answer within {EXIT_TIMEOUT_SECONDS:.0f} s", self._entry.journal)
+                warn_unsent(f"no answer within {self._exit_seconds:.0f} s", self._entry.journal)
 
     @contextmanager
     def _warn_on_errors(self) -> Iterator[None]:
@@ -143,18 +148,6 @@ class Tracker:
             yield
         except Exception as error:  # tracking must never end the training
             warn_unsent(error_line(error), self._journal.path)
-
-
-def spool_finished_run(
-    run: TrackedRun,
-    journals: Sequence[Path],
-    metrics: Mapping[str, Any],
-    files: Mapping[str, Path],
-    ended: float,
-    folder: Path,
-) -> None:
-    """Spool a run that ended at Unix time ``ended``; ``sync`` sends it."""
-    SpoolEntry.of(folder, run.key, "whole").end(run.description(), "FINISHED", ended, journals, metrics, files)
 
 
 def tracking_folder(root: Path) -> Path:
@@ -179,7 +172,7 @@ def start_tracking(
     params_hash = digest_of({k: v for k, v in values.items() if k != "tracking"})
     tags = provenance_tags(project, corpus_hash=corpus_hash, params_hash=params_hash)
     tags |= {"realmops.presets": ", ".join(presets)} if presets else {}
-    identity = [params_hash, corpus_hash, tags.get("realmops.git_commit"), str(root.absolute())]
+    identity = [params_hash, corpus_hash, tags.get("realmops.git_commit"), str(root.resolve())]
     retriever, reader, seed = options.finetune.retriever, options.finetune.reader, options.run.seed
     variant = "realm" if retriever == reader == "pretrain" else f"{retriever}+{reader}"
     run = TrackedRun(

@@ -125,15 +125,22 @@ def warn_unsent(problem: str, journal: Path) -> None:
 
 
 def sync(folder: Path) -> tuple[int, list[str]]:
-    """Send what was not sent and end runs of killed stages; return counts, and a line per problem. Idempotent."""
+    """Send what was not sent and end runs of killed stages; return counts, and a line per problem. Idempotent.
+
+    Each entry is tried, unless the server does not answer.
+    """
     sent, problems = 0, list[str]()
     for entry in spool_entries(folder):
         try:
             if entry.is_locked() is False and "final" not in (content := read_json(entry.run)):
                 entry.end(content, "KILLED", time.time())
             sent += send(entry)
-        except Exception as error:  # each entry is tried; the caller prints the problems
+        except Exception as error:  # the caller prints the problems
+            from requests import ConnectionError, Timeout  # type: ignore[import-untyped]
+
             problems.append(f"{entry.folder.name}: {error_line(error)}")
+            if isinstance(error.__context__, ConnectionError | Timeout):  # MLflow's errors have it as their context
+                break
     return sent, problems
 
 
