@@ -218,8 +218,8 @@ class OneIndex:
 
     world: World
 
-    def at_step(self, step: int, retriever: Retriever) -> Index | None:
-        return index_of(self.world, retriever) if step == 0 else None
+    def at_step(self, step: int, retriever: Retriever) -> list[Index]:
+        return [index_of(self.world, retriever)] if step == 0 else []
 
 
 class Killed(BaseException):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from realmops.options import RunOptions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the names of run.precision
+BF16_IF_WIDE = "bf16 if wide"
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 _EVALUATING: WeakKeyDictionary[nn.Module, tuple[int, bool]] = WeakKeyDictionary()  # callers; mode before them
 _EVALUATING_LOCK = Lock()
@@ -28,17 +29,27 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def resolve_precision(name: str, device: torch.device, width: float = math.inf) -> torch.dtype:
-    """Return the dtype of ``run.precision``; ``auto`` is bf16 on hardware with bf16 products, else fp32.
+def precision_rule(name: str, device: torch.device) -> str:
+    """Return ``run.precision`` on this machine; ``auto`` is bf16 on hardware with bf16 products, else fp32.
 
-    With AMX it is fp32 up to a ``width`` of ``NARROW``, where that was measured faster (benchmarks/LOG.md).
+    With AMX it is ``BF16_IF_WIDE``: fp32 up to a width of ``NARROW``, where that was measured faster
+    (benchmarks/LOG.md).
     """
     if name != "auto":
-        return DTYPES[name]
+        return name
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    is_slow = width <= NARROW and torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if supports_bf16() and not is_slow else torch.float32
+        return "bf16" if torch.cuda.is_bf16_supported() else "fp32"
+    if torch.cpu._is_amx_tile_supported():
+        return BF16_IF_WIDE
+    return "bf16" if supports_bf16() else "fp32"
+
+
+def resolve_precision(name: str, device: torch.device, width: float = math.inf) -> torch.dtype:
+    """Return the dtype of ``run.precision``, or of the rule that a machine has made of it, for a model's width."""
+    rule = precision_rule(name, device)
+    if rule == BF16_IF_WIDE:
+        rule = "bf16" if width > NARROW else "fp32"
+    return DTYPES[rule]
 
 
 def supports_bf16() -> bool:

@@ -27,7 +27,7 @@ class RunOptions(Section):
     threads: Size | Literal["auto"] = option(
         "auto", "of a trainer and of a builder; auto: OMP_NUM_THREADS, or the CPUs (8 at most; 1 for narrow encoders)"
     )
-    checkpoint_every: Size = option(100, "steps between checkpoints; pretrain has one at each index refresh")
+    checkpoint_every: Size = option(100, "steps between checkpoints, also one a minute; pretrain: refresh_every")
 
 
 class BertOptions(Section):

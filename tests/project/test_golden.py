@@ -113,8 +113,8 @@ def first_batches(snapshot: Snapshot, spans: Spans) -> dict[str, Any]:
     embedding = torch.zeros(len(snapshot), 4)
 
     class Source:
-        def at_step(self, step: int, retriever: Any) -> Index | None:
-            return Index(0, ExactIndex(embedding), retriever, 0.0, True) if step == 0 else None
+        def at_step(self, step: int, retriever: Any) -> list[Index]:
+            return [Index(0, ExactIndex(embedding), retriever, 0.0, True)] if step == 0 else []
 
     with drawn(seen):
         context = tiny_context(stream="pretrain", seed=SEED)

@@ -1,6 +1,7 @@
 """An approximate index through the stages: pretrain (killed and not), finetune, evaluate, update and own questions."""
 
 import json
+import math
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +18,7 @@ from realmops.opening import open_run
 from realmops.search.approximate import unwrap_approximate
 from realmops.search.embeddings import INDEX, RECIPE, load_passages
 from realmops.stages import STAGES
+from realmops.train import loop
 
 # 252 passages: 6 lists of which one is looked at. The target is low, as such an index of a random retriever wants.
 COPIES = 21
@@ -65,12 +67,18 @@ def test_every_generation_is_journaled_with_its_recall(root: Path) -> None:
     assert metrics(root, "pretrain")["index_recall"] == min(recall.values())
 
 
-def test_a_killed_training_ends_with_the_same_weights(project: Path, root: Path) -> None:
-    killed = project / "killed"
+@pytest.mark.parametrize(("killed_at", "seconds"), [(7, 60), (6, 0)])
+def test_a_killed_training_ends_with_the_same_weights(
+    project: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: int, seconds: int
+) -> None:
+    """After an index was adopted, and with a checkpoint at each step, where one is adopted."""
+    monkeypatch.setattr(loop, "CHECKPOINT_SECONDS", seconds)
+    monkeypatch.setattr(loop, "CHECKPOINT_SHARE", math.inf)
+    killed = tmp_path / "killed"
     for name in ("snapshot", "tag", "ict"):
         shutil.copytree(root / STAGES[name].folder, killed / STAGES[name].folder)
     values = small_project.toy_values(**OPTIONS)
-    with small_project.stopped_at(7):
+    with small_project.stopped_at(killed_at):
         small_project.stage("pretrain", values, project, killed)
     small_project.stage("pretrain", values, project, killed)
     again, calm = (small_project.model_files(folder / "models/pretrain") for folder in (killed, root))

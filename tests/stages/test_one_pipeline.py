@@ -4,18 +4,25 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 import yaml
 from small_encoders import write_encoder
 from small_project import cli, stage, toy_values, write_project
+from torch import nn
 
-from realmops import config
-from realmops.options import Options
-from realmops.stages import STAGES, Stage, files_in_use, runner, stage_options, stages_to_run
+from realmops import config, process
+from realmops.devices import device_and_dtype
+from realmops.options import Options, RunOptions
+from realmops.search import approximate
+from realmops.stages import STAGES, Job, Stage, files_in_use, runner, stage_options, stages_to_run
+from realmops.stages.common import index_options
+from realmops.train import parallel
 
 ROOT = Path(__file__).parents[2]
 PARAMS = ROOT / "params.yaml"
@@ -210,11 +217,59 @@ def finishes(work: Callable[[], Any], error: type[Exception]) -> bool:
     return True
 
 
-def test_a_resumed_stage_keeps_its_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    values = toy_values(run={"threads": "auto"}, bert={"width": 64})
-    assert runner._threads(values, tmp_path) == 2
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert runner._threads(values, tmp_path) == 2
-    runner._remove_empty(tmp_path)
-    assert not tmp_path.exists(), "a stage that began nothing begins anew"
+def use_machine(
+    monkeypatch: pytest.MonkeyPatch, *, bf16: bool, amx: bool, gpu: bool, threads: int, memory: int
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(approximate, "device_memory", lambda device: memory)
+    monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
+
+
+def test_a_resumed_stage_keeps_what_another_machine_would_decide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def see(self: Stage, job: Job) -> dict[str, Any]:
+        run, wide, narrow = job.section(RunOptions), nn.Linear(256, 256), nn.Linear(8, 8)
+        dtypes = [device_and_dtype(run, model)[1] for model in (wide, narrow)]
+        seen.append((run.device, *dtypes, index_options(job, 10_000, 128, torch.device("cpu")).type))
+        return {}
+
+    def decide(name: str) -> tuple[Any, ...]:
+        work = tmp_path / name
+        work.mkdir(exist_ok=True)
+        job = Job(stage_options(STAGES["pretrain"], values), {}, work, work, Mock(), Mock(), work)
+        runner._run_tuned(STAGES["pretrain"], values, job)
+        return seen[-1], threads[-1]
+
+    values, threads = Options(), list[int]()
+    monkeypatch.setattr(Stage, "run", see)
+    monkeypatch.setattr(process, "configure_process", threads.append)
+    amx = (("cpu", torch.bfloat16, torch.float32, "exact"), 2)
+    plain = (("cpu", torch.float32, torch.float32, "pq"), 3)
+    use_machine(monkeypatch, bf16=True, amx=True, gpu=False, threads=2, memory=1 << 40)
+    assert decide("first") == amx
+    use_machine(monkeypatch, bf16=False, amx=False, gpu=False, threads=3, memory=1 << 20)
+    assert decide("second") == plain
+    assert decide("first") == amx
+    use_machine(monkeypatch, bf16=True, amx=False, gpu=True, threads=4, memory=1 << 40)
+    assert decide("second") == plain
+    assert decide("third") == (("cuda", torch.bfloat16, torch.bfloat16, "exact"), 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"machine.json: the stage began on a GPU, and torch finds none here: run it"):
+        decide("third")
+    posted: list[list[float]] = []
+
+    class OneAfterTheOther(parallel.ProcessGroup):
+        def broadcast_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
+            posted.append([*numbers])
+            return posted[0]
+
+    monkeypatch.setattr(parallel, "process_group", lambda: OneAfterTheOther(0, 2))
+    assert [decide(name) for name in ("first", "fourth")] == [amx, amx], "all processes decide as the first one"
+    runner._remove_empty(tmp_path / "first")
+    assert not (tmp_path / "first").exists(), "a stage that has nothing to resume begins again"

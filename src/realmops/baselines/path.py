@@ -32,7 +32,7 @@ from realmops.questions.answer_matching import contains_answer
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import Question
 from realmops.search.bm25 import Bm25, Rows, rank, top_k
-from realmops.train.loop import DeferredMetrics, LossAndMetrics, TrainingContext, fit_epochs, whole_batch
+from realmops.train.loop import DeferredMetrics, LossAndMetrics, TrainingContext, fit_epochs
 from realmops.train.optimiser import Group
 
 STARTS = 10  # candidates for the first passage, the best by BM25
@@ -210,6 +210,6 @@ def train_paths(
 
     groups = [Group("scorer", retriever.scorer, options.reader_learning_rate)]
     fit_epochs(
-        context, groups, lessons, whole_batch, loss,
+        context, groups, lessons, lambda batch, step: batch, loss,
         batch_size=options.batch_size, epochs=options.epochs,
     )  # fmt: skip

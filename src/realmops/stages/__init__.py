@@ -26,6 +26,7 @@ from realmops.stages.option_inputs import (
 )
 
 HEADLINE = "headline.json"  # of evaluate: the metrics that DVC shows
+MACHINE = "machine.json"  # in the work folder: what decides numbers and depends on the machine
 CORPUS = "corpus"  # folder of the searched snapshot, below that of its stage
 INIT = "retriever.init"  # option of the encoder of retriever, reader and tagger
 READER_INIT = "reader.init"  # option of the reader that answers
@@ -50,7 +51,7 @@ SectionOptions = TypeVar("SectionOptions", bound="Section")
 class Job:
     """Options, inputs and folders of one run of a stage."""
 
-    sections: Mapping[str, Any]  # sections by name, single options by section.key
+    sections: dict[str, Any]  # sections by name, single options by section.key
     inputs: Mapping[str, Path]
     out: Path  # output folder, committed when the stage succeeds
     work: Path  # for checkpoints; survives a killed process

@@ -21,8 +21,12 @@ def check_inputs(steps: Collection[str], options: Options, project: Path, root: 
         if not path.exists():
             _check_producer(key, options.get(key), path, steps)
     for key, path in files.items():
-        if path.exists():
-            _read_external_input(key, path, options)
+        if path.exists() and key.startswith("questions."):
+            read_questions([path])
+        elif path.exists() and key.startswith("tag."):
+            read_conll(path)
+        elif path.exists():
+            list_sources(path, options.snapshot.format if key == "snapshot.documents" else "auto")
 
 
 def _check_producer(key: str, value: str, path: Path, steps: Collection[str]) -> None:
@@ -38,15 +42,3 @@ def _check_producer(key: str, value: str, path: Path, steps: Collection[str]) ->
     }.get(key, "")
     if producer not in steps:
         raise ValueError(f"{key} is {value!r}, and {path} does not exist; {advice}")
-
-
-def _read_external_input(key: str, path: Path, options: Options) -> None:
-    """Read the file or folder of an option as its stage will."""
-    if key == "snapshot.documents":
-        list_sources(path, options.snapshot.format)
-    elif key == "snapshot.warmup":
-        list_sources(path, "auto")
-    elif key.startswith("questions."):
-        read_questions([path])
-    elif key.startswith("tag."):
-        read_conll(path)

@@ -1,8 +1,7 @@
 """Helpers shared by several stages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TypeVar
 
 import numpy as np
@@ -18,10 +17,10 @@ from realmops.options import IndexOptions, Optimiser, RunOptions
 from realmops.questions.answer_matching import MATCH_SECONDS, compile_expression
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import Question, assign_languages, read_questions
-from realmops.search.approximate import RECALL_QUERIES, passage_index, unwrap_approximate
+from realmops.search.approximate import RECALL_QUERIES, index_type, passage_index
 from realmops.search.embed import embed, query_sequences, text_queries
 from realmops.search.exact import PassageIndex, multi_vector_index
-from realmops.stages import Job
+from realmops.stages import MACHINE, Job
 from realmops.train.loop import FolderCheckpoints, TrainingContext
 from realmops.train.parallel import process_group
 
@@ -94,6 +93,16 @@ def open_spans(job: Job, snapshot: Snapshot, name: str = "corpus") -> Spans:
     return spans
 
 
+def index_options(job: Job, vectors: int, width: int, device: torch.device) -> IndexOptions:
+    """Return the section ``index`` with its type; a resumed stage keeps the one that ``auto`` selected by memory."""
+    options, path = job.section(IndexOptions), job.work / MACHINE
+    machine = artifacts.read_json(path)
+    if "index_type" not in machine:
+        machine["index_type"] = index_type(options, vectors, width, device)
+        artifacts.write_json(path, machine)
+    return options.model_copy(update={"type": machine["index_type"]})
+
+
 def build_index(job: Job, embedding_PE: Tensor, tower: Tower, queries: Sequence[np.ndarray], k: int) -> PassageIndex:
     """Build the index of the section ``index`` over embeddings, and measure its recall of the top k on the queries."""
     run = job.section(RunOptions)
@@ -104,19 +113,10 @@ def build_index(job: Job, embedding_PE: Tensor, tower: Tower, queries: Sequence[
 
     seed = artifacts.seed_for(run.seed, "index")
     vectors = embedding_PE.shape[1] // tower.width
-    passages = multi_vector_index(
-        embedding_PE,
-        vectors,
-        lambda rows: passage_index(rows, job.section(IndexOptions), device, seed, embed_queries, k * vectors),
+    options = index_options(job, len(embedding_PE) * vectors, tower.width, device)
+    return multi_vector_index(
+        embedding_PE, vectors, lambda rows: passage_index(rows, options, device, seed, embed_queries, k * vectors)
     )
-    if device.type == "cuda" and (structure := unwrap_approximate(passages)) is not None:
-        _log_once(job.report.log, f"{job.journal.stage}: index.type {structure.recipe.type} is on {structure.place}")
-    return passages
-
-
-@cache  # the message is the same for every index of a run
-def _log_once(log: Callable[[str], None], message: str) -> None:
-    log(message)
 
 
 def sample_queries(items: Sequence[T], seed: int) -> list[T]:

@@ -17,16 +17,15 @@ from realmops.model.extractive_reader import ExtractiveReader, load_extractive_r
 from realmops.model.reader import Reader
 from realmops.model.reader_files import load_models
 from realmops.model.retriever import DENSE_ONLY, Retriever
-from realmops.options import ENCODER, NO_READER, Finetune, IndexOptions, RunOptions, epoch_steps
+from realmops.options import ENCODER, NO_READER, Finetune, RunOptions, epoch_steps
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import JUDGED_RULE, Question
 from realmops.questions.relevance import RelevantPassages
-from realmops.search.approximate import index_type
 from realmops.search.bm25 import Bm25
 from realmops.search.embeddings import INDEX, load_index
 from realmops.search.exact import PassageIndex
 from realmops.stages import READER_INIT, Job
-from realmops.stages.common import StageTrainings, build_index, question_queries, sample_queries
+from realmops.stages.common import StageTrainings, build_index, index_options, question_queries, sample_queries
 from realmops.stages.sharded_work import embed_in_shards
 from realmops.train.in_batch_negatives import Positives, group_by_passage, train_by_passages
 from realmops.train.parallel import process_group
@@ -104,7 +103,7 @@ def prepare_retrieval(
         retriever.to(reader.device)
         return PassageFinder(retriever, None, build_ranker(options.retriever, snapshot, path), None, metrics)
     retriever.to(reader.device)
-    index_type(job.section(IndexOptions), len(snapshot) * retriever.vectors, retriever.document.width, reader.device)
+    index_options(job, len(snapshot) * retriever.vectors, retriever.document.width, reader.device)
     bm25 = Bm25.of(snapshot) if retriever.mixture.lexical else None
     if options.retriever_training == "passages":
         if options.retriever_epochs:

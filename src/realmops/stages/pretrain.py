@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -15,18 +15,18 @@ from realmops.journal import JournalValues
 from realmops.model.reader_files import copy_models, load_models, save_models
 from realmops.model.retriever import Retriever
 from realmops.model.retriever_files import TextFormat
-from realmops.options import IndexOptions, Pretrain, RunOptions
+from realmops.options import Pretrain, RunOptions
 from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import answers_are_regex
 from realmops.questions.relevance import RelevantPassages
-from realmops.refresh.trainer import RefreshPolicy
-from realmops.search.approximate import RECALL_QUERIES, index_type, unwrap_approximate
+from realmops.search.approximate import RECALL_QUERIES, unwrap_approximate
 from realmops.search.bm25 import Bm25
 from realmops.search.exact import PassageIndex, exact_index
 from realmops.stages import Job
 from realmops.stages.common import (
     StageTrainings,
     build_index,
+    index_options,
     load_questions,
     open_snapshot,
     open_spans,
@@ -36,13 +36,11 @@ from realmops.stages.common import (
 from realmops.stages.sharded_work import embed_in_shards
 from realmops.train import held_out_sentences
 from realmops.train.held_out_sentences import BestCheckpoint
-from realmops.train.index_source import ExchangeSource, Index, RefreshSchedule, open_exchange
+from realmops.train.index_source import ExchangeSource, Index, open_exchange
 from realmops.train.masked_sentences import Example, Examples
 from realmops.train.parallel import process_group
 from realmops.train.pretraining import pretrain, retrieval_depth
 from realmops.train.realm import Realm
-
-MAX_STALENESS_STEPS = 5000  # age of the index for which training waits, if lag is auto
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -73,7 +71,7 @@ def run(job: Job) -> dict[str, Any]:
     bm25 = Bm25.of(snapshot) if retriever.mixture.lexical else None
     realm = Realm(retriever, reader, snapshot, options, dtype, bm25)
     vectors = len(snapshot) * retriever.vectors
-    index_type(job.section(IndexOptions), vectors, retriever.query.width, device)  # fails before training
+    index_options(job, vectors, retriever.query.width, device)  # fails before training
     rng = np.random.default_rng(seed_for(run_options.seed, "index", "queries"))
     sampled = [examples.draw(rng) for _ in range(RECALL_QUERIES)]  # to measure the recall of an approximate index
 
@@ -82,20 +80,7 @@ def run(job: Job) -> dict[str, Any]:
 
     best = BestCheckpoint(job.work / "best", TextFormat.of(snapshot))
     measure = _build_measure(job, masked, realm, best)
-    adopt: Literal["fixed_lag", "as_soon_as_ready"] = "as_soon_as_ready" if options.lag == "auto" else "fixed_lag"
-    policy = RefreshPolicy(adopt, MAX_STALENESS_STEPS, options.builder_timeout)
-    refresh = RefreshSchedule(
-        options.steps,
-        options.refresh_every,
-        0 if options.lag == "auto" else options.lag,
-        delay=options.retriever_delay,
-        builder=options.builder,
-        exchange=options.exchange,
-        shard_rows=options.shard_rows,
-        policy=policy,
-    )
-    place = (job.work, job.report.log)
-    with open_exchange(context, refresh, snapshot, retriever, passages, *place) as (context, source):
+    with open_exchange(context, options, snapshot, retriever, passages, job.work, job.report.log) as (context, source):
         pretrain(context, realm, examples, source, evaluate=measure, warn=job.report.warn)
     if not context.processes.is_main_process:
         return {}

@@ -15,13 +15,14 @@ from realmops import artifacts
 from realmops.artifacts import WORK_FOLDER
 from realmops.hub import CONFIG, HUB, READER, T5, encoder_files
 from realmops.journal import Journal
-from realmops.options import Options
+from realmops.options import Options, RunOptions
 from realmops.progress import Report, SilentReport
 from realmops.questions.cloze import KIND
 from realmops.stages import (
     CORPUS,
     INIT,
     JOURNAL,
+    MACHINE,
     METRICS,
     READER_INIT,
     STAGES,
@@ -38,7 +39,6 @@ from realmops.stages.option_inputs import MODELS
 from realmops.stages.run_inputs import written_inputs
 from realmops.tracking.runs import headline_metrics, mlflow_artifacts, start_tracking
 
-THREADS = "threads.json"  # in the work folder
 TRAINS_NOTHING = ("sample", "snapshot", "evaluate")
 
 
@@ -132,7 +132,7 @@ def _run_locked(
         if names := _hub_models(resolve_models(options, project), inputs):
             origin["hub"] = names
         if _uses_torch(stage, options):
-            origin["threads"] = _threads(options, work)
+            origin |= _machine(options, work)
         artifacts.write_manifest(out, name, fingerprint=key, **origin)
         if tracker is not None:
             figures = {f"final/{name}.{key}": value for key, value in metrics.items()}
@@ -179,7 +179,13 @@ def _run_tuned(stage: Stage, options: Options, job: Job) -> dict[str, Any]:
 
     from realmops.process import configure_process, release_memory
 
-    configure_process(_threads(options, job.work))
+    machine = _machine(options, job.work)
+    if stage.name not in TRAINS_NOTHING:
+        machine = _share(machine)
+        artifacts.write_json(job.work / MACHINE, machine)
+        decided = {name: machine[name] for name in ("device", "precision")}
+        job.sections["run"] = job.section(RunOptions).model_copy(update=decided)
+    configure_process(machine["threads"])
     torch.manual_seed(artifacts.seed_for(options.run.seed, stage.name))
     try:
         return stage.run(job)
@@ -187,16 +193,44 @@ def _run_tuned(stage: Stage, options: Options, job: Job) -> dict[str, Any]:
         release_memory()
 
 
-def _threads(options: Options, work: Path) -> int:
-    """Return the CPU threads of a stage; a resumed one keeps the number that it began with: it affects rounding."""
+def _machine(options: Options, work: Path) -> dict[str, Any]:
+    """Return device, precision and threads of a stage; a resumed one keeps those that it began with.
+
+    Raises:
+        ValueError: it began on a GPU, and this machine has none.
+    """
+    import torch
+
+    from realmops.devices import precision_rule, resolve_device
     from realmops.process import resolve_threads
 
-    path = work / THREADS
+    path, run = work / MACHINE, options.run
     if not path.is_file():
+        device = resolve_device(run.device)
         width = options.bert.width if options.retriever.init == "small" else math.inf
-        artifacts.write_json(path, resolve_threads(options.run.threads, width))
-    threads: int = artifacts.read_json(path)
-    return threads
+        precision, threads = precision_rule(run.precision, device), resolve_threads(run.threads, width)
+        artifacts.write_json(path, {"device": device.type, "precision": precision, "threads": threads})
+    kept: dict[str, Any] = artifacts.read_json(path)
+    if kept["device"] == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"{path}: the stage began on a GPU, and torch finds none here: run it again on a machine with a GPU, or "
+            "from the beginning with --force"
+        )
+    return kept
+
+
+def _share(machine: dict[str, Any]) -> dict[str, Any]:
+    """Return the first process's decisions in all processes of a training."""
+    import torch
+
+    from realmops.devices import BF16_IF_WIDE, DTYPES
+    from realmops.search.approximate import TYPES
+    from realmops.train import parallel
+
+    keys, values = ("device", "precision", "index_type"), ("", "cpu", "cuda", *DTYPES, BF16_IF_WIDE, "exact", *TYPES)
+    numbers = [*(values.index(machine.get(key, "")) for key in keys), machine["threads"]]
+    *chosen, threads = map(int, parallel.process_group().broadcast_numbers(numbers, torch.device("cpu")))
+    return {key: values[n] for key, n in zip(keys, chosen, strict=True) if n} | {"threads": threads}
 
 
 def _uses_torch(stage: Stage, options: Options) -> bool:
@@ -248,7 +282,7 @@ def _check_generated_questions(inputs: Mapping[str, Path]) -> None:
 
 def _remove_empty(work: Path) -> None:
     """Remove the work folder of a stage that ended before it wrote anything to resume from."""
-    if not any(path.stat().st_size for path in work.rglob("*") if path.is_file() and path.name != THREADS):
+    if not any(path.stat().st_size for path in work.rglob("*") if path.is_file() and path.name != MACHINE):
         shutil.rmtree(work, ignore_errors=True)
 
 

@@ -46,11 +46,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def _write(
-    job: Job,
-    texts: Mapping[str, Sequence[Source]],
-    vocabulary: Sequence[str],
-    casing: Casing,
-    tokenizer: str | None,
+    job: Job, texts: Mapping[str, Sequence[Source]], vocabulary: Sequence[str], casing: Casing, tokenizer: str | None
 ) -> dict[str, Any]:
     options = job.section(SnapshotOptions)
     metrics: dict[str, Any] = {"vocabulary": len(vocabulary)}
@@ -69,7 +65,7 @@ def _write(
             language=options.language,
             broken_share=options.broken_share,
             workers=options.workers,
-            progress=job.report.progress(f"passages of {name}", _total_bytes(group), "B"),
+            progress=job.report.progress(f"passages of {name}", sum(source.size for source in group), "B"),
         )
         prefix = "" if name == "corpus" else f"{name}_"
         warn_of_rejects(
@@ -84,12 +80,8 @@ def _write(
         metrics |= {prefix + key: value for key, value in snapshot_counts(manifest).items()}
     corpus = Snapshot.open(job.out / "corpus", verify=False)
     _check_corpus_language(job.report, corpus)
-    write_bm25(
-        job.out / bm25.FOLDER,
-        corpus,
-        job.report.progress("words of corpus", len(corpus)),
-        workers=options.workers,
-    )
+    progress = job.report.progress("words of corpus", len(corpus))
+    write_bm25(job.out / bm25.FOLDER, corpus, progress, workers=options.workers)
     return metrics
 
 
@@ -163,12 +155,8 @@ def _vocabulary(job: Job, group: Sequence[Source]) -> tuple[list[str], Casing, s
         return read_encoder_tokenizer(encoder_folder(init))
     path = job.work / VOCABULARY
     if not path.is_file():
-        progress = job.report.progress("vocabulary", _total_bytes(group), "B")
+        progress = job.report.progress("vocabulary", sum(source.size for source in group), "B")
         workers = job.section(SnapshotOptions).workers
         pieces = train_vocabulary(group, size=job.section(BertOptions).vocabulary, workers=workers, progress=progress)
         write_bytes(path, vocabulary_bytes(pieces))
     return read_vocabulary(path), UNCASED, None
-
-
-def _total_bytes(group: Sequence[Source]) -> int:
-    return sum(source.size for source in group)

@@ -23,7 +23,7 @@ from realmops.model.retriever import FusionWeights
 from realmops.options import Finetune
 from realmops.questions.question_sets import Question
 from realmops.search.hybrid import fit_fusion_weights
-from realmops.train.loop import DeferredMetrics, LossAndMetrics, TrainingContext, fit_epochs, whole_batch
+from realmops.train.loop import DeferredMetrics, LossAndMetrics, TrainingContext, fit_epochs
 from realmops.train.optimiser import Group
 
 FIT_DEPTH = 50  # passages by embeddings and by BM25 that each query contributes to the fit of a hybrid's weights
@@ -116,16 +116,13 @@ def finetune(context: TrainingContext, model: OpenQa, questions: Sequence[Questi
     if model.ranker is None:
         groups.insert(0, Group("query", model.retriever.query, options.retriever_learning_rate))
     fit_epochs(
-        context, groups, questions, whole_batch, loss,
+        context, groups, questions, lambda batch, step: batch, loss,
         batch_size=options.batch_size, epochs=options.epochs,
     )  # fmt: skip
 
 
 def train_query_tower(
-    context: TrainingContext,
-    model: RetrieveAndRead,
-    questions: Sequence[Question],
-    options: Finetune,
+    context: TrainingContext, model: RetrieveAndRead, questions: Sequence[Question], options: Finetune
 ) -> None:
     """Train the query tower alone by the early loss, with the top passages of the whole index as negatives.
 
@@ -139,7 +136,7 @@ def train_query_tower(
 
     groups = [Group("query", model.retriever.query, options.retriever_learning_rate)]
     fit_epochs(
-        context, groups, questions, whole_batch, loss, batch_size=options.retriever_batch_size,
+        context, groups, questions, lambda batch, step: batch, loss, batch_size=options.retriever_batch_size,
         epochs=options.retriever_epochs,
     )  # fmt: skip
 

@@ -6,11 +6,11 @@ Shape suffixes: P passages, E embedding width.
 import copy
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import PRECISIONS
 from realmops.model.retriever import Retriever
 from realmops.model.retriever_files import TextFormat, retriever_files, retriever_from_files
+from realmops.options import Pretrain
 from realmops.refresh.builder import MISCONFIGURED
 from realmops.refresh.child_processes import SupervisedProcess
 from realmops.refresh.exchange import Exchange, FencedError
@@ -31,9 +32,11 @@ from realmops.train.loop import TrainingContext
 from realmops.train.parallel import ProcessGroup
 
 BUILDER_LOG = "index-builder.log"
+MAX_STALENESS_STEPS = 5000  # age of the index for which training waits, if lag is auto
 MOST_STARTS = 20  # before a builder that keeps exiting fails the training
 QUIET_SECONDS = 5.0  # shorter waits are not logged
 
+_Generation = tuple[int, Tensor, Retriever, float, bool]  # an index before it is built, in the order of its fields
 Build = Callable[[Tensor, Retriever], PassageIndex]
 """(embeddings P x E, their retriever) -> index."""
 
@@ -52,40 +55,38 @@ class Index:
 class IndexSource(Protocol):
     """Protocol of what provides the index of each training step."""
 
-    def at_step(self, step: int, retriever: Retriever) -> Index | None:
-        """Return the index to use from this step on, or None to keep the current one."""
+    def at_step(self, step: int, retriever: Retriever) -> Iterable[Index]:
+        """Yield the index to use from this step on, none to keep the current one.
 
-
-class _Generation(NamedTuple):
-    step: int
-    embedding_PE: Tensor
-    retriever: Retriever
-    published: float
-    new: bool
+        A process that resumes where an index is adopted first gets the index before it, to compare them.
+        """
 
 
 @dataclass(frozen=True)
 class RefreshSchedule:
-    """Index refresh schedule: when weights are published, which builder indexes them and how the trainer waits."""
+    """When weights are published and their index is adopted, by the options of a pre-training."""
 
-    steps: int  # of the training
-    every: int  # steps between two publications
-    lag: int  # steps from a publication to the adoption of its index
-    delay: int  # first steps, in which the retriever is frozen
-    builder: str  # child or external
-    exchange: str  # a folder, or auto
-    shard_rows: int  # passages per shard
-    policy: RefreshPolicy
+    options: Pretrain
+
+    @property
+    def policy(self) -> RefreshPolicy:
+        is_auto = self.options.lag == "auto"
+        return RefreshPolicy(
+            "as_soon_as_ready" if is_auto else "fixed_lag", MAX_STALENESS_STEPS, self.options.builder_timeout
+        )
 
     def generation(self, step: int) -> int:
         """Return the step whose weights built the index of training step ``step`` under a fixed lag."""
-        published = (step - self.lag) // self.every * self.every
-        return published if published > self.delay else 0
+        lag, every = self.options.lag, self.options.refresh_every
+        assert lag != "auto"
+        published = (step - lag) // every * every
+        return published if published > self.options.retriever_delay else 0
 
     def publishes(self, step: int) -> bool:
         """Return whether weights are due: not those of a frozen retriever, nor those that no step adopts."""
-        is_adopted = self.policy.adopt != "fixed_lag" or step + self.lag < self.steps
-        return step == 0 or (step % self.every == 0 and step > self.delay and is_adopted)
+        lag, every = self.options.lag, self.options.refresh_every
+        is_adopted = lag == "auto" or step + lag < self.options.steps
+        return step == 0 or (step % every == 0 and step > self.options.retriever_delay and is_adopted)
 
 
 @dataclass(eq=False)
@@ -118,55 +119,51 @@ class ExchangeSource:
         assert self.trainer
         self.trainer.save_checkpoint(step, files, {"refreshes": self.refreshes, "waited": self.waited})
 
-    def at_step(self, step: int, retriever: Retriever) -> Index | None:
-        """Publish the weights if they are due, and return the index to adopt, or None to keep the current one."""
-        generation = self._next_generation(self.trainer, step, retriever) if self.trainer else None
-        if self.processes.size > 1:
-            generation = self._broadcast(generation, retriever)
-        if generation is None:
-            return None
-        weights_step, embedding_PE, searcher, published, new = generation
-        return Index(weights_step, self.build(embedding_PE, searcher), searcher, published, new)
+    def at_step(self, step: int, retriever: Retriever) -> Iterator[Index]:
+        """Publish the weights if they are due, and yield the indexes to adopt."""
+        own = self._next_generations(self.trainer, step, retriever) if self.trainer else iter(())
+        while (generation := self._broadcast(next(own, None), retriever)) is not None:
+            weights_step, embedding_PE, searcher, published, new = generation
+            yield Index(weights_step, self.build(embedding_PE, searcher), searcher, published, new)
 
-    def _next_generation(self, trainer: TrainerSide, step: int, retriever: Retriever) -> _Generation | None:
+    def _next_generations(self, trainer: TrainerSide, step: int, retriever: Retriever) -> Iterator[_Generation]:
         trainer.beat(step)
         if trainer.lacks_index or self.refresh.publishes(step):
             trainer.publish_weights(step, retriever_files(retriever, self.text), {"published": time.time()})
         started, previous = time.perf_counter(), trainer.index_step
-        if self.refresh.policy.adopt == "as_soon_as_ready":
-            version = trainer.newest_index(step)
-            new = step == 0 or (version is not None and version.step != previous)
+        if self.refresh.options.lag == "auto":
+            versions = [trainer.newest_index(step)]
         else:
-            due = self.refresh.generation(step)
-            version = None if due == self._step else trainer.index_for(due)
-            new = step == 0 or due != self.refresh.generation(step - 1)
+            before, due = (self.refresh.generation(max(at, 0)) for at in (step - 1, step))
+            resumed_at = [before] if self._step is None and before != due else []
+            versions = [trainer.index_for(one) for one in (*resumed_at, due) if one != self._step]
         self.waited += time.perf_counter() - started
-        if version is None:
-            return None
-        self._step = version.step
-        self.refreshes += int(new and step > 0)
-        searcher = retriever_from_files(version.files).to(self.device).eval()
-        embedding_PE = view_embeddings(version.files[EMBEDDINGS])
-        return _Generation(version.step, embedding_PE, searcher, float(version.meta["published"]), new)
+        for version in filter(None, versions):
+            self._step, new = version.step, step == 0 or version.step != previous
+            self.refreshes += int(new and step > 0)
+            searcher = retriever_from_files(version.files).to(self.device).eval()
+            embedding_PE = view_embeddings(version.files[EMBEDDINGS])
+            yield version.step, embedding_PE, searcher, float(version.meta["published"]), new
 
     def _broadcast(self, own: _Generation | None, retriever: Retriever) -> _Generation | None:
         """Return the first process's generation in all processes, None if it has no new one."""
-        embedding_PE = own.embedding_PE.cpu() if own else torch.empty(0, 0)
-        header = [1, own.step, *embedding_PE.shape, own.published, own.new] if own else [0] * 6
-        exists, weights_step, passages, width, published, new = self.processes.broadcast_numbers(header, self.device)
-        if not exists:
+        if self.processes.size == 1:
+            return own
+        step, embedding_PE, searcher, published, new = own or (0, torch.empty(0, 0), retriever, 0.0, False)
+        header = [own is not None, step, *embedding_PE.shape, published, new]
+        sent = self.processes.broadcast_numbers(header, self.device)
+        if not sent[0]:
             return None
-        if own is None:
-            embedding_PE = torch.empty(int(passages), int(width))
-        searcher = own.retriever if own else copy.deepcopy(retriever).eval()
+        embedding_PE = embedding_PE.cpu() if own else torch.empty(*map(int, sent[2:4]))
+        searcher = searcher if own else copy.deepcopy(retriever).eval()
         self.processes.broadcast([embedding_PE, *searcher.parameters()])
-        return own or _Generation(int(weights_step), embedding_PE, searcher, published, bool(new))
+        return own or (int(sent[1]), embedding_PE, searcher, sent[4], bool(sent[5]))
 
 
 @contextmanager
 def open_exchange(
     context: TrainingContext,
-    refresh: RefreshSchedule,
+    options: Pretrain,
     snapshot: Snapshot,
     retriever: Retriever,
     build: Build,
@@ -184,21 +181,21 @@ def open_exchange(
     Raises:
         ChildProcessError: the child builder is misconfigured or exited ``MOST_STARTS`` times.
     """
-    processes, text = context.processes, TextFormat.of(snapshot)
+    processes, text, refresh = context.processes, TextFormat.of(snapshot), RefreshSchedule(options)
     if not processes.is_main_process:
         yield context, ExchangeSource(None, refresh, text, context.device, processes, build)
         return
-    root = work / "exchange" if refresh.exchange == "auto" else Path(refresh.exchange)
+    root = work / "exchange" if options.exchange == "auto" else Path(options.exchange)
     run_identity = {
         "run_key": work.name,
         **corpus_identity(snapshot),
         "embedding_width": retriever.width,
         "precision": PRECISIONS[context.dtype],
         "threads": torch.get_num_threads(),
-        "part_rows": refresh.shard_rows,
+        "part_rows": options.shard_rows,
     }
     child = None
-    if refresh.builder == "child":
+    if options.builder == "child":
         command = builder_command(root, snapshot.folder, "child", "--watch-parent", str(os.getpid()))
         child = SupervisedProcess(command, pause=0.0, log=work / BUILDER_LOG)
 
@@ -217,7 +214,7 @@ def open_exchange(
     source = ExchangeSource(trainer, refresh, text, context.device, processes, build)
     try:
         with child or nullcontext():
-            yield replace(context, checkpoints=source, checkpoint_every=refresh.every), source
+            yield replace(context, checkpoints=source, checkpoint_every=options.refresh_every), source
             trainer.finish("done")
     except (ValueError, TimeoutError, ChildProcessError, RuntimeError) as error:
         with suppress(FencedError):  # a newer trainer publishes the final state

@@ -30,6 +30,7 @@ U = TypeVar("U")
 STATE, TENSORS = "state.json", "training.safetensors"
 RAMP_STEPS = (10, 10_000)  # minimum, unless it is more than half of the steps, and maximum of the learning rate's ramp
 _TRIM_SECONDS = 10.0  # between two releases of freed memory
+CHECKPOINT_SECONDS, CHECKPOINT_SHARE = 60.0, 0.05  # between two checkpoints; most of the time that they may take
 _CHECKPOINT, _KEPT = "checkpoint", 2  # kind of manifest; checkpoints that are kept
 
 
@@ -83,7 +84,8 @@ class TrainingContext:
     first_step: int = 0  # the first step's number in the journal
     processes: ProcessGroup = SINGLE_PROCESS
     name: str = ""  # of the training, for messages
-    checkpoint_every: int = 100  # steps between two checkpoints
+    checkpoint_every: int = 100  # most steps between two checkpoints
+    clock: Callable[[], float] = time.monotonic  # of checkpoints by time
 
     def rng(self, *names: str | int) -> np.random.Generator:
         """Return a generator seeded by (seed, stream, ``names``), for one use at one step."""
@@ -115,8 +117,8 @@ def fit(
     """Train until step ``steps``, resuming from the newest checkpoint.
 
     All randomness of ``step_loss`` is a function of (seed, stream, step), so that a resumed training is bit-identical
-    to an uninterrupted one on the same machine. ``at_step`` is called before each step, after the checkpoint of that
-    step was committed.
+    to an uninterrupted one on the same machine. A checkpoint is due every ``context.checkpoint_every`` steps and every
+    ``CHECKPOINT_SECONDS``. ``at_step`` is called before each step, after the checkpoint of that step was committed.
 
     Raises:
         ValueError: in all processes, at the first step whose loss or gradient is not finite.
@@ -136,9 +138,14 @@ def fit(
     context.progress(start)
     ended = trimmed = time.perf_counter()
     last = "no earlier step in this process"
+    next_save = context.clock() + CHECKPOINT_SECONDS
     for step in range(start, steps):
-        if step > start and step % context.checkpoint_every == 0 and processes.is_main_process:
+        is_due = step % context.checkpoint_every == 0 or context.clock() >= next_save
+        if is_due and step > start and processes.is_main_process:
+            began = context.clock()
             _save(context, optimiser, step, last)
+            saved = context.clock()
+            next_save = saved + max(CHECKPOINT_SECONDS, (saved - began) / CHECKPOINT_SHARE)
         if at_step is not None:
             at_step(step)
         began = time.perf_counter()
@@ -201,11 +208,6 @@ def fit_epochs(
 
     steps = epoch_steps(len(items), batch_size, epochs)
     fit(context, groups, step_loss, steps=steps)
-
-
-def whole_batch(batch: Sequence[T], step: int) -> Sequence[T]:
-    """Return the items of a batch, for a training that draws nothing at a step."""
-    return batch
 
 
 def _not_finite(context: TrainingContext, step: int, cause: str, last: str) -> ValueError:

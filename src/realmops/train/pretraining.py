@@ -158,15 +158,13 @@ def pretrain(
     adopted: dict[str, float] = {}
 
     def at_step(step: int) -> None:
-        new = source.at_step(step, retriever)
-        if new is None:
-            assert current, "the first step needs an index"
-            return
-        if current and context.processes.is_main_process:
-            adopted["top_k_change"] = _change(current[0], new, examples, realm, context)
-        current[:] = [new]
-        if new.new and context.processes.is_main_process:
-            adopted.update(evaluate(new), refreshed=1.0)
+        for index in source.at_step(step, retriever):
+            if current and context.processes.is_main_process:
+                adopted["top_k_change"] = _change(current[0], index, examples, realm, context)
+            current[:] = [index]
+            if index.new and context.processes.is_main_process:
+                adopted.update(evaluate(index), refreshed=1.0)
+        assert current, "the first step needs an index"
 
     def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
         index = current[0]
