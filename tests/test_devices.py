@@ -1,4 +1,4 @@
-"""Devices, dtypes and threads of models; weights kept in the dtype of products."""
+"""Devices, dtypes and threads of models; weights kept in the dtype of products; transfers."""
 
 import math
 import os
@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from elsewhere import ELSEWHERE, recorded
 from small_world import section
 from torch import Tensor
 
@@ -18,6 +19,8 @@ from realmops.devices import (
     freeze_linear_weights,
     resolve_device,
     resolve_precision,
+    to_device,
+    to_host,
 )
 from realmops.model.encoder import Encoder
 from realmops.model.encoder_files import build_small_encoder
@@ -112,3 +115,19 @@ def test_auto_is_the_cpus_of_the_process(
         assert process.resolve_threads("auto", 129) == threads
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     assert process.resolve_threads("auto") <= 8
+
+
+def test_tensors_that_are_transferred_together_keep_their_values() -> None:
+    whole, truth = torch.tensor([[1, 1 << 40], [-3, 0]]), torch.tensor([True, False])
+    part = torch.tensor([0.1, -0.0, torch.inf, 1e-45])
+    with recorded() as counts:
+        there = to_device(ELSEWHERE, whole, truth, part)
+        assert (counts.sent, counts.waits) == (1, 0)
+        assert [tensor.device for tensor in there] == [ELSEWHERE] * 3
+        double = torch.tensor(1 / 3, dtype=torch.float64)
+        back = to_host(*there, double.to(ELSEWHERE), part)
+        assert (counts.sent, counts.brought) == (2, 1)
+    for found, expected in zip(back, (whole, truth, part, double, part), strict=True):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    assert [id(tensor) for tensor in to_device(CPU, whole, part)] == [id(whole), id(part)]

@@ -1,9 +1,9 @@
-"""Open-QA on twelve passages: relevant passages, gold spans, answers from the text, and the losses by hand."""
+"""Fine-tuning on twelve passages: the losses by hand, and the weights fitted after it."""
 
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,21 +11,22 @@ import numpy as np
 import pytest
 import torch
 from small_open_qa import BORN, NEVER, PORT, cut, open_qa, options, span_scores
-from small_project import QUESTIONS
-from small_world import MemoryJournal, World, build_world, tiny_context
+from small_world import MemoryJournal, World, section, tiny_context, tiny_models
 from torch import Tensor
 
 from realmops.answering.answer import Answer, ReadPassage, Span
 from realmops.answering.openqa import OpenQa
 from realmops.evaluate.exact_match import is_exact_match
 from realmops.model.packed import PackedBatch
-from realmops.model.retriever import FusionWeights
-from realmops.questions.answer_matching import normalize_answer
+from realmops.model.retriever import FusionWeights, Retriever
+from realmops.model.sequences import join_query
+from realmops.options import Finetune
 from realmops.questions.question_sets import Question
 from realmops.search.bm25 import Bm25
-from realmops.search.embed import embed, query_sequences
+from realmops.search.embed import document_sequences
 from realmops.search.hybrid import fit_fusion_weights
 from realmops.train import fine_tuning as module
+from realmops.train import in_batch_negatives as in_batch
 from realmops.train.fine_tuning import (
     finetune,
     fit_reading_weight,
@@ -33,6 +34,9 @@ from realmops.train.fine_tuning import (
     question_loss,
     train_query_tower,
 )
+from realmops.train.in_batch_negatives import NEIGHBOURS, group_by_passage, passage_batches, train_by_passages
+from realmops.train.loop import TrainingContext
+from realmops.train.parallel import ProcessGroup
 
 
 def span_logits(model: OpenQa, question: Question, passages: Sequence[int]) -> list[list[tuple[float, bool]]]:
@@ -94,14 +98,6 @@ def test_a_question_without_a_gold_span_has_no_gradient(world: World, span_loss:
     assert not any(gradient.any() for gradient in gradients)
 
 
-def test_recall_is_of_five_passages(world: World) -> None:
-    """Oslo is in the passages 0, 1, 4 and 5."""
-    model = given(world)
-    for row, recall in (([2, 3, 6, 7, 0], 1.0), ([2, 3, 6, 7, 8, 0], 0.0), ([0, 2, 3, 6, 7], 1.0)):
-        model.ranker = lambda question, k, row=row: np.array(row[:k])
-        assert question_loss(model, [BORN])[1].now()["recall_at_5"] == recall
-
-
 def test_a_ranker_determines_the_passages_and_the_retriever_does_not_learn(world: World) -> None:
     model = given(world)
     answers = model.answer([BORN, PORT], ranked=3, batch_size=2)
@@ -138,86 +134,14 @@ def test_the_query_tower_alone_learns_from_judged_questions(world: World) -> Non
     assert all(torch.equal(p, old) for p, old in zip(model.reader.parameters(), reader, strict=True))
 
 
-# ---- relevant passages and gold spans
-
-EXPRESSION = Question("year", "When?", (r"19\d\d\b|\s?Anna (Berg|Lund)",), is_regex=True)
-
-
-@pytest.mark.parametrize(
-    ("question", "correct"),
-    [(BORN, [0, 1, 4, 5]), (PORT, [2, 3, 6, 8, 11]), (NEVER, []), (EXPRESSION, [0, 1, 2, 3, 4, 6, 9])],
-)
-def test_passages_that_contain_an_answer_are_correct(world: World, question: Question, correct: list[int]) -> None:
-    """In their text; titles do not count."""
-    model = open_qa(world)
-    assert np.flatnonzero(model.is_correct(question, range(12))).tolist() == correct
-    order = [5, 2, 0]
-    assert model.is_correct(question, order).tolist() == [p in correct for p in order]
-
-
-def test_answers_of_two_questions_with_one_id_are_separate(world: World) -> None:
-    model = open_qa(world)
-    dev, train = (Question("1", q.question, q.answers) for q in (BORN, PORT))
-    assert np.flatnonzero(model.is_correct(dev, range(12))).tolist() == [0, 1, 4, 5]
-    assert np.flatnonzero(model.is_correct(train, range(12))).tolist() == [2, 3, 6, 8, 11]
-    words, expression = (Question("1", "When?", (r"19\d\d",), is_regex=is_regex) for is_regex in (False, True))
-    assert [model.is_correct(question, [0]).tolist() for question in (words, expression)] == [[False], [True]]
-
-
-@pytest.mark.parametrize(
-    ("question", "passages", "texts"),
-    [
-        (EXPRESSION, [0, 4, 6, 11], [(0, "1931"), (0, "Anna Berg"), (1, "Anna Berg"), (2, "1972")]),
-        (
-            Question("q", "Who?", ("Anna Berg", "1931")), [1, 11, 0, 4],
-            [(0, "Anna Berg"), (2, "1931"), (2, "Anna Berg"), (3, "Anna Berg")],
-        ),
-        (NEVER, [0, 1], []),
-    ],
-)  # fmt: skip
-def test_gold_spans_are_the_answers_text(
-    world: World, question: Question, passages: list[int], texts: list[tuple[int, str]]
-) -> None:
-    gold = open_qa(world).gold(question, passages)
-    assert sorted((rank, cut(world, passages[rank], first, last)) for rank, first, last in gold) == texts
-
-
-def test_the_best_gold_span_is_returned_with_the_best(world: World) -> None:
-    model = scripted(world, "a novel", reader_candidates=12, answer_wordpieces=20)
-    [answer] = model.answer([BORN], ranked=12, batch_size=1)
-    assert (answer.text, answer.best_gold.text) == ("a novel", "Oslo")
-    assert answer.best_gold.score < answer.best.score
-    [unanswerable] = model.answer([NEVER], ranked=12, batch_size=1)
-    assert unanswerable.best_gold is None
-
-
-# ---- spans
-
-
-@pytest.mark.parametrize(("limit", "words"), [(60, "Where was Anna Berg born?"), (16, "Where?")])
-def test_spans_are_all_those_within_passages_and_the_readers_limit(world: World, limit: int, words: str) -> None:
-    """Every span of 1 to 4 wordpieces of [CLS] question [SEP] body [SEP], question by question."""
-    model = open_qa(world, query_wordpieces=8 if limit == 16 else 24, reader_wordpieces=limit)
-    read, tokens = [[11, 0], [9]], [model.wordpieces(words)] * 2
-    with torch.no_grad():
-        score_S, rows = model.spans(tokens, read)
-    expected = []
-    for b, ids in enumerate(read):
-        for rank, passage in enumerate(ids):
-            length = min(len(world.snapshot.body(passage)), limit - 3 - len(tokens[0]))
-            expected += [
-                (b, rank, first, last) for first in range(length) for last in range(first, min(first + 4, length))
-            ]
-    assert [tuple(row) for row in rows.tolist()] == expected
-    assert len(score_S) == len(expected)
-
-
 # ---- the loss
 
 
-def test_the_loss_equals_the_slow_one(world: World) -> None:
+@pytest.mark.parametrize("reading", [0.0, 0.5, 1.0])
+def test_the_loss_equals_the_slow_one(world: World, reading: float) -> None:
     """Three questions with different numbers of spans, one of them without any answer in the corpus."""
     model, questions = open_qa(world, retriever_candidates=11, reader_candidates=10), [BORN, PORT, NEVER]
+    model.retriever.mixture = FusionWeights(1.0, 0.0, reading)
     early, span = [0.0] * 3, [0.0] * 3
     with torch.no_grad():
         loss, later = question_loss(model, questions)
@@ -228,7 +152,7 @@ def test_the_loss_equals_the_slow_one(world: World) -> None:
             is_correct = [any(answer in world.snapshot.text(p) for answer in question.answers) for p in ranked]
             early[n] = minus_log_share([(f[p], right) for p, right in zip(ranked, is_correct, strict=True)])
             rows = zip(ranked, span_logits(model, question, ranked[:10]), strict=False)
-            span[n] = minus_log_share([(score + f[p], right) for p, row in rows for score, right in row])
+            span[n] = minus_log_share([(score + reading * f[p], right) for p, row in rows for score, right in row])
     metrics = later.now()
     assert metrics["early_loss"] == pytest.approx(np.mean(early), rel=1e-4)
     assert metrics["span_loss"] == pytest.approx(np.mean(span), rel=1e-4)
@@ -236,118 +160,7 @@ def test_the_loss_equals_the_slow_one(world: World) -> None:
     assert metrics["no_correct_passage"] == metrics["no_correct_span"] == pytest.approx(1 / 3)
 
 
-def test_f_of_x_and_z_is_added_to_span_scores_with_the_weight_of_reading(world: World) -> None:
-    model = open_qa(world, reader_candidates=12, retriever_candidates=12)
-    with torch.no_grad():
-        relevance_BK, id_BK = model.evidence([BORN], 12)
-        spans = span_logits(model, BORN, id_BK[0].tolist())
-        for weight in (0.0, 0.5, 1.0):
-            model.retriever.mixture = FusionWeights(1.0, 0.0, weight)
-            added = [weight * f for f in relevance_BK[0].tolist()]
-            whole = [(score + f, right) for f, one in zip(added, spans, strict=True) for score, right in one]
-            found = question_loss(model, [BORN])[1].now()["span_loss"]
-            assert found == pytest.approx(minus_log_share(whole), rel=1e-4)
-
-
-def test_query_tower_and_reader_learn_and_embeddings_are_constant(world: World) -> None:
-    model = open_qa(world, retriever_candidates=11, reader_candidates=10)
-    loss, later = question_loss(model, [BORN])
-    assert later.now()["no_correct_span"] == 0.0
-    loss.backward()
-    assert model.passages.embedding_PE.grad is None
-    for part in (model.retriever.query, model.reader.bert, model.reader.spans):
-        for name, parameter in part.named_parameters():
-            assert (parameter.grad is not None) is parameter.requires_grad, name
-
-
-# ---- answers
-
-
-class Scripted(OpenQa):
-    """A model that scores the span with one text 100, every other 0."""
-
-    best_text: str
-
-    def spans(self, tokens: Sequence[np.ndarray], passages: Sequence[Sequence[int]]) -> tuple[Tensor, np.ndarray]:
-        _, rows = super().spans(tokens, passages)
-        scores = []
-        for b, rank, first, last in rows.tolist():
-            characters, text = self.snapshot.chars(passages[b][rank]), self.snapshot.text(passages[b][rank])
-            scores.append(100.0 * (text[characters[first, 0] : characters[last, 1]] == self.best_text))
-        return torch.tensor(scores), rows
-
-
-def scripted(world: World, best_text: str, **changes: Any) -> Scripted:
-    model = open_qa(world, **changes)
-    model.__class__ = Scripted
-    assert isinstance(model, Scripted)
-    model.best_text = best_text
-    return model
-
-
-def test_answers_are_cut_from_the_text(tmp_path: Path) -> None:
-    """With capitals, accents, points and commas, which wordpieces lack."""
-    text = "In the U.S.A., Zoë D'Arc-Lund sold 1,250 ships."
-    world = build_world(tmp_path, (("Zoë", text, ("Zoë",)), ("B", "It is in Oslo.", ("Oslo",))))
-    for part in ("U.S.A.", "Zoë", "D'Arc-Lund", "1,250"):
-        [answer] = scripted(world, part, answer_wordpieces=20).answer([BORN], ranked=2, batch_size=4)
-        assert (answer.text, answer.best.passage) == (part, 0)
-        assert answer.best.characters == (text.index(part), text.index(part) + len(part))
-
-
-def test_the_answer_is_the_best_span_and_its_probability_that_of_its_text(world: World) -> None:
-    """By a slow search over all spans, score plus relevance; the same answers in batches as alone."""
-    model = open_qa(world, reader_candidates=12, retriever_candidates=12)
-    questions = [Question(str(n), question, ("",)) for n, (question, _) in enumerate(QUESTIONS["train"])]
-    counted: list[int] = []
-    answers, repeated = model.answer(questions, ranked=12, batch_size=4, progress=counted.append), 0
-    assert counted == [4, 2]
-    for question, answer in zip(questions, answers, strict=True):
-        with torch.no_grad():
-            score_BK, id_BK = model.relevance([question.question], 12)
-            score_S, rows = model.spans([model.wordpieces(question.question)], id_BK.tolist())
-        logits = [float(s) + float(score_BK[0, rank]) for s, (_, rank, _, _) in zip(score_S, rows, strict=True)]
-        texts = [cut(world, int(id_BK[0, rank]), first, last) for _, rank, first, last in rows.tolist()]
-        best = int(np.argmax(logits))
-        assert (answer.best.passage, answer.text) == (int(id_BK[0, rows[best, 1]]), texts[best])
-        assert answer.best.score == pytest.approx(logits[best], rel=1e-4)
-        for number, span in enumerate(answer.best_of_passage):
-            of_passage = [logit for logit, row in zip(logits, rows.tolist(), strict=True) if row[1] == number]
-            assert span.score == pytest.approx(max(of_passage), rel=1e-4)
-        assert answer.passages == answer.ranked == id_BK[0].tolist()
-        assert answer.log_prior == pytest.approx(score_BK[0].double().softmax(-1).log().tolist(), rel=1e-3)
-        normal = normalize_answer(answer.text)
-        same = [math.exp(v) for v, text in zip(logits, texts, strict=True) if normalize_answer(text) == normal]
-        assert answer.log_p == pytest.approx(math.log(sum(same) / sum(map(math.exp, logits))), rel=1e-4)
-        repeated += len(same) > 1
-    assert repeated > 1
-    alone = model.answer(questions, ranked=12, batch_size=1)
-    assert [(a.text, a.ranked) for a in alone] == [(a.text, a.ranked) for a in answers]
-
-
 # ---- the training
-
-
-def test_training_learns_the_answers(world: World) -> None:
-    questions = [
-        BORN,
-        Question("capital", "What is the capital of Norway?", ("Oslo",)),
-        Question("wrote", "Who wrote The Cold Sea?", ("Anna Berg",)),
-        Question("star", "Who built The Star?", ("Jon Vik",)),
-        Question("sang", "Who sang in Bergen?", ("Maria Holm",)),
-    ]
-    model, journal = open_qa(world, reader_candidates=5), MemoryJournal()
-    before = model.passages.embedding_PE.clone()
-    chosen = options(epochs=25, reader_candidates=5, retriever_learning_rate=3e-3, reader_learning_rate=3e-3)
-    finetune(tiny_context(journal=journal), model, questions, chosen)
-    lines = journal.lines()
-    assert len(lines) == 25 * 3, "three batches of at most two an epoch"
-    loss = journal.values("loss")
-    assert np.mean(loss[-6:]) < 0.5 * np.mean(loss[:6])
-    assert torch.equal(model.passages.embedding_PE, before)
-    found = model.answer(questions, ranked=5, batch_size=5)
-    right = [answer.text in question.answers for answer, question in zip(found, questions, strict=True)]
-    assert sum(right) >= 3
 
 
 def test_each_epoch_shuffles_the_questions(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,21 +188,6 @@ def hybrid(world: World, mixture: FusionWeights) -> OpenQa:
 
 
 HYBRID = [BORN, Question("star", "Who built The Star?", ("Jon Vik",)), Question("d", "When did she die?", ("1972",))]
-
-
-def test_relevance_of_a_hybrid_combines_embeddings_and_bm25(world: World) -> None:
-    """Against every passage by hand, with a gradient into the query tower."""
-    model, questions = hybrid(world, FusionWeights(0.5, 3.0)), [q.question for q in HYBRID]
-    relevance_BK, id_BK = model.relevance(questions, 3)
-    query_BE = embed(model.retriever.query, query_sequences(model.queries(questions)), torch.float32)
-    for b, question in enumerate(questions):
-        bm25_P = model.bm25.score_passages(question, np.arange(12))
-        dense_P = model.retriever.scale * (model.passages.embedding_PE @ query_BE[b]).numpy()
-        f_P = 0.5 * dense_P + 3.0 * bm25_P / bm25_P.max()
-        assert id_BK[b].tolist() == np.argsort(-f_P, kind="stable")[:3].tolist()
-        assert relevance_BK[b].tolist() == pytest.approx(np.sort(f_P)[::-1][:3].tolist(), rel=1e-4)
-    question_loss(model, HYBRID)[0].backward()
-    assert model.retriever.query.projection.weight.grad.abs().max() > 0
 
 
 def test_fusion_weights_are_fitted_to_relevant_passages(world: World) -> None:
@@ -427,3 +225,130 @@ def test_the_weight_of_reading_by_hand() -> None:
     for rows, weight in ((questions, 0.25), ([generated[0], questions[1]], 1.0), (generated, 3.0)):
         assert fit_reading_weight(model, rows, answers, is_exact_match) == weight
     assert fit_reading_weight(model, questions[1:], answers[1:], is_exact_match) == 1.0, "equal: the present weight"
+
+
+# ---- both towers learn from questions with in-batch negatives
+
+
+# Passages 0, 1, 4 and 5 hold Oslo, 2, 3 and 9 hold 1950, 6 alone 1972, 8 and 2 Karl Lund
+PAIRED = [
+    Question("born", "Where was Anna Berg born?", ("Oslo",)),
+    Question("until", "Until when did he live in Bergen?", ("1950",)),
+    Question("died", "When did Maria Holm die?", ("1972",)),
+    Question("never", "Who is she?", ("Nobody",)),
+    Question("sold", "To whom did he sell a ship?", ("Karl Lund",)),
+    Question("capital", "Which city is the capital?", ("Oslo",)),
+    Question("poet", "Where is the poet from?", ("Oslo",)),
+]
+POSITIVES = group_by_passage([[0], [2], [6], [], [8], [5], [0]])
+PASSAGES = list(POSITIVES)
+
+
+def passage_options(**changes: Any) -> Finetune:
+    values = {"retriever_epochs": 2, "retriever_batch_size": 2, "retriever_learning_rate": 3e-3}
+    return section("finetune", **{**values, "query_wordpieces": 24, **changes})
+
+
+def test_positives_by_hand() -> None:
+    assert list(POSITIVES.items()) == [(0, [0, 6]), (2, [1]), (5, [5]), (6, [2]), (8, [4])]
+    assert group_by_passage([[], []]) == {}
+
+
+@pytest.mark.parametrize(("count", "batch_size"), [(50, 16), (50, 7), (5, 2), (3, 32), (8, 8), (1, 1)])
+def test_each_epoch_has_each_passage_once_next_to_its_neighbours(count: int, batch_size: int) -> None:
+    """In another order in each epoch and for each seed, in runs of eight (the first and the last may be shorter)."""
+    per_epoch = math.ceil(count / batch_size)
+    orders = []
+    for seed, epoch in itertools.product(range(2), range(4)):
+        batch = passage_batches(tiny_context(seed=seed), count, batch_size)
+        batches = [batch(epoch * per_epoch + step) for step in range(per_epoch)]
+        assert all(len(rows) == batch_size for rows in batches[:-1])
+        order = [row for rows in batches for row in rows]
+        assert sorted(order) == list(range(count))
+        assert len(np.flatnonzero(np.diff(order) != 1)) <= math.ceil(count / NEIGHBOURS)
+        orders.append(tuple(order))
+    assert count < 50 or len({*orders}) == 8
+
+
+def slow_loss(world: World, retriever: Retriever, rows: list[int], chosen: Finetune) -> float:
+    """Return the mean over all questions of -log of the own passage's share among irrelevant passages."""
+    losses = []
+    with torch.no_grad():
+        documents = {}
+        for row in rows:
+            [document] = document_sequences(world.snapshot, [PASSAGES[row]])
+            documents[row] = retriever.document(PackedBatch([document[0]], [document[1]]))[0].double()
+        for own in rows:
+            for asked in POSITIVES[PASSAGES[own]]:
+                question = PAIRED[asked]
+                tokens = join_query(world.wordpieces(question.question), world.special, chosen.query_wordpieces)
+                query, total = retriever.query(PackedBatch([tokens]))[0].double(), 0.0
+                f = {row: float(retriever.scale * query @ document) for row, document in documents.items()}
+                for row in rows:
+                    holds = question.answers[0] in world.snapshot.text(PASSAGES[row])
+                    total += math.exp(f[row]) if row == own or not holds else 0.0
+                losses.append(-math.log(math.exp(f[own]) / total))
+    return float(np.mean(losses))
+
+
+def train_passages(world: World, chosen: Finetune, **changes: Any) -> tuple[Retriever, MemoryJournal]:
+    retriever, _ = tiny_models(world, dropout=changes.pop("dropout", 0.0), seed=changes.pop("start", 0))
+    context = tiny_context(**{"journal": MemoryJournal(), "checkpoint_every": 2, **changes})
+    arguments = retriever, world.snapshot, PAIRED, POSITIVES, chosen
+    train_by_passages(context, *arguments)
+    assert isinstance(context.journal, MemoryJournal)
+    return retriever, context.journal
+
+
+def test_the_first_loss_equals_the_slow_one(world: World) -> None:
+    """0 and 5 contain Oslo, 2 and 8 Karl Lund; neither is a negative of the other."""
+    chosen = passage_options(retriever_batch_size=5, retriever_epochs=1)
+    start, _ = tiny_models(world)
+    _, journal = train_passages(world, chosen)
+    expected = slow_loss(world, start, [0, 1, 2, 3, 4], chosen)
+    assert journal.values("loss") == pytest.approx([expected], rel=1e-5)
+    assert 0 <= journal.values("accuracy")[0] <= 1
+
+
+# ---- several processes
+
+
+@dataclass(frozen=True)
+class Together(ProcessGroup):
+    """One of several processes that run one after the other; the embeddings of all are gathered in a first pass."""
+
+    gathered: list[Tensor] = field(default_factory=list)
+
+    def gather(self, x_BD: Tensor) -> Tensor:
+        if len(self.gathered) < self.size:
+            self.gathered.append(x_BD.detach())
+            return torch.cat([x_BD] * self.size)
+        assert torch.equal(self.gathered[self.rank], x_BD)
+        return torch.cat([x_BD if rank == self.rank else other for rank, other in enumerate(self.gathered)])
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("processes", [2, 3, 7])
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4], [4, 0], [3]])
+def test_the_mean_loss_of_processes_is_that_of_the_batch(
+    world: World, rows: list[int], processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a passage has more questions than another, and for more processes than passages."""
+    monkeypatch.setattr(in_batch, "passage_batches", lambda *_: lambda step: rows)
+    losses: list[float] = []
+
+    def one_step(context: TrainingContext, groups: Any, step_loss: Any, **rest: Any) -> int:
+        losses.append(step_loss(0)[0].item())
+        return 0
+
+    monkeypatch.setattr(in_batch, "fit", one_step)
+    gathered: list[Tensor] = []
+    for _ in range(2):
+        losses.clear()
+        for rank in range(processes):
+            train_passages(world, passage_options(), processes=Together(rank, processes, gathered))
+    assert len(losses) == processes
+    start, _ = tiny_models(world)
+    assert sum(losses) / processes == pytest.approx(slow_loss(world, start, rows, passage_options()), rel=1e-5)

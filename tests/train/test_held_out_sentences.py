@@ -258,22 +258,6 @@ def test_a_killed_pretraining_keeps_its_best_checkpoint_and_saves_the_same_bytes
     assert small_project.without_clock(again) == small_project.without_clock(lines)
 
 
-def test_initial_models_that_are_better_than_the_last_are_saved(project: Path) -> None:
-    """After a training with rates that ruin everything, bit for bit, with a log line."""
-    report = small_project.Quiet()
-    metrics = run(project, report, retriever_learning_rate=3.0, reader_learning_rate=3.0)
-    assert metrics["best_step"] == 0
-    [line] = [line for line in report.said if "better than the last" in line]
-    assert line.startswith("pretrain: the initial models are better than the last and are saved: held-out hit@5 ")
-    for part in ("retriever", "reader"):
-        ours, theirs = (
-            small_project.model_tensors(project / "root/models" / name, part) for name in ("pretrain", "ict")
-        )
-        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-    assert metrics["masked_log_p"] > -20, "of the models that are saved"
-    assert metrics["hit_at_5_after"] >= metrics["hit_at_5_before"]
-
-
 def test_ict_does_not_train_on_the_sentences_that_pretraining_holds_out(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

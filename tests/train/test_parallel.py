@@ -7,8 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -21,15 +20,11 @@ import torch
 import torch.distributed as dist
 from cluster_lab import Output
 from safetensors.torch import load_file
-from small_world import PAPERS_READER, World, tiny_models
-from torch import Tensor
+from small_world import PAPERS_READER
 
 from realmops import config
 from realmops.cluster import tasks
-from realmops.search.exact import ExactIndex
 from realmops.stages import common
-from realmops.train import index_source
-from realmops.train.index_source import ExchangeSource
 from realmops.train.parallel import ProcessGroup, join_process_group
 
 MODELS = ("ict", "pretrain", "finetune")
@@ -134,14 +129,6 @@ def test_two_processes_train_the_weights_of_one(options: str, model: str, reques
     assert small_project.litter(project / "two") == []
 
 
-def test_frozen_words_do_not_change(extended: Path) -> None:
-    models = extended / "one/models"
-    before, after = (small_project.model_tensors(models / name, "reader") for name in ("pretrain", "finetune"))
-    same = {name.partition("embeddings.")[2] for name in before if torch.equal(before[name], after[name])}
-    assert "word_embeddings.weight" in same
-    assert "position_embeddings.weight" not in same
-
-
 def test_a_killed_training_of_two_resumes_to_the_same_weights(trained: Path) -> None:
     """Killed under torchrun, which ends the other process."""
     root = trained / "killed"
@@ -172,46 +159,6 @@ def test_a_pod_starts_its_processes(
     with pytest.raises(SystemExit) as error:  # a missing input is reported before processes start
         tasks.run_stage("ict", options, str(trained / "nowhere"), manifest, metrics, processes=2)
     assert error.value.code == 2
-
-
-@dataclass(frozen=True)
-class Posted(ProcessGroup):
-    """One of several processes that run one after the other: what the first one sends waits for the others."""
-
-    post: list[Any] = field(default_factory=list)
-
-    def broadcast_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
-        if self.is_main_process:
-            self.post.append(list(numbers))
-        return self.post[0]
-
-    def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        if self.is_main_process:
-            self.post.append(list(tensors))
-        for tensor, sent in zip(tensors, self.post[1], strict=True):
-            tensor.detach().copy_(sent.detach())
-
-
-def test_embeddings_are_sent_through_host_memory(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``meta`` stands for a GPU: the embeddings of an approximate index would not fit there."""
-    embedding_PE = torch.arange(10.0).view(5, 2)
-    searcher, learning = tiny_models(world)[0], tiny_models(world, seed=1)[0]
-    post: list[Any] = []
-
-    def source(trainer: Any, rank: int) -> ExchangeSource:
-        parts: Any = (trainer, None, None, torch.device("meta"), Posted(rank, 2, post))
-        return ExchangeSource(*parts, lambda embedding_PE, _: ExactIndex(embedding_PE))
-
-    first = source(object(), 0)
-    generation = index_source._Generation(3, embedding_PE, searcher, 7.0, True)
-    monkeypatch.setattr(first, "_next_generation", lambda *_: generation)
-    first.at_step(3, learning)
-    adopted: Any = source(None, 1).at_step(3, learning)
-    assert (adopted.step, adopted.published, adopted.new) == (3, 7.0, True)
-    assert adopted.passages.embedding_PE.device.type == "cpu"
-    assert torch.equal(adopted.passages.embedding_PE, embedding_PE)
-    for name, parameter in adopted.retriever.named_parameters():
-        assert torch.equal(parameter, searcher.get_parameter(name))
 
 
 def test_processes_join_with_one_gpu_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

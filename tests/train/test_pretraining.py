@@ -1,11 +1,12 @@
-"""REALM pre-training on twelve passages: examples, candidates and the loop; the loss itself is in test_reader.py."""
+"""REALM pre-training on twelve passages: examples, candidates, indexes and the loop; the loss is in test_reader.py."""
 
 import copy
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -29,12 +30,14 @@ from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import join_query
 from realmops.options import Pretrain
-from realmops.refresh.trainer import RefreshPolicy
+from realmops.refresh.trainer import TrainerSide
 from realmops.search.embed import document_sequences, embed, query_sequences
 from realmops.search.exact import ExactIndex
+from realmops.train import index_source
 from realmops.train import realm as module
-from realmops.train.index_source import Index, RefreshSchedule
+from realmops.train.index_source import ExchangeSource, Index, RefreshSchedule
 from realmops.train.masked_sentences import Example, Examples
+from realmops.train.parallel import SINGLE_PROCESS
 from realmops.train.pretraining import COLLAPSE_WINDOW, Candidates, CollapseAlarm, find_run, pretrain
 from realmops.train.realm import Realm
 
@@ -216,35 +219,11 @@ def test_the_crop_loss_equals_the_slow_one(world: World, monkeypatch: pytest.Mon
     assert metrics["crop_loss"] == pytest.approx(sum(expected) / 2, rel=1e-4)
 
 
-def test_without_retrieval_it_is_masked_language_modelling(world: World) -> None:
-    retriever, reader = tiny_models(world)
-    realm = Realm(retriever, reader, world.snapshot, options(candidates=1), FP32)
-    masked = example(world, 0, 0)
-    loss, later = realm.loss([masked], [[]], retriever_learns=True)
-    metrics = later.now()
-    log_token_BKM, _ = realm.log_token([masked], [[]])
-    assert log_token_BKM.shape[1] == 1
-    assert loss.item() == pytest.approx(-log_token_BKM.sum().item(), rel=1e-5)
-    assert set(metrics) == {"log_marginal", "top_share"}
-    loss.backward()
-    assert all(p.grad is None or p.grad.abs().max() < 1e-6 for p in retriever.parameters())
-
-
 def test_a_sentence_without_any_candidate_is_refused(world: World) -> None:
     retriever, reader = tiny_models(world)
     realm = Realm(retriever, reader, world.snapshot, options(null_document=False), FP32)
     with pytest.raises(ValueError, match=r"no candidate.*pretrain\.null_document is false; set it to true"):
         realm.loss([example(world, 0, 0)], [[]], retriever_learns=True)
-
-
-def test_a_frozen_retriever_gets_no_gradient(world: World) -> None:
-    retriever, reader = tiny_models(world)
-    realm = Realm(retriever, reader, world.snapshot, options(), FP32)
-    for learns in (False, True):
-        loss, _ = realm.loss([example(world, 0, 0)], [[4, 1, 5]], retriever_learns=learns)
-        loss.backward()
-        assert any(p.grad is not None for p in retriever.parameters()) is learns
-    assert all(p.grad is not None for p in reader.parameters() if p.requires_grad)
 
 
 # ---- collapse
@@ -280,27 +259,23 @@ def test_the_alarm_considers_the_last_steps_only() -> None:
 
 
 class Source:
-    """Indexes weights immediately and returns an index after the lag; its indexes survive a process."""
+    """Indexes weights immediately and yields an index after the lag; its indexes survive a process."""
 
     def __init__(self, world: World, chosen: Pretrain, published: dict[int, Index]) -> None:
         self.world, self.options, self.published = world, chosen, published
         self.in_use: int | None = None
         self.adopted: list[int] = []
-        self.resumed = bool(published)
 
-    def at_step(self, step: int, retriever: Retriever) -> Index | None:
+    def at_step(self, step: int, retriever: Retriever) -> Iterator[Index]:
         if step % self.options.refresh_every == 0:
             self.published[step] = index_of(self.world, copy.deepcopy(retriever).eval(), step)
-        o = self.options
-        refresh = RefreshSchedule(o.steps, o.refresh_every, o.lag, 0, "external", "auto", 1, RefreshPolicy())
-        due = refresh.generation(step)
-        if due == self.in_use:
-            return None
-        first, self.in_use = self.in_use is None, due
-        self.adopted.append(due)
-        index = copy.copy(self.published[due])
-        index.new = not (first and self.resumed)
-        return index
+        refresh = RefreshSchedule(self.options)
+        before, due = (refresh.generation(max(at, 0)) for at in (step - 1, step))
+        for generation in dict.fromkeys([due] if self.in_use is not None else [before, due]):
+            if generation != self.in_use:
+                self.in_use = generation
+                self.adopted.append(generation)
+                yield replace(self.published[generation], new=step == 0 or generation != before)
 
 
 def run(
@@ -308,7 +283,7 @@ def run(
 ) -> tuple[Retriever, Reader, MemoryJournal, Source, list[str]]:
     retriever, reader = tiny_models(world, dropout=0.1)
     source, warnings = Source(world, chosen, {} if published is None else published), list[str]()
-    surroundings = tiny_context(**context, checkpoint_every=chosen.refresh_every)
+    surroundings = tiny_context(**{"checkpoint_every": chosen.refresh_every, **context})
     pretrain(
         surroundings,
         Realm(retriever, reader, world.snapshot, chosen, FP32),
@@ -336,15 +311,15 @@ def test_the_loop_adopts_indexes_and_logs_staleness(world: World) -> None:
     assert warnings == []
 
 
-@pytest.mark.parametrize("kill_at", [1, 4, 5, 7, 9])
-def test_killed_and_resumed_it_ends_with_the_same_bits(world: World, kill_at: int) -> None:
-    """Before the first checkpoint, on one, between the publication and the adoption of an index, behind both."""
+@pytest.mark.parametrize(("kill_at", "every"), [(1, 4), (4, 4), (5, 4), (7, 4), (9, 4), (5, 1), (7, 1)])
+def test_killed_and_resumed_it_ends_with_the_same_bits(world: World, kill_at: int, every: int) -> None:
+    """Before the first checkpoint, on one, between publication and adoption of an index, where one is adopted."""
     chosen, published = options(steps=10, retriever_delay=1), dict[int, Index]()
 
     def life(**surroundings: Any) -> Any:
         if not surroundings["checkpoints"].saved:
             published.clear()
-        return run(world, chosen, published=published, **surroundings)
+        return run(world, chosen, published=published, checkpoint_every=every, **surroundings)
 
     expected, (found, journal) = run(world, chosen), killed_and_resumed(life, kill_at)
     for ours, theirs in zip(found[:2], expected[:2], strict=True):
@@ -392,3 +367,56 @@ def test_the_query_encoder_is_that_of_the_index_or_the_trained_one(
     queries = query_sequences([join_query(e.x, world.special, chosen.query_wordpieces) for e in examples])
     old_BE = embed(source.published[0].retriever.query, queries, FP32)
     assert torch.equal(query_BE, old_BE) is (query_encoder == "snapshot")
+
+
+# ---- the indexes of the exchange
+
+
+class SeenTrainer:
+    """A trainer's exchange that records which weights were published, and which index was requested at each step."""
+
+    def __init__(self) -> None:
+        self.published, self.requested = list[int](), dict[int, int]()
+        self.step, self.index_step, self.lacks_index = 0, 0, False
+
+    def beat(self, step: int) -> None:
+        self.step = step
+
+    def publish_weights(self, step: int, files: dict[str, bytes], meta: dict[str, Any]) -> None:
+        self.published.append(step)
+
+    def index_for(self, step: int) -> Any:
+        self.requested[self.step] = self.index_step = step
+        return SimpleNamespace(step=step, files={"embeddings.safetensors": b""}, meta={"published": 0.0})
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+@pytest.mark.parametrize("lag", [0, 1, 3])
+@pytest.mark.parametrize("delay", [0, 1, 2, 4, 5, 20])
+def test_the_weights_that_are_published_are_those_whose_index_is_adopted(
+    world: World, monkeypatch: pytest.MonkeyPatch, every: int, lag: int, delay: int
+) -> None:
+    """In its first ``delay`` steps the retriever is frozen: the weights of step ``delay`` are those of step 0.
+
+    A process that resumes at a step adopts the index before it, too.
+    """
+    monkeypatch.setattr(index_source, "EMBEDDINGS", "embeddings.safetensors")
+    monkeypatch.setattr(index_source, "retriever_files", lambda *_: {})
+    monkeypatch.setattr(index_source, "view_embeddings", lambda content: None)
+    monkeypatch.setattr(index_source, "retriever_from_files", lambda files: retriever)
+    steps, trainer, retriever = 12, SeenTrainer(), tiny_models(world)[0]
+    refresh = RefreshSchedule(options(steps=steps, refresh_every=every, lag=lag, retriever_delay=delay))
+    rest: Any = (refresh, "", torch.device("cpu"), SINGLE_PROCESS, lambda *_: None)
+    source = ExchangeSource(cast(TrainerSide, trainer), *rest)
+    new = [[index.new for index in source.at_step(step, retriever)] == [True] for step in range(steps)]
+    built = [s if s > delay else 0 for s in range(0, steps, every)]  # the index of step s is built from these weights
+    due = [max([0] + [built[i] for i, s in enumerate(range(0, steps, every)) if s + lag <= t]) for t in range(steps)]
+    first = [t for t in range(steps) if t == 0 or due[t] != due[t - 1]]
+    assert trainer.requested == {t: due[t] for t in first}
+    assert [t for t in range(steps) if new[t]] == first
+    assert trainer.published == sorted({*due})
+    for step in range(1, steps):
+        resumed = SeenTrainer()
+        resumed.index_step = due[step - 1]
+        adopted = [index.new for index in ExchangeSource(cast(TrainerSide, resumed), *rest).at_step(step, retriever)]
+        assert adopted == ([False, True] if step in first else [False])

@@ -10,15 +10,11 @@ from elsewhere import ELSEWHERE, Counts, recorded
 from small_world import World, embed_documents, section, tiny_context, tiny_models
 
 from realmops.answering.openqa import OpenQa
-from realmops.devices import to_device, to_host
-from realmops.model import packed
 from realmops.model.build import add_span_head
-from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, FusionWeights, Retriever
+from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, Retriever
 from realmops.questions.question_sets import Question
 from realmops.search.bm25 import Bm25
-from realmops.search.embed import document_sequences, embed_on_device, query_sequences
-from realmops.search.exact import ExactIndex, PassageIndex, exact_index
-from realmops.search.hybrid import HybridSearch
+from realmops.search.exact import PassageIndex, exact_index
 from realmops.train.fine_tuning import finetune
 from realmops.train.index_source import Index
 from realmops.train.masked_sentences import Examples
@@ -53,9 +49,9 @@ class Once:
 
     world: World
 
-    def at_step(self, step: int, retriever: Retriever) -> Index | None:
+    def at_step(self, step: int, retriever: Retriever) -> list[Index]:
         searcher = copy.deepcopy(retriever).eval()
-        return None if step else Index(0, passages_of(self.world, searcher), searcher, 0.0, True)
+        return [] if step else [Index(0, passages_of(self.world, searcher), searcher, 0.0, True)]
 
 
 @dataclass(frozen=True)
@@ -142,48 +138,3 @@ def test_a_fine_tuning_step_synchronises_twice_for_any_batch(world: World, name:
     if kind.hybrid:  # the best by BM25 and by embeddings are scored once more, on the device of the embeddings
         few, many = ([replace(c, waits=c.waits - 1, brought=c.brought - 1) for c in steps] for steps in (few, many))
     check(few, many, kind)
-
-
-def test_tensors_that_are_transferred_together_keep_their_values() -> None:
-    whole, truth = torch.tensor([[1, 1 << 40], [-3, 0]]), torch.tensor([True, False])
-    part = torch.tensor([0.1, -0.0, torch.inf, 1e-45])
-    with recorded() as counts:
-        there = to_device(ELSEWHERE, whole, truth, part)
-        assert (counts.sent, counts.waits) == (1, 0)
-        assert [tensor.device for tensor in there] == [ELSEWHERE] * 3
-        double = torch.tensor(1 / 3, dtype=torch.float64)
-        back = to_host(*there, double.to(ELSEWHERE), part)
-        assert (counts.sent, counts.brought) == (2, 1)
-    for found, expected in zip(back, (whole, truth, part, double, part), strict=True):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
-    assert [id(tensor) for tensor in to_device(CPU, whole, part)] == [id(whole), id(part)]
-
-
-@pytest.mark.parametrize("together", [1 << 20, 1])
-def test_hidden_states_and_searches_are_those_of_the_cpu(
-    world: World, monkeypatch: pytest.MonkeyPatch, together: int
-) -> None:
-    """Of sequences in one attention and in groups of similar lengths; hits of BM25 and embeddings together."""
-    monkeypatch.setattr(packed, "_UNGROUPED_SCORES", together)
-    monkeypatch.setattr(packed, "_GROUP_SCORES", 200)
-    retriever, _ = tiny_models(world, pooling="mean")
-    retriever.query.segments = "one"  # of both towers
-    sequences = document_sequences(world.snapshot, range(len(world.snapshot)))
-    texts = [f"{title} {world.snapshot.text(row)}" for row, title in enumerate(world.snapshot.column("title"))][:5]
-    queries = query_sequences([world.wordpieces(text) for text in texts])
-    bm25, mixture = Bm25.of(world.snapshot), FusionWeights(1.0, 2.0)
-
-    def results() -> list[Any]:
-        embedding_PE = embed_on_device(retriever.document, sequences, FP32)
-        hybrid = HybridSearch(ExactIndex(embedding_PE), bm25, mixture, retriever.scale)
-        best = hybrid.search(embed_on_device(retriever.query, queries, FP32), texts, 4, 6)
-        return [*to_host(embedding_PE), best.id_QK, best.dense_QK, best.words_QK]
-
-    expected = results()
-    assert retriever.document.training, "its mode is restored"
-    with recorded():
-        retriever.to(ELSEWHERE)
-        actual = results()
-    for ours, theirs in zip(actual, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -1,7 +1,8 @@
-"""Warm starts on twelve passages: examples and batches of the inverse cloze task, and both trainings."""
+"""Warm starts on twelve passages: the inverse cloze task, the reader's masked words, and towers made from passages."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,23 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_world import (
-    MemoryJournal,
-    World,
-    build_world,
-    section,
-    tiny_context,
-    tiny_models,
-)
+from scipy.sparse import csr_matrix
+from small_world import MemoryJournal, World, build_world, section, tiny_context, tiny_models
 from torch import Tensor
 
 from realmops.artifacts import seed_for
-from realmops.config import parse_options, preset_layers
 from realmops.corpus.masking import SentencesWithSpans
+from realmops.model.build import build_models
 from realmops.model.packed import PackedBatch
 from realmops.model.reader import Reader
+from realmops.model.retriever import Retriever
 from realmops.options import Ict
+from realmops.search.embed import document_sequences, embed
 from realmops.train import inverse_cloze
+from realmops.train.initialisation import init_towers, latent_directions, wordpiece_idf
 from realmops.train.inverse_cloze import (
     cloze_batch,
     crop_run,
@@ -165,20 +163,6 @@ def test_batches_are_runs_of_neighbours(count: int, batch_size: int, neighbours:
     assert reached == set(range(count))
 
 
-def test_both_trainings_learn(world: World) -> None:
-    """30 steps of the retriever, whose accuracies are logged where there is something to log, and 60 of the reader."""
-    retriever, reader = tiny_models(world)
-    journal, second = MemoryJournal(), MemoryJournal()
-    train_retriever(tiny_context(journal=journal), retriever, world.snapshot, options())
-    text = (world.snapshot, world.spans, options(reader_steps=60), 64)
-    train_reader(tiny_context(journal=second), reader, *text)
-    for loss, share in ((journal.values("loss"), 0.7), (second.values("loss"), 0.8)):
-        assert np.mean(loss[-5:]) < share * np.mean(loss[:5])
-    assert len(journal.values("accuracy_kept")) < 30, "some batches have no kept sentence"
-    for name in ("accuracy_removed", "accuracy_kept"):
-        assert all(0 <= value <= 1 for value in journal.values(name))
-
-
 @pytest.mark.parametrize(("head", "task"), [("normalised", {}), ("cosine", CROP)], ids=["sentences", "crops"])
 def test_the_first_loss_equals_the_slow_one(world: World, head: str, task: dict[str, Any]) -> None:
     """Step 0 again by hand, one sequence at a time: the mean over queries of -log of the own passage's share."""
@@ -280,15 +264,73 @@ def test_the_reader_is_not_trained_on_held_out_sentences(world: World) -> None:
 
 
 def test_steps_are_limited_by_epochs() -> None:
-    """Not with the corpora of the presets."""
     few = options(steps=60, batch_size=32, reader_steps=40, reader_batch_size=16, epochs=1)
     assert ict_steps(170, few) == (6, 11)
     assert ict_steps(10, few) == (1, 1), "a batch has each passage once"
     assert ict_steps(170, few.model_copy(update={"epochs": 0})) == (60, 40)
     assert ict_steps(170, few.model_copy(update={"epochs": 0.5})) == (3, 6)
-    known = {(): 2_340, ("ablation",): 1_170, ("squad",): 2_052, ("squad", "minilm"): 2_052, ("squad", "large"): 60_000}
-    for presets, passages in known.items():
-        whole = parse_options(*preset_layers(presets, Path("params.yaml"))).ict
-        text = passages * (4 if "squad" not in presets else 1)  # the sample has four warm-up worlds
-        assert ict_steps(passages, whole)[0] == whole.steps, presets
-        assert ict_steps(text, whole)[1] == whole.reader_steps, presets
+
+
+# ---- towers made from passages: LSI against a slow version
+
+
+def no_bar(label: str, total: int) -> Callable[[int], None]:
+    return lambda count: None
+
+
+def bag_of(world: World, seed: int = 0, **changes: Any) -> Retriever:
+    options = section("retriever", **{"tower": "bag", "head": "cosine", "embedding_width": 8, **changes})
+    size = world.snapshot.tokenizer.get_vocab_size()
+    retriever, _ = build_models(section("bert", width=16, heads=2), options, section("reader"), size, seed)
+    init_towers(retriever, world.snapshot, seed, no_bar)
+    return retriever
+
+
+def test_rare_wordpieces_weigh_more_and_absent_ones_nothing() -> None:
+    """Of 10 passages 1 and 9 have it: log(1 + 9.5 / 1.5) and log(1 + 1.5 / 9.5)."""
+    idf_V = wordpiece_idf(np.array([1, 9, 0]), 10)
+    assert idf_V.tolist() == pytest.approx([math.log(1 + 9.5 / 1.5), math.log(1 + 1.5 / 9.5), 0.0])
+
+
+def test_directions_are_the_singular_vectors() -> None:
+    """Of a matrix with a clear order, against numpy's whole decomposition."""
+    rng = np.random.default_rng(0)
+    left, right = (np.linalg.qr(rng.standard_normal((n, 12)))[0] for n in (60, 40))
+    matrix = (left * 2.0 ** -np.arange(12)) @ right.T
+    found_VE = latent_directions(csr_matrix(matrix.astype(np.float32)), 6, seed=0)
+    theirs_VE = np.linalg.svd(matrix)[2][:6].T
+    assert np.abs((found_VE * theirs_VE).sum(0)) == pytest.approx(np.ones(6), abs=1e-4)
+    assert found_VE.T @ found_VE == pytest.approx(np.eye(6), abs=1e-4)
+    assert (found_VE[np.abs(found_VE).argmax(0), range(6)] > 0).all(), "the sign is fixed"
+
+
+@pytest.mark.parametrize(("passages", "words", "width"), [(3, 40, 8), (60, 9, 9), (1, 5, 5)])
+def test_directions_beyond_the_rank_are_orthogonal_too(passages: int, words: int, width: int) -> None:
+    matrix = np.random.default_rng(0).random((passages, words)).astype(np.float32)
+    found_VE = latent_directions(csr_matrix(matrix), width, seed=0)
+    assert found_VE.T @ found_VE == pytest.approx(np.eye(width), abs=1e-3)
+
+
+def test_a_bag_starts_as_lsi_times_idf(world: World) -> None:
+    """In full width, cosines are those of tf-idf vectors themselves: an orthogonal turn of all dimensions."""
+    size = world.snapshot.tokenizer.get_vocab_size()
+    retriever = bag_of(world, embedding_width=size)
+    sequences = document_sequences(world.snapshot, range(12))
+    special = {world.snapshot.tokenizer.token_to_id(f"[{name}]") for name in ("CLS", "SEP", "MASK", "UNK", "PAD")}
+    count_PV = np.zeros((12, size))
+    for passage, (tokens, _) in enumerate(sequences):
+        for token in tokens:
+            count_PV[passage, token] += token not in special
+    idf_V = wordpiece_idf((count_PV > 0).sum(0), 12)
+    slow_PV = count_PV * idf_V
+    slow_PV /= np.linalg.norm(slow_PV, axis=1, keepdims=True)
+    embedding_PE = embed(retriever.document, sequences, torch.float32).numpy()
+    assert embedding_PE @ embedding_PE.T == pytest.approx(slow_PV @ slow_PV.T, abs=1e-3)
+
+
+@pytest.mark.parametrize("form", [{}, {"projection": "identity", "embedding_width": 0}])
+def test_other_towers_do_not_change(world: World, form: dict[str, Any]) -> None:
+    retriever, _ = tiny_models(world, **form)
+    before = {name: tensor.clone() for name, tensor in retriever.state_dict().items()}
+    init_towers(retriever, world.snapshot, 0, no_bar)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in retriever.state_dict().items())
