@@ -282,18 +282,18 @@ LOOPS: dict[str, tuple[str, Callable[[], str | bytes]]] = {  # quadratic loops t
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_time_of_what_a_file_repeats_is_linear(tmp_path: Path, name: str) -> None:
-    def fail(*_: object) -> None:
-        raise TimeoutError(name)
-
     file, make = LOOPS[name]
     data = make()
-    handler = signal.signal(signal.SIGPROF, fail)
+    handler = signal.signal(signal.SIGPROF, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_PROF, 6)  # seconds of processor time
     try:
-        assert read(tmp_path / file, data)
+        outcomes = read(tmp_path / file, data)
+    except KeyboardInterrupt:  # readers reject a file for any other error
+        outcomes = []
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, handler)
+    assert outcomes
 
 
 def test_dump_is_read_in_constant_memory(tmp_path: Path) -> None:
