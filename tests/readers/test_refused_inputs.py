@@ -2,9 +2,7 @@
 
 import gzip
 import json
-import os
 import random
-import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -105,20 +103,6 @@ def test_error_names_file_and_place(tmp_path: Path, reader: str, name: str, cont
         READERS[reader](path)
     assert str(path) in str(caught.value)
     assert str(caught.value).encode()
-
-
-@pytest.mark.parametrize("reader", ["documents", "questions", "entities", "records"])
-def test_path_that_is_no_regular_file_is_refused(tmp_path: Path, reader: str) -> None:
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    messages = {
-        tmp_path / "pipe.jsonl": "cannot be read: it is a pipe, expected a regular file",
-        tmp_path / "absent.jsonl": r"no such file or directory|no such file or folder|does not exist; set tag\.train",
-        Path("/dev/zero"): "it is a device, expected a regular file",
-    }
-    for path, message in messages.items():
-        with pytest.raises(ValueError, match=re.compile(message, re.IGNORECASE)) as caught:
-            READERS[reader](path)
-        assert str(caught.value).startswith(str(path))
 
 
 def test_oversized_file_of_questions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,18 +49,6 @@ def test_format_is_detected_from_content_then_name(tmp_path: Path, name: str, co
     assert (source.format, source.size) == (FORMATS[format], source.path.stat().st_size)
 
 
-def test_unknown_formats_and_missing_paths_are_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.dvi", b"x")
-    for format, documents, message in (
-        ("auto", tmp_path, r"a\.dvi: unknown format"),
-        ("csv", tmp_path, "no file of the format csv"),
-        ("dvi", path, "'dvi'; allowed are auto, jsonl"),
-        ("auto", tmp_path / "absent", "no such file"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            list_sources(documents, format)
-
-
 @pytest.mark.parametrize(
     ("name", "module", "extra"),
     [("a.pdf", "pypdfium2", "documents"), ("a.docx", "docx", "documents"), ("a.rst", "docutils", "documents"),
