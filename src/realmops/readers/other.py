@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from realmops.readers.contents import HIDDEN, PARAGRAPH, Contents
-from realmops.readers.text import render_markdown
+from realmops.readers.text import decode_text, render_markdown
 
 _OPEN_DOCUMENT = "application/vnd.oasis.opendocument"
 TYPES = {  # by suffix; xberg would guess another type from the content
@@ -21,11 +21,16 @@ TYPES = {  # by suffix; xberg would guess another type from the content
     "adoc": "text/asciidoc",
     "org": "text/org",
     "fb2": "application/x-fictionbook+xml",
+    "rst": "text/prs.fallenstein.rst",
     "vtt": "text/vtt",
     "srt": "text/vtt",
 }
 SHEETS = ("ods", "xls")
 _NOTE = re.compile(r"^(\[\^[^\]\n]+\]):\s+", re.MULTILINE)  # Markdown without this extension takes it for a link
+_ROLE = re.compile(r":[A-Za-z][\w:+.-]{0,40}:`[~!]?([^`<]{1,200}?)(?:\s{0,9}<[^`>]{0,200}>)?`")  # of Sphinx
+_DIRECTIVE = re.compile(r"^([ \t]*)\.\.[ \t]+([A-Za-z][\w:+.-]*)::[ \t]*(.*)(?:\n[ \t]+:[\w-]+:.*)*", re.MULTILINE)
+_BLOCKS, _TABLES = ("code", "code-block", "math", "parsed-literal", "sourcecode"), ("csv-table", "list-table")
+_FILES = ("contents", "figure", "image", "include", "literalinclude", "raw", "toctree")
 _SUBTITLE_TIME = re.compile(rb"(\d\d:\d\d:\d\d),(\d{3})")
 
 
@@ -35,15 +40,32 @@ def read_other(kind: str, data: bytes) -> Contents:
 
     if kind == "srt":
         data = b"WEBVTT\n\n" + _SUBTITLE_TIME.sub(rb"\1.\2", data)
+    omitted: Counter[str] = Counter()
+    if kind == "rst":
+        data = _plain_rst(decode_text(data, is_html=False), omitted).encode()
     source = xberg.ExtractInput(kind="bytes", bytes=data, mime_type=TYPES[kind])
     config = xberg.ExtractionConfig(output_format="markdown", disable_ocr=True, use_cache=False)
     [document] = asyncio.run(xberg.extract(source, config)).results
     title = document.metadata.title or ""
     if kind in SHEETS:
-        omitted: Counter[str] = Counter()
         return Contents(title, list(_sheets(document, omitted)), omitted)
-    title, text, omitted = render_markdown(_NOTE.sub(r"\1 ", document.content), title)
-    return Contents(title, [text], omitted)
+    title, text, left_out = render_markdown(_NOTE.sub(r"\1 ", document.content), title)
+    return Contents(title, [text], omitted + left_out)
+
+
+def _plain_rst(source: str, omitted: Counter[str]) -> str:
+    """Replace roles, and directives without a form of their own, by their text; remove options and names of files."""
+
+    def replace(match: re.Match[str]) -> str:
+        indent, name, argument = match.groups()
+        omitted["image"] += name in ("figure", "image")
+        if name in _FILES:
+            return ""
+        if name in _TABLES:
+            return f"{indent}{argument}\n\n{indent}.. {name}::"
+        return f"{indent}.. {name}:: {argument}" if name in _BLOCKS else f"{indent}{argument}"
+
+    return _DIRECTIVE.sub(replace, _ROLE.sub(r"\1", source))
 
 
 def _sheets(document: Any, omitted: Counter[str]) -> Iterator[str]:

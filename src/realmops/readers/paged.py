@@ -30,7 +30,6 @@ from realmops.readers.documents import (
 from realmops.readers.office import read_docx, read_pptx, read_xlsx
 from realmops.readers.other import SHEETS, TYPES, read_other
 from realmops.readers.pdf import read_pdf
-from realmops.readers.rst import read_rst
 from realmops.readers.sandbox import convert_in_child
 from realmops.readers.text import TEXT_SUFFIXES, read_text
 
@@ -55,10 +54,7 @@ _READERS: dict[str, tuple[Callable[[bytes], Contents], str, str]] = {  # reader,
     "ipynb": (read_ipynb, "", ".ipynb"),
     **{kind: (partial(read_other, kind), "xberg", f".{kind}") for kind in TYPES},
 }
-_TEXT_READERS = {  # of files that may be compressed
-    "text": (read_text, "", " ".join(TEXT_SUFFIXES)),
-    "rst": (read_rst, "docutils", ".rst"),
-}
+TEXT = "text"  # the name of the format; its files may be compressed
 _WITH_PAGES = (PDF, "pptx", "xlsx", *SHEETS)
 
 
@@ -70,8 +66,8 @@ def _records(path: Path) -> Iterator[RawRecord | Rejected]:
 
 def convert(name: str, raw: RawRecord) -> Outcome:
     """Convert the file at ``raw.data``, in a format of ``FILES``, to a document; ``Rejected`` if it cannot be read."""
-    if name in _TEXT_READERS:
-        return call_guarded(partial(_TEXT_READERS[name][0], raw), raw.place)
+    if name == TEXT:
+        return call_guarded(partial(read_text, raw), raw.place)
     try:
         with open_raw(raw.data) as file:
             if os.fstat(file.fileno()).st_size > _FILE_LIMIT:
@@ -115,5 +111,8 @@ def _join_pages(name: str, contents: Contents, place: str) -> Outcome:
 
 FILES = tuple(
     Format(name, _records, partial(convert_in_child, name), is_document=True, needs=needs, suffixes=(*names.split(),))
-    for name, (_, needs, names) in (_TEXT_READERS | _READERS).items()
+    for name, needs, names in (
+        (TEXT, "", " ".join(TEXT_SUFFIXES)),
+        *((name, *kind[1:]) for name, kind in _READERS.items()),
+    )
 )
