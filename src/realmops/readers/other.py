@@ -54,7 +54,7 @@ def read_other(kind: str, data: bytes) -> Contents:
 
 
 def _plain_rst(source: str, omitted: Counter[str]) -> str:
-    """Replace roles, and directives without a form of their own, by their text; remove options and names of files."""
+    """Replace roles, and directives other than blocks and tables, by their text; remove options and file names."""
 
     def replace(match: re.Match[str]) -> str:
         indent, name, argument = match.groups()
