@@ -338,6 +338,5 @@ def check_replaceable(folder: Path, kind: str | None, *, by_name: bool = False) 
         is_ours = name in files and (by_name or name == MANIFEST or files[name] == sha256_file(file))
         if not is_ours and (file.is_symlink() or not file.is_dir()):
             raise ValueError(
-                f"{file} was not written by this command, and {folder} would be replaced; move it away, or name "
-                "another folder"
+                f"{file} was not written by this command, and {folder} would be replaced; move one of them away"
             )

@@ -76,7 +76,6 @@ def test_a_requested_answer_is_cited_where_passages_have_it(root: Path) -> None:
     found = ask(root, y=other)
     assert found["answer"] == given["answer"]
     assert {normalize_answer(citation["quote"]) for citation in found["citations"]} == {normalize_answer(other)}
-    assert 0 < found["p_y"] < 1
 
 
 def test_a_question_is_explained_at_the_terminal_as_json_and_as_a_page(root: Path, tmp_path: Path) -> None:
@@ -206,7 +205,6 @@ def test_terminal_json_and_page_show_table_3(trained: Path, tmp_path: Path, foun
     values = json.loads(small_project.cli(*words, "--json", "--html", page).stdout)
     assert (values["y"], len(values["candidates"])) == (found["y"], 3)
     assert "(null document)" in page.read_text()
-    assert "http" not in page.read_text().replace("http://www.w3.org/2000/svg", "")
 
 
 def test_an_imported_model_without_training_options_is_refused(trained: Path, tmp_path: Path) -> None:

@@ -221,17 +221,6 @@ def test_a_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
     assert f"next: cd {shlex.quote(str(tmp_path / name))} && realmops run all" in printed
 
 
-@pytest.mark.parametrize(
-    ("existing", "words"),
-    [((), "git init && dvc init && dvc repro"), (("mine/.git",), "dvc init && dvc repro"),
-     ((".git",), "dvc init --subdir && dvc repro"), (("mine/.git", "mine/.dvc"), "dvc repro")],
-)  # fmt: skip
-def test_the_last_line_initialises_dvc(existing: tuple[str, ...], words: str, tmp_path: Path) -> None:
-    for name in existing:
-        (tmp_path / name).mkdir(parents=True)
-    assert made(tmp_path / "mine").endswith(f"with DVC: cd {tmp_path / 'mine'} && {words}\n")
-
-
 @pytest.mark.parametrize(("cluster", "namespace"), CLUSTERS.items())
 def test_a_cluster_accepts_the_folder_and_resubmits_its_params(cluster: str, namespace: str, tmp_path: Path) -> None:
     made(tmp_path, "--cluster", cluster, "--image", "realmops:local")

@@ -55,7 +55,6 @@ def test_ceilings_need_no_model(project: Path) -> None:
     assert lines[1].startswith("regex_match: answer in the corpus 50.0%")
     assert lines[2].startswith("regex_search: answer in the corpus 50.0%")
     assert lines[3].endswith("(regex_search): 50.0%")
-    assert len(lines) == 4
 
 
 def test_expressions_go_from_training_to_the_explanation(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,7 +244,6 @@ def test_answers_are_escaped_in_markdown_and_limited(tmp_path: Path) -> None:
     (tmp_path / CHANGES).parent.mkdir()
     (tmp_path / CHANGES).write_text(f"{json.dumps(change)}\n" * 3)
     table = changes_table(tmp_path, 2)
-    assert table.title.startswith("Answers that changed (the first 2; all: ")
     assert (
         table.to_markdown().splitlines()[2:] == [r"| Which \`one\`? | a\|b | a\|b ✓ | \*A\*: \<i\>x\</i\> y\_z |"] * 2
     )

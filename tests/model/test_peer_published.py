@@ -263,7 +263,7 @@ def test_folders_that_do_not_match_are_refused(tmp_path: Path) -> None:
     shutil.copytree(PEER / "openqa", tmp_path / "openqa")
     weights = torch.load(PEER / "openqa" / "pytorch_model.bin")
     torch.save({**weights, "block_emb": torch.zeros(24, 5)}, tmp_path / "openqa" / "pytorch_model.bin")
-    message = "shape [24, 5], but the embedding width of the embedder is 6"
+    message = "shape [24, 5], the embedder width 6"
     assert message in output("--finetuned", tmp_path / "openqa")
     assert not (tmp_path / "models").exists()
 

@@ -91,8 +91,7 @@ def _write(folder: Path, format: str, opened: OpenedModel, publication: Publicat
     model = opened.model
     if model.passages is None:
         raise ValueError(
-            f"no embeddings to export: finetune.retriever is {model.options.retriever}, which retrieves without them; "
-            "fine-tune with finetune.retriever=pretrain or ict"
+            f"no embeddings to export: finetune.retriever is {model.options.retriever}; fine-tune with pretrain or ict"
         )
     # Loaded from disk: the weights of the opened model may be rounded to bf16.
     retriever = load_retriever(opened.folder, model.snapshot.vocabulary_hash)
@@ -119,8 +118,7 @@ def _export_reader(folder: Path, opened: OpenedModel, publication: Publication) 
     model = opened.model
     if not isinstance(model, ExtractiveQa):
         raise ValueError(
-            f"no reader to export: {opened.folder} has none in transformers' format, which reader.init gives; "
-            "'realmops reader' makes one from public questions"
+            f"no reader to export: {opened.folder} has none in transformers' format; make one by 'realmops reader'"
         )
     write_reader(folder, opened, reader_card(opened, publication))
     return f"{folder}: the reader of {opened.version}; use it in another run with reader.init"
@@ -168,8 +166,7 @@ def _write_onnx(out: Path, source: Path, retriever: Retriever, tokenizer: Tokeni
 
     if not isinstance(retriever.query, Embedder):
         raise ValueError(
-            "--format onnx: retriever.tower is bag, a table of word vectors; use --format sentence-transformers, whose "
-            "model.safetensors is that table"
+            "--format onnx: retriever.tower is bag, a table of word vectors; use --format sentence-transformers"
         )
     library = SentenceTransformer(str(source), device="cpu", local_files_only=True).eval()
     routes = {"encoder": list(library)} if retriever.shared else {r: list(library[0].sub_modules[r]) for r in ROUTES}

@@ -25,8 +25,7 @@ class HubRepository:
         token = os.environ.get(TOKEN, "").strip()
         if not token:
             raise ValueError(
-                f"--push {name}: {TOKEN} is not set; create a token with write access in the settings of your account "
-                f"on the hub, and run 'export {TOKEN}=...'"
+                f"--push {name}: {TOKEN} is not set; set it to a token with write access, of your account on the hub"
             )
         self.name, self._kind = name, kind
         self._api = HfApi(token=token, library_name="realmops")

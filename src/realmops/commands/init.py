@@ -101,12 +101,4 @@ def init(
     yield f"written: {', '.join(str(folder / name) for name in project.files)}, {folder / 'k8s' / BASES}"
     place = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
     dvc = "DVC" if find_spec("dvc") is not None else "DVC (pip install 'realmops[dvc]')"
-    yield f"next: {place}realmops run all; or with {dvc}: {place}{_dvc_init_command(folder.resolve())}dvc repro"
-
-
-def _dvc_init_command(folder: Path) -> str:
-    if (folder / ".dvc").is_dir():
-        return ""
-    if any((above / ".git").exists() for above in folder.parents) and not (folder / ".git").exists():
-        return "dvc init --subdir && "
-    return "dvc init && " if (folder / ".git").exists() else "git init && dvc init && "
+    yield f"next: {place}realmops run all; or with {dvc}, after 'git init' and 'dvc init': {place}dvc repro"

@@ -45,8 +45,7 @@ def explain_sentence(sentence: str, root: Path, answer: str | None = None) -> di
     snapshot = realm.snapshot
     if not realm.options.null_document:
         raise ValueError(
-            f"{root / STAGES['pretrain'].folder} has no null document for the comparison; train with "
-            "pretrain.null_document=true"
+            f"{root / STAGES['pretrain'].folder} has no null document; train with pretrain.null_document=true"
         )
     example = _build_example(sentence, answer, realm)
     query_BE = embed(realm.retriever.query, query_sequences(realm.queries([example])), realm.dtype)

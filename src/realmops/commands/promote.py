@@ -100,10 +100,7 @@ def promote(options: Options, *, project: Path, root: Path, name: str, margin: f
     if not 0 <= margin <= 1:
         raise ValueError(f"margin is {margin}; expected a number from 0 to 1")
     if not options.tracking.enabled:
-        raise ValueError(
-            "tracking.enabled is false, but promotion needs MLflow's registry; set tracking.enabled=true, and for a "
-            "server MLFLOW_TRACKING_URI"
-        )
+        raise ValueError("tracking.enabled is false, but promotion needs MLflow's registry; set tracking.enabled=true")
     with stage_lock(root / WORK_FOLDER, "promote"):
         run = read_run(project, root)
         registry = Registry(name, tracking_folder(root), options.tracking.experiment)
@@ -136,13 +133,11 @@ def read_run(project: Path, root: Path) -> FinishedRun:
     inputs = stage_inputs(stage, options, project, root)
     if fingerprint(stage, options, inputs) != manifest["fingerprint"]:
         raise ValueError(
-            f"{results} is out of date: models, corpus or question files have changed since; run 'realmops run "
-            "evaluate' first"
+            f"{results}: models, corpus or question files have changed since; run 'realmops run evaluate' first"
         )
     if not options.finetune.reads_passages:
         raise ValueError(
-            f"{results}: finetune.reader is {options.finetune.reader}, which reads no passages; promote a run with a "
-            "reader"
+            f"{results}: finetune.reader is {options.finetune.reader}, which reads no passages; promote another run"
         )
     questions = read_questions([inputs["questions.test"]])
     corpus, tuned = (artifacts.read_json(inputs[name] / artifacts.MANIFEST)["files"] for name in ("snapshot", FINETUNE))
@@ -196,8 +191,7 @@ def _compare_to_champion(
         stored = registry.fetch(champion, f"artifacts/{PREDICTIONS}", Path(folder))
         if artifacts.sha256_file(stored) != champion_tags[PREDICTIONS_TAG]:
             raise ValueError(
-                f"{champion.uri}: {PREDICTIONS} has changed since registration (sha256 is not "
-                f"{champion_tags[PREDICTIONS_TAG]}); restore the file, or remove the alias"
+                f"{champion.uri}: {PREDICTIONS} has changed since registration; restore it, or remove the alias"
             )
         deciding, *_ = compare_runs(run.results, Path(folder), seed=0)
     figures = (

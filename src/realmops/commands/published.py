@@ -89,8 +89,7 @@ def _commit(
     width = retriever.query.width
     if embedding_PE is not None and (embedding_PE.dim() != 2 or embedding_PE.shape[1] != width):
         raise ValueError(
-            f"{names}: block_emb has shape {list(embedding_PE.shape)}, but the embedding width of the embedder is "
-            f"{width}; import matching folders"
+            f"{names}: block_emb has shape {[*embedding_PE.shape]}, the embedder width {width}; import matching folders"
         )
     final = root / STAGES[name].folder
     with artifacts.atomic_folder(final, name) as out:

@@ -30,8 +30,7 @@ class RegisteredModel(PythonModel):
     ) -> list[dict[str, Any]]:
         if model_input.columns[0] not in (COLUMN, 0):  # MLflow passes a list as column 0
             raise ValueError(
-                f"the first column is {model_input.columns[0]!r}; expected {COLUMN!r}: pass a list of questions, or "
-                "a table with that column"
+                f"the first column is {model_input.columns[0]!r}; expected {COLUMN!r}, or a list of questions"
             )
         return [self._answer(question) for question in model_input.iloc[:, 0]]
 

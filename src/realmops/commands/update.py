@@ -122,8 +122,7 @@ def _checked_states(options: Options, project: Path, root: Path) -> tuple[Corpus
     tuning = parse_sections((str(root), manifest["sections"])).finetune
     if not tuning.reads_passages:
         raise ValueError(
-            f"{root / STAGES['finetune'].folder} reads no passages (finetune.reader is {tuning.reader}), so a new "
-            "corpus does not change its answers; fine-tune with a reader of passages"
+            f"finetune.reader is {tuning.reader}, which reads no passages of a new corpus; fine-tune with another"
         )
     known_states = states(root)
     before = known_states[-1]

@@ -77,8 +77,7 @@ def _records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                     pass  # a question without an answer
                 case _:
                     raise ValueError(
-                        f"{place}: not an answer record with 'answer', 'citations' and 'passages'; give output of "
-                        "'realmops ask --json' or POST /v1/answer"
+                        f"{place}: not an answer record with answer, citations and passages; give lines of ask --json"
                     )
 
 
@@ -96,8 +95,7 @@ def _quotations(answer: Mapping[str, Any], place: str) -> Iterator[Quotation]:
                     yield Quotation(where, document, start, end, check_text(item.get(text), text, where))
                 case _:
                     raise ValueError(
-                        f"{place}: {key}[{number}] needs a document_id and integers 0 <= start <= end; give unchanged "
-                        "answer records"
+                        f"{place}: {key}[{number}] needs a document_id and integers 0 <= start <= end; write it again"
                     )
 
 

@@ -77,8 +77,7 @@ def stage_lock(folder: Path, name: str) -> Iterator[None]:
     with open(folder / f"{name}.lock", "ab") as file:
         if artifacts.try_lock(file) is False:
             raise ValueError(
-                f"{file.name} is locked: another process runs the stage {name}; wait for it or end it, then run the "
-                "same command again"
+                f"{file.name} is locked: another process runs the stage {name}; wait for it, or end it, and run again"
             )
         yield
 

@@ -28,8 +28,7 @@ def add_questions(project: Project, files: Sequence[Path]) -> None:
     if len(questions) < MIN_QUESTIONS:
         raise ValueError(
             f"{', '.join(map(str, files))}: {len(questions)} questions; at least {MIN_QUESTIONS} are needed for train, "
-            "dev and test. Leave --questions out to train on questions generated from the documents, and measure the "
-            "model on yours with 'realmops ask --from FILE'"
+            "dev and test: give more, or leave --questions out, and measure by 'realmops ask --from FILE'"
         )
     questions += unanswerable
     for split, part in split_by_hash(questions).items():
