@@ -272,7 +272,6 @@ LOOPS: dict[str, tuple[str, Callable[[], str | bytes]]] = {  # quadratic loops t
     "hidden elements": ("a.html", lambda: page_of("<p>" + "<b hidden>x</b>text of the page " * 50_000)),
     "items in a cell": ("a.html", lambda: page_of(f"<table><tr><td><ul>{'<li>item of a list</li>' * 40_000}")),
     "blanks of a page": ("a.md", lambda: f"    a{' ' * 100_000}b"),
-    "a line before the text": ("a.md", lambda: f"---\na: b: c{' ' * 60_000}\n---\nText."),
     "keys of an object": ("a.jsonl", lambda: f'{{"text": "a", {"".join(map(KEY.__mod__, NUMBERS))}"k59999": 1}}'),
     "columns of a table": ("a.csv", lambda: f"a,{'TITLE,' * 40_000}b\n"),
     "elements of a page": ("a.xml", lambda: dump(f"<page>{'<a/>' * 40_000}{'<revision/>' * 40_000}</page>")),
