@@ -278,7 +278,8 @@ def read_manifest(folder: Path, kind: str, *, verify: bool = True, reread: bool 
     """Read a manifest and check its files by size, with ``verify`` or for symlinks (as from DVC) also by sha256."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise ValueError(f"{folder} holds no {MANIFEST}: it is no finished {kind}; run the stage that makes it")
+        advice = "'realmops run all' makes it" if kind in STAGE_FOLDERS else "run the stage that makes it"
+        raise ValueError(f"{folder} holds no {MANIFEST}: it is no finished {kind}; {advice}")
     content = read_json(path)
     try:
         manifest = check_manifest(content, kind)

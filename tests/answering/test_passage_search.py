@@ -16,7 +16,7 @@ from small_project import cli
 
 from realmops.answering import metadata_filters
 from realmops.answering.metadata_filters import MetadataFilters
-from realmops.answering.passage_search import highlights
+from realmops.answering.passage_search import format_passages, highlights
 from realmops.artifacts import MANIFEST, atomic_folder, read_json, write_json, write_manifest
 from realmops.commands.search import parse_filter
 from realmops.corpus.snapshot_reader import Snapshot
@@ -309,3 +309,21 @@ def test_highlights_are_of_stems_and_overlaps_are_merged() -> None:
     assert shown == ["building", "rivers"]
     pairs = [highlights("春夏秋冬", {"zh": stems}) for stems in (["春夏", "夏秋"], ["春夏", "秋冬"])]
     assert pairs == [[(0, 3)], [(0, 2), (2, 4)]]
+
+
+def test_a_hit_is_shown_by_its_window_with_the_most_different_words_of_the_query() -> None:
+    text = (
+        "A virus spreads here. " * 20
+        + "The incubation period of the virus is 5.1 days. "
+        + "Afterwards it is cold. " * 20
+    )
+    for query, expected in (
+        (["incubation", "period", "virus"], "The [incubation] [period] of the [virus] is 5.1 days."),
+        (["virus"], "A [virus] spreads here."),
+        (["absent"], "A virus spreads here."),
+    ):
+        found = {"text": text, "highlights": highlights(text, {"en": stems(query)}), "title": "T", "score": 1.0}
+        _, shown, _ = format_passages({"passages": [{**found, "uri": "f.txt", "start": 0, "end": len(text)}]})
+        assert expected in shown
+        plain = shown.replace("[", "").replace("]", "").strip(" …")
+        assert (plain in text, 250 < len(plain) <= 270) == (True, True)

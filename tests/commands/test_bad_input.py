@@ -139,7 +139,7 @@ def test_a_missing_or_damaged_input_names_the_stage_that_replaces_it(copy: Path)
     for damage, parts in (
         (lambda: tokens.write_bytes(content[:-1] + b"?"), ("corpus/tokens.npy", "run the stage that makes it again")),
         (lambda: (folder / "manifest.json").write_bytes(b""), ("manifest.json is not valid JSON", "run its stage")),
-        (lambda: shutil.rmtree(folder), ("data/snapshot", "no finished snapshot", "run the stage that makes it")),
+        (lambda: shutil.rmtree(folder), ("data/snapshot", "no finished snapshot", "'realmops run all' makes it")),
     ):
         damage()
         refused(run(copy, "tag"), *parts)

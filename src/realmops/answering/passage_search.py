@@ -31,7 +31,7 @@ NO_EMBEDDINGS = (
     "search by words"
 )
 _BATCH = 1 << 14  # passages per matrix product
-_CONTEXT = 90  # characters shown on either side of a match
+_SHOWN = 270  # characters of a passage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,10 +200,9 @@ def format_passages(record: Mapping[str, Any]) -> Iterator[str]:
         yield "no passages found"
     for number, passage in enumerate(record["passages"], 1):
         text, marks = passage["text"], passage["highlights"]
-        first = max(0, marks[0][0] - _CONTEXT) if marks else 0
-        end = min(len(text), (marks[0][1] if marks else 0) + 2 * _CONTEXT)
+        first, end = _best_window(text, marks)
         shown = text[:end]
-        for low, high in reversed([mark for mark in marks if mark[1] <= end]):
+        for low, high in reversed([mark for mark in marks if first <= mark[0] and mark[1] <= end]):
             shown = f"{shown[:low]}[{shown[low:high]}]{shown[high:]}"
         shown = " ".join(shown[first:].split())
         before, after = "… " if first else "", " …" if end < len(text) else ""
@@ -211,3 +210,16 @@ def format_passages(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"{number}. {passage['title'] or passage['document_id']}  ({passage['score']:.3g})"
         yield f"   {before}{shown}{after}"
         yield f"   {passage['uri']}, characters {passage['start']} to {passage['end']}{page}"
+
+
+def _best_window(text: str, marks: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the offsets of up to ``_SHOWN`` characters around the most different query words close together."""
+    best = 0, 0, 0  # number of different words from a mark on, minus their length, minus the mark's start
+    for start, _ in marks:
+        ends: dict[str, int] = {}
+        for low, high in marks:
+            if start <= low and high <= start + _SHOWN:
+                ends.setdefault(text[low:high].casefold(), high)
+        best = max(best, (len(ends), start - max(ends.values(), default=start), -start))
+    first = max(0, -best[2] - (best[1] + _SHOWN) // 2)
+    return first, min(len(text), first + _SHOWN)
