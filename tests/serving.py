@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import threading
 import urllib.error
@@ -15,7 +16,9 @@ from types import MappingProxyType
 from typing import Any
 
 import forked
+import pytest
 import small_project
+import uvicorn
 from fastapi.testclient import TestClient
 from forked import Forked
 
@@ -80,6 +83,20 @@ def client_of(
         yield TestClient(app, **options)
 
 
+@contextmanager
+def listening(app: Any) -> Iterator[tuple[str, int]]:
+    """The address of an application that a thread of this process serves."""
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", http="h11"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+        thread.start()
+        try:
+            yield bound.getsockname()
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
 def every_call(client: TestClient) -> Iterator[tuple[str, Any]]:
     """Call every route of the description, and the pages; what was called, with its reply."""
     name = client.app.state.service.name  # type: ignore[attr-defined]
@@ -102,6 +119,15 @@ def every_call(client: TestClient) -> Iterator[tuple[str, Any]]:
         for body in bodies:
             reply = client.request(method, path.replace("{name}", name), json=body)
             yield f"{method} {path} {json.dumps(body)}", reply
+
+
+def near(value: Any) -> Any:
+    """Return an expected record whose numbers may differ in their last digits, which depend on the batch."""
+    if isinstance(value, dict):
+        return {key: near(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [near(part) for part in value]
+    return pytest.approx(value, rel=1e-3, abs=1e-6) if isinstance(value, float) else value
 
 
 class Served:

@@ -13,13 +13,14 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import forked
 import pytest
 import small_project
 from mcp import Client, StdioServerParameters
-from serving import served
+from serving import near, served
 from small_project import cli, wait_for
 
 import realmops
@@ -32,15 +33,6 @@ QUESTION = "Where was the poet Anna Berg born?"
 SERVE = (Path(__file__).parents[1] / "docs" / "serve.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", SERVE, re.MULTILINE | re.DOTALL)
 SERVER = "127.0.0.1:8080"
-
-
-def near(value: Any) -> Any:
-    """Return an expected record whose numbers may differ by the rounding of another graph of the encoder."""
-    if isinstance(value, dict):
-        return {key: near(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [near(part) for part in value]
-    return pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value
 
 
 @pytest.fixture
@@ -119,6 +111,12 @@ def test_the_example_that_queries_a_server_runs(root: Path, capsys: pytest.Captu
 
 # The Model Context Protocol
 
+REFUSED = [
+    ("search", {"query": " "}, "the query is empty"),
+    ("search", {"query": "x" * 2001}, "at most 2000 characters"),
+    ("answer", {"question": "Who?"}, "Error executing tool answer"),
+]
+
 
 async def call_tools(client: Client) -> tuple[list[str], dict[str, Any]]:
     async with client:
@@ -169,9 +167,44 @@ def test_programs_call_the_tools_over_http(root: Path) -> None:
     process.wait()
 
 
-def test_before_fine_tuning_there_is_search_alone(root: Path) -> None:
-    names, _ = asyncio.run(call_tools(Client(build_mcp_server(open_search(root, small_project.Quiet()), None))))
+def test_the_tools_are_listed_once_the_model_is_open_and_answer_only_with_a_reader(root: Path) -> None:
+    tools, opened = {"search": open_search(root, small_project.Quiet()).search}, Event()
+
+    async def use() -> tuple[list[str], list[Any]]:
+        async with Client(build_mcp_server(lambda: opened.wait(60) and tools)) as client:  # initialised
+            listing = asyncio.create_task(client.list_tools())
+            assert not (await asyncio.wait([listing], timeout=0.1))[0]
+            opened.set()
+            names = [tool.name for tool in (await listing).tools]
+            return names, [await client.call_tool(name, arguments) for name, arguments, _ in REFUSED]
+
+    names, replies = asyncio.run(use())
     assert names == ["search"]
+    for reply, (_, _, message) in zip(replies, REFUSED, strict=True):
+        assert (reply.is_error, message in reply.content[0].text) == (True, True), reply
+
+
+def test_a_call_that_is_cancelled_while_it_waits_is_not_made() -> None:
+    searched, opened = list[str](), Event()
+
+    def search(query: str, k: int, filters: Any) -> dict[str, Any]:
+        searched.append(query)
+        return {}
+
+    async def use() -> None:
+        async with Client(build_mcp_server(lambda: opened.wait(60) and {"search": search})) as client:
+            gone = [asyncio.create_task(client.call_tool("search", {"query": "gone"})) for _ in range(20)]
+            await asyncio.sleep(0.1)
+            for each in gone:
+                each.cancel()
+            await asyncio.wait(gone)
+            last = asyncio.create_task(client.call_tool("search", {"query": "last"}))
+            await asyncio.sleep(0.1)
+            opened.set()
+            await last
+
+    asyncio.run(use())
+    assert searched == ["last"]
 
 
 # Runs of every kind

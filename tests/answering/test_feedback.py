@@ -29,7 +29,6 @@ from realmops.questions.question_sets import read_questions
 from realmops.serve.app import make_app
 from realmops.serve.guard import COOKIE, Token
 from realmops.serve.metrics import Metrics
-from realmops.serve.page import feedback_address
 from realmops.tracking import feedback_log
 
 RIGHT = {"question": "Where was Anna Berg born?", "answer": "Oslo", "right": True, "passage_id": "p1"}
@@ -37,7 +36,7 @@ WRONG = {"question": "Who built The Star?", "answer": "Karl Lund", "right": Fals
 MISSING = {"question": "When did Maria Holm die?", "answer": "", "right": False, "correct_answer": "1972"}
 MISSING["correct_passage_id"] = "p7"
 TOKEN = "s3cret"
-PAGE = f"/{feedback_address({**RIGHT, 'citations': [{'passage_id': 'p1'}]})}"
+FORM = {**RIGHT, "right": "yes"}
 
 
 def client(root: Path, token: str | None = None) -> TestClient:
@@ -170,16 +169,17 @@ def test_programs_send_feedback_and_learn_if_it_cannot_be_saved(tmp_path: Path) 
 
 
 def test_the_pages_forms_redirect_to_the_question(tmp_path: Path) -> None:
-    reply = client(tmp_path).post(PAGE, data={"right": "yes", "correct": "ignored", "passage": "p2"})
+    reply = client(tmp_path).post("/feedback", data=FORM)
     assert reply.status_code == 303
     assert parse_qs(urlsplit(reply.headers["location"]).query) == {"q": [RIGHT["question"]], "noted": ["1"]}
-    correction = {"right": "no", "correct": " Bergen ", "passage": "p2"}
-    assert client(tmp_path).post(PAGE, data=correction).status_code == 303
+    correction = {**FORM, "right": "no", "correct_answer": " Bergen ", "correct_passage_id": "p2"}
+    assert client(tmp_path).post("/feedback", data=correction).status_code == 303
     question = RIGHT["question"], "Oslo"
     assert stored(tmp_path) == [(*question, True, "", "p1"), (*question, False, "Bergen", "p1")]
     assert [entry.correct_passage_id for entry in read_feedback(feedback_file(tmp_path))] == ["", "p2"]
-    for form in ({}, {"right": "maybe"}, {f"f{n}": "1" for n in range(20)}, {"right": "no", "correct": "x" * 3000}):
-        assert client(tmp_path).post(PAGE, data=form).status_code == 422
+    many = {f"f{n}": "1" for n in range(20)}
+    for change in ({"right": "maybe"}, {"f": "1"}, many, {"right": "no", "correct_answer": "x" * 3000}):
+        assert client(tmp_path).post("/feedback", data={**FORM, **change}).status_code == 422
     assert len(stored(tmp_path)) == 2
 
 
@@ -209,7 +209,7 @@ def test_feedback_needs_the_token_and_comes_from_no_other_site(
     """The token for programs; on the page its cookie, too."""
     guarded = client(tmp_path, TOKEN)
     assert guarded.post("/v1/feedback", json=RIGHT, headers=headers).status_code == api
-    assert guarded.post(PAGE, data={"right": "yes"}, headers=headers).status_code == form
+    assert guarded.post("/feedback", data=FORM, headers=headers).status_code == form
     assert feedback_file(tmp_path).exists() is (form == 303)
 
 

@@ -21,7 +21,6 @@ from realmops.commands.export import export
 from realmops.commands.open_model import Champion
 from realmops.commands.promote import read_run
 from realmops.evaluate.predictions import Prediction, read_predictions, write_predictions
-from realmops.serve.model_sources import RegisteredChampion
 from realmops.tracking import sender
 from realmops.tracking.client import local_tracking_uri, mlflow_client
 from realmops.tracking.registry import CHAMPION, Registry
@@ -374,9 +373,9 @@ def test_the_server_takes_a_new_champion_and_rejects_a_damaged_one(
     project: Path, another: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ValueError, match="moves has no version with the alias champion"):
-        RegisteredChampion("models:/moves@champion", project / "root").mark()
+        Champion("models:/moves@champion", project / "root").mark()
     promoted(another, "moves", 0)
-    origin = RegisteredChampion("models:/moves@champion", another / "root")
+    origin = Champion("models:/moves@champion", another / "root")
     changes: list[OpenedModel | None] = []
     with watching(origin, changes.append) as (batcher, watcher):
         assert watcher.poll() is False

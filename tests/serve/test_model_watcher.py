@@ -2,18 +2,21 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from serving import QUESTION, update, watching
-from small_project import cli, write_json_lines
+from serving import QUESTION, calibration, update, watching
+from small_project import QUESTIONS, answered, cli, write_json_lines
 from small_world import DOCUMENTS
 
 from realmops import opening
+from realmops.answering.confidence import ALWAYS_ABSTAIN
 from realmops.answering.opened_model import Query
 from realmops.artifacts import MANIFEST, atomic_folder, read_json, write_json, write_manifest
+from realmops.evaluate.predictions import read_results, write_predictions
 from realmops.opening import open_run
 from realmops.search.exact import ExactIndex
 from realmops.serve import model_sources, model_watcher
@@ -146,3 +149,19 @@ def test_a_served_model_has_a_copy_of_the_index_and_answers_the_same(copy: Path)
         assert batcher.served.passage_search.passages is index, "one copy serves answers and searches"
         [record] = batcher.served.answer(asked)
         assert (record["answer"], record["score"]) == (expected["answer"], expected["score"])
+
+
+def test_examples_are_correct_answers_of_people_that_are_not_held_back(copy: Path, tmp_path: Path) -> None:
+    root, source = copy / "root", RunFolder(copy / "root")
+    answered(root / "results", len(QUESTIONS["test"]))  # as if all were right
+    first, second = read_results(root)
+    for examples, rows in (
+        ([first.question], [first, replace(second, em=False)]),
+        ([second.question], [replace(first, em=None, f1=None, failed_at=None), second]),
+        ([], [replace(first, abstained=True), replace(second, em=False)]),
+        ([first.question, second.question], [first, second]),
+    ):
+        write_predictions(root / "results/predictions.parquet", rows)
+        assert (source.examples(), RunFolder(tmp_path).examples()) == (examples, ())
+    replace(calibration(0.0), threshold=ALWAYS_ABSTAIN).save(root / "models/finetune")
+    assert source.examples() == [], "the model was calibrated again"

@@ -6,33 +6,33 @@ import shutil
 import socket
 import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 from weakref import ref
 
 import numpy as np
 import pytest
 import torch
-from serving import QUESTION, Served, calibration, client_of, every_call, served, update
+from serving import QUESTION, Served, calibration, client_of, every_call, listening, served
 from small_project import QUESTIONS, cli, wait_for
 from small_world import DOCUMENTS
 
 from realmops.answering.answer import InvalidRequest
 from realmops.answering.confidence import ALWAYS_ABSTAIN
 from realmops.answering.opened_model import OpenedModel, Query
-from realmops.answering.openqa import OpenQa
 from realmops.answering.passage_search import PassageQuery, PassageSearch
-from realmops.answering.record import format_record
+from realmops.answering.record import _context, format_record
 from realmops.artifacts import read_json, write_manifest
 from realmops.evaluate.predictions import read_results
 from realmops.opening import open_run
 from realmops.serve.batching import Busy, Closed, RequestBatcher
+from realmops.serve.page import ICON
 
-SECOND = "Who wrote a novel?"
+SECOND, GONE = "Who wrote a novel?", "Who hung up?"
 GOOD = {"name": "question", "datatype": "BYTES", "shape": [1], "data": [QUESTION]}
 INFER = "/v2/models/realmops/infer"
 
@@ -70,14 +70,6 @@ def test_an_answer_is_that_of_the_evaluation_with_its_sources(answering: Path, s
     assert record["model"]["index_generation"] == 0
 
 
-def test_several_questions_are_answered_in_their_order_and_as_alone(server: Served) -> None:
-    texts = [question for pairs in QUESTIONS.values() for question, _ in pairs]
-    status, _, reply = server.call("/v1/answer", {"questions": texts})
-    assert status == 200
-    assert [record["question"] for record in reply["answers"]] == texts
-    assert [record["answer"] for record in reply["answers"]] == [server.ask(text)["answer"] for text in texts]
-
-
 def test_an_excluded_passage_is_not_read_and_without_passages_there_is_no_answer(opened: OpenedModel) -> None:
     [whole] = opened.answer([Query(QUESTION)])
     excluded = whole["citations"][0]["passage_id"]
@@ -99,36 +91,25 @@ def test_an_answer_below_the_threshold_is_held_back(opened: OpenedModel) -> None
     )
     assert [record["abstained"] for record in (shown, unsure, never, plain)] == [False, True, True, True]
     assert len({record["answer"] for record in (shown, unsure, never, plain)}) == 1
-    sentence = f"  in: {unsure['quote']['quote']}"
-    assert sentence not in format_record(shown)
-    for record, title, reason in (
-        (unsure, "no answer is certain enough: the best passages", "held back below 1)"),
-        (never, "no answer is certain enough: the best passages", f"(score {plain['score']:.3g}, held back: too few"),
-        (plain, "not calibrated: the best passages", f"(not calibrated: score {plain['score']:.3g})"),
+    for record, reason in (
+        (unsure, "held back below 1)"),
+        (never, f"(score {plain['score']:.3g}, held back: too few"),
+        (plain, f"(not calibrated: score {plain['score']:.3g})"),
     ):
-        lines = format_record(record)
-        place = lines.index(sentence) - 1
-        assert (lines[0], place > 2, reason in lines[place]) == (title, True, True), lines
+        assert [reason in line for line in format_record(record)[-4:]].count(True) == 1
     assert [plain[name] for name in ("probability", "calibration", "threshold")] == [None] * 3
     assert (never["probability"], never["calibration"]) == (None, unsure["calibration"])
 
 
 def test_words_around_a_quotation_are_whole() -> None:
-    text = "zebra " * 20 + "the answer" + " quagga" * 20
-    start = text.index("the answer")
-    passage = {"passage_id": "d#0", "text": text, "start": 100}
-    cited = {"passage_id": "d#0", "document_id": "d", "title": "T", "uri": "f.txt", "quote": "the answer", "p_z": 0.5}
-    cited |= {"start": 100 + start, "end": 110 + start}
-    record = {"answer": "the answer", "probability": 0.9, "abstained": False, "passages": [passage]}
-    record["model"] = {"reader": "spans"}
-    _, quoted, where = format_record({**record, "citations": [cited]})
-    assert quoted == "  T: … " + "zebra " * 10 + "[the answer]" + " quagga" * 8 + " …"
-    assert where == f"    document d, f.txt, characters {100 + start} to {110 + start}, p(z|x) 0.50"
+    context = _context("zebra " * 20 + "the answer" + " quagga" * 20, 120, 130)
+    assert context == ("… " + "zebra " * 10, " quagga" * 8 + " …")
 
 
 def test_a_stream_gives_the_sources_first(server: Served) -> None:
     status, headers, text = server.call("/v1/answer", {"questions": [QUESTION, SECOND], "stream": True})
     assert (status, headers["content-type"].split(";")[0]) == (200, "text/event-stream")
+    assert headers["x-accel-buffering"] == "no", "nginx passes on each event"
     events = [block.split("\n", 1) for block in text.strip().split("\n\n")]
     assert [name for name, _ in events] == ["event: sources", "event: answer"] * 2
     first, second, third, _ = (json.loads(data.removeprefix("data: ")) for _, data in events)
@@ -148,7 +129,8 @@ def test_a_stream_gives_the_sources_first(server: Served) -> None:
         ({"questions": ["a"] * 65}, "questions: List should have at most 64 items"),
         ({"question": "a", "k": 1}, "k: Extra inputs are not permitted"),
         ({"question": "\ud800"}, "unable to parse raw data as a unicode string"),
-        *((raw, "") for raw in (b"", b"{", b"\xff", b"[" * 100_000, b"null", b'{"question": NaN}')),
+        (b'{"question": "\xe9"}', "the body is not valid UTF-8"),
+        *((raw, "") for raw in (b"", b"{", b"[" * 100_000, b"null", b'{"question": NaN}')),
     ],
 )
 def test_an_invalid_request_gets_an_error(server: Served, body: Any, message: str) -> None:
@@ -160,20 +142,27 @@ def test_an_invalid_request_gets_an_error(server: Served, body: Any, message: st
     assert "Traceback" not in "".join(server.log)
 
 
-def test_json_without_its_content_type_is_refused_as_browsers_send_it_across_sites(server: Served) -> None:
-    body = json.dumps({"question": QUESTION, "query": QUESTION}).encode()
-    for route in ("/v1/answer", "/v1/search"):
-        status, headers, reply = server.call(route, raw=body, Content_Type="text/plain", Origin="http://evil.no")
-        assert (status, "send -H 'Content-Type: application/json'" in str(reply)) == (422, True)
-        assert not [name for name in headers if name.lower().startswith("access-control")]
-
-
-def test_a_foreign_host_name_that_resolves_to_loopback_reads_nothing(server: Served) -> None:
-    body = {"question": QUESTION}
-    status, _, reply = server.call("/v1/answer", body, Host="pages.example:80")
-    assert (status, "--token-file" in reply["error"]["message"]) == (403, True)
-    for name in ("localhost:1", "127.0.0.1", "[::1]:80"):
-        assert server.call("/v1/answer", body, Host=name)[0] == 200
+@pytest.mark.parametrize("route", ["/v1/answer", "/v1/search", INFER])
+def test_a_request_that_the_server_does_not_read_is_refused(server: Served, route: str) -> None:
+    """A browser sends JSON as text across sites, and a foreign host name may resolve to loopback."""
+    body: dict[str, Any] = {"query": QUESTION} if "search" in route else {"question": QUESTION}
+    raw = json.dumps({"inputs": [GOOD]} if route == INFER else body).encode()
+    for path, headers, expected, message in (
+        (
+            route,
+            {"Content_Type": "text/plain", "Origin": "http://evil.no"},
+            422,
+            "send -H 'Content-Type: application/json'",
+        ),
+        (route, {"Host": "pages.example:80"}, 403, "--token-file"),
+        (route, {"Content_Encoding": "gzip"}, 415, "without gzip"),
+        (f"{route}/", {}, 404, "Not Found"),
+        *((route, {"Host": name}, 200, "") for name in ("localhost:1", "127.0.0.1", "[::1]:80")),
+    ):
+        status, given, reply = server.call(path, raw=raw, **headers)
+        if (route, expected) != (INFER, 422):  # which reads any type
+            assert (status, message in str(reply), "location" in given) == (expected, True, False), (path, headers)
+        assert not [name for name in given if name.lower().startswith("access-control")]
 
 
 @pytest.mark.parametrize("path", ["/v1/answer", INFER, "/feedback"])
@@ -203,7 +192,9 @@ def test_health_metrics_and_api_reference_are_served(server: Served) -> None:
     assert headers["content-type"].startswith("text/plain; version=0.0.4")
     assert 'realmops_requests_total{code="200",route="/v1/answer"}' in text
     assert ready["model"]["snapshot"] in text
-    assert {"/v1/answer", "/v1/search", "/v2/models/{name}/infer"} <= server.call("/openapi.json")[2]["paths"].keys()
+    described, page = server.call("/openapi.json")[2], server.call("/docs")[2]
+    assert {"/v1/answer", "/v1/search", "/v2/models/{name}/infer"} <= described["paths"].keys()
+    assert ("`" in json.dumps(described), "url: 'openapi.json'" in page, ICON in page) == (False, True, True)
 
 
 # ---- batches
@@ -237,6 +228,11 @@ class Held:
             return real(this, batch)
 
         monkeypatch.setattr(kind, name, held)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None:
+        self.released.set()
 
 
 def test_waiting_searches_share_a_batch_and_an_invalid_one_fails_alone(
@@ -274,7 +270,7 @@ def test_waiting_questions_are_answered_by_the_model_that_accepted_them(
     pending = batcher.submit([Query(QUESTION)])
     assert held.started.wait(300)
     pending += batcher.submit([Query(QUESTION)])
-    batcher.swap(second)
+    batcher.served = second
     pending += batcher.submit([Query(QUESTION)])
     held.released.set()
     batcher.close()
@@ -283,39 +279,46 @@ def test_waiting_questions_are_answered_by_the_model_that_accepted_them(
     assert [(model.version, len(batch)) for model, batch in held.batches] == [(version, 1) for version in versions]
 
 
-def test_a_question_of_a_client_that_disconnected_is_not_answered(
-    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/answer", {"question": GONE}),
+        ("/v1/answer", {"questions": [GONE] * 3}),
+        ("/v1/answer", {"question": GONE, "stream": True}),
+        ("/v1/search", {"query": GONE}),
+        (INFER, {"inputs": [{**GOOD, "data": [GONE]}]}),
+        (f"/?{urlencode({'q': GONE})}", None),
+    ],
+)
+def test_a_request_whose_client_disconnects_leaves_the_queue(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, path: str, body: Any
 ) -> None:
-    held, batcher = Held(monkeypatch, OpenedModel, "find"), RequestBatcher(opened)
-    batcher.submit([Query("Who is first?")])
-    assert held.started.wait(30)
-    cancelled, other = batcher.submit([Query("Who hung up?"), Query(QUESTION)])
-    cancelled.is_cancelled = True
-    held.released.set()
-    batcher.close()
-    assert [query.question for _, batch in held.batches for query in batch] == ["Who is first?", QUESTION]
-    assert other.record.result(0)["question"] == QUESTION
-    assert (cancelled.record.done(), batcher.depth) == (False, 0)
+    searches, depths = "search" in path, [1]
+    content = b"" if body is None else json.dumps(body).encode()
+    head = f"{'POST' if content else 'GET'} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
+    held = Held(monkeypatch, *((PassageSearch, "search_batch") if searches else (OpenedModel, "find")))
+    with client_of(copy / "root") as client, listening(client.app) as address, held:
+        batcher = client.app.state.service.batcher  # type: ignore[attr-defined]
+        queue = batcher._searches if searches else batcher._answers
 
+        def ask(text: str) -> Any:
+            return batcher.search(PassageQuery(text)) if searches else batcher.submit([Query(text)])[0]
 
-def test_one_question_that_fails_costs_no_other_its_answer(
-    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    real = OpenQa.find
-
-    def fails(model: Any, questions: list[Any], ranked: int = 0) -> Any:
-        if SECOND in [question.question for question in questions]:
-            raise RuntimeError("out of memory")
-        return real(model, questions, ranked)
-
-    monkeypatch.setattr(OpenQa, "find", fails)
-    batcher = RequestBatcher(opened)
-    good, bad, other = batcher.submit([Query(text) for text in (QUESTION, SECOND, QUESTION)])
-    batcher.close()
-    assert good.record.result(0)["answer"] == other.record.result(0)["answer"]
-    with pytest.raises(RuntimeError, match="out of memory"):
-        bad.record.result(0)
-    assert "no answer to" in caplog.text
+        first = ask(QUESTION)
+        assert held.started.wait(300)
+        with ExitStack() as connections:
+            for _ in range(20):
+                connection = connections.enter_context(socket.create_connection(address))
+                connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + content)
+                depths.append(wait_for(lambda: (depth := queue.depth) > depths[-1] and depth, 60))
+        wait_for(lambda: queue.depth == 1, 60)
+        last = ask(SECOND)
+        held.released.set()
+        assert (first.record.result(60)["model"], bool(last.record.result(60))) == (batcher.served.about, True)
+        wait_for(lambda: queue.depth == 0, 60)
+        assert 'code="499"' in client.get("/metrics").text
+    texts = [getattr(query, "query" if searches else "question") for _, batch in held.batches for query in batch]
+    assert texts == [QUESTION, SECOND]
 
 
 def test_an_idle_server_frees_a_replaced_model_without_the_garbage_collector(answering: Path) -> None:
@@ -323,7 +326,7 @@ def test_an_idle_server_frees_a_replaced_model_without_the_garbage_collector(ans
     batcher = RequestBatcher(opened)
     assert batcher.submit([Query(QUESTION)])[0].record.result(300)["answer"]
     assert batcher.search(PassageQuery(QUESTION)).record.result(300)["passages"]
-    batcher.swap(open_run(answering / "root"))
+    batcher.served = open_run(answering / "root")
     replaced = [ref(part) for part in (opened, opened.model, opened.model.snapshot, opened.passage_search)]
     gc.disable()  # its pass would stop all requests
     try:
@@ -390,16 +393,15 @@ def test_a_model_that_promises_nothing_has_no_probability_in_any_protocol(copy: 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ({"inputs": []}, "expected one tensor"),
-        ({"inputs": [{**GOOD, "datatype": "FP32"}]}, "the datatype BYTES"),
+        ({"inputs": []}, "inputs: List should have at least 1 item"),
+        ({"inputs": [{**GOOD, "datatype": "FP32"}]}, "inputs.0.datatype: Input should be 'BYTES'"),
         ({"inputs": [{**GOOD, "shape": [2]}]}, "has 1 elements but the shape [2]"),
-        ({"inputs": [{**GOOD, "shape": [True]}]}, "'shape'"),
-        ({"inputs": [{**GOOD, "data": [1]}]}, "not a list of strings"),
+        ({"inputs": [{**GOOD, "shape": [True]}]}, "inputs.0.shape.0: "),
+        ({"inputs": [{**GOOD, "data": [1]}]}, "inputs.0.data.0: "),
         ({"inputs": [{**GOOD, "data": ["a"] * 65, "shape": [65]}]}, "65 questions; 1 to 64"),
         ({"inputs": [{**GOOD, "data": ["x" * 2001]}]}, "has 2001 characters; at most 2000"),
-        ({"inputs": [{**GOOD, "parameters": {"binary_data_size": 9}}]}, "0 bytes follow"),
-        ({"inputs": [GOOD], "outputs": [{"name": ["answer"]}]}, "expected one or more of answer"),
-        ({"inputs": [GOOD], "outputs": [{"name": "answer"}, {"name": "answer"}]}, "each once"),
+        ({"inputs": [{**GOOD, "data": None, "parameters": {"binary_data_size": 9}}]}, "0 bytes follow"),
+        ({"inputs": [GOOD], "outputs": [{"name": ["answer"]}]}, "outputs.0.name: Input should be 'answer', "),
     ],
 )
 def test_an_invalid_inference_request_is_refused(server: Served, call: Any, message: str) -> None:
@@ -407,47 +409,23 @@ def test_an_invalid_inference_request_is_refused(server: Served, call: Any, mess
     assert (status, message in reply["error"]) == (422, True), reply
 
 
-@pytest.mark.parametrize(
-    ("size", "tail", "message"),
-    [
+def test_a_damaged_binary_tensor_is_refused(server: Served) -> None:
+    for size, tail, message in (
         (b"2", b"\x01\x00", "ends within a string's length"),
         (b"6", b"\xff\xff\xff\xff\x00\x00", "more than remain"),
         (b"5", b"\x01\x00\x00\x00\xff", "not valid UTF-8"),
-    ],
-)
-def test_a_damaged_binary_tensor_is_refused(server: Served, size: bytes, tail: bytes, message: str) -> None:
-    tensor = b'{"name":"question","datatype":"BYTES","shape":[1],"parameters":{"binary_data_size":%s}}' % size
-    head = b'{"inputs":[%s]}' % tensor
-    for length, problem in ((str(len(head)), message), *((n, "a number of bytes") for n in ("-1", "x", "9" * 5000))):
-        status, _, reply = server.call(INFER, raw=head + tail, Inference_Header_Content_Length=length)
-        assert (status, problem in reply["error"]) == (422, True), reply
+    ):
+        tensor = b'{"name":"question","datatype":"BYTES","shape":[1],"parameters":{"binary_data_size":%s}}' % size
+        head = b'{"inputs":[%s]}' % tensor
+        for length, problem in (
+            (str(len(head)), message),
+            *((n, "a number of bytes") for n in ("-1", "x", "9" * 5000)),
+        ):
+            status, _, reply = server.call(INFER, raw=head + tail, Inference_Header_Content_Length=length)
+            assert (status, problem in reply["error"]) == (422, True), reply
 
 
 # ---- the served model
-
-
-def test_an_update_is_served_and_a_damaged_one_is_not(copy: Path) -> None:
-    with served(copy / "root") as server:
-        before = server.ask()
-        update(copy, "Anna Berg was born in Bergen. She wrote The Cold Sea in 1931.")
-        wait_for(lambda: server.ask()["model"]["index_generation"] == 1, 30, server.process)
-        after = server.ask()
-        assert after["model"]["snapshot"] != before["model"]["snapshot"]
-        assert after["model"]["version"] == before["model"]["version"], "the weights are the same"
-        [folder] = (copy / "root/updates").iterdir()
-        bad = copy / "root/updates/bad"
-        shutil.copytree(folder, copy / "root/.bad")
-        manifest = read_json(copy / "root/.bad/manifest.json")
-        write_manifest(copy / "root/.bad", "update", **{k: manifest[k] for k in ("model", "corpus_hash")}, number=2)
-        index = copy / "root/.bad/finetune/index.safetensors"
-        index.write_bytes(bytes(len(index.read_bytes())))  # not that of the manifest any more
-        (copy / "root/.bad").rename(bad)
-        ready = wait_for(lambda: (r := server.call("/health/ready")[2])["refused"] and r, 30, server.process)
-        assert "index.safetensors has sha256" in ready["refused"]["reason"]
-        assert 'realmops_generations_total{result="refused"} 1.0' in server.call("/metrics")[2]
-        assert server.ask() == after, "the old one is still served"
-        shutil.rmtree(bad)
-        wait_for(lambda: server.call("/health/ready")[2]["refused"] is None, 30, server.process)
 
 
 @pytest.mark.parametrize("removed", ["lexical", "corpus/sources.jsonl"])
@@ -507,7 +485,3 @@ def test_a_question_of_a_file_that_is_too_long_gets_an_error_and_the_rest_is_sco
     assert ["error" in record for record in records] == [False, True, False, False]
     assert f"exact match 0.500: 2 of 4 questions of {file} are correct" in result.stderr
     assert (result.exit_code, f"1 of the questions in {file} have no answer" in result.stderr) == (1, True)
-    (tmp_path / "answers.jsonl").write_text(result.stdout)
-    checked = cli("verify", tmp_path / "answers.jsonl", answering / "documents.jsonl")
-    assert (checked.exit_code, checked.stdout.startswith("3 answers, ")) == (0, True), checked.output
-    assert f"[{answer}]" in cli("ask", QUESTION, "--root", answering / "root").stdout

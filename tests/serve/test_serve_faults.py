@@ -4,7 +4,6 @@
 """
 
 import http.client
-import math
 import shutil
 import signal
 import threading
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 from faults import times
-from serving import QUESTION, Served, served, update, watching
+from serving import QUESTION, Served, near, served, update, watching
 from small_project import QUESTIONS, wait_for
 
 from realmops.answering.opened_model import Query
@@ -53,17 +52,6 @@ def put(root: Path, source: Path, number: int, damage: Callable[[Path], object] 
     return final
 
 
-def equal(left: Any, right: Any) -> bool:
-    """Equality except for the last digits of numbers, which depend on what is read in the same batch."""
-    if isinstance(left, float) and isinstance(right, float):
-        return math.isclose(left, right, rel_tol=1e-3, abs_tol=1e-6)
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(equal(left[key], right[key]) for key in left)
-    if isinstance(left, list) and isinstance(right, list):
-        return len(left) == len(right) and all(map(equal, left, right))
-    return bool(left == right)
-
-
 class Crowd:
     """Callers that ask without a pause; every reply is compared with the first of its question and corpus."""
 
@@ -80,7 +68,7 @@ class Crowd:
         with self._lock:
             self.snapshots.add(about["snapshot"])
             known = self._known.setdefault((question, about["snapshot"]), record)
-            if record["question"] != question or not equal(record, known) or about["index_generation"] < before:
+            if record["question"] != question or record != near(known) or about["index_generation"] < before:
                 self.wrong.append((question, about, record, known))
         return int(about["index_generation"])
 

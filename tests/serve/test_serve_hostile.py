@@ -122,7 +122,9 @@ def test_no_form_to_sign_in_causes_a_500(server: Served, form: bytes, status: in
     assert (actual, "token" in reply) == (status, True), reply
 
 
-def test_a_stream_reports_a_failed_question_and_continues(answering: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_reports_a_failed_question_and_continues(
+    answering: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     real = OpenQa.read
 
     def fails(model: Any, retrieved: Any, target_answers: Any) -> Any:
@@ -141,6 +143,7 @@ def test_a_stream_reports_a_failed_question_and_continues(answering: Path, monke
     batcher.close()
     kinds = [event.split("\n")[0].removeprefix("event: ") for event in events]
     assert kinds == ["sources", "error", "sources", "answer"]
+    assert "no answer to" in caplog.text
     error = json.loads(events[1].split("data: ")[1])
     assert (error["index"], "could not be answered" in error["error"]["message"]) == (0, True)
 

@@ -10,7 +10,6 @@ import http.client
 import json
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -22,7 +21,7 @@ import cluster_lab
 import pytest
 from manifests import render_all
 from serving import QUESTION, tuned
-from small_project import cli, trained_project, write_json_lines
+from small_project import cli, trained_project, wait_for, write_json_lines
 
 NAMESPACE = "realmops-test-serve"
 IMAGE = os.environ.get("IMAGE", "realmops:local")
@@ -42,11 +41,7 @@ def get(*words: str) -> Any:
 
 
 def until(what: Callable[[], Any]) -> Any:
-    end = time.monotonic() + SECONDS
-    while not (found := what()):
-        assert time.monotonic() < end, f"not within {SECONDS} s"
-        time.sleep(0.5)
-    return found
+    return wait_for(what, SECONDS / 10)
 
 
 @pytest.fixture(scope="module")

@@ -106,10 +106,12 @@ def serve(root: Path, model: str | None, token_file: Path | None, **options: Any
     all routes. After "realmops update" or "realmops promote" the server reloads the newest model, unless its files are
     damaged. On SIGTERM it completes all accepted requests.
     """
-    from realmops.serve.model_sources import model_source
+    from realmops.commands.open_model import Champion
+    from realmops.serve.model_sources import RunFolder
     from realmops.serve.server import read_token, serve
 
-    serve(model_source(root, model), token=read_token(token_file), log=Console().log, **options)
+    source = RunFolder(root) if model is None else Champion(model, root)
+    serve(source, token=read_token(token_file), log=Console().log, **options)
 
 
 @main.command()

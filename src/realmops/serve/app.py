@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from fastapi.sse import format_sse_event
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException as StarletteHTTPException
@@ -22,9 +23,9 @@ from realmops.answering.feedback import PassageId, Text
 from realmops.answering.opened_model import OpenedModel, Query
 from realmops.answering.passage_search import MAX_RESULTS, PassageQuery
 from realmops.answering.record import Record
-from realmops.serve import feedback_routes, open_inference, page
+from realmops.serve import QUESTIONS_LIMIT, feedback_routes, open_inference, page
 from realmops.serve.batching import Busy, Closed, Pending, RequestBatcher
-from realmops.serve.guard import FAILED, QUESTIONS_LIMIT, Guard, Token, problem
+from realmops.serve.guard import FAILED, Guard, Token, refusal
 from realmops.serve.metrics import Metrics
 from realmops.serve.model_watcher import ModelWatcher
 from realmops.tracking.feedback_log import FeedbackSender
@@ -33,7 +34,7 @@ _FOLDERS = re.compile(r"[^\s'\"(]*/")
 
 
 class AnswerRequest(BaseModel):
-    """Body of ``POST /v1/answer``: one question or several."""
+    """Body of POST /v1/answer: one question or several."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     question: Text | None = Field(None, description="One question; the reply is its record.")
@@ -57,7 +58,7 @@ class AnswerRequest(BaseModel):
 
 
 class SearchRequest(BaseModel):
-    """Body of ``POST /v1/search``."""
+    """Body of POST /v1/search."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     query: Text
@@ -66,7 +67,9 @@ class SearchRequest(BaseModel):
         default_factory=dict,
         description='By document field: a value, a list of allowed values, or a range as {"gte": 1990}.',
     )
-    by: Literal["run", "embeddings", "words"] = Field("run", description="`run` ranks by the run's own retriever.")
+    by: Literal["run", "embeddings", "words"] = Field(
+        "run", description="How to rank; run: by the run's own retriever."
+    )
 
 
 class AnswerService:
@@ -104,8 +107,14 @@ class AnswerService:
         with _http_errors():
             return await asyncio.wrap_future(self.batcher.search(query).record)
 
-    async def answer(self, queries: Sequence[Query]) -> list[Record]:
-        return [await asyncio.wrap_future(pending.record) for pending in self.submit(queries)]
+    async def answer(self, queries: Sequence[Query], served: OpenedModel | None = None) -> list[Record]:
+        """Return the records of a request's questions; if it is cancelled, they leave the queue."""
+        answers = self.submit(queries, served)
+        try:
+            return [await asyncio.wrap_future(pending.record) for pending in answers]
+        finally:
+            for pending in answers:
+                pending.record.cancel()
 
 
 @contextmanager
@@ -131,7 +140,9 @@ def make_app(batcher: RequestBatcher, watcher: ModelWatcher, metrics: Metrics, t
         title="realmops",
         version=__version__,
         summary="Answers from your documents, every word with its source.",
+        docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # its locations are absolute: wrong behind a proxy
     )
     service = app.state.service = AnswerService(batcher, watcher)
     app.state.token = None if token is None else Token(token)
@@ -139,14 +150,15 @@ def make_app(batcher: RequestBatcher, watcher: ModelWatcher, metrics: Metrics, t
 
     @app.post("/v1/answer", summary="Answer questions", response_model=None)
     async def answer(question: AnswerRequest) -> Response:
-        """Return each answer with its quotations; `start` and `end` are character offsets in the document's text.
+        """Return each answer with its quotations; "start" and "end" are character offsets in the document's text.
 
-        With `stream`, each question has the events `sources` (the passages with p(z|x)), then `answer` (the record) or
-        `error`, with the question's `index`.
+        With "stream", each question has the events "sources" (the passages with p(z|x)), then "answer" (the record) or
+        "error", with the question's "index".
         """
         if question.stream:
             events = _events(service.submit(question.queries()))
-            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+            headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # nginx passes each event on at once
+            return StreamingResponse(events, media_type="text/event-stream", headers=headers)
         records = await service.answer(question.queries())
         return JSONResponse(records[0] if question.question is not None else {"answers": records})
 
@@ -159,15 +171,19 @@ def make_app(batcher: RequestBatcher, watcher: ModelWatcher, metrics: Metrics, t
         query = PassageQuery(request.query, request.k, [request.filters], request.by)
         return JSONResponse(await service.search(query))
 
+    @app.head("/v2/health/live", include_in_schema=False)
+    @app.get("/v2/health/live", summary="Liveness probe (Open Inference)")
     @app.head("/health/live", include_in_schema=False)
     @app.get("/health/live", summary="Liveness probe")
     async def live() -> dict[str, bool]:
         return {"live": True}
 
+    @app.head("/v2/health/ready", include_in_schema=False, response_model=None)
+    @app.get("/v2/health/ready", summary="Readiness probe (Open Inference)", response_model=None)
     @app.head("/health/ready", include_in_schema=False, response_model=None)
     @app.get("/health/ready", summary="Readiness probe", response_model=None)
     async def ready() -> Response:
-        """Return the served model; `refused` is the reason why a newer one was rejected."""
+        """Return the served model; "refused" is the reason why a newer one was rejected."""
         is_ready = not service.is_shutting_down
         return JSONResponse({"ready": is_ready, **service.state()}, 200 if is_ready else 503)
 
@@ -175,6 +191,10 @@ def make_app(batcher: RequestBatcher, watcher: ModelWatcher, metrics: Metrics, t
     async def prometheus() -> Response:
         metrics.waiting.set(batcher.depth)
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return get_swagger_ui_html(openapi_url="openapi.json", title="realmops", swagger_favicon_url=page.ICON)
 
     app.include_router(page.router)
     app.include_router(feedback_routes.router)
@@ -185,7 +205,7 @@ def make_app(batcher: RequestBatcher, watcher: ModelWatcher, metrics: Metrics, t
 
 
 async def _events(answers: Sequence[Pending[Query]]) -> AsyncIterator[bytes]:
-    """Yield server-sent events; when the client disconnects, cancel the pending questions."""
+    """Yield server-sent events; if the client disconnects, the questions leave the queue."""
 
     def event(index: int, name: str, value: dict[str, Any]) -> bytes:
         return format_sse_event(event=name, data_str=json.dumps({"index": index} | value, ensure_ascii=False))
@@ -196,21 +216,20 @@ async def _events(answers: Sequence[Pending[Query]]) -> AsyncIterator[bytes]:
                 yield event(index, "sources", await pending.sources())
                 yield event(index, "answer", await asyncio.wrap_future(pending.record))
             except Exception:  # the batcher has logged it; the other questions are still answered
-                yield event(index, "error", problem("", 500, FAILED))
+                yield event(index, "error", {"error": {"message": FAILED}})
     finally:
         for pending in answers:
-            pending.is_cancelled = True
+            pending.record.cancel()
 
 
 def _explain_errors(app: FastAPI) -> None:
     """Register error handlers: each protocol has its format, and no client input is repeated."""
 
-    def error_response(request: Request, status: int, message: str, headers: Any = None) -> JSONResponse:
-        return JSONResponse(problem(request.url.path, status, message), status, headers)
-
     @app.exception_handler(StarletteHTTPException)
     async def refused(request: Request, error: StarletteHTTPException) -> JSONResponse:
-        return error_response(request, error.status_code, _writable(str(error.detail)), error.headers)
+        is_text = not isinstance(error.__cause__, UnicodeDecodeError)
+        message = _writable(str(error.detail)) if is_text else "the body is not valid UTF-8"
+        return refusal(request.url.path, error.status_code, message, error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -222,11 +241,11 @@ def _explain_errors(app: FastAPI) -> None:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if not field and not kind.endswith("json"):
             message = "the body is not declared as JSON: send -H 'Content-Type: application/json'"
-        return error_response(request, 422, _writable(f"{field}: {message}" if field else message))
+        return refusal(request.url.path, 422, _writable(f"{field}: {message}" if field else message))
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> JSONResponse:
-        return error_response(request, 500, FAILED)
+        return refusal(request.url.path, 500, FAILED)
 
 
 def _writable(text: str) -> str:

@@ -19,9 +19,9 @@ from realmops.answering.answer import InvalidRequest, RetrievedPassages
 from realmops.answering.opened_model import OpenedModel, Query
 from realmops.answering.passage_search import PassageQuery
 from realmops.answering.record import Record
+from realmops.serve import WAITING
 
 _LOG = logging.getLogger(__name__)
-WAITING = 256  # accepted and unanswered questions of all requests, and as many searches
 _SEARCHES = 32  # per batch
 
 
@@ -44,11 +44,11 @@ class Pending(Generic[Q]):
     query: Q
     record: Future[Record] = field(default_factory=Future)
     retrieved: Future[RetrievedPassages] = field(default_factory=Future)
-    is_cancelled: bool = False  # the client disconnected
 
-    def __post_init__(self) -> None:
-        for future in (self.record, self.retrieved):
-            future.set_running_or_notify_cancel()  # a disconnecting client cannot cancel a running future
+    def start(self) -> bool:
+        """Return whether a batch takes the request: not if its record was cancelled; afterwards it cannot be."""
+        self.retrieved.set_running_or_notify_cancel()
+        return self.record.set_running_or_notify_cancel()
 
     async def sources(self) -> Record:
         return self.served.sources(await asyncio.wrap_future(self.retrieved))
@@ -60,7 +60,10 @@ class Pending(Generic[Q]):
 
 
 class BatchQueue(Generic[Q]):
-    """Bounded queue of requests (``waiting``: accepted and unanswered) with a thread that processes them in batches."""
+    """Bounded queue of requests (``waiting``: accepted and unanswered) with a thread that processes them in batches.
+
+    A request that is cancelled leaves the queue.
+    """
 
     def __init__(
         self,
@@ -72,11 +75,18 @@ class BatchQueue(Generic[Q]):
         self._process: Callable[[list[Pending[Q]]], None] = process
         self._name, self._batch_size, self._waiting = name, batch_size, waiting
         self._queue: deque[Pending[Q]] = deque()
-        self.depth = 0  # accepted and unanswered requests
+        self._processing = 0  # requests of the current batch
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def depth(self) -> int:
+        """Number of accepted and unanswered requests."""
+        with self._changed:
+            self._queue = deque(pending for pending in self._queue if not pending.record.cancelled())
+            return len(self._queue) + self._processing
 
     def put(self, pending: Sequence[Pending[Q]]) -> None:
         """Accept requests, all or none; raise Busy or Closed."""
@@ -87,7 +97,6 @@ class BatchQueue(Generic[Q]):
                 raise Busy(
                     f"too many pending {self._name}: {self.depth}; at most {self._waiting} are allowed; retry later"
                 )
-            self.depth += len(pending)
             self._queue.extend(pending)
             self._changed.notify()
 
@@ -99,24 +108,19 @@ class BatchQueue(Generic[Q]):
         self._thread.join()
 
     def _work(self) -> None:
-        while self._wait():
+        while self._queue or not self._closed:
             self._process_batch()
-
-    def _wait(self) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closed)
-            return bool(self._queue)
 
     def _process_batch(self) -> None:
         """Process the next batch; afterwards the thread refers to no request, and so to no replaced model."""
         batch = self._next_batch()
         try:
-            self._process([pending for pending in batch if not pending.is_cancelled])
+            if batch:
+                self._process(batch)
         except Exception as error:
             self._process_singly(batch, error)
         finally:
-            with self._changed:
-                self.depth -= len(batch)
+            self._processing = 0
 
     def _process_singly(self, batch: list[Pending[Q]], error: Exception) -> None:
         """Retry a failed batch one request at a time, so that one request's error does not fail the others."""
@@ -130,11 +134,19 @@ class BatchQueue(Generic[Q]):
                 pending.fail(own_error)
 
     def _next_batch(self) -> list[Pending[Q]]:
+        """Wait for requests, and take those of one model; none if they were cancelled or the queue is closed."""
         with self._changed:
-            batch = [self._queue.popleft()]
-            size = self._batch_size(batch[0].served)
-            while self._queue and len(batch) < size and self._queue[0].served is batch[0].served:
-                batch.append(self._queue.popleft())
+            self._changed.wait_for(lambda: self._queue or self._closed)
+            if not self._queue:
+                return []
+            served = self._queue[0].served
+            size = self._batch_size(served)
+            batch: list[Pending[Q]] = []
+            while self._queue and len(batch) < size and self._queue[0].served is served:
+                pending = self._queue.popleft()
+                if pending.start():
+                    batch.append(pending)
+            self._processing = len(batch)
             return batch
 
 
@@ -156,9 +168,6 @@ class RequestBatcher:
     @property
     def depth(self) -> int:
         return self._answers.depth
-
-    def swap(self, served: OpenedModel) -> None:
-        self.served = served
 
     def submit(self, queries: Sequence[Query], served: OpenedModel | None = None) -> list[Pending[Query]]:
         """Accept questions, all or none, for one model; raise InvalidRequest, Busy or Closed."""
@@ -192,8 +201,6 @@ class RequestBatcher:
                 pending.record.set_result(record)
 
     def _answer(self, batch: list[Pending[Query]]) -> None:
-        if not batch:
-            return
         started = time.perf_counter()
         served = batch[0].served
         retrieved = served.find([pending.query for pending in batch])

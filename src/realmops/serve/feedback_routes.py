@@ -5,6 +5,7 @@ It is stored in a file of the run, and sent to MLflow if the run is tracked.
 
 import logging
 from dataclasses import asdict
+from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from fastapi import APIRouter, HTTPException, Request
@@ -44,9 +45,9 @@ def _refuse_other_sites(request: Request) -> None:
 
 @router.post("/v1/feedback", summary="Rate an answer as right or wrong")
 def feedback(request: Request, rating: Rating) -> dict[str, bool]:
-    """Store feedback with the run. `realmops questions --from-feedback` makes dev questions of it.
+    """Store feedback with the run. The command "realmops questions --from-feedback" makes dev questions of it.
 
-    Without an answer, send `answer` as "", `right` as false, and `correct_answer`.
+    Without an answer, send "answer" as "", "right" as false, and "correct_answer".
     """
     _refuse_other_sites(request)
     _store(request, rating)
@@ -55,27 +56,13 @@ def feedback(request: Request, rating: Rating) -> dict[str, bool]:
 
 @router.post("/feedback", include_in_schema=False)
 async def from_page(request: Request) -> RedirectResponse:
-    """Store feedback of the page's forms, whose question, answer and passage are in the URL; redirect to the page."""
+    """Store feedback of the page's forms, and redirect to the page."""
     _refuse_other_sites(request)
     try:
-        form = await form_of(request)
-    except ValueError as error:
-        raise HTTPException(422, str(error)) from None
-    right = form.get("right")
-    if right not in ("yes", "no"):
-        raise HTTPException(422, "right: expected yes or no")
-    query = request.query_params
-    corrected = {} if right == "yes" else form
-    try:
-        rating = Rating(
-            question=query.get("q", ""),
-            answer=query.get("answer", ""),
-            right=right == "yes",
-            correct_answer=corrected.get("correct", ""),
-            passage_id=query.get("passage", ""),
-            correct_passage_id=corrected.get("passage", ""),
-        )
-    except ValidationError as error:
-        raise HTTPException(422, error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+        form: dict[str, Any] = await form_of(request)
+        rating = Rating(**form | {"right": {"yes": True, "no": False}.get(form.get("right", ""))})
+    except (TypeError, ValueError) as error:  # fields that a rating does not have, or without their values
+        message = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise HTTPException(422, message.removeprefix("Value error, ")) from None
     await run_in_threadpool(_store, request, rating)
     return RedirectResponse(f".?{urlencode({'q': rating.question, 'noted': 1})}", 303)

@@ -44,19 +44,4 @@ class RunFolder:
         return questions[:: max(1, len(questions) // EXAMPLES)][:EXAMPLES]
 
 
-class RegisteredChampion(Champion):
-    """Source of models: the version of a registered model with the alias ``champion``, which is never updated."""
-
-    def before_updates(self, served: OpenedModel) -> None:
-        return None
-
-    def examples(self) -> Sequence[str]:
-        return ()
-
-
-ModelSource = RunFolder | RegisteredChampion
-
-
-def model_source(root: Path, model: str | None) -> ModelSource:
-    """Return the source of models: the champion that ``model`` names, by default the run's folder."""
-    return RunFolder(root) if model is None else RegisteredChampion(model, root)
+ModelSource = RunFolder | Champion

@@ -4,12 +4,12 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 from realmops.answering.opened_model import OpenedModel
 from realmops.answering.record import Record
 from realmops.serve.batching import RequestBatcher
-from realmops.serve.model_sources import ModelSource
+from realmops.serve.model_sources import ModelSource, RunFolder
 
 _LOG = logging.getLogger(__name__)
 RETRY_SECONDS = 60.0  # until a rejected model is opened again, unchanged
@@ -32,7 +32,7 @@ class ModelWatcher:
         self.source = source
         self.refused: Record | None = None  # reason and time (seconds since 1970) of the newest model's rejection
         self.poll_error = ""  # why the source could not be polled
-        self.examples = source.examples()
+        self.examples = _examples(source)
         self._batcher, self._mark, self._on_change = batcher, mark, on_change
         self._tried = time.monotonic()
         self._stop = threading.Event()
@@ -43,7 +43,7 @@ class ModelWatcher:
     def before_updates(self) -> OpenedModel | None:
         """Return the served model over the corpus before all updates, cached until a swap; None without updates."""
         current = self._batcher.served
-        if current.number == 0:
+        if current.number == 0 or not isinstance(self.source, RunFolder):
             return None
         with self._opening:
             if self._before is None or self._before[0] is not current:
@@ -97,11 +97,15 @@ class ModelWatcher:
         served = self._batcher.served
         if (newer.about, newer.content) == (served.about, served.content):
             return False
-        self._batcher.swap(newer)
+        self._batcher.served = newer
         with self._opening:
             self._before = None
-        self.examples = self.source.examples()
+        self.examples = _examples(self.source)
         self._swapped = True
         _LOG.warning("serve: %s has a new model: %s", self.source.name, newer.about)
         self._on_change(newer)
         return True
+
+
+def _examples(source: ModelSource) -> Sequence[str]:
+    return source.examples() if isinstance(source, RunFolder) else ()

@@ -8,14 +8,15 @@ Tensors have no null, so a model that is not calibrated has no output ``probabil
 import json
 import math
 import struct
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from realmops import __version__
 from realmops.answering.opened_model import Query
-from realmops.serve.guard import QUESTIONS_LIMIT
+from realmops.serve import QUESTIONS_LIMIT
 
 _HEADER = "inference-header-content-length"
 _PROBABILITY = "probability"
@@ -26,19 +27,6 @@ router = APIRouter(prefix="/v2")
 @router.get("", summary="Server metadata (Open Inference)")
 async def server() -> dict[str, Any]:
     return {"name": "realmops", "version": __version__, "extensions": ["binary_tensor_data"]}
-
-
-@router.head("/health/live", include_in_schema=False)
-@router.get("/health/live", summary="Liveness probe (Open Inference)")
-async def live() -> dict[str, bool]:
-    return {"live": True}
-
-
-@router.head("/health/ready", include_in_schema=False, response_model=None)
-@router.get("/health/ready", summary="Readiness probe (Open Inference)", response_model=None)
-async def ready(request: Request) -> Response:
-    is_ready = not request.app.state.service.is_shutting_down
-    return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
 
 @router.get("/models/{name}", summary="Model metadata (Open Inference)")
@@ -60,7 +48,8 @@ async def metadata(request: Request, name: str, version: str = "") -> dict[str, 
 @router.get("/models/{name}/versions/{version}/ready", include_in_schema=False, response_model=None)
 async def model_ready(request: Request, name: str, version: str = "") -> Response:
     request.app.state.service.check_name(name)
-    return await ready(request)
+    is_ready = not request.app.state.service.is_shutting_down
+    return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
 
 @router.post("/models/{name}/infer", summary="Answer questions (Open Inference)", response_model=None)
@@ -70,17 +59,17 @@ async def infer(request: Request, name: str, version: str = "") -> Response:
     request.app.state.service.check_name(name)
     try:
         call, questions = read_call(await request.body(), request.headers.get(_HEADER))
-        requested = _requested_outputs(call)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise HTTPException(422, f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from None
     except ValueError as error:
         raise HTTPException(422, str(error)) from None
-    request_id = call.get("id")
-    if isinstance(request_id, str) and any("\ud800" <= char <= "\udfff" for char in request_id):  # part of the reply
-        raise HTTPException(422, "id: lone surrogates cannot be encoded; use valid Unicode")
     records = await request.app.state.service.answer([Query(question) for question in questions])
     is_calibrated = all(record[_PROBABILITY] is not None for record in records)
-    if _PROBABILITY in (requested or ()) and not is_calibrated:
+    requested: list[str] = [output.name for output in call.outputs]
+    outputs = requested or [*_outputs_of(is_calibrated=is_calibrated)]
+    if _PROBABILITY in outputs and not is_calibrated:
         raise HTTPException(422, "outputs: the model is not calibrated and has no 'probability'; request 'score'")
-    outputs = requested or list(_outputs_of(is_calibrated=is_calibrated))
     columns: dict[str, list[Any]] = {
         name: [record[name] for record in records] for name in _OUTPUTS if name != "record"
     }
@@ -93,41 +82,49 @@ async def infer(request: Request, name: str, version: str = "") -> Response:
             for output in outputs
         ],
     }
-    return JSONResponse(reply | ({"id": request_id} if isinstance(request_id, str) else {}))
+    return JSONResponse(reply | ({} if call.id is None else {"id": call.id}))
 
 
-def read_call(body: bytes, header: str | None) -> tuple[dict[str, Any], list[str]]:
+class Tensor(BaseModel):
+    """The input of an inference request."""
+
+    model_config = ConfigDict(strict=True)
+    name: Literal["question"]
+    datatype: Literal["BYTES"]
+    shape: list[NonNegativeInt] = Field(min_length=1, max_length=2)
+    data: list[str] | None = None  # None: binary
+    parameters: dict[str, Any] = {}
+
+
+class Output(BaseModel):
+    """A requested output."""
+
+    name: Literal["answer", "score", "probability", "abstained", "record"]
+
+
+class Call(BaseModel):
+    """Body of an inference request."""
+
+    id: str | None = None
+    inputs: list[Tensor] = Field(min_length=1, max_length=1)
+    outputs: list[Output] = []
+
+
+def read_call(body: bytes, header: str | None) -> tuple[Call, list[str]]:
     """Parse an inference request: JSON (``header`` bytes of the body, None for all), then binary tensors.
 
-    Returns the request as JSON and its questions; ValueError if it is not valid.
+    Returns the request and its questions; ValueError, or ValidationError of the JSON, if it is not valid.
     """
     if header is not None and not (header.isdecimal() and int(header[:20]) <= len(body)):
         raise ValueError(f"{_HEADER}: {header[:20]!r}; expected a number of bytes up to the body's {len(body)}")
     size = len(body) if header is None else int(header)
-    try:
-        call = json.loads(body[:size])
-    except (ValueError, RecursionError):
-        raise ValueError(
-            "the body is not valid JSON; binary tensors require the header Inference-Header-Content-Length"
-        ) from None
-    match call:
-        case {"inputs": [{"name": "question", "datatype": "BYTES", **tensor}]}:
-            pass
-        case _:
-            raise ValueError("inputs: expected one tensor with the name 'question' and the datatype BYTES")
-    parameters = tensor.get("parameters")
-    if isinstance(parameters, dict) and "binary_data_size" in parameters:
-        questions = _texts(body[size:], parameters["binary_data_size"])
-    else:
-        data: Any = tensor.get("data")
-        if not isinstance(data, list) or not all(isinstance(text, str) for text in data):
-            raise ValueError("inputs: 'data' of the tensor 'question' is not a list of strings")
-        questions = data
-    shape: Any = tensor.get("shape")
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape) or len(shape) > 2:
-        raise ValueError("inputs: 'shape' of the tensor 'question' is not a list of one or two numbers")
-    if math.prod(shape) != len(questions):
-        raise ValueError(f"inputs: the tensor 'question' has {len(questions)} elements but the shape {shape}")
+    call = Call.model_validate_json(body[:size])
+    [tensor] = call.inputs
+    questions = tensor.data
+    if questions is None:
+        questions = _texts(body[size:], tensor.parameters.get("binary_data_size"))
+    if math.prod(tensor.shape) != len(questions):
+        raise ValueError(f"inputs: the tensor 'question' has {len(questions)} elements but the shape {tensor.shape}")
     if not 1 <= len(questions) <= QUESTIONS_LIMIT:
         raise ValueError(f"inputs: {len(questions)} questions; 1 to {QUESTIONS_LIMIT} are allowed")
     return call, questions
@@ -154,16 +151,3 @@ def _texts(data: bytes, size: object) -> list[str]:
 
 def _outputs_of(*, is_calibrated: bool) -> dict[str, str]:
     return {name: kind for name, kind in _OUTPUTS.items() if is_calibrated or name != _PROBABILITY}
-
-
-def _requested_outputs(call: dict[str, Any]) -> list[str] | None:
-    requested = call.get("outputs")
-    if requested is None:
-        return None
-    names = (
-        [output.get("name") for output in requested if isinstance(output, dict)] if isinstance(requested, list) else []
-    )
-    outputs = [output for output in _OUTPUTS if output in names]
-    if not outputs or len(outputs) < len(names):
-        raise ValueError(f"outputs: expected one or more of {', '.join(_OUTPUTS)}, each once")
-    return outputs

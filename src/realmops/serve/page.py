@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
+from textwrap import shorten
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -25,11 +26,15 @@ from realmops.answering.passage_search import StemsByLanguage, highlights, stem_
 from realmops.answering.record import TOP_PASSAGES, Record, always_abstains, searches
 from realmops.corpus.languages import detect_language
 from realmops.evaluate.report_page import STYLE
-from realmops.serve.batching import Pending
-from realmops.serve.guard import COOKIE, FAILED, QUESTIONS_LIMIT, SIGNED_IN_SECONDS, Token, form_of
+from realmops.serve import QUESTIONS_LIMIT
+from realmops.serve.guard import COOKIE, FAILED, SIGNED_IN_SECONDS, Token, form_of
 
 _LOG = logging.getLogger(__name__)
 PREVIEW = 60  # characters of a passage in a list
+ICON = "data:image/svg+xml," + quote(
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><rect width="16" height="16" rx="3" fill="#1d5fa8"/>'
+    '<path d="M4 5h8M4 8h8M4 11h5" stroke="#fff" stroke-width="1.5"/></svg>'
+)
 router = APIRouter(include_in_schema=False)
 
 
@@ -153,18 +158,17 @@ def _sign_in_page(request: Request, error: str, status: int) -> Response:
 
 async def _answered(request: Request, question: str, without: Sequence[str]) -> dict[str, Any]:
     service = request.app.state.service
-    queries = [Query(question, frozenset(without))] + ([Query(question)] if without else [])
-    pending: list[Pending[Query]] = service.submit(queries)
-    earlier, has_failed = None, False
+    served, earlier, has_failed = service.batcher.served, None, False
     if "before" in request.query_params:
         try:
             earlier = await asyncio.to_thread(service.watcher.before_updates)
         except Exception:  # any error leaves the current answer
             _LOG.exception("serve: the corpus before the updates cannot be opened")
             has_failed = True
-    if earlier is not None:
-        pending += service.submit([Query(question)], earlier)
-    views = [_answer_view(item, await asyncio.wrap_future(item.record), without) for item in pending]
+    queries = [Query(question, frozenset(without))] + ([Query(question)] if without else [])
+    records = await service.answer(queries, served) + (await service.answer(queries[-1:], earlier) if earlier else [])
+    language = detect_language(question, served.model.snapshot.common_languages)
+    views = [_answer_view(record, without, stem_query(question, language)) for record in records]
     answer, complete = views[0], views[1] if without else views[0]
     previews = {passage["passage_id"]: _preview(passage) for passage in complete.record["passages"]}
     excluded = [
@@ -182,15 +186,13 @@ async def _answered(request: Request, question: str, without: Sequence[str]) -> 
 
 
 def _preview(passage: Record) -> str:
-    text = passage["text"]
-    preview = text if len(text) <= PREVIEW else f"{text[:PREVIEW].rsplit(' ', 1)[0]} …"
+    preview = shorten(passage["text"], PREVIEW, placeholder=" …")
     return f"{passage['title']}: {preview}" if passage["title"] else preview
 
 
-def _answer_view(pending: Pending[Query], record: Record, without: Sequence[str]) -> AnswerView:
+def _answer_view(record: Record, without: Sequence[str], stems: StemsByLanguage) -> AnswerView:
     citations = {citation["passage_id"]: citation for citation in record["citations"]}
-    language = detect_language(record["question"], pending.served.model.snapshot.common_languages)
-    passages = tuple(_passages(record, citations, without, stem_query(record["question"], language)))
+    passages = tuple(_passages(record, citations, without, stems))
     first = record["citations"][0]["passage_id"] if citations else None
     best = next((view for view in passages if view.record["passage_id"] == first), None)
     return AnswerView(record, passages, best)
@@ -211,12 +213,6 @@ def _passages(
 
 def address(question: str, without: Sequence[str] = ()) -> str:
     return "?" + urlencode([("q", question), *(("without", id_) for id_ in without)])
-
-
-def feedback_address(record: Record) -> str:
-    """Return the URL that the page posts feedback on an answer to."""
-    passage = record["citations"][0]["passage_id"] if record["citations"] else ""
-    return "feedback?" + urlencode({"q": record["question"], "answer": record["answer"], "passage": passage})
 
 
 def describe_certainty(record: Record) -> str:
@@ -257,13 +253,13 @@ def _templates() -> tuple[Environment, dict[str, str]]:
     )
     environment.filters |= {"percent": percent, "preview": _preview}
     environment.globals |= {
+        "icon": ICON,
         "style": Markup(style),
         "script": Markup(script),
         "source_link": source_link,
         "holds_all": always_abstains,
         "shown": TOP_PASSAGES,
         "certainty": describe_certainty,
-        "feedback_address": feedback_address,
     }
     policy = (
         f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; connect-src 'self'; "

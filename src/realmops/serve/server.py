@@ -43,13 +43,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP until SIGTERM or SIGINT, then finish the accepted requests.
 
-    Args:
-        source: where the model comes from.
-        host: address or name to bind to.
-        port: 0 for a free one.
-        token: the bearer token that requests need; None for no authentication.
-        every: seconds between two polls for a newer model.
-        log: receives log lines.
+    ``port`` 0 is a free one, ``token`` None needs no authentication; a newer model is polled for ``every`` seconds.
     """
     import uvicorn
 
