@@ -191,9 +191,6 @@ def test_links_name_the_quotation_and_never_run_a_script() -> None:
         assert source_link({"uri": uri}, "a") == ""
 
 
-# ---- other sites, scripts and the token
-
-
 def test_another_site_may_link_to_an_answer_but_not_embed_it(client: TestClient) -> None:
     for kind, status in (("document", 200), ("image", 403), ("iframe", 403), ("empty", 403)):
         reply = client.get(ASKED, headers={"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Dest": kind})

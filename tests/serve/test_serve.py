@@ -160,8 +160,7 @@ def test_a_request_that_the_server_does_not_read_is_refused(server: Served, rout
         *((route, {"Host": name}, 200, "") for name in ("localhost:1", "127.0.0.1", "[::1]:80")),
     ):
         status, given, reply = server.call(path, raw=raw, **headers)
-        if (route, expected) != (INFER, 422):  # which reads any type
-            assert (status, message in str(reply), "location" in given) == (expected, True, False), (path, headers)
+        assert (status, message in str(reply), "location" in given) == (expected, True, False), (path, headers)
         assert not [name for name in given if name.lower().startswith("access-control")]
 
 
@@ -340,8 +339,7 @@ def test_an_idle_server_frees_a_replaced_model_without_the_garbage_collector(ans
 # ---- Open Inference
 
 
-@pytest.mark.parametrize("binary", [True, False])
-def test_tritons_client_gets_the_records(server: Served, binary: bool) -> None:
+def test_tritons_client_gets_the_records(server: Served) -> None:
     triton = pytest.importorskip("tritonclient.http")
     client = triton.InferenceServerClient(urlsplit(server.url).netloc)
     try:
@@ -353,7 +351,7 @@ def test_tritons_client_gets_the_records(server: Served, binary: bool) -> None:
         assert client.get_model_metadata("realmops")["inputs"] == inputs
         texts = [QUESTION, SECOND, "Hvor er Åse 😀?"]
         tensor = triton.InferInput("question", [3], "BYTES")
-        tensor.set_data_from_numpy(np.array([text.encode() for text in texts], object), binary_data=binary)
+        tensor.set_data_from_numpy(np.array([text.encode() for text in texts], object), binary_data=False)
         reply, records = client.infer("realmops", [tensor], request_id="7"), [server.ask(text) for text in texts]
         assert reply.get_response()["id"] == "7"
         assert reply.get_response()["model_version"] == records[0]["model"]["version"]
@@ -362,7 +360,7 @@ def test_tritons_client_gets_the_records(server: Served, binary: bool) -> None:
         assert list(map(str, reply.as_numpy("answer"))) == [record["answer"] for record in records]
         quotes = [json.loads(text)["citations"][0]["quote"] for text in reply.as_numpy("record")]
         assert quotes == [record["answer"] for record in records]
-        requested = [triton.InferRequestedOutput("answer", binary_data=binary)]
+        requested = [triton.InferRequestedOutput("answer", binary_data=False)]
         [output] = client.infer("realmops", [tensor], outputs=requested).get_response()["outputs"]
         assert output["name"] == "answer"
         with pytest.raises(Exception, match="this server serves 'realmops'"):
@@ -395,34 +393,18 @@ def test_a_model_that_promises_nothing_has_no_probability_in_any_protocol(copy: 
     [
         ({"inputs": []}, "inputs: List should have at least 1 item"),
         ({"inputs": [{**GOOD, "datatype": "FP32"}]}, "inputs.0.datatype: Input should be 'BYTES'"),
-        ({"inputs": [{**GOOD, "shape": [2]}]}, "has 1 elements but the shape [2]"),
+        ({"inputs": [{**GOOD, "shape": [2]}]}, "inputs.0: the tensor has 1 elements but the shape [2]"),
         ({"inputs": [{**GOOD, "shape": [True]}]}, "inputs.0.shape.0: "),
         ({"inputs": [{**GOOD, "data": [1]}]}, "inputs.0.data.0: "),
-        ({"inputs": [{**GOOD, "data": ["a"] * 65, "shape": [65]}]}, "65 questions; 1 to 64"),
-        ({"inputs": [{**GOOD, "data": ["x" * 2001]}]}, "has 2001 characters; at most 2000"),
-        ({"inputs": [{**GOOD, "data": None, "parameters": {"binary_data_size": 9}}]}, "0 bytes follow"),
+        ({"inputs": [{**GOOD, "data": ["a"] * 65, "shape": [65]}]}, "inputs.0.data: List should have at most 64 items"),
+        ({"inputs": [{**GOOD, "data": ["x" * 2001]}]}, "inputs.0.data.0: String should have at most 2000 characters"),
+        ({"inputs": [{**GOOD, "data": None, "parameters": {"binary_data_size": 9}}]}, "inputs.0.data: "),
         ({"inputs": [GOOD], "outputs": [{"name": ["answer"]}]}, "outputs.0.name: Input should be 'answer', "),
     ],
 )
 def test_an_invalid_inference_request_is_refused(server: Served, call: Any, message: str) -> None:
     status, _, reply = server.call(INFER, call)
     assert (status, message in reply["error"]) == (422, True), reply
-
-
-def test_a_damaged_binary_tensor_is_refused(server: Served) -> None:
-    for size, tail, message in (
-        (b"2", b"\x01\x00", "ends within a string's length"),
-        (b"6", b"\xff\xff\xff\xff\x00\x00", "more than remain"),
-        (b"5", b"\x01\x00\x00\x00\xff", "not valid UTF-8"),
-    ):
-        tensor = b'{"name":"question","datatype":"BYTES","shape":[1],"parameters":{"binary_data_size":%s}}' % size
-        head = b'{"inputs":[%s]}' % tensor
-        for length, problem in (
-            (str(len(head)), message),
-            *((n, "a number of bytes") for n in ("-1", "x", "9" * 5000)),
-        ):
-            status, _, reply = server.call(INFER, raw=head + tail, Inference_Header_Content_Length=length)
-            assert (status, problem in reply["error"]) == (422, True), reply
 
 
 # ---- the served model
@@ -463,7 +445,7 @@ def test_what_cannot_be_served_is_an_error_at_the_start(copy: Path, tmp_path: Pa
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for root, option, value, message in (
             (tmp_path / "empty", "--port", 0, "it is no finished finetune"),
-            (copy / "root", "--port", taken.getsockname()[1], "in use; use another one"),
+            (copy / "root", "--port", taken.getsockname()[1], "already in use"),
             (copy / "root", "--token-file", tmp_path / "token", "holds no valid bearer token"),
             (copy / "root", "--model", "realmops", "expected models:/NAME@champion"),
         ):

@@ -142,7 +142,7 @@ def make_app(batcher: RequestBatcher, watcher: ModelWatcher, metrics: Metrics, t
         summary="Answers from your documents, every word with its source.",
         docs_url=None,
         redoc_url=None,
-        redirect_slashes=False,  # its locations are absolute: wrong behind a proxy
+        redirect_slashes=False,  # its locations are absolute: wrong with a prefix of a proxy
     )
     service = app.state.service = AnswerService(batcher, watcher)
     app.state.token = None if token is None else Token(token)

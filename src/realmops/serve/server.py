@@ -6,7 +6,6 @@ import gc
 import os
 import socket
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
@@ -98,14 +97,8 @@ def serve(
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Return a bound socket that does not listen yet."""
-    with ExitStack() as unused:
-        try:
-            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            bound = unused.enter_context(socket.socket(family, kind, protocol))
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-        except OSError as error:
-            raise ValueError(f"--host {host} --port {port}: {error.strerror or error}; use another one") from None
-        unused.pop_all()
-        return bound
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family)
+    except OSError as error:
+        raise ValueError(f"--host {host} --port {port}: {error.strerror or error}; use another one") from None
