@@ -58,8 +58,7 @@ def export(
     artifacts.check_replaceable(folder, KIND)
     if push and format in ("parquet", "trec"):
         raise ValueError(
-            f"--push uploads models, and --format {format} has texts of your own; for a private dataset run "
-            f"'hf upload OWNER/NAME {folder} --repo-type dataset --private' after the export"
+            f"--push uploads models, and --format {format} has texts of your own; see 'hf upload' for a private dataset"
         )
     repository = HubRepository(push, KIND) if push else None
     if format == "onnx" and not all(map(find_spec, _ONNX_PACKAGES)):

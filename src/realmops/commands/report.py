@@ -61,15 +61,10 @@ def browser_command(root: Path) -> str:
 
 
 def ask_commands(root: Path) -> Iterator[str]:
-    """Yield commands for answering, with an answered test question if none were generated from the corpus."""
-    predictions = read_results(root) if results_file(root).is_file() else []
-    answered = [prediction for prediction in predictions if prediction.passage_ids]
-    if not answered:
-        return
-    example = next((row.question for row in answered if not (row.abstained or row.is_generated)), "Your question?")
-    option = "" if root.resolve() == Path.cwd() else f" --root {shlex.quote(str(root))}"
-    yield f"Ask questions, with sources:  {_command('realmops')} ask {shlex.quote(example)}{option}"
-    yield f"The same over HTTP:  {_command('realmops')} serve{option}"
+    if results_file(root).is_file() and any(prediction.passage_ids for prediction in read_results(root)):
+        option = "" if root.resolve() == Path.cwd() else f" --root {shlex.quote(str(root))}"
+        yield f"Ask questions, with sources:  {_command('realmops')} ask 'Your question?'{option}"
+        yield f"The same over HTTP:  {_command('realmops')} serve{option}"
 
 
 def _command(name: str) -> Path:

@@ -79,8 +79,7 @@ def download(original: PublishedFile) -> bytes:
         raise ValueError(f"{original.url} cannot be downloaded ({redact(str(error))}); {by_hand}") from None
     if not original.has_digest_of(content):
         raise ValueError(
-            f"{original.url} returned {len(content)} bytes whose digest is not {original.digest}: the transfer was cut "
-            f"or changed, or the published file is a new one; {by_hand}"
+            f"{original.url} returned {len(content)} bytes, cut or new: their digest is no {original.digest}; {by_hand}"
         )
     return content
 
