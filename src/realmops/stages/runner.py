@@ -274,7 +274,8 @@ def _check_generated_questions(inputs: Mapping[str, Path]) -> None:
         corpus_hash = artifacts.read_json(inputs["snapshot"] / CORPUS / artifacts.MANIFEST)["corpus_hash"]
         if source_hash not in (None, corpus_hash):
             raise ValueError(
-                f"{key} is {path}, generated from corpus {source_hash[:12]}, not {corpus_hash[:12]}; run 'realmops cloze'"
+                f"{key} is {path}, generated from corpus {source_hash[:12]}, but the snapshot is corpus "
+                f"{corpus_hash[:12]}; run 'realmops cloze' with the same options"
             )
 
 
