@@ -1,22 +1,32 @@
 """Credentials in addresses: refused where an address is read, removed from texts of servers and libraries."""
 
+import gzip
 import json
 import re
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec.config
+import kfp_lab
+import pyarrow.parquet as pq
 import pytest
-from small_project import cli
+from cluster_lab import Output
+from compiled import init_dvc
+from kfp_lab import KfpLab, arguments_of
+from small_project import cli, write_project
+from stored_objects import object_store
 
 from realmops.answering.feedback import FILE, Rating, read_feedback
+from realmops.cluster import tasks
 from realmops.cluster.kfp_client import KfpClient
 from realmops.cluster.packed_options import unpack_options
 from realmops.cluster.submit import Pipeline, prepare
 from realmops.config import load_params, parse_sections
 from realmops.config_yaml import parse_yaml
 from realmops.credentials import redact, refuse_credentials
-from realmops.inputs.addresses import filesystem, name_of
+from realmops.inputs.addresses import name_of
 from realmops.options import Options
 from realmops.questions.question_sets import read_questions
 from realmops.tracking.client import resolve_tracking_uri
@@ -65,7 +75,11 @@ def test_an_address_without_credentials_is_accepted(address: str) -> None:
     refuse_credentials(address, "here")
 
 
-ADDRESS = f"https://me:{SECRET}@host/documents.jsonl"
+def refused(secret: str) -> str:
+    return f"https://me:{secret}@host/documents.jsonl"
+
+
+ADDRESS = refused(SECRET)
 IN_JSON, IN_YAML = (ADDRESS.replace("/", slash) for slash in ("\\/", "\\x2f"))
 
 
@@ -110,7 +124,6 @@ DOORS: dict[str, Callable[[Path], Any]] = {
     "feedback": lambda folder: Rating("Who?", "she", False, f"at {ADDRESS}"),
     "feedback file": lambda folder: [*read_feedback(written(folder, FILE, {**RATING, "answer": ADDRESS, "time": 1}))],
     "name of an input": lambda folder: name_of(ADDRESS),
-    "input": lambda folder: filesystem(ADDRESS).__enter__(),
     "endpoint": lambda folder: KfpClient(ADDRESS),
     "tracking server": lambda folder: resolve_tracking_uri(folder),
 }
@@ -180,3 +193,80 @@ def test_an_address_is_shown_without_its_secrets(text: str, shown: str) -> None:
 )
 def test_redacting_takes_linear_time(text: str) -> None:
     assert len(redact(text)) <= len(text)
+
+
+# A whole run
+
+MARK = "a-marked-s3cret"
+VARIABLES = ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "REALMOPS_TOKEN", "PGPASSWORD")
+
+
+def contents(folder: Path) -> Iterator[tuple[Path, bytes]]:
+    """All files below a folder, those of gzip and Parquet as text."""
+    for path in folder.rglob("*"):
+        if path.suffix == ".gz":
+            yield path, gzip.decompress(path.read_bytes())
+        elif path.suffix == ".parquet":
+            yield path, str(pq.read_table(path).to_pydict()).encode()
+        elif path.is_file():
+            yield path, path.read_bytes()
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KfpLab]:
+    yield from kfp_lab.named_by_environment(tmp_path, monkeypatch)
+
+
+def test_nothing_that_a_run_writes_or_prints_has_a_secret(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lab: KfpLab,
+    mlflow_database: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Here and on a cluster: its files, MLflow's database, the compiled pipeline with its parameters, and messages."""
+    keys = {"aws_access_key_id": "id", "aws_secret_access_key": MARK}
+    for name in VARIABLES:
+        monkeypatch.setenv(name, MARK)
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"key": "id", "secret": MARK})
+    monkeypatch.setenv("REALMOPS_CACHE", str(tmp_path / "cache"))
+    project, root, shown = tmp_path / "project", tmp_path / "root", Output(tmp_path / "output")
+    project.mkdir()
+    options = {"snapshot": {"documents": "s3://bucket/documents.jsonl", "warmup": ""}, "pretrain": {"steps": 0}}
+    file = write_project(project, **options, tracking={"enabled": True})
+    init_dvc(project, "s3://bucket/store")
+    local = project / ".dvc/config.local"
+    local.write_text(f"['remote \"store\"']\n    access_key_id = id\n    secret_access_key = {MARK}\n")
+    (root / ".realmops/mlflow").mkdir(parents=True)
+    shutil.copy(mlflow_database, root / ".realmops/mlflow/mlflow.db")
+    printed = []
+    with object_store("bucket", keys) as (endpoint, client):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        client.put_object(Bucket="bucket", Key="documents.jsonl", Body=(project / "documents.jsonl").read_bytes())
+        for words in (
+            ("run", "all", "--params", file, "--root", root),
+            ("run", "snapshot", "--params", file, "--root", root, "--set", f"questions.dev={refused(MARK)}"),
+            ("run", "snapshot", "--params", file, "--root", root, "--set", "snapshot.documents=s3://bucket/missing"),
+            ("doctor", "--root", root),
+            ("export", tmp_path / "export", "--root", root),
+            ("submit", "--params", file, "--argument", "image=realmops:1", "--dry-run"),
+            ("submit", "--params", file, "--argument", "image=realmops:1"),
+            ("submit", "--params", file, "--argument", f"model={refused(MARK)}"),
+            ("init", tmp_path / "new", "--documents", project / "documents.jsonl"),
+        ):
+            result = cli(*words)
+            assert result.exit_code == 2 * any("missing" in str(word) or MARK in str(word) for word in words), (
+                result.output
+            )
+            printed.append(result.output)
+        arguments = json.dumps(arguments_of(lab.runs[0])["options"])
+        tasks.inputs(json.loads(arguments), str(tmp_path / "runs/first"), shown, shown)
+        tasks.run_stage("snapshot", json.loads(arguments), str(tmp_path / "runs/first"), shown, shown)
+    local.unlink()
+    printed += [*capfd.readouterr(), json.dumps(lab.kept), json.dumps(lab.specs)]
+    assert "snapshot.documents: " in printed[0]
+    assert "s3://bucket/documents.jsonl" in printed[-2]
+    assert not [text for text in printed if MARK in text]
+    files = dict(contents(tmp_path))
+    assert root / ".realmops/mlflow/mlflow.db" in files
+    assert not [path for path, content in files.items() if MARK.encode() in content]

@@ -59,11 +59,10 @@ def _plan(key: str, value: str, project: Path, tracked: dict[Path, TrackedInput]
     if is_address(value):
         return PlannedInput(key, value, address_identity(value))
     path = Path(os.path.abspath(project / value))
-    is_by_name = value.startswith(HUB) or path.is_relative_to(VOLUME)
-    if not is_by_name and key in MODELS and not can_resolve(value, project):
+    is_model = key in MODELS and not can_resolve(value, project)
+    if is_model and not path.is_relative_to(VOLUME):
         check_hub_name(value, project)
-        is_by_name = True
-    if is_by_name:
+    if is_model or value.startswith(HUB) or path.is_relative_to(VOLUME):
         return PlannedInput(key, value, value)
     if path not in tracked:
         tracked[path] = find_tracked(path, project)

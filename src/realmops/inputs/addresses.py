@@ -13,7 +13,6 @@ from urllib.parse import unquote, urlsplit
 from realmops import artifacts
 from realmops.credentials import WEB, error_line, refuse_credentials, variables_of
 
-CHUNK = 1 << 20  # bytes
 SECONDS = 60  # without a byte from a web server
 _WEB_MARKS = ("ETag", "Last-Modified", "Content-MD5", "Digest")  # headers that change with the content
 
@@ -59,11 +58,8 @@ def version_of(address: str) -> str:
 
 def _mark(address: str, fs: Any, path: str) -> str:
     if address.partition("://")[0] in WEB and not any(fs.info(path).get(mark) for mark in _WEB_MARKS):
-        digest = hashlib.sha256()
         with fs.open(path, "rb") as file:
-            while chunk := file.read(CHUNK):
-                digest.update(chunk)
-        return digest.hexdigest()
+            return hashlib.file_digest(file, "sha256").hexdigest()
     return str(fs.checksum(path))
 
 
@@ -71,18 +67,13 @@ def copy_address(address: str, target: Path, progress: Callable[[str, int, str],
     """Copy the file or folder at an address to ``target``; ValueError if it cannot be read or does not fit."""
     from fsspec.callbacks import Callback
 
-    advance, done = progress("inputs", 0, "files"), 0
-
-    def on_files(size: int | None, value: int, **_: Any) -> None:
-        nonlocal done
-        advance(value - done)
-        done = value
-
+    advance, callback = progress("inputs", 0, "files"), Callback()
+    callback.relative_update = lambda files=1: advance(files)
     try:
         with filesystem(address) as (fs, path):
             is_folder = fs.info(path)["type"] == "directory"
             end = "/" if is_folder else ""
-            fs.get(f"{path}{end}", f"{target}{end}", recursive=is_folder, callback=Callback(hooks={"files": on_files}))
+            fs.get(f"{path}{end}", f"{target}{end}", recursive=is_folder, callback=callback)
     except OSError as error:
         if error.errno != ENOSPC:
             raise
@@ -95,7 +86,6 @@ def copy_address(address: str, target: Path, progress: Callable[[str, int, str],
 @contextmanager
 def filesystem(address: str) -> Iterator[tuple[Any, str]]:
     """Context manager: yield fsspec's filesystem and path of an address; its errors become a ValueError of one line."""
-    refuse_credentials(address, "the input")
     try:
         from fsspec.core import url_to_fs
 

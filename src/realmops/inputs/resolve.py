@@ -75,26 +75,22 @@ def check_hub_name(value: str, project: Path) -> None:
     """Raise ValueError if the value of a model, which is not here, may be a folder instead of a name on the hub.
 
     Anybody can publish a model under the name of a folder that a checkout lacks. ``hf:NAME`` is of the hub; OWNER/NAME
-    is too, unless the project has OWNER, or git tracks or ignores that path.
+    is too, unless the project has OWNER, or git ignores that path.
     """
     is_name = _HUB_NAME.fullmatch(value) and not (project / value).parent.exists()
-    if not value.startswith(HUB) and (not is_name or _is_in_checkout(value, project)):
+    if not value.startswith(HUB) and (not is_name or _is_ignored(value, project)):
         raise ValueError(
             f"{value} is a folder that {project.absolute()} does not have; restore it ('dvc pull'), or write "
             f"{HUB}OWNER/NAME for a model of the hub"
         )
 
 
-def _is_in_checkout(value: str, project: Path) -> bool:
-    """Return whether git tracks a missing folder, or ignores it and not the whole project."""
-
-    def git(*words: str) -> bool:
-        command = ["git", "-C", str(project), *words]
-        return subprocess.run(command, capture_output=True, timeout=GIT_SECONDS, check=False).returncode == 0
-
+def _is_ignored(value: str, project: Path) -> bool:
+    """Return whether git ignores a folder, which need not exist, and not the whole project."""
+    command = ["git", "-C", str(project), "check-ignore", "--quiet", "--"]
     with suppress(OSError, subprocess.SubprocessError):  # no git
-        is_ignored = git("check-ignore", "--", f"{value}/") and not git("check-ignore", "--", "./")
-        return is_ignored or git("ls-files", "--error-unmatch", "--", f"{value}/")
+        runs = [subprocess.run([*command, p], capture_output=True, timeout=GIT_SECONDS) for p in (f"{value}/", "./")]
+        return [run.returncode for run in runs] == [0, 1]
     return False
 
 

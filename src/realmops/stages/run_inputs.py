@@ -30,13 +30,8 @@ def take_inputs(
 ) -> tuple[Options, dict[str, ResolvedInput]]:
     """Resolve the inputs of a run that ``reads`` accepts, and record those that are fetched into ``cache``.
 
-    ``pinned`` is the only content to take, by section.key.
-
-    Returns:
-        The options with the paths of fetched inputs, and those inputs by section.key.
-
-    Raises:
-        ValueError: an input cannot be fetched, or changed meanwhile.
+    Return the options with the paths of fetched inputs, and those inputs by section.key. ``pinned`` is the only content
+    to take; ValueError for an input that cannot be fetched, or changed meanwhile.
     """
     fetched: dict[str, ResolvedInput] = {}
     entries: dict[str, dict[str, str]] = {}
@@ -62,11 +57,7 @@ def take_inputs(
 
 
 def recorded_inputs(options: Options, root: Path) -> Options:
-    """Return the options with the recorded paths of a run's inputs.
-
-    Raises:
-        ValueError: an address is not recorded, or a copy is incomplete or damaged.
-    """
+    """Return the options with the recorded paths of a run's inputs; ValueError if one is damaged or not recorded."""
     paths, known = {}, _recorded(root)
     for key, value in listed_inputs(options).items():
         entry = known.get(key, {})

@@ -29,16 +29,12 @@ def choose_model(project: Project, encoder: str | None, size: int) -> list[str]:
         presets = ["squad", "large"] if size >= LARGE else ["squad"]
         project.lines.append(f"encoder: from scratch (presets: {', '.join(presets)}){reason}")
         return presets
-    path, note = Path(chosen), ""
+    path, name, note = Path(chosen), chosen.removeprefix(hub.HUB), ""
     if not path.is_dir():
         check_hub_name(chosen, Path())
     if chosen != ENCODER:
         project.put("retriever.init", path_in_params(project, path) if path.is_dir() else chosen)
-    if (
-        not hub.is_sentence_encoder(path)
-        if path.is_dir()
-        else chosen.startswith(("google-bert/", "hf:google-bert/", "hf:bert-"))
-    ):
+    if not hub.is_sentence_encoder(path) if path.is_dir() else name.startswith(("google-bert/", "bert-")):
         project.put("retriever.pooling", "mean")  # [CLS] of a BERT without such training retrieves little
         note = "; retriever.pooling: mean, because it is not a sentence encoder"
     presets = ["squad", "minilm", *(["base"] if is_wide(chosen) else [])]
