@@ -19,6 +19,8 @@ _UNRELIABLE = "windows-1252"  # default of servers and editors, often wrong; "la
 _META_CHARSET = re.compile(
     rb"(?:<meta[^>]{0,200}?charset|\A\s{0,9}<\?xml[^>]{0,99}?encoding)\s*=\s*[\"']?\s*([\w.:-]{1,40})", re.IGNORECASE
 )
+# Python decodes the bytes A0 and FD to FF of Shift_JIS; to browsers they are invalid.
+_INVALID_IN_SHIFT_JIS = dict.fromkeys(range(0xF8F0, 0xF8F4), "\ufffd")
 # Empty lines, or line breaks, around the text of an element; the text of others flows on.
 _PARAGRAPHS = (
     "address article aside blockquote body caption center details dialog div dl fieldset figcaption figure footer form "
@@ -71,7 +73,8 @@ def decode_page(data: bytes, declared: str | None) -> str:
         encoding = webencodings.lookup(_UNRELIABLE)
     # Browsers read GBK by its superset.
     codec = codecs.lookup("gb18030") if encoding.name == "gbk" else encoding.codec_info
-    return str(codec.decode(data, "replace")[0])
+    decoded: str = codec.decode(data, "replace")[0]
+    return decoded.translate(_INVALID_IN_SHIFT_JIS) if encoding.name == "shift_jis" else decoded
 
 
 def page_to_document(page: str, place: str, title: str) -> Outcome:

@@ -20,6 +20,7 @@ from realmops.compressed import (
 from realmops.readers.documents import (
     LINE_LIMIT,
     RESERVED_KEYS,
+    Dropped,
     Outcome,
     RawRecord,
     parse_document,
@@ -27,13 +28,16 @@ from realmops.readers.documents import (
 )
 from realmops.readers.html import decode_page, flow_text, page_to_document
 
-_MARKDOWN_SUFFIXES = (".md", ".markdown", ".mdx")
+_MDX = ".mdx"  # Markdown with elements of React
+_MARKDOWN_SUFFIXES = (".md", ".markdown", _MDX)
 _HTML_SUFFIXES = (".html", ".htm", ".xhtml")
 TEXT_SUFFIXES = (".txt", ".text", *_MARKDOWN_SUFFIXES, *_HTML_SUFFIXES)
 # Metadata before the text: YAML between lines of hyphens, or TOML between lines of plus signs.
 _FRONT_MATTER = re.compile(r"\A(---|\+\+\+)[ \t]*\n(.*?)^(?:\1|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL | re.MULTILINE)
 _FRONT_LINE = re.compile(r"^(\w[\w -]*+):(.*)$", re.MULTILINE)
 _FRONT_LIMIT = 64 << 10  # characters
+_MODULE_LINES = re.compile(r"\s*(?:(?:import|export)\b.*\n\s*)*")  # at the beginning of a file of React
+_DUMP_INDEX = re.compile(r"\A\d+:\d+:.+\n")  # of a multistream dump of Wikipedia
 _MAX_NULS = 0.05  # share of the bytes; more are in binary files, and in UTF-16 without a mark and Latin letters
 
 
@@ -58,7 +62,9 @@ def read_text(raw: RawRecord) -> Outcome:
     if suffix in _HTML_SUFFIXES:
         return page_to_document(text, raw.place, stem)
     if suffix in _MARKDOWN_SUFFIXES:
-        return parse_markdown(text, stem, raw.place)
+        return parse_markdown(text, stem, raw.place, has_modules=suffix == _MDX)
+    if "multistream-index" in stem and _DUMP_INDEX.match(text):
+        return Dropped(raw.place, "dump_index")
     return parse_document({"title": stem, "text": text.strip()}, raw.place)
 
 
@@ -80,9 +86,11 @@ def decode_text(data: bytes, *, is_html: bool) -> str:
     return text
 
 
-def parse_markdown(source: str, name: str, place: str) -> Outcome:
+def parse_markdown(source: str, name: str, place: str, *, has_modules: bool = False) -> Outcome:
     """Parse Markdown with HTML in it; the title is the front matter's, or the first heading, or the file's name."""
     columns, source = _split_front_matter(source)
+    if has_modules:
+        source = _MODULE_LINES.sub("", source, count=1)
     title = columns.pop("title", "")
     title, text, omitted = render_markdown(source, "" if isinstance(title, list) else str(title).strip())
     return parse_document({**columns, "title": title or name, "text": text}, place, omitted)
