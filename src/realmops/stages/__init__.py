@@ -67,10 +67,6 @@ class Job:
         options: SectionOptions = self.sections[SECTION_NAMES[kind]]
         return options
 
-    def option(self, key: str) -> Any:
-        """Return the single option ``section.key``; KeyError if the stage does not declare it."""
-        return self.sections[key]
-
 
 @dataclass(frozen=True)
 class Stage:

@@ -233,7 +233,7 @@ def _describe(confidence: Confidence | None, figures: Mapping[str, float], quest
 
 def _inherited_calibration(job: Job) -> Confidence | None:
     """Return the calibration of ``reader.init``; None if the reader is another or was trained."""
-    options, init = job.section(Finetune), job.option(READER_INIT)
+    options, init = job.section(Finetune), job.sections[READER_INIT]
     is_own = options.epochs or not options.reads_passages or init in (ENCODER, NO_READER)
     calibration = None if is_own else Confidence.load(encoder_folder(init, READER))
     return None if calibration is None else replace(calibration, source=READER_QUESTIONS)

@@ -71,7 +71,7 @@ def start_models(
 
 def _start_reader(job: Job, own_reader: Reader) -> Reader | ExtractiveReader | None:
     """Return the reader of ``reader.init``; the reader of masked words is ``own_reader``."""
-    options, init = job.section(Finetune), job.option(READER_INIT)
+    options, init = job.section(Finetune), job.sections[READER_INIT]
     own_reader.encoder.set_dropout(options.reader_dropout)
     if init == ENCODER:
         return own_reader

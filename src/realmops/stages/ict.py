@@ -33,7 +33,7 @@ def run(job: Job) -> dict[str, Any]:
     spans = open_spans(job, text, text.folder.name) if options.reader_steps else None
     size = corpus.tokenizer.get_vocab_size()
     towers = job.section(RetrieverOptions)
-    reads = ReaderOptions(init=ENCODER, **{key.partition(".")[2]: job.option(key) for key in READER_SHAPE})
+    reads = ReaderOptions(init=ENCODER, **{key.partition(".")[2]: job.sections[key] for key in READER_SHAPE})
 
     def initialise() -> tuple[Retriever, Reader]:
         bert, seed = job.section(BertOptions), run_options.seed
@@ -55,7 +55,7 @@ def run(job: Job) -> dict[str, Any]:
     if spans is not None:
         context = trainings.context(reader_dtype, "warm_start", options.reader_steps, "reader's warm start", "reader_")
         held_out = () if has_warmup else held_out_rows(len(spans.rows), run_options.seed)  # held out in pretrain
-        limit = job.option("pretrain.reader_wordpieces")
+        limit = job.sections["pretrain.reader_wordpieces"]
         train_reader(context, reader, text, spans, options, limit, held_out, job.work)
     if not context.processes.is_main_process:
         return {}

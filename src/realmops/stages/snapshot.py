@@ -151,7 +151,7 @@ def _vocabulary(job: Job, group: Sequence[Source]) -> tuple[list[str], Casing, s
 
     A vocabulary trained here is stored in the work folder, so that a killed stage does not train it again.
     """
-    if (init := job.option(INIT)) != "small":
+    if (init := job.sections[INIT]) != "small":
         return read_encoder_tokenizer(encoder_folder(init))
     path = job.work / VOCABULARY
     if not path.is_file():

@@ -50,7 +50,7 @@ def _train(job: Job, options: Tag) -> tuple[Tagger, dict[str, Any]]:
     snapshot = open_snapshot(job)
     training, held_out = read_conll(job.inputs["tag.train"]), read_conll(job.inputs["tag.dev"])
     run, size = job.section(RunOptions), snapshot.tokenizer.get_vocab_size()
-    encoder, _ = build_encoder(job.option(INIT), job.section(BertOptions), size, run.seed)
+    encoder, _ = build_encoder(job.sections[INIT], job.section(BertOptions), size, run.seed)
     device, dtype = device_and_dtype(run, encoder)
     tagger = Tagger(encoder, tag_names(training))
     with torch.no_grad():
@@ -59,7 +59,7 @@ def _train(job: Job, options: Tag) -> tuple[Tagger, dict[str, Any]]:
         tagger.output.bias.zero_()
     tagger.to(device)
     context = StageTrainings(job).context(dtype, "tag", options.steps, "tagger")
-    hidden = HIDDEN_SMALL if job.option(INIT) == "small" else HIDDEN
+    hidden = HIDDEN_SMALL if job.sections[INIT] == "small" else HIDDEN
     train_tagger(context, tagger, training, snapshot.tokenizer, options, hidden)
     if not context.processes.is_main_process:
         return tagger, {}
