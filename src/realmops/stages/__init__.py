@@ -90,14 +90,6 @@ class Stage:
     def reads(self, key: str) -> bool:
         return key in self.options or key.partition(".")[0] in self.sections
 
-    def tracked_params(self, own: Collection[str]) -> list[str]:
-        """Return the ``params`` of the stage in dvc.yaml, given the options in params.yaml.
-
-        DVC fails for a key that params.yaml lacks, so the section of such an option is tracked instead.
-        """
-        single = (key if key in own else key.partition(".")[0] for key in self.options)
-        return list(dict.fromkeys([*self.sections, *single]))
-
     def run(self, job: Job) -> dict[str, Any]:
         module = importlib.import_module(f"realmops.stages.{self.name}")
         metrics: dict[str, Any] = module.run(job)

@@ -81,5 +81,7 @@ def _dvc_stage(name: str, names: Sequence[str], options: Options, own: Collectio
             deps += [CLOZE] if CLOZE not in deps else []
         elif not file.startswith(HUB):
             deps.append(f'"${{{key}}}"' if key in own else file)
-    params = ["presets", *stage.tracked_params(own)]
+    # DVC fails for a key that params.yaml lacks: the section of such an option is tracked instead
+    single = (key if key in own else key.partition(".")[0] for key in stage.options)
+    params = [*dict.fromkeys(["presets", *stage.sections, *single])]
     return {"name": name, "command": f"realmops run {name}", "deps": deps, "params": params, "folder": stage.folder}
