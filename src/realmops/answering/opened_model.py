@@ -66,9 +66,7 @@ class OpenedModel:
         self.model.check(query.question)
 
     def find(self, queries: Sequence[Query]) -> list[RetrievedPassages]:
-        questions = [Question("", query.question, (), not_in=tuple(query.without)) for query in queries]
-        together = not any(query.without for query in queries)  # as many passages more are retrieved as are excluded
-        return self.model.find(questions) if together else [self.model.find([question])[0] for question in questions]
+        return self.model.find([Question("", query.question, (), not_in=tuple(query.without)) for query in queries])
 
     def sources(self, retrieved: RetrievedPassages) -> Record:
         return sources_record(self.model.snapshot, retrieved, self.about)

@@ -251,6 +251,8 @@ class RetrieveAndRead(AnswerModel):
     @torch.no_grad()
     def find(self, questions: Sequence[Question], ranked: int = 0) -> list[RetrievedPassages]:
         """Retrieve passages for each question as ``evidence`` does: those to read, and the top ``ranked``."""
+        if len({len(question.not_in) for question in questions}) > 1:  # more are retrieved where more are excluded
+            return [self.find([question], ranked)[0] for question in questions]
         for model in (self.retriever, self.reader):
             if model is not None and model.training:
                 model.eval()
