@@ -74,10 +74,7 @@ def error_line(error: BaseException) -> str:
 
 
 def redact(text: str) -> str:
-    """Remove user names, passwords and query strings from URIs.
-
-    All from // to the last @, and from ? to the next blank is removed: a secret may have any character.
-    """
+    """Remove user names, passwords and queries from URIs: from // to the last @, and from ? to the next blank."""
     return re.sub(r"\S+", lambda word: _redact_word(word[0]), text)
 
 

@@ -69,10 +69,6 @@ def _plan(key: str, value: str, project: Path, tracked: dict[Path, TrackedInput]
     return PlannedInput(key, value, tracked[path].identity, tracked[path])
 
 
-def pins_of(inputs: Iterable[PlannedInput]) -> dict[str, PinnedInput]:
-    return {item.key: item.pinned for item in inputs if item.identity != item.value}
-
-
 def notes_of(inputs: Iterable[PlannedInput]) -> list[str]:
     return [item.note for item in inputs if item.note]
 

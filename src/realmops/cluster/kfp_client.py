@@ -40,11 +40,10 @@ class KfpClient:
     def __init__(self, endpoint: str | None, namespace: str | None = None) -> None:
         self.endpoint = (endpoint or "").rstrip("/")
         refuse_credentials(self.endpoint, "the endpoint of Kubeflow Pipelines", TOKEN_FILE)
-        self._shown = redact(self.endpoint)
         if not self.endpoint.startswith(("http://", "https://")):
             raise ValueError(
-                f"the endpoint of Kubeflow Pipelines is {self._shown!r}; it must start with http:// or https://: set "
-                "--endpoint or KF_PIPELINES_ENDPOINT"
+                f"the endpoint of Kubeflow Pipelines is {redact(self.endpoint)!r}; it must start with http:// or https://: "
+                "set --endpoint or KF_PIPELINES_ENDPOINT"
             )
         try:
             import kfp_server_api as api
@@ -62,11 +61,11 @@ class KfpClient:
         match = re.match(r"v?(\d+)\.(\d+)", tag)  # builds from source report no version and are accepted
         if match and tuple(map(int, match.groups())) < OLDEST:
             raise ValueError(
-                f"{self._shown} is Kubeflow Pipelines {tag}; the securityContext of the pods needs "
+                f"{self.endpoint} is Kubeflow Pipelines {tag}; the securityContext of the pods needs "
                 f"{OLDEST[0]}.{OLDEST[1]}.0 or later; upgrade it"
             )
         if health.multi_user and not self._own:
-            raise ValueError(f"{self._shown} runs in multi-user mode; set --namespace to the namespace of a profile")
+            raise ValueError(f"{self.endpoint} runs in multi-user mode; set --namespace to the namespace of a profile")
         self._namespace = {"namespace": self._own} if health.multi_user else {}
         self.place: Place = place_of(self.endpoint, self._own if health.multi_user else namespace, health.multi_user)
 
@@ -80,16 +79,16 @@ class KfpClient:
         except ApiException as error:
             raise self._error_of(error.status, error.reason, error.body) from None
         except LocationValueError as error:
-            raise ValueError(f"{self._shown} is not a valid URL: {redact(str(error))}") from None
+            raise ValueError(f"{self.endpoint} is not a valid URL: {redact(str(error))}") from None
         except HTTPError as error:
             reason = redact(str(getattr(error, "reason", error)))
-            raise TimeoutError(f"{self._shown} does not respond: {reason}") from None
+            raise TimeoutError(f"{self.endpoint} does not respond: {reason}") from None
         if "json" not in self._client.last_response.getheader("Content-Type", ""):
-            raise ValueError(f"{self._shown} returned a page, perhaps a login, instead of JSON: {SIGN_IN}")
+            raise ValueError(f"{self.endpoint} returned a page, perhaps a login, instead of JSON: {SIGN_IN}")
         return response
 
     def _error_of(self, status: int, reason: str, body: str | None) -> Exception:
-        message = f"{self._shown} returned {status} {reason}"
+        message = f"{self.endpoint} returned {status} {reason}"
         remedies = {
             401: SIGN_IN,
             403: f"set --namespace to your own{f' ({self._own} is not)' if self._own else ''}, or bind the submitting "

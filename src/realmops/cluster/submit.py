@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import yaml
 
-from realmops.cluster.input_plan import PlannedInput, notes_of, pins_of, plan_inputs
+from realmops.cluster.input_plan import PlannedInput, notes_of, plan_inputs
 from realmops.cluster.key import find_image, image_note, training_key
 from realmops.cluster.kfp_client import BEING_CREATED, KfpClient, TakenError
 from realmops.cluster.kube import describe_pods
@@ -134,7 +134,8 @@ def prepare(
     key = training_key(options, {item.key: item.identity for item in inputs}, pipeline.documents, chosen)
     if "image" in pipeline.parameters:
         notes += image_note(str(chosen.get("image", pipeline.parameters["image"].get("defaultValue", ""))))
-    generated = {"options": pack_options(options, pins_of(inputs)), "run": key[:16], "key": key}
+    pins = {item.key: item.pinned for item in inputs if item.identity != item.value}
+    generated = {"options": pack_options(options, pins), "run": key[:16], "key": key}
     chosen = {parameter: value for parameter, value in generated.items() if parameter in pipeline.parameters} | chosen
     required = [one for one, entry in pipeline.parameters.items() if not {"defaultValue", "isOptional"} & entry.keys()]
     if missing := [parameter for parameter in required if parameter not in chosen]:
