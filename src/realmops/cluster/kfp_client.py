@@ -42,8 +42,8 @@ class KfpClient:
         refuse_credentials(self.endpoint, "the endpoint of Kubeflow Pipelines", TOKEN_FILE)
         if not self.endpoint.startswith(("http://", "https://")):
             raise ValueError(
-                f"the endpoint of Kubeflow Pipelines is {redact(self.endpoint)!r}; it must start with http:// or https://: "
-                "set --endpoint or KF_PIPELINES_ENDPOINT"
+                f"the endpoint of Kubeflow Pipelines is {redact(self.endpoint)!r}; it must start with http:// or "
+                "https://: set --endpoint or KF_PIPELINES_ENDPOINT"
             )
         try:
             import kfp_server_api as api
