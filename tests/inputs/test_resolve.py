@@ -292,7 +292,7 @@ def test_a_missing_folder_differs_from_a_tracked_one_with_its_base_name(project:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A checkout of git without the folders that it ignores."""
-    files = {".gitignore": b"/models/\n/runs\n", "folder/a.txt": b"", "file": b""}
+    files = {".gitignore": b"/models/\n/runs\n", "runs/params.yaml": b"", "folder/a.txt": b"", "file": b""}
     written(tmp_path / "checkout", files)
     subprocess.run(["git", "init", "-q"], cwd=tmp_path / "checkout", check=True)
     return tmp_path / "checkout"
@@ -314,7 +314,7 @@ def test_a_name_with_an_owner_or_a_prefix_is_one_on_the_hub(checkout: Path, tmp_
     for value in ("sentence-transformers/all-MiniLM-L6-v2", "hf:folder/encoder", "hf:encoder"):
         check_hub_name(value, checkout)
         check_hub_name(value, tmp_path)
-    check_hub_name("some/encoder", checkout / "runs" / "all-of-which-git-ignores")
+    check_hub_name("some/encoder", checkout / "runs")
     check_hub_name("models/encoder", tmp_path / "without-git")
 
 
