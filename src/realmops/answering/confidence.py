@@ -37,8 +37,7 @@ class Confidence:
 
     The model abstains below ``threshold``. Above it, answers to questions like those of the fit have at least the
     precision ``wanted_precision``, with a certainty of .9. With too few right answers for that, ``threshold`` is
-    ``ALWAYS_ABSTAIN``, and the model abstains without a probability. ``questions`` is the number of questions of the
-    fit, all of people, and ``source`` where they are from.
+    ``ALWAYS_ABSTAIN``, and the model abstains without a probability. It was fitted on ``questions`` of people.
     """
 
     slope: float

@@ -87,9 +87,8 @@ def save_labels(path: Path, new: Sequence[Label], *, only_newer: bool = False) -
 
 def progress_line(path: Path) -> str:
     count = len(read_labels(path))
-    return f"{path}: {count} " + (
-        f"of {MIN_CALIBRATION} questions, {MIN_CALIBRATION - count} left" if count < MIN_CALIBRATION else "questions"
-    )
+    left = f"of {MIN_CALIBRATION} questions, {MIN_CALIBRATION - count} left"
+    return f"{path}: {count} {left if count < MIN_CALIBRATION else 'questions'}"
 
 
 def usage_lines(root: Path, file: Path) -> list[str]:

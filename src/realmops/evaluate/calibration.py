@@ -57,10 +57,9 @@ def platt_scaling(odds_Q: Floats, correct_Q: Bools) -> tuple[float, float]:
 def threshold_for(probability_Q: Floats, correct_Q: Bools, target_precision: float) -> float:
     """Return the smallest threshold whose precision is at least the target, but for one fit in ten.
 
-    That is 0 if all answers may be shown, ``ALWAYS_ABSTAIN`` if none. A threshold is kept if the lower bound of Clopper
-    and Pearson (1934) reaches the target. Thresholds are tested in a fixed sequence, which needs no correction for
-    their number: downwards, until the first one that fails. The first has a tenth of the questions above it, and so
-    many that the bound can reach the target: for .8 these are 11, all of them right.
+    That is 0 if all answers may be shown, ``ALWAYS_ABSTAIN`` if none. A threshold passes if the lower bound of Clopper
+    and Pearson (1934) reaches the target. A fixed sequence of tests needs no correction: downwards, to the first that
+    fails, from a tenth of the questions on, and from a number whose bound can pass (for .8: 11, all right).
     """
     from scipy.stats import beta
 

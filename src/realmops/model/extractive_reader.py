@@ -95,8 +95,7 @@ class ExtractiveReader(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        parameter: Tensor = next(self.model.parameters())
-        return parameter.device
+        return self.word_vectors.device
 
     @property
     def word_vectors(self) -> Tensor:
