@@ -189,7 +189,7 @@ def test_a_terminated_run_leaves_no_index_builder_and_no_running_mlflow_run(term
 
 def test_a_terminated_run_is_submitted_again_and_survives_a_lost_pod(terminated: str, cluster: Cluster) -> None:
     lines = cluster.submit()
-    assert "submitting it again" in lines
+    assert "submitted: " in lines
     run_id = run_of(lines)
     assert run_id != terminated
     cluster.kubectl("delete", "pod", cluster.pod_of(run_id, "Running"), "--wait=false")

@@ -111,32 +111,6 @@ def everything(rendered: dict[str, list[Object]]) -> list[Object]:
     return [*objects, *(one for text in texts for one in yaml.safe_load_all(text))]
 
 
-FIRST = "spec template spec containers 0"
-MISTAKES = [  # one for each rule
-    (BUILDER, f"{FIRST} imagePulPolicy", "Always", "imagePulPolicy"),
-    ("Application/realmops", "spec syncPolicy automated selfheal", True, "selfheal"),
-    (BUILDER, f"{FIRST} image", "realmops:latest", "image is realmops:latest"),
-    (MLFLOW, "spec template spec volumes 1", {"name": "tmp", "hostPath": {"path": "/tmp"}}, "of the kind hostPath"),
-    (BUILDER, f"{FIRST} env 0 value", "/home/me", "HOME is /home/me"),
-    ("Service/mlflow", "spec selector", {"app.kubernetes.io/name": "mlflwo"}, "no pod has"),
-    (BUILDER, f"{FIRST} resources limits memory", "1Gi", "limit of memory is below"),
-    (MLFLOW, f"{FIRST} livenessProbe httpGet path", "/healthz", "requests /healthz"),
-    (MLFLOW, "metadata annotations external.realmops/secret-mlflow-postgres", "url", "has no key uri"),
-    (BUILDER, f"{FIRST} args 2", "/data/builder/assignment.json", "is in no volume"),
-]
-
-
-@pytest.mark.parametrize(("which", "path", "value", "fault"), MISTAKES)
-def test_a_mistake_is_found(which: str, path: str, value: Any, fault: str, rendered: dict[str, list[Object]]) -> None:
-    objects = everything(rendered)
-    place: Any = find(objects, which)
-    *keys, last = (int(key) if key.isdigit() else key for key in path.split())
-    for key in keys:
-        place = place[key]
-    place[last] = value
-    assert any(fault in found for found in faults(objects))
-
-
 def test_an_overlay_and_a_component_are_a_remote_base_at_a_tag(tmp_path: Path) -> None:
     """The kustomization of the README, with a repository of this machine."""
     repository = tmp_path / "repository"

@@ -61,16 +61,6 @@ def test_the_commands_and_targets_of_a_workflow_exist(name: str) -> None:
             assert {word for word in words if word.startswith("--")} <= known
 
 
-def test_the_cluster_is_created_by_the_commands_of_the_page() -> None:
-    """Every kubectl of docs/operate.md that creates the cluster, but for the names of variables."""
-    script = "\n".join(step.get("run", "") for step in steps(read("kind")))
-    page = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
-    block = page[page.index("### Set up a cluster and submit a run") :].split("```")[1]
-    lines = [line.split("  #")[0].strip() for line in block.splitlines() if line.startswith(("kubectl apply", "kind"))]
-    assert len(lines) == 4
-    assert [line for line in lines if line.replace("$kfp", "$KFP").replace("$ref", "$REF") not in script] == []
-
-
 @pytest.mark.parametrize(
     ("changed", "starts"),
     [

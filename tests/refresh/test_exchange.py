@@ -93,24 +93,6 @@ def test_i8_an_exchange_of_another_run_is_refused_with_both_values() -> None:
         Exchange.open(Path("/elsewhere"), IDENTITY, "builder-0", files=files)
 
 
-def test_i8_a_copied_index_of_another_run_is_never_adopted() -> None:
-    files, foreign = MemoryFiles(), MemoryFiles()
-    for volume, corpus in ((files, "c0ffee"), (foreign, "dead")):
-        exchange = Exchange.open(ROOT, {**IDENTITY, "corpus": corpus}, files=volume, clock=StillClock(), grace=0.0)
-        trainer = TrainerSide(exchange, RefreshPolicy(builder_timeout=1.0))
-        trainer.publish_weights(0, PARAMS, {})
-        if corpus == "c0ffee":
-            ours = trainer
-        else:
-            exchange = Exchange.open(ROOT, exchange.run or {}, "builder-0", files=volume, clock=StillClock())
-            Builder(exchange, WORK, on_status=lambda message: None).build_next()
-    name = version_name(1, 0)
-    files._folder(ROOT / "indexes")[name] = foreign._folder(ROOT / "indexes")[name]
-    with pytest.raises(TimeoutError):
-        ours.index_for(0)
-    assert ours.exchange.indexes.quarantined() != []
-
-
 def test_i5_a_wait_reports_its_subject_its_duration_and_the_last_heartbeat() -> None:
     files, seconds = MemoryFiles(), list[float]()
     policy = RefreshPolicy(builder_timeout=4.0, poll=0.25)
@@ -183,6 +165,20 @@ def test_a_trainer_that_resumes_next_to_its_successor_writes_nothing_more() -> N
     new = open_trainer(files)
     fenced(old, files, "trainer 2 has taken over")
     new.save_checkpoint(2, PARAMS, {})
+
+
+def test_a_trainer_whose_successor_starts_during_a_commit_acknowledges_nothing() -> None:
+    files = MemoryFiles()
+
+    def around(operation: str, path: Path, effect: Callable[[], Any]) -> Any:
+        result = effect()
+        if operation == "rename" and path.parent.name == "weights":
+            open_trainer(files)
+        return result
+
+    old = open_trainer(files.seen_by(around))
+    with pytest.raises(FencedError, match="trainer 2 has taken over"):
+        old.publish_weights(0, PARAMS, {})
 
 
 def test_weights_and_indexes_beyond_the_checkpoint_are_not_used() -> None:

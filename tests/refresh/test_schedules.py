@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from exchange_lab import IDENTITY, ROOT, WORK, Killed, MemoryFiles, Plan, StillClock, life, sound, undisturbed
 from faults import times
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -192,20 +192,3 @@ class Schedules(RuleBasedStateMachine):
 @pytest.mark.faults
 def test_i1_to_i4_i7_i13_random_schedules_end_with_the_right_parameters() -> None:
     run_state_machine_as_test(Schedules, settings=SCHEDULES)
-
-
-@pytest.mark.parametrize(
-    ("place", "name", "mutant"),
-    [
-        (TrainerSide, "check_fence", lambda trainer: None),
-        (MemoryFiles, "fsync_folder", lambda volume, folder: None),
-        (MemoryFiles, "fsync", lambda volume, node: None),
-    ],
-    ids=["no fence", "no sync of names", "no sync of bytes"],
-)
-def test_random_schedules_notice_a_rule_that_is_switched_off(
-    place: Any, name: str, mutant: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(place, name, mutant)
-    with pytest.raises((AssertionError, BaseExceptionGroup)):
-        run_state_machine_as_test(Schedules, settings=settings(SCHEDULES, phases=[Phase.generate]))

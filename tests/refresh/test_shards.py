@@ -22,11 +22,10 @@ from realmops.corpus.phrases import DATE
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.build import build_encoder
 from realmops.model.retriever_files import retriever_files
-from realmops.refresh import lease, shards
+from realmops.refresh import shards
 from realmops.refresh.builder import DONE, MISCONFIGURED
 from realmops.refresh.builder_process import run_index_builder
 from realmops.refresh.exchange import Exchange, inspect_exchange, part_name
-from realmops.refresh.lease import try_acquire_lease
 from realmops.refresh.shards import MODEL, ShardSettings, compute_in_shards
 from realmops.search import embeddings
 from realmops.search.embed import Progress
@@ -223,7 +222,7 @@ def test_processes_whose_locks_are_not_shared_compute_the_same_bytes_twice(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: Any, computed: list[int]
 ) -> None:
     """A helper computes all that it may while the stage computes its first shard."""
-    monkeypatch.setattr(lease, "try_lock", lock)
+    monkeypatch.setattr(shards, "try_lock", lock)
     stage, helped = Stage(world, tmp_path), list[int]()
 
     def help_with_shards(first: int) -> None:
@@ -255,7 +254,8 @@ def test_a_leased_shard_is_awaited_with_a_message(finished: Stage, monkeypatch: 
     model = helper.weights.load(MODEL)
     finished.settings = replace(finished.settings, log=commit)
     assert "toy: 2 of 3 shards are committed" in inspect_exchange(finished.root)
-    with try_acquire_lease(finished.root / "claims" / f"{5:010d}"):
+    with open(finished.root / "claims" / f"{5:010d}", "ab") as claim:
+        try_lock(claim)
         assert finished.run() == rows_of(b"a")
     assert finished.computed == []
     assert messages[0].startswith(f"waiting for 1 shards in {finished.root}: ")

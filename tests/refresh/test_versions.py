@@ -261,37 +261,3 @@ def test_trash_is_kept_for_its_grace_period_and_restored_when_needed() -> None:
     store.clock.sleep(120.0)
     store.collect(set)
     assert not store.exists(OLD)
-
-
-def sweep_without_claim(store: VersionStore) -> None:
-    for entry in store.files.listdir(store.folder):
-        with suppress(OSError):
-            store.files.delete(store.folder / entry)
-
-
-MUTANTS = {  # rule that is switched off -> the test that notices it
-    "digests": (
-        (versions, "_sha256", lambda content: "0" * 64),
-        lambda: test_i6_truncated_flipped_and_longer_files_are_refused_before_use("a.bin"),
-    ),
-    "nonces": (
-        (VersionStore, "_published_nonce", lambda store, name: "of another"),
-        lambda: test_i1_an_error_at_any_operation_leaves_the_whole_version_or_none("applied but error"),
-    ),
-    "pins": (
-        (VersionStore, "_names_in_use", lambda store, keep: keep()),
-        test_a_reader_before_any_operation_of_the_collector_keeps_its_version,
-    ),
-    "claim before deletion": (
-        (VersionStore, "sweep_own", sweep_without_claim),
-        test_a_writer_that_resumes_before_any_operation_of_the_sweep_commits_a_whole_draft_or_none,
-    ),
-}
-
-
-@pytest.mark.parametrize("rule", MUTANTS)
-def test_a_rule_that_is_switched_off_is_noticed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant, campaign = MUTANTS[rule]
-    monkeypatch.setattr(*mutant)
-    with pytest.raises((AssertionError, CorruptVersionError, pytest.fail.Exception)):
-        campaign()

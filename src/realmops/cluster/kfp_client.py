@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from realmops.cluster.kube import NAMESPACE, TIME_OUT
 from realmops.cluster.pod_namespace import Place, place_of
@@ -20,10 +20,7 @@ SIGN_IN = (
 )
 OLDEST = (2, 16)  # first version that accepts a securityContext for pods
 PAGE = 100  # runs per request
-BEING_CREATED = (
-    "another process is creating it: try again; if that fails, its creation was interrupted: delete the pipeline in "
-    "Kubeflow's UI"
-)
+BEING_CREATED = "another process is creating it: try again; if that fails, delete the pipeline in Kubeflow's UI"
 
 
 class TakenError(ValueError):
@@ -108,26 +105,23 @@ class KfpClient:
         base = redact(os.environ.get("KF_PIPELINES_UI_ENDPOINT") or self.endpoint)
         return f"{base.rstrip('/')}/#/runs/details/{run.run_id}"
 
-    def experiment(self, name: str) -> str:
-        return self._id_of("experiment", self._experiments, name)
-
-    def pipeline(self, name: str) -> str:
-        return self._id_of("pipeline", self._pipelines, name)
-
-    def _id_of(self, kind: str, api: Any, name: str) -> str:
+    def id_of(self, kind: Literal["experiment", "pipeline"], name: str) -> str:
+        """Return the id of an experiment or a pipeline, which is created if necessary."""
         import kfp_server_api
 
+        api = {"experiment": self._experiments, "pipeline": self._pipelines}[kind]
         body = getattr(kfp_server_api, f"V2beta1{kind.title()}")(display_name=name, **self._namespace)
         list_, create = getattr(api, f"{kind}_service_list_{kind}s"), getattr(api, f"{kind}_service_create_{kind}")
-        found = _get_or_create(
-            lambda: self._find(name, f"{kind}s", list_, **self._namespace), lambda: self.call(create, **{kind: body})
-        )
-        return str(getattr(found, f"{kind}_id"))
 
-    def version(self, pipeline: str, name: str, file: Path) -> Any:
-        return _get_or_create(
-            lambda: self.find_version(pipeline, name), lambda: self.create_version(pipeline, name, file)
-        )
+        def find() -> Any:
+            return self._find(name, f"{kind}s", list_, **self._namespace)
+
+        try:
+            found = find() or self.call(create, **{kind: body})
+        except TakenError as error:  # by another process
+            if (found := find()) is None:
+                raise TimeoutError(f"{error}; {BEING_CREATED}") from None
+        return str(getattr(found, f"{kind}_id"))
 
     def find_version(self, pipeline: str, name: str) -> Any:
         list_ = self._pipelines.pipeline_service_list_pipeline_versions
@@ -153,8 +147,6 @@ class KfpClient:
 
     def runs_of(self, versions: Sequence[Any]) -> list[Any]:
         """Return the runs of some versions of a pipeline, of which the first is the oldest."""
-        if not versions:
-            return []
         since = (versions[0].created_at - timedelta(minutes=1)).isoformat()  # no run is older than its version
         recent = self.runs(operation="GREATER_THAN_EQUALS", key="created_at", timestampValue=since)
         found, ids = (
@@ -178,16 +170,6 @@ class KfpClient:
             runtime_config=V2beta1RuntimeConfig(parameters=dict(arguments)),
         )
         return self.call(self._runs.run_service_create_run, run=body)
-
-
-def _get_or_create(find: Callable[[], Any], create: Callable[[], Any]) -> Any:
-    """Return an object, creating it if necessary; TimeoutError if another process is creating it."""
-    try:
-        return find() or create()
-    except TakenError as error:
-        if existing := find():
-            return existing
-        raise TimeoutError(f"{error}; {BEING_CREATED}") from None
 
 
 def _filter(**predicate: Any) -> str:

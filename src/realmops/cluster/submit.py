@@ -145,25 +145,21 @@ def prepare(
 
 def submit(submission: Submission, server: KfpClient, *, once: bool, log: Log) -> Any:
     """Start a run and return it; with ``once`` return an existing run of the key that is active or has succeeded."""
-    experiment = server.experiment(submission.experiment)
-    pipeline = server.pipeline(submission.pipeline.name)
-    if once:
-        version, run = _claim_version(submission, pipeline, server, log)
-        if run is not None:
-            log(f"nothing to submit: {describe_run(run)} has the same key {submission.key[:16]}")
-            log(f"run page: {server.link(run)}")
-            return run
+    experiment = server.id_of("experiment", submission.experiment)
+    pipeline = server.id_of("pipeline", submission.pipeline.name)
+    version, run = _claim_version(submission, pipeline, server, once=once)
+    if run is not None:
+        log(f"nothing to submit: {describe_run(run)} has the same key {submission.key[:16]}")
     else:
-        version = server.version(pipeline, submission.key, submission.pipeline.path)
-    log(server.place.description)
-    run = server.start(experiment, version, submission.name, submission.arguments)
-    log(f"submitted: {describe_run(run)} with the key {submission.key[:16]}")
+        log(server.place.description)
+        run = server.start(experiment, version, submission.name, submission.arguments)
+        log(f"submitted: {describe_run(run)} with the key {submission.key[:16]}")
     log(f"run page: {server.link(run)}")
     return run
 
 
-def _claim_version(submission: Submission, pipeline: str, server: KfpClient, log: Log) -> tuple[Any, Any]:
-    """Return a new version of the pipeline to start, or None and an existing run that is active or has succeeded.
+def _claim_version(submission: Submission, pipeline: str, server: KfpClient, *, once: bool) -> tuple[Any, Any]:
+    """Return a new version of the pipeline, or with ``once`` None and a run that is active or has succeeded.
 
     The server refuses a second version of one name. Each attempt at a key has a version, and of processes that submit
     at the same moment only the one that creates it starts its run; the others wait for that run.
@@ -174,20 +170,17 @@ def _claim_version(submission: Submission, pipeline: str, server: KfpClient, log
         while existing := server.find_version(pipeline, name := f"{key}-{len(versions) + 1}" if versions else key):
             versions.append(existing)
             deadline = time.monotonic() + START_SECONDS
-        runs = server.runs_of(versions)
+        runs = server.runs_of(versions) if once and versions else []
         if active := next((run for run in runs if run.state not in FAILURES | {CANCELING}), None):
             return None, active
-        is_started = not versions or server.runs_of(versions[-1:])
+        started = {run.pipeline_version_reference.pipeline_version_id for run in runs}
+        is_started = not (once and versions) or versions[-1].pipeline_version_id in started
         if is_started or time.monotonic() > deadline:  # else the process that created it may be about to start it
             try:
-                version = server.create_version(pipeline, name, submission.pipeline.path)
+                return server.create_version(pipeline, name, submission.pipeline.path), None
             except TakenError as error:  # by another process, and it is not listed yet
                 if time.monotonic() > deadline + START_SECONDS:
                     raise TimeoutError(f"{error}; {BEING_CREATED}") from None
-            else:
-                for run in runs:
-                    log(f"{describe_run(run)} has the same key {key[:16]}: submitting it again")
-                return version, None
         time.sleep(POLL_SECONDS)
 
 

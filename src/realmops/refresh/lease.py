@@ -38,10 +38,3 @@ def acquire_lease(path: Path, log: Callable[[str], None], stop: threading.Event 
         file.write(f"{socket.gethostname()}, process {os.getpid()}")
         file.flush()
         yield
-
-
-@contextmanager
-def try_acquire_lease(path: Path) -> Iterator[bool]:
-    """Hold the lease in the file ``path`` for the block; yield False if another process holds it."""
-    with open(path, "ab") as file:
-        yield try_lock(file) is not False

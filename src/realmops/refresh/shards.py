@@ -4,7 +4,7 @@ The stage opens an exchange (exchange.py) with one version of weights, the model
 several are missing, a small file offers them to index builders that follow it. Any number of them may help, on one
 machine or on many that share the volume. The exchange has one more folder:
 
-    <exchange>/claims/<first>   the lease on the shard that begins with that passage (lease.py)
+    <exchange>/claims/<first>   the lock of the shard that begins with that passage
 
 A shard is leased, computed, and committed under ``parts/``. Its bytes depend on the model and on its passages, not on
 the process that computes it. A process that is killed loses only its current shard; committed ones are reused. Leases
@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 
-from realmops.artifacts import digest_of, write_json
+from realmops.artifacts import digest_of, try_lock, write_json
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import DTYPES, PRECISIONS, resolve_device
 from realmops.refresh.exchange import Exchange, part_name, row_ranges
-from realmops.refresh.lease import try_acquire_lease
 from realmops.refresh.versions import CorruptVersionError, Version, version_name
 from realmops.search.embed import SHARD_ROWS, MakeShard, Progress, no_progress
 
@@ -123,8 +122,8 @@ class ShardWorker:
         """Compute one missing shard that no other process has leased; return False if there is none."""
         for first, end in self.missing():
             name = part_name(MODEL, first, end)
-            with try_acquire_lease(self.exchange.root / "claims" / f"{first:010d}") as is_held:
-                if not is_held or name in self.exchange.parts.names():
+            with open(self.exchange.root / "claims" / f"{first:010d}", "ab") as claim:
+                if try_lock(claim) is False or name in self.exchange.parts.names():
                     continue
                 self.exchange.beat(f"computing passages {first} to {end - 1} of {len(self.snapshot)}")
                 self._make = self._make or self.work(self.snapshot, self.model.files, self.device, self.dtype)
