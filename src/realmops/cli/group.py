@@ -21,8 +21,8 @@ HEADINGS = {
     "Operate": ("submit", "upload", "index-builder", "sync", "doctor", "clean"),
 }
 ONE_QUESTION = ("search", "ask")  # commands that end after an answer, unless they read a file
-# Commands that import PyTorch, or wait for a server: they log a line at once
-LONG = *HEADINGS["Serve"], *HEADINGS["Compare"], "run", "reader", "import", "cloze", "explain", "ceilings", "submit"
+# Commands that import PyTorch, or wait for MLflow: they log a line at once
+LONG = *HEADINGS["Serve"], *HEADINGS["Compare"], "run", "reader", "import", "cloze", "explain", "ceilings"
 
 
 class ExplainedCommand(click.Command):
