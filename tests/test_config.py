@@ -302,3 +302,11 @@ def test_dvc_reads_a_written_value_as_this_program_does(params: Path, key: str, 
     section, name = key.split(".")
     parsed = read_params(params)[1], YAML(typ="safe").load(params)
     assert [values[section][name] for values in parsed] == [value] * 2
+
+
+def test_presets_name_folders_of_models_with_a_dot() -> None:
+    """A folder that is missing is otherwise a name that anybody may publish on the hub."""
+    presets = [read_params(path)[1] for path in (PACKAGE / "presets").rglob("*.yaml") if path.name != "variants.yaml"]
+    inits = [keys["init"] for preset in presets for keys in preset.values() if "init" in keys]
+    owners = {init.partition("/")[0] for init in inits if "/" in init}
+    assert owners == {".", "google-bert", "sentence-transformers"}
