@@ -254,6 +254,10 @@ def test_a_checkpoint_and_the_journal_up_to_it_survive_a_power_cut_before_older_
             FolderCheckpoints(folder).save(step, {"state.json": b"%d" % step, "tensors": b"0" * step})
             assert not disk.lost(folder / f"step-{step:08d}")
     assert sorted(os.listdir(folder)) == ["step-00000003", "step-00000004"]
+    for damaged, step in (("4", 3), ("3", None)):
+        assert (FolderCheckpoints(folder).restore() or {})["state.json"] == damaged.encode(), "the newest intact one"
+        (folder / f"step-0000000{damaged}" / "tensors").write_bytes(b"")
+        assert (FolderCheckpoints(folder).restore() or {}).get("state.json") == (step and b"%d" % step)
 
 
 def folder_with_manifest(folder: Path) -> Path:

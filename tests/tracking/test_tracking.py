@@ -261,6 +261,18 @@ def test_an_old_entry_leaves_the_status_to_the_running_stage(
     assert status(folder) == "FINISHED"
 
 
+def test_a_stage_on_a_volume_without_locks_is_not_taken_for_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = SpoolEntry.of(tmp_path, "run", "pretrain")
+    (tmp_path / "journal").touch()
+    entry.begin({"key": "run"}, tmp_path / "journal")
+    monkeypatch.setattr(sender, "try_lock", lambda file: None)
+    monkeypatch.setattr(sender, "send", lambda entry: 0)
+    assert sync(tmp_path) == (0, [])
+    assert read_json(entry.run) == {"key": "run"}
+
+
 def test_an_entry_that_a_restarted_stage_has_written_is_not_discarded(tmp_path: Path) -> None:
     entry = SpoolEntry.of(tmp_path, "run", "pretrain")
     entry.folder.mkdir(parents=True)
