@@ -99,7 +99,7 @@ def listening(app: Any) -> Iterator[tuple[str, int]]:
 
 def every_call(client: TestClient) -> Iterator[tuple[str, Any]]:
     """Call every route of the description, and the pages; what was called, with its reply."""
-    name = client.app.state.service.name  # type: ignore[attr-defined]
+    name = client.app.state.service.watcher.source.name  # type: ignore[attr-defined]
     searches: list[Any] = [{"query": QUESTION, "by": by} for by in ("run", "embeddings", "words")]
     calls: dict[tuple[str, str], list[Any]] = {
         ("post", "/v1/answer"): [{"question": QUESTION}, {"question": QUESTION, "stream": True}],

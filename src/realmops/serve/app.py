@@ -79,13 +79,9 @@ class AnswerService:
         self.batcher, self.watcher = batcher, watcher
         self.is_shutting_down = False
 
-    @property
-    def name(self) -> str:
-        return self.watcher.source.name
-
     def check_name(self, name: str) -> None:
-        if name != self.name:
-            raise HTTPException(404, f"unknown model: this server serves {self.name!r}")
+        if name != self.watcher.source.name:
+            raise HTTPException(404, f"unknown model: this server serves {self.watcher.source.name!r}")
 
     def state(self) -> Record:
         refused = self.watcher.refused

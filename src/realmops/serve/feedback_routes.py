@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-from fastapi import APIRouter, HTTPException, Request
+from fastapi import APIRouter, Depends, HTTPException, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import RedirectResponse
 from pydantic import ValidationError
@@ -17,7 +17,6 @@ from realmops.answering.feedback import Feedback, FeedbackFileFull, Rating, appe
 from realmops.serve.guard import form_of
 
 _LOG = logging.getLogger(__name__)
-router = APIRouter()
 
 
 def _store(request: Request, rating: Rating) -> None:
@@ -43,13 +42,15 @@ def _refuse_other_sites(request: Request) -> None:
         raise HTTPException(403, "cross-site feedback is not allowed")
 
 
+router = APIRouter(dependencies=[Depends(_refuse_other_sites)])
+
+
 @router.post("/v1/feedback", summary="Rate an answer as right or wrong")
 def feedback(request: Request, rating: Rating) -> dict[str, bool]:
     """Store feedback with the run. The command "realmops questions --from-feedback" makes dev questions of it.
 
     Without an answer, send "answer" as "", "right" as false, and "correct_answer".
     """
-    _refuse_other_sites(request)
     _store(request, rating)
     return {"kept": True}
 
@@ -57,7 +58,6 @@ def feedback(request: Request, rating: Rating) -> dict[str, bool]:
 @router.post("/feedback", include_in_schema=False)
 async def from_page(request: Request) -> RedirectResponse:
     """Store feedback of the page's forms, and redirect to the page."""
-    _refuse_other_sites(request)
     try:
         form: dict[str, Any] = await form_of(request)
         rating = Rating(**form | {"right": {"yes": True, "no": False}.get(form.get("right", ""))})
