@@ -26,7 +26,7 @@ from realmops.answering.confidence import ALWAYS_ABSTAIN
 from realmops.answering.opened_model import OpenedModel, Query
 from realmops.answering.passage_search import PassageQuery, PassageSearch
 from realmops.answering.record import _context, format_record
-from realmops.artifacts import read_json, write_manifest
+from realmops.artifacts import read_json
 from realmops.evaluate.predictions import read_results
 from realmops.opening import open_run
 from realmops.serve.batching import Busy, Closed, RequestBatcher
@@ -271,6 +271,7 @@ def test_waiting_questions_are_answered_by_the_model_that_accepted_them(
     pending += batcher.submit([Query(QUESTION)])
     batcher.served = second
     pending += batcher.submit([Query(QUESTION)])
+    batcher.submit([Query(GONE)])[0].record.cancel()
     held.released.set()
     batcher.close()
     versions = [opened.version, opened.version, "second"]
@@ -370,14 +371,11 @@ def test_tritons_client_gets_the_records(server: Served) -> None:
 
 
 @pytest.mark.parametrize("threshold", [None, ALWAYS_ABSTAIN])
-def test_a_model_that_promises_nothing_has_no_probability_in_any_protocol(copy: Path, threshold: float | None) -> None:
-    tuned = copy / "root/models/finetune"
-    manifest = read_json(tuned / "manifest.json")
-    (tuned / "confidence.json").unlink()
-    if threshold is not None:
-        calibration(threshold).save(tuned)
-    write_manifest(tuned, "finetune", **{key: manifest[key] for key in ("fingerprint", "sections")})
-    with client_of(copy / "root") as client:
+def test_a_model_that_promises_nothing_has_no_probability_in_any_protocol(
+    answering: Path, threshold: float | None
+) -> None:
+    confidence = None if threshold is None else calibration(threshold)
+    with client_of(answering / "root", changes={"confidence": confidence}) as client:
         record = client.post("/v1/answer", json={"question": QUESTION}).json()
         assert (record["probability"], record["abstained"]) == (None, True)
         names = ["answer", "score", "abstained", "record"]
