@@ -1,5 +1,6 @@
 """Artifacts: digests, JSON, atomic files and folders, manifests; what of them survives a power cut."""
 
+import errno
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner
@@ -197,6 +199,14 @@ def test_a_fault_at_any_call_of_the_commit_leaves_the_old_folder_or_the_new_one(
                 break
     # two files, the stage folder and its parent; the old folder's name and the new one's
     assert failing == {"fsync": 4, "rename": 1 + exists}[call]
+
+
+def test_a_volume_without_locks_makes_nobody_wait_or_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lock").touch()
+    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.ENOTSUP, "no locks")))
+    with open(tmp_path / "lock", "rb") as file:
+        artifacts.wait_for_lock(file)
+        assert artifacts.try_lock(file) is None
 
 
 @pytest.mark.parametrize("locks", ["shared", "not shared", "none"])

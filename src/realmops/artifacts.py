@@ -153,6 +153,12 @@ def try_lock(file: IO[Any] | int, kind: int = fcntl.LOCK_EX) -> bool | None:
         return None
 
 
+def wait_for_lock(file: IO[Any] | int) -> None:
+    """Wait for the exclusive lock of an open file; return at once if the volume has no locks."""
+    with suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
 def link_or_copy(source: str | Path, target: str | Path) -> None:
     try:
         os.link(os.path.realpath(source), target)

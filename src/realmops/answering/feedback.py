@@ -1,7 +1,6 @@
 """User feedback on answers: appended to a file in a run's work folder, and converted to labelled questions."""
 
 import dataclasses
-import fcntl
 import json
 import os
 import time
@@ -14,7 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from realmops.answering.answer import QUESTION_LIMIT
 from realmops.answering.own_questions import Label, check_label_file, save_labels, usage_lines
-from realmops.artifacts import WORK_FOLDER, make_folder, sync_folder
+from realmops.artifacts import WORK_FOLDER, make_folder, sync_folder, wait_for_lock
 from realmops.credentials import refuse_credentials
 from realmops.questions.question_sets import text_key
 from realmops.readers.documents import read_json_lines
@@ -81,7 +80,7 @@ def append_feedback(root: Path, feedback: Feedback) -> None:
     make_folder(path.parent)
     is_new = not path.exists()
     with open(path, "ab+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        wait_for_lock(file)
         end = _complete_bytes(file.fileno())
         if end + len(line) > FILE_LIMIT:
             raise FeedbackFileFull(f"{path.name} is full: {end} of {FILE_LIMIT} bytes; move it to another folder")

@@ -1,6 +1,5 @@
 """A file of questions that people answered, at the terminal or by feedback on answers, for ``questions.dev``."""
 
-import fcntl
 import json
 import math
 import os
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from realmops.answering.confidence import MIN_CALIBRATION
-from realmops.artifacts import digest_of, make_folder, write_bytes
+from realmops.artifacts import digest_of, make_folder, wait_for_lock, write_bytes
 from realmops.questions.question_sets import read_questions, text_key
 from realmops.readers.documents import read_json_lines
 
@@ -74,7 +73,7 @@ def save_labels(path: Path, new: Sequence[Label], *, only_newer: bool = False) -
     make_folder(path.absolute().parent)
     with open(path.with_name(f".{path.name}.lock"), "ab") as lock:  # several processes may label at a time
         with suppress(OSError):  # a volume without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            wait_for_lock(lock)
         existing = read_labels(path)
         times = {key: line.get("time", math.inf) for key, line in existing.items()}
         chosen = [n for n in new if not only_newer or n.time > times.get(text_key(n.question), -math.inf)]

@@ -5,7 +5,6 @@ Fetched content is cached in ``CACHE/ENTRY/NAME`` with a manifest, and verified 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import subprocess
@@ -154,7 +153,7 @@ def _lock(file: Path, report: Report) -> Iterator[None]:
     with open(file, "ab") as handle:
         if artifacts.try_lock(handle) is False:
             report.log("inputs: another process is fetching this input; waiting for it")
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            artifacts.wait_for_lock(handle)
         yield
 
 

@@ -1,6 +1,5 @@
 """Feedback on answers as MLflow traces, sent by a separate process, so that serving does not import mlflow."""
 
-import fcntl
 import json
 import logging
 import os
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from realmops.answering.feedback import Feedback, feedback_file
-from realmops.artifacts import read_json, write_json
+from realmops.artifacts import read_json, wait_for_lock, write_json
 from realmops.credentials import error_line
 from realmops.tracking.client import (
     experiment_id,
@@ -38,7 +37,7 @@ def send_feedback(root: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     state, sent = folder / f"feedback-{uri_digest(folder)[:12]}.json", 0  # the bytes sent to this destination
     with open(folder / "feedback.lock", "w") as lock, open(path, "rb") as file:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        wait_for_lock(lock)
         position = read_json(state)["bytes"] if state.is_file() else 0
         file.seek(position if position <= path.stat().st_size else 0)  # else the file was replaced
         client = mlflow_client(resolve_tracking_uri(folder))

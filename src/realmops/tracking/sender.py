@@ -1,6 +1,5 @@
 """Send the journals of stages to MLflow, each point once; after an error, ``sync`` sends the rest."""
 
-import fcntl
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from realmops.artifacts import (
     read_json,
     sha256_file,
     try_lock,
+    wait_for_lock,
     write_bytes,
     write_json,
 )
@@ -147,7 +147,7 @@ def sync(folder: Path) -> tuple[int, list[str]]:
 def send(entry: SpoolEntry) -> int:
     # One process at a time: two could create the database or the run twice.
     with open(entry.folder.with_name("sender.lock"), "ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        wait_for_lock(lock)
         if not entry.run.is_file():  # another process has sent it
             return 0
         return _Sender(entry).send()
