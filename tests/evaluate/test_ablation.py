@@ -166,6 +166,13 @@ def ablate(project: Path, *more: str | Path) -> tuple[int, str, str]:
 CHOSEN = ("--variant", "realm", "--variant", "baseline", "--variant", "random_token")
 
 
+def test_a_table_of_the_user_is_not_replaced(project: Path, tmp_path: Path) -> None:
+    (tmp_path / "table.md").write_text("mine")
+    refused = small_project.cli(*words_of(project, "--out", tmp_path))
+    assert (refused.exit_code, os.listdir(tmp_path)) == (2, ["table.md"])
+    assert f"{tmp_path} has a file table.md and no ablation; set another --out" in refused.stderr
+
+
 def test_stages_that_variants_share_are_trained_once(project: Path) -> None:
     status, printed, told = ablate(project, *CHOSEN)
     assert status == 0, told

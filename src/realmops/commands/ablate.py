@@ -51,6 +51,7 @@ VARIANTS = "variants.yaml"
 FIGURES = (*STALENESS, "hit_at_5_after", "retrieval_utility", "p_null", "marginal_gain", "collapsed", "refreshes")
 MASKED = ("masked_accuracy", "masked_log_p", "masked_accuracy_without", "masked_log_p_without")  # reader metrics
 WRITTEN = ("table.md", "table.csv", "report.html")
+STORE = "store"  # folder of the trainings, which variants share
 LOG, LAST_LINES = "log.txt", 5  # of a stage; its last lines are in the message of a failure
 
 
@@ -120,6 +121,9 @@ def ablate(
 
     With ``existing_only`` nothing is trained, and a missing stage is a failure.
     """
+    foreign = [name for name in WRITTEN if (ablation.out / name).exists()]
+    if foreign and not (ablation.out / STORE).is_dir():
+        raise ValueError(f"{ablation.out} has a file {foreign[0]} and no ablation; set another --out, or move the file")
     failures = train(ablation, jobs=jobs, report=report, existing_only=existing_only)
     completed = {task: read_outcome(task) for task in ablation.tasks if task not in failures}
     outcomes = list(completed.values())
@@ -186,7 +190,7 @@ def _complete(task: Task, out: Path, report: Report, existing_only: bool = False
             continue
         stage = STAGES[step]
         key = fingerprint(stage, options, stage_inputs(stage, options, task.params.parent, task.view))
-        home = out / "store" / f"{stage.name}-{key[:16]}"
+        home = out / STORE / f"{stage.name}-{key[:16]}"
         if not (is_complete(home, stage) or existing_only):
             with acquire_lease(home / WORK_FOLDER / "claim.lock", report.log):
                 if not is_complete(home, stage):
