@@ -579,7 +579,7 @@ def test_a_stage_runs_in_one_process_at_a_time(project: Path, tmp_path: Path, mo
     stage("ict", toy_values(), project, root)
     assert len(refusals) == 2
     for told in refusals:
-        assert "another process runs the stage ict; wait for it or end it" in told
+        assert "another process runs the stage ict; wait for it, or end it, and run again" in told
     assert model_files(root / "models/ict") == model_files(project / "root/models/ict")
 
 

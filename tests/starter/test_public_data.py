@@ -121,7 +121,7 @@ def test_a_file_with_the_right_digest_is_downloaded(tmp_path: Path, monkeypatch:
     ("answer", "message"),
     [
         (no_network, "cannot be downloaded (no network); download names.conll from there manually into a folder"),
-        (lambda: Answer(CONTENT[:-1]), "the transfer was cut or changed"),
+        (lambda: Answer(CONTENT[:-1]), ": cut or changed; download names.conll from there"),
         (lambda: Answer(CONTENT, "http://example.org/"), ", not https"),
     ],
 )

@@ -78,9 +78,7 @@ def download(original: PublishedFile) -> bytes:
     except OSError as error:
         raise ValueError(f"{original.url} cannot be downloaded ({redact(str(error))}); {by_hand}") from None
     if not original.has_digest_of(content):
-        raise ValueError(
-            f"{original.url} returned {len(content)} bytes, cut or new: their digest is no {original.digest}; {by_hand}"
-        )
+        raise ValueError(f"{original.url} returned other bytes than {original.digest}: cut or changed; {by_hand}")
     return content
 
 
