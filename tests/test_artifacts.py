@@ -201,7 +201,7 @@ def test_a_fault_at_any_call_of_the_commit_leaves_the_old_folder_or_the_new_one(
     assert failing == {"fsync": 4, "rename": 1 + exists}[call]
 
 
-def test_a_volume_without_locks_makes_nobody_wait_or_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_volume_without_locks_delays_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lock").touch()
     monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.ENOTSUP, "no locks")))
     with open(tmp_path / "lock", "rb") as file:
