@@ -88,9 +88,17 @@ def test_an_input_is_named_as_at_its_address(address: str, name: str) -> None:
     assert name_of(address) == name
 
 
-@pytest.mark.parametrize("address", ["https://host/documents/", "s3://", "s3://bucket/.."])
-def test_an_address_without_a_name_is_refused(address: str) -> None:
-    with pytest.raises(ValueError, match="names no file"):
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("https://host/documents/", "names no file"),
+        ("s3://", "names no file"),
+        ("s3://bucket/..", "names no file"),
+        ("simplecache::http://host/a.txt", "has '::', by which fsspec chains.* or download"),
+    ],
+)
+def test_an_address_without_a_name_or_of_chained_filesystems_is_refused(address: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
         name_of(address)
 
 
