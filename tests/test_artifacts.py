@@ -50,7 +50,7 @@ def test_the_digest_of_a_large_file_is_remembered_until_it_may_have_changed(
 ) -> None:
     """A remembered digest (here: a wrong one) counts while size, times, inode and device are those of the reading."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    large, small = tmp_path / "large", tmp_path / "small"
+    large, small = tmp_path / os.fsdecode(b"\xff"), tmp_path / "small"  # a name that is not UTF-8
     large.write_bytes(b"a" * artifacts.REMEMBERED_SIZE)
     small.write_bytes(b"a" * (artifacts.REMEMBERED_SIZE - 1))
     digest = sha256_file(large)

@@ -89,7 +89,8 @@ def canonical_json(value: Any) -> bytes:
 
 
 def digest_of(value: Any) -> str:
-    return hashlib.sha256(canonical_json(value)).hexdigest()
+    """Return the sha256 of canonical JSON; a name of a file that is not UTF-8 keeps its surrogates."""
+    return hashlib.sha256(_CANONICAL.encode(value).encode(errors="surrogatepass")).hexdigest()
 
 
 def has_valid_digest(value: Mapping[str, Any]) -> bool:

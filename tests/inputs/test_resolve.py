@@ -71,6 +71,13 @@ def test_a_local_input_is_identified_by_its_content(tmp_path: Path) -> None:
     assert before == second.identity
     (tmp_path / "documents" / "a.txt").write_bytes(b"six\n")
     assert resolve("documents", tmp_path, tmp_path, Quiet()).identity != before
+    identities = set()
+    for text in (b"\xff.txt", b"\\xff.txt"):  # names that print alike
+        name = tmp_path / "documents" / os.fsdecode(text)
+        for content in (b"one", b"two"):
+            name.write_bytes(content)
+            identities.add(resolve("documents", tmp_path, tmp_path, Quiet()).identity)
+    assert len(identities) == 4
 
 
 # Addresses

@@ -19,7 +19,6 @@ from realmops.hub import HUB
 from realmops.inputs.addresses import InputError, copy_address, is_address, name_of, version_of
 from realmops.inputs.dvc_project import is_tracked, pull, pull_content
 from realmops.progress import Report
-from realmops.readers.documents import printable_path
 from realmops.readers.walk import walk_files
 
 CACHE_VARIABLE = "REALMOPS_CACHE"
@@ -160,7 +159,8 @@ def _lock(file: Path, report: Report) -> Iterator[None]:
 def content_digests(path: Path) -> Any:
     """Return the digest of a file, or those of the files in a folder by name; None for what cannot be read."""
     if path.is_dir():
-        return {printable_path(file.relative_to(path)): _digest_of_file(file) for file in walk_files(path)}
+        files = ((os.fsencode(file.relative_to(path)), file) for file in walk_files(path))
+        return {name.decode(errors="surrogateescape"): _digest_of_file(file) for name, file in files}
     return _digest_of_file(path)
 
 
