@@ -31,6 +31,7 @@ from realmops.answering.opened_model import OpenedModel
 from realmops.answering.openqa import OpenQa
 from realmops.commands.card import Publication
 from realmops.commands.export import INPUTS, export
+from realmops.commands.public_reader import KIND as TRAINED
 from realmops.devices import freeze_linear_weights
 from realmops.evaluate.model_index import reader_results, retriever_results
 from realmops.model.build import add_span_head
@@ -166,9 +167,13 @@ def test_a_folder_with_files_of_others_is_left_alone(answering: Path, tmp_path: 
     options = ("export", folder, "--format", "parquet", "--root", root)
     assert [cli(*options).exit_code for _ in range(2)] == [0, 0], "its own is replaced"
     (folder / "README.md").write_text("mine")
-    result = cli(*options)
-    assert (result.exit_code, f"{folder / 'README.md'} was not written by this command" in result.stderr) == (2, True)
-    assert (folder / "README.md").read_text() == "mine"
+    artifacts.make_folder(tmp_path / "trained")
+    (tmp_path / "trained/README.md").write_text("mine")
+    artifacts.write_manifest(tmp_path / "trained", TRAINED, format="reader")
+    for name in ("out", "trained"):
+        result, card = cli("export", tmp_path / name, *options[2:]), tmp_path / name / "README.md"
+        assert (result.exit_code, f"{card} was not written by this command" in result.stderr) == (2, True)
+        assert card.read_text() == "mine"
 
 
 def other_generation(folder: Path, world: World, retriever: Retriever | None = None, **changes: Any) -> OpenedModel:

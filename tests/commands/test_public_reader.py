@@ -105,7 +105,7 @@ def begun(project: Path, reader: Path, **finetune: float) -> Options:
 
 
 def test_transformers_opens_the_folder_as_its_card_shows(reader: Path) -> None:
-    artifacts.read_manifest(reader, "export")
+    artifacts.read_manifest(reader, "trained reader")
     assert not litter(reader.parent), "the training left files"
     model = transformers.AutoModelForQuestionAnswering.from_pretrained(reader)
     assert type(model).__name__ == "RobertaForQuestionAnswering"

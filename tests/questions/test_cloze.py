@@ -267,7 +267,10 @@ def test_too_few_spans_missing_questions_and_other_folders_are_errors(project: P
     assert "run 'realmops cloze' with the same options" in cli("run", "finetune", *where).stderr
     (project / "mine").mkdir()
     (project / "mine/thesis.txt").write_text("five years of work")
-    assert "was not written by this command" in cli("cloze", *where, "--out", project / "mine").stderr
+    write_json_lines(project / "asked.jsonl", [{"id": "1", "question": "Who?", "answers": ["Anna Berg"]}])
+    assert cli("questions", project / "asked.jsonl", "--out", project / "converted").exit_code == 0
+    for folder in (project / "mine", project / "converted"):
+        assert "was not written by this command" in cli("cloze", *where, "--out", folder).stderr
     records = [
         {"title": "", "text": f"The painter {n}{n}a lived there for years.", "spans": [[12, 15, "PER"]]}
         for n in range(9)

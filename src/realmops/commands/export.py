@@ -123,13 +123,13 @@ def _export_reader(folder: Path, opened: OpenedModel, publication: Publication) 
     return f"{folder}: the reader of {opened.version}; use it in another run with reader.init"
 
 
-def write_reader(folder: Path, opened: OpenedModel, text: str) -> None:
-    with artifacts.atomic_folder(folder, KIND) as out:
+def write_reader(folder: Path, opened: OpenedModel, text: str, kind: str = KIND) -> None:
+    with artifacts.atomic_folder(folder, kind) as out:
         shutil.copytree(opened.folder / READER_FOLDER, out, dirs_exist_ok=True)
         if (opened.folder / CONFIDENCE).is_file():
             shutil.copyfile(opened.folder / CONFIDENCE, out / CONFIDENCE)
         (out / CARD).write_text(text, encoding="utf-8")
-        artifacts.write_manifest(out, KIND, format="reader", realmops=__version__, **opened.about)
+        artifacts.write_manifest(out, kind, format="reader", realmops=__version__, **opened.about)
 
 
 def _write_passages(path: Path, opened: OpenedModel, passages: PassageIndex) -> None:

@@ -26,7 +26,7 @@ DEV_QUESTIONS = 300  # for the calibration, which has two parameters and a thres
 QUESTIONS_PER_PASSAGE = 2  # of the about four that SQuAD has: different passages teach more
 WIDE_LEARNING_RATE = 5.0e-5
 ALL_PASSAGES = 1 << 30
-EXPORT = "export"  # kind of ``commands.export``, whose import takes seconds
+KIND = "trained reader"  # manifest kind, which "export" does not replace
 
 Row = dict[str, Any]
 
@@ -49,7 +49,8 @@ class ReaderTraining:
 
         opened = open_run(self.work)
         metrics = artifacts.read_json(self.work / STAGES["finetune"].folder / METRICS)
-        write_reader(self.folder, opened, public_reader_card(opened, self.encoder, self.counts, metrics))
+        text = public_reader_card(opened, self.encoder, self.counts, metrics)
+        write_reader(self.folder, opened, text, KIND)
         shutil.rmtree(self.work)
         yield f"{self.folder}: a reader for AutoModelForQuestionAnswering of transformers, with README.md as its card"
         yield f"next: realmops init --documents DOCUMENTS --reader {self.folder}"
@@ -61,7 +62,7 @@ def reader_training(
 ) -> Iterator[ReaderTraining]:
     """Check the inputs and write the training data into a locked folder below ``WORK_FOLDER`` next to ``folder``."""
     final = folder.resolve()
-    artifacts.check_replaceable(final, EXPORT)
+    artifacts.check_replaceable(final, KIND)
     init = encoder or ENCODER
     if Path(init).is_dir():
         init = str(Path(init).resolve())

@@ -28,16 +28,17 @@ from realmops.stages import STAGES
 from realmops.stages.option_inputs import CLOZE
 
 CLOZE_LIMIT = 20_000
+CONVERTED = "converted questions"  # manifest kind of a conversion, which "cloze" does not replace
 
 
 def convert_questions(
     files: Sequence[Path], out: Path, *, format: str, orqa_split: bool, drop: Sequence[str]
 ) -> list[str]:
     """Convert question files to JSON lines, without ids that begin with ``drop``; return lines with counts."""
-    artifacts.check_replaceable(out, KIND)
+    artifacts.check_replaceable(out, CONVERTED)
     if len(files) == 1 and (judged := read_judged_questions(files[0])):
         parts = {f"questions.{split}.jsonl": part for split, part in judged.items()}
-        return _write(out, parts, read=sum(map(len, parts.values())))
+        return _write(out, CONVERTED, parts, read=sum(map(len, parts.values())))
     unanswerable: list[Question] = []
     questions = read_questions(files, format=format, unanswerable=unanswerable) + unanswerable
     kept_questions = [question for question in questions if not question.id.startswith(tuple(drop))]
@@ -53,7 +54,7 @@ def convert_questions(
     lines = [f"{len(questions)} questions read"]
     lines += [f"{len(unanswerable)} have no answers: they measure abstention"] if unanswerable else []
     lines += [f"{len(questions) - len(kept_questions)} dropped: the id starts with {' or '.join(drop)}"] if drop else []
-    return lines + _write(out, parts, read=len(questions))
+    return lines + _write(out, CONVERTED, parts, read=len(questions))
 
 
 def label(root: Path, out: Path, report: Report) -> Iterator[str]:
@@ -90,15 +91,15 @@ def write_cloze_questions(root: Path, out: Path | None, *, seed: int, limit: int
     questions = cloze_questions(snapshot, SentencesWithSpans(snapshot, spans)[:], labels, seed, limit)
     parts = {f"questions.{name}.jsonl": part for name, part in split_questions(questions, seed).items()}
     line = f"{len(questions)} questions generated from {len(spans.rows)} salient spans in {len(snapshot)} passages"
-    return [line, *_write(out, parts, **inputs)]
+    return [line, *_write(out, KIND, parts, **inputs)]
 
 
-def _write(out: Path, parts: Mapping[str, Sequence[Question]], **fields: Any) -> list[str]:
+def _write(out: Path, kind: str, parts: Mapping[str, Sequence[Question]], **fields: Any) -> list[str]:
     counts = {name: len(questions) for name, questions in parts.items()}
-    with artifacts.atomic_folder(out, KIND) as stage:
+    with artifacts.atomic_folder(out, kind) as stage:
         for name, questions in parts.items():
             (stage / name).write_bytes(b"".join(map(to_json_line, questions)))
-        artifacts.write_manifest(stage, KIND, **fields, written=counts)
+        artifacts.write_manifest(stage, kind, **fields, written=counts)
     return [f"{count} written to {out / name}" for name, count in counts.items()]
 
 
