@@ -128,6 +128,14 @@ def write_bytes(path: Path, content: bytes) -> None:
         draft.write_bytes(content)
 
 
+def write_new(path: Path, content: bytes) -> None:
+    """Write a file; ValueError if one with other content exists."""
+    if not os.path.lexists(path):
+        write_bytes(path, content)
+    elif not path.is_file() or path.read_bytes() != content:
+        raise ValueError(f"{path} exists with other content and would be overwritten; choose another place, or move it")
+
+
 @contextmanager
 def atomic_file(final: Path) -> Iterator[Path]:
     """Yield the path of a draft in the same folder, which is synced and replaces ``final`` unless an error occurs."""

@@ -60,7 +60,7 @@ def test_old_runs_are_deleted_only_on_request(runs: Path) -> None:
 
 
 def test_folders_without_a_mark_that_names_them_are_kept(runs: Path) -> None:
-    """Documents, with a copied mark or as the root of a run, projects with stages, renamed runs, and links."""
+    """Documents, with a copied mark or as the root of a run, projects with stages, renamed or copied runs, links."""
     write_run(runs / "old", 90)
     for name in ("documents", "root"):
         (runs / name).mkdir()
@@ -71,14 +71,15 @@ def test_folders_without_a_mark_that_names_them_are_kept(runs: Path) -> None:
     artifacts.write_manifest(runs / "project" / "results", "evaluate")
     os.rename(write_run(runs / "moved", 90), runs / "renamed")
     (runs / "linked").symlink_to(write_run(runs.parent / "linked", 90))
+    shutil.copytree(write_run(runs.parent / "backup" / "copied", 90), runs / "copied")
     (runs / "broken").mkdir()
     (runs / "broken" / clean.MARK).write_text("[")
     for folder in runs.iterdir():
         set_age(folder, 90)
     code, output = call(runs, "--delete")
-    assert (code, names(runs)) == (0, {"documents", "root", "project", "renamed", "linked", "broken"})
+    assert (code, names(runs)) == (0, {"documents", "root", "project", "renamed", "linked", "copied", "broken"})
     assert (runs.parent / "linked" / "passages").is_file()
-    assert output.splitlines()[-1].startswith("1 deleted; 6 left alone")
+    assert output.splitlines()[-1].startswith("1 deleted; 7 left alone")
 
 
 def test_promoted_and_running_runs_are_kept(runs: Path) -> None:
@@ -86,9 +87,10 @@ def test_promoted_and_running_runs_are_kept(runs: Path) -> None:
     artifacts.write_manifest(runs / "champion" / PROMOTED / "0123", PROMOTED)
     set_age(runs / "champion", 90)
     running = write_run(runs / "running", 90)
-    with stage_lock(running / artifacts.WORK_FOLDER, "pretrain"):
-        set_age(running, 90)
-        code, output = call(runs, "--delete")
+    for name in ("pretrain", "update"):
+        with stage_lock(running / artifacts.WORK_FOLDER, name):
+            set_age(running, 90)
+            code, output = call(runs, "--delete")
         assert (code, names(runs)) == (1, {"champion", "running"})
         assert "running is not deleted" in output
         assert f"keep {runs / 'champion'}" in output

@@ -89,6 +89,10 @@ def test_a_question_is_explained_at_the_terminal_as_json_and_as_a_page(root: Pat
     assert values == ask(root), "the record that is served"
     assert "p(z|x,y)" in page.read_text()
     assert "http" not in page.read_text().replace("http://www.w3.org/2000/svg", "")
+    page.write_text("mine")
+    refused = small_project.cli("explain", "--root", root, "--question", "test-0", "--json", "--html", page)
+    assert (refused.exit_code, page.read_text()) == (2, "mine")
+    assert f"{page} exists with other content" in refused.stderr
 
 
 @pytest.mark.parametrize(

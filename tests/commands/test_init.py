@@ -212,6 +212,13 @@ def test_files_of_the_user_stay(tmp_path: Path) -> None:
     result = cli("init", tmp_path)
     assert (result.exit_code, "params.yaml exists and would be overwritten" in result.stderr) == (2, True)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    for name in ("params.yaml", "k8s"):
+        mine = tmp_path / f"with {name}" / name
+        mine.parent.mkdir()
+        mine.symlink_to("elsewhere")
+        result = cli("init", mine.parent)
+        assert (result.exit_code, f"{mine} exists and would be overwritten" in result.stderr) == (2, True)
+        assert [*mine.parent.iterdir()] == [mine]
 
 
 @pytest.mark.parametrize("name", ["1e5", "it's: [x]"])

@@ -29,7 +29,10 @@ def test_questions_are_converted_and_split(tmp_path: Path) -> None:
         f"{train} written to {out / 'questions.train.jsonl'}",
         f"{dev} written to {out / 'questions.dev.jsonl'}",
     ]
-    assert read_manifest(out, "converted questions")["written"] == {"questions.train.jsonl": train, "questions.dev.jsonl": dev}
+    assert read_manifest(out, "converted questions")["written"] == {
+        "questions.train.jsonl": train,
+        "questions.dev.jsonl": dev,
+    }
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,9 @@ def test_squad_gives_passages_and_three_splits_of_questions(tmp_path: Path) -> N
     original = {"data": [*map(article, reversed(titles)), twice], "version": "1.1"}
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/train-v1.1.json").write_text(json.dumps(original))
-    fetched("squad", "--from", tmp_path / "mine", "--to", tmp_path, "--passages", "1000")
+    words = "squad", "--from", tmp_path / "mine", "--to", tmp_path, "--passages"
+    assert fetched(*words, "1000") == fetched(*words, "1000")
+    assert "passages.jsonl.gz exists with other content" in refused(*words, "10")
     passages = records(tmp_path / "squad", "passages")
     assert passages[0] == {"id": "sqt-000-000", "title": "Article 00", "text": "Article_00 0"}
     assert [row["title"] for row in passages[200:206]] == ["St. John's"] * 5 + ["Twice"]
@@ -145,7 +147,9 @@ def test_a_local_file_needs_no_network(tmp_path: Path, monkeypatch: pytest.Monke
     assert "is not the file" not in fetched(*words)
     assert (tmp_path / "to/ner/names.conll").read_bytes() == CONTENT
     (mine / "names.conll.gz").write_bytes(gzip.compress(b"other"))
-    assert "is not the file at https://example.org/names.conll" in fetched(*words)
+    assert f"{tmp_path / 'to/ner/names.conll'} exists with other content" in refused(*words)
+    assert (tmp_path / "to/ner/names.conll").read_bytes() == CONTENT
+    assert "is not the file at https://example.org/names.conll" in fetched(*words[:-1], tmp_path / "other")
 
 
 def test_the_presets_name_the_files_that_are_written() -> None:

@@ -12,13 +12,14 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from realmops import artifacts
+from realmops.answering.corpus_states import UPDATE
 from realmops.artifacts import MANIFEST, PROMOTED, WORK_FOLDER
 from realmops.cluster.task_context import MARK
 from realmops.stages import STAGES
 from realmops.stages.runner import stage_lock
 
 DELETED = ".deleted-"  # prefix of a folder that is being deleted
-LOCKS = (*STAGES, "promote")
+LOCKS = (*STAGES, "promote", UPDATE)
 DAY = 86400.0
 
 
@@ -51,9 +52,9 @@ def clean(runs: Path, days: float, *, delete: bool, problems: list[str]) -> Iter
 
 
 def _is_marked(path: Path) -> bool:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        name = artifacts.read_json(path / MARK)["run"]
-        return path.name == name or path.name.rpartition("-")[0] == f"{DELETED}{name}"
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        parent, name = artifacts.read_json(path / MARK)["run"].split("/")
+        return path.parent.name == parent and (path.name == name or path.name.rpartition("-")[0] == f"{DELETED}{name}")
     return False
 
 

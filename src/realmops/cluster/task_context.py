@@ -13,7 +13,7 @@ from realmops.options import Options
 from realmops.stages.run_inputs import recorded_inputs
 from realmops.tracking.sender import PARENT_RUN_VARIABLE, finite_metrics
 
-MARK = "realmops-run.json"  # in the folder of a run, with its name; "realmops clean" deletes no other folder
+MARK = "realmops-run.json"  # in the folder of a run, with its name and its parent's; "realmops clean" deletes no other
 SETTINGS_PREFIXES = "REALMOPS_MLFLOW_TRACKING_", "REALMOPS_MLFLOW_EXPERIMENT_"
 
 
@@ -69,7 +69,7 @@ def make_run_folder(root: Path) -> None:
         )
     artifacts.make_folder(root)
     if not any(root.iterdir()):
-        artifacts.write_json(root / MARK, {"run": root.name})
+        artifacts.write_json(root / MARK, {"run": "/".join(root.resolve().parts[-2:])})
 
 
 def write_metrics(results: Mapping[str, Any], metrics: Metrics) -> None:

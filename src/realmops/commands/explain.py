@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from realmops.answering.opened_model import Query
 from realmops.answering.record import Record, format_probability
-from realmops.artifacts import write_bytes
+from realmops.artifacts import write_new
 from realmops.commands.masked import explain_sentence
 from realmops.evaluate.predictions import FAILED_AT, Prediction, read_results, results_file
 from realmops.evaluate.report_page import render_page, render_table
@@ -81,7 +81,7 @@ def explain(
             yield ""
         sheet = to_sheet(record)
         if html is not None:
-            write_bytes(html, sheet.page().encode())
+            write_new(html, sheet.page().encode())
         yield js.dumps(record, ensure_ascii=False, indent=1) if json else str(sheet)
 
 

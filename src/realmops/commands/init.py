@@ -1,5 +1,6 @@
 """``realmops init``: create a project from the package's templates, with presets chosen by the user's documents."""
 
+import os
 import shlex
 import shutil
 from collections.abc import Iterator, Sequence
@@ -68,10 +69,12 @@ def init(
         raise ValueError("--questions, --encoder and --reader need --documents; the sample corpus has its own")
     project.put("tracking.experiment", folder.resolve().name or "realmops")
     places = [*TEMPLATES]
-    if (folder / "README.md").exists():
+    if os.path.lexists(folder / "README.md"):
         places.remove("README.md")
         project.lines.append(f"{folder / 'README.md'} exists and is kept")
-    existing = [name for name in (*ALWAYS, *places, *project.files) if (folder / name).exists()]
+    names = (*ALWAYS, *places, *project.files)
+    parents = {str(parent) for name in names for parent in Path(name).parents if not (folder / parent).is_dir()}
+    existing = [name for name in (*names, *sorted(parents)) if os.path.lexists(folder / name)]
     if existing:
         raise ValueError(f"{folder / existing[0]} exists and would be overwritten; choose another folder, or move it")
     fetch_tagged(project)

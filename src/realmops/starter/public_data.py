@@ -8,13 +8,13 @@ import hashlib
 import json
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from realmops.artifacts import write_bytes
+from realmops.artifacts import write_bytes, write_new
 from realmops.compressed import DECOMPRESSION_ERRORS, open_compressed
 from realmops.credentials import redact
 from realmops.readers.walk import walk_files
@@ -159,12 +159,14 @@ def read_squad(folder: Path | None, passages: int) -> tuple[dict[str, list[dict[
         ) from None
 
 
-def write_squad(to: Path, records: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
+def write_squad(
+    to: Path, records: dict[str, list[dict[str, Any]]], write: Callable[[Path, bytes], None] = write_bytes
+) -> Iterator[str]:
     for name, rows in records.items():
         path = to / "squad" / f"{name}.jsonl.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        write_bytes(path, gzip.compress(text.encode(), mtime=0))  # the bytes depend on the rows only
+        write(path, gzip.compress(text.encode(), mtime=0))  # the bytes depend on the rows only
         yield f"{path}: {len(rows):,} records"
 
 
@@ -174,11 +176,11 @@ def fetch_data_sets(names: Sequence[str], to: Path, folder: Path | None, passage
         if name == "squad":
             records, notes = read_squad(folder, passages)
             yield from notes
-            yield from write_squad(to, records)
+            yield from write_squad(to, records, write_new)
         for original in COPIED.get(name, ()):
             path = to / name / original.name
             content, notes = read(original, folder)
             yield from notes
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes(path, content)
+            write_new(path, content)
             yield f"{path}: {len(content):,} bytes"
