@@ -159,9 +159,7 @@ def read_squad(folder: Path | None, passages: int) -> tuple[dict[str, list[dict[
         ) from None
 
 
-def write_squad(
-    to: Path, records: dict[str, list[dict[str, Any]]], write: Callable[[Path, bytes], None] = write_bytes
-) -> Iterator[str]:
+def write_squad(to: Path, records: dict[str, Any], write: Callable[[Path, bytes], None] = write_bytes) -> Iterator[str]:
     for name, rows in records.items():
         path = to / "squad" / f"{name}.jsonl.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
