@@ -117,8 +117,9 @@ def test_seeds_are_fixed_and_differ_by_stream() -> None:
 
 def test_json_files_read_back_and_damage_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    write_json(path, {"b": "é", "a": [1, None]})
-    assert read_json(path) == {"b": "é", "a": [1, None]}
+    name = os.fsdecode(b"\xff")  # of a file
+    write_json(path, {"b": ["é", name], "a": [1, None]})
+    assert read_json(path) == json.loads(canonical_json(read_json(path))) == {"b": ["é", name], "a": [1, None]}
     assert path.read_bytes().endswith(b"\n")
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(path, float("inf"))

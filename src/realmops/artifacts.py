@@ -85,12 +85,11 @@ def digest_cache() -> Path:
 
 def canonical_json(value: Any) -> bytes:
     """Encode a value as the same bytes for equal values: sorted keys, no spaces, no NaN."""
-    return _CANONICAL.encode(value).encode()
+    return _CANONICAL.encode(value).encode(errors="backslashreplace")  # JSON's form of a file name that is not UTF-8
 
 
 def digest_of(value: Any) -> str:
-    """Return the sha256 of canonical JSON; a name of a file that is not UTF-8 keeps its surrogates."""
-    return hashlib.sha256(_CANONICAL.encode(value).encode(errors="surrogatepass")).hexdigest()
+    return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
 def has_valid_digest(value: Mapping[str, Any]) -> bool:
@@ -119,7 +118,7 @@ def read_json(path: Path) -> Any:
 
 def write_json(path: Path, value: Any) -> None:
     text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    write_bytes(path, (text + "\n").encode())
+    write_bytes(path, (text + "\n").encode(errors="backslashreplace"))
 
 
 def write_bytes(path: Path, content: bytes) -> None:

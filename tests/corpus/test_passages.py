@@ -1,4 +1,5 @@
 import pytest
+import sentencex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,6 +55,40 @@ def test_each_row_of_a_table_is_a_sentence() -> None:
     text = "Prices:\nOats\t21 marks\n\t18 marks\nRye\t9 marks\n\nIt is\nopen."
     rows = ["Prices:", "Oats\t21 marks", "18 marks", "Rye\t9 marks", "It is\nopen."]
     assert [text[start:end] for start, end in split_sentences(text)] == rows
+
+
+@pytest.mark.parametrize(
+    ("sentence", "language", "keeps_sentences"),
+    [
+        ("北京是中华人民共和国的首都位于华北平原。", "zh", True),
+        ("Dr. Smith met him at 5 p.m.\u00a0in Oslo. ", "en", True),
+        ("“a ", "en", False),  # one sentence
+        ("ab\n", "en", False),
+        ("a", "en", False),
+    ],
+)
+def test_a_long_paragraph_is_segmented_in_parts_at_sentences(
+    sentence: str, language: str, keeps_sentences: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+
+    def segment(language: str, text: str) -> list[str]:
+        lengths.append(len(text))
+        return segmented(language, text)
+
+    segmented = sentencex.segment
+    monkeypatch.setattr("sentencex.segment", segment)
+    for size in (5_000, 10_000):
+        split_sentences((sentence * size)[:size], language)
+    assert lengths == [5_000, 10_000]
+    text = sentence * (100_000 // len(sentence))
+    sentences = [text[start:end] for start, end in split_sentences(text, language)]
+    assert max(lengths) == 10_000
+    assert sum(lengths) < 5 * 100_000
+    assert "".join("".join(sentences).split()) == "".join(text.split())
+    words = {word for sentence in sentences for word in sentence.split()}
+    assert {*sentences} == {sentence.strip()} if keeps_sentences else len(sentences) <= 20
+    assert keeps_sentences or sentence == "a" or words == {sentence.strip()}
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ _SPACES = re.compile(r"[^\S\n]")
 # Paragraphs, and rows of tables, which are lines with tabs.
 _PARAGRAPHS = re.compile(r"(?<=\n\n)(?!\n)")
 _ROWS = re.compile(rf"{_PARAGRAPHS.pattern}|(?<=[^\n]\n)(?=[^\n\t]*\t)")
+_SEGMENT = 10_000  # characters that sentencex segments at once, in quadratic time
 _SPECIAL_TOKENS = 3  # [CLS] title [SEP] body [SEP]
 Ints = NDArray[np.int32]
 
@@ -74,7 +75,8 @@ def _pieces(text: str, language: str) -> Iterator[str]:
     sentencex loses paragraphs of long texts and joins rows of tables, so each is segmented alone. It panics at a
     no-break space between a capital and a full stop, so non-ASCII whitespace is replaced.
     """
-    for paragraph in (_ROWS if "\t" in text else _PARAGRAPHS).split(text):
+    paragraphs = (_ROWS if "\t" in text else _PARAGRAPHS).split(text)
+    for paragraph in itertools.chain.from_iterable(_segments(paragraph, language) for paragraph in paragraphs):
         plain = _SPACES.sub(" ", paragraph)
         end = 0
         for sentence in sentencex.segment(language, plain):
@@ -87,6 +89,19 @@ def _pieces(text: str, language: str) -> Iterator[str]:
             yield paragraph[start:end]
         if end < len(paragraph):
             yield paragraph[end:]
+
+
+def _segments(paragraph: str, language: str) -> Iterator[str]:
+    """Yield a paragraph, or the segments of a long one, cut before a sentence, else after a blank."""
+    start = 0
+    while len(paragraph) - start > _SEGMENT:
+        plain = _SPACES.sub(" ", paragraph[start : start + _SEGMENT])
+        last = ["", *sentencex.segment(language, plain)][-1]
+        ends = plain.rfind(last), max(map(plain.rfind, " \n")) + 1, _SEGMENT
+        end = next(end for end in ends if end > _SEGMENT // 2)
+        yield paragraph[start : start + end]
+        start += end
+    yield paragraph[start:]
 
 
 def pack_sentences(lengths: Sequence[int], title_length: int, block_wordpieces: int) -> Iterator[tuple[int, int]]:
