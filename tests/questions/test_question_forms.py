@@ -94,7 +94,7 @@ def test_a_form_is_known_by_its_keys(tmp_path: Path, name: str, writer: str) -> 
 
 REFUSED = {
     "no answers": ({"_id": "1", "text": "Who?"}, "the keys _id, text were found; expected 'question' and 'answers'"),
-    "Natural Questions": ({"id": "1", "question": {"text": "who"}, "annotations": {}}, "expected 'question' and 'answ"),
+    "Natural Questions": ({"id": "1", "question": {"text": "who"}, "annotations": {}}, "'question' is dict, expected"),
     "instructions": ({"instruction": "Answer.", "input": "Who?", "output": "Ada"}, "'output' is str, expected a list"),
     "multiple choice": ({"question": "Who?", "choices": ["Ada", "Bo"], "answer": 1}, "multiple-choice .* 'choices'"),
     "truth value": ({"question": "Is it lit?", "answer": True}, "'answers' is bool"),

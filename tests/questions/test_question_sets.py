@@ -21,6 +21,7 @@ from realmops.questions.question_sets import (
     answers_are_regex,
     is_in_orqa_dev,
     read_questions,
+    read_search_questions,
     to_json_line,
 )
 
@@ -137,6 +138,16 @@ def test_questions_without_answers_are_returned_separately(tmp_path: Path) -> No
     again: list[Question] = []
     assert read_questions([tmp_path / "lines"], format="jsonl", unanswerable=again) == found
     assert again == unanswerable
+
+
+@pytest.mark.parametrize("fields", [{}, {"answers": []}], ids=["missing", "empty"])
+def test_asked_questions_need_no_answers_but_those_of_training_do(fields: dict[str, Any], tmp_path: Path) -> None:
+    file, asked = write(tmp_path / "asked.jsonl", {"question": "why?", **fields}), list[Question]()
+    assert not read_questions([file], unanswerable=asked, asked=True)
+    assert asked == read_search_questions(file)
+    assert [(question.question, question.answers) for question in asked] == [("why?", ())]
+    with pytest.raises(ValueError, match=r"'answers' .or 'answer'. is missing|no questions with answers found"):
+        read_questions([file], unanswerable=[])
 
 
 def test_answers_are_all_expressions_or_none() -> None:

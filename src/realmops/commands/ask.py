@@ -20,8 +20,8 @@ def ask(
     """
     queries = [Query(text) for text in questions]
     unanswerable: list[Question] = []
-    from_file = [] if file is None else read_questions([file], format="auto", unanswerable=unanswerable)
-    if not queries and not from_file:
+    from_file = [] if file is None else read_questions([file], unanswerable=unanswerable, asked=True)
+    if not queries and file is None:
         raise ValueError("no questions: give QUESTION, or --from with a file that has some")
     opened = open_model(root, model)
     for query in queries:

@@ -30,7 +30,7 @@ class QuestionRecord:
     place: str
     id: Any
     question: Any
-    answers: Any
+    answers: Any  # None if their key is missing
     passage_id: Any = None
     is_regex: Any = False
     unanswerable: bool = False
@@ -76,12 +76,12 @@ def _read_question(place: str, fields: dict[str, Any]) -> QuestionRecord:
             f"as 'answers' and remove {named[0]!r}"
         )
     key = "answers" if "answers" in fields else "answer"
-    value = fields[key]
-    answers = _answers(value, key, place)
+    value = fields.get(key)
+    answers = _answers(value, key, place) if key in fields else None
     is_empty = answers == [] and not (isinstance(value, dict) and "text" not in value)
     ids = ("id", "_id", "qid", "question_id", "questionid") if isinstance(value, dict) else ("id", "_id", "qid")
     if aliases := fields.get("answer_aliases"):
-        answers = [*answers, *expect_list(aliases, place, "'answer_aliases'")]
+        answers = [*(answers or []), *expect_list(aliases, place, "'answer_aliases'")]
     return QuestionRecord(
         place,
         next((fields[name] for name in ids if fields.get(name) not in (None, "")), fields.get("id")),
@@ -163,7 +163,7 @@ FORMS: tuple[tuple[set[str], Callable[[str, dict[str, Any]], QuestionRecord]], .
         lambda place, row: QuestionRecord(place, row.get("qid"), row["qtext"], row["answers"]),
     ),
     ({"question", "answers"}, _read_question),
-    ({"question", "answer"}, _read_question),
+    ({"question"}, _read_question),  # with "answer", or without answers
 )
 
 

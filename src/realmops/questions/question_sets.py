@@ -72,15 +72,15 @@ class Question:
 
 
 def read_questions(
-    paths: Sequence[Path], *, format: str = AUTO, unanswerable: list[Question] | None = None
+    paths: Sequence[Path], *, format: str = AUTO, unanswerable: list[Question] | None = None, asked: bool = False
 ) -> list[Question]:
-    """Read the questions of files that have answers, in order; ``unanswerable`` receives those without."""
+    """Read the questions of files that have answers, in order; ``unanswerable`` gets others, enough if ``asked``."""
     places: dict[str, str] = {}
     copies: Counter[str] = Counter()
     questions = []
     for path in paths:
         for record in find_question_reader(path, format)(path):
-            question = _question(record, copies)
+            question = _question(record, copies, asked)
             if question.id in places:
                 raise ValueError(
                     f"{record.place}: the id {question.id!r} was used at {places[question.id]}; ids must be unique"
@@ -90,7 +90,7 @@ def read_questions(
                 questions.append(question)
             elif unanswerable is not None:
                 unanswerable.append(question)
-    if not questions:
+    if not questions and not (asked and unanswerable):
         names = ", ".join(map(str, paths)) or "no file was given"
         raise ValueError(
             f"no questions with answers found ({names}): "
@@ -109,9 +109,10 @@ def read_judged_questions(folder: Path) -> dict[str, list[Question]]:
 
 
 def read_search_questions(path: Path) -> list[Question]:
-    """Return the questions of a file to search for, which need no answers in the form of BEIR's queries.jsonl."""
+    """Return the questions of a file to search for, also in the form of BEIR's queries.jsonl."""
     if not has_queries(path):
-        return read_questions([path])
+        unanswerable: list[Question] = []
+        return read_questions([path], unanswerable=unanswerable, asked=True) + unanswerable
     return [Question(record.id, record.question, ()) for record in read_queries(path) if record.question.strip()]
 
 
@@ -163,7 +164,7 @@ def to_json_line(question: Question) -> bytes:
     return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
 
 
-def _question(record: QuestionRecord, copies: Counter[str]) -> Question:
+def _question(record: QuestionRecord, copies: Counter[str], asked: bool = False) -> Question:
     place = record.place
     refuse_credentials([record.id, record.question, record.answers, record.passage_id], f"{place}: the question")
     text = check_text(record.question, "question", place).strip()
@@ -174,7 +175,7 @@ def _question(record: QuestionRecord, copies: Counter[str]) -> Question:
         if not isinstance(value := getattr(record, name), bool):
             raise ValueError(f"{place}: {name!r} is {value!r}, expected true or false")
     relevant = _check_judgements(record.relevant, place)
-    has_no_answer = record.unanswerable or (relevant and not record.answers)
+    has_no_answer = record.unanswerable or ((relevant or asked) and not record.answers)
     answers = () if has_no_answer else _check_answers(record.answers, identifier or text, place)
     if record.is_regex:
         for answer in answers:
@@ -217,7 +218,8 @@ def _content_id(text: str, answers: tuple[str, ...], copies: Counter[str]) -> st
 
 def _check_answers(value: Any, name: str, place: str) -> tuple[str, ...]:
     if not isinstance(value, list):
-        raise ValueError(f"{place}: 'answers' is {type(value).__name__}, expected a list of strings")
+        found = "missing" if value is None else type(value).__name__
+        raise ValueError(f"{place}: 'answers' (or 'answer') is {found}, expected a list of strings")
     answers = tuple(dict.fromkeys(check_text(answer, "answers", place) for answer in value))
     if not any(answer.strip() for answer in answers):
         raise ValueError(f"{place}: the question {name!r} has no answer; add one or remove it")
