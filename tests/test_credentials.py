@@ -28,10 +28,14 @@ from realmops.config_yaml import parse_yaml
 from realmops.credentials import redact, refuse_credentials
 from realmops.inputs.addresses import name_of
 from realmops.options import Options
+from realmops.questions.beir_queries import read_queries
 from realmops.questions.question_sets import read_questions
 from realmops.tracking.client import resolve_tracking_uri
 
 SECRET = "s3cret"
+
+
+NAMES = ("authorization", "subscription-key", "app_key", "api.key", "sig%20", "x[sig]", "x-ms-sig", "bearer", "pw")
 
 
 @pytest.mark.parametrize(
@@ -41,6 +45,11 @@ SECRET = "s3cret"
         ("s3://me:s3 cret@bucket/documents", "AWS_SECRET_ACCESS_KEY"),
         ("s3://me%3As3cret@bucket/documents", "AWS_SECRET_ACCESS_KEY"),
         ("https://me:[s3cret@host/a.jsonl", "NETRC"),
+        ("https://me:1%2Fs3cret@host/a.jsonl", "NETRC"),
+        ("s3://me:%2Fs3cret@bucket/documents", "AWS_SECRET_ACCESS_KEY"),
+        ("https://s3%2Fcret@host/a.jsonl", "NETRC"),
+        ("hf://datasets/o/n,https://me:s3cret@host/a.jsonl", "NETRC"),
+        *((f"https://host/a.jsonl?{name}=s3cret", "NETRC") for name in NAMES),
         ("https://s3cret@host/documents.jsonl", "NETRC"),
         ("https://host/a.jsonl?X%2DAmz%2DSignature=s3cret", "NETRC"),
         ("https://host/a.jsonl?sv=2026&sig=s3cret", "NETRC"),
@@ -68,6 +77,8 @@ def test_an_address_with_credentials_is_refused_without_repeating_them(address: 
         "https://host/a.jsonl?author=me&tokenizer=bert&keyword=x",
         "s3://bucket/tokens/key.jsonl",
         "sftp://me@host/a.jsonl",
+        "http://[::1]:80/a@2.jsonl",
+        "http://[::1]/a@2.jsonl",
         "Write to https://host/a or to me:you@host?",
     ],
 )
@@ -102,6 +113,8 @@ RATING = {"question": "Who?", "answer": "she", "right": True}
 DOORS: dict[str, Callable[[Path], Any]] = {
     "params file": lambda folder: params(folder, f"questions: {{test: '{ADDRESS}'}}"),
     "list in a params file": lambda folder: params(folder, f"questions: {{test: ['{ADDRESS}']}}"),
+    "section's name": lambda folder: params(folder, f"'{ADDRESS}': 3"),
+    "key's name": lambda folder: params(folder, f"run: {{'{ADDRESS}': 3}}"),
     "presets": lambda folder: params(folder, f"presets: ['{ADDRESS}']"),
     "setting": lambda folder: params(folder, "{}", f"retriever.init={ADDRESS}"),
     "escaped setting": lambda folder: params(folder, "{}", f'retriever.init="{IN_YAML}"'),
@@ -118,6 +131,8 @@ DOORS: dict[str, Callable[[Path], Any]] = {
         "e",
         None,
     ),
+    "judged document": lambda folder: question(folder, relevant={ADDRESS: 1}),
+    "query": lambda folder: [*read_queries(written(folder, "queries.jsonl", {"_id": "1", "text": ADDRESS}))],
     "question": lambda folder: question(folder, question=f"Is it {ADDRESS}?"),
     "answer": lambda folder: question(folder, answers=["no", ADDRESS]),
     "id of a question": lambda folder: question(folder, id=ADDRESS),
@@ -139,6 +154,13 @@ def test_every_door_refuses_an_address_with_credentials(
     assert SECRET not in str(refused.value)
 
 
+@pytest.mark.parametrize("text", [f"documents: {ADDRESS} : x: y", f'documents: "{ADDRESS}\\q"', f"[{ADDRESS}"])
+def test_an_error_of_yaml_has_no_quotation(text: str) -> None:
+    with pytest.raises(ValueError, match=r"here: .*line 1, column") as refused:
+        parse_yaml(text, "here")
+    assert SECRET not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -151,6 +173,7 @@ def test_every_door_refuses_an_address_with_credentials(
         ("compare", "first", ADDRESS),
         ("submit", "--argument", f"model={ADDRESS}"),
         ("serve", "--host", ADDRESS),
+        (ADDRESS,),
     ],
     ids=lambda words: words[0],
 )
@@ -179,6 +202,8 @@ def test_an_error_of_yaml_shows_no_credentials() -> None:
         ("GET 'https://host/a?b=s3'c)re\"t', sent", "GET 'https://host/a', sent"),
         ("('https://me:s3'cre)t\"@host/a',)", "('https://host/a',)"),
         ("see https://host/C#1;sig=s3'cret.", "see https://host/C#1."),
+        ("to http:/me:s3cret@host:5000", "to http:/host:5000"),
+        ("host:5000?token=s3cret", "host:5000"),
         ("/data/C#/x.txt is missing; is it there/here?",) * 2,
         ("Who wrote to a@b? I did.", "Who wrote to a@b? I did."),
         ("models:/first@champion, sqlite:////mlflow.db; is it there?",) * 2,

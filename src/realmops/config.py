@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from realmops.artifacts import MANIFEST, read_json
 from realmops.config_yaml import locate_key, parse_yaml, read_params, read_yaml
-from realmops.credentials import refuse_credentials
+from realmops.credentials import redact, refuse_credentials
 from realmops.options import SECTIONS, Options
 
 PACKAGE = Path(__file__).parent
@@ -47,6 +47,7 @@ def recorded_options(folder: Path) -> Options | None:
 
 
 def _refuse_credentials(source: str | Path, section: str, keys: Mapping[str, Any]) -> None:
+    refuse_credentials([section, *keys], f"{source}: a key")
     for key, value in keys.items():
         if "://" in str(value):
             refuse_credentials(value, f"{locate_key(source, section, key)}: {section}.{key}")
@@ -105,6 +106,6 @@ def preset_path(name: str | Path, params: Path) -> Path:
             return candidate
     names = {p.relative_to(folder).with_suffix("").as_posix() for folder in folders for p in folder.rglob("*.yaml")}
     raise ValueError(
-        f"unknown preset {name!r}: neither a file nor one of the presets {', '.join(sorted(names))} of realmops and "
-        f"{folders[0]}"
+        f"unknown preset {redact(str(name))!r}: neither a file nor one of the presets {', '.join(sorted(names))} of "
+        f"realmops and {folders[0]}"
     )

@@ -16,7 +16,7 @@ def _parser() -> Any:
 
 def parse_yaml(text: str | bytes, source: str | Path) -> Any:
     """Parse YAML without aliases, whose values can grow exponentially; ValueError names the source, in one line."""
-    from ruamel.yaml.error import YAMLError
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
     from ruamel.yaml.events import AliasEvent
 
     try:
@@ -24,10 +24,14 @@ def parse_yaml(text: str | bytes, source: str | Path) -> Any:
             raise ValueError("an alias (*name) is not allowed; write the value out")
         return _parser().load(text)
     except (ValueError, YAMLError, RecursionError) as error:
-        problem = (
-            " ".join(str(error).split()).replace('in "<unicode string>", ', "").replace('in "<byte string>", ', "")
-        )
-        raise ValueError(f"{source}: {redact(problem.partition(' To suppress this check')[0])}") from None
+        parts = [str(error)]
+        if isinstance(error, MarkedYAMLError):  # without its quotation of the file
+            marks = [
+                mark and f"line {mark.line + 1}, column {mark.column + 1}"
+                for mark in (error.context_mark, error.problem_mark)
+            ]
+            parts = [part for part in (error.context, marks[0], error.problem, marks[1]) if part]
+        raise ValueError(f"{source}: {redact(' '.join(', '.join(parts).split()))}") from None
 
 
 def read_yaml(path: Path) -> dict[str, dict[str, Any]]:
@@ -57,6 +61,7 @@ def _read(path: Path) -> Any:
 def _sections(values: Any, path: Path) -> dict[str, dict[str, Any]]:
     wrong = [n for n, v in values.items() if not isinstance(v, dict | None)] if isinstance(values, dict) else ["this"]
     if wrong:
+        refuse_credentials(wrong, str(path))
         form = "expected sections with keys, for example 'run:' followed by '  seed: 0'"
         raise ValueError(f"{path}: {wrong[0]} is not a section; {form}")
     return {name: keys or {} for name, keys in values.items()}  # a section may be left empty

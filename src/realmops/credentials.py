@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 WEB = ("http", "https")  # single files, without folders
 VARIABLES = {  # of the environment, or keys of a Secret, by scheme
@@ -12,11 +12,12 @@ VARIABLES = {  # of the environment, or keys of a Secret, by scheme
     "http": "NETRC, the path of a netrc file",
     "postgresql": "PGUSER and PGPASSWORD",
 }
-_ADDRESS = re.compile(r"[a-z][\w+.-]*://\S*", re.IGNORECASE)
-_PARAMETER = re.compile(r"(?:^|[?&;#])([\w.$-]{1,100})=")  # name=value in a query or fragment
+_SCHEME = re.compile(r"[\w+.-]*\Z")
+_PARAMETER = re.compile(r"(?:^|[?&;#])([^=&?;#\s]{1,100})\s*=")  # name=value in a query or fragment
 _SECRET_NAME = re.compile(
-    r"token(?!i)|secret|passw|passphrase|pwd|signature|credential|auth(?!or)|(?:api|access|account|private|shared)[-_]?key"
-    r"|^(?:sig|key|code|pass|jwt)$",
+    r"token(?!i)|secret|passw|passphrase|pwd|signature|credential|auth(?!or(?!i))"
+    r"|(?:api|app|access|account|private|shared|subscription)[-_.]?key"
+    r"|^(?:key|code)$|(?:^|[^a-z])(?:sig|pass|pw|jwt|bearer|ticket)(?:[^a-z]|$)",
     re.IGNORECASE,
 )
 _CLOSING = "'\")]}>,;.:"  # characters after an address in a text
@@ -32,9 +33,8 @@ def refuse_credentials(value: object, place: str, variables: str = "") -> None:
     ``place`` names its option or file, ``variables`` where credentials belong, by default those of the scheme.
     """
     for text in _texts(value):
-        for address in (*_ADDRESS.findall(text), *text.split("::")):  # in a sentence; of chained filesystems
-            if _has_credentials(address):
-                scheme = address.partition("://")[0].lower()
+        for scheme, rest in _addresses(text):
+            if _has_credentials(scheme, rest):
                 shown = redact(place.replace(text, f"{scheme}://..."))
                 names = variables or variables_of(scheme) or "the variables of its client"
                 raise ValueError(
@@ -52,15 +52,22 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(part)
 
 
-def _has_credentials(address: str) -> bool:
-    rest = unquote(address.partition("://")[2])
-    try:
-        parts = urlsplit(unquote(address))
-        has_password = parts.password is not None or (parts.port or 0) < 0
-        is_token = parts.scheme in WEB and parts.username is not None
-    except ValueError:  # a password with a slash or bracket: its first part is read as a port or host
-        has_password, is_token = "@" in rest, False
-    return has_password or is_token or _find_secret(rest) >= 0
+def _addresses(text: str) -> Iterator[tuple[str, str]]:
+    """Yield scheme and rest of each address, also in a sentence, in another address or of chained filesystems."""
+    before, *pieces = text.split("://")
+    for piece in pieces:
+        scheme = _SCHEME.findall(before[-40:])[0]
+        is_whole = before.rpartition("::")[2] == scheme  # then a password may have blanks
+        yield scheme.lower(), piece if is_whole else piece.partition(" ")[0]
+        before = piece
+
+
+def _has_credentials(scheme: str, rest: str) -> bool:
+    authority = unquote(re.split("[/?#]", rest, maxsplit=1)[0])  # as encoded: a password may have %2F
+    user, at, host = authority.rpartition("@")
+    _, colon, port = host.rpartition(":")
+    is_cut = colon and "@" in rest and not (port.isdigit() or port.endswith("]"))  # a password with a slash, no port
+    return bool((at and (":" in user or scheme in WEB)) or is_cut or _find_secret(unquote(rest)) >= 0)
 
 
 def _find_secret(text: str) -> int:
@@ -81,14 +88,15 @@ def redact(text: str) -> str:
 def _redact_word(word: str) -> str:
     """Redact a word without blanks in linear time, as an error may hold whole pages of a server."""
     before, at, host = word.rpartition("@")
-    start = before.find("//")
-    if at and start >= 0:
-        word = before[: start + 2] + host
+    scheme = re.search("//|[a-z]:/(?=[^/].*:)", before)
+    if at and scheme:
+        word = before[: scheme.end()] + host
     elif at:  # a URI without //: name:password@host, perhaps after a bracket or a quotation mark
         name, colon, password = before.partition(":")
         first = max(map(name.rfind, "'\"(=")) + 1
         if name[first:] and "/" not in name[first:] and colon and password[:1] not in ("", "/"):
             word = name[:first] + host
     path, end = word.find("/"), len(word.rstrip(_CLOSING))
-    starts = [start for start in (word.find("?", path), _find_secret(word)) if 0 <= path < start < end - 1]
+    query = word.find("?", path) if path >= 0 else -1
+    starts = [start for start in (query, _find_secret(word)) if 0 < start < end - 1]
     return word[: min(starts)] + word[end:] if starts else word

@@ -28,13 +28,6 @@ LONG = *HEADINGS["Serve"], *HEADINGS["Compare"], "run", "reader", "import", "clo
 class ExplainedCommand(click.Command):
     """A command that prints the lines it returns, and reports an error that users can fix as one message."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse arguments after each is checked for credentials, which errors would print."""
-        with exit_on_user_error():
-            for argument in args:
-                refuse_credentials(argument, f"the argument {argument}")
-        return super().parse_args(ctx, args)
-
     def invoke(self, ctx: click.Context) -> None:
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # by __main__.py, before the imports
             signal.signal(signal.SIGINT, handle_interrupt)
@@ -50,6 +43,13 @@ class ExplainedCommands(click.Group):
     """A group of ``ExplainedCommand``, listed in its help under ``HEADINGS``."""
 
     command_class = ExplainedCommand
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse arguments after each is checked for credentials, which errors would print."""
+        with exit_on_user_error():
+            for argument in args:
+                refuse_credentials(argument, f"the argument {argument}")
+        return super().parse_args(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, self.commands))

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from realmops.credentials import refuse_credentials
 from realmops.questions.question_files import read_columns
 from realmops.questions.question_forms import QuestionRecord
 from realmops.readers.beir import ENDINGS, ID, beir_file
@@ -44,6 +45,7 @@ def has_queries(path: Path) -> bool:
 
 def read_queries(path: Path) -> Iterator[QuestionRecord]:
     for place, record in read_json_lines(path):
+        refuse_credentials(record, f"{place}: the query")
         query = check_id(require_key(record, ID, place), place)
         yield QuestionRecord(place, query, check_text(require_key(record, "text", place), "text", place), [])
 

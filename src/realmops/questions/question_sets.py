@@ -166,7 +166,8 @@ def to_json_line(question: Question) -> bytes:
 
 def _question(record: QuestionRecord, copies: Counter[str], asked: bool = False) -> Question:
     place = record.place
-    refuse_credentials([record.id, record.question, record.answers, record.passage_id], f"{place}: the question")
+    texts = [record.id, record.question, record.answers, record.passage_id, record.relevant, record.not_in]
+    refuse_credentials(texts, f"{place}: the question")
     text = check_text(record.question, "question", place).strip()
     identifier = None if record.id is None else check_id(record.id, place)
     if not text:
