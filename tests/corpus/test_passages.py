@@ -62,6 +62,7 @@ def test_each_row_of_a_table_is_a_sentence() -> None:
     [
         ("北京是中华人民共和国的首都位于华北平原。", "zh", True),
         ("Dr. Smith met him at 5 p.m.\u00a0in Oslo. ", "en", True),
+        ('He said: "It is late. We must go to bed." ', "en", True),
         ("“a ", "en", False),  # one sentence
         ("ab\n", "en", False),
         ("a", "en", False),

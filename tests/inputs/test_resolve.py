@@ -101,7 +101,7 @@ def test_an_input_is_named_as_at_its_address(address: str, name: str) -> None:
         ("https://host/documents/", "names no file"),
         ("s3://", "names no file"),
         ("s3://bucket/..", "names no file"),
-        ("simplecache::http://host/a.txt", "has '::', by which fsspec chains.* or download"),
+        ("simplecache::http://host/a.txt", "chains filesystems .*; download it"),
     ],
 )
 def test_an_address_without_a_name_or_of_chained_filesystems_is_refused(address: str, problem: str) -> None:

@@ -75,33 +75,31 @@ def _pieces(text: str, language: str) -> Iterator[str]:
     sentencex loses paragraphs of long texts and joins rows of tables, so each is segmented alone. It panics at a
     no-break space between a capital and a full stop, so non-ASCII whitespace is replaced.
     """
-    paragraphs = (_ROWS if "\t" in text else _PARAGRAPHS).split(text)
-    for paragraph in itertools.chain.from_iterable(_segments(paragraph, language) for paragraph in paragraphs):
-        plain = _SPACES.sub(" ", paragraph)
-        end = 0
-        for sentence in sentencex.segment(language, plain):
-            start = plain.find(sentence, end)
-            if start < 0:
-                break
-            if start > end:
-                yield paragraph[end:start]
-            end = start + len(sentence)
-            yield paragraph[start:end]
-        if end < len(paragraph):
-            yield paragraph[end:]
+    for paragraph in (_ROWS if "\t" in text else _PARAGRAPHS).split(text):
+        for segment in _segments(paragraph, language):
+            borders = [0, *itertools.chain(*_sentence_bounds(segment, language)), len(segment)]
+            yield from (segment[start:end] for start, end in itertools.pairwise(borders))
 
 
 def _segments(paragraph: str, language: str) -> Iterator[str]:
-    """Yield a paragraph, or the segments of a long one, cut before a sentence, else after a blank."""
-    start = 0
-    while len(paragraph) - start > _SEGMENT:
-        plain = _SPACES.sub(" ", paragraph[start : start + _SEGMENT])
-        last = ["", *sentencex.segment(language, plain)][-1]
-        ends = plain.rfind(last), max(map(plain.rfind, " \n")) + 1, _SEGMENT
-        end = next(end for end in ends if end > _SEGMENT // 2)
-        yield paragraph[start : start + end]
-        start += end
-    yield paragraph[start:]
+    """Yield a paragraph, a long one in segments, cut before a sentence with enough text after it, else at a blank."""
+    begin = 0
+    while len(paragraph) - begin > _SEGMENT:
+        text = paragraph[begin : begin + _SEGMENT]
+        starts = [start for start, _ in _sentence_bounds(text, language) if _SEGMENT // 2 < start < _SEGMENT * 9 // 10]
+        end = max(starts, default=text.replace("\n", " ").rfind(" ", _SEGMENT // 2) + 1) or _SEGMENT
+        yield text[:end]
+        begin += end
+    yield paragraph[begin:]
+
+
+def _sentence_bounds(text: str, language: str) -> Iterator[tuple[int, int]]:
+    plain, end = _SPACES.sub(" ", text), 0
+    for sentence in sentencex.segment(language, plain):
+        if (start := plain.find(sentence, end)) < 0:
+            return
+        end = start + len(sentence)
+        yield start, end
 
 
 def pack_sentences(lengths: Sequence[int], title_length: int, block_wordpieces: int) -> Iterator[tuple[int, int]]:

@@ -31,10 +31,7 @@ def name_of(address: str) -> str:
     """Return the name of the file or folder at an address; ValueError if it is refused."""
     refuse_credentials(address, "the input")
     if "::" in address:
-        raise ValueError(
-            f"{address} has '::', by which fsspec chains filesystems: changes of its content could be missed; write "
-            "the address of the server alone, or download the content and write its path"
-        )
+        raise ValueError(f"{address} chains filesystems ('::'): changes could be missed; download it, and set its path")
     scheme, _, path = address.partition("://")
     path = unquote(urlsplit(address).path) if scheme in WEB else path
     name = PurePosixPath(path.rstrip("/")).name
