@@ -239,7 +239,7 @@ def test_fewer_than_twenty_questions_of_people_give_no_calibration(project: Path
     root = project / "root"
     with_generated(project, "dev", MIN_CALIBRATION - 1)
     report, [tuned, measured] = run(project, "finetune", "evaluate")
-    assert [line for line in report.said if "no calibration: questions.dev has 19 questions of people" in line]
+    assert [line for line in report.said if "no calibration: questions of people in questions.dev: 19;" in line]
     assert not (root / f"models/finetune/{FILE}").exists()
     assert [name for name in tuned if name.startswith("dev_")] == ["dev_em", "dev_f1"]
     assert any("not calibrated on dev questions" in line for line in report.said)

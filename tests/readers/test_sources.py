@@ -158,9 +158,7 @@ def test_stage_counts_and_names_unread_files_and_pages_without_text(tmp_path: Pa
     assert counts == {kind: [*KINDS.values()].count(kind) for kind in KINDS.values()}
     assert (metrics["documents"], metrics["rejected"], metrics["omitted_page_without_text"]) == (211, 1, 2)
     [warning] = [warning for warning in report.warned if "could not be read" in warning]
-    assert warning.startswith(
-        f"{len(KINDS)} files of corpus could not be read and are left out: 2 broken_pdf (3.pdf, 5a"
-    )
+    assert warning.startswith("files of corpus could not be read and are left out: 2 broken_pdf (3.pdf, 5a")
     assert REJECTS in warning
     [warning] = [warning for warning in report.warned if "page without text" in warning]
     assert warning.startswith("left out of 1 of 211 documents of corpus: page without text 2 (z.pdf: 3, 4); ")

@@ -99,7 +99,7 @@ def test_killed_in_each_of_its_parts_it_ends_with_the_same_bytes(
     assert (metrics["passages_with_questions"], metrics["questions_with_evidence"]) == (6, 6)
     [said] = [line for line in report.said if line.startswith("finetune: f(x, z) = ")]
     counts = f"its weight next to the span score is {metrics['weight_reading']:g}"
-    assert said.endswith(f"fitted on 20 dev questions of people; {counts}")
+    assert said.endswith(f"fitted on dev questions of people (20); {counts}")
     expected, lines = files(project), small_project.journal(project / "root/models/finetune")
     assert ["retriever_loss" in line for line in lines] == [True] * 6 + [False] * 6
     assert ["span_accuracy" in line for line in lines] == [False] * 6 + [True] * 6

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from realmops.answering.answer import InvalidRequest
+from realmops.answering.confidence import TOO_FEW_RIGHT
 from realmops.answering.opened_model import Query
 from realmops.answering.record import Record
 from realmops.commands.open_model import open_model
@@ -32,7 +33,8 @@ def ask(
     elif opened.confidence and not opened.confidence.holds_all:
         log(f"ask: p is the probability that an answer is right, {opened.confidence.description}")
     else:
-        log("ask: the model was not calibrated on enough questions of people: a score ranks answers, no probability")
+        reason = TOO_FEW_RIGHT if opened.confidence else "the model was not calibrated on enough questions of people"
+        log(f"ask: {reason}: a score ranks answers, no probability")
     yield from first[: len(queries)]
     for query in queries[1:]:
         yield from opened.answer([query])

@@ -111,6 +111,7 @@ def card(
         opened=opened,
         retriever=retriever,
         similarity=similarity(retriever),
+        trained=publication.trained,
         init={None: "unknown", "small": "an encoder from scratch"}.get(init, _without_folders(init)),
         blanks=blanks,
         inputs=json.dumps({name: _ONNX[name] for name in _ONNX if name in inputs}),

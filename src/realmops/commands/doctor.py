@@ -54,7 +54,7 @@ def _device() -> Iterator[str]:
     from realmops.devices import resolve_device, resolve_precision
 
     device = resolve_device("auto")
-    name = f"CPU with {torch.get_num_threads()} threads"
+    name = f"CPU, threads: {torch.get_num_threads()}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     yield f"device: {device.type} ({name}), precision {str(resolve_precision('auto', device)).removeprefix('torch.')}"

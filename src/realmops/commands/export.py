@@ -109,7 +109,8 @@ def _write(folder: Path, format: str, opened: OpenedModel, publication: Publicat
             shutil.copytree(source, out, dirs_exist_ok=True)
         (out / CARD).write_text(text, encoding="utf-8")
         artifacts.write_manifest(out, KIND, format=format, realmops=__version__, **opened.about)
-    yield f"{folder}: {format} of {len(model.snapshot)} passages, {retriever.query.description}"
+    count = f" of {len(model.snapshot)} passages" if format == "parquet" else ""
+    yield f"{folder}: {format}{count}, {retriever.query.description}"
     yield from notes
 
 

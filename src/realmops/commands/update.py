@@ -158,7 +158,7 @@ def _read_corpus(task: _Task, documents: Path) -> Snapshot:
         earlier=old.folder,
         **{**old.manifest["settings"], "casing": old.casing},
     )
-    warn_of_rejects(task.report, "corpus", manifest, final, f"snapshot/corpus/{REJECTS} of the update")
+    warn_of_rejects(task.report, "corpus", manifest, final, f"{task.root / UPDATES}/*/snapshot/corpus/{REJECTS}")
     warn_of_omitted(task.report, "corpus", manifest, f"snapshot/corpus/{SOURCES} of the update")
     artifacts.write_json(final.parent / METRICS, {"vocabulary": len(old.vocabulary), **snapshot_counts(manifest)})
     return Snapshot.open(final)

@@ -116,10 +116,11 @@ def _open_qa(
             bar = job.report.progress("dev questions again", len(held_out))
             answers = model.answer(held_out, ranked=5, progress=bar)
         metrics |= {f"weight_{name}": value for name, value in asdict(retriever.mixture).items()}
+        count = sum(not question.is_generated for question in held_out)
+        fitted = f"fitted on dev questions of people ({count})" if count else "fixed: all dev questions are generated"
         job.report.log(
             f"finetune: f(x, z) = {retriever.mixture.dense:g} * embedding score + {retriever.mixture.lexical:g} * BM25 "
-            f"/ maximum BM25, fitted on {sum(not q.is_generated for q in held_out)} dev questions of people; its "
-            f"weight next to the span score is {weight:g}"
+            f"/ maximum BM25, {fitted}; its weight next to the span score is {weight:g}"
         )
     losses = {
         name: JournalValues(job.journal).mean(name, last=50) for name in ("span_loss", "early_loss", "no_correct_span")
@@ -218,7 +219,7 @@ def _describe(confidence: Confidence | None, figures: Mapping[str, float], quest
     """Return a sentence on the threshold and the dev questions of people above it."""
     if confidence is None:
         return (
-            f"no calibration: questions.dev has {questions} questions of people; answers have a score, but no "
+            f"no calibration: questions of people in questions.dev: {questions}; answers have a score, but no "
             "probability of being right, and are shown below the passages; set questions.dev to at least "
             f"{MIN_CALIBRATION} questions of people"
         )

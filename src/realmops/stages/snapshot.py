@@ -117,10 +117,7 @@ def warn_of_rejects(report: Report, name: str, manifest: dict[str, Any], folder:
                 names[file["kind"]].append(Path(file["place"]).name)
         kinds = sorted(unread, key=lambda kind: (-unread[kind], kind))
         summary = "; ".join(f"{unread[kind]} {kind} ({', '.join(names[kind])})" for kind in kinds)
-        report.warn(
-            f"{sum(unread.values())} files of {name} could not be read and are left out: {summary}. "
-            f"{where} has the reasons"
-        )
+        report.warn(f"files of {name} could not be read and are left out: {summary}. {where} has the reasons")
 
 
 def warn_of_omitted(report: Report, name: str, manifest: dict[str, Any], where: str) -> None:

@@ -25,7 +25,8 @@ def add_documents(project: Project, documents: Path) -> int:
     read, problems, languages = _read(files)
     if not read:
         raise ValueError("\n  ".join([f"{documents}: no document can be read:", *problems[:SHOWN]]))
-    project.lines.append(f"documents: {len(read)} of {min(len(files), FILES)} files read: {', '.join(read[:SHOWN])}")
+    count = min(len(files), FILES)
+    project.lines.append(f"documents: {len(read)} of a sample of {count} files read: {', '.join(read[:SHOWN])}")
     project.lines += [f"documents: {problem}" for problem in problems[:SHOWN]]
     project.lines += _set_language(project, languages)
     project.put("snapshot.documents", path_in_params(project, documents))
