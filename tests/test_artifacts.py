@@ -119,7 +119,9 @@ def test_json_files_read_back_and_damage_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     name = os.fsdecode(b"\xff")  # of a file
     write_json(path, {"b": ["é", name], "a": [1, None]})
-    assert read_json(path) == json.loads(canonical_json(read_json(path))) == {"b": ["é", name], "a": [1, None]}
+    assert read_json(path) == {"b": ["é", name], "a": [1, None]}
+    with pytest.raises(UnicodeEncodeError):
+        canonical_json(name)
     assert path.read_bytes().endswith(b"\n")
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(path, float("inf"))

@@ -85,11 +85,12 @@ def digest_cache() -> Path:
 
 def canonical_json(value: Any) -> bytes:
     """Encode a value as the same bytes for equal values: sorted keys, no spaces, no NaN."""
-    return _CANONICAL.encode(value).encode(errors="backslashreplace")  # JSON's form of a file name that is not UTF-8
+    return _CANONICAL.encode(value).encode()
 
 
 def digest_of(value: Any) -> str:
-    return hashlib.sha256(canonical_json(value)).hexdigest()
+    """Return the sha256 of canonical JSON, which has file names that are not UTF-8 in JSON's escapes."""
+    return hashlib.sha256(_CANONICAL.encode(value).encode(errors="backslashreplace")).hexdigest()
 
 
 def has_valid_digest(value: Mapping[str, Any]) -> bool:
