@@ -23,6 +23,7 @@ from realmops.files import DISK, Files
 
 SCHEMA = 4
 PROMOTED = "promoted"  # kind of a promoted model's manifest, and the subfolder of a run with promoted models
+UPDATE = "update"  # kind of an update's manifest
 WORK_FOLDER = ".realmops"  # folder below a root for unfinished work, locks and the local MLflow database
 MANIFEST = "manifest.json"
 STAGE_FOLDERS = {  # outputs, relative to the root of the run

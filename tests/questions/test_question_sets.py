@@ -142,8 +142,8 @@ def test_questions_without_answers_are_returned_separately(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("fields", [{}, {"answers": []}], ids=["missing", "empty"])
 def test_asked_questions_need_no_answers_but_those_of_training_do(fields: dict[str, Any], tmp_path: Path) -> None:
-    file, asked = write(tmp_path / "asked.jsonl", {"question": "why?", **fields}), list[Question]()
-    assert not read_questions([file], unanswerable=asked, asked=True)
+    file = write(tmp_path / "asked.jsonl", {"question": "why?", **fields})
+    asked = read_questions([file], asked=True)
     assert asked == read_search_questions(file)
     assert [(question.question, question.answers) for question in asked] == [("why?", ())]
     with pytest.raises(ValueError, match=r"'answers' .or 'answer'. is missing|no questions with answers found"):

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realmops import artifacts
-from realmops.artifacts import STAGE_FOLDERS
+from realmops.artifacts import STAGE_FOLDERS, UPDATE
 from realmops.model.reader_files import model_files
 
-UPDATE = "update"  # kind of an update's manifest
 UPDATES = "updates"  # folder of the updates, below the root of a run
 RESULTS = "results"  # folder of the answers, below that of an update
 

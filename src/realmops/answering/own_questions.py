@@ -6,7 +6,6 @@ import os
 import shlex
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,8 +71,7 @@ def save_labels(path: Path, new: Sequence[Label], *, only_newer: bool = False) -
     """
     make_folder(path.absolute().parent)
     with open(path.with_name(f".{path.name}.lock"), "ab") as lock:  # several processes may label at a time
-        with suppress(OSError):  # a volume without locks
-            wait_for_lock(lock)
+        wait_for_lock(lock)
         existing = read_labels(path)
         times = {key: line.get("time", math.inf) for key, line in existing.items()}
         chosen = [n for n in new if not only_newer or n.time > times.get(text_key(n.question), -math.inf)]

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from itertools import islice
-from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,15 @@ Record = dict[str, Any]
 TOP_PASSAGES = 3  # shown before an answer that is held back
 _PREVIEW = 240  # characters shown of a passage
 _CONTEXT = 60  # characters shown on either side of a quotation
+
+
+def preview(text: str, limit: int) -> str:
+    """Return a text of at most ``limit`` characters, cut at a blank, or anywhere in scripts without blanks."""
+    text = " ".join(text.split())
+    if len(text) <= limit:
+        return text
+    words = text[: limit - 1].rpartition(" ")[0]
+    return f"{words if 2 * len(words) > limit else text[: limit - 2]} …"
 
 
 def answer_record(
@@ -137,7 +145,7 @@ def format_record(record: Record) -> list[str]:
 
 
 def _passage_lines(record: Record) -> list[str]:
-    texts = ((passage, shorten(passage["text"], _PREVIEW, placeholder=" …")) for passage in record["passages"])
+    texts = ((passage, preview(passage["text"], _PREVIEW)) for passage in record["passages"])
     return [line for passage, text in islice(texts, TOP_PASSAGES) for line in _source_lines(passage, text)]
 
 

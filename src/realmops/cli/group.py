@@ -22,7 +22,10 @@ HEADINGS = {
 }
 ONE_QUESTION = ("search", "ask")  # commands that end after an answer, unless they read a file
 # Commands that import PyTorch, or wait for MLflow: they log a line at once
-LONG = *HEADINGS["Serve"], *HEADINGS["Compare"], "run", "reader", "import", "cloze", "explain", "ceilings"
+LONG = (
+    *("run", "reader", "import", "cloze", "explain", "ceilings", "search", "ask", "serve", "mcp"),
+    *("update", "export", "ablate", "promote"),
+)
 
 
 class ExplainedCommand(click.Command):

@@ -86,9 +86,10 @@ def scaled_builders(
     stage = STAGES["pretrain"]
     inputs = stage_inputs(stage, options, root, root)
     # another corpus or other options need a separate exchange
-    exchange = root / "exchange" / fingerprint(stage, options, inputs)[:16]
+    key = fingerprint(stage, options, inputs)
+    exchange = root / "exchange" / key[:16]
     options = options.replace({"pretrain.builder": "external", "pretrain.exchange": str(exchange)})
-    if up_to_date_metrics(root / stage.folder, stage, fingerprint(stage, options, inputs)) is not None:
+    if up_to_date_metrics(root / stage.folder, stage, key) is not None:
         yield options
         return
     assignment, stop = assignment_path(root), threading.Event()

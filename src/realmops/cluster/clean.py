@@ -12,8 +12,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from realmops import artifacts
-from realmops.answering.corpus_states import UPDATE
-from realmops.artifacts import MANIFEST, PROMOTED, WORK_FOLDER
+from realmops.artifacts import MANIFEST, PROMOTED, UPDATE, WORK_FOLDER
 from realmops.cluster.task_context import MARK
 from realmops.stages import STAGES
 from realmops.stages.runner import stage_lock

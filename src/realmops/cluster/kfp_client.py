@@ -149,11 +149,8 @@ class KfpClient:
         """Return the runs of some versions of a pipeline, of which the first is the oldest."""
         since = (versions[0].created_at - timedelta(minutes=1)).isoformat()  # no run is older than its version
         recent = self.runs(operation="GREATER_THAN_EQUALS", key="created_at", timestampValue=since)
-        found, ids = (
-            [(run, run.pipeline_version_reference) for run in recent],
-            {one.pipeline_version_id for one in versions},
-        )
-        return [run for run, of in found if of and of.pipeline_version_id in ids]
+        ids = {version.pipeline_version_id for version in versions}
+        return [run for run in recent if (of := run.pipeline_version_reference) and of.pipeline_version_id in ids]
 
     def run(self, run_id: str) -> Any:
         return self.call(self._runs.run_service_get_run, run_id=run_id)

@@ -3,7 +3,6 @@
 Argo stores about forty copies; above 1 MiB of workflow state Kubeflow Pipelines 2.17.0 omits the run's last tasks.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -11,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from realmops import config
-from realmops.artifacts import canonical_json
+from realmops.artifacts import canonical_json, digest_of
 from realmops.credentials import refuse_credentials
 from realmops.inputs.resolve import PinnedInput
 from realmops.options import Options
@@ -51,4 +50,4 @@ def packed_pins(text: str) -> dict[str, PinnedInput]:
 
 
 def _digest() -> str:
-    return hashlib.sha256(canonical_json(Options().model_dump())).hexdigest()[:8]
+    return digest_of(Options().model_dump())[:8]

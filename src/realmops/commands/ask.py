@@ -9,7 +9,7 @@ from realmops.answering.opened_model import Query
 from realmops.answering.record import Record
 from realmops.commands.open_model import open_model
 from realmops.evaluate.exact_match import is_exact_match
-from realmops.questions.question_sets import Question, assign_languages, read_questions, rows_of_people
+from realmops.questions.question_sets import assign_languages, read_questions, rows_of_people
 
 
 def ask(
@@ -20,8 +20,7 @@ def ask(
     A question of the file that the model cannot take has a record with ``error``; one of ``questions`` raises at once.
     """
     queries = [Query(text) for text in questions]
-    unanswerable: list[Question] = []
-    from_file = [] if file is None else read_questions([file], unanswerable=unanswerable, asked=True)
+    from_file = [] if file is None else read_questions([file], asked=True)
     if not queries and file is None:
         raise ValueError("no questions: give QUESTION, or --from with a file that has some")
     opened = open_model(root, model)
@@ -38,8 +37,10 @@ def ask(
     yield from first[: len(queries)]
     for query in queries[1:]:
         yield from opened.answer([query])
-    people, correct, abstained = rows_of_people(from_file), 0, 0
-    for question in assign_languages([*from_file, *unanswerable], opened.model.snapshot.common_languages):
+    answerable = [question for question in from_file if question.answers or question.relevant]
+    people, unanswerable = rows_of_people(answerable), len(from_file) - len(answerable)
+    correct = abstained = 0
+    for question in assign_languages(from_file, opened.model.snapshot.common_languages):
         query = Query(question.question, question.not_in)
         try:
             opened.check(query)
@@ -55,4 +56,4 @@ def ask(
     if people and opened.model.gives_answers:
         log(f"exact match {correct / len(people):.3f}: {correct} of {len(people)} questions of {file} are correct")
     if unanswerable and opened.model.gives_answers:
-        log(f"ask: {abstained} of {len(unanswerable)} questions without answers in {file} are abstained from")
+        log(f"ask: {abstained} of {unanswerable} questions without answers in {file} are abstained from")

@@ -3,7 +3,6 @@
 import itertools
 import json
 import shutil
-import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from realmops import artifacts
-from realmops.answering.corpus_states import RESULTS, UPDATE, UPDATES, CorpusState, model_digest, pipeline_state, states
-from realmops.artifacts import WORK_FOLDER
+from realmops.answering.corpus_states import RESULTS, UPDATES, CorpusState, model_digest, pipeline_state, states
+from realmops.answering.record import preview
+from realmops.artifacts import UPDATE, WORK_FOLDER
 from realmops.config import parse_sections
 from realmops.corpus.snapshot_reader import PLACES, REJECTS, SOURCES, TEXTS, Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
@@ -119,7 +119,7 @@ def _publish(task: _Task, new: Snapshot) -> Path:
 def _checked_states(options: Options, project: Path, root: Path) -> tuple[CorpusState, CorpusState]:
     for name in ("snapshot", "finetune", "evaluate"):
         manifest = artifacts.read_manifest(root / STAGES[name].folder, name)
-    tuning = parse_sections((str(root), manifest["sections"])).finetune
+    tuning = parse_sections((str(root / STAGES["evaluate"].folder), manifest["sections"])).finetune
     if not tuning.reads_passages:
         raise ValueError(
             f"finetune.reader is {tuning.reader}, which reads no passages of a new corpus; fine-tune with another"
@@ -241,7 +241,7 @@ def changes_table(folder: Path, limit: int = _SHOWN) -> FigureTable:
         for change in map(json.loads, itertools.islice(file, limit)):
             before, after = change["before"], change["after"]
             answers = (f"{side['answer'] or '(none)'}{' ✓' if side['right'] else ''}" for side in (before, after))
-            evidence = textwrap.shorten(f"{after['title']}: {after['evidence']}", _EVIDENCE_CHARACTERS, placeholder="…")
+            evidence = preview(f"{after['title']}: {after['evidence']}", _EVIDENCE_CHARACTERS)
             rows.append((change["question"], *answers, evidence))
     title = f"Answers that changed (the first {len(rows)}; all: {folder / CHANGES})"
     return FigureTable(title, ("question", "before", "after", "evidence after"), [rows], are_numbers=False)

@@ -131,7 +131,7 @@ class ExtractiveReader(nn.Module):
 
     def freeze_unseen_biases(self) -> None:
         """Freeze biases that add the same to all scores of a softmax, whose gradients are rounding errors."""
-        encoder = Encoder(self.model.base_model, packs=False)  # freezes biases of keys
+        encoder = Encoder(self.model.base_model, packs=False)  # for its output biases
         for bias in (self.head.bias, *encoder.output_biases):
             bias.requires_grad_(False)
 

@@ -74,7 +74,7 @@ class Question:
 def read_questions(
     paths: Sequence[Path], *, format: str = AUTO, unanswerable: list[Question] | None = None, asked: bool = False
 ) -> list[Question]:
-    """Read the questions of files that have answers, in order; ``unanswerable`` gets others, enough if ``asked``."""
+    """Read the questions of files that have answers, or all if ``asked``, in order; ``unanswerable`` gets others."""
     places: dict[str, str] = {}
     copies: Counter[str] = Counter()
     questions = []
@@ -86,11 +86,11 @@ def read_questions(
                     f"{record.place}: the id {question.id!r} was used at {places[question.id]}; ids must be unique"
                 )
             places[question.id] = record.place
-            if question.answers or question.relevant:
+            if question.answers or question.relevant or asked:
                 questions.append(question)
             elif unanswerable is not None:
                 unanswerable.append(question)
-    if not questions and not (asked and unanswerable):
+    if not questions:
         names = ", ".join(map(str, paths)) or "no file was given"
         raise ValueError(
             f"no questions with answers found ({names}): "
@@ -111,8 +111,7 @@ def read_judged_questions(folder: Path) -> dict[str, list[Question]]:
 def read_search_questions(path: Path) -> list[Question]:
     """Return the questions of a file to search for, also in the form of BEIR's queries.jsonl."""
     if not has_queries(path):
-        unanswerable: list[Question] = []
-        return read_questions([path], unanswerable=unanswerable, asked=True) + unanswerable
+        return read_questions([path], asked=True)
     return [Question(record.id, record.question, ()) for record in read_queries(path) if record.question.strip()]
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from realmops import __version__
-from realmops.answering.answer import QUESTION_LIMIT, InvalidRequest
+from realmops.answering.answer import InvalidRequest
+from realmops.answering.feedback import Text
 from realmops.artifacts import read_manifest
 from realmops.progress import Report
 from realmops.serve import BODY_LIMIT, WAITING
@@ -27,7 +28,6 @@ INSTRUCTIONS = (
     "document and character offsets: cite them."
 )
 PASSAGES = 20  # per call
-Text = Annotated[str, Field(max_length=QUESTION_LIMIT)]
 
 
 def build_mcp_server(open_tools: Callable[[], Tools]) -> MCPServer[Any]:
@@ -41,19 +41,20 @@ def build_mcp_server(open_tools: Callable[[], Tools]) -> MCPServer[Any]:
     except ImportError:
         raise ValueError("the MCP SDK is not installed: pip install 'realmops[mcp]'") from None
 
-    thread, waiting = ThreadPoolExecutor(1), list[str]()
+    thread, waiting = ThreadPoolExecutor(1), 0
     opened = thread.submit(open_tools)
 
     async def call(tool: str, *arguments: Any) -> Any:
-        if len(waiting) >= WAITING:
+        nonlocal waiting
+        if waiting >= WAITING:
             raise ToolError(f"too many pending calls: at most {WAITING} are allowed; retry later")
-        waiting.append(tool)
+        waiting += 1
         try:
             return await asyncio.wrap_future(thread.submit(lambda: opened.result()[tool](*arguments)))
         except InvalidRequest as error:  # the SDK hides the text of other errors
             raise ToolError(str(error)) from None
         finally:
-            waiting.remove(tool)
+            waiting -= 1
 
     class Server(MCPServer[Any]):
         async def list_tools(self) -> list[Tool]:

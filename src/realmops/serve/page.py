@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
-from textwrap import shorten
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -23,7 +22,7 @@ from markupsafe import Markup
 from realmops.answering.answer import QUESTION_LIMIT
 from realmops.answering.opened_model import Query
 from realmops.answering.passage_search import StemsByLanguage, highlights, stem_query
-from realmops.answering.record import TOP_PASSAGES, Record, always_abstains, searches
+from realmops.answering.record import TOP_PASSAGES, Record, always_abstains, preview, searches
 from realmops.corpus.languages import detect_language
 from realmops.evaluate.report_page import STYLE
 from realmops.serve import QUESTIONS_LIMIT
@@ -186,8 +185,8 @@ async def _answered(request: Request, question: str, without: Sequence[str]) -> 
 
 
 def _preview(passage: Record) -> str:
-    preview = shorten(passage["text"], PREVIEW, placeholder=" …")
-    return f"{passage['title']}: {preview}" if passage["title"] else preview
+    text = preview(passage["text"], PREVIEW)
+    return f"{passage['title']}: {text}" if passage["title"] else text
 
 
 def _answer_view(record: Record, without: Sequence[str], stems: StemsByLanguage) -> AnswerView:

@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
@@ -42,7 +43,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP until SIGTERM or SIGINT, then finish the accepted requests.
 
-    ``port`` 0 is a free one, ``token`` None needs no authentication; a newer model is polled for ``every`` seconds.
+    ``port`` 0 is a free one, ``token`` None needs no authentication; a newer one is looked up every ``every`` seconds.
     """
     import uvicorn
 
@@ -97,8 +98,14 @@ def serve(
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address, family=family)
-    except OSError as error:
-        raise ValueError(f"--host {host} --port {port}: {error.strerror or error}; use another one") from None
+    """Return a bound socket that does not listen yet: clients are refused while the model is opened."""
+    with ExitStack() as unused:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            bound = unused.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError as error:
+            raise ValueError(f"--host {host} --port {port}: {error.strerror or error}; use another one") from None
+        unused.pop_all()
+        return bound

@@ -150,11 +150,10 @@ def _answers(evaluation: Evaluation) -> dict[str, Any]:
         note = generated_note({**metrics, "questions": len(questions)})
         job.report.log(f"evaluate: {' '.join(note)}")
     tuning, named = recorded_options(job.inputs["finetune"]), job.section(QuestionFiles).train
-    trained_on = tuning.questions.train if tuning else named
-    if trained_on != named:
+    if tuning and tuning.questions.train != named:
         job.report.warn(
-            f"questions.train is {named}, but the model was fine-tuned with questions.train={trained_on}; evaluate "
-            "with the --set, --preset and --params of the training"
+            f"questions.train is {named}, but the model was fine-tuned with questions.train="
+            f"{tuning.questions.train}; evaluate with the --set, --preset and --params of the training"
         )
     training = load_questions(job, evaluation.snapshot, "train")
     trained = {question.question for question in training}

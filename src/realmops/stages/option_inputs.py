@@ -1,4 +1,4 @@
-"""Which options name inputs, and which of their values a stage makes."""
+"""Options that name inputs, and which of their values a stage makes."""
 
 from __future__ import annotations
 

@@ -98,7 +98,8 @@ def _run_locked(
     stage: Stage, options: Options, presets: Sequence[str], project: Path, root: Path, report: Report, force: bool
 ) -> dict[str, Any]:
     name = stage.name
-    sections = stage_options(stage, resolve_models(options, project))
+    resolved = resolve_models(options, project)
+    sections = stage_options(stage, resolved)
     inputs = stage_inputs(stage, options, project, root)
     key = fingerprint(stage, options, inputs)
     final = root / stage.folder
@@ -128,10 +129,10 @@ def _run_locked(
         origin: dict[str, Any] = {"sections": fingerprint_options(stage, options.model_dump()), "presets": [*presets]}
         if image_commit():
             origin["code"] = image_commit()
-        if names := _hub_models(resolve_models(options, project), inputs):
+        if names := _hub_models(resolved, inputs):
             origin["hub"] = names
         if _uses_torch(stage, options):
-            origin |= _machine(options, work)
+            origin |= artifacts.read_json(work / MACHINE)
         artifacts.write_manifest(out, name, fingerprint=key, **origin)
         if tracker is not None:
             figures = {f"final/{name}.{key}": value for key, value in metrics.items()}

@@ -64,7 +64,7 @@ class IndexSource(Protocol):
 
 @dataclass(frozen=True)
 class RefreshSchedule:
-    """When weights are published and their index is adopted, by the options of a pre-training."""
+    """Schedule of publishing weights and adopting their index, by the options of a pre-training."""
 
     options: Pretrain
 
