@@ -79,12 +79,13 @@ def test_the_digest_of_a_large_file_is_remembered_until_it_may_have_changed(
 def test_verify_reads_every_file_of_a_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(artifacts, "_SETTLED_NS", -1)
-    with pytest.raises(ValueError, match=r"has no manifest.json; name the folder of a run with --root"):
+    with pytest.raises(ValueError, match=r"has no manifest.json of a stage; name the folder of a run with --root"):
         artifacts.verify_manifests(tmp_path)
     for name in ("a", "b"):
         (folder := tmp_path / "root" / name).mkdir(parents=True)
         (folder / "large").write_bytes(name.encode() * artifacts.REMEMBERED_SIZE)
         write_manifest(folder, name)
+    write_json(tmp_path / "root" / "manifest.json", {"name": "of another program"})
     assert artifacts.verify_manifests(tmp_path / "root") == 2
     original = sha256_file(folder / "large")
     (folder / "large").write_bytes(b"c" * artifacts.REMEMBERED_SIZE)

@@ -319,12 +319,13 @@ def read_manifest(folder: Path, kind: str, *, verify: bool = True, reread: bool 
 
 
 def verify_manifests(root: Path) -> int:
-    folders = [path.parent for path in sorted(root.rglob(MANIFEST)) if WORK_FOLDER not in path.relative_to(root).parts]
-    if not folders:
-        raise ValueError(f"{root} has no {MANIFEST}; name the folder of a run with --root")
-    manifests = [read_json(folder / MANIFEST) for folder in folders]
-    kinds = [str(manifest.get("kind")) if isinstance(manifest, dict) else "" for manifest in manifests]
-    return sum(len(read_manifest(*pair, reread=True)["files"]) for pair in zip(folders, kinds, strict=True))
+    """Compare the files of a run with their manifests and return their number; those of other programs are skipped."""
+    paths = [path for path in sorted(root.rglob(MANIFEST)) if WORK_FOLDER not in path.relative_to(root).parts]
+    contents = [(path.parent, read_json(path)) for path in paths]
+    own = [(folder, found) for folder, found in contents if isinstance(found, dict) and "kind" in found]
+    if not own:
+        raise ValueError(f"{root} has no {MANIFEST} of a stage; name the folder of a run with --root")
+    return sum(len(read_manifest(folder, str(found["kind"]), reread=True)["files"]) for folder, found in own)
 
 
 def read_bound_manifest(

@@ -23,7 +23,7 @@ TYPES = {  # by suffix; xberg would guess another type from the content
     "fb2": "application/x-fictionbook+xml",
     "rst": "text/prs.fallenstein.rst",
     "vtt": "text/vtt",
-    "srt": "text/vtt",
+    "srt": "",
 }
 SHEETS = ("ods", "xls")
 _NOTE = re.compile(r"^(\[\^[^\]\n]+\]):\s+", re.MULTILINE)  # Markdown without this extension takes it for a link
@@ -31,18 +31,23 @@ _ROLE = re.compile(r":[A-Za-z][\w:+.-]{0,40}:`[~!]?([^`<]{1,200}?)(?:\s{0,9}<[^`
 _DIRECTIVE = re.compile(r"^([ \t]*)\.\.[ \t]+([A-Za-z][\w:+.-]*)::[ \t]*(.*)(?:\n[ \t]+:[\w-]+:.*)*", re.MULTILINE)
 _BLOCKS, _TABLES = ("code", "code-block", "math", "parsed-literal", "sourcecode"), ("csv-table", "list-table")
 _FILES = ("contents", "figure", "image", "include", "literalinclude", "raw", "toctree")
-_SUBTITLE_TIME = re.compile(rb"(\d\d:\d\d:\d\d),(\d{3})")
+_ENCODED = ("adoc", "org", "rst", "vtt")  # as our text files; xberg guesses other encodings
+_CUE = re.compile(  # a cue's number and times, in the spellings of players, or a tag
+    r"^(?:\d+[ \t]*\n)?[ \t]*\d[\d:., \t]*-{1,2}>[ \t]*\d.*$|</?(?:[bisu]|font\b[^<>]{0,99})>", re.MULTILINE
+)
 
 
 def read_other(kind: str, data: bytes) -> Contents:
     """Return the contents of a file of one of ``TYPES``; each sheet of a workbook is a page."""
     import xberg
 
-    if kind == "srt":
-        data = b"WEBVTT\n\n" + _SUBTITLE_TIME.sub(rb"\1.\2", data)
     omitted: Counter[str] = Counter()
-    if kind == "rst":
-        data = _plain_rst(decode_text(data, is_html=False), omitted).encode()
+    if kind == "srt":  # not as WebVTT, whose cues end at an empty line
+        blocks = _CUE.sub("", decode_text(data, is_html=False)).split("\n\n")
+        return Contents("", [PARAGRAPH.join(" ".join(block.split()) for block in blocks)], omitted)
+    if kind in _ENCODED:
+        text = decode_text(data, is_html=False)
+        data = (_plain_rst(text, omitted) if kind == "rst" else text).encode()
     source = xberg.ExtractInput(kind="bytes", bytes=data, mime_type=TYPES[kind])
     config = xberg.ExtractionConfig(output_format="markdown", disable_ocr=True, use_cache=False)
     [document] = asyncio.run(xberg.extract(source, config)).results
