@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
+from realmops.git import git
 from realmops.hub import HUB
 from realmops.inputs.addresses import InputError, copy_address, is_address, name_of, version_of
 from realmops.inputs.dvc_project import is_tracked, pull, pull_content
@@ -23,7 +23,6 @@ from realmops.readers.walk import walk_files
 
 CACHE_VARIABLE = "REALMOPS_CACHE"
 KIND = "input"  # manifest kind of a cache entry
-GIT_SECONDS = 10.0  # timeout of git
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")  # OWNER/NAME
 PARTIAL = ".partial-"  # prefix of a folder with what a killed process has fetched
 
@@ -85,11 +84,7 @@ def check_hub_name(value: str, project: Path) -> None:
 
 def _is_ignored(value: str, project: Path) -> bool:
     """Return whether git ignores a folder, which need not exist, and not the whole project."""
-    command = ["git", "-C", str(project), "check-ignore", "--quiet", "--"]
-    with suppress(OSError, subprocess.SubprocessError):  # no git
-        runs = [subprocess.run([*command, p], capture_output=True, timeout=GIT_SECONDS) for p in (f"{value}/", "./")]
-        return [run.returncode for run in runs] == [0, 1]
-    return False
+    return bool(git(project, "check-ignore", "--", f"{value}/")) and not git(project, "check-ignore", "--", "./")
 
 
 def resolve(value: str, project: Path, cache: Path, report: Report, pinned: PinnedInput | None = None) -> ResolvedInput:

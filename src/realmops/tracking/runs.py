@@ -16,6 +16,7 @@ from realmops.artifacts import MANIFEST, WORK_FOLDER, digest_of, make_folder, re
 from realmops.credentials import error_line
 from realmops.evaluate.predictions import PREDICTIONS
 from realmops.evaluate.recall import zero_shot_recall
+from realmops.git import git
 from realmops.journal import Journal
 from realmops.options import Options
 from realmops.tracking.client import is_local, python_process
@@ -228,14 +229,6 @@ def provenance_tags(project: Path, *, corpus_hash: str, params_hash: str) -> dic
 
 def git_commit(project: Path) -> str | None:
     """Return the checked-out commit, with ``-dirty`` if tracked files other than dvc.lock differ from it."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(project), *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
-
-    try:
-        commit = git("rev-parse", "HEAD")
-        changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)dvc.lock")
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return f"{commit}-dirty" if changes else commit
+    commit = git(project, "rev-parse", "HEAD")
+    changes = git(project, "status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)dvc.lock")
+    return f"{commit}-dirty" if commit and changes else commit
