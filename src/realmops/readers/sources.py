@@ -28,8 +28,7 @@ _UNSUPPORTED = {  # by first bytes
     b"<doc ": "it begins with <doc, like text extracted from a Wikipedia dump; name the dump itself (.xml.bz2)",
     b"WARC/": "it is a web archive, which is not read; extract its pages as HTML files, for example with warcio",
 }
-for _start, _name in ((b"PK\x03\x04", "zip"), (b"Rar!\x1a\x07", "rar"), (b"7z\xbc\xaf\x27\x1c", "7z")):
-    _UNSUPPORTED[_start] = f"it is a {_name} archive, which is not read; unpack it into the folder of documents"
+_ARCHIVES = {b"PK\x03\x04": "zip", b"Rar!\x1a\x07": "rar", b"7z\xbc\xaf\x27\x1c": "7z"}  # unless a suffix is known
 _UNKNOWN = "unknown format (checked: suffix and first bytes)"
 _LOCKS = ("~$", ".~lock.")  # first characters of the names of lock files
 _KIND = re.compile(r"[a-z0-9]{1,10}")  # suffixes under which files without a known format are counted
@@ -125,6 +124,8 @@ def _require_format(path: Path, name: str | None) -> str:
 
 def _unsupported_problem(path: Path) -> str:
     first = _first_bytes(path)
+    if archive := next((name for start, name in _ARCHIVES.items() if first.startswith(start)), ""):
+        return f"it is a {archive} archive, which is not read; unpack it into the folder of documents"
     return next((problem for start, problem in _UNSUPPORTED.items() if first.startswith(start)), _UNKNOWN)
 
 
