@@ -1,20 +1,15 @@
-"""Word, PowerPoint and Excel files: the text that a person sees, and counts of what is left out.
+"""Word and PowerPoint files: the text that a person sees, and counts of what is left out.
 
 Equations are read as their characters, charts as a table of their values, diagrams as their paragraphs.
 """
 
 import re
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from datetime import date, datetime, time
 from functools import partial
 from io import BytesIO
-from itertools import zip_longest
 from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile
-
-from lxml.etree import iterparse
 
 from realmops.readers.containers import parse_page, parse_xml, read_mime
 from realmops.readers.contents import (
@@ -22,12 +17,10 @@ from realmops.readers.contents import (
     PARAGRAPH,
     WORD,
     Contents,
-    check_remaining,
     format_table,
     is_hidden,
     open_package,
 )
-from realmops.readers.documents import LINE_LIMIT
 from realmops.readers.html import flow_text
 
 _OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006"
@@ -41,7 +34,6 @@ _RELATION = f"{{{_OFFICE}/relationships}}"
 _PICTURE = "{http://schemas.openxmlformats.org/drawingml/2006/picture}"
 _OLD_DRAWING, _OLD_OFFICE = "{urn:schemas-microsoft-com:vml}", "{urn:schemas-microsoft-com:office:office}"
 _FALLBACK = "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"
-_SHEET_DRAWING = "{http://schemas.openxmlformats.org/drawingml/2006/spreadsheetDrawing}"
 
 _DROPPED = (_FALLBACK, f"{WORD}del", f"{WORD}moveFrom", f"{WORD}rt")
 _ELEMENT_TEXT = {"tab": "\t", "ptab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}
@@ -59,12 +51,8 @@ _FORMATS = b"application/vnd.openxmlformats-officedocument"
 _KNOWN_TYPES = {b"word": _FORMATS + b".wordprocessingml.document.main+xml"}
 _KNOWN_TYPES |= dict.fromkeys((b"powerpoint", b"presentation"), _FORMATS + b".presentationml.presentation.main+xml")
 
-_COLUMNS = 1 << 14  # of a sheet
-_WITHOUT_VALUE = re.compile(rb"(?:</(?:\w+:)?f>|<(?:\w+:)?f\b[^<>]*/>)\s*+(?:<v\s*+/>|<v>\s*+</v>)?+\s*+</(?:\w+:)?c>")
-_LINK = re.compile(r'=\s*HYPERLINK\s*\(\s*"(?:[^"]|"")*"\s*(?:[,;]\s*"((?:[^"]|"")*)"\s*)?\)', re.IGNORECASE)
 
-
-def _open_office(data: bytes) -> tuple[BytesIO, ZipFile]:
+def open_office(data: bytes) -> tuple[BytesIO, ZipFile]:
     """Open an Office file within the limits; names of Strict, macros and templates become those that libraries know."""
     package = open_package(data)
     names = package.namelist()
@@ -97,7 +85,7 @@ def read_docx(data: bytes) -> Contents:
     """Return the contents of a Word file as one page: the body, then footnotes and endnotes."""
     import docx
 
-    return _read_word(docx.Document(_open_office(data)[0]), 0)
+    return _read_word(docx.Document(open_office(data)[0]), 0)
 
 
 def _read_word(document: Any, depth: int) -> Contents:
@@ -122,7 +110,7 @@ def read_pptx(data: bytes) -> Contents:
     """Return the contents of a PowerPoint file: each slide with its notes is a page."""
     import pptx
 
-    slides = pptx.Presentation(_open_office(data)[0])
+    slides = pptx.Presentation(open_office(data)[0])
     omitted: Counter[str] = Counter()
 
     def texts() -> Iterator[str]:
@@ -227,7 +215,7 @@ def _read_chunk(part: Any, depth: int) -> Contents | None:
     if kind in ("message/rfc822", "multipart/related", "application/x-mimearchive"):
         return read_mime(data)
     if "wordprocessingml" in kind and depth < _CHUNK_DEPTH:
-        return _read_word(docx.Document(_open_office(data)[0]), depth + 1)
+        return _read_word(docx.Document(open_office(data)[0]), depth + 1)
     return None
 
 
@@ -255,91 +243,3 @@ def _format_number(text: str) -> str:
         return f"{float(text):.15g}"
     except ValueError:
         return text
-
-
-def read_xlsx(data: bytes) -> Contents:
-    """Return the contents of an Excel file: each sheet is a page."""
-    import openpyxl
-
-    file, package = _open_office(data)
-    sheets = [name for name in package.namelist() if name.startswith("xl/worksheets/") and name.endswith(".xml")]
-    has_gaps = any(_WITHOUT_VALUE.search(package.read(name)) for name in sheets)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # openpyxl warns of parts without text
-        book = openpyxl.load_workbook(file, read_only=True, data_only=True)
-        formulas = openpyxl.load_workbook(file, read_only=True) if has_gaps else None
-    omitted: Counter[str] = Counter()
-    for name in package.namelist():
-        if name.startswith("xl/drawings/") and name.endswith(".xml"):
-            _count_drawing(package.read(name), omitted)
-        elif re.fullmatch(r"xl/(?:comments\w*|threadedComments/\w+)\.xml", name):
-            omitted["comment"] += len(re.findall(rb"<(?:\w+:)?(?:comment|threadedComment)\b", package.read(name)))
-        omitted["embedded object"] += name.startswith("xl/embeddings/")
-    return Contents(book.properties.title or "", _sheets(package, book, formulas, omitted), omitted)
-
-
-def _count_drawing(data: bytes, omitted: Counter[str]) -> None:
-    root = parse_xml(data)
-    omitted["image"] += sum(1 for _ in root.iter(f"{_SHEET_DRAWING}pic"))
-    omitted["chart"] += sum(1 for _ in root.iter(f"{_CHART}chart", f"{_CHART_2014}chart"))
-    boxes = root.iter(f"{_SHEET_DRAWING}sp")
-    omitted["text box"] += sum(any(node.text for node in box.iter(f"{_DRAWING}t")) for box in boxes)
-
-
-def _sheets(package: ZipFile, book: Any, formulas: Any, omitted: Counter[str]) -> Iterator[str]:
-    """Yield each sheet's name and rows, counted before they are joined: many cells may share one long string."""
-    name = next(name for name in package.namelist() if name.endswith("workbook.xml"))
-    hidden_sheets = {node.get("name") for node in parse_xml(package.read(name)).iter("{*}sheet") if is_hidden(node)}
-    remaining = LINE_LIMIT
-
-    def rows(sheet: Any, sheet_formulas: Any) -> Iterator[list[str]]:
-        nonlocal remaining
-        sheet.reset_dimensions()  # the declared dimensions may be wrong
-        of_formulas: Iterator[Any] = iter(())
-        if sheet_formulas is not None:
-            sheet_formulas.reset_dimensions()
-            of_formulas = sheet_formulas.iter_rows()
-        hidden = _hidden_lines(package.read(sheet._worksheet_path))
-        for index, (row, formula_row) in enumerate(zip_longest(sheet.iter_rows(), of_formulas, fillvalue=()), start=1):
-            texts = [_format_cell(cell.value) for cell in row]
-            for column, (cell, formula) in enumerate(zip(row, formula_row, strict=False)):
-                if cell.value is None and cell.data_type == "n" and formula.data_type == "f":
-                    link = _LINK.fullmatch(str(formula.value))
-                    texts[column] = (link[1] or "").replace('""', '"') if link else ""
-                    omitted["formula without value"] += not texts[column]
-            remaining -= sum(map(len, texts))
-            check_remaining(remaining)
-            shown = [text for column, text in enumerate(texts, 1) if {index, -column}.isdisjoint(hidden)]
-            omitted[HIDDEN] += sum(map(len, texts)) > sum(map(len, shown))
-            yield shown
-
-    for sheet, sheet_formulas in zip_longest(book.worksheets, formulas.worksheets if formulas else ()):
-        omitted[HIDDEN] += sheet.title in hidden_sheets
-        table = "" if sheet.title in hidden_sheets else format_table(rows(sheet, sheet_formulas))
-        yield table and PARAGRAPH.join([sheet.title, table])
-
-
-def _hidden_lines(data: bytes) -> set[int]:
-    """Return the numbers of the hidden rows of a sheet, and those of its hidden columns as negative numbers."""
-    hidden: set[int] = set()
-    if b"hidden=" in data:
-        for _, node in iterparse(BytesIO(data), tag=("{*}row", "{*}col")):
-            if is_hidden(node) and node.tag.endswith("row"):
-                hidden.add(int(node.get("r", 0)))
-            elif is_hidden(node):
-                hidden.update(range(-min(int(node.get("max")), _COLUMNS), 1 - int(node.get("min"))))
-            node.clear()
-    return hidden
-
-
-def _format_cell(value: Any) -> str:
-    match value:
-        case None:
-            return ""
-        case datetime() if value.time() == time():
-            return value.date().isoformat()
-        case date() | time():
-            return value.isoformat()
-        case float() if value.is_integer():
-            return str(int(value))
-    return str(value)

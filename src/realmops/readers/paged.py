@@ -27,10 +27,11 @@ from realmops.readers.documents import (
     parse_document,
     printable_path,
 )
-from realmops.readers.office import read_docx, read_pptx, read_xlsx
+from realmops.readers.office import read_docx, read_pptx
 from realmops.readers.other import SHEETS, TYPES, read_other
 from realmops.readers.pdf import read_pdf
 from realmops.readers.sandbox import convert_in_child
+from realmops.readers.spreadsheet import read_xlsx
 from realmops.readers.text import TEXT_SUFFIXES, read_text
 
 PDF = "pdf"  # the name of the format
