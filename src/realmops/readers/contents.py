@@ -17,6 +17,9 @@ WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _SLIDE = "{http://schemas.openxmlformats.org/presentationml/2006/main}sld"
 _OFF = ("0", "false", "off")
 _HIDDEN_STYLE = re.compile(r"(?<![\w-])(?:display\s*:\s*none|visibility\s*:\s*hidden)", re.IGNORECASE)
+_POWER = re.compile(r"[-+\u2212\u2013]?(?:\d+(?:[.,/]\d+)*|[^\W\d_])[-+\u2212\u2013]?")
+# 1st, 2e, trade marks, daggers
+_PLAIN_SUPERSCRIPT = re.compile(r"[^\W\d_]{2,}\.?|[aeo\u00aa\u00ba]|[^\w+\u2212\u2013-]+")
 _UNPACKED_LIMIT = 512 << 20  # bytes of an archive with its pictures
 _XML_LIMIT = 64 << 20  # bytes of its XML, which takes about ten times as much memory when parsed
 _XML_SUFFIXES = (".xml", ".rels", ".opf", ".xhtml", ".html", ".htm")
@@ -52,6 +55,20 @@ def is_hidden(node: Any) -> bool:
         mark = node.find(f"{WORD}rPr/{WORD}vanish")
         return mark is not None and mark.get(f"{WORD}val") not in _OFF
     return node.tag not in ("html", "body") and bool(_HIDDEN_STYLE.search(node.get("style", "")))
+
+
+def superscript(before: str, text: str, is_reference: bool) -> str:
+    """Return a superscript as text that follows ``before``: " [3]" for a reference, "^6", "^(n+1)", or plain "th"."""
+    text = " ".join(text.split())
+    last = before[-1:].strip()
+    is_note = text[:1].isdigit() and last in tuple(".,;:!?'\"\u2019\u201d\u00bb")
+    if text.strip("[]() ") and (is_reference or is_note or (text.startswith("[") and text.endswith("]"))):
+        return f"{' ' if last else ''}[{text.strip('[]() ')}]"
+    is_power = last.isalnum() or last in tuple(")]")
+    is_ion = last.isalpha() and text[-1:] in tuple("+-\u2212\u2013")
+    if not is_power or is_ion or not text or _PLAIN_SUPERSCRIPT.fullmatch(text):
+        return text
+    return f"^{text}" if _POWER.fullmatch(text) or text.startswith("(") else f"^({text})"
 
 
 def format_row(cells: Iterable[str]) -> str:
