@@ -60,6 +60,8 @@ def decode_page(data: bytes, declared: str | None) -> str:
     is_utf_16 = encoding.name.startswith("utf-16")
     if wide := _WIDE.get(data[:2]) or (encoding.name if is_utf_16 and b"\0" in data else None):
         return data.decode(wide, errors="replace").removeprefix("\ufeff")
+    if encoding.name == "iso-2022-jp":  # its bytes are ASCII
+        return data.decode(encoding.name, errors="replace")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
