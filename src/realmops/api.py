@@ -45,6 +45,7 @@ class Passage:
     p_z: float | None = None  # p(z|x), of passages of an answer
     p_z_given_y: float | None = None  # p(z|x, y)
     page: int | None = None  # page number, of documents with pages
+    ocr: bool = False  # whether it was read from a scan
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Citation:
     p_z: float | None = None  # p(z|x) of its passage
     p_z_given_y: float | None = None
     page: int | None = None
+    ocr: bool = False
 
 
 @dataclass(frozen=True)

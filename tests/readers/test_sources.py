@@ -100,7 +100,7 @@ UNREAD = {
     "2.zip": (b"PK\x03\x04", "zip"),
     "3.pdf": (b"%PDF-1.4", "broken_pdf"),
     "4.pdf": (pdf("x", password="secret"), "encrypted"),
-    "5.pdf": (pdf("", ""), "no_text"),
+    "5.pdf": (pdf("", ""), "scan"),
     "5a.pdf": (b"", "broken_pdf"),
     "6.csv": (b"name,age\nA,1\n", "broken_csv"),
     "7.json": (b'{\n  "version": 1\n}\n', "json"),
@@ -160,6 +160,8 @@ def test_stage_counts_and_names_unread_files_and_pages_without_text(tmp_path: Pa
     [warning] = [warning for warning in report.warned if "could not be read" in warning]
     assert warning.startswith("files of corpus could not be read and are left out: 2 broken_pdf (3.pdf, 5a")
     assert REJECTS in warning
+    [warning] = [warning for warning in report.warned if "wait for OCR" in warning]
+    assert warning.startswith("of corpus 2 files and 2 pages of others wait for OCR; install tesseract's data")
     [warning] = [warning for warning in report.warned if "page without text" in warning]
     assert warning.startswith("left out of 1 of 211 documents of corpus: page without text 2 (z.pdf: 3, 4); ")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from realmops.answering.answer import InvalidRequest, check_unicode
 from realmops.answering.metadata_filters import Ids, MetadataFilters, Where
-from realmops.answering.record import Record, passage_record
+from realmops.answering.record import Record, format_page, passage_record
 from realmops.answering.retrieval import HYBRID_DEPTH
 from realmops.corpus.languages import ENGLISH, load_languages
 from realmops.corpus.snapshot_reader import Snapshot
@@ -206,10 +206,9 @@ def format_passages(record: Mapping[str, Any]) -> Iterator[str]:
             shown = f"{shown[:low]}[{shown[low:high]}]{shown[high:]}"
         shown = " ".join(shown[first:].split())
         before, after = "… " if first else "", " …" if end < len(text) else ""
-        page = f", page {passage['page']}" if passage.get("page") else ""
         yield f"{number}. {passage['title'] or passage['document_id']}  ({passage['score']:.3g})"
         yield f"   {before}{shown}{after}"
-        yield f"   {passage['uri']}, characters {passage['start']} to {passage['end']}{page}"
+        yield f"   {passage['uri']}, characters {passage['start']} to {passage['end']}{format_page(passage)}"
 
 
 def _best_window(text: str, marks: Sequence[tuple[int, int]]) -> tuple[int, int]:

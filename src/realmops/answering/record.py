@@ -88,6 +88,7 @@ def enclosing_sentence(snapshot: Snapshot, span: Span) -> tuple[int, int]:
 def citation_record(snapshot: Snapshot, passage: int, characters: tuple[int, int]) -> Record:
     first = snapshot.start(passage)
     start, end = characters
+    is_scan = any(snapshot.is_scan(passage, character) for character in (start, end - 1))
     return {
         "uri": snapshot.uri(passage),
         "document_id": snapshot.document_id(passage),
@@ -96,6 +97,7 @@ def citation_record(snapshot: Snapshot, passage: int, characters: tuple[int, int
         "start": first + start,
         "end": first + end,
         "page": snapshot.page(passage, start),
+        **({"ocr": True} if is_scan else {}),
         "quote": snapshot.text(passage)[start:end],
     }
 
@@ -150,12 +152,16 @@ def _passage_lines(record: Record) -> list[str]:
 
 
 def _source_lines(source: Record, text: str) -> list[str]:
-    page = f", page {source['page']}" if source.get("page") else ""
     return [
         f"  {source['title'] or source['document_id']}: {text}",
-        f"    document {source['document_id']}, {source['uri']}{page}, characters {source['start']} to "
+        f"    document {source['document_id']}, {source['uri']}{format_page(source)}, characters {source['start']} to "
         f"{source['end']}, p(z|x) {source['p_z']:.2f}",
     ]
+
+
+def format_page(source: Mapping[str, Any]) -> str:
+    page = f", page {source['page']}" if source.get("page") else ""
+    return f"{page}, read from a scan" if source.get("ocr") else page
 
 
 def _context(text: str, start: int, end: int) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from realmops.artifacts import WORK_FOLDER
 from realmops.refresh.exchange import inspect_exchange
 from realmops.stages import METRICS, STAGES
 from realmops.stages.runner import is_running
+from realmops.stages.snapshot import describe_waiting
 from realmops.tracking.runs import tracking_folder
 from realmops.tracking.sender import unsent_journals
 
@@ -24,6 +25,9 @@ def diagnose(root: Path, exchange: Path | None) -> Iterator[str]:
     yield "stages:"
     for stage in STAGES.values():
         yield f"  {stage.name}: {_state(root, stage.name)}"
+    metrics = root / STAGES["snapshot"].folder / METRICS
+    if metrics.is_file() and (sentence := describe_waiting(artifacts.read_json(metrics))):
+        yield f"documents: {sentence}"
     for journal in unsent_journals(tracking_folder(root)):
         yield f"MLflow: {journal} is not sent yet; run 'realmops sync' when the server is reachable"
     for_builders = (card.parent for card in (root / "exchange").glob("*/run"))  # created by a Kubeflow pipeline

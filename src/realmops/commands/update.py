@@ -28,6 +28,7 @@ from realmops.options import Options
 from realmops.process import configure_process
 from realmops.progress import Report
 from realmops.questions.question_sets import assign_languages, read_questions, text_key
+from realmops.readers.ocr import find_data
 from realmops.readers.sources import list_sources
 from realmops.search import bm25
 from realmops.search.bm25_writer import write_bm25
@@ -145,7 +146,7 @@ def _checked_states(options: Options, project: Path, root: Path) -> tuple[Corpus
 def _read_corpus(task: _Task, documents: Path) -> Snapshot:
     old, final = task.old, task.work / "snapshot" / "corpus"
     options = task.options.snapshot
-    files = list_sources(documents, options.format)
+    files = list_sources(documents, options.format, find_data(options.ocr, options.language))
     final.mkdir(parents=True)
     manifest = write_snapshot(
         files,

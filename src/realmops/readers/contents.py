@@ -43,6 +43,7 @@ class Contents:
     pages: Iterable[str]  # the text of each page, read while it is iterated
     # What was left out of the pages that have been iterated, by kind
     omitted: Counter[str] = field(default_factory=Counter)
+    scans: list[int] = field(default_factory=list)  # numbers, from 1, of those pages that were read by OCR
 
 
 def is_hidden(node: Any) -> bool:

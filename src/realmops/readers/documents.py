@@ -19,8 +19,8 @@ LINE_LIMIT = 16 << 20  # bytes of a line, characters of a text
 _BOM = b"\xef\xbb\xbf"
 _RECORD_SEPARATOR = b"\x1e"
 _MAX_DIGITS = 4000  # of an integer; Python refuses a few more
-PAGE_WITHOUT_TEXT = "page without text"  # kind of ``Document.omitted``: a scan
-PAGES = "realmops_pages"  # column of a passage: [page, its first character in the passage]
+PAGE_WITHOUT_TEXT = "page without text"  # kind of ``Document.omitted``: a scan that waits for OCR
+PAGES = "realmops_pages"  # column of a passage: [page, its first character in the passage, 1 if it was read by OCR]
 _MAX_PROBLEM = 300  # characters of a library's message, which may quote the whole text
 RESERVED_KEYS = {"title", "text", "id", "spans", PAGES}
 T = TypeVar("T")
@@ -37,6 +37,7 @@ class Document:
     place: str  # file and line or record, for messages
     extra: str = ""  # the record's other columns as a canonical JSON object, "" if there are none
     pages: tuple[int, ...] = ()  # character offsets in ``text`` at which pages begin
+    scans: tuple[int, ...] = ()  # numbers, from 1, of the pages that were read by OCR
     # What the reader left out of the record, as (kind, count), for example ("image", 2)
     omitted: tuple[tuple[str, int], ...] = ()
 
@@ -52,6 +53,7 @@ class RawRecord:
     place: str  # file and line or record, for messages
     data: Any  # bytes, str, a dict of plain values, or the path of a file to be read whole
     position: int  # bytes of the file consumed so far (compressed bytes of a compressed file)
+    ocr: tuple[str, ...] = ()  # files of tesseract's data, which reads pages without text
 
 
 @dataclass(frozen=True, slots=True)

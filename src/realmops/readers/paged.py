@@ -27,14 +27,17 @@ from realmops.readers.documents import (
     parse_document,
     printable_path,
 )
+from realmops.readers.ocr import INSTALL
 from realmops.readers.office import read_docx, read_pptx
 from realmops.readers.other import SHEETS, TYPES, read_other
-from realmops.readers.pdf import read_pdf
+from realmops.readers.pdf import read_image, read_pdf
 from realmops.readers.sandbox import convert_in_child
 from realmops.readers.spreadsheet import read_xlsx
 from realmops.readers.text import TEXT_SUFFIXES, read_text
 
-PDF = "pdf"  # the name of the format
+PDF, IMAGE = "pdf", "image"  # names of the formats that OCR reads
+SCAN = "scan"  # kind of unread files of which all pages wait for OCR
+IMAGES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".webp", ".bmp", ".gif")
 _FILE_LIMIT = 512 << 20  # bytes
 # Titles that programs write instead of a person: defaults, and names of files.
 _PROGRAM_TITLE = re.compile(
@@ -45,8 +48,9 @@ _PROGRAM_TITLE = re.compile(
     r"|.*\.(?:docx?|dvi|eps|indd|odt|pages|pdf|pptx?|ps|qxd|rtf|tex|wpd|xlsx?)",
     re.IGNORECASE,
 )
-_READERS: dict[str, tuple[Callable[[bytes], Contents], str, str]] = {  # reader, the package that it needs, suffixes
+_READERS: dict[str, tuple[Callable[..., Contents], str, str]] = {  # reader, the package that it needs, suffixes
     PDF: (read_pdf, "pypdfium2", ".pdf"),
+    IMAGE: (read_image, "", " ".join(IMAGES)),
     "docx": (read_docx, "docx", ".docx .docm .dotx .dotm"),
     "pptx": (read_pptx, "pptx", ".pptx .pptm .ppsx .ppsm .potx .potm"),
     "xlsx": (read_xlsx, "openpyxl", ".xlsx .xlsm .xltx .xltm"),
@@ -56,13 +60,17 @@ _READERS: dict[str, tuple[Callable[[bytes], Contents], str, str]] = {  # reader,
     **{kind: (partial(read_other, kind), "xberg", f".{kind}") for kind in TYPES},
 }
 TEXT = "text"  # the name of the format; its files may be compressed
-_WITH_PAGES = (PDF, "pptx", "xlsx", *SHEETS)
+_WITH_PAGES = (PDF, IMAGE, "pptx", "xlsx", *SHEETS)
 
 
-def _records(path: Path) -> Iterator[RawRecord | Rejected]:
+def read_file(path: Path, ocr: tuple[str, ...] = ()) -> Iterator[RawRecord | Rejected]:
     with open_raw(path) as file:
         size = os.fstat(file.fileno()).st_size
-    yield RawRecord(str(path), path, size)
+    if ocr or not path.name.lower().endswith(IMAGES):
+        yield RawRecord(str(path), path, size, ocr)
+    else:
+        problem = f"it is a picture, which is read by OCR: {INSTALL}"
+        yield Rejected(str(path), problem, kind=path.suffix[1:].lower())
 
 
 def convert(name: str, raw: RawRecord) -> Outcome:
@@ -74,7 +82,8 @@ def convert(name: str, raw: RawRecord) -> Outcome:
             if os.fstat(file.fileno()).st_size > _FILE_LIMIT:
                 raise UnreadableError("too_large", f"the file is larger than {_FILE_LIMIT >> 20} MiB; split it")
             data = file.read()  # read(n) would allocate n bytes up front, which count against the memory limit
-        contents = _READERS[name][0](data)
+        reader = _READERS[name][0]
+        contents = reader(data, raw.ocr) if name in (PDF, IMAGE) else reader(data)
         title = " ".join(contents.title.replace("\0", "").split())
         if _PROGRAM_TITLE.fullmatch(title):
             title = printable_path(raw.data.stem).replace("_", " ")
@@ -96,22 +105,22 @@ def _join_pages(name: str, contents: Contents, place: str) -> Outcome:
         remaining -= len(page)
         check_remaining(remaining)
     omitted = contents.omitted
-    if name == PDF:
-        omitted[PAGE_WITHOUT_TEXT] = texts.count("")
     if not any(texts):
         counts = ", ".join(f"{kind} {count}" for kind, count in sorted(omitted.items()) if count) or "nothing"
-        problem = f"the file contains no text (left out: {counts}); add text, or run OCR on pictures of text"
-        raise UnreadableError("no_text", problem)
+        problem = f"the file contains no text (left out: {counts}); "
+        if omitted[PAGE_WITHOUT_TEXT]:
+            raise UnreadableError(SCAN, f"{problem}it is read by OCR: {INSTALL}")
+        raise UnreadableError("no_text", f"{problem}add text, or leave it out")
     parts = [text and text + PARAGRAPH for text in texts]
     record = {"title": contents.title, "text": "".join(parts).strip()}
     outcome = parse_document(record, place, dict(sorted(omitted.items())))
     if name in _WITH_PAGES and isinstance(outcome, Document):
-        outcome = replace(outcome, pages=tuple(accumulate(map(len, parts[:-1]), initial=0)))
+        outcome = replace(outcome, pages=tuple(accumulate(map(len, parts[:-1]), initial=0)), scans=(*contents.scans,))
     return outcome
 
 
 FILES = tuple(
-    Format(name, _records, partial(convert_in_child, name), is_document=True, needs=needs, suffixes=(*names.split(),))
+    Format(name, read_file, partial(convert_in_child, name), is_document=True, needs=needs, suffixes=(*names.split(),))
     for name, needs, names in (
         (TEXT, "", " ".join(TEXT_SUFFIXES)),
         *((name, *kind[1:]) for name, kind in _READERS.items()),

@@ -1,13 +1,14 @@
-"""PDF by pypdfium2: the text of each page as printed, with the values of forms."""
+"""PDF by pypdfium2: the text of each page as printed, with the values of forms; pictures of pages by Pillow."""
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from io import BytesIO
 from typing import Any
 
 from realmops.readers.contents import HIDDEN, Contents, UnreadableError, check_remaining
-from realmops.readers.documents import LINE_LIMIT
+from realmops.readers.documents import LINE_LIMIT, PAGE_WITHOUT_TEXT
+from realmops.readers.ocr import SIDE, read_picture
 
 # PDFium writes U+FFFE for a hyphen at a line end, with the line break; other signs than - keep theirs.
 _REMOVED = re.compile("\r(?=\n)|\0|(?P<hyphen>\ufffe|(?<=\\w)[\xad\u2010]\r\n(?=\\w))")
@@ -18,9 +19,11 @@ _LONGEST_WORD = 64  # characters
 _CONJUNCTIONS = {"and", "or", "und", "oder"}  # "pre- and post-war"
 _FIRST_WORDS = {"all", "cross", "half", "self", "well"}  # of English compounds with a hyphen
 _SUFFIX = 3  # characters of the longest ending: selfish, crossing
+_SCALE = 300 / 72  # of pages for OCR, to 300 dots per inch
+_PIXELS = 100_000_000  # of a picture, which then takes 1 GiB
 
 
-def read_pdf(data: bytes) -> Contents:
+def read_pdf(data: bytes, ocr: Sequence[str] = ()) -> Contents:
     import pypdfium2
 
     try:
@@ -30,22 +33,52 @@ def read_pdf(data: bytes) -> Contents:
             raise UnreadableError("encrypted", "the PDF needs a password; save it without one") from None
         raise
     document.init_forms()
-    omitted = Counter({"embedded object": document.count_attachments()})
+    contents = Contents(document.get_metadata_value("Title"), ())
+    contents.omitted["embedded object"] = document.count_attachments()
 
     def texts() -> Iterator[str]:
         with document:
-            printed = [*_pages(document, omitted)]
-            words = _whole_words(printed)
-            for text in printed:
-                yield _REMOVED.sub(lambda match: "-" * _keeps_hyphen(match, words), text)
+            yield from _join_words(_pages(document, ocr, contents))
 
-    return Contents(document.get_metadata_value("Title"), texts(), omitted)
+    contents.pages = texts()
+    return contents
 
 
-def _pages(document: Any, omitted: Counter[str]) -> Iterator[str]:
+def read_image(data: bytes, ocr: Sequence[str]) -> Contents:
+    """Return the text of a picture by OCR, turned as its camera noted; each picture of a TIFF file is a page."""
+    from PIL import Image, ImageOps, ImageSequence
+
+    Image.MAX_IMAGE_PIXELS = None  # the limit is _PIXELS, checked for each page
+    image = Image.open(BytesIO(data))
+    contents = Contents("", ())
+
+    def texts() -> Iterator[str]:
+        for number, frame in enumerate(ImageSequence.Iterator(image), start=1):
+            if frame.width * frame.height > _PIXELS:
+                raise UnreadableError("too_large", f"the picture has more than {_PIXELS:,} pixels; make it smaller")
+            shown = ImageOps.exif_transpose(frame)
+            if shown.has_transparency_data:
+                shown = Image.alpha_composite(Image.new("RGBA", shown.size, "white"), shown.convert("RGBA"))
+            yield read_picture(shown.convert("L"), ocr, number, contents)
+            if image.format != "TIFF":  # one picture, or an animation
+                return
+
+    contents.pages = _join_words(texts())
+    return contents
+
+
+def _join_words(texts: Iterable[str]) -> Iterator[str]:
+    printed = [*texts]
+    words = _whole_words(printed)
+    for text in printed:
+        yield _REMOVED.sub(lambda match: "-" * _keeps_hyphen(match, words), text)
+
+
+def _pages(document: Any, ocr: Sequence[str], contents: Contents) -> Iterator[str]:
     """Yield the text of each page, forms' values and other text of annotations last."""
     import pypdfium2.raw as pdfium
 
+    omitted = contents.omitted
     remaining = LINE_LIMIT
     for number in range(len(document)):
         page = document[number]
@@ -72,6 +105,11 @@ def _pages(document: Any, omitted: Counter[str]) -> Iterator[str]:
             page.close()
             page = document[number]  # the annotations are part of its content now
         text = page.get_textpage().get_text_range()
+        if not text.strip() and ocr:
+            scale = min(_SCALE, SIDE / max(page.get_size()))
+            text = read_picture(page.render(scale=scale, grayscale=True).to_pil(), ocr, number + 1, contents)
+        elif not text.strip():
+            omitted[PAGE_WITHOUT_TEXT] += 1
         remaining -= len(text)
         check_remaining(remaining)
         yield text

@@ -18,6 +18,7 @@ from realmops.readers.documents import Document, Dropped, Outcome, RawRecord, Re
 
 MEMORY_LIMIT = 2 << 30  # bytes of data, in addition to those of a freshly started child
 TIME_LIMIT = 120.0  # seconds of processor time for one file; 64 MiB of a workbook's cells take 12
+PAGE_TIME = 30.0  # more of them for each page that OCR reads, which takes one, or eight in several languages
 _OUTCOMES = {kind.__name__: kind for kind in (Document, Dropped, Rejected)}
 _OUT_OF_MEMORY = 3  # exit status
 _CHILDREN: dict[int, "subprocess.Popen[bytes]"] = {}  # by process: a fork starts its own
@@ -37,7 +38,9 @@ def convert_in_child(name: str, raw: RawRecord) -> Outcome:
         assert child.stdout is not None
         try:
             with suppress(BrokenPipeError):
-                child.stdin.write(json.dumps([name, raw.place, os.fspath(raw.data), raw.position]).encode() + b"\n")
+                child.stdin.write(
+                    json.dumps([name, raw.place, os.fspath(raw.data), raw.position, raw.ocr]).encode() + b"\n"
+                )
                 child.stdin.flush()
             reply = child.stdout.readline()
         except BaseException:  # a late reply would be taken for that of the next file
@@ -49,13 +52,17 @@ def convert_in_child(name: str, raw: RawRecord) -> Outcome:
     if reply:
         kind, fields = json.loads(reply)
         if kind == Document.__name__:
-            fields["pages"] = tuple(fields["pages"])
+            fields |= {key: tuple(fields[key]) for key in ("pages", "scans")}
             fields |= {key: tuple(map(tuple, fields[key])) for key in ("spans", "omitted")}
         outcome: Outcome = _OUTCOMES[kind](**fields)
         return outcome
     memory = f"{MEMORY_LIMIT >> 20:,} MiB of memory"
     if kind := {_OUT_OF_MEMORY: "too_large", -signal.SIGPROF: "too_slow"}.get(child.returncode, ""):
-        limit = memory if kind == "too_large" else f"{TIME_LIMIT:g} s of processor time"
+        limit = (
+            memory
+            if kind == "too_large"
+            else f"{TIME_LIMIT:g} s of processor time, and {PAGE_TIME:g} s for each page read by OCR"
+        )
         return Rejected(raw.place, f"reading the file takes more than {limit}; split it", kind=kind)
     problem = f"the process that read the file ended with exit status {child.returncode}: the file is damaged or"
     problem += f" takes more than {memory}; save it again or split it"
@@ -85,10 +92,10 @@ def run_child(convert: Callable[[str, RawRecord], Outcome], memory: int, seconds
     os.dup2(2, 1)  # output of libraries must not mix with replies
     _limit_memory(memory)
     for request in sys.stdin.buffer:
-        name, place, path, position = json.loads(request)
+        name, place, path, position, ocr = json.loads(request)
         signal.setitimer(signal.ITIMER_PROF, seconds)  # processor time; its signal ends this process
         try:
-            outcome = convert(name, RawRecord(place, Path(path), position))
+            outcome = convert(name, RawRecord(place, Path(path), position, tuple(ocr)))
             reply = json.dumps([type(outcome).__name__, asdict(outcome)]).encode()
         except MemoryError:
             os._exit(_OUT_OF_MEMORY)
@@ -96,6 +103,13 @@ def run_child(convert: Callable[[str, RawRecord], Outcome], memory: int, seconds
         replies.write(reply + b"\n")
         replies.flush()
     os._exit(0)  # a library's threads may abort the interpreter's end
+
+
+def extend_time() -> None:
+    """Give the file that this child process reads ``PAGE_TIME``; do nothing in other processes."""
+    remaining, _ = signal.getitimer(signal.ITIMER_PROF)
+    if remaining:
+        signal.setitimer(signal.ITIMER_PROF, remaining + PAGE_TIME)
 
 
 def _limit_memory(memory: int) -> None:

@@ -3,6 +3,7 @@
 import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from realmops.readers.delimited import CSV
 from realmops.readers.documents import Format, RawRecord, Rejected, parse_json_object
 from realmops.readers.jsonl import JSONL, iter_objects
 from realmops.readers.mediawiki import MEDIAWIKI
-from realmops.readers.paged import FILES
+from realmops.readers.paged import FILES, IMAGE, IMAGES, PDF, read_file
 from realmops.readers.tables import DATASET, PARQUET
 from realmops.readers.walk import walk_files
 
@@ -44,10 +45,11 @@ class Source:
     broken: str = ""  # the kind under which the file is counted if it cannot be read; "" if that ends the stage
 
 
-def list_sources(documents: Path, format: str) -> list[Source]:
+def list_sources(documents: Path, format: str, ocr: tuple[str, ...] = ()) -> list[Source]:
     """List the files of a corpus in sorted order; one of unknown format yields one ``Rejected`` with its kind.
 
     ``documents`` may be ``hf:owner/name[:split]``; ``format`` selects the files of a folder, "auto" detects each one's.
+    ``ocr`` are files of tesseract's data, which reads pictures and pages without text.
     """
     listed = _list_sources(documents, format)
     for source in listed:
@@ -56,7 +58,17 @@ def list_sources(documents: Path, format: str) -> list[Source]:
                 f"{source.path}: reading {source.format.name} needs the package {source.format.needs}; "
                 "pip install 'realmops[documents]', or set the format to read only files of that format"
             )
-    return listed
+    return [_with_ocr(source, ocr) if ocr and source.format.name in (IMAGE, PDF) else source for source in listed]
+
+
+def _with_ocr(source: Source, ocr: tuple[str, ...]) -> Source:
+    return replace(source, format=replace(source.format, records=partial(read_file, ocr=ocr)))
+
+
+def may_need_ocr(documents: Path) -> bool:
+    """Return whether a file or folder may hold scans; the identity of other documents has no tesseract's data."""
+    files = (path for path in walk_files(documents) if path.is_file())
+    return any(path.suffix.lower() in (*IMAGES, ".pdf", "") for path in files)
 
 
 def _list_sources(documents: Path, format: str) -> list[Source]:

@@ -22,7 +22,7 @@ from markupsafe import Markup
 from realmops.answering.answer import QUESTION_LIMIT
 from realmops.answering.opened_model import Query
 from realmops.answering.passage_search import StemsByLanguage, highlights, stem_query
-from realmops.answering.record import TOP_PASSAGES, Record, always_abstains, preview, searches
+from realmops.answering.record import TOP_PASSAGES, Record, always_abstains, format_page, preview, searches
 from realmops.corpus.languages import detect_language
 from realmops.evaluate.report_page import STYLE
 from realmops.serve import QUESTIONS_LIMIT
@@ -205,7 +205,7 @@ def _passages(
         start = end = len(text)
         if citation is not None:
             start, end = citation["start"] - passage["start"], citation["end"] - passage["start"]
-            passage = {**passage, "page": citation["page"]}
+            passage = {**passage, "page": citation["page"], "ocr": citation.get("ocr")}
         without_url = address(record["question"], [*without, passage["passage_id"]])
         yield PassageView(passage, text[:start], text[start:end], text[end:], without_url, stems)
 
@@ -250,7 +250,7 @@ def _templates() -> tuple[Environment, dict[str, str]]:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"percent": percent, "preview": _preview}
+    environment.filters |= {"page": format_page, "percent": percent, "preview": _preview}
     environment.globals |= {
         "icon": ICON,
         "style": Markup(style),

@@ -18,12 +18,15 @@ from realmops.journal import Journal
 from realmops.options import Options, RunOptions
 from realmops.progress import Report, SilentReport
 from realmops.questions.cloze import KIND
+from realmops.readers.ocr import find_data
+from realmops.readers.sources import may_need_ocr
 from realmops.stages import (
     CORPUS,
     INIT,
     JOURNAL,
     MACHINE,
     METRICS,
+    OCR,
     READER_INIT,
     STAGES,
     Job,
@@ -239,7 +242,7 @@ def _uses_torch(stage: Stage, options: Options) -> bool:
 
 
 def stage_inputs(stage: Stage, options: Options, project: Path, root: Path) -> dict[str, Path]:
-    """Return the inputs of a stage: folders of earlier stages, files that its options name, files of the encoder."""
+    """Return the inputs of a stage: earlier stages, files that its options name, tesseract's data, the encoder."""
     inputs: dict[str, Path] = {}
     for need in stage.needs:
         folder = root / STAGES[need].folder
@@ -248,8 +251,12 @@ def stage_inputs(stage: Stage, options: Options, project: Path, root: Path) -> d
             continue
         artifacts.read_manifest(folder, need)
         inputs[need] = folder
-    inputs |= option_files(stage, options, project, root)
+    files = option_files(stage, options, project, root)
+    inputs |= files
     _check_generated_questions(inputs)
+    if stage.reads(OCR) and any(map(may_need_ocr, files.values())):
+        data = find_data(options.snapshot.ocr, options.snapshot.language)
+        inputs |= {f"{OCR}/{Path(file).stem}": Path(file) for file in data}
     options = resolve_models(options, project)
     if stage.reads(INIT):  # the weights under one name may change
         inputs |= {f"{INIT}/{name}": path for name, path in encoder_files(options.retriever.init).items()}
