@@ -17,14 +17,14 @@ CASES = sorted(path for path in FOLDER.iterdir() if path.suffix != ".expected")
 def describe(path: Path) -> str:
     """Return the outcomes of a file's records: documents with their properties, reasons and problems."""
     try:
-        [source] = list_sources(path, "auto")
-        records = list(source.format.records(path))
+        records = [(source, list(source.format.records(source.path))) for source in list_sources(path, "auto")]
     except ValueError as error:
         return f"not read: {str(error).removeprefix(f'{path}: ')}\n"
     parts = []
-    positions = [0, *(raw.position for raw in records if isinstance(raw, RawRecord)), source.size]
-    assert positions == sorted(positions), "progress runs from 0 to the file's size"
-    for raw in records:
+    for source, raws in records:
+        positions = [0, *(raw.position for raw in raws if isinstance(raw, RawRecord)), source.size]
+        assert positions == sorted(positions), "progress runs from 0 to the file's size"
+    for source, raw in ((source, raw) for source, raws in records for raw in raws):
         outcome = source.format.convert(raw) if isinstance(raw, RawRecord) else raw
         place = outcome.place.removeprefix(str(path)).lstrip(":")
         match outcome:

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from paged_files import docx, pdf, pptx, xlsx
 from small_project import Quiet, stage, write_project
 from small_world import build_snapshot
 
+from realmops import compressed
 from realmops.answering.record import citation_record
 from realmops.artifacts import sha256_file
 from realmops.config import load_params
@@ -97,7 +99,7 @@ MIXED = {
 }
 UNREAD = {
     "1.png": (b"\x89PNG", "png"),
-    "2.zip": (b"PK\x03\x04", "zip"),
+    "2.zip": (b"PK\x03\x04", "broken_archive"),
     "3.pdf": (b"%PDF-1.4", "broken_pdf"),
     "4.pdf": (pdf("x", password="secret"), "encrypted"),
     "5.pdf": (pdf("", ""), "scan"),
@@ -185,6 +187,20 @@ def test_truncated_file_ends_the_stage_whatever_share_may_be_broken(tmp_path: Pa
     assert not (tmp_path / "snapshot").exists()
 
 
+def test_members_of_an_archive_are_files_up_to_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed, "MAX_MEMBERS", 2)
+    monkeypatch.setattr(compressed, "_MAX_UNPACKED", 1000)
+    (tmp_path / "in").mkdir()
+    for name, sizes in (("a.zip", [5, 5, 5]), ("b.zip", [5, 2000])):
+        with zipfile.ZipFile(tmp_path / "in" / name, "w") as archive:
+            for number, size in enumerate(sizes):
+                archive.writestr(f"{number}.txt", f"{name} {number} {'word ' * size}")
+    snapshot = build_snapshot(tmp_path, tmp_path / "in")
+    assert {snapshot.uri(p) for p in range(len(snapshot))} == {"a.zip/0.txt", "a.zip/1.txt", "b.zip/0.txt"}
+    unread = [(Path(one["place"]).name, one["kind"]) for one in read_rejects(snapshot.folder, unread=True)]
+    assert unread == [("a.zip", "too_large"), ("b.zip", "too_large")]
+
+
 def test_stage_ends_where_no_file_can_be_read(tmp_path: Path) -> None:
     write(tmp_path / "in" / "1.png", b"x")
     write(tmp_path / "in" / "2.pdf", pdf("x", password="secret"))
@@ -202,7 +218,7 @@ def test_unlistable_folder_is_counted_as_unread(tmp_path: Path) -> None:
         assert isinstance(rejected, Rejected)
         assert (rejected.kind, rejected.problem) == (
             "folder",
-            "it is a folder; cannot be listed; check its permissions",
+            "it is a folder that cannot be listed; check its permissions",
         )
 
 

@@ -3,7 +3,6 @@
 A worker receives the path of a file, so that large files are not all in memory at once; nothing is unpacked to disk.
 """
 
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,7 +10,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
-from realmops.compressed import open_raw
+from realmops.compressed import file_size, open_raw
 from realmops.credentials import error_line
 from realmops.readers.containers import read_eml, read_epub, read_ipynb
 from realmops.readers.contents import PARAGRAPH, Contents, UnreadableError, check_remaining
@@ -64,10 +63,9 @@ _WITH_PAGES = (PDF, IMAGE, "pptx", "xlsx", *SHEETS)
 
 
 def read_file(path: Path, ocr: tuple[str, ...] = ()) -> Iterator[RawRecord | Rejected]:
-    with open_raw(path) as file:
-        size = os.fstat(file.fileno()).st_size
+    open_raw(path).close()
     if ocr or not path.name.lower().endswith(IMAGES):
-        yield RawRecord(str(path), path, size, ocr)
+        yield RawRecord(str(path), path, file_size(path), ocr)
     else:
         problem = f"it is a picture, which is read by OCR: {INSTALL}"
         yield Rejected(str(path), problem, kind=path.suffix[1:].lower())
@@ -79,7 +77,7 @@ def convert(name: str, raw: RawRecord) -> Outcome:
         return call_guarded(partial(read_text, raw), raw.place)
     try:
         with open_raw(raw.data) as file:
-            if os.fstat(file.fileno()).st_size > _FILE_LIMIT:
+            if file_size(raw.data) > _FILE_LIMIT:
                 raise UnreadableError("too_large", f"the file is larger than {_FILE_LIMIT >> 20} MiB; split it")
             data = file.read()  # read(n) would allocate n bytes up front, which count against the memory limit
         reader = _READERS[name][0]
