@@ -45,6 +45,7 @@ class Passage:
     p_z: float | None = None  # p(z|x), of passages of an answer
     p_z_given_y: float | None = None  # p(z|x, y)
     page: int | None = None  # page number, of documents with pages
+    last_page: int | None = None  # page on which it ends, if that is another one
     ocr: bool = False  # whether it was read from a scan
 
 
@@ -62,6 +63,7 @@ class Citation:
     p_z: float | None = None  # p(z|x) of its passage
     p_z_given_y: float | None = None
     page: int | None = None
+    last_page: int | None = None
     ocr: bool = False
 
 

@@ -16,7 +16,7 @@ from small_project import Quiet, stage, write_project
 from small_world import build_snapshot
 
 from realmops import compressed
-from realmops.answering.record import citation_record
+from realmops.answering.record import citation_record, format_page
 from realmops.artifacts import sha256_file
 from realmops.config import load_params
 from realmops.corpus.snapshot_reader import REJECTS, SOURCES, read_rejects
@@ -245,6 +245,8 @@ def test_citation_names_the_page_of_its_quotation(tmp_path: Path, name: str, dat
         assert citation["quote"] == word
         pages[word] = citation["page"]
     assert pages == {"Anna Berg": 1, "1931": 1, "It rained": 2, "Bergen": 2}
+    both = citation_record(snapshot, 0, (0, len(snapshot.text(0))))
+    assert format_page(both) == ", pages 1-2"
     short = build_snapshot(tmp_path / "short", path, block_wordpieces=16)
     assert [short.page(p, 0) for p in range(len(short))] == [1, 1, 2]
     assert snapshot.extra(0) == {}, "the column of the pages is no field of the document"

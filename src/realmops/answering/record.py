@@ -88,6 +88,7 @@ def enclosing_sentence(snapshot: Snapshot, span: Span) -> tuple[int, int]:
 def citation_record(snapshot: Snapshot, passage: int, characters: tuple[int, int]) -> Record:
     first = snapshot.start(passage)
     start, end = characters
+    page, last_page = snapshot.page(passage, start), snapshot.page(passage, end - 1)
     is_scan = any(snapshot.is_scan(passage, character) for character in (start, end - 1))
     return {
         "uri": snapshot.uri(passage),
@@ -96,7 +97,8 @@ def citation_record(snapshot: Snapshot, passage: int, characters: tuple[int, int
         "title": snapshot.title(passage),
         "start": first + start,
         "end": first + end,
-        "page": snapshot.page(passage, start),
+        "page": page,
+        **({"last_page": last_page} if last_page != page else {}),
         **({"ocr": True} if is_scan else {}),
         "quote": snapshot.text(passage)[start:end],
     }
@@ -161,6 +163,8 @@ def _source_lines(source: Record, text: str) -> list[str]:
 
 def format_page(source: Mapping[str, Any]) -> str:
     page = f", page {source['page']}" if source.get("page") else ""
+    if source.get("last_page"):
+        page = f", pages {source['page']}-{source['last_page']}"
     return f"{page}, read from a scan" if source.get("ocr") else page
 
 
