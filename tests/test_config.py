@@ -248,13 +248,13 @@ def test_params_with_a_preset_written_in_keep_values_and_comments(preset: Path, 
     settings = ["ict.learning_rate=1e-5", "snapshot.warmup="]
     values = load_params(params, presets=[preset], settings=settings)
     assert values != load_params(params, settings=settings), "a preset changes something"
-    text, changes = rewritten(params, [str(preset)], settings)
+    text, changes, options = rewritten(params, [str(preset)], settings)
     assert "ict.learning_rate: 0.0005 -> 1e-05" in changes
     params.write_text(text, encoding="utf-8")
-    assert load_params(params) == values
+    assert load_params(params) == values == options
     comments = [[line.split("#", 1)[1] for line in t.splitlines() if "#" in line] for t in (TEXT, text)]
     assert comments[0] == comments[1]
-    assert rewritten(params, [str(preset)], settings) == (text, [])
+    assert rewritten(params, [str(preset)], settings) == (text, [], values)
 
 
 def test_other_presets_replace_earlier_ones_and_edits_remain(params: Path) -> None:

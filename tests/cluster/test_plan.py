@@ -24,6 +24,7 @@ PIPELINE = compiled("train")
 TASKS: dict[str, Any] = PIPELINE["components"]["comp-exit-handler-1"]["dag"]["tasks"]
 SAMPLE = {split: f"data/sample/questions.{split}.jsonl.gz" for split in ("train", "dev", "test")}
 GENERATED = read_yaml(config.PACKAGE / "presets/documents.yaml")
+UNTRAINED = read_yaml(config.PACKAGE / "presets/untrained.yaml")
 NO_SPANS = {"ict": {"reader_steps": 0}, "pretrain": {"steps": 0}}
 TRAIN = "ict pretrain finetune evaluate"
 READER = "READER"  # a folder that the test writes
@@ -31,6 +32,7 @@ READER = "READER"  # a folder that the test writes
 KINDS: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "documents and questions": ({}, f"snapshot tag {TRAIN}"),
     "documents alone": (GENERATED, f"snapshot tag cloze {TRAIN}"),
+    "documents alone, not trained on": (GENERATED | UNTRAINED, "snapshot ict pretrain finetune"),
     "own test questions, the others generated": (
         {"questions": {"train": "data/cloze/questions.train.jsonl"}, "tag": {"method": "dates"}},
         f"snapshot tag cloze {TRAIN}",

@@ -73,18 +73,17 @@ def test_without_documents_the_project_has_the_sample_and_the_stages_of_the_pack
     assert (ROOT / "dvc.yaml").read_text(encoding="utf-8") == dvc_text(config.load_params(ROOT / "params.yaml"), own)
 
 
-def test_documents_alone_have_generated_questions_and_no_sample(tmp_path: Path) -> None:
+def test_documents_alone_are_not_trained_on_and_have_no_questions(tmp_path: Path) -> None:
     folder = with_documents(tmp_path / "mine")
     printed = made(folder, "--documents", folder / "documents.jsonl")
     for line in ("documents: 1 jsonl", "encoder: from scratch (presets: squad)", "questions: none", *WHAT_THEY_BRING):
         assert line in printed
     presets, own = read_params(folder / "params.yaml")
-    assert presets == ["squad", "documents"]
+    assert presets == ["squad", "documents", "untrained"]
     assert own["snapshot"] == {"documents": "documents.jsonl", "block_wordpieces": 288}
     assert config.load_params(folder / "params.yaml").reader.init == "none"
     stages = yaml.safe_load((folder / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
-    assert [*stages] == ["snapshot", "tag", "cloze", "ict", "pretrain", "finetune", "evaluate"]
-    assert stages["finetune"]["deps"].count("data/cloze") == 1
+    assert [*stages] == ["snapshot", "ict", "pretrain", "finetune"]
     assert "sample" not in str(stages)
 
 
@@ -100,10 +99,13 @@ def test_documents_alone_have_generated_questions_and_no_sample(tmp_path: Path) 
 def test_encoder_and_size_choose_the_presets(
     encoder: str, size: int, presets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "wide").mkdir()
-    (tmp_path / "wide" / "config.json").write_text('{"hidden_size": 768}')
     (tmp_path / "pooled" / "1_Pooling").mkdir(parents=True)
     (tmp_path / "pooled" / "1_Pooling" / "config.json").write_text("{}")
+    (tmp_path / "wide").mkdir()
+    for folder in ("pooled", "wide"):
+        for name in ("config.json", "tokenizer.json", "model.safetensors"):
+            (tmp_path / folder / name).write_text('{"hidden_size": 768}' if folder == "wide" else "{}")
+    monkeypatch.setattr("realmops.hub.is_cached", "some/name".__eq__)
     monkeypatch.chdir(tmp_path)
     documents = with_documents(tmp_path / "docs")
     with (documents / "large.txt").open("wb") as file:
@@ -112,7 +114,7 @@ def test_encoder_and_size_choose_the_presets(
     printed = made(tmp_path / "mine", "--documents", documents, "--encoder", encoder)
     assert f"(presets: {', '.join(presets)})" in printed
     values = yaml.safe_load((tmp_path / "mine" / "params.yaml").read_text())
-    assert values["presets"] == [*presets, "documents"]
+    assert values["presets"] == [*presets, "documents", "untrained"]
     assert (values["retriever"] or {}).get("pooling") == ("mean" if encoder == "wide" else None)
 
 
@@ -160,6 +162,10 @@ def test_languages_of_documents_are_detected(tmp_path: Path) -> None:
         (["--questions", "asked.jsonl"], "need --documents"),
         (["--documents", "documents.jsonl", "--questions", "asked.jsonl"], "5 questions; at least 60 are needed"),
         (["--documents", "documents.jsonl", "--questions", "documents.jsonl"], "documents.jsonl"),
+        (["--documents", "documents.jsonl", "--encoder", "nowhere"], "nowhere is a folder that "),
+        (["--documents", "documents.jsonl", "--encoder", "no/where"], "--encoder is 'no/where': no such folder"),
+        (["--documents", "documents.jsonl", "--encoder", "."], ". lacks config.json"),
+        (["--documents", "documents.jsonl", "--reader", "no/where"], "--reader is 'no/where': no such folder"),
     ],
 )
 def test_bad_input_is_refused_and_nothing_is_written(
@@ -357,11 +363,10 @@ def test_a_beir_folder_has_documents_and_judged_questions(
         }
         assert stages_to_run(values) == ("snapshot", "ict", "pretrain", "finetune", "evaluate")
         assert (values.ict.steps, values.finetune.retriever_training) == (0, "queries")
+        assert values.finetune.retriever_epochs == 0, "before adapt"
     else:
         assert values.questions.test == "questions/test.jsonl"
-        assert {values.get(f"questions.{split}") for split in ("train", "dev")} == {
-            f"data/cloze/questions.{split}.jsonl" for split in ("train", "dev")
-        }
+        assert (values.questions.train, values.questions.dev) == ("", "")
     assert (values.reader.init, values.finetune.epochs) == ("none", 0)
 
 
@@ -382,6 +387,7 @@ def sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("realmops.hub.is_cached", "some/encoder".__eq__)
     return known
 
 
@@ -425,8 +431,8 @@ def test_a_reader_is_trained_further_on_questions_of_people(tmp_path: Path, size
     records = [{"question": f"Who wrote book {n}?", "answers": ["Anna Berg"]} for n in range(60)]
     questions = small_project.write_json_lines(tmp_path / "questions.jsonl", records)
     _, proposal, values = created(tmp_path / "mine", "--questions", questions)
-    assert "trained 2 epochs further on your questions" in proposal
-    assert values.finetune.epochs == 2
+    assert "'realmops adapt' trains further on your questions" in proposal
+    assert (values.finetune.epochs, values.questions.test) == (0, "questions/test.jsonl")
     stages = yaml.safe_load((tmp_path / "mine" / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
     assert "tag" not in stages, "nothing reads spans"
     sizes.clear()

@@ -40,7 +40,7 @@ DELETERS = {
     "artifacts": "drafts, and what check_replaceable allows to replace", "files": "what refresh.versions names",
     "refresh.versions": "pins", "cluster.clean": "marked runs", "cluster.builders": "the exchange with a run's key",
     "inputs.dvc_project": "cache entries in work", "corpus.seen_ids": "a database in a draft",
-    "search.bm25_writer": "parts in a draft",
+    "search.bm25_writer": "parts in a draft", "commands.adapt": "its work, and what check_replaceable allows",
     **dict.fromkeys(
         ("stages.runner", "stages.snapshot", "refresh.shards", "train.loop", "train.held_out_sentences", "opening",
          "tracking.sender", "commands.update", "commands.public_reader"), "below .realmops",

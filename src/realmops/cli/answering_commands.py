@@ -174,7 +174,7 @@ def update(**options: Any) -> None:
     report = Console()
     if result := update(report=report, **options):
         folder, metrics = result
-        if metrics["answers_changed"]:
+        if metrics.get("answers_changed"):
             show(changes_table(folder).to_rich_table())
         report.metrics("update", metrics)
 

@@ -14,17 +14,30 @@ from realmops.console import Console, exit_on_user_error, handle_interrupt, show
 from realmops.credentials import refuse_credentials
 
 HEADINGS = {
-    "Run": ("init", "run", "params", "public-data", "reader", "import", "questions", "cloze"),
+    "Run": ("init", "run", "adapt", "params", "public-data", "reader", "import", "questions", "cloze"),
     "Inspect": ("report", "explain", "ceilings"),
     "Serve": ("search", "ask", "serve", "mcp", "verify", "update", "export"),
     "Compare": ("ablate", "compare", "promote"),
     "Operate": ("submit", "upload", "index-builder", "sync", "doctor", "clean"),
 }
 ONE_QUESTION = ("search", "ask")  # commands that end after an answer, unless they read a file
-# Commands that import PyTorch, or wait for MLflow: they log a line at once
+# Commands that import PyTorch, read documents, or wait for MLflow or a cluster: they log a line at once
 LONG = (
-    *("run", "reader", "import", "cloze", "explain", "ceilings", "search", "ask", "serve", "mcp"),
-    *("update", "export", "ablate", "promote"),
+    *(
+        "init",
+        "run",
+        "adapt",
+        "reader",
+        "import",
+        "questions",
+        "cloze",
+        "explain",
+        "ceilings",
+        "search",
+        "ask",
+        "serve",
+    ),
+    *("mcp", "verify", "update", "export", "ablate", "compare", "promote", "submit", "upload", "doctor"),
 )
 
 
@@ -35,7 +48,7 @@ class ExplainedCommand(click.Command):
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # by __main__.py, before the imports
             signal.signal(signal.SIGINT, handle_interrupt)
         is_short = self.name in ONE_QUESTION and ctx.params["file"] is None
-        if self.name in LONG and not is_short:
+        if self.name in LONG:
             Console().log(f"{self.name}: starting")
         with exit_on_user_error(), without_garbage_collection() if is_short else nullcontext():
             for line in super().invoke(ctx) or ():

@@ -46,8 +46,8 @@ from realmops.stages import METRICS, STAGES
 def init(reader: str | None, no_reader: bool, **options: Any) -> Iterator[str]:
     """Create a project in FOLDER, or in the current folder.
 
-    You get params.yaml, dvc.yaml, a README with your commands, and files for Kubernetes, Argo CD, Flux and GitHub. The
-    presets are chosen by your documents and questions. No file is overwritten.
+    You get params.yaml, dvc.yaml, a README with your commands, and files for Kubernetes, Argo CD, Flux and GitHub. No
+    file is overwritten.
     """
     from realmops.commands.init import init
     from realmops.options import NO_READER
@@ -91,6 +91,23 @@ def _run(names: Iterable[str], root: Path, **options: Any) -> None:
         report.metrics(name, metrics, root / STAGES[name].folder / METRICS)
 
 
+@main.command()
+@option.params
+@option.existing_root
+@option.flag("--undo", help="Go back to the models as published.")
+def adapt(params: Path, presets: Sequence[str], settings: Sequence[str], root: Path, undo: bool) -> Iterator[str]:
+    """Train the models on your documents and questions, and keep them only if they are better.
+
+    They are compared on questions.test, else questions.dev, else questions generated from the documents.
+    """
+    from realmops.commands import adapt
+
+    end_on_sigterm()
+    if undo:
+        return adapt.undo(params, root=root, report=Console())
+    return adapt.adapt(params, presets, settings, root=root, report=Console())
+
+
 @main.command("params")
 @option.flag("--write", help="Write the result to the params file instead of printing it.")
 @option.flag("--json", "as_json", help="Print one line of JSON, for the Kubeflow pipelines.")
@@ -114,7 +131,7 @@ def show_params(
         return [canonical_json(pack_options(option.load_options(params, presets, settings))).decode()]
     if as_json:
         return [canonical_json(option.load_options(params, presets, settings).model_dump()).decode()]
-    text, changes = rewritten(params, presets, settings)
+    text, changes, _ = rewritten(params, presets, settings)
     if not write:
         return [text.removesuffix("\n")]
     write_bytes(params, text.encode())
@@ -197,10 +214,10 @@ def questions(
 
     A folder of the benchmark BEIR gives questions with relevance judgements, one file for each split of its qrels.
 
-    With --label you type a question, see the best five passages, and type the answer or copy it from one of them. Each
-    answer is saved at once; the same command continues the file. You need a snapshot. If there is a fine-tuned model,
-    its answer is proposed. --from-feedback adds the answers that users of "realmops serve" confirmed or corrected to
-    the same file; the newest answer to a question counts. Use the file as questions.dev.
+    With --label you type a question, see the best five passages, and type the answer or copy it from one of them. You
+    need a snapshot. If there is a model, its answer is proposed. --from-feedback adds the answers that users of
+    "realmops serve" confirmed or corrected to the same file; the newest answer to a question counts. Use the file as
+    questions.dev.
     """
     from realmops.answering.feedback import save_confirmed_labels
     from realmops.answering.own_questions import OWN_QUESTIONS
@@ -225,8 +242,8 @@ def questions(
 def cloze(options: option.Options, root: Path, out: Path | None, limit: int, **others: Any) -> Iterable[str]:
     """Generate questions from the corpus, if you have none.
 
-    Each question asks for a name or date from a sentence, one that also occurs in another passage. The preset
-    "documents" reads the files. The stages sample, snapshot and tag run first. run.seed determines the sampled spans.
+    Each question asks for a name or date from a sentence, one that also occurs in another passage. The stages sample,
+    snapshot and tag run first. run.seed determines the sampled spans.
     """
     from realmops.commands.questions import write_cloze_questions
     from realmops.stages import stages_to_run

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from realmops import artifacts
+from realmops import artifacts, hub
 from realmops.answering.own_questions import WHAT_THEY_BRING
+from realmops.options import ENCODER, NO_READER
 from realmops.questions.question_sets import read_judged_questions
 from realmops.resources import resource_folder
-from realmops.starter.choose_models import choose_model, choose_reader, fetch_tagged
+from realmops.starter.choose_models import UNTRAINED, check_model, choose_model, choose_reader, fetch_tagged
 from realmops.starter.choose_questions import add_judged_questions, add_questions
 from realmops.starter.cluster_files import BASES, PLACEHOLDER, job_files, kustomization_text
 from realmops.starter.describe_documents import add_documents
@@ -43,6 +44,9 @@ def init(
     ``documents`` None is the synthetic encyclopedia; after a ValueError nothing was written.
     """
     project = Project(folder)
+    for option, name, family in (("--encoder", encoder, hub.BERT), ("--reader", reader, hub.READER)):
+        if name not in (None, "small", NO_READER):
+            check_model(option, name, family)
     if documents is not None:
         size = add_documents(project, documents)
         project.presets += choose_model(project, encoder, size)
@@ -56,7 +60,7 @@ def init(
             add_judged_questions(project, judged)
         else:
             project.presets.append("documents")
-            project.lines.append("questions: none; they will be generated from the documents (preset documents)")
+            project.lines.append("questions: none; nothing is evaluated before 'realmops adapt'")
             project.lines.append("label your own after 'realmops run snapshot', with 'realmops questions --label':")
             project.lines += [f"  {line}" for line in WHAT_THEY_BRING]
         if judged and reader is None:
@@ -65,6 +69,11 @@ def init(
             )
         else:
             choose_reader(project, reader, has_questions=bool(questions))
+        if project.options.reader.init != ENCODER:
+            project.presets.append(UNTRAINED)
+            project.lines.append(
+                "models: as published (preset untrained); 'realmops adapt' trains them on your documents"
+            )
     elif questions or encoder or reader:
         raise ValueError("--questions, --encoder and --reader need --documents; the sample corpus has its own")
     project.put("tracking.experiment", folder.resolve().name or "realmops")

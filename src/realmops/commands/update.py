@@ -54,7 +54,7 @@ class _Task:
     root: Path
     report: Report
     before: CorpusState
-    answered: CorpusState  # the newest state with answers
+    answered: CorpusState | None  # the newest state with answers; None without test questions
     old: Snapshot
     work: Path
 
@@ -93,13 +93,13 @@ def _update(task: _Task, may_shrink: bool) -> tuple[Path, dict[str, Any]] | None
     files, before = new.manifest["files"], old.manifest["files"]
     if any(files[name] != before.get(name) for name in (TEXTS, PLACES)) or new.sources != old.sources:
         final = _publish(task, new)
-        task.report.log(f"update: {final} is ready to serve; answering the test questions")
-    elif task.before != task.answered:  # a killed update has no answers yet
+        task.report.log(f"update: {final} is ready to serve")
+    elif task.answered not in (None, task.before):  # a killed update has no answers yet
         final = task.before.snapshot.parent
     else:
         task.report.log(f"update: nothing to do, {task.before.snapshot} is up to date with {documents}")
         return None
-    figures = _answer(task, final)
+    figures = {} if task.answered is None else _answer(task, task.answered.results, final)
     return final, artifacts.read_json(final / METRICS) | figures
 
 
@@ -117,16 +117,18 @@ def _publish(task: _Task, new: Snapshot) -> Path:
     return final
 
 
-def _checked_states(options: Options, project: Path, root: Path) -> tuple[CorpusState, CorpusState]:
-    for name in ("snapshot", "finetune", "evaluate"):
+def _checked_states(options: Options, project: Path, root: Path) -> tuple[CorpusState, CorpusState | None]:
+    for name in ("snapshot", *(["evaluate"] if options.questions.test else []), "finetune"):
         manifest = artifacts.read_manifest(root / STAGES[name].folder, name)
-    tuning = parse_sections((str(root / STAGES["evaluate"].folder), manifest["sections"])).finetune
+    tuning = parse_sections((str(root / STAGES["finetune"].folder), manifest["sections"])).finetune
     if not tuning.reads_passages:
         raise ValueError(
             f"finetune.reader is {tuning.reader}, which reads no passages of a new corpus; fine-tune with another"
         )
     known_states = states(root)
     before = known_states[-1]
+    if not options.questions.test:
+        return before, None
     answered = next(state for state in reversed(known_states) if (state.results / PREDICTIONS).is_file())
     if answered.number:
         artifacts.read_manifest(answered.results, ANSWERS)
@@ -196,8 +198,10 @@ def _embed(task: _Task, new: Snapshot, out: Path) -> dict[str, Any]:
     }
 
 
-def _answer(task: _Task, final: Path) -> dict[str, Any]:
-    stage, before = STAGES["evaluate"], task.answered.results
+def _answer(task: _Task, before: Path, final: Path) -> dict[str, Any]:
+    """Answer the test questions, and compare with the results in ``before``."""
+    task.report.log("update: answering the test questions")
+    stage = STAGES["evaluate"]
     inputs = {"snapshot": final / "snapshot", "finetune": final / "finetune"}
     inputs |= option_files(stage, task.options, task.project, task.root)
     with artifacts.atomic_folder(final / RESULTS, ANSWERS) as results:

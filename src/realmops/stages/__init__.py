@@ -205,8 +205,11 @@ def reads_spans(options: Options) -> bool:
 
 
 def stages_to_run(options: Options) -> tuple[str, ...]:
-    """Return the stages to run, in order; ``sample`` and ``tag`` are skipped if nothing reads their output."""
-    skipped = set() if reads_spans(options) else {"tag"}
+    """Return the stages to run, in order.
+
+    ``sample`` and ``tag`` are skipped if nothing reads their output, and ``evaluate`` without test questions.
+    """
+    skipped = (set() if reads_spans(options) else {"tag"}) | (set() if options.questions.test else {"evaluate"})
     skipped |= set() if has_file_below(STAGES["sample"].folder, {*STAGES} - skipped, options) else {"sample"}
     return tuple(name for name in STAGES if name not in skipped)
 

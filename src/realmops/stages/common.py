@@ -30,6 +30,8 @@ T = TypeVar("T")
 def load_questions(job: Job, snapshot: Snapshot, split: str) -> list[Question]:
     """Return the questions of a split; warn if source passages of generated questions are missing in the corpus."""
     name = f"questions.{split}"
+    if name not in job.inputs:
+        return []
     records = read_questions([job.inputs[name]])
     questions = assign_languages(records, snapshot.common_languages)
     missing, total = SourcePassages(snapshot).lost(questions)
@@ -44,8 +46,8 @@ def load_questions(job: Job, snapshot: Snapshot, split: str) -> list[Question]:
 
 def load_unanswerable(job: Job, snapshot: Snapshot, split: str) -> list[Question]:
     questions: list[Question] = []
-    path = job.inputs[f"questions.{split}"]
-    read_questions([path], unanswerable=questions)
+    if (name := f"questions.{split}") in job.inputs:
+        read_questions([job.inputs[name]], unanswerable=questions)
     return assign_languages(questions, snapshot.common_languages)
 
 

@@ -100,7 +100,7 @@ def _open_qa(
         metrics |= _learn_to_read(trainings, model, questions)
     if not process_group().is_main_process:
         return FineTuned(model, [], {})
-    if (structure := unwrap_approximate(model.passages)) is not None:
+    if held_out and (structure := unwrap_approximate(model.passages)) is not None:
         metrics["index_recall"] = _widen_index(job, model, structure, sample_queries(held_out, seed))
     if model.hybrid and options.reader_training == "passages":  # the query tower was trained together with the reader
         retriever.mixture = fit_weights_on_questions(model, held_out)
@@ -117,7 +117,7 @@ def _open_qa(
             answers = model.answer(held_out, ranked=5, progress=bar)
         metrics |= {f"weight_{name}": value for name, value in asdict(retriever.mixture).items()}
         count = sum(not question.is_generated for question in held_out)
-        fitted = f"fitted on dev questions of people ({count})" if count else "fixed: all dev questions are generated"
+        fitted = f"fitted on dev questions of people ({count})" if count else "fixed: no dev question is of people"
         job.report.log(
             f"finetune: f(x, z) = {retriever.mixture.dense:g} * embedding score + {retriever.mixture.lexical:g} * BM25 "
             f"/ maximum BM25, {fitted}; its weight next to the span score is {weight:g}"

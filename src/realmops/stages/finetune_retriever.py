@@ -22,10 +22,11 @@ from realmops.questions.cloze import SourcePassages
 from realmops.questions.question_sets import JUDGED_RULE, Question
 from realmops.questions.relevance import RelevantPassages
 from realmops.search.bm25 import Bm25
+from realmops.search.embed import text_queries
 from realmops.search.embeddings import INDEX, load_index
 from realmops.search.exact import PassageIndex
 from realmops.stages import READER_INIT, Job
-from realmops.stages.common import StageTrainings, build_index, index_options, question_queries, sample_queries
+from realmops.stages.common import StageTrainings, build_index, index_options, sample_queries
 from realmops.stages.sharded_work import embed_in_shards
 from realmops.train.in_batch_negatives import Positives, group_by_passage, train_by_passages
 from realmops.train.parallel import process_group
@@ -115,7 +116,9 @@ def prepare_retrieval(
         embedding_PE = load_index(job.inputs[options.retriever], snapshot)
     else:
         embedding_PE = _embed_all(job, retriever, snapshot)
-    queries = question_queries(snapshot, sample_queries(questions, seed), options.query_wordpieces)
+    texts = [question.question for question in sample_queries(questions, seed)]
+    texts = texts or [snapshot.text(passage) for passage in sample_queries(range(len(snapshot)), seed)]
+    queries = text_queries(snapshot, texts, options.query_wordpieces)
     passages = build_index(job, embedding_PE, retriever.query, queries, options.retriever_candidates)
     return PassageFinder(retriever, passages, None, bm25, metrics)
 

@@ -31,9 +31,13 @@ def is_stage_output(value: str) -> bool:
 
 def unused_inputs(options: Options) -> set[str]:
     """Return the keys of the inputs that no stage reads with these options."""
-    unused = set() if options.snapshot.warmup else {"snapshot.warmup"}
+    tuning = options.finetune
+    trains = tuning.epochs or tuning.retriever_epochs or not tuning.reads_passages
+    may_be_empty = {"snapshot.warmup"} | (set() if trains else {"questions.train"})
+    may_be_empty |= set() if options.pretrain.steps else {"questions.dev"}
+    unused = {key for key in may_be_empty if not options.get(key)}
     unused |= set() if options.tag.method == "tagger" else {"tag.train", "tag.dev"}
-    return unused | ({"closed_book.init"} if options.finetune.reads_passages else set())
+    return unused | ({"closed_book.init"} if tuning.reads_passages else set())
 
 
 def listed_inputs(options: Options) -> dict[str, str]:

@@ -14,10 +14,23 @@ ENCODER = "sentence-transformers/all-MiniLM-L6-v2"  # retriever.init of the pres
 # Readers that init proposes: a small one and a better one.
 READERS = "distilbert/distilbert-base-cased-distilled-squad", "deepset/roberta-base-squad2"
 MULTILINGUAL_READERS = ("deepset/xlm-roberta-base-squad2",)
-READER_EPOCHS = 2  # over the questions of the user
 WIDE = 768  # hidden size from which an encoder needs the learning rates of the preset base
 TAGGED = "data/public"  # the presets' folder of tagged sentences
+UNTRAINED = "untrained"  # the last preset of a project whose models were not trained here
 LARGE = 20_000_000  # bytes, about 20,000 passages; from scratch, the preset large pays off from here
+
+
+def check_model(option: str, name: str, family: hub.ModelFamily) -> None:
+    """Raise ValueError unless a model is a complete folder, in the hub's cache, or on the hub."""
+    if Path(name).is_dir():
+        hub.encoder_folder(name, family)
+        return
+    check_hub_name(name, Path())
+    if not (hub.is_cached(name) or hub.describe_model(name)):
+        raise ValueError(
+            f"{option} is {name!r}: no such folder, not in the hub's cache, and the hub does not have it or cannot be "
+            "reached; give the folder of a model, or check the name and the network"
+        )
 
 
 def choose_model(project: Project, encoder: str | None, size: int) -> list[str]:
@@ -30,8 +43,6 @@ def choose_model(project: Project, encoder: str | None, size: int) -> list[str]:
         project.lines.append(f"encoder: from scratch (presets: {', '.join(presets)}){reason}")
         return presets
     path, name, note = Path(chosen), chosen.removeprefix(hub.HUB), ""
-    if not path.is_dir():
-        check_hub_name(chosen, Path())
     if chosen != ENCODER:
         project.put("retriever.init", path_in_params(project, path) if path.is_dir() else chosen)
     if not hub.is_sentence_encoder(path) if path.is_dir() else name.startswith(("google-bert/", "bert-")):
@@ -47,8 +58,6 @@ def choose_reader(project: Project, reader: str | None, *, has_questions: bool) 
     language = project.options.snapshot.language
     proposed = READERS if language == ENGLISH else MULTILINGUAL_READERS
     is_folder = reader is not None and Path(reader).is_dir()
-    if reader not in (None, NO_READER) and not is_folder:
-        check_hub_name(reader, Path())
     names = proposed if reader is None else () if is_folder or reader == NO_READER else (reader,)
     offers = [(name, about) for name in names if (about := hub.describe_model(name)) is not None]
     chosen = reader or (offers[0][0] if offers else proposed[0] if hub.is_cached(proposed[0]) else None)
@@ -66,13 +75,10 @@ def choose_reader(project: Project, reader: str | None, *, has_questions: bool) 
         reason = "no reader, by --no-reader" if chosen else "no reader can be loaded: give one with --reader"
         project.lines.insert(0, f"search, not answers: {reason}")
         return
-    if is_folder:
-        hub.encoder_folder(chosen, hub.READER)
     project.put("reader.init", path_in_params(project, Path(chosen)) if is_folder else chosen)
     project.presets.append("reader")
     if has_questions:
-        project.put("finetune.epochs", READER_EPOCHS)
-        note += f", trained {READER_EPOCHS} epochs further on your questions"
+        note += ", which 'realmops adapt' trains further on your questions"
     project.lines.append(f"reader: {note}")
 
 

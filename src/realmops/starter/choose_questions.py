@@ -11,7 +11,6 @@ from realmops.starter.new_project import Project, path_in_params
 SPLITS = "train", "dev", "test"
 MIN_QUESTIONS = 60  # fewer are not split into train, dev and test
 HELD_OUT = 10  # a tenth of the judged training questions is for dev, if no split is
-JUDGED_EPOCHS = 4  # of the query tower over judged training questions
 
 
 def add_questions(project: Project, files: Sequence[Path]) -> None:
@@ -37,7 +36,7 @@ def add_questions(project: Project, files: Sequence[Path]) -> None:
 
 
 def add_judged_questions(project: Project, judged: Mapping[str, Sequence[Question]]) -> None:
-    """Set the questions to the splits of a BEIR folder; without train, generated questions remain train and dev."""
+    """Set the questions to the splits of a BEIR folder, all or only test."""
     parts = {"dev" if name in ("validation", "valid") else name: part for name, part in judged.items()}
     if "test" not in parts and "dev" in parts:
         parts["test"] = parts.pop("dev")
@@ -55,11 +54,7 @@ def add_judged_questions(project: Project, judged: Mapping[str, Sequence[Questio
         name = _add_split(project, split, parts[split])
         project.lines.append(f"questions.{split}: {len(parts[split])} with relevance judgements, in {name}")
     if chosen == SPLITS:
-        project.put("ict.steps", 0)  # crops before judged questions lower nDCG (benchmarks/LOG.md)
-        project.put("finetune.retriever_training", "queries")
-        project.put("finetune.retriever_epochs", JUDGED_EPOCHS)
-    else:
-        project.lines.append("questions.train, questions.dev: generated from the documents (preset documents)")
+        project.presets.append("judged")
 
 
 def _add_split(project: Project, split: str, questions: Sequence[Question]) -> str:
