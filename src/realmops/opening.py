@@ -1,10 +1,8 @@
 """Open a fine-tuned model to answer, or a retriever to search: of a run's folder, or of a promoted copy."""
 
-import shutil
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,27 +14,24 @@ from realmops.answering.opened_model import OpenedModel
 from realmops.answering.openqa import OpenQa
 from realmops.answering.passage_search import PassageSearch
 from realmops.answering.retrieval import AnswerModel, RetrieveAndRead, SearchOnly
-from realmops.artifacts import MANIFEST, PROMOTED, STAGE_FOLDERS, WORK_FOLDER, read_json, write_json
+from realmops.artifacts import MANIFEST, PROMOTED, STAGE_FOLDERS, read_json, write_json
 from realmops.baselines.rankers import open_ranker
 from realmops.baselines.t5 import ClosedBook
 from realmops.config import parse_sections, recorded_options
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype, freeze_linear_weights, resolve_device
 from realmops.journal import JOURNAL, METRICS
-from realmops.model.retriever import Retriever
-from realmops.model.retriever_files import RETRIEVER_FOLDER, load_retriever, passage_tower_digest
+from realmops.model.retriever_files import load_retriever
 from realmops.options import Finetune, Options, RunOptions, epoch_steps
 from realmops.process import configure_process
 from realmops.progress import Report
 from realmops.search.bm25 import Bm25
-from realmops.search.embeddings import INDEX, embed_corpus, load_passages, save_passages
-from realmops.search.exact import exact_index
+from realmops.search.embeddings import INDEX, load_passages
 
 KIND = "reader.json"  # in the folder of a stage; names the class of the model
 KINDS: dict[str, type[RetrieveAndRead]] = {kind.kind: kind for kind in (OpenQa, ExtractiveQa, SearchOnly)}
 CORPUS, FINETUNE = "corpus", "finetune"  # subfolders of a promoted model
 TRIES = 3  # attempts to open a run whose folders are being replaced
-EMBEDDINGS = "search"  # below the work folder: embeddings by a retriever that is not fine-tuned yet
 QUERY_WORDPIECES = Finetune().query_wordpieces  # query length before fine-tuning
 
 
@@ -180,47 +175,14 @@ def open_if_tuned(root: Path, *, reads: bool = True) -> OpenedModel | None:
 
 
 def open_search(root: Path, report: Report) -> PassageSearch:
-    """Open the search of a run's corpus, by the newest trained retriever, or by BM25 only if there is none.
-
-    Embeddings of a retriever that is not fine-tuned are computed once and cached under the root.
-    """
+    """Open the search of a run's corpus, by BM25 only until there are embeddings."""
     if opened := open_if_tuned(root, reads=False):
         search = opened.passage_search
         return replace(search, about=search.about | {"reader": read_kind(opened.folder)})
     snapshot = Snapshot.open(root / STAGE_FOLDERS["snapshot"] / "corpus")
     about = {"snapshot": snapshot.corpus_hash, "stage": "snapshot"}
-    bm25 = Bm25.of(snapshot)
-    for stage in ("pretrain", "ict"):
-        if options := recorded_options(root / STAGE_FOLDERS[stage]):
-            retriever, passages, dtype = _load_with_embeddings(root, stage, options.run, snapshot, report)
-            return PassageSearch(snapshot, bm25, retriever, passages, QUERY_WORDPIECES, dtype, about | {"stage": stage})
-    report.log("search: no retriever is trained yet, searching by words (BM25) only")
-    return PassageSearch(snapshot, bm25, None, None, QUERY_WORDPIECES, torch.float32, about)
-
-
-def _load_with_embeddings(
-    root: Path, stage: str, run: RunOptions, snapshot: Snapshot, report: Report
-) -> tuple[Retriever, Any, torch.dtype]:
-    folder = root / STAGE_FOLDERS[stage]
-    artifacts.read_manifest(folder, stage)
-    configure_process(run.threads)
-    retriever = load_retriever(folder, snapshot.vocabulary_hash)
-    device, dtype = device_and_dtype(run, retriever)
-    freeze_linear_weights(retriever.eval(), dtype)
-    retriever = retriever.to(device)
-    tower = passage_tower_digest(folder / RETRIEVER_FOLDER)
-    key = artifacts.digest_of([tower, snapshot.corpus_hash, str(dtype)])[:16]
-    cached = root / WORK_FOLDER / EMBEDDINGS / key
-    if not cached.is_dir():
-        bar = report.progress("passages embedded", len(snapshot))
-        embedding = embed_corpus(retriever, snapshot, dtype, bar)
-        artifacts.make_folder(cached.parent)
-        with artifacts.atomic_folder(cached, None) as folder:
-            save_passages(folder, exact_index(embedding, retriever.vectors), snapshot.corpus_hash, tower)
-        for other in cached.parent.glob("[!.]*"):  # of another retriever or corpus; dot names are being written
-            if other != cached:
-                shutil.rmtree(other, ignore_errors=True)
-    return retriever, load_passages(cached, snapshot, device, retriever.vectors), dtype
+    report.log("search: there are no embeddings of the passages yet, searching by words (BM25) only")
+    return PassageSearch(snapshot, Bm25.of(snapshot), None, None, QUERY_WORDPIECES, torch.float32, about)
 
 
 def open_promoted(folder: Path, registered: Path) -> OpenedModel:

@@ -62,7 +62,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (job.out / "corpus/manifest.json").write_text('{"corpus_hash": "0"}')
         return {}
 
-    def generate(root: Path, out: Path | None, *, seed: int) -> list[str]:
+    def generate(root: Path, *, seed: int) -> list[str]:
         steps.append(CLOZE_STEP)
         (root / "data/cloze").mkdir()
         (root / "data/cloze/manifest.json").write_text('{"manifest_digest": "0", "files": {}, "written": {}}')

@@ -50,7 +50,7 @@ def test_run_on_chinese_documents_ends_in_answers(tmp_path: Path) -> None:
     salient = {snapshot.text(int(row[0]))[row[4] : row[5]] for row in spans.rows}
     assert {"1900年", "1907年", "安娜贝格", "卡尔伦德", "约恩维克"} <= salient
 
-    result = cli("cloze", "--params", params, "--root", tmp_path)
+    result = cli("run", "cloze", "--params", params, "--root", tmp_path)
     assert result.exit_code == 0, result.output
     questions = read_questions([tmp_path / name for name in FILES.values()], format="jsonl")
     assert len(questions) >= 3

@@ -42,7 +42,7 @@ DELETERS = {
     "inputs.dvc_project": "cache entries in work", "corpus.seen_ids": "a database in a draft",
     "search.bm25_writer": "parts in a draft", "commands.adapt": "its work, and what check_replaceable allows",
     **dict.fromkeys(
-        ("stages.runner", "stages.snapshot", "refresh.shards", "train.loop", "train.held_out_sentences", "opening",
+        ("stages.runner", "stages.snapshot", "refresh.shards", "train.loop", "train.held_out_sentences",
          "tracking.sender", "commands.update", "commands.public_reader"), "below .realmops",
     ),
 }  # fmt: skip
@@ -124,7 +124,7 @@ def test_only_these_modules_delete() -> None:
 def test_only_work_folders_and_caches_are_replaced_whatever_is_in_them() -> None:
     calls = [(m, n) for m, tree in TREES.items() for n in ast.walk(tree) if isinstance(n, ast.Call) and len(n.args) > 1]
     found = {m for m, n in calls if ast.unparse(n.func).endswith("atomic_folder") and ast.unparse(n.args[1]) == "None"}
-    expected = ("train.loop", "train.held_out_sentences", "opening", "inputs.resolve")
+    expected = ("train.loop", "train.held_out_sentences", "inputs.resolve")
     assert found == {f"realmops.{module}" for module in expected}
 
 

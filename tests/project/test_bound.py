@@ -83,13 +83,13 @@ def test_made_questions_of_another_corpus_are_refused(trained: Path, tmp_path: P
     project = Path(shutil.copytree(trained, tmp_path / "project"))
     root, files = project / "root", {split: f"data/cloze/questions.{split}.jsonl" for split in ("train", "dev", "test")}
     values = toy_values(questions=files, pretrain={"steps": 0, "builder": "external"})
-    assert cli("cloze", "--params", project / "params.yaml", "--root", root).exit_code == 0
+    assert cli("run", "cloze", "--params", project / "params.yaml", "--root", root).exit_code == 0
     reverse_documents(project)
     for name in ("snapshot", "tag", "ict"):
         stage(name, values, project, root)
-    with pytest.raises(ValueError, match=r"questions\.dev is .*, generated from corpus .*; run 'realmops cloze'"):
+    with pytest.raises(ValueError, match=r"questions\.dev is .*, generated from corpus .*; run 'realmops run cloze'"):
         stage("pretrain", values, project, root)
-    assert cli("cloze", "--params", project / "params.yaml", "--root", root).exit_code == 0
+    assert cli("run", "cloze", "--params", project / "params.yaml", "--root", root).exit_code == 0
     stage("pretrain", values, project, root)
 
 

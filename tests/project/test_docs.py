@@ -21,7 +21,7 @@ from realmops.commands.init import ALWAYS
 from realmops.options import Options
 from realmops.questions import question_files
 from realmops.readers import sources
-from realmops.stages import STAGES
+from realmops.stages import STAGES, STEPS
 from realmops.starter.project_files import TEMPLATES
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ def problem_of(line: str) -> str:
         command = command.commands[words.pop(0)]
     try:
         values, rest, _ = command.make_parser(click.Context(command)).parse_args(words)
-        if rest or values.get("stage", "all") not in {*STAGES, "all", "STAGE", None}:
+        if rest or values.get("stage", "all") not in {*STEPS, "all", "STAGE", None}:
             return f"{rest} or {values.get('stage')} is not accepted"
         presets = [name for name in values.get("presets") or () if not name.isupper()]
         settings = [setting for setting in values.get("settings") or () if not setting.isupper()]

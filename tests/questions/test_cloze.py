@@ -1,6 +1,7 @@
 """Questions made from the corpus: their words, what is asked and where it counts; documents alone, end to end."""
 
 import html
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from small_world import World, build_world
 
 from realmops.answering.own_questions import WHAT_THEY_BRING
 from realmops.artifacts import read_manifest
-from realmops.commands.questions import write_cloze_questions
 from realmops.commands.report import ask_commands
 from realmops.corpus.masking import SentencesWithSpans
 from realmops.evaluate.predictions import read_results
@@ -212,20 +212,18 @@ def project(tmp_path: Path) -> Path:
 
 def test_documents_without_questions_are_trained_and_evaluated(project: Path) -> None:
     params, root = project / "params.yaml", project / "root"
-    result = cli("cloze", "--params", params, "--root", root)
-    assert result.exit_code == 0, result.output
+    for name in ("snapshot", "tag", "cloze"):
+        result = cli("run", name, "--params", params, "--root", root)
+        assert result.exit_code == 0, result.output
     parts = {part: read_questions([root / name], format="jsonl") for part, name in FILES["questions"].items()}
     assert all(question.is_generated for questions in parts.values() for question in questions)
     counts = {f"questions.{part}.jsonl": len(questions) for part, questions in parts.items()}
-    assert result.stdout.splitlines()[-4:] == [
-        "11 questions generated from 22 salient spans in 12 passages",
-        *(f"{count} written to {root / 'data/cloze' / name}" for name, count in counts.items()),
+    assert result.stderr.splitlines()[-4:] == [
+        "cloze: 11 questions generated from 22 salient spans in 12 passages",
+        *(f"cloze: {count} written to {root / 'data/cloze' / name}" for name, count in counts.items()),
     ]
     assert read_manifest(root / "data/cloze", "questions")["written"] == counts
-    again = cli("cloze", "--params", params, "--root", root, "--out", project / "again")
-    assert again.exit_code == 0
-    for name in counts:
-        assert (project / "again" / name).read_bytes() == (root / "data/cloze" / name).read_bytes()
+    assert "nothing to do" in cli("run", "cloze", "--params", params, "--root", root).stderr
     values = toy_values(pretrain={"steps": 0, "builder": "external"}, **FILES)
     report = Quiet()
     for name in ("ict", "pretrain", "finetune"):
@@ -247,35 +245,19 @@ def test_documents_without_questions_are_trained_and_evaluated(project: Path) ->
     assert [line for line in report.warned if "source passages of generated questions are not in the corpus" in line]
 
 
-def test_a_chosen_limit_holds_in_later_runs(project: Path) -> None:
-    params, root = project / "params.yaml", project / "root"
-    assert cli("cloze", "--params", params, "--root", root, "--limit", "9").exit_code == 0
-    before = {path: path.read_bytes() for path in (root / "data/cloze").iterdir()}
-    seed = toy_values().run.seed
-    assert write_cloze_questions(root, None, seed=seed) == [
-        f"nothing to do: {root / 'data/cloze'} was generated from the same corpus"
-    ]
-    assert write_cloze_questions(root, None, seed=seed + 1)[0].startswith("9 questions generated from "), (
-        "anew, and as many"
-    )
-    assert write_cloze_questions(root, None, seed=seed)[0].startswith("9 questions generated from ")
-    assert {path: path.read_bytes() for path in (root / "data/cloze").iterdir()} == before
-
-
 def test_too_few_spans_missing_questions_and_other_folders_are_errors(project: Path) -> None:
     where = ("--params", project / "params.yaml", "--root", project / "root")
-    assert "run 'realmops cloze' with the same options" in cli("run", "finetune", *where).stderr
-    (project / "mine").mkdir()
-    (project / "mine/thesis.txt").write_text("five years of work")
-    write_json_lines(project / "asked.jsonl", [{"id": "1", "question": "Who?", "answers": ["Anna Berg"]}])
-    assert cli("questions", project / "asked.jsonl", "--out", project / "converted").exit_code == 0
-    for folder in (project / "mine", project / "converted"):
-        assert "was not written by this command" in cli("cloze", *where, "--out", folder).stderr
+    assert "run 'realmops run cloze' with the same options" in cli("run", "finetune", *where).stderr
+    (project / "root/data/cloze").mkdir(parents=True)
+    (project / "root/data/cloze/thesis.txt").write_text("five years of work")
+    assert "was not written by this command" in cli("run", "cloze", *where).stderr
+    shutil.rmtree(project / "root/data/cloze")
     records = [
         {"title": "", "text": f"The painter {n}{n}a lived there for years.", "spans": [[12, 15, "PER"]]}
         for n in range(9)
     ]
     write_json_lines(project / "documents.jsonl", records)
-    result = cli("cloze", *where)
+    for name in ("snapshot", "tag", "cloze"):
+        result = cli("run", name, *where)
     assert (result.exit_code, "too few cloze questions: 0 questions from 0 passages" in result.stderr) == (2, True)
     assert not (project / "root/data/cloze").exists()

@@ -14,7 +14,7 @@ from realmops.console import Console, exit_on_user_error, handle_interrupt, show
 from realmops.credentials import refuse_credentials
 
 HEADINGS = {
-    "Run": ("init", "run", "adapt", "params", "public-data", "reader", "import", "questions", "cloze"),
+    "Run": ("init", "run", "adapt", "params", "public-data", "reader", "import", "questions"),
     "Inspect": ("report", "explain", "ceilings"),
     "Serve": ("search", "ask", "serve", "mcp", "verify", "update", "export"),
     "Compare": ("ablate", "compare", "promote"),
@@ -23,21 +23,8 @@ HEADINGS = {
 ONE_QUESTION = ("search", "ask")  # commands that end after an answer, unless they read a file
 # Commands that import PyTorch, read documents, or wait for MLflow or a cluster: they log a line at once
 LONG = (
-    *(
-        "init",
-        "run",
-        "adapt",
-        "reader",
-        "import",
-        "questions",
-        "cloze",
-        "explain",
-        "ceilings",
-        "search",
-        "ask",
-        "serve",
-    ),
-    *("mcp", "verify", "update", "export", "ablate", "compare", "promote", "submit", "upload", "doctor"),
+    *("init", "run", "adapt", "reader", "import", "questions", "explain", "ceilings", "search", "ask", "serve", "mcp"),
+    *("verify", "update", "export", "ablate", "compare", "promote", "submit", "upload", "doctor"),
 )
 
 

@@ -12,7 +12,10 @@ import click
 from realmops.cli import shared_options as option
 from realmops.cli.group import main
 from realmops.console import Console, end_on_sigterm, show
-from realmops.stages import METRICS, STAGES
+from realmops.stages import CLOZE_STEP, METRICS, STAGES, STEPS
+
+WHAT = {CLOZE_STEP: "Generate questions from the corpus (data/cloze), if you have none."}
+WHAT |= {stage.name: stage.what for stage in STAGES.values()}
 
 
 @main.command()
@@ -57,8 +60,8 @@ def init(reader: str | None, no_reader: bool, **options: Any) -> Iterator[str]:
     yield from init(**options, reader=NO_READER if no_reader else reader)
 
 
-@main.command(epilog="\b\n" + "\n".join(f"{stage.name:<10}{stage.what}" for stage in STAGES.values()))
-@click.argument("stage", type=click.Choice([*STAGES, "all"]), metavar="STAGE")
+@main.command(epilog="\b\n" + "\n".join(f"{step:<10}{WHAT[step]}" for step in STEPS))
+@click.argument("stage", type=click.Choice([*STEPS, "all"]), metavar="STAGE")
 @option.params
 @option.new_root
 @option.flag("--force", help="Run again even if inputs and options are unchanged.")
@@ -232,22 +235,3 @@ def questions(
     if out is None:
         raise click.UsageError("give --out with the folder to write")
     return convert_questions(files, out, **options)
-
-
-@main.command()
-@option.options
-@option.new_root
-@option.file("--out", help="The folder to write; default: data/cloze under the root.")
-@click.option("--limit", type=click.IntRange(min=3), default=20_000, help="The maximum number of questions.")
-def cloze(options: option.Options, root: Path, out: Path | None, limit: int, **others: Any) -> Iterable[str]:
-    """Generate questions from the corpus, if you have none.
-
-    Each question asks for a name or date from a sentence, one that also occurs in another passage. The stages sample,
-    snapshot and tag run first. run.seed determines the sampled spans.
-    """
-    from realmops.commands.questions import write_cloze_questions
-    from realmops.stages import stages_to_run
-
-    prerequisites = [name for name in stages_to_run(options) if name in ("sample", "snapshot", "tag")]
-    _run(prerequisites, options=options, root=root, force=False, **others)
-    return write_cloze_questions(root, out, seed=options.run.seed, limit=limit)

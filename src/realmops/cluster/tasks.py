@@ -88,7 +88,7 @@ def cloze(options: str, root: str, questions: Output, metrics: Metrics) -> None:
     given, folder = load_options(options, root), Path(root) / CLOZE
     if _skip(CLOZE_STEP, given, questions, metrics):
         return
-    for line in write_cloze_questions(Path(root), None, seed=given.run.seed):
+    for line in write_cloze_questions(Path(root), seed=given.run.seed):
         Console().log(f"cloze: {line}")
     manifest = artifacts.read_json(folder / artifacts.MANIFEST)
     place = {"folder": folder.absolute().as_uri(), "digest": manifest[artifacts.DIGEST_KEY]}
@@ -140,11 +140,13 @@ def evaluate(
     from realmops.commands.report import read_metrics, report_path
     from realmops.evaluate.run_report import figure_tables
 
-    with shard_helpers(Path(root), "evaluate", deployment, shard_pods, owner, Console()):
-        _run("evaluate", load_options(options, root), Path(root), manifest, metrics, processes=1)
+    given, page = load_options(options, root), report_path(Path(root))
+    if not _skip("evaluate", given, manifest, metrics):
+        with shard_helpers(Path(root), "evaluate", deployment, shard_pods, owner, Console()):
+            _run("evaluate", given, Path(root), manifest, metrics, processes=1)
     tables = [f"## {table.title}\n\n{table.to_markdown()}" for table in figure_tables(read_metrics(Path(root)))]
     artifacts.write_bytes(Path(summary.path), "\n".join(tables).encode())
-    artifacts.write_bytes(Path(report.path), report_path(Path(root)).read_bytes())
+    artifacts.write_bytes(Path(report.path), page.read_bytes() if page.is_file() else b"")
 
 
 @task()
@@ -215,8 +217,10 @@ def refresh(options: str, root: str, changes: Output, metrics: Metrics) -> None:
     if result is None:
         artifacts.write_bytes(Path(changes.path), b"The passages are unchanged.\n")
         return
-    artifacts.write_bytes(Path(changes.path), changes_table(result[0], CHANGES_SHOWN).to_markdown().encode())
-    write_metrics(result[1], metrics)
+    folder, figures = result
+    table = changes_table(folder, CHANGES_SHOWN).to_markdown() if "answers_changed" in figures else ""
+    artifacts.write_bytes(Path(changes.path), table.encode())
+    write_metrics(figures, metrics)
 
 
 def _skip(step: str, options: Options, output: Output, metrics: Metrics) -> bool:

@@ -186,7 +186,7 @@ def _complete(task: Task, out: Path, report: Report, existing_only: bool = False
     options, _ = take_inputs(task.options, task.params.parent, out, local_cache(), report)
     for step in planned_steps(options):
         if step == CLOZE_STEP:
-            write_cloze_questions(task.view, None, seed=options.run.seed)
+            write_cloze_questions(task.view, seed=options.run.seed)
             continue
         stage = STAGES[step]
         key = fingerprint(stage, options, stage_inputs(stage, options, task.params.parent, task.view))

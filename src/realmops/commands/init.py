@@ -12,7 +12,7 @@ from realmops.answering.own_questions import WHAT_THEY_BRING
 from realmops.options import ENCODER, NO_READER
 from realmops.questions.question_sets import read_judged_questions
 from realmops.resources import resource_folder
-from realmops.starter.choose_models import UNTRAINED, check_model, choose_model, choose_reader, fetch_tagged
+from realmops.starter.choose_models import UNTRAINED, check_model, choose_model, choose_reader
 from realmops.starter.choose_questions import add_judged_questions, add_questions
 from realmops.starter.cluster_files import BASES, PLACEHOLDER, job_files, kustomization_text
 from realmops.starter.describe_documents import add_documents
@@ -86,7 +86,6 @@ def init(
     existing = [name for name in (*names, *sorted(parents)) if os.path.lexists(folder / name)]
     if existing:
         raise ValueError(f"{folder / existing[0]} exists and would be overwritten; choose another folder, or move it")
-    fetch_tagged(project)
     options, origin = project.options, GitOrigin.of(folder)
     for key in VARIED:
         project.put(key, options.get(key))

@@ -73,22 +73,21 @@ def label(root: Path, out: Path, report: Report) -> Iterator[str]:
     yield from usage_lines(root, out)
 
 
-def write_cloze_questions(root: Path, out: Path | None, *, seed: int, limit: int | None = None) -> list[str]:
+def write_cloze_questions(root: Path, *, seed: int) -> list[str]:
     """Generate train, dev and test questions from the salient spans; keep those of equal inputs."""
-    out = root / CLOZE if out is None else out
+    out = root / CLOZE
     artifacts.check_replaceable(out, KIND)
     folders = {name: root / STAGES[name].folder / "corpus" for name in ("snapshot", "tag")}
     snapshot = Snapshot.open(folders["snapshot"])
     spans = Spans.open(folders["tag"], corpus_hash=snapshot.corpus_hash)
     labels = [spans.labels[label] for label in spans.label_ids.tolist()]
     existing = artifacts.read_manifest(out, KIND) if out.is_dir() else {}
-    limit = limit or existing.get("limit", CLOZE_LIMIT)
     # The seal covers the whole manifest of the spans: their labels determine the question words.
     inputs = {"corpus_hash": snapshot.corpus_hash, "spans": spans.manifest[artifacts.DIGEST_KEY], "seed": seed}
-    inputs |= {"limit": limit, "language": snapshot.language}
+    inputs |= {"limit": CLOZE_LIMIT, "language": snapshot.language}
     if inputs.items() <= existing.items():
         return [f"nothing to do: {out} was generated from the same corpus"]
-    questions = cloze_questions(snapshot, SentencesWithSpans(snapshot, spans)[:], labels, seed, limit)
+    questions = cloze_questions(snapshot, SentencesWithSpans(snapshot, spans)[:], labels, seed, CLOZE_LIMIT)
     parts = {f"questions.{name}.jsonl": part for name, part in split_questions(questions, seed).items()}
     line = f"{len(questions)} questions generated from {len(spans.rows)} salient spans in {len(snapshot)} passages"
     return [line, *_write(out, KIND, parts, **inputs)]

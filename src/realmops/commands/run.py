@@ -42,7 +42,7 @@ def run_stages(
         report.warn(warning)
     for name in names:
         if name == CLOZE_STEP:
-            for line in write_cloze_questions(root, None, seed=options.run.seed):
+            for line in write_cloze_questions(root, seed=options.run.seed):
                 report.log(f"cloze: {line}")
         elif metrics := run_stage(
             name, options, presets=presets, project=project, root=root, report=report, force=force

@@ -35,7 +35,7 @@ def _check_producer(key: str, value: str, path: Path, steps: Collection[str]) ->
     advice = f"run the stage {producer} first, or set another file" if producer else "check the path"
     if Path(CLOZE) in Path(value).parents:
         producer = CLOZE_STEP
-        advice = "run 'realmops cloze' with the same options, which generates it from the corpus"
+        advice = "run 'realmops run cloze' with the same options, which generates it from the corpus"
     advice += {
         "snapshot.warmup": ", or set snapshot.warmup='': the documents are then used for the warm start",
         "tag.train": ", or set tag.method to dates, or to given if the documents contain spans",

@@ -39,7 +39,7 @@ def load_questions(job: Job, snapshot: Snapshot, split: str) -> list[Question]:
         job.report.warn(
             f"{job.inputs[name]}: {missing} of {total} source passages of generated questions are not in the corpus. "
             "If the corpus has them with another id, they count as evidence, and recall is too high: run "
-            "realmops cloze again after a change of documents, encoder or the section snapshot"
+            "realmops run cloze again after a change of documents, encoder or the section snapshot"
         )
     return questions
 

@@ -1,14 +1,12 @@
 """Stage ``ict``: warm start of the retriever (inverse cloze task) and the reader (masked words)."""
 
-from statistics import fmean
 from typing import Any
 
 from realmops.devices import device_and_dtype
 from realmops.journal import JournalValues
 from realmops.model.build import build_models
-from realmops.model.reader import Reader
 from realmops.model.reader_files import save_models
-from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, Retriever
+from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS
 from realmops.model.retriever_files import TextFormat
 from realmops.options import ENCODER, BertOptions, Ict, ReaderOptions, RetrieverOptions, RunOptions
 from realmops.stages import READER_SHAPE, Job
@@ -16,9 +14,6 @@ from realmops.stages.common import StageTrainings, open_snapshot, open_spans
 from realmops.train.held_out_sentences import held_out_rows
 from realmops.train.initialisation import init_lexical_features, init_towers
 from realmops.train.inverse_cloze import ict_steps, train_reader, train_retriever
-
-ENDS = 10  # first and last steps whose accuracies are compared
-CHANCE = 0.03  # difference of accuracies within noise
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -35,19 +30,16 @@ def run(job: Job) -> dict[str, Any]:
     towers = job.section(RetrieverOptions)
     reads = ReaderOptions(init=ENCODER, **{key.partition(".")[2]: job.sections[key] for key in READER_SHAPE})
 
-    def initialise() -> tuple[Retriever, Reader]:
-        bert, seed = job.section(BertOptions), run_options.seed
-        retriever, reader = build_models(bert, towers, reads, size, seed, job.report.warn)
-        if towers.hybrid:
-            retriever.mixture = DEFAULT_FUSION_WEIGHTS
-        init_towers(retriever, corpus, run_options.seed, job.report.progress)
-        return retriever.to(device_and_dtype(run_options, retriever)[0]).train(), reader
-
-    retriever, reader = initialise()
+    bert, seed = job.section(BertOptions), run_options.seed
+    retriever, reader = build_models(bert, towers, reads, size, seed, job.report.warn)
+    if towers.hybrid:
+        retriever.mixture = DEFAULT_FUSION_WEIGHTS
+    init_towers(retriever, corpus, seed, job.report.progress)
     job.report.log(f"ict: the retriever is {retriever.query.description}")
     init_lexical_features(reader, corpus, run_options.seed, job.report.progress)
     device, dtype = device_and_dtype(run_options, retriever)
     reader_dtype = device_and_dtype(run_options, reader)[1]
+    retriever.to(device).train()
     reader.to(device).train()
     trainings = StageTrainings(job)
     context = trainings.context(dtype, "ict", options.steps, "inverse cloze task")
@@ -59,33 +51,7 @@ def run(job: Job) -> dict[str, Any]:
         train_reader(context, reader, text, spans, options, limit, held_out, job.work)
     if not context.processes.is_main_process:
         return {}
-    if requested.crops and options.steps and not crops_helped(job):
-        retriever = initialise()[0]
     save_models(job.out, retriever, reader, TextFormat.of(corpus))
     names = ("accuracy_removed", "accuracy_kept", "reader_loss")
     logged = JournalValues(job.journal)
     return {name: logged.mean(name, last=20) for name in names}
-
-
-def crops_helped(job: Job) -> bool:
-    """Log the accuracy of the crop task in the first and last steps; return False if it dropped.
-
-    Trainings of fewer than ``2 * ENDS`` steps return True. The accuracy of the last steps is close to a held-out one,
-    because most of their passages were seen at most once before.
-    """
-    logged = JournalValues(job.journal)
-    accuracies = [
-        values for name in ("accuracy_kept", "accuracy_removed") if len(values := logged.of(name)) >= 2 * ENDS
-    ]
-    if not accuracies:
-        return True
-    first, last = (fmean(fmean(values[part]) for values in accuracies) for part in (slice(ENDS), slice(-ENDS, None)))
-    job.report.log(
-        f"ict: in-batch accuracy of crops is {first:.2f} in the first {ENDS} steps and {last:.2f} in the last {ENDS}"
-    )
-    if last < first - CHANCE:
-        job.report.warn("ict: accuracy dropped; the retriever keeps its initial weights; try a lower ict.learning_rate")
-        return False
-    if last < first + CHANCE:
-        job.report.log("ict: accuracy did not change; ict.steps=0 keeps the initial weights and is faster")
-    return True

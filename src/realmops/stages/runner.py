@@ -269,7 +269,7 @@ def stage_inputs(stage: Stage, options: Options, project: Path, root: Path) -> d
 
 
 def _check_generated_questions(inputs: Mapping[str, Path]) -> None:
-    """Raise ValueError for questions that ``realmops cloze`` generated from another corpus than the snapshot."""
+    """Raise ValueError for questions that ``realmops run cloze`` generated from another corpus than the snapshot."""
     for key, path in inputs.items():
         if not key.startswith("questions.") or not (path.parent / artifacts.MANIFEST).is_file():
             continue
@@ -283,7 +283,7 @@ def _check_generated_questions(inputs: Mapping[str, Path]) -> None:
         if source_hash not in (None, corpus_hash):
             raise ValueError(
                 f"{key} is {path}, generated from corpus {source_hash[:12]}, but the snapshot is corpus "
-                f"{corpus_hash[:12]}; run 'realmops cloze' with the same options"
+                f"{corpus_hash[:12]}; run 'realmops run cloze' with the same options"
             )
 
 

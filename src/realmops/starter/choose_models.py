@@ -6,16 +6,13 @@ from realmops import hub
 from realmops.corpus.languages import ENGLISH
 from realmops.inputs.resolve import check_hub_name
 from realmops.options import NO_READER
-from realmops.stages import reads_spans
 from realmops.starter.new_project import Project, path_in_params
-from realmops.starter.public_data import fetch_data_sets
 
 ENCODER = "sentence-transformers/all-MiniLM-L6-v2"  # retriever.init of the preset minilm
 # Readers that init proposes: a small one and a better one.
 READERS = "distilbert/distilbert-base-cased-distilled-squad", "deepset/roberta-base-squad2"
 MULTILINGUAL_READERS = ("deepset/xlm-roberta-base-squad2",)
 WIDE = 768  # hidden size from which an encoder needs the learning rates of the preset base
-TAGGED = "data/public"  # the presets' folder of tagged sentences
 UNTRAINED = "untrained"  # the last preset of a project whose models were not trained here
 LARGE = 20_000_000  # bytes, about 20,000 passages; from scratch, the preset large pays off from here
 
@@ -66,6 +63,7 @@ def choose_reader(project: Project, reader: str | None, *, has_questions: bool) 
         note += "".join(f"; better and larger: --reader {about}" for _, about in offers[1:])
         note += "; --no-reader for search alone"
     if chosen is None and has_questions:
+        project.put("tag.method", "phrases")
         project.lines.append("reader: trained on your questions from the encoder, as no published one can be loaded")
         return
     if chosen is None or chosen == NO_READER:
@@ -89,28 +87,3 @@ def is_wide(encoder: str) -> bool:
     shape = hub.read_optional_json(folder / hub.CONFIG)
     widths = (shape.get(name) for name in ("hidden_size", "dim"))
     return any(isinstance(width, int) and width >= WIDE for width in widths)
-
-
-def fetch_tagged(project: Project) -> None:
-    """Download the tagged sentences of the presets, which are English; otherwise find names without a tagger."""
-    options = project.options
-    if not reads_spans(options) or options.tag.method != "tagger" or not options.tag.train.startswith(TAGGED):
-        return
-    to, problem = project.folder / TAGGED, ""
-    if options.snapshot.language != ENGLISH:
-        problem = "are English"
-    else:
-        try:
-            for _ in fetch_data_sets(["ner"], to, None, 0):
-                pass
-        except ValueError as error:
-            problem = str(error).partition(";")[0]
-    if not problem:
-        project.lines.append(f"tagged sentences for the name tagger: downloaded to {to / 'ner'}")
-        return
-    project.put("tag.method", "phrases")
-    project.lines.append(
-        "names: capitalised words or recurring phrases (tag.method: phrases), as the public tagged sentences "
-        f"{problem}; for a tagger run 'realmops public-data ner', or set tag.train and tag.dev to CoNLL files, and "
-        "delete that line"
-    )

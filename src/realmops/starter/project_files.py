@@ -70,7 +70,7 @@ def dvc_text(options: Options, own: Collection[str]) -> str:
 def _dvc_stage(name: str, names: Sequence[str], options: Options, own: Collection[str]) -> dict[str, Any]:
     if name == CLOZE_STEP:
         deps, params = [STAGES[need].folder for need in ("snapshot", "tag")], ["presets", "run"]
-        return {"name": name, "command": "realmops cloze", "deps": deps, "params": params, "folder": CLOZE}
+        return {"name": name, "deps": deps, "params": params, "folder": CLOZE}
     stage = STAGES[name]
     deps = [STAGES[need].folder for need in stage.needs if need in names]
     for key in files_in_use(stage, options):
@@ -84,4 +84,4 @@ def _dvc_stage(name: str, names: Sequence[str], options: Options, own: Collectio
     # DVC fails for a key that params.yaml lacks: the section of such an option is tracked instead
     single = (key if key in own else key.partition(".")[0] for key in stage.options)
     params = [*dict.fromkeys(["presets", *stage.sections, *single])]
-    return {"name": name, "command": f"realmops run {name}", "deps": deps, "params": params, "folder": stage.folder}
+    return {"name": name, "deps": deps, "params": params, "folder": stage.folder}
