@@ -1,24 +1,25 @@
 """Plain and compressed files, opened so that progress is known in bytes on disk, and the members of archives.
 
-A member has a path below its archive (``papers.zip/2019/a.pdf``). Nothing is unpacked: its name is looked up in the
-archive and never on a disk.
+The path of a member is below its archive, ``papers.zip/2019/a.pdf``, and is looked up there, never on a disk.
 """
 
 import bz2
 import gzip
+import os
 import re
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from io import BufferedReader, BytesIO, TextIOWrapper
 from itertools import pairwise
 from lzma import LZMAError
+from mmap import ACCESS_READ, mmap
 from pathlib import Path, PurePosixPath
 from stat import S_ISLNK
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 from weakref import finalize
 from zipfile import BadZipFile, ZipFile
 
@@ -27,11 +28,12 @@ from realmops.artifacts import open_regular
 _OPENERS: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".bz2": bz2.open}
 _HEAD = 64  # bytes by which UTF-16 is recognised
 _FIRST_BYTES = {".gz": re.compile(rb"\x1f\x8b\x08"), ".bz2": re.compile(rb"BZh[1-9]1AY&SY")}  # under any name
-# Errors of the standard library for damaged data; bz2 raises OSError.
-DECOMPRESSION_ERRORS = (EOFError, zlib.error, OSError, LZMAError, BadZipFile, tarfile.TarError)
-_QUOTED_FROM = re.compile(rb"^>(?=>*From )", re.MULTILINE)  # in a message of a mailbox
+# Errors of the standard library for damaged data and unknown methods; bz2 raises OSError.
+DECOMPRESSION_ERRORS = (EOFError, zlib.error, OSError, LZMAError, BadZipFile, tarfile.TarError, NotImplementedError)
+_ARCHIVES = (".zip", ".mbox", ".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz")
 MAX_MEMBERS = 100_000  # of an archive
 _MAX_UNPACKED = 16 << 30  # bytes
+_MESSAGE = re.compile(rb"(?:\A|(?<=\n\n)|(?<=\n\r\n))From ")  # its beginning in a mailbox
 
 
 @contextmanager
@@ -74,122 +76,75 @@ def open_raw(path: Path) -> BufferedReader:
     try:
         file = open_regular(path)
     except NotADirectoryError:
-        file = _find_member(path).open()
+        for archive in filter(is_archive, path.parents):  # a folder of an archive may have the name of one
+            with suppress(KeyError):
+                return BufferedReader(list_members(archive)[path].open())
+        raise ValueError(f"{path}: there is no such file; check the path") from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); check the path") from None
-    if path.suffix.lower() in _OPENERS and not file.peek(1):
+    if path.suffix.lower() in _OPENERS and os.fstat(file.fileno()).st_size == 0:
         file.close()
         raise ValueError(f"{path}: the file is empty, not a compressed file; copy or download it again")
     return file
 
 
-def file_size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except NotADirectoryError:
-        return _find_member(path).size
-
-
-@dataclass(frozen=True)
-class Member:
-    """A file in an archive; its ``kind`` is "", unless it cannot be read."""
+class Member(NamedTuple):
+    """A file in an archive."""
 
     size: int
-    kind: str
-    opener: Callable[[], Any]
-
-    def open(self) -> BufferedReader:
-        try:
-            return BufferedReader(self.opener())
-        except RuntimeError as error:  # also NotImplementedError, for an unknown compression
-            raise ValueError(f"the member of the archive cannot be read ({error}); unpack the archive") from None
+    kind: str  # why it is not read, or ""
+    open: Callable[[], Any]
 
 
 def is_archive(path: Path) -> bool:
-    return bool(_archive_suffix(path))
+    return path.name.lower().endswith(_ARCHIVES)
 
 
-def _archive_suffix(path: Path) -> str:
-    name = f".{path.name.lower()}"  # Apple's mailboxes have the name "mbox"
-    return next(filter(name.endswith, _ARCHIVES), "")
+def list_members(archive: Path) -> Mapping[Path, Member]:
+    """Return the members of an archive; one with the archive's path is the rest of a damaged or too large archive."""
+    on_disk = next(path for path in (archive, *archive.parents) if path.exists())
+    return _list_members(archive, on_disk.stat().st_mtime_ns)
 
 
-def list_members(archive: Path) -> dict[Path, Member]:
-    """Return the members of an archive by path, without hidden ones.
-
-    A member with the archive's path has the kind of what cannot be listed: "broken_archive", or "too_large" over the
-    limits.
-    """
-    outermost = next((path for path in reversed(archive.parents) if path.is_file()), archive)
-    return _list_members(archive, outermost.exists() and outermost.stat().st_mtime_ns)
-
-
-class _Members(dict[Path, Member]):
-    """Members of an archive, whose file is closed after them."""
-
-
-@lru_cache(maxsize=4)  # with open files, so that a compressed archive is decompressed once if it is read in order
-def _list_members(archive: Path, version: int) -> dict[Path, Member]:
-    members = _Members()
+@lru_cache(maxsize=4)  # with the open file: a compressed one is decompressed once if it is read in order
+def _list_members(archive: Path, version: int) -> Mapping[Path, Member]:
+    members: OrderedDict[Path, Member] = OrderedDict()
     unpacked = 0
     try:
         file = open_raw(archive)
         finalize(members, file.close)
-        for name, member in _ARCHIVES[_archive_suffix(archive)](file):
+        for name, member in _iter_members(file, archive.suffix.lower()):
             unpacked += member.size
             if len(members) == MAX_MEMBERS or unpacked > _MAX_UNPACKED:
                 members[archive] = Member(0, "too_large", BytesIO)
                 break
             parts = [part for part in PurePosixPath(name.replace("\\", "/")).parts if part not in ("/", "//", "..")]
-            if parts and not any(part.startswith((".", "__MACOSX")) for part in parts):
+            if not any(part.startswith((".", "__MACOSX")) for part in parts):  # hidden
                 members[archive.joinpath(*parts)] = member
     except (*DECOMPRESSION_ERRORS, ValueError):
         members[archive] = Member(0, "broken_archive", BytesIO)
     return members
 
 
-def _find_member(path: Path) -> Member:
-    for archive in filter(is_archive, path.parents):
-        with suppress(KeyError, ValueError):  # a folder of an archive may have the name of one
-            return list_members(archive)[path]
-    raise ValueError(f"{path}: there is no such file; check the path")
-
-
-def _zip_members(file: BufferedReader) -> Iterator[tuple[str, Member]]:
-    package = ZipFile(file)
-    for info in package.infolist():
-        kind = "link" if S_ISLNK(info.external_attr >> 16) else "encrypted" if info.flag_bits & 1 else ""
-        if not info.is_dir():
-            yield info.filename, Member(info.file_size, kind, partial(package.open, info))
-
-
-def _tar_members(file: BufferedReader) -> Iterator[tuple[str, Member]]:
-    package = tarfile.open(fileobj=file)  # noqa: SIM115
-    for info in package:
-        kind = "" if info.isreg() else "link" if info.issym() or info.islnk() else "device"
-        if not info.isdir():
-            yield info.name, Member(info.size, kind, partial(package.extractfile, info))
-
-
-def _messages(file: BufferedReader) -> Iterator[tuple[str, Member]]:
-    """Yield the messages of a mailbox, each of which begins with a line "From ..." after an empty line."""
-    starts, end, is_blank = list[int](), 0, True
-    for line in file:
-        if is_blank and line.startswith(b"From "):
-            starts.append(end)
-        is_blank = not line.strip()
-        end += len(line)
-
-    def read(start: int, end: int) -> BytesIO:
-        file.seek(start)
-        return BytesIO(_QUOTED_FROM.sub(b"", file.read(end - start)))
-
-    for number, (start, stop) in enumerate(pairwise([*starts, end]), start=1):
-        yield f"{number}.eml", Member(stop - start, "", partial(read, start, stop))
-
-
-_ARCHIVES = dict.fromkeys((".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz"), _tar_members)
-_ARCHIVES |= {".zip": _zip_members, ".mbox": _messages}
+def _iter_members(file: BufferedReader, suffix: str) -> Iterator[tuple[str, Member]]:
+    if suffix == ".zip":
+        package = ZipFile(file)
+        for info in package.infolist():
+            kind = "link" if S_ISLNK(info.external_attr >> 16) else "encrypted" * (info.flag_bits & 1)
+            if not info.is_dir():
+                yield info.filename, Member(info.file_size, kind, partial(package.open, info))
+    elif suffix == ".mbox":
+        data = mmap(file.fileno(), 0, access=ACCESS_READ)
+        starts = [match.start() for match in _MESSAGE.finditer(data)]
+        for number, (start, end) in enumerate(pairwise([*starts, len(data)]), start=1):
+            read = partial(lambda start, end: BytesIO(data[start:end]), start, end)
+            yield f"{number}.eml", Member(end - start, "", read)
+    else:
+        tar = tarfile.open(fileobj=file)  # noqa: SIM115
+        for entry in tar:
+            if not entry.isdir():
+                kind = "" if entry.isreg() else "link"  # or a device
+                yield entry.name, Member(entry.size, kind, partial(tar.extractfile, entry))
 
 
 def describe_damage(error: BaseException, path: Path) -> str:

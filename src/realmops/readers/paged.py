@@ -3,6 +3,7 @@
 A worker receives the path of a file, so that large files are not all in memory at once; nothing is unpacked to disk.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from realmops.compressed import file_size, open_raw
+from realmops.compressed import open_raw
 from realmops.credentials import error_line
 from realmops.readers.containers import read_eml, read_epub, read_ipynb
 from realmops.readers.contents import PARAGRAPH, Contents, UnreadableError, check_remaining
@@ -66,9 +67,10 @@ _WITH_PAGES = (PDF, IMAGE, "pptx", "xlsx", *SHEETS)
 
 
 def read_file(path: Path, ocr: tuple[str, ...] = ()) -> Iterator[RawRecord | Rejected]:
-    open_raw(path).close()
+    with open_raw(path) as file:
+        size = file.seek(0, os.SEEK_END)
     if ocr or not path.name.lower().endswith(IMAGES):
-        yield RawRecord(str(path), path, file_size(path), ocr)
+        yield RawRecord(str(path), path, size, ocr)
     else:
         problem = f"it is a picture, which is read by OCR: {INSTALL}"
         yield Rejected(str(path), problem, kind=path.suffix[1:].lower())
@@ -79,9 +81,9 @@ def convert(name: str, raw: RawRecord) -> Outcome:
     if name == TEXT:
         return call_guarded(partial(read_text, raw), raw.place)
     try:
+        if raw.position > _FILE_LIMIT:
+            raise UnreadableError("too_large", f"the file is larger than {_FILE_LIMIT >> 20} MiB; split it")
         with open_raw(raw.data) as file:
-            if file_size(raw.data) > _FILE_LIMIT:
-                raise UnreadableError("too_large", f"the file is larger than {_FILE_LIMIT >> 20} MiB; split it")
             data = file.read()  # read(n) would allocate n bytes up front, which count against the memory limit
         reader = _READERS[name][0]
         contents = reader(data, raw.ocr) if name in (PDF, IMAGE) else reader(data)

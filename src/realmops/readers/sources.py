@@ -9,15 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from realmops.artifacts import special_file_kind
-from realmops.compressed import (
-    DECOMPRESSION_ERRORS,
-    MAX_MEMBERS,
-    file_size,
-    is_archive,
-    list_members,
-    open_compressed,
-    open_raw,
-)
+from realmops.compressed import DECOMPRESSION_ERRORS, MAX_MEMBERS, is_archive, list_members, open_compressed, open_raw
 from realmops.hub import HUB
 from realmops.readers import tables
 from realmops.readers.beir import BEIR, corpus_file
@@ -38,13 +30,10 @@ _UNSUPPORTED = {  # by first bytes
     b"<doc ": "it begins with <doc, like text extracted from a Wikipedia dump; name the dump itself (.xml.bz2)",
     b"WARC/": "it is a web archive, which is not read; extract its pages as HTML files, for example with warcio",
 }
-_SPECIAL = {  # by kind, of files that are not opened
-    "broken_archive": "the archive is damaged; copy or download it again",
-    "encrypted": "the file needs a password; unpack its archive into the folder of documents",
-    "folder": "it is a folder that cannot be listed; check its permissions",
-    "parquet": "a Parquet file in an archive is not read; unpack it into the folder of documents",
-    "too_large": f"the archive has more than {MAX_MEMBERS:,} files or unpacks to more than 16 GiB; unpack it",
-}
+_REGULAR = (
+    "only regular files are read, in folders that can be listed; unpack an archive that is damaged, has a password, "
+    f"links or Parquet files, or more than {MAX_MEMBERS:,} files or 16 GiB"
+)
 _ARCHIVES = {b"PK\x03\x04": "zip", b"Rar!\x1a\x07": "rar", b"7z\xbc\xaf\x27\x1c": "7z"}  # unless a suffix is known
 _UNKNOWN = "unknown format (checked: suffix and first bytes)"
 _LOCKS = ("~$", ".~lock.")  # first characters of the names of lock files
@@ -106,39 +95,39 @@ def _list_sources(documents: Path, format: str) -> list[Source]:
         name = _detect_format(documents) if format == "auto" else format
         return [Source(documents, FORMATS[_require_format(documents, name)], _kind_and_size(documents)[1])]
     files = walk_files(documents) if documents.is_dir() else [documents]
-    kinds = {path: kind for file in files for path, kind in _list_file(file, _kind_and_size(file)[0])}
+    kinds, sizes = {}, {}
+    for path, kind, size in (entry for file in files for entry in _list_file(file, *_kind_and_size(file))):
+        kinds[path], sizes[path] = kind, size
     format_of = {path: None if kind else _detect_format(path) for path, kind in kinds.items()}
     if format != "auto":  # an unreadable subfolder may hold files of this format, so it stays in the list
         format_of = {path: name for path, name in format_of.items() if name == format or kinds[path] == "folder"}
     formats = {name for path, name in format_of.items() if not kinds[path]}
     if not formats:
         of_format = "" if format == "auto" else f" of the format {format}"
-        problems = [_SPECIAL[kind] for kind in kinds.values() if kind in _SPECIAL]
-        raise ValueError(f"{documents}: {(*problems, f'the folder holds no file{of_format}; check the path')[0]}")
+        raise ValueError(f"{documents}: there is no file{of_format} that can be read; check the path")
     if formats == {None}:
         _require_format(next(path for path in format_of if not kinds[path]), None)
     is_strict = len(formats) == 1 and (format != "auto" or not FORMATS[str(*formats)].is_document)
-    return [_folder_source(path, name, kinds[path], is_strict) for path, name in format_of.items()]
+    return [_folder_source(path, name, kinds[path], sizes[path], is_strict) for path, name in format_of.items()]
 
 
-def _list_file(path: Path, kind: str, depth: int = 2) -> Iterator[tuple[Path, str]]:
-    """Yield a file with its kind, or the members of an archive, also of archives in an archive."""
+def _list_file(path: Path, kind: str, size: int, depth: int = 2) -> Iterator[tuple[Path, str, int]]:
+    """Yield (path, kind, bytes) of a file, or of the members of an archive, also of archives in an archive."""
     if kind or not depth or not is_archive(path):
-        yield path, kind
+        yield path, kind, size
         return
     for name, member in list_members(path).items():
         kind = "parquet" if name.suffix.lower() == ".parquet" else member.kind
-        yield from _list_file(name, kind, depth - 1)
+        yield from _list_file(name, kind, member.size, depth - 1)
 
 
 def _kind_and_size(path: Path) -> tuple[str, int]:
     """Return (kind, bytes); the kind is "" for a regular file, and for a broken link, which fails when it is opened."""
     try:
-        return special_file_kind(path.stat().st_mode), path.stat().st_size
-    except NotADirectoryError:
-        return "", file_size(path)
+        status = path.stat()
     except OSError:
         return "", 0
+    return special_file_kind(status.st_mode), status.st_size
 
 
 def _dataset_splits(folder: Path) -> list[Path]:
@@ -170,15 +159,12 @@ def _unsupported_problem(path: Path) -> str:
     return next((problem for start, problem in _UNSUPPORTED.items() if first.startswith(start)), _UNKNOWN)
 
 
-def _folder_source(path: Path, name: str | None, special: str, is_strict: bool) -> Source:
+def _folder_source(path: Path, name: str | None, special: str, size: int, is_strict: bool) -> Source:
     """Return the source; a ``special`` kind is never opened; with ``is_strict`` an unreadable one ends the stage."""
     if special:
-        return _unreadable_source(
-            path, _SPECIAL.get(special, f"it is a {special}; only regular files are read"), special
-        )
+        return _unreadable_source(path, f"it is of the kind {special}: {_REGULAR}", special)
     if path.name.startswith(_LOCKS):
         return _unreadable_source(path, "an office program keeps it while a document is open", "lock_file")
-    size = _kind_and_size(path)[1]
     if name is not None and is_strict:
         return Source(path, FORMATS[name], size)
     suffix = path.suffix[1:].lower()
