@@ -19,7 +19,7 @@ from lzma import LZMAError
 from mmap import ACCESS_READ, mmap
 from pathlib import Path, PurePosixPath
 from stat import S_ISLNK
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, cast
 from weakref import finalize
 from zipfile import BadZipFile, ZipFile
 
@@ -33,6 +33,7 @@ DECOMPRESSION_ERRORS = (EOFError, zlib.error, OSError, LZMAError, BadZipFile, ta
 _ARCHIVES = (".zip", ".mbox", ".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz")
 MAX_MEMBERS = 100_000  # of an archive
 _MAX_UNPACKED = 16 << 30  # bytes
+Member = tuple[int, str, Callable[[], Any]]  # bytes, why it is not read or "", and what opens it
 _MESSAGE = re.compile(rb"(?:\A|(?<=\n\n)|(?<=\n\r\n))From ")  # its beginning in a mailbox
 
 
@@ -78,7 +79,7 @@ def open_raw(path: Path) -> BufferedReader:
     except NotADirectoryError:
         for archive in filter(is_archive, path.parents):  # a folder of an archive may have the name of one
             with suppress(KeyError):
-                return BufferedReader(list_members(archive)[path].open())
+                return BufferedReader(list_members(archive)[path][2]())
         raise ValueError(f"{path}: there is no such file; check the path") from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); check the path") from None
@@ -86,14 +87,6 @@ def open_raw(path: Path) -> BufferedReader:
         file.close()
         raise ValueError(f"{path}: the file is empty, not a compressed file; copy or download it again")
     return file
-
-
-class Member(NamedTuple):
-    """A file in an archive."""
-
-    size: int
-    kind: str  # why it is not read, or ""
-    open: Callable[[], Any]
 
 
 def is_archive(path: Path) -> bool:
@@ -113,38 +106,38 @@ def _list_members(archive: Path, version: int) -> Mapping[Path, Member]:
     try:
         file = open_raw(archive)
         finalize(members, file.close)
-        for name, member in _iter_members(file, archive.suffix.lower()):
-            unpacked += member.size
+        for name, size, kind, opener in _iter_members(file, archive.suffix.lower()):
+            unpacked += size
             if len(members) == MAX_MEMBERS or unpacked > _MAX_UNPACKED:
-                members[archive] = Member(0, "too_large", BytesIO)
+                members[archive] = (0, "too_large", BytesIO)
                 break
             parts = [part for part in PurePosixPath(name.replace("\\", "/")).parts if part not in ("/", "//", "..")]
             if not any(part.startswith((".", "__MACOSX")) for part in parts):  # hidden
-                members[archive.joinpath(*parts)] = member
+                members[archive.joinpath(*parts)] = (size, kind, opener)
     except (*DECOMPRESSION_ERRORS, ValueError):
-        members[archive] = Member(0, "broken_archive", BytesIO)
+        members[archive] = (0, "broken_archive", BytesIO)
     return members
 
 
-def _iter_members(file: BufferedReader, suffix: str) -> Iterator[tuple[str, Member]]:
+def _iter_members(file: BufferedReader, suffix: str) -> Iterator[tuple[str, int, str, Callable[[], Any]]]:
     if suffix == ".zip":
         package = ZipFile(file)
         for info in package.infolist():
             kind = "link" if S_ISLNK(info.external_attr >> 16) else "encrypted" * (info.flag_bits & 1)
             if not info.is_dir():
-                yield info.filename, Member(info.file_size, kind, partial(package.open, info))
+                yield info.filename, info.file_size, kind, partial(package.open, info)
     elif suffix == ".mbox":
         data = mmap(file.fileno(), 0, access=ACCESS_READ)
         starts = [match.start() for match in _MESSAGE.finditer(data)]
         for number, (start, end) in enumerate(pairwise([*starts, len(data)]), start=1):
             read = partial(lambda start, end: BytesIO(data[start:end]), start, end)
-            yield f"{number}.eml", Member(end - start, "", read)
+            yield f"{number}.eml", end - start, "", read
     else:
         tar = tarfile.open(fileobj=file)  # noqa: SIM115
         for entry in tar:
             if not entry.isdir():
                 kind = "" if entry.isreg() else "link"  # or a device
-                yield entry.name, Member(entry.size, kind, partial(tar.extractfile, entry))
+                yield entry.name, entry.size, kind, partial(tar.extractfile, entry)
 
 
 def describe_damage(error: BaseException, path: Path) -> str:

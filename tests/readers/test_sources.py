@@ -217,7 +217,7 @@ def test_unlistable_folder_is_counted_as_unread(tmp_path: Path) -> None:
         [rejected] = closed.format.records(closed.path)
         assert isinstance(rejected, Rejected)
         assert rejected.kind == "folder"
-        assert "folders that can be listed" in rejected.problem
+        assert "in folders and whole archives that can be listed" in rejected.problem
 
 
 def test_bytes_of_file_names_that_are_not_utf_8_are_escaped(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from realmops.artifacts import special_file_kind
-from realmops.compressed import DECOMPRESSION_ERRORS, MAX_MEMBERS, is_archive, list_members, open_compressed, open_raw
+from realmops.compressed import DECOMPRESSION_ERRORS, is_archive, list_members, open_compressed, open_raw
 from realmops.hub import HUB
 from realmops.readers import tables
 from realmops.readers.beir import BEIR, corpus_file
@@ -30,11 +30,7 @@ _UNSUPPORTED = {  # by first bytes
     b"<doc ": "it begins with <doc, like text extracted from a Wikipedia dump; name the dump itself (.xml.bz2)",
     b"WARC/": "it is a web archive, which is not read; extract its pages as HTML files, for example with warcio",
 }
-_REGULAR = (
-    "only regular files are read, in folders that can be listed; unpack an archive that is damaged, has a password, "
-    f"links or Parquet files, or more than {MAX_MEMBERS:,} files or 16 GiB"
-)
-_ARCHIVES = {b"PK\x03\x04": "zip", b"Rar!\x1a\x07": "rar", b"7z\xbc\xaf\x27\x1c": "7z"}  # unless a suffix is known
+_REGULAR = "only regular files are read, in folders and whole archives that can be listed, without a password"
 _UNKNOWN = "unknown format (checked: suffix and first bytes)"
 _LOCKS = ("~$", ".~lock.")  # first characters of the names of lock files
 _KIND = re.compile(r"[a-z0-9]{1,10}")  # suffixes under which files without a known format are counted
@@ -73,7 +69,7 @@ def _with_ocr(source: Source, ocr: tuple[str, ...]) -> Source:
 def may_need_ocr(documents: Path) -> bool:
     """Return whether a file or folder may hold scans; the identity of other documents has no tesseract's data."""
     files = (path for path in walk_files(documents) if path.is_file())
-    return any(path.suffix.lower() in (*IMAGES, ".pdf", "") for path in files)
+    return any(path.suffix.lower() in (*IMAGES, ".pdf", "") or is_archive(path) for path in files)
 
 
 def _list_sources(documents: Path, format: str) -> list[Source]:
@@ -95,9 +91,8 @@ def _list_sources(documents: Path, format: str) -> list[Source]:
         name = _detect_format(documents) if format == "auto" else format
         return [Source(documents, FORMATS[_require_format(documents, name)], _kind_and_size(documents)[1])]
     files = walk_files(documents) if documents.is_dir() else [documents]
-    kinds, sizes = {}, {}
-    for path, kind, size in (entry for file in files for entry in _list_file(file, *_kind_and_size(file))):
-        kinds[path], sizes[path] = kind, size
+    found = [entry for file in files for entry in _list_file(file, *_kind_and_size(file))]
+    kinds, sizes = {path: kind for path, kind, _ in found}, {path: size for path, _, size in found}
     format_of = {path: None if kind else _detect_format(path) for path, kind in kinds.items()}
     if format != "auto":  # an unreadable subfolder may hold files of this format, so it stays in the list
         format_of = {path: name for path, name in format_of.items() if name == format or kinds[path] == "folder"}
@@ -116,9 +111,8 @@ def _list_file(path: Path, kind: str, size: int, depth: int = 2) -> Iterator[tup
     if kind or not depth or not is_archive(path):
         yield path, kind, size
         return
-    for name, member in list_members(path).items():
-        kind = "parquet" if name.suffix.lower() == ".parquet" else member.kind
-        yield from _list_file(name, kind, member.size, depth - 1)
+    for name, (size, kind, _) in list_members(path).items():
+        yield from _list_file(name, "parquet" if name.suffix == ".parquet" else kind, size, depth - 1)
 
 
 def _kind_and_size(path: Path) -> tuple[str, int]:
@@ -154,15 +148,13 @@ def _require_format(path: Path, name: str | None) -> str:
 
 def _unsupported_problem(path: Path) -> str:
     first = _first_bytes(path)
-    if archive := next((name for start, name in _ARCHIVES.items() if first.startswith(start)), ""):
-        return f"it is a {archive} archive, which is not read; unpack it into the folder of documents"
     return next((problem for start, problem in _UNSUPPORTED.items() if first.startswith(start)), _UNKNOWN)
 
 
 def _folder_source(path: Path, name: str | None, special: str, size: int, is_strict: bool) -> Source:
     """Return the source; a ``special`` kind is never opened; with ``is_strict`` an unreadable one ends the stage."""
     if special:
-        return _unreadable_source(path, f"it is of the kind {special}: {_REGULAR}", special)
+        return _unreadable_source(path, f"it is of the kind {special}; {_REGULAR}", special)
     if path.name.startswith(_LOCKS):
         return _unreadable_source(path, "an office program keeps it while a document is open", "lock_file")
     if name is not None and is_strict:
