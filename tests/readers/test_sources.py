@@ -53,7 +53,7 @@ def test_format_is_detected_from_content_then_name(tmp_path: Path, name: str, co
 
 @pytest.mark.parametrize(
     ("name", "module", "extra"),
-    [("a.pdf", "pypdfium2", "documents"), ("a.docx", "docx", "documents"), ("a.rst", "xberg", "documents"),
+    [("a.pdf", "pypdfium2", "documents"), ("a.rst", "xberg", "documents"),
      ("hf:owner/name:train", "datasets", "datasets")],
 )  # fmt: skip
 def test_missing_package_is_named_with_its_extra(

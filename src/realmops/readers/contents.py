@@ -15,6 +15,7 @@ PARAGRAPH = "\n\n"
 HIDDEN = "hidden text"  # kind of ``Contents.omitted``
 WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _SLIDE = "{http://schemas.openxmlformats.org/presentationml/2006/main}sld"
+_HIDDEN_MARKS = {f"{WORD}r": f"{WORD}rPr/{WORD}vanish", f"{WORD}tr": f"{WORD}trPr/{WORD}hidden"}
 _OFF = ("0", "false", "off")
 _HIDDEN_STYLE = re.compile(r"(?<![\w-])(?:display\s*:\s*none|visibility\s*:\s*hidden)", re.IGNORECASE)
 _POWER = re.compile(r"[-+\u2212\u2013]?(?:\d+(?:[.,/]\d+)*|[^\W\d_])[-+\u2212\u2013]?")
@@ -52,8 +53,8 @@ def is_hidden(node: Any) -> bool:
         return True
     if node.tag == _SLIDE:
         return node.get("show") in _OFF
-    if node.tag == f"{WORD}r":
-        mark = node.find(f"{WORD}rPr/{WORD}vanish")
+    if path := _HIDDEN_MARKS.get(node.tag):
+        mark = node.find(path)
         return mark is not None and mark.get(f"{WORD}val") not in _OFF
     return node.tag not in ("html", "body") and bool(_HIDDEN_STYLE.search(node.get("style", "")))
 

@@ -1,15 +1,17 @@
-"""Word and PowerPoint files: the text that a person sees, and counts of what is left out.
+"""Word and PowerPoint files: the text that a person sees, and counts of what is left out."""
 
-Equations are read as their characters, charts as a table of their values, diagrams as their paragraphs.
-"""
-
+import posixpath
 import re
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from functools import partial
-from io import BytesIO
+from copy import copy
+from functools import cached_property
+from itertools import chain
 from typing import Any
-from zipfile import ZIP_DEFLATED, ZipFile
+from zipfile import BadZipFile, ZipFile
+
+from lxml.etree import Element, XMLSyntaxError, iterwalk
 
 from realmops.readers.containers import parse_page, parse_xml, read_mime
 from realmops.readers.contents import (
@@ -20,222 +22,375 @@ from realmops.readers.contents import (
     format_table,
     is_hidden,
     open_package,
+    superscript,
 )
 from realmops.readers.html import flow_text
+from realmops.readers.numbering import Numbering, format_number, read_number, read_value
 
-_OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006"
-_DRAWING = "{http://schemas.openxmlformats.org/drawingml/2006/main}"
-_SLIDE = "{http://schemas.openxmlformats.org/presentationml/2006/main}"
-_CHART = "{http://schemas.openxmlformats.org/drawingml/2006/chart}"
-_CHART_2014 = "{http://schemas.microsoft.com/office/drawing/2014/chartex}"
-_DIAGRAM = "{http://schemas.openxmlformats.org/drawingml/2006/diagram}"
-_MATH = f"{{{_OFFICE}/math}}"
-_RELATION = f"{{{_OFFICE}/relationships}}"
-_PICTURE = "{http://schemas.openxmlformats.org/drawingml/2006/picture}"
-_OLD_DRAWING, _OLD_OFFICE = "{urn:schemas-microsoft-com:vml}", "{urn:schemas-microsoft-com:office:office}"
-_FALLBACK = "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"
-
-_DROPPED = (_FALLBACK, f"{WORD}del", f"{WORD}moveFrom", f"{WORD}rt")
-_ELEMENT_TEXT = {"tab": "\t", "ptab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}
-_OBJECTS = (f"{_OLD_OFFICE}OLEObject", f"{_SLIDE}oleObj")
-_PICTURES = (f"{_PICTURE}pic", f"{_SLIDE}pic", f"{_OLD_DRAWING}imagedata")
-_OBJECT_FRAMES = (f"{WORD}object", f"{_SLIDE}oleObj")  # with a picture of the object
+_RELATION = "{http://schemas.openxmlformats.org/officeDocument/2006/relationships}"
+_STRICT_NAME = re.compile(rb"http://purl\.oclc\.org/ooxml/(\w+)/(main|math|relationships)\b")
+_TRANSITIONAL_NAME = rb"http://schemas.openxmlformats.org/\1/2006/\2"
+_DAMAGED = (KeyError, EOFError, NotImplementedError, BadZipFile, zlib.error, XMLSyntaxError)
+_DROPPED = [f"{{*}}{name}" for name in ("Fallback", "cellDel", "del", "moveFrom", "rt", "showingPlcHdr")]
+_BLOCKS = [f"{{*}}{name}" for name in ("altChunk", "chart", "p", "relIds", "tbl")]
+_SIGNS = {"br": "\n", "cr": "\n", "noBreakHyphen": "-", "ptab": "\t", "tab": "\t"}
+_NOTES = {f"{WORD}footnoteReference": "decimal", f"{WORD}endnoteReference": "lowerRoman"}  # formats of their marks
+_INLINE = [*_NOTES, *(f"{{*}}{name}" for name in ("t", *_SIGNS))]
+_SYMBOL_CODES = b"abcdefghijklmnopqrstuvwxyzDFGLPQSWXY\xa3\xa5\xae\xb0\xb1\xb3\xb4\xb7\xb9\xbb"  # of the font
+_SYMBOL = dict(zip(_SYMBOL_CODES, "αβχδεφγηιϕκλμνοπθρστυϖωξψζΔΦΓΛΠΘΣΩΞΨ≤∞→°±≥×•≠≈", strict=True))
+_EQUATION_MARKS = {"num": "", "den": "/", "lim": "_", "nary sub": "_", "rad e": "√", "sup": "^"}
+_EQUATION_GAPS = {"d e": "|", "eqArr e": "; ", "func e": " ", "m mr": "; ", "mr e": " ", "nary e": " "}
+_SIMPLE = re.compile(r"[-+−]?\w+(?:[.,]\w+)*|∞|\([^()]*\)")  # part of an equation that needs no brackets
+_RAISED = "raised"  # our attribute of runs in superscript
 _CHUNK_DEPTH = 3  # Word files within Word files
+_COLUMNS = 63  # of a table in Word
+_LABEL = 200  # characters of a merged cell that is repeated; a longer one is no label of its rows
+_FURNITURE = ("dt", "ftr", "hdr", "sldNum")  # placeholders
+_BULLET = re.compile(r"(arabic|alphaLc|alphaUc|romanLc|romanUc)(Period|ParenR|ParenBoth)")
+_BULLETS = {"alphaLc": "lowerLetter", "alphaUc": "upperLetter", "romanLc": "lowerRoman", "romanUc": "upperRoman"}
+_BULLET_FORMS = {"Period": "{}.", "ParenR": "{})", "ParenBoth": "({})"}
+_GAP, _OVERLAP = 137_160, -91_440  # between rows of shapes, between columns; in English metric units
+_LEFT, _TOP, _TITLE = 0, 1, (-1 << 40,) * 4  # a title is above all
 
-_STRICT = b"http://purl.oclc.org/ooxml/"
-_STRICT_NAME = re.compile(rb"http://purl\.oclc\.org/ooxml/(\w+)/(relationships/)?(\w+)")
-_STRICT_NAMES = {b"extendedProperties": b"extended-properties", b"customProperties": b"custom-properties"}
-_CONTENT_TYPES = "[Content_Types].xml"
-_MAIN_TYPE = re.compile(rb"application/vnd\.[\w.-]*?(word|powerpoint|presentation)[\w.-]*\.main\+xml")
-_FORMATS = b"application/vnd.openxmlformats-officedocument"
-_KNOWN_TYPES = {b"word": _FORMATS + b".wordprocessingml.document.main+xml"}
-_KNOWN_TYPES |= dict.fromkeys((b"powerpoint", b"presentation"), _FORMATS + b".presentationml.presentation.main+xml")
-
-
-def open_office(data: bytes) -> tuple[BytesIO, ZipFile]:
-    """Open an Office file within the limits; names of Strict, macros and templates become those that libraries know."""
-    package = open_package(data)
-    names = package.namelist()
-    types = package.read(_CONTENT_TYPES) if _CONTENT_TYPES in names else b""
-    is_strict = "_rels/.rels" in names and _STRICT in package.read("_rels/.rels")
-    if is_strict or any(match[0] not in _KNOWN_TYPES.values() for match in _MAIN_TYPE.finditer(types)):
-        converted = BytesIO()
-        with ZipFile(converted, "w", ZIP_DEFLATED) as out:
-            for name in names:
-                content = package.read(name)
-                if name.endswith((".xml", ".rels")):
-                    content = _STRICT_NAME.sub(_transitional_name, content)
-                if name == _CONTENT_TYPES:
-                    content = _MAIN_TYPE.sub(lambda match: _KNOWN_TYPES[match[1]], content)
-                out.writestr(name, content)
-        data = converted.getvalue()
-        package = ZipFile(converted)
-    return BytesIO(data), package
+Shape = tuple[tuple[int, int, int, int], Any]  # left, top, right and bottom edge; element
 
 
-def _transitional_name(match: re.Match[bytes]) -> bytes:
-    family, relation, name = match[1], match[2] or b"", match[3]
-    name = _STRICT_NAMES.get(name, name)
-    if family == b"drawingml" and name not in (b"main", b"chart", b"diagram", b"picture", b"lockedCanvas"):
-        return b"http://schemas.openxmlformats.org/drawingml/2006/" + name
-    return b"http://schemas.openxmlformats.org/%s/2006/%s%s" % (family, relation, name)
+class Part:
+    """A part of an Office file, which other parts refer to; the package itself has the name ""."""
+
+    def __init__(self, package: ZipFile, name: str, omitted: Counter[str]) -> None:
+        self.package, self.name, self.omitted = package, name, omitted
+
+    def read(self) -> Any:
+        """Return the root element; if the part is missing or damaged, count it and return an empty one."""
+        try:
+            return parse_xml(_STRICT_NAME.sub(_TRANSITIONAL_NAME, self.package.read(self.name)))
+        except _DAMAGED:
+            self.omitted["unreadable part"] += 1
+            return Element("unreadable")
+
+    @cached_property
+    def related(self) -> dict[str, tuple[str, "Part"]]:
+        """Kind and part by id of the parts that this one refers to."""
+        folder, name = posixpath.split(self.name)
+        links = Part(self.package, posixpath.join(folder, "_rels", f"{name}.rels"), self.omitted)
+        parts = {}
+        for node in links.read() if links.name in self.package.NameToInfo else ():
+            if node.get("TargetMode") != "External":
+                target = posixpath.normpath(posixpath.join("/", folder, node.get("Target", ""))).lstrip("/")
+                kind = node.get("Type", "").rpartition("/")[2]
+                parts[node.get("Id")] = kind, Part(self.package, target, self.omitted)
+        return parts
+
+    def of_kind(self, *kinds: str) -> list["Part"]:
+        return [part for kind, part in self.related.values() if kind in kinds]
 
 
-def read_docx(data: bytes) -> Contents:
-    """Return the contents of a Word file as one page: the body, then footnotes and endnotes."""
-    import docx
+def _open_main_part(data: bytes, name: str) -> tuple[Part, Any, str]:
+    """Return the main part of a file, its root element, which has this name, and the title in the properties."""
+    package = Part(open_package(data), "", Counter())
+    main = next(iter(package.of_kind("officeDocument")), package)
+    root = main.read()
+    if not root.tag.endswith(f"}}{name}"):
+        raise ValueError(f"{main.name or 'the main part'} is missing, damaged or no {name}")
+    titles = (part.read().findtext("{*}title") for part in package.of_kind("core-properties"))
+    return main, root, next(filter(None, titles), "")
 
-    return _read_word(docx.Document(open_office(data)[0]), 0)
 
-
-def _read_word(document: Any, depth: int) -> Contents:
-    omitted: Counter[str] = Counter()
-    paragraphs = [*_paragraphs(document.part, document.element.body, WORD, omitted, depth)]
-    parts = defaultdict(list)
-    for relation in document.part.rels.values():
-        if not relation.is_external:
-            parts[relation.reltype.rpartition("/")[2]].append(relation.target_part)
-    for part in parts["footnotes"] + parts["endnotes"]:
-        root = parse_xml(part.blob)
-        for note in root.iterchildren(f"{WORD}footnote", f"{WORD}endnote"):
-            if note.get(f"{WORD}type", "normal") == "normal":  # others are the lines between text and notes
-                paragraphs += _paragraphs(part, note, WORD, omitted, depth)
-    omitted["comment"] += sum(len(parse_xml(part.blob)) for part in parts["comments"])
-    for part in parts["header"] + parts["footer"]:
-        omitted["header or footer"] += any(_paragraphs(part, parse_xml(part.blob), WORD, Counter(), depth))
-    return Contents(document.core_properties.title, [PARAGRAPH.join(paragraphs)], omitted)
+def read_docx(data: bytes, depth: int = 0) -> Contents:
+    """Return the contents of a Word file as one page; a note follows its paragraph."""
+    document, root, title = _open_main_part(data, "document")
+    paragraphs = [*_Text(document, depth).paragraphs(document, root)]
+    document.omitted["comment"] += sum(len(part.read()) for part in document.of_kind("comments"))
+    headers = document.of_kind("header", "footer")
+    document.omitted["header or footer"] += sum(_has_text(part.read()) for part in headers)
+    return Contents(title, [PARAGRAPH.join(paragraphs)], document.omitted)
 
 
 def read_pptx(data: bytes) -> Contents:
     """Return the contents of a PowerPoint file: each slide with its notes is a page."""
-    import pptx
+    presentation, root, title = _open_main_part(data, "presentation")
+    text = _Text(presentation)
+    slides = [presentation.related.get(node.get(f"{_RELATION}id")) for node in root.iter("{*}sldId")]
+    pages = (PARAGRAPH.join(_slide_paragraphs(slide[1], text)) for slide in slides if slide)
+    return Contents(title, pages, presentation.omitted)
 
-    slides = pptx.Presentation(open_office(data)[0])
-    omitted: Counter[str] = Counter()
 
-    def texts() -> Iterator[str]:
-        for slide in slides.slides:
-            if is_hidden(slide.element):
-                omitted[HIDDEN] += 1
-                yield ""
+def _slide_paragraphs(slide: Part, text: "_Text") -> Iterator[str]:
+    for part in (slide, *slide.of_kind("notesSlide")):
+        root = part.read()
+        if is_hidden(root):
+            text.omitted[HIDDEN] += 1
+            return
+        for placeholder in [*root.iter("{*}ph")]:
+            if placeholder.get("type") in _FURNITURE:
+                shape = placeholder.getparent().getparent().getparent()
+                text.omitted["header or footer"] += _has_text(shape)
+                _remove(shape)
+        for tree in [*root.iter("{*}spTree", "{*}grpSp")]:
+            shapes = [shape for shape in tree if next(shape.iter("{*}t", "{*}graphicFrame"), None) is not None]
+            for row in _split([(_box(shape), shape) for shape in shapes], _TOP, _GAP):
+                for column in _split(row, _LEFT, _OVERLAP):
+                    tree.extend(shape for _, shape in sorted(column, key=lambda shape: shape[0][_TOP]))  # moves them
+        yield from text.paragraphs(part, root)
+    text.omitted["comment"] += sum(len(part.read()) for part in slide.of_kind("comments"))
+
+
+def _box(shape: Any) -> tuple[int, int, int, int]:
+    """Return the box of a shape; a title is above all, a placeholder with the box of its layout in the corner."""
+    placeholder, box = shape.find("*/{*}nvPr/{*}ph"), next(shape.iter("{*}xfrm"), ())
+    if placeholder is not None and placeholder.get("type") in ("title", "ctrTitle"):
+        return _TITLE
+    values = {key: int(value) for node in box[:2] for key, value in node.items() if re.fullmatch(r"-?\d+", value)}
+    left, top = values.get("x", 0), values.get("y", 0)
+    return left, top, left + values.get("cx", 0), top + values.get("cy", 0)
+
+
+def _split(shapes: list[Shape], axis: int, least: int) -> list[list[Shape]]:
+    """Return shapes in their order along an axis, parted where the gap between them is above ``least``."""
+    parts: list[list[Shape]] = []
+    end = _TITLE[axis]
+    for shape in sorted(shapes, key=lambda shape: shape[0][axis]):
+        if not parts or shape[0][axis] - end > least:
+            parts.append([])
+        parts[-1].append(shape)
+        end = max(end, shape[0][axis + 2])
+    return parts
+
+
+class _Text:
+    """The text of the parts of a file, with the numbers of its paragraphs and notes."""
+
+    def __init__(self, main: Part, depth: int = 0) -> None:
+        self.omitted, self._depth = main.omitted, depth
+        nodes = [node for part in main.of_kind("numbering", "styles") for node in part.read()]
+        self._styles = {node.get(f"{WORD}styleId"): [node] for node in nodes}  # each with those that it is based on
+        for styles in self._styles.values():
+            while (base := self._styles.get(read_value(styles[-1], "*basedOn"))) and base[0] not in styles:
+                styles.append(base[0])
+        self._numbering = Numbering(nodes)
+        notes = [(part, node) for part in main.of_kind("footnotes", "endnotes") for node in part.read()]
+        self._notes = {(f"{node.tag}Reference", node.get(f"{WORD}id")): (part, node) for part, node in notes}
+        self._note_counts: Counter[str] = Counter()
+        self._pending: list[tuple[Part, Any, str]] = []  # notes of the last paragraph, with their marks
+        self._frame: Any = None  # of the last paragraph of a slide
+        self._bullets: dict[tuple[str, str, str], int] = {}  # its last numbers by level, kind and first number
+
+    def paragraphs(self, part: Part, root: Any) -> Iterator[str]:
+        """Yield the paragraphs and tables of a part in the order of its elements, each before its notes."""
+        self._remove_rest(root)
+        for block in chain(self._blocks(part, root), [""]):
+            yield from filter(None, [block])
+            while self._pending:
+                note_part, note, mark = self._pending.pop(0)
+                yield mark + PARAGRAPH.join(self.paragraphs(note_part, note))
+
+    def _remove_rest(self, root: Any) -> None:
+        """Remove and count what is not shown, mark superscripts, and write equations and symbols as text."""
+        for node in [*root.iter(*_DROPPED)]:
+            holder = node.getparent()
+            if holder.tag != f"{WORD}rPr":  # of the mark of a paragraph
+                _remove(holder.getparent() if holder.tag.endswith("Pr") else node)
+        for node in root.iter(f"{WORD}rStyle"):
+            styles = self._styles.get(node.get(f"{WORD}val"), ())
+            for mark in (mark for style in styles for mark in style.iterfind(f"{WORD}rPr/*")):
+                if mark.tag in (f"{WORD}vanish", f"{WORD}vertAlign") and node.getparent().find(mark.tag) is None:
+                    node.getparent().append(copy(mark))
+        for node in [*root.iter("{*}vanish", "{*}hidden", "{*}cNvPr")]:
+            holder = node.getparent().getparent()  # a run, a row or a shape
+            if is_hidden(holder) or is_hidden(node):
+                self.omitted[HIDDEN] += _has_text(holder)
+                _remove(holder)
+        for node in root.iter("{*}vertAlign", "{*}rPr"):
+            if node.get(f"{WORD}val") == "superscript":
+                node.getparent().getparent().set(_RAISED, "1")
+            elif re.match(r"[1-9]", node.get("baseline", "")):
+                node.getparent().set(_RAISED, "1")
+        for node in [*root.iter("{*}oMath", f"{WORD}sym", f"{WORD}checkBox", f"{WORD}ddList")]:
+            text = _equation(node) if node.tag.endswith("}oMath") else _shown_sign(node)
+            self.omitted["symbol"] += not text and node.tag == f"{WORD}sym"
+            node.clear()
+            node.tag, node.text = f"{WORD}t", text
+        for node in root.iter("{*}OLEObject", "{*}oleObj"):
+            is_equation = node.get("ProgID", node.get("progId", "")).startswith("Equation")
+            self.omitted["equation" if is_equation else "embedded object"] += 1
+        for node in root.iter("{*}pic", "{*}imagedata"):  # an object has a picture of itself
+            self.omitted["image"] += next(node.iterancestors("{*}object", "{*}oleObj"), None) is None
+
+    def _blocks(self, part: Part, root: Any) -> Iterator[str]:
+        text = ""
+        walker = iterwalk(root, events=("start",), tag=_BLOCKS)
+        for _, node in walker:
+            if node.tag.endswith("}tbl"):
+                walker.skip_subtree()
+                yield from self._table(part, node)
+            elif not node.tag.endswith("}p"):
+                yield from self._related(part, node)
+            else:
+                text += self._text(node)
+                marks = node.find(f"{WORD}pPr/{WORD}rPr")
+                if marks is None or (marks.find(f"{WORD}del") is None and marks.find(f"{WORD}moveFrom") is None):
+                    yield f"{self._label(node, text)} {text}".strip()
+                    text = ""  # else it goes on in the next paragraph
+        yield text.strip()
+
+    def _table(self, part: Part, table: Any) -> Iterator[str]:
+        """Yield a table: rows are lines; the paragraphs of a row that has one cell, or a table in it, are their own."""
+        columns = len(table.findall("{*}tblGrid/{*}gridCol"))
+        is_layout = all(len(row.findall("{*}tc")) < columns for row in table.iterfind("{*}tr"))
+        rows: list[list[str]] = []
+        for row in (row for row in table.iter("{*}tr") if next(row.iterancestors("{*}tbl")) is table):
+            cells = [cell for cell in row.iter("{*}tc") if next(cell.iterancestors("{*}tbl")) is table]
+            if sum(not _is_merged(cell, "hMerge") for cell in cells) < 2 or row.find(".//{*}tbl") is not None:
+                yield format_table(rows)
+                yield from self._blocks(part, row)
+                rows = []
                 continue
-            paragraphs = [*_paragraphs(slide.part, slide.element, _DRAWING, omitted)]
-            if slide.has_notes_slide and (notes := slide.notes_slide.notes_text_frame):
-                paragraphs.append(notes.text)
-            for relation in slide.part.rels.values():
-                if relation.reltype.endswith("/comments"):
-                    omitted["comment"] += len(parse_xml(relation.target_part.blob))
-            yield PARAGRAPH.join(paragraphs)
+            above = rows[-1] if rows else []
+            rows.append([""] * min(read_number(row, "*trPr/*gridBefore"), _COLUMNS))
+            for cell in cells:
+                place, span = len(rows[-1]), max(1, min(read_number(cell, "*tcPr/*gridSpan"), _COLUMNS))
+                if _is_merged(cell, "hMerge") or _is_merged(cell, "vMerge"):
+                    text = "".join(rows[-1][-1:] if _is_merged(cell, "hMerge") else above[place : place + 1])
+                    text = text if len(text) <= _LABEL else ""
+                else:
+                    text = "\n".join(self._blocks(part, cell))
+                rows[-1] += [text, *[text if len(text) <= _LABEL and not is_layout else ""] * (span - 1)]
+        yield format_table(rows)
 
-    return Contents(slides.core_properties.title, texts(), omitted)
+    def _text(self, paragraph: Any) -> str:
+        """Return the text of a paragraph without that of the paragraphs in its shapes."""
+        text = raised = ""
+        for node in paragraph.iter(*_INLINE):
+            kind, parent = node.tag.rpartition("}")[2], node.getparent()
+            if next(node.iterancestors("{*}p")) is not paragraph or (kind == "tab" and not parent.tag.endswith("}r")):
+                continue  # of a shape, or the position of a tab
+            if kind == "t" and parent.get(_RAISED):
+                raised += node.text or ""
+                continue
+            text += superscript(text, raised, is_reference=False)
+            raised = ""
+            if node.tag in _NOTES:
+                text += superscript(text, self._note_mark(node), is_reference=True)
+            else:
+                text += _SIGNS.get(kind, node.text or "")
+        return text + superscript(text, raised, is_reference=False)
 
+    def _note_mark(self, reference: Any) -> str:
+        kind, mark = reference.tag, ""
+        if reference.get(f"{WORD}customMarkFollows", "0") in ("0", "false", "off"):
+            self._note_counts[kind] += 1
+            mark = format_number(self._note_counts[kind], _NOTES[kind])
+        if note := self._notes.pop((kind, reference.get(f"{WORD}id")), None):
+            self._pending.append((*note, mark and f"[{mark}] "))
+        return mark
 
-def _paragraphs(part: Any, root: Any, namespace: str, omitted: Counter[str], depth: int = 0) -> Iterator[str]:
-    """Yield the paragraphs in document order; what is not text is removed from ``root`` and counted in ``omitted``."""
-    for node in list(root.iter(*_DROPPED)):
-        node.getparent().remove(node)
-    for node in [node for node in root.iter(f"{WORD}r", f"{_SLIDE}cNvPr") if is_hidden(node)]:
-        hidden = node if node.tag == f"{WORD}r" else node.getparent().getparent()  # the shape
-        omitted[HIDDEN] += any(text.text for text in hidden.iter(f"{WORD}t", f"{_DRAWING}t"))
-        hidden.getparent().remove(hidden)
-    _count_objects(root, omitted)
-    yield from _blocks(part, root, namespace, omitted, depth)
+    def _label(self, paragraph: Any, text: str) -> str:
+        """Return the automatic number of the next paragraph; hidden ones, and empty ones of slides, have none."""
+        if paragraph.tag.startswith(WORD):
+            is_hidden = not text and paragraph.find(f"{WORD}pPr/{WORD}rPr/{WORD}vanish") is not None
+            styles = self._styles.get(read_value(paragraph, "*pPr/*pStyle"), ())
+            return "" if is_hidden else self._numbering.label(paragraph, styles)
+        if paragraph.getparent() is not self._frame:
+            self._frame, self._bullets = paragraph.getparent(), {}
+        properties, bullet = paragraph.find("{*}pPr"), paragraph.find("{*}pPr/{*}buAutoNum")
+        if not text or properties is None:
+            return ""
+        kind, start = ("", "1") if bullet is None else (bullet.get("type", ""), bullet.get("startAt", "1"))
+        key, form = (properties.get("lvl", "0"), kind, start), _BULLET.match(kind)
+        self._bullets = {one: last for one, last in self._bullets.items() if one[0] < key[0] or one == key}
+        if form is None:
+            return ""
+        number = self._bullets[key] = self._bullets.get(key, int(start) - 1) + 1
+        return _BULLET_FORMS[form[2]].format(format_number(number, _BULLETS.get(form[1], "")))
 
-
-def _blocks(part: Any, root: Any, namespace: str, omitted: Counter[str], depth: int) -> Iterator[str]:
-    """Yield the paragraphs and tables of an element without hidden text; a table of the layout is its paragraphs."""
-    paragraph_tag, text_tag, run_tag = f"{namespace}p", f"{namespace}t", f"{namespace}r"
-    table_tag, math_tag = f"{namespace}tbl", f"{_MATH}t"
-    replacements = {f"{namespace}{name}": text for name, text in _ELEMENT_TEXT.items()}
-    others = (f"{WORD}altChunk", f"{_CHART}chart", f"{_DIAGRAM}relIds")
-    table = None
-    for paragraph in root.iter(paragraph_tag, table_tag, *others):
-        if table is not None and table in paragraph.iterancestors(table_tag):
-            continue
-        if paragraph.tag == table_tag:
-            if paragraph.find(f".//{table_tag}") is None:
-                table = paragraph
-                cell_blocks = partial(_blocks, part, namespace=namespace, omitted=omitted, depth=depth)
-                yield format_table(
-                    ["\n".join(cell_blocks(cell)) for cell in row.iter(f"{namespace}tc")]
-                    for row in table.iter(f"{namespace}tr")
-                )
-            continue
-        if paragraph.tag != paragraph_tag:
-            yield from _related_paragraphs(part, paragraph, omitted, depth)
-            continue
-        text = "".join(
-            replacements.get(node.tag) or node.text or ""
-            for node in paragraph.iter(text_tag, math_tag, *replacements)
-            if (node.tag == math_tag or node.getparent().tag in (run_tag, paragraph_tag))
-            and next(node.iterancestors(paragraph_tag)) is paragraph
-        ).strip()
-        if text:
-            yield text
-
-
-def _count_objects(root: Any, omitted: Counter[str]) -> None:
-    for node in root.iter(*_OBJECTS):
-        is_equation = node.get("ProgID", node.get("progId", "")).startswith("Equation")
-        omitted["equation" if is_equation else "embedded object"] += 1
-    omitted["image"] += sum(next(node.iterancestors(*_OBJECT_FRAMES), None) is None for node in root.iter(*_PICTURES))
-    omitted["symbol"] += sum(1 for _ in root.iter(f"{WORD}sym"))  # a character of a font of pictures
-    omitted["chart"] += sum(1 for _ in root.iter(f"{_CHART_2014}chart"))
-
-
-def _related_paragraphs(part: Any, node: Any, omitted: Counter[str], depth: int) -> Iterator[str]:
-    """Yield the paragraphs of another part: a chart, a diagram, or text in another format (``altChunk``)."""
-    relation = part.rels.get(node.get(f"{_RELATION}dm" if node.tag == f"{_DIAGRAM}relIds" else f"{_RELATION}id"))
-    target = None if relation is None or relation.is_external else relation.target_part
-    if node.tag == f"{WORD}altChunk":
-        chunk = None if target is None else _read_chunk(target, depth)
-        if chunk is None:
-            omitted["embedded object"] += 1
-        else:
+    def _related(self, part: Part, node: Any) -> Iterator[str]:
+        """Yield the paragraphs of another part: a chart, a diagram, or text in another format (``altChunk``)."""
+        kind = node.tag.rpartition("}")[2]
+        identifier = node.get(f"{_RELATION}dm" if kind == "relIds" else f"{_RELATION}id")
+        _, target = part.related.get(identifier, ("", None))
+        if target and kind == "relIds":
+            yield from self.paragraphs(target, target.read())
+        elif target and kind == "chart" and "/2014/" not in node.tag:  # a later form
+            yield from _chart_rows(target.read())
+        elif target and kind == "altChunk" and (chunk := _read_chunk(target, self._depth)):
             yield from chunk.pages
-            omitted.update(chunk.omitted)
-    elif target is None:
-        omitted["chart" if node.tag == f"{_CHART}chart" else "embedded object"] += 1
-    elif node.tag == f"{_CHART}chart":
-        yield from _chart_rows(parse_xml(target.blob))
-    else:
-        yield from _paragraphs(target, parse_xml(target.blob), _DRAWING, omitted)
+            self.omitted.update(chunk.omitted)
+        else:
+            self.omitted["chart" if kind == "chart" else "embedded object"] += 1
 
 
-def _read_chunk(part: Any, depth: int) -> Contents | None:
-    """Return the contents of an ``altChunk``; None in a format that is not read, such as RTF."""
-    import docx
-
-    kind, data = part.content_type.partition(";")[0].lower(), part.blob
-    if kind in ("text/html", "application/xhtml+xml"):
+def _read_chunk(part: Part, depth: int) -> Contents | None:
+    """Return the contents of an ``altChunk``, whose format its beginning shows; None in one that is not read."""
+    data = part.package.read(part.name)
+    head = data[:2000].lower()
+    if head.startswith(b"pk"):
+        return read_docx(data, depth + 1) if depth < _CHUNK_DEPTH else None
+    if b"mime-version:" in head:
+        return read_mime(data)
+    if b"<html" in head or head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
         text, omitted = flow_text(parse_page(data))
         return Contents("", [text], omitted)
-    if kind == "text/plain":
-        return Contents("", [data.decode("utf-8-sig", "replace").strip()])
-    if kind in ("message/rfc822", "multipart/related", "application/x-mimearchive"):
-        return read_mime(data)
-    if "wordprocessingml" in kind and depth < _CHUNK_DEPTH:
-        return _read_word(docx.Document(open_office(data)[0]), depth + 1)
-    return None
+    return None if head.startswith(b"{\\rtf") else Contents("", [data.decode("utf-8-sig", "replace").strip()])
+
+
+def _has_text(node: Any) -> bool:
+    return any(text.text for text in node.iter("{*}t"))
+
+
+def _remove(node: Any) -> None:
+    if (parent := node.getparent()) is not None:
+        parent.remove(node)
+
+
+def _is_merged(cell: Any, name: str) -> bool:
+    """Return whether a cell is merged with the one before it (``hMerge``) or above it (``vMerge``)."""
+    mark = cell.find(f"{WORD}tcPr/{WORD}{name}")
+    return cell.get(name, "0") not in ("0", "false") if mark is None else mark.get(f"{WORD}val") != "restart"
+
+
+def _shown_sign(node: Any) -> str:
+    """Return what a box or a list of a form shows, or a character of a font; "" if that is a picture."""
+    if node.tag == f"{WORD}checkBox":
+        return "☒" if (read_value(node, "*checked") or read_value(node, "*default")) in ("1", "true", "on") else "☐"
+    if node.tag == f"{WORD}ddList":
+        return "".join(
+            [one.get(f"{WORD}val", "") for one in node.iter("{*}listEntry")][read_number(node, "*result") :][:1]
+        )
+    code = int(f"0{node.get(f'{WORD}char', '')}", 16)
+    if node.get(f"{WORD}font") == "Symbol":
+        return _SYMBOL.get(code & 0xFF, "")
+    return "" if 0xE000 <= code < 0xF900 else chr(code)
+
+
+def _equation(node: Any) -> str:
+    """Return an equation on one line: ``x^2``, ``(a+b)/c``; an index is next to its letter, as in other text."""
+    kind = node.tag.rpartition("}")[2]
+    signs = {sign.tag.rpartition("}")[2]: "".join(sign.values()) for sign in node.iterfind(f"{{*}}{kind}Pr/*")}
+    line = node.text or "" if kind == "t" else signs.get("chr", "∫") if kind == "nary" else ""
+    for child in node.iterchildren("*"):
+        name, text = child.tag.rpartition("}")[2], _equation(child)
+        mark = _EQUATION_MARKS.get(f"{kind} {name}", _EQUATION_MARKS.get(name))
+        if text and mark is not None:
+            text = mark + (text if _SIMPLE.fullmatch(text) else f"({text})")
+        line += (signs.get("sepChr", _EQUATION_GAPS.get(f"{kind} {name}", "")) if line else "") + text
+    return f"{signs.get('begChr', '(')}{line}{signs.get('endChr', ')')}" if kind == "d" else line
 
 
 def _chart_rows(root: Any) -> Iterator[str]:
-    """Yield title and axes' titles of a chart, then its values as a table: a row for each category."""
-    for title in root.iter(f"{_CHART}title"):
-        yield "".join(node.text or "" for node in title.iter(f"{_DRAWING}t", f"{_CHART}v"))
-    names: list[str] = []
-    # The texts of each cell by category and column, in order; every series repeats the categories, column 0
+    """Yield the titles of a chart and its axes, then its values as a table: a row for each category."""
+    for title in root.iter("{*}title"):
+        yield "".join(node.text or "" for node in title.iter("{*}t", "{*}v"))
+    # The texts of each cell by row and column; levels of categories share a cell, which every series repeats
     rows: dict[int, dict[int, dict[str, None]]] = defaultdict(lambda: defaultdict(dict))
-    for series in root.iter(f"{_CHART}ser"):
-        names.append(" ".join(node.text or "" for node in series.iterfind(f"{_CHART}tx//{_CHART}v")))
-        for axis, column in (("cat", 0), ("xVal", 0), ("val", len(names)), ("yVal", len(names))):
-            for value in series.iterfind(f"{_CHART}{axis}//{_CHART}v"):
+    for number, series in enumerate(root.iter("{*}ser"), start=1):
+        rows[-1][number][" ".join(node.text or "" for node in series.iterfind("{*}tx//{*}v"))] = None
+        for axis, column in (("cat", 0), ("xVal", 0), ("val", number), ("yVal", number)):
+            for value in series.iterfind(f"{{*}}{axis}//{{*}}v"):
                 rows[int(value.getparent().get("idx", 0))][column][_format_number(value.text or "")] = None
-    values = (
-        [*(row.pop(0, None) or [""]), *(" ".join(row.get(column, ())) for column in range(1, max(row, default=0) + 1))]
-        for _, row in sorted(rows.items())
+    yield format_table(
+        [" ".join(row.get(column, ())) for column in range(max(row, default=0) + 1)] for _, row in sorted(rows.items())
     )
-    yield format_table([["", *names], *values])
 
 
 def _format_number(text: str) -> str:

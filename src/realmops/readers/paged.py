@@ -54,8 +54,8 @@ _FULL, _LONG = 0.8, 30  # share of the page's longest line, and characters, of a
 _READERS: dict[str, tuple[Callable[..., Contents], str, str]] = {  # reader, the package that it needs, suffixes
     PDF: (read_pdf, "pypdfium2", ".pdf"),
     IMAGE: (read_image, "", " ".join(IMAGES)),
-    "docx": (read_docx, "docx", ".docx .docm .dotx .dotm"),
-    "pptx": (read_pptx, "pptx", ".pptx .pptm .ppsx .ppsm .potx .potm"),
+    "docx": (read_docx, "", ".docx .docm .dotx .dotm"),
+    "pptx": (read_pptx, "", ".pptx .pptm .ppsx .ppsm .potx .potm"),
     "xlsx": (read_xlsx, "openpyxl", ".xlsx .xlsm .xltx .xltm"),
     "epub": (read_epub, "", ".epub"),
     "eml": (read_eml, "", ".eml"),

@@ -15,7 +15,7 @@ from lxml.etree import iterparse
 from realmops.readers.containers import parse_xml
 from realmops.readers.contents import HIDDEN, PARAGRAPH, Contents, check_remaining, format_table, is_hidden
 from realmops.readers.documents import LINE_LIMIT
-from realmops.readers.office import open_office
+from realmops.readers.strict import open_office
 
 _COLUMNS = 1 << 14  # of a sheet
 _WITHOUT_VALUE = re.compile(rb"(?:</(?:\w+:)?f>|<(?:\w+:)?f\b[^<>]*/>)\s*+(?:<v\s*+/>|<v>\s*+</v>)?+\s*+</(?:\w+:)?c>")
