@@ -61,7 +61,7 @@ class SnapshotOptions(Section):
     whole_documents: bool = option(False, "true: a document is one passage, truncated to its maximum length")
     wikipedia_titles: bool = option(False, 'drop "List of", "(disambiguation)" and the like', paper="true")
     broken_share: Share = option(0.01, "fraction of broken records above which the stage fails")
-    ocr: str = option("auto", "of scans: auto (with installed data of tesseract), off, or languages such as eng+deu")
+    ocr: str = option("auto", "of scans: auto (in all installed languages of tesseract), off, or languages: eng+deu")
     workers: Size = option(1, "processes that read and tokenise; the result does not depend on it")
 
 

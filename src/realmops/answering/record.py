@@ -89,7 +89,6 @@ def citation_record(snapshot: Snapshot, passage: int, characters: tuple[int, int
     first = snapshot.start(passage)
     start, end = characters
     page, last_page = snapshot.page(passage, start), snapshot.page(passage, end - 1)
-    is_scan = any(snapshot.is_scan(passage, character) for character in (start, end - 1))
     return {
         "uri": snapshot.uri(passage),
         "document_id": snapshot.document_id(passage),
@@ -98,8 +97,8 @@ def citation_record(snapshot: Snapshot, passage: int, characters: tuple[int, int
         "start": first + start,
         "end": first + end,
         "page": page,
-        **({"last_page": last_page} if last_page != page else {}),
-        **({"ocr": True} if is_scan else {}),
+        "last_page": last_page if last_page != page else None,
+        "ocr": snapshot.extra(passage).get("ocr") is True,
         "quote": snapshot.text(passage)[start:end],
     }
 

@@ -151,7 +151,7 @@ def verify(answers: Path | None, documents: Path | None, root: Path, **options: 
         return
     if documents is None:
         raise ValueError("give ANSWERS and DOCUMENTS, or neither to check the files of the run")
-    verdict = verify(answers, documents, progress=Console().progress, **options)
+    verdict = verify(answers, documents, root=root, progress=Console().progress, **options)
     yield (
         f"{verdict.answers} answers, {verdict.quotations} quotations in {verdict.documents} documents checked, "
         f"{len(verdict.problems)} wrong"

@@ -8,7 +8,7 @@ from pathlib import Path
 from realmops import __version__, artifacts
 from realmops.artifacts import WORK_FOLDER
 from realmops.refresh.exchange import inspect_exchange
-from realmops.stages import METRICS, STAGES
+from realmops.stages import CORPUS, METRICS, STAGES
 from realmops.stages.runner import is_running
 from realmops.stages.snapshot import describe_waiting
 from realmops.tracking.runs import tracking_folder
@@ -25,8 +25,8 @@ def diagnose(root: Path, exchange: Path | None) -> Iterator[str]:
     yield "stages:"
     for stage in STAGES.values():
         yield f"  {stage.name}: {_state(root, stage.name)}"
-    metrics = root / STAGES["snapshot"].folder / METRICS
-    if metrics.is_file() and (sentence := describe_waiting(artifacts.read_json(metrics))):
+    corpus = root / STAGES["snapshot"].folder / CORPUS / artifacts.MANIFEST
+    if corpus.is_file() and (sentence := describe_waiting(artifacts.read_json(corpus))):
         yield f"documents: {sentence}"
     for journal in unsent_journals(tracking_folder(root)):
         yield f"MLflow: {journal} is not sent yet; run 'realmops sync' when the server is reachable"

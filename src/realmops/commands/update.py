@@ -148,7 +148,7 @@ def _checked_states(options: Options, project: Path, root: Path) -> tuple[Corpus
 def _read_corpus(task: _Task, documents: Path) -> Snapshot:
     old, final = task.old, task.work / "snapshot" / "corpus"
     options = task.options.snapshot
-    files = list_sources(documents, options.format, find_data(options.ocr, options.language))
+    files = list_sources(documents, options.format, find_data(options.ocr))
     final.mkdir(parents=True)
     manifest = write_snapshot(
         files,

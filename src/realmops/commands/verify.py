@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from realmops.config import recorded_options
 from realmops.corpus.ingest import iter_batches, parse_records
 from realmops.corpus.snapshot_reader import document_name
+from realmops.options import Options
 from realmops.readers.documents import Document, check_text, read_json_lines
+from realmops.readers.ocr import find_data
 from realmops.readers.sources import list_sources
+from realmops.stages import STAGES
 
 Progress = Callable[[int], None]
 
@@ -35,7 +39,9 @@ class Verdict:
     problems: list[str]
 
 
-def verify(answers: Path, documents: Path, format: str, progress: Callable[[str, int, str], Progress]) -> Verdict:
+def verify(
+    answers: Path, documents: Path, format: str, progress: Callable[[str, int, str], Progress], root: Path = Path()
+) -> Verdict:
     """Check the quotations of answer records; an answer, unless abstained, must equal its first citation's quote."""
     by_document: dict[str, list[Quotation]] = defaultdict(list)
     problems: list[str] = []
@@ -50,7 +56,8 @@ def verify(answers: Path, documents: Path, format: str, progress: Callable[[str,
             by_document[quotation.document].append(quotation)
     if not count:
         raise ValueError(f"{answers} has no answers; write some with 'realmops ask --json'")
-    files = list_sources(documents, format)
+    run = recorded_options(root / STAGES["snapshot"].folder) or Options()
+    files = list_sources(documents, format, find_data(run.snapshot.ocr))
     bar = progress("documents", sum(source.size for source in files), "B")
     document_count = len(by_document)
     for source in files:

@@ -150,16 +150,9 @@ class Snapshot:
 
     def page(self, index: int, character: int) -> int | None:
         """Return the page (from 1) of a character of the passage, or None for a document without pages."""
-        return next(iter(self._page_entry(index, character)), None)
-
-    def is_scan(self, index: int, character: int) -> bool:
-        """Return whether a character of the passage was read by OCR."""
-        return len(self._page_entry(index, character)) > 2
-
-    def _page_entry(self, index: int, character: int) -> list[int]:
         extra = self._value("extra", index)
-        pages: list[list[int]] = json.loads(extra).get(PAGES, []) if extra else []
-        return max((entry for entry in pages if entry[1] <= character), default=[])
+        pages: list[tuple[int, int]] = json.loads(extra).get(PAGES, []) if extra else []
+        return max((page for page, begin in pages if begin <= character), default=None)
 
     @cached_property
     def code_P(self) -> NDArray[np.bytes_]:

@@ -311,7 +311,7 @@ def _extra(document: Document, chars: tuple[int, int]) -> str:
         return document.extra
     first, end = bisect_right(document.pages, chars[0]), bisect_left(document.pages, chars[1])
     begins = [[first, 0], *([page + 1, document.pages[page] - chars[0]] for page in range(first, end))]
-    for entry in begins:
-        entry += [1] * (entry[0] in document.scans)
     fields = json.loads(document.extra) if document.extra else {}
+    if any(page in document.scans for page, _ in begins):
+        fields["ocr"] = True
     return canonical_json({**fields, PAGES: begins}).decode()

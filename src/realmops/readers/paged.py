@@ -36,8 +36,9 @@ from realmops.readers.spreadsheet import read_xlsx
 from realmops.readers.text import TEXT_SUFFIXES, read_text
 
 PDF, IMAGE = "pdf", "image"  # names of the formats that OCR reads
-SCAN = "scan"  # kind of unread files of which all pages wait for OCR
 IMAGES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".webp", ".bmp", ".gif")
+SCAN = "scan"  # kind of unread PDF files whose pages wait for OCR
+WAITING = (SCAN, *(suffix[1:] for suffix in IMAGES))  # kinds of unread files
 _FILE_LIMIT = 512 << 20  # bytes
 # Titles that programs write instead of a person: defaults, and names of files.
 _PROGRAM_TITLE = re.compile(
@@ -72,8 +73,7 @@ def read_file(path: Path, ocr: tuple[str, ...] = ()) -> Iterator[RawRecord | Rej
     if ocr or not path.name.lower().endswith(IMAGES):
         yield RawRecord(str(path), path, size, ocr)
     else:
-        problem = f"it is a picture, which is read by OCR: {INSTALL}"
-        yield Rejected(str(path), problem, kind=path.suffix[1:].lower())
+        yield Rejected(str(path), f"it is a picture; {INSTALL}", kind=path.suffix[1:].lower())
 
 
 def convert(name: str, raw: RawRecord) -> Outcome:
@@ -110,10 +110,8 @@ def _join_pages(name: str, contents: Contents, place: str) -> Outcome:
     omitted = contents.omitted
     if not any(texts):
         counts = ", ".join(f"{kind} {count}" for kind, count in sorted(omitted.items()) if count) or "nothing"
-        problem = f"the file contains no text (left out: {counts}); "
-        if omitted[PAGE_WITHOUT_TEXT]:
-            raise UnreadableError(SCAN, f"{problem}it is read by OCR: {INSTALL}")
-        raise UnreadableError("no_text", f"{problem}add text, or leave it out")
+        kind, advice = (SCAN, INSTALL) if omitted[PAGE_WITHOUT_TEXT] else ("no_text", "add text, or leave it out")
+        raise UnreadableError(kind, f"the file contains no text (left out: {counts}); {advice}")
     parts = [text and text + PARAGRAPH for text in texts]
     if name in (PDF, IMAGE):
         for number, following in pairwise(number for number, text in enumerate(texts) if text):

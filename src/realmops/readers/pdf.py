@@ -33,7 +33,6 @@ _CONJUNCTIONS = {"and", "or", "und", "oder"}  # "pre- and post-war"
 _FIRST_WORDS = {"all", "cross", "half", "self", "well"}  # of English compounds with a hyphen
 _SUFFIX = 3  # characters of the longest ending: selfish, crossing
 _SCALE = 300 / 72  # of pages for OCR, to 300 dots per inch
-_PIXELS = 100_000_000  # of a picture, which then takes 1 GiB
 
 
 def read_pdf(data: bytes, ocr: Sequence[str] = ()) -> Contents:
@@ -63,26 +62,13 @@ def read_pdf(data: bytes, ocr: Sequence[str] = ()) -> Contents:
 
 
 def read_image(data: bytes, ocr: Sequence[str]) -> Contents:
-    """Return the text of a picture by OCR, turned as its camera noted; each picture of a TIFF file is a page."""
-    from PIL import Image, ImageOps, ImageSequence
+    """Return the text of a picture, turned as its camera noted, or of all pictures of a TIFF file, as a PDF."""
+    from PIL import Image, ImageOps
 
-    Image.MAX_IMAGE_PIXELS = None  # the limit is _PIXELS, checked for each page
-    image = Image.open(BytesIO(data))
-    contents = Contents("", ())
-
-    def texts() -> Iterator[str]:
-        for number, frame in enumerate(ImageSequence.Iterator(image), start=1):
-            if frame.width * frame.height > _PIXELS:
-                raise UnreadableError("too_large", f"the picture has more than {_PIXELS:,} pixels; make it smaller")
-            shown = ImageOps.exif_transpose(frame)
-            if shown.has_transparency_data:
-                shown = Image.alpha_composite(Image.new("RGBA", shown.size, "white"), shown.convert("RGBA"))
-            yield read_picture(shown.convert("L"), ocr, number, contents)
-            if image.format != "TIFF":  # one picture, or an animation
-                return
-
-    contents.pages = _join_words(texts(), contents.omitted)
-    return contents
+    image, file = Image.open(BytesIO(data)), BytesIO()  # Pillow refuses 179 million pixels
+    is_tiff = image.format == "TIFF"
+    (image if is_tiff else ImageOps.exif_transpose(image)).save(file, "PDF", save_all=is_tiff)
+    return read_pdf(file.getvalue(), ocr)
 
 
 def _join_words(texts: Iterable[str], omitted: Counter[str]) -> Iterator[str]:

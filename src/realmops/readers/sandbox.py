@@ -17,8 +17,7 @@ from pathlib import Path
 from realmops.readers.documents import Document, Dropped, Outcome, RawRecord, Rejected
 
 MEMORY_LIMIT = 2 << 30  # bytes of data, in addition to those of a freshly started child
-TIME_LIMIT = 120.0  # seconds of processor time for one file; 64 MiB of a workbook's cells take 12
-PAGE_TIME = 30.0  # more of them for each page that OCR reads, which takes one, or eight in several languages
+TIME_LIMIT = 120.0  # seconds of processor time for one file, and again for each page that OCR reads
 _OUTCOMES = {kind.__name__: kind for kind in (Document, Dropped, Rejected)}
 _OUT_OF_MEMORY = 3  # exit status
 _CHILDREN: dict[int, "subprocess.Popen[bytes]"] = {}  # by process: a fork starts its own
@@ -58,11 +57,7 @@ def convert_in_child(name: str, raw: RawRecord) -> Outcome:
         return outcome
     memory = f"{MEMORY_LIMIT >> 20:,} MiB of memory"
     if kind := {_OUT_OF_MEMORY: "too_large", -signal.SIGPROF: "too_slow"}.get(child.returncode, ""):
-        limit = (
-            memory
-            if kind == "too_large"
-            else f"{TIME_LIMIT:g} s of processor time, and {PAGE_TIME:g} s for each page read by OCR"
-        )
+        limit = memory if kind == "too_large" else f"{TIME_LIMIT:g} s of processor time"
         return Rejected(raw.place, f"reading the file takes more than {limit}; split it", kind=kind)
     problem = f"the process that read the file ended with exit status {child.returncode}: the file is damaged or"
     problem += f" takes more than {memory}; save it again or split it"
@@ -103,13 +98,6 @@ def run_child(convert: Callable[[str, RawRecord], Outcome], memory: int, seconds
         replies.write(reply + b"\n")
         replies.flush()
     os._exit(0)  # a library's threads may abort the interpreter's end
-
-
-def extend_time() -> None:
-    """Give the file that this child process reads ``PAGE_TIME``; do nothing in other processes."""
-    remaining, _ = signal.getitimer(signal.ITIMER_PROF)
-    if remaining:
-        signal.setitimer(signal.ITIMER_PROF, remaining + PAGE_TIME)
 
 
 def _limit_memory(memory: int) -> None:

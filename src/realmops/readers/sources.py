@@ -59,17 +59,12 @@ def list_sources(documents: Path, format: str, ocr: tuple[str, ...] = ()) -> lis
                 f"{source.path}: reading {source.format.name} needs the package {source.format.needs}; "
                 "pip install 'realmops[documents]', or set the format to read only files of that format"
             )
-    return [_with_ocr(source, ocr) if ocr and source.format.name in (IMAGE, PDF) else source for source in listed]
+    formats = {name: replace(FORMATS[name], records=partial(read_file, ocr=ocr)) for name in (IMAGE, PDF) if ocr}
+    return [replace(source, format=formats.get(source.format.name, source.format)) for source in listed]
 
 
-def _with_ocr(source: Source, ocr: tuple[str, ...]) -> Source:
-    return replace(source, format=replace(source.format, records=partial(read_file, ocr=ocr)))
-
-
-def may_need_ocr(documents: Path) -> bool:
-    """Return whether a file or folder may hold scans; the identity of other documents has no tesseract's data."""
-    files = (path for path in walk_files(documents) if path.is_file())
-    return any(path.suffix.lower() in (*IMAGES, ".pdf", "") or is_archive(path) for path in files)
+def may_have_scans(documents: Path) -> bool:
+    return any(path.suffix.lower() in (*IMAGES, ".pdf") or is_archive(path) for path in walk_files(documents))
 
 
 def _list_sources(documents: Path, format: str) -> list[Source]:

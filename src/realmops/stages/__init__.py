@@ -28,7 +28,6 @@ from realmops.stages.option_inputs import (
 HEADLINE = "headline.json"  # of evaluate: the metrics that DVC shows
 MACHINE = "machine.json"  # in the work folder: what decides numbers and depends on the machine
 CORPUS = "corpus"  # folder of the searched snapshot, below that of its stage
-OCR = "snapshot.ocr"  # option; its data are inputs below this key
 INIT = "retriever.init"  # option of the encoder of retriever, reader and tagger
 READER_INIT = "reader.init"  # option of the reader that answers
 HEADLINE_METRICS = {  # metrics printed for stages that have many

@@ -19,14 +19,13 @@ from realmops.options import Options, RunOptions
 from realmops.progress import Report, SilentReport
 from realmops.questions.cloze import KIND
 from realmops.readers.ocr import find_data
-from realmops.readers.sources import may_need_ocr
+from realmops.readers.sources import may_have_scans
 from realmops.stages import (
     CORPUS,
     INIT,
     JOURNAL,
     MACHINE,
     METRICS,
-    OCR,
     READER_INIT,
     STAGES,
     Job,
@@ -254,9 +253,8 @@ def stage_inputs(stage: Stage, options: Options, project: Path, root: Path) -> d
     files = option_files(stage, options, project, root)
     inputs |= files
     _check_generated_questions(inputs)
-    if stage.reads(OCR) and any(map(may_need_ocr, files.values())):
-        data = find_data(options.snapshot.ocr, options.snapshot.language)
-        inputs |= {f"{OCR}/{Path(file).stem}": Path(file) for file in data}
+    if stage.reads("snapshot.ocr") and any(map(may_have_scans, files.values())):
+        inputs |= {f"snapshot.ocr/{Path(file).stem}": Path(file) for file in find_data(options.snapshot.ocr)}
     options = resolve_models(options, project)
     if stage.reads(INIT):  # the weights under one name may change
         inputs |= {f"{INIT}/{name}": path for name, path in encoder_files(options.retriever.init).items()}

@@ -20,11 +20,11 @@ from realmops.options import BertOptions, SnapshotOptions
 from realmops.progress import Report
 from realmops.readers.documents import PAGE_WITHOUT_TEXT
 from realmops.readers.ocr import INSTALL, OFF
-from realmops.readers.paged import IMAGES, SCAN
+from realmops.readers.paged import WAITING
 from realmops.readers.sources import Source, list_sources
 from realmops.search import bm25
 from realmops.search.bm25_writer import write_bm25
-from realmops.stages import INIT, OCR, STAGES, Job
+from realmops.stages import INIT, STAGES, Job
 
 VOCABULARY = "vocab.txt"
 _SAMPLES, _MIN_CHARACTERS, _MIN_AGREEING = 50, 100, 30  # passages checked for their language
@@ -36,7 +36,7 @@ def run(job: Job) -> dict[str, Any]:
     """Write ``corpus``, its BM25 index and, with a warm-up text, ``warmup``; return the counts of both."""
     options = job.section(SnapshotOptions)
     check_language(options.language)
-    ocr = tuple(str(path) for key, path in job.inputs.items() if key.startswith(f"{OCR}/"))
+    ocr = tuple(str(path) for key, path in job.inputs.items() if key.startswith("snapshot.ocr/"))
     texts = {"corpus": list_sources(job.inputs["snapshot.documents"], options.format, ocr)}
     if options.warmup:
         texts["warmup"] = list_sources(job.inputs["snapshot.warmup"], "auto", ocr)
@@ -80,10 +80,9 @@ def _write(
                 "bytes that are invalid in the file's encoding; save those files as UTF-8"
             )
         warn_of_omitted(job.report, name, manifest, f"{STAGES['snapshot'].folder}/{name}/{SOURCES} under the root")
-        counts = snapshot_counts(manifest)
-        if options.ocr != OFF and (sentence := describe_waiting(counts)):
+        if options.ocr != OFF and (sentence := describe_waiting(manifest)):
             job.report.warn(f"of {name} {sentence}")
-        metrics |= {prefix + key: value for key, value in counts.items()}
+        metrics |= {prefix + key: value for key, value in snapshot_counts(manifest).items()}
     corpus = Snapshot.open(job.out / "corpus", verify=False)
     _check_corpus_language(job.report, corpus)
     progress = job.report.progress("words of corpus", len(corpus))
@@ -149,10 +148,10 @@ def snapshot_counts(manifest: dict[str, Any]) -> dict[str, int]:
     return {**{name: manifest[name] for name in names}, **dropped, **unread, **omitted}
 
 
-def describe_waiting(counts: Mapping[str, Any]) -> str:
-    """Return a sentence on the scans that wait for OCR, given the metrics of a snapshot; "" if there are none."""
-    files = sum(counts.get(f"unread_{kind}", 0) for kind in (SCAN, *(suffix[1:] for suffix in IMAGES)))
-    pages = counts.get(f"omitted_{PAGE_WITHOUT_TEXT.replace(' ', '_')}", 0)
+def describe_waiting(manifest: Mapping[str, Any]) -> str:
+    """Return a sentence on the scans that wait for OCR in a snapshot; "" if there are none."""
+    files = sum(manifest["unread"].get(kind, 0) for kind in WAITING)
+    pages = manifest["omitted"].get(PAGE_WITHOUT_TEXT, 0)
     return f"{files:,} files and {pages:,} pages of others wait for OCR; {INSTALL}" if files or pages else ""
 
 

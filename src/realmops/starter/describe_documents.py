@@ -6,6 +6,7 @@ from pathlib import Path
 
 from realmops.corpus.languages import AUTO, ENGLISH, detect_language, load_languages
 from realmops.readers.documents import Document, RawRecord
+from realmops.readers.ocr import INSTALL, find_data
 from realmops.readers.sources import Source, list_sources
 from realmops.starter.new_project import Project, path_in_params
 
@@ -23,21 +24,27 @@ def add_documents(project: Project, documents: Path) -> int:
     kinds = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
     project.lines.append(f"documents: {kinds}, {size / 1e6:,.1f} MB")
     read, problems, languages = _read(files)
+    if not read and (data := find_data(AUTO)):  # scans only: a small one shows the language
+        smallest_first = sorted(list_sources(documents, "auto", data), key=lambda source: source.size)
+        read, problems, languages = _read(smallest_first, enough=1)
     if not read:
         raise ValueError("\n  ".join([f"{documents}: no document can be read:", *problems[:SHOWN]]))
     count = min(len(files), FILES)
     project.lines.append(f"documents: {len(read)} of a sample of {count} files read: {', '.join(read[:SHOWN])}")
-    project.lines += [f"documents: {problem}" for problem in problems[:SHOWN]]
+    scans = sum(INSTALL in problem for problem in problems)
+    project.lines += [f"documents: {problem}" for problem in problems if INSTALL not in problem][:SHOWN]
     project.lines += _set_language(project, languages)
+    if scans and not find_data(AUTO):
+        project.lines.append(f"documents: {scans} of the sample are scans, which wait for OCR; {INSTALL}")
     project.put("snapshot.documents", path_in_params(project, documents))
     return size
 
 
-def _read(files: Sequence[Source]) -> tuple[list[str], list[str], Counter[str]]:
+def _read(files: Sequence[Source], enough: int = FILES) -> tuple[list[str], list[str], Counter[str]]:
     """Read the first documents; return names of files that have some, a problem of each other one, and languages."""
     read, problems, languages = list[str](), list[str](), Counter[str]()
     for number, source in enumerate(files):
-        if number >= FILES and read:
+        if number >= enough and read:
             break
         has_document, problem = False, ""
         for n, raw in enumerate(source.format.records(source.path)):
