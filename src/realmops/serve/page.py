@@ -205,7 +205,7 @@ def _passages(
         start = end = len(text)
         if citation is not None:
             start, end = citation["start"] - passage["start"], citation["end"] - passage["start"]
-            passage = {**passage, **{key: citation.get(key) for key in ("page", "last_page")}}
+            passage = {**passage, "page": citation["page"], "last_page": citation["last_page"]}
         without_url = address(record["question"], [*without, passage["passage_id"]])
         yield PassageView(passage, text[:start], text[start:end], text[end:], without_url, stems)
 
