@@ -52,11 +52,13 @@ class Numbering:
         """Return the number of the next paragraph, "" if it has none; ``styles`` are its style and its bases."""
         nodes = [paragraph, *styles]
         list_id = next(filter(None, (read_value(node, "*pPr/*numPr/*numId") for node in nodes)), "0")
-        definition = read_value(self._lists.get(list_id), "*abstractNumId")
+        if list_id not in self._lists:
+            return ""
+        definition = read_value(self._lists[list_id], "*abstractNumId")
         definition = self._linked.get(read_value(self._definitions.get(definition), "*numStyleLink"), definition)
         levels = {_level(node): node for node in self._definitions.get(definition, ())}
         starts = {}
-        for override in self._lists.get(list_id, ()):
+        for override in self._lists[list_id]:
             levels |= {_level(node): node for node in override.iterchildren(f"{WORD}lvl")}
             if read_value(override, "*startOverride"):
                 starts[_level(override)] = read_number(override, "*startOverride")

@@ -27,6 +27,7 @@ from realmops.readers.contents import (
 from realmops.readers.html import flow_text
 from realmops.readers.numbering import Numbering, format_number, read_number, read_value
 
+_DRAWING = "{http://schemas.openxmlformats.org/drawingml/2006/main}"
 _RELATION = "{http://schemas.openxmlformats.org/officeDocument/2006/relationships}"
 _STRICT_NAME = re.compile(rb"http://purl\.oclc\.org/ooxml/(\w+)/(main|math|relationships)\b")
 _TRANSITIONAL_NAME = rb"http://schemas.openxmlformats.org/\1/2006/\2"
@@ -41,6 +42,7 @@ _SYMBOL = dict(zip(_SYMBOL_CODES, "αβχδεφγηιϕκλμνοπθρστυϖ�
 _EQUATION_MARKS = {"num": "", "den": "/", "lim": "_", "nary sub": "_", "rad e": "√", "sup": "^"}
 _EQUATION_GAPS = {"d e": "|", "eqArr e": "; ", "func e": " ", "m mr": "; ", "mr e": " ", "nary e": " "}
 _SIMPLE = re.compile(r"[-+−]?\w+(?:[.,]\w+)*|∞|\([^()]*\)")  # part of an equation that needs no brackets
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _RAISED = "raised"  # our attribute of runs in superscript
 _CHUNK_DEPTH = 3  # Word files within Word files
 _COLUMNS = 63  # of a table in Word
@@ -86,34 +88,32 @@ class Part:
         return [part for kind, part in self.related.values() if kind in kinds]
 
 
-def _open_main_part(data: bytes, name: str) -> tuple[Part, Any, str]:
-    """Return the main part of a file, its root element, which has this name, and the title in the properties."""
+def _open_main_part(data: bytes, usual_name: str) -> tuple[Part, Any, str]:
+    """Return the main part of a file, its root element, and the title in the properties."""
     package = Part(open_package(data), "", Counter())
-    main = next(iter(package.of_kind("officeDocument")), package)
+    main = next(iter(package.of_kind("officeDocument")), Part(package.package, usual_name, package.omitted))
     root = main.read()
-    if not root.tag.endswith(f"}}{name}"):
-        raise ValueError(f"{main.name or 'the main part'} is missing, damaged or no {name}")
+    if root.tag.rpartition("}")[2] != posixpath.basename(usual_name).removesuffix(".xml"):
+        raise ValueError(f"{main.name} is missing, damaged or not of the kind of {usual_name}")
     titles = (part.read().findtext("{*}title") for part in package.of_kind("core-properties"))
     return main, root, next(filter(None, titles), "")
 
 
 def read_docx(data: bytes, depth: int = 0) -> Contents:
     """Return the contents of a Word file as one page; a note follows its paragraph."""
-    document, root, title = _open_main_part(data, "document")
-    paragraphs = [*_Text(document, depth).paragraphs(document, root)]
-    document.omitted["comment"] += sum(len(part.read()) for part in document.of_kind("comments"))
-    headers = document.of_kind("header", "footer")
-    document.omitted["header or footer"] += sum(_has_text(part.read()) for part in headers)
-    return Contents(title, [PARAGRAPH.join(paragraphs)], document.omitted)
+    document, root, title = _open_main_part(data, "word/document.xml")
+    omitted, paragraphs = document.omitted, [*_Text(document, depth).paragraphs(document, root)]
+    omitted["comment"] += sum(len(part.read()) for part in document.of_kind("comments"))
+    omitted["header or footer"] += sum(_has_text(part.read()) for part in document.of_kind("header", "footer"))
+    return Contents(title, [PARAGRAPH.join(paragraphs)], omitted)
 
 
 def read_pptx(data: bytes) -> Contents:
     """Return the contents of a PowerPoint file: each slide with its notes is a page."""
-    presentation, root, title = _open_main_part(data, "presentation")
-    text = _Text(presentation)
-    slides = [presentation.related.get(node.get(f"{_RELATION}id")) for node in root.iter("{*}sldId")]
-    pages = (PARAGRAPH.join(_slide_paragraphs(slide[1], text)) for slide in slides if slide)
-    return Contents(title, pages, presentation.omitted)
+    presentation, root, title = _open_main_part(data, "ppt/presentation.xml")
+    text, ids = _Text(presentation), [node.get(f"{_RELATION}id") for node in root.iter("{*}sldId")]
+    slides = [presentation.related[one][1] for one in ids if one in presentation.related]
+    return Contents(title, (PARAGRAPH.join(_slide_paragraphs(part, text)) for part in slides), presentation.omitted)
 
 
 def _slide_paragraphs(slide: Part, text: "_Text") -> Iterator[str]:
@@ -201,7 +201,7 @@ class _Text:
             if is_hidden(holder) or is_hidden(node):
                 self.omitted[HIDDEN] += _has_text(holder)
                 _remove(holder)
-        for node in root.iter("{*}vertAlign", "{*}rPr"):
+        for node in root.iter(f"{WORD}vertAlign", f"{_DRAWING}rPr"):
             if node.get(f"{WORD}val") == "superscript":
                 node.getparent().getparent().set(_RAISED, "1")
             elif re.match(r"[1-9]", node.get("baseline", "")):
@@ -241,7 +241,7 @@ class _Text:
         rows: list[list[str]] = []
         for row in (row for row in table.iter("{*}tr") if next(row.iterancestors("{*}tbl")) is table):
             cells = [cell for cell in row.iter("{*}tc") if next(cell.iterancestors("{*}tbl")) is table]
-            if sum(not _is_merged(cell, "hMerge") for cell in cells) < 2 or row.find(".//{*}tbl") is not None:
+            if sum(cell.get("hMerge") is None for cell in cells) < 2 or row.find(".//{*}tbl") is not None:
                 yield format_table(rows)
                 yield from self._blocks(part, row)
                 rows = []
@@ -250,8 +250,8 @@ class _Text:
             rows.append([""] * min(read_number(row, "*trPr/*gridBefore"), _COLUMNS))
             for cell in cells:
                 place, span = len(rows[-1]), max(1, min(read_number(cell, "*tcPr/*gridSpan"), _COLUMNS))
-                if _is_merged(cell, "hMerge") or _is_merged(cell, "vMerge"):
-                    text = "".join(rows[-1][-1:] if _is_merged(cell, "hMerge") else above[place : place + 1])
+                if cell.get("hMerge") or _is_below(cell):
+                    text = "".join(rows[-1][-1:] if cell.get("hMerge") else above[place : place + 1])
                     text = text if len(text) <= _LABEL else ""
                 else:
                     text = "\n".join(self._blocks(part, cell))
@@ -268,8 +268,7 @@ class _Text:
             if kind == "t" and parent.get(_RAISED):
                 raised += node.text or ""
                 continue
-            text += superscript(text, raised, is_reference=False)
-            raised = ""
+            text, raised = text + superscript(text, raised, is_reference=False) if raised else text, ""
             if node.tag in _NOTES:
                 text += superscript(text, self._note_mark(node), is_reference=True)
             else:
@@ -301,7 +300,8 @@ class _Text:
         self._bullets = {one: last for one, last in self._bullets.items() if one[0] < key[0] or one == key}
         if form is None:
             return ""
-        number = self._bullets[key] = self._bullets.get(key, int(start) - 1) + 1
+        first = int(start) if start.isdecimal() else 1
+        self._bullets[key] = number = self._bullets.get(key, first - 1) + 1
         return _BULLET_FORMS[form[2]].format(format_number(number, _BULLETS.get(form[1], "")))
 
     def _related(self, part: Part, node: Any) -> Iterator[str]:
@@ -309,15 +309,18 @@ class _Text:
         kind = node.tag.rpartition("}")[2]
         identifier = node.get(f"{_RELATION}dm" if kind == "relIds" else f"{_RELATION}id")
         _, target = part.related.get(identifier, ("", None))
-        if target and kind == "relIds":
-            yield from self.paragraphs(target, target.read())
-        elif target and kind == "chart" and "/2014/" not in node.tag:  # a later form
-            yield from _chart_rows(target.read())
-        elif target and kind == "altChunk" and (chunk := _read_chunk(target, self._depth)):
-            yield from chunk.pages
-            self.omitted.update(chunk.omitted)
-        else:
-            self.omitted["chart" if kind == "chart" else "embedded object"] += 1
+        try:
+            if target and kind == "relIds":
+                yield from self.paragraphs(target, target.read())
+            elif target and kind == "chart" and "/2014/" not in node.tag:  # a later form
+                yield from _chart_rows(target.read())
+            elif target and kind == "altChunk" and (chunk := _read_chunk(target, self._depth)):
+                yield from chunk.pages
+                self.omitted.update(chunk.omitted)
+            else:
+                self.omitted["chart" if kind == "chart" else "embedded object"] += 1
+        except (*_DAMAGED, ValueError):
+            self.omitted["unreadable part"] += 1
 
 
 def _read_chunk(part: Part, depth: int) -> Contents | None:
@@ -343,10 +346,10 @@ def _remove(node: Any) -> None:
         parent.remove(node)
 
 
-def _is_merged(cell: Any, name: str) -> bool:
-    """Return whether a cell is merged with the one before it (``hMerge``) or above it (``vMerge``)."""
-    mark = cell.find(f"{WORD}tcPr/{WORD}{name}")
-    return cell.get(name, "0") not in ("0", "false") if mark is None else mark.get(f"{WORD}val") != "restart"
+def _is_below(cell: Any) -> bool:
+    """Return whether a cell is merged with the one above it."""
+    mark = cell.find(f"{WORD}tcPr/{WORD}vMerge")
+    return cell.get("vMerge") is not None if mark is None else mark.get(f"{WORD}val") != "restart"
 
 
 def _shown_sign(node: Any) -> str:
@@ -354,13 +357,13 @@ def _shown_sign(node: Any) -> str:
     if node.tag == f"{WORD}checkBox":
         return "☒" if (read_value(node, "*checked") or read_value(node, "*default")) in ("1", "true", "on") else "☐"
     if node.tag == f"{WORD}ddList":
-        return "".join(
-            [one.get(f"{WORD}val", "") for one in node.iter("{*}listEntry")][read_number(node, "*result") :][:1]
-        )
-    code = int(f"0{node.get(f'{WORD}char', '')}", 16)
+        entries = node.findall("{*}listEntry")[read_number(node, "*result") :]
+        return entries[0].get(f"{WORD}val", "") if entries else ""
+    text = node.get(f"{WORD}char", "")
+    code = int(text, 16) if re.fullmatch(r"[\da-fA-F]{4}", text) else 0xE000
     if node.get(f"{WORD}font") == "Symbol":
         return _SYMBOL.get(code & 0xFF, "")
-    return "" if 0xE000 <= code < 0xF900 else chr(code)
+    return "" if 0xD800 <= code < 0xF900 else chr(code)
 
 
 def _equation(node: Any) -> str:
@@ -387,14 +390,9 @@ def _chart_rows(root: Any) -> Iterator[str]:
         rows[-1][number][" ".join(node.text or "" for node in series.iterfind("{*}tx//{*}v"))] = None
         for axis, column in (("cat", 0), ("xVal", 0), ("val", number), ("yVal", number)):
             for value in series.iterfind(f"{{*}}{axis}//{{*}}v"):
-                rows[int(value.getparent().get("idx", 0))][column][_format_number(value.text or "")] = None
+                text = value.text or ""
+                text = f"{float(text):.15g}" if _NUMBER.fullmatch(text) else text
+                rows[int(value.getparent().get("idx", 0))][column][text] = None
     yield format_table(
         [" ".join(row.get(column, ())) for column in range(max(row, default=0) + 1)] for _, row in sorted(rows.items())
     )
-
-
-def _format_number(text: str) -> str:
-    try:
-        return f"{float(text):.15g}"
-    except ValueError:
-        return text
