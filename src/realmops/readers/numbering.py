@@ -14,8 +14,6 @@ _ROMAN |= {"iv": 4, "i": 1}
 def format_number(number: int, kind: str) -> str:
     """Return a number in a format of ISO/IEC 29500, such as ``lowerRoman``; decimal in rare ones."""
     text = f"{number:02}" if kind == "decimalZero" else str(number)
-    if kind == "ordinal":
-        return text + ("th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th"))
     if kind.endswith("Letter") and 0 < number < 1000:
         text = chr(ord("a") + (number - 1) % 26) * ((number + 25) // 26)
     elif kind.endswith("Roman") and 0 < number < 4000:
@@ -57,11 +55,8 @@ class Numbering:
         definition = read_value(self._lists[list_id], "*abstractNumId")
         definition = self._linked.get(read_value(self._definitions.get(definition), "*numStyleLink"), definition)
         levels = {_level(node): node for node in self._definitions.get(definition, ())}
-        starts = {}
-        for override in self._lists[list_id]:
-            levels |= {_level(node): node for node in override.iterchildren(f"{WORD}lvl")}
-            if read_value(override, "*startOverride"):
-                starts[_level(override)] = read_number(override, "*startOverride")
+        overrides = {_level(node): node for node in self._lists[list_id]}
+        levels |= {level: node[-1] for level, node in overrides.items() if len(node) and node[-1].tag == f"{WORD}lvl"}
         of_style = {read_value(node, "*pStyle"): level for level, node in levels.items()}
         linked = [of_style[key] for style in styles if (key := style.get(f"{WORD}styleId")) in of_style]
         own = [read_number(node, "*pPr/*numPr/*ilvl", -1) for node in nodes]
@@ -69,13 +64,14 @@ class Numbering:
         if level not in levels or read_value(levels[level], "*numFmt") == "bullet":
             return ""
         numbers = self._numbers[definition]
-        if level in starts and (list_id, level) not in self._restarted:
+        if (list_id, level) not in self._restarted and read_value(overrides.get(level), "*startOverride"):
             self._restarted.add((list_id, level))
             numbers.pop(level, None)
         if level in numbers:
             numbers[level] += 1
         for number in range(level + 1):  # levels that were skipped have their first number
-            numbers.setdefault(number, starts.get(number, read_number(levels.get(number), "*start")))
+            start = read_number(levels.get(number), "*start")
+            numbers.setdefault(number, read_number(overrides.get(number), "*startOverride", start))
         for lower in [lower for lower in numbers if level < lower]:
             if level < read_number(levels.get(lower), "*lvlRestart", lower):
                 del numbers[lower]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from copy import copy
 from functools import cached_property
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 
@@ -37,8 +38,6 @@ _BLOCKS = [f"{{*}}{name}" for name in ("altChunk", "chart", "p", "relIds", "tbl"
 _SIGNS = {"br": "\n", "cr": "\n", "noBreakHyphen": "-", "ptab": "\t", "tab": "\t"}
 _NOTES = {f"{WORD}footnoteReference": "decimal", f"{WORD}endnoteReference": "lowerRoman"}  # formats of their marks
 _INLINE = [*_NOTES, *(f"{{*}}{name}" for name in ("t", *_SIGNS))]
-_SYMBOL_CODES = b"abcdefghijklmnopqrstuvwxyzDFGLPQSWXY\xa3\xa5\xae\xb0\xb1\xb3\xb4\xb7\xb9\xbb"  # of the font
-_SYMBOL = dict(zip(_SYMBOL_CODES, "αβχδεφγηιϕκλμνοπθρστυϖωξψζΔΦΓΛΠΘΣΩΞΨ≤∞→°±≥×•≠≈", strict=True))
 _EQUATION_MARKS = {"num": "", "den": "/", "lim": "_", "nary sub": "_", "rad e": "√", "sup": "^"}
 _EQUATION_GAPS = {"d e": "|", "eqArr e": "; ", "func e": " ", "m mr": "; ", "mr e": " ", "nary e": " "}
 _SIMPLE = re.compile(r"[-+−]?\w+(?:[.,]\w+)*|∞|\([^()]*\)")  # part of an equation that needs no brackets
@@ -51,10 +50,8 @@ _FURNITURE = ("dt", "ftr", "hdr", "sldNum")  # placeholders
 _BULLET = re.compile(r"(arabic|alphaLc|alphaUc|romanLc|romanUc)(Period|ParenR|ParenBoth)")
 _BULLETS = {"alphaLc": "lowerLetter", "alphaUc": "upperLetter", "romanLc": "lowerRoman", "romanUc": "upperRoman"}
 _BULLET_FORMS = {"Period": "{}.", "ParenR": "{})", "ParenBoth": "({})"}
-_GAP, _OVERLAP = 137_160, -91_440  # between rows of shapes, between columns; in English metric units
-_LEFT, _TOP, _TITLE = 0, 1, (-1 << 40,) * 4  # a title is above all
-
-Shape = tuple[tuple[int, int, int, int], Any]  # left, top, right and bottom edge; element
+_OVERLAP = 91_440  # of rows of shapes, in English metric units
+_TITLE = (-1 << 40,) * 3
 
 
 class Part:
@@ -129,33 +126,24 @@ def _slide_paragraphs(slide: Part, text: "_Text") -> Iterator[str]:
                 _remove(shape)
         for tree in [*root.iter("{*}spTree", "{*}grpSp")]:
             shapes = [shape for shape in tree if next(shape.iter("{*}t", "{*}graphicFrame"), None) is not None]
-            for row in _split([(_box(shape), shape) for shape in shapes], _TOP, _GAP):
-                for column in _split(row, _LEFT, _OVERLAP):
-                    tree.extend(shape for _, shape in sorted(column, key=lambda shape: shape[0][_TOP]))  # moves them
+            row, end, order = 0, 0, []
+            for (top, bottom, left), shape in sorted(zip(map(_box, shapes), shapes, strict=True), key=itemgetter(0)):
+                if top > end - _OVERLAP:  # below the first of the row
+                    row, end = row + 1, bottom
+                order.append((row, left, top, shape))
+            tree.extend(shape for *_, shape in sorted(order, key=itemgetter(0, 1, 2)))  # which moves them
         yield from text.paragraphs(part, root)
     text.omitted["comment"] += sum(len(part.read()) for part in slide.of_kind("comments"))
 
 
-def _box(shape: Any) -> tuple[int, int, int, int]:
-    """Return the box of a shape; a title is above all, a placeholder with the box of its layout in the corner."""
+def _box(shape: Any) -> tuple[int, int, int]:
+    """Return top, bottom and left edge; a title is above all, a placeholder without them at the top."""
     placeholder, box = shape.find("*/{*}nvPr/{*}ph"), next(shape.iter("{*}xfrm"), ())
     if placeholder is not None and placeholder.get("type") in ("title", "ctrTitle"):
         return _TITLE
     values = {key: int(value) for node in box[:2] for key, value in node.items() if re.fullmatch(r"-?\d+", value)}
-    left, top = values.get("x", 0), values.get("y", 0)
-    return left, top, left + values.get("cx", 0), top + values.get("cy", 0)
-
-
-def _split(shapes: list[Shape], axis: int, least: int) -> list[list[Shape]]:
-    """Return shapes in their order along an axis, parted where the gap between them is above ``least``."""
-    parts: list[list[Shape]] = []
-    end = _TITLE[axis]
-    for shape in sorted(shapes, key=lambda shape: shape[0][axis]):
-        if not parts or shape[0][axis] - end > least:
-            parts.append([])
-        parts[-1].append(shape)
-        end = max(end, shape[0][axis + 2])
-    return parts
+    top = values.get("y", 0)
+    return top, top + values.get("cy", 0), values.get("x", 0)
 
 
 class _Text:
@@ -207,8 +195,8 @@ class _Text:
             elif re.match(r"[1-9]", node.get("baseline", "")):
                 node.getparent().set(_RAISED, "1")
         for node in [*root.iter("{*}oMath", f"{WORD}sym", f"{WORD}checkBox", f"{WORD}ddList")]:
-            text = _equation(node) if node.tag.endswith("}oMath") else _shown_sign(node)
-            self.omitted["symbol"] += not text and node.tag == f"{WORD}sym"
+            text = _equation(node) if node.tag.endswith("}oMath") else _sign(node)
+            self.omitted["symbol"] += not text
             node.clear()
             node.tag, node.text = f"{WORD}t", text
         for node in root.iter("{*}OLEObject", "{*}oleObj"):
@@ -352,18 +340,14 @@ def _is_below(cell: Any) -> bool:
     return cell.get("vMerge") is not None if mark is None else mark.get(f"{WORD}val") != "restart"
 
 
-def _shown_sign(node: Any) -> str:
-    """Return what a box or a list of a form shows, or a character of a font; "" if that is a picture."""
+def _sign(node: Any) -> str:
+    """Return a box or a choice of a form, or a character by its code; "" if that is private, of a picture."""
     if node.tag == f"{WORD}checkBox":
         return "☒" if (read_value(node, "*checked") or read_value(node, "*default")) in ("1", "true", "on") else "☐"
-    if node.tag == f"{WORD}ddList":
-        entries = node.findall("{*}listEntry")[read_number(node, "*result") :]
-        return entries[0].get(f"{WORD}val", "") if entries else ""
-    text = node.get(f"{WORD}char", "")
-    code = int(text, 16) if re.fullmatch(r"[\da-fA-F]{4}", text) else 0xE000
-    if node.get(f"{WORD}font") == "Symbol":
-        return _SYMBOL.get(code & 0xFF, "")
-    return "" if 0xD800 <= code < 0xF900 else chr(code)
+    if choices := node.findall("{*}listEntry")[read_number(node, "*result") :]:
+        return str(choices[0].get(f"{WORD}val", ""))
+    code = re.fullmatch(r"[\da-cA-C][\da-fA-F]{3}", node.get(f"{WORD}char", ""))
+    return chr(int(code[0], 16)) if code else ""
 
 
 def _equation(node: Any) -> str:
