@@ -28,6 +28,7 @@ from realmops.readers.contents import (
 from realmops.readers.html import flow_text
 from realmops.readers.numbering import Numbering, format_number, read_number, read_value
 
+_VALUE = f"{WORD}val"
 _DRAWING = "{http://schemas.openxmlformats.org/drawingml/2006/main}"
 _RELATION = "{http://schemas.openxmlformats.org/officeDocument/2006/relationships}"
 _STRICT_NAME = re.compile(rb"http://purl\.oclc\.org/ooxml/(\w+)/(main|math|relationships)\b")
@@ -47,9 +48,7 @@ _CHUNK_DEPTH = 3  # Word files within Word files
 _COLUMNS = 63  # of a table in Word
 _LABEL = 200  # characters of a merged cell that is repeated; a longer one is no label of its rows
 _FURNITURE = ("dt", "ftr", "hdr", "sldNum")  # placeholders
-_BULLET = re.compile(r"(arabic|alphaLc|alphaUc|romanLc|romanUc)(Period|ParenR|ParenBoth)")
 _BULLETS = {"alphaLc": "lowerLetter", "alphaUc": "upperLetter", "romanLc": "lowerRoman", "romanUc": "upperRoman"}
-_BULLET_FORMS = {"Period": "{}.", "ParenR": "{})", "ParenBoth": "({})"}
 _OVERLAP = 91_440  # of rows of shapes, in English metric units
 _TITLE = (-1 << 40,) * 3
 
@@ -101,7 +100,7 @@ def read_docx(data: bytes, depth: int = 0) -> Contents:
     document, root, title = _open_main_part(data, "word/document.xml")
     omitted, paragraphs = document.omitted, [*_Text(document, depth).paragraphs(document, root)]
     omitted["comment"] += sum(len(part.read()) for part in document.of_kind("comments"))
-    omitted["header or footer"] += sum(_has_text(part.read()) for part in document.of_kind("header", "footer"))
+    omitted["header or footer"] += sum(_remove(part.read()) for part in document.of_kind("header", "footer"))
     return Contents(title, [PARAGRAPH.join(paragraphs)], omitted)
 
 
@@ -121,9 +120,7 @@ def _slide_paragraphs(slide: Part, text: "_Text") -> Iterator[str]:
             return
         for placeholder in [*root.iter("{*}ph")]:
             if placeholder.get("type") in _FURNITURE:
-                shape = placeholder.getparent().getparent().getparent()
-                text.omitted["header or footer"] += _has_text(shape)
-                _remove(shape)
+                text.omitted["header or footer"] += _remove(placeholder.getparent().getparent().getparent())
         for tree in [*root.iter("{*}spTree", "{*}grpSp")]:
             shapes = [shape for shape in tree if next(shape.iter("{*}t", "{*}graphicFrame"), None) is not None]
             row, end, order = 0, 0, []
@@ -180,17 +177,16 @@ class _Text:
             if holder.tag != f"{WORD}rPr":  # of the mark of a paragraph
                 _remove(holder.getparent() if holder.tag.endswith("Pr") else node)
         for node in root.iter(f"{WORD}rStyle"):
-            styles = self._styles.get(node.get(f"{WORD}val"), ())
+            styles = self._styles.get(node.get(_VALUE), ())
             for mark in (mark for style in styles for mark in style.iterfind(f"{WORD}rPr/*")):
                 if mark.tag in (f"{WORD}vanish", f"{WORD}vertAlign") and node.getparent().find(mark.tag) is None:
                     node.getparent().append(copy(mark))
         for node in [*root.iter("{*}vanish", "{*}hidden", "{*}cNvPr")]:
             holder = node.getparent().getparent()  # a run, a row or a shape
             if is_hidden(holder) or is_hidden(node):
-                self.omitted[HIDDEN] += _has_text(holder)
-                _remove(holder)
+                self.omitted[HIDDEN] += _remove(holder)
         for node in root.iter(f"{WORD}vertAlign", f"{_DRAWING}rPr"):
-            if node.get(f"{WORD}val") == "superscript":
+            if node.get(_VALUE) == "superscript":
                 node.getparent().getparent().set(_RAISED, "1")
             elif re.match(r"[1-9]", node.get("baseline", "")):
                 node.getparent().set(_RAISED, "1")
@@ -238,7 +234,8 @@ class _Text:
             rows.append([""] * min(read_number(row, "*trPr/*gridBefore"), _COLUMNS))
             for cell in cells:
                 place, span = len(rows[-1]), max(1, min(read_number(cell, "*tcPr/*gridSpan"), _COLUMNS))
-                if cell.get("hMerge") or _is_below(cell):
+                mark = cell.find(f"{WORD}tcPr/{WORD}vMerge")
+                if cell.get("hMerge") or (cell.get("vMerge") if mark is None else mark.get(_VALUE) != "restart"):
                     text = "".join(rows[-1][-1:] if cell.get("hMerge") else above[place : place + 1])
                     text = text if len(text) <= _LABEL else ""
                 else:
@@ -284,13 +281,14 @@ class _Text:
         if not text or properties is None:
             return ""
         kind, start = ("", "1") if bullet is None else (bullet.get("type", ""), bullet.get("startAt", "1"))
-        key, form = (properties.get("lvl", "0"), kind, start), _BULLET.match(kind)
+        key = (properties.get("lvl", "0"), kind, start)
         self._bullets = {one: last for one, last in self._bullets.items() if one[0] < key[0] or one == key}
-        if form is None:
+        if not kind:
             return ""
         first = int(start) if start.isdecimal() else 1
         self._bullets[key] = number = self._bullets.get(key, first - 1) + 1
-        return _BULLET_FORMS[form[2]].format(format_number(number, _BULLETS.get(form[1], "")))
+        end = ")" if "Paren" in kind else "." if "Period" in kind else ""
+        return f"{'(' if 'Both' in kind else ''}{format_number(number, _BULLETS.get(kind[:7], ''))}{end}"
 
     def _related(self, part: Part, node: Any) -> Iterator[str]:
         """Yield the paragraphs of another part: a chart, a diagram, or text in another format (``altChunk``)."""
@@ -325,19 +323,11 @@ def _read_chunk(part: Part, depth: int) -> Contents | None:
     return None if head.startswith(b"{\\rtf") else Contents("", [data.decode("utf-8-sig", "replace").strip()])
 
 
-def _has_text(node: Any) -> bool:
-    return any(text.text for text in node.iter("{*}t"))
-
-
-def _remove(node: Any) -> None:
+def _remove(node: Any) -> bool:
+    """Remove an element; return whether it has text."""
     if (parent := node.getparent()) is not None:
         parent.remove(node)
-
-
-def _is_below(cell: Any) -> bool:
-    """Return whether a cell is merged with the one above it."""
-    mark = cell.find(f"{WORD}tcPr/{WORD}vMerge")
-    return cell.get("vMerge") is not None if mark is None else mark.get(f"{WORD}val") != "restart"
+    return any(text.text for text in node.iter("{*}t"))
 
 
 def _sign(node: Any) -> str:
@@ -345,7 +335,7 @@ def _sign(node: Any) -> str:
     if node.tag == f"{WORD}checkBox":
         return "☒" if (read_value(node, "*checked") or read_value(node, "*default")) in ("1", "true", "on") else "☐"
     if choices := node.findall("{*}listEntry")[read_number(node, "*result") :]:
-        return str(choices[0].get(f"{WORD}val", ""))
+        return str(choices[0].get(_VALUE, ""))
     code = re.fullmatch(r"[\da-cA-C][\da-fA-F]{3}", node.get(f"{WORD}char", ""))
     return chr(int(code[0], 16)) if code else ""
 
