@@ -5,7 +5,7 @@ A worker receives the path of a file, so that large files are not all in memory 
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -51,7 +51,7 @@ _PROGRAM_TITLE = re.compile(
 )
 _SENTENCE_END = re.compile(r"[.!?:…。！？．।۔][^\w\s]*\d{0,2}\s*\Z")  # and the number of a footnote
 _LETTER = re.compile(r"(?:\d+(?:[.,]\d+)*\s|[(\"'“„«‘「])?(\w)")  # the first one, also of: 812,000 crowns
-_FULL, _LONG = 0.8, 30  # share of the page's longest line, and characters, of a line within a paragraph
+_HEADING = 30  # characters of the longest line that may be a heading
 _READERS: dict[str, tuple[Callable[..., Contents], str, str]] = {  # reader, the package that it needs, suffixes
     PDF: (read_pdf, "pypdfium2", ".pdf"),
     IMAGE: (read_image, "", " ".join(IMAGES)),
@@ -114,9 +114,9 @@ def _join_pages(name: str, contents: Contents, place: str) -> Outcome:
         raise UnreadableError(kind, f"the file contains no text (left out: {counts}); {advice}")
     parts = [text and text + PARAGRAPH for text in texts]
     if name in (PDF, IMAGE):
-        for number, following in pairwise(number for number, text in enumerate(texts) if text):
-            if _goes_on(texts[number], texts[following]):
-                parts[number] = texts[number] + "\n"
+        for (n, text), (_, following) in pairwise((n, text) for n, text in enumerate(texts) if text):
+            if _goes_on(text, following):
+                parts[n] = f"{text}\n"
     record = {"title": contents.title, "text": "".join(parts).strip()}
     outcome = parse_document(record, place, dict(sorted(omitted.items())))
     if name in _WITH_PAGES and isinstance(outcome, Document):
@@ -125,21 +125,10 @@ def _join_pages(name: str, contents: Contents, place: str) -> Outcome:
 
 
 def _goes_on(text: str, following: str) -> bool:
-    """Return whether a sentence goes on over the end of a page: in lower case, or from prose to prose."""
-    before, after = text.split("\n"), following.split("\n")
-    if _SENTENCE_END.search(text) or _is_lower(after[0]):
-        return not _SENTENCE_END.search(text)
-    is_prose = _is_full(after[0], after) or _SENTENCE_END.search(after[0]) or _is_lower("".join(after[1:2]))
-    return bool(is_prose and (_is_lower(before[-1]) or _is_full(before[-1], before)))
-
-
-def _is_lower(line: str) -> bool:
-    letter = _LETTER.match(line)
-    return letter is not None and letter[1].islower()
-
-
-def _is_full(line: str, lines: Sequence[str]) -> bool:
-    return _LETTER.match(line) is not None and len(line) > max(_LONG, _FULL * max(map(len, lines)))
+    """Return whether a sentence goes on over the end of a page: in lower case, or from lower case to no heading."""
+    last, first = text.rpartition("\n")[2], following.partition("\n")[0]
+    is_lower = [letter is not None and letter[1].islower() for letter in map(_LETTER.match, (last, first))]
+    return not _SENTENCE_END.search(last) and (is_lower[1] or (is_lower[0] and len(first) > _HEADING))
 
 
 FILES = tuple(
