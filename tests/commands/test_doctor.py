@@ -11,12 +11,12 @@ import pytest
 from exchange_lab import IDENTITY, exchange_with_everything
 from small_project import cli, stage, stopped_at
 
-from realmops.artifacts import MANIFEST, write_json
+from realmops.artifacts import write_json
 from realmops.config import load_params
 from realmops.refresh.exchange import Exchange, inspect_exchange
 from realmops.refresh.trainer import TrainerSide
 from realmops.refresh.versions import version_name
-from realmops.stages import CORPUS, STAGES
+from realmops.stages import METRICS, STAGES
 
 
 def doctor(root: Path, *more: str | Path) -> list[str]:
@@ -43,12 +43,10 @@ def test_doctor_on_an_empty_folder(tmp_path: Path) -> None:
         assert state(lines, name) == "not run yet"
     assert lines[-1] == "exchange: none; tag, pretrain, finetune and evaluate have one while they run"
     Exchange.open(tmp_path / "exchange" / "0123456789abcdef", {"corpus": "one"})  # of a pipeline's builders
-    corpus = tmp_path / STAGES["snapshot"].folder / CORPUS
-    corpus.mkdir(parents=True)
-    counts = {"unread": {"png": 1, "scan": 1, "zip": 5}, "omitted": {"page without text": 3}}
-    write_json(corpus / MANIFEST, counts)
+    (tmp_path / STAGES["snapshot"].folder).mkdir(parents=True)
+    write_json(tmp_path / STAGES["snapshot"].folder / METRICS, {"scans_waiting": 5})
     lines = doctor(tmp_path)
-    assert any(line.startswith("documents: 2 files and 3 pages of others wait for OCR; install") for line in lines)
+    assert any(line.startswith("documents: 5 scanned files and pages wait for OCR; install") for line in lines)
     assert f"exchange {tmp_path / 'exchange' / '0123456789abcdef'}:" in lines
     assert lines[-1] == "  no builder has ever been seen"
 

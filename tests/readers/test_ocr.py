@@ -166,7 +166,7 @@ def test_a_new_project_reads_a_scan_for_its_language_or_names_what_waits(tmp_pat
     assert refused.stderr.count("it is a picture; install tesseract") == 2
     (tmp_path / "in" / "c.txt").write_text("Anna Berg was born in Oslo.")
     printed = cli("init", tmp_path / "new2", "--documents", tmp_path / "in").stdout
-    assert "documents: 2 of the sample are scans, which wait for OCR; install" in printed
+    assert "documents: 2 scanned files of this sample wait for OCR" in printed
 
 
 def test_identity_of_a_snapshot_has_the_data_where_documents_may_be_scans(tmp_path: Path, data: Path) -> None:

@@ -163,7 +163,7 @@ def test_stage_counts_and_names_unread_files_and_pages_without_text(tmp_path: Pa
     assert warning.startswith("files of corpus could not be read and are left out: 2 broken_pdf (3.pdf, 5a")
     assert REJECTS in warning
     [warning] = [warning for warning in report.warned if "wait for OCR" in warning]
-    assert warning.startswith("of corpus 2 files and 2 pages of others wait for OCR; install tesseract")
+    assert warning.startswith("4 scanned files and pages of corpus wait for OCR; install tesseract")
     [warning] = [warning for warning in report.warned if "page without text" in warning]
     assert warning.startswith("left out of 1 of 211 documents of corpus: page without text 2 (z.pdf: 3, 4); ")
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from realmops import __version__, artifacts
 from realmops.artifacts import WORK_FOLDER
+from realmops.readers.ocr import INSTALL
 from realmops.refresh.exchange import inspect_exchange
-from realmops.stages import CORPUS, METRICS, STAGES
+from realmops.stages import METRICS, STAGES
 from realmops.stages.runner import is_running
-from realmops.stages.snapshot import describe_waiting
+from realmops.stages.snapshot import WAITING
 from realmops.tracking.runs import tracking_folder
 from realmops.tracking.sender import unsent_journals
 
@@ -25,9 +26,9 @@ def diagnose(root: Path, exchange: Path | None) -> Iterator[str]:
     yield "stages:"
     for stage in STAGES.values():
         yield f"  {stage.name}: {_state(root, stage.name)}"
-    corpus = root / STAGES["snapshot"].folder / CORPUS / artifacts.MANIFEST
-    if corpus.is_file() and (sentence := describe_waiting(artifacts.read_json(corpus))):
-        yield f"documents: {sentence}"
+    metrics = root / STAGES["snapshot"].folder / METRICS
+    if scans := metrics.is_file() and artifacts.read_json(metrics).get(WAITING):
+        yield f"documents: {scans:,} scanned files and pages wait for OCR; {INSTALL}"
     for journal in unsent_journals(tracking_folder(root)):
         yield f"MLflow: {journal} is not sent yet; run 'realmops sync' when the server is reachable"
     for_builders = (card.parent for card in (root / "exchange").glob("*/run"))  # created by a Kubeflow pipeline

@@ -15,7 +15,7 @@ from realmops.readers.ocr import find_data
 from realmops.readers.sources import list_sources
 from realmops.stages import STAGES
 
-Progress = Callable[[int], None]
+Bars = Callable[[str, int, str], Callable[[int], None]]  # of progress
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,7 @@ class Verdict:
     problems: list[str]
 
 
-def verify(
-    answers: Path, documents: Path, format: str, progress: Callable[[str, int, str], Progress], root: Path = Path()
-) -> Verdict:
+def verify(answers: Path, documents: Path, format: str, progress: Bars, root: Path = Path()) -> Verdict:
     """Check the quotations of answer records; an answer, unless abstained, must equal its first citation's quote."""
     by_document: dict[str, list[Quotation]] = defaultdict(list)
     problems: list[str] = []

@@ -18,12 +18,7 @@ from realmops.readers.sandbox import TIME_LIMIT
 AUTO, OFF = "auto", "off"  # values of snapshot.ocr that are no languages
 INSTALL = "install tesseract-ocr-eng (apt) or tesseract-lang (brew), or set TESSDATA_PREFIX, or snapshot.ocr=eng+deu"
 SIDE = 4096  # pixels; xberg reduces longer sides to this
-_FOLDERS = (
-    "/usr/share/tesseract-ocr/*/tessdata",
-    "/usr/share/tess*/tessdata",
-    "/usr/share/tessdata",
-    "/*/*/share/tessdata",
-)
+_FOLDERS = "/usr/share/tess*/tessdata", "/usr/share/tess*/*/tessdata", "/*/share/tessdata", "/*/*/share/tessdata"
 _MOST = 4  # languages at once, each of which takes time
 _AUTOMATIC = 3  # tesseract's page segmentation: columns and paragraphs
 _LEAST_CONFIDENCE = 60  # percent; upside-down pages have 29 to 50, bad copies 66 or more
@@ -45,13 +40,15 @@ def find_data(ocr: str) -> tuple[str, ...]:
 
 def read_picture(image: Any, data: Sequence[str], number: int, contents: Contents) -> str:
     """Return the text of page ``number`` from its grey picture, turned if needed; count a page without."""
-    if not all(map(os.path.isfile, data)):  # xberg would download it
-        raise ValueError(f"one of {', '.join(data)} was removed while the documents were read; run again")
+    assert all(map(os.path.isfile, data)), "xberg would download it"
     darkest, brightest = image.getextrema()
     for angle in (0, 180, 90, 270) if darkest < brightest else ():
         if signal.getitimer(signal.ITIMER_PROF)[0]:  # in the child process the time of a file begins again
             signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT)
-        text, confidence = recognise(image.rotate(angle, expand=True), data)
+        try:
+            text, confidence = recognise(image.rotate(angle, expand=True), data)
+        except RuntimeError:  # of xberg
+            break
         if confidence >= _LEAST_CONFIDENCE:
             contents.scans.append(number)
             return _BROKEN_WORD.sub("\ufffe", text)

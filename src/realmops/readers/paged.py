@@ -37,8 +37,7 @@ from realmops.readers.text import TEXT_SUFFIXES, read_text
 
 PDF, IMAGE = "pdf", "image"  # names of the formats that OCR reads
 IMAGES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".webp", ".bmp", ".gif")
-SCAN = "scan"  # kind of unread PDF files whose pages wait for OCR
-WAITING = (SCAN, *(suffix[1:] for suffix in IMAGES))  # kinds of unread files
+SCANS = (PAGE_WITHOUT_TEXT, "scan", *(suffix[1:] for suffix in IMAGES))  # kinds of what waits for OCR
 _FILE_LIMIT = 512 << 20  # bytes
 # Titles that programs write instead of a person: defaults, and names of files.
 _PROGRAM_TITLE = re.compile(
@@ -110,7 +109,7 @@ def _join_pages(name: str, contents: Contents, place: str) -> Outcome:
     omitted = contents.omitted
     if not any(texts):
         counts = ", ".join(f"{kind} {count}" for kind, count in sorted(omitted.items()) if count) or "nothing"
-        kind, advice = (SCAN, INSTALL) if omitted[PAGE_WITHOUT_TEXT] else ("no_text", "add text, or leave it out")
+        kind, advice = ("scan", INSTALL) if omitted[PAGE_WITHOUT_TEXT] else ("no_text", "add text, or leave it out")
         raise UnreadableError(kind, f"the file contains no text (left out: {counts}); {advice}")
     parts = [text and text + PARAGRAPH for text in texts]
     if name in (PDF, IMAGE):

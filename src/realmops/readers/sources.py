@@ -49,8 +49,8 @@ class Source:
 def list_sources(documents: Path, format: str, ocr: tuple[str, ...] = ()) -> list[Source]:
     """List the files of a corpus in sorted order; one of unknown format yields one ``Rejected`` with its kind.
 
-    ``documents`` may be ``hf:owner/name[:split]``; ``format`` selects the files of a folder, "auto" detects each one's.
-    ``ocr`` are files of tesseract's data, which reads pictures and pages without text.
+    ``documents`` may be ``hf:owner/name[:split]``; ``format`` selects the files of a folder, "auto" detects each one's;
+    ``ocr`` are files of tesseract's data.
     """
     listed = _list_sources(documents, format)
     for source in listed:

@@ -20,13 +20,13 @@ from realmops.options import BertOptions, SnapshotOptions
 from realmops.progress import Report
 from realmops.readers.documents import PAGE_WITHOUT_TEXT
 from realmops.readers.ocr import INSTALL, OFF
-from realmops.readers.paged import WAITING
+from realmops.readers.paged import SCANS
 from realmops.readers.sources import Source, list_sources
 from realmops.search import bm25
 from realmops.search.bm25_writer import write_bm25
 from realmops.stages import INIT, STAGES, Job
 
-VOCABULARY = "vocab.txt"
+VOCABULARY, WAITING = "vocab.txt", "scans_waiting"
 _SAMPLES, _MIN_CHARACTERS, _MIN_AGREEING = 50, 100, 30  # passages checked for their language
 _INCOMPLETE_SHARE = 0.05  # of the documents, from which on a warning names what was left out
 _SHOWN = 3  # broken records, and unreadable files of each kind, in a warning
@@ -80,9 +80,10 @@ def _write(
                 "bytes that are invalid in the file's encoding; save those files as UTF-8"
             )
         warn_of_omitted(job.report, name, manifest, f"{STAGES['snapshot'].folder}/{name}/{SOURCES} under the root")
-        if options.ocr != OFF and (sentence := describe_waiting(manifest)):
-            job.report.warn(f"of {name} {sentence}")
-        metrics |= {prefix + key: value for key, value in snapshot_counts(manifest).items()}
+        counts = snapshot_counts(manifest)
+        if options.ocr != OFF and WAITING in counts:
+            job.report.warn(f"{counts[WAITING]:,} scanned files and pages of {name} wait for OCR; {INSTALL}")
+        metrics |= {prefix + key: value for key, value in counts.items()}
     corpus = Snapshot.open(job.out / "corpus", verify=False)
     _check_corpus_language(job.report, corpus)
     progress = job.report.progress("words of corpus", len(corpus))
@@ -145,14 +146,9 @@ def snapshot_counts(manifest: dict[str, Any]) -> dict[str, int]:
     unread = {f"unread_{kind}": count for kind, count in manifest["unread"].items()}
     names = ("records", "documents", "replaced", "rejected", "passages", "sentences", "tokens")
     omitted = {f"omitted_{kind.replace(' ', '_')}": count for kind, count in manifest["omitted"].items()}
-    return {**{name: manifest[name] for name in names}, **dropped, **unread, **omitted}
-
-
-def describe_waiting(manifest: Mapping[str, Any]) -> str:
-    """Return a sentence on the scans that wait for OCR in a snapshot; "" if there are none."""
-    files = sum(manifest["unread"].get(kind, 0) for kind in WAITING)
-    pages = manifest["omitted"].get(PAGE_WITHOUT_TEXT, 0)
-    return f"{files:,} files and {pages:,} pages of others wait for OCR; {INSTALL}" if files or pages else ""
+    scans = sum((manifest["unread"] | manifest["omitted"]).get(kind, 0) for kind in SCANS)
+    waiting = {WAITING: scans} if scans else {}
+    return {**{name: manifest[name] for name in names}, **dropped, **unread, **omitted, **waiting}
 
 
 def _vocabulary(job: Job, group: Sequence[Source]) -> tuple[list[str], Casing, str | None]:

@@ -31,11 +31,10 @@ def add_documents(project: Project, documents: Path) -> int:
         raise ValueError("\n  ".join([f"{documents}: no document can be read:", *problems[:SHOWN]]))
     count = min(len(files), FILES)
     project.lines.append(f"documents: {len(read)} of a sample of {count} files read: {', '.join(read[:SHOWN])}")
-    scans = sum(INSTALL in problem for problem in problems)
-    project.lines += [f"documents: {problem}" for problem in problems if INSTALL not in problem][:SHOWN]
+    project.lines += [f"documents: {problem}" for problem in problems[:SHOWN]]
     project.lines += _set_language(project, languages)
-    if scans and not find_data(AUTO):
-        project.lines.append(f"documents: {scans} of the sample are scans, which wait for OCR; {INSTALL}")
+    if (scans := sum(INSTALL in problem for problem in problems)) and not find_data(AUTO):
+        project.lines.append(f"documents: {scans} scanned files of this sample wait for OCR")
     project.put("snapshot.documents", path_in_params(project, documents))
     return size
 
