@@ -59,8 +59,8 @@ def read_image(data: bytes, ocr: Sequence[str]) -> Contents:
     from PIL import Image, ImageOps
 
     image, file = Image.open(BytesIO(data)), BytesIO()  # Pillow refuses 179 million pixels
-    is_tiff = image.format == "TIFF"
-    (image if is_tiff else ImageOps.exif_transpose(image)).save(file, "PDF", save_all=is_tiff)
+    ImageOps.exif_transpose(image, in_place=True)
+    image.save(file, "PDF", save_all=image.format == "TIFF")
     return read_pdf(file.getvalue(), ocr)
 
 
