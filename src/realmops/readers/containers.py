@@ -12,7 +12,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from realmops.readers.contents import PARAGRAPH, Contents, UnreadableError, open_package
-from realmops.readers.html import decode_page, flow_text
+from realmops.readers.flow import flow_text
+from realmops.readers.html import decode_page
 from realmops.readers.text import render_markdown
 
 _HEADERS = ("From", "To", "Cc", "Date")  # of a message, which a person sees next to its subject

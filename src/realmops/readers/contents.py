@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from io import BytesIO
 from itertools import groupby
@@ -17,7 +17,13 @@ WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _SLIDE = "{http://schemas.openxmlformats.org/presentationml/2006/main}sld"
 _HIDDEN_MARKS = {f"{WORD}r": f"{WORD}rPr/{WORD}vanish", f"{WORD}tr": f"{WORD}trPr/{WORD}hidden"}
 _OFF = ("0", "false", "off")
-_HIDDEN_STYLE = re.compile(r"(?<![\w-])(?:display\s*:\s*none|visibility\s*:\s*hidden)", re.IGNORECASE)
+_SHOWN = (*_OFF, "until-found")  # values of the attribute "hidden"
+_HIDDEN_STYLE = re.compile(
+    r"(?<![\w-])(?:display\s*:\s*none|visibility\s*:\s*hidden|opacity\s*:\s*0*\.?0+(?![\d.])|"
+    r"(?:left|right|text-indent|top)\s*:\s*-\d{4})",
+    re.IGNORECASE,
+)
+_NO_SIZE = re.compile(r"(?<![\w-])font-size\s*:\s*0+(?![\d.])", re.IGNORECASE)  # of the element itself, not of parts
 _POWER = re.compile(r"[-+\u2212\u2013]?(?:\d+(?:[.,/]\d+)*|[^\W\d_])[-+\u2212\u2013]?")
 # 1st, 2e, trade marks, daggers
 _PLAIN_SUPERSCRIPT = re.compile(r"[^\W\d_]{2,}\.?|[aeo\u00aa\u00ba]|[^\w+\u2212\u2013-]+")
@@ -47,16 +53,29 @@ class Contents:
     scans: list[int] = field(default_factory=list)  # numbers, from 1, of those pages that were read by OCR
 
 
-def is_hidden(node: Any) -> bool:
-    """Return whether a viewer hides an element; the body of a page is shown: many pages hide it until a script runs."""
-    if node.get("hidden", "0") not in _OFF or node.get("state") in ("hidden", "veryHidden"):
+def is_hidden(node: Any, names: Set[str] = frozenset()) -> bool:
+    """Return whether a viewer hides an element; the body of a page is shown: many pages hide it until a script runs.
+
+    ``names`` are the tags, .classes and #ids that a style sheet hides.
+    """
+    if node.get("hidden", "0") not in _SHOWN or node.get("state") in ("hidden", "veryHidden"):
         return True
     if node.tag == _SLIDE:
         return node.get("show") in _OFF
     if path := _HIDDEN_MARKS.get(node.tag):
         mark = node.find(path)
         return mark is not None and mark.get(f"{WORD}val") not in _OFF
-    return node.tag not in ("html", "body") and bool(_HIDDEN_STYLE.search(node.get("style", "")))
+    if node.tag in ("html", "body"):
+        return False
+    if node.tag == "dialog" and node.get("open") is None:
+        return True
+    own_names = (
+        [node.tag, f"#{node.get('id')}", *(f".{name}" for name in node.get("class", "").split())] if names else []
+    )
+    if not names.isdisjoint(own_names):
+        return True
+    style = node.get("style", "")
+    return bool(style and (_HIDDEN_STYLE.search(style) or (len(node) == 0 and _NO_SIZE.search(style))))
 
 
 def superscript(before: str, text: str, is_reference: bool) -> str:

@@ -25,7 +25,7 @@ from realmops.readers.contents import (
     open_package,
     superscript,
 )
-from realmops.readers.html import flow_text
+from realmops.readers.flow import flow_text
 from realmops.readers.numbering import Numbering, format_number, read_number, read_value
 
 _VALUE = f"{WORD}val"

@@ -26,7 +26,8 @@ from realmops.readers.documents import (
     parse_document,
     printable_path,
 )
-from realmops.readers.html import decode_page, flow_text, page_to_document
+from realmops.readers.flow import flow_text
+from realmops.readers.html import decode_page, page_to_document
 
 _MDX = ".mdx"  # Markdown with elements of React
 _MARKDOWN_SUFFIXES = (".md", ".markdown", _MDX)
