@@ -27,7 +27,7 @@ RankBy = Literal["run", "embeddings", "words"]
 StemsByLanguage = Mapping[str, Collection[str]]  # stems by language
 MAX_RESULTS = 1000  # results of a search
 NO_EMBEDDINGS = (
-    "there are no embeddings: the stage ict has not run, or finetune.retriever is bm25, tfidf, graph or path; "
+    "there are no embeddings: the stage finetune has not run, or finetune.retriever is bm25, tfidf, graph or path; "
     "search by words"
 )
 _BATCH = 1 << 14  # passages per matrix product

@@ -1,11 +1,9 @@
 """The command group ``realmops``: headings of its help, error messages and exit codes."""
 
-import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 
 import click
 
@@ -20,7 +18,6 @@ HEADINGS = {
     "Compare": ("ablate", "compare", "promote"),
     "Operate": ("submit", "upload", "index-builder", "sync", "doctor", "clean"),
 }
-ONE_QUESTION = ("search", "ask")  # commands that end after an answer, unless they read a file
 # Commands that import PyTorch, read documents, or wait for MLflow or a cluster: they log a line at once
 LONG = (
     *("init", "run", "adapt", "reader", "import", "questions", "explain", "ceilings", "search", "ask", "serve", "mcp"),
@@ -34,10 +31,9 @@ class ExplainedCommand(click.Command):
     def invoke(self, ctx: click.Context) -> None:
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # by __main__.py, before the imports
             signal.signal(signal.SIGINT, handle_interrupt)
-        is_short = self.name in ONE_QUESTION and ctx.params["file"] is None
         if self.name in LONG:
             Console().log(f"{self.name}: starting")
-        with exit_on_user_error(), without_garbage_collection() if is_short else nullcontext():
+        with exit_on_user_error():
             for line in super().invoke(ctx) or ():
                 show(line)
 
@@ -59,17 +55,6 @@ class ExplainedCommands(click.Group):
         for heading, names in HEADINGS.items():
             with formatter.section(heading):
                 formatter.write_dl([(f"{n:<{width}}", self.commands[n].get_short_help_str(limit=80)) for n in names])
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Context manager for a command that ends soon: collections take a third of the time of its imports and its end."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()  # the interpreter collects once more as it ends
-        gc.enable()
 
 
 def exit_with(problems: Sequence[str]) -> None:

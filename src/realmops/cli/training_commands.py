@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import click
 
 from realmops.cli import shared_options as option
 from realmops.cli.group import main
-from realmops.console import Console, end_on_sigterm, show
+from realmops.console import Console, end_on_sigterm
 from realmops.stages import CLOZE_STEP, METRICS, STAGES, STEPS
 
 WHAT = {CLOZE_STEP: "Generate questions from the corpus (data/cloze), if you have none."}
@@ -76,13 +75,7 @@ def run(stage: str, params: Path, presets: Sequence[str], settings: Sequence[str
 
     options, names = option.load_options(params, presets, settings), [*read_params(params)[0], *presets]
     others |= {"options": options, "presets": names, "project": params.parent}
-    steps = planned_steps(options) if stage == "all" else (stage,)
-    _run(steps, **others)
-    if stage == "all" and os.environ.get("RANK", "0") == "0":  # torchrun starts several processes
-        from realmops.commands.report import seconds_table
-
-        stages = [step for step in steps if step in STAGES]
-        show(seconds_table(stages, others["root"]), columns=60)
+    _run(planned_steps(options) if stage == "all" else (stage,), **others)
 
 
 def _run(names: Iterable[str], root: Path, **options: Any) -> None:

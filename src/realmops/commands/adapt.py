@@ -56,9 +56,9 @@ def adapt(
         published = root
         if before.questions.test != measured:
             published = work / PUBLISHED
-            models = [(root, FOLDERS[name]) for name in ("snapshot", "ict", "pretrain", "finetune")]
-            for place, folder in (*models, *([(work, CLOZE)] if CLOZE_STEP in steps else [])):
-                replace_symlink(place / folder, published / folder)
+            for place, folder in ((root, FOLDERS["snapshot"]), (root, "models"), (work, CLOZE)):
+                if (place / folder).is_dir():
+                    replace_symlink(place / folder, published / folder)
             list(run(["evaluate"], before.replace({"questions.test": measured}), presets=named, root=published))
         rows = compare_runs(work, published, seed=after.run.seed)
         yield f"adapted against published models, on {measured}, which neither was trained on:"
@@ -108,10 +108,8 @@ def _duration(options: Options, project: Path, root: Path) -> str:
     """Return a sentence on the time of the training, from that of the passages' embedding on this machine."""
     from realmops.train.inverse_cloze import ict_steps
 
-    passages, seconds = (
-        artifacts.read_json(root / FOLDERS[stage] / METRICS)[name]
-        for stage, name in (("snapshot", "passages"), ("finetune", "seconds"))
-    )
+    passages = artifacts.read_json(root / FOLDERS["snapshot"] / METRICS)["passages"]
+    seconds = artifacts.read_json(root / FOLDERS["finetune"] / METRICS)["seconds"]
     crops, tuning = ict_steps(passages, options.ict)[0] * min(options.ict.batch_size, passages), options.finetune
     file = option_files(STAGES["finetune"], options, project, root).get("questions.train")
     epochs = tuning.retriever_epochs + tuning.epochs

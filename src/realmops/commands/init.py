@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from realmops import artifacts, hub
-from realmops.answering.own_questions import WHAT_THEY_BRING
 from realmops.options import ENCODER, NO_READER
 from realmops.questions.question_sets import read_judged_questions
 from realmops.resources import resource_folder
@@ -61,8 +60,7 @@ def init(
         else:
             project.presets.append("documents")
             project.lines.append("questions: none; nothing is evaluated before 'realmops adapt'")
-            project.lines.append("label your own after 'realmops run snapshot', with 'realmops questions --label':")
-            project.lines += [f"  {line}" for line in WHAT_THEY_BRING]
+            project.lines.append("label your own after 'realmops run snapshot', with 'realmops questions --label'")
         if judged and reader is None:
             project.lines.insert(
                 0, "search, not answers: the questions have relevance judgements; --reader adds a reader"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from realmops import artifacts
 from realmops.evaluate.predictions import read_results, results_file
-from realmops.evaluate.run_report import FigureTable, figure_tables, generated_note
+from realmops.evaluate.run_report import figure_tables, generated_note
 from realmops.stages import METRICS, STAGES
 from realmops.tracking.client import local_tracking_uri
 from realmops.tracking.mlflow_views import view_url
@@ -42,14 +42,6 @@ def summary(root: Path) -> Iterator[Table | str]:
 def read_metrics(root: Path) -> dict[str, dict[str, Any]]:
     paths = {stage.name: root / stage.folder / METRICS for stage in STAGES.values()}
     return {name: artifacts.read_json(path) for name, path in paths.items() if path.is_file()}
-
-
-def seconds_table(names: Iterable[str], root: Path) -> Table:
-    metrics = read_metrics(root)
-    seconds = {name: metrics[name]["seconds"] for name in names}
-    rows = [(name, f"{value:,.1f}") for name, value in seconds.items()]
-    total = ("sum", f"{sum(seconds.values()):,.1f}")
-    return FigureTable("Stages, when they last ran", ("stage", "seconds"), (rows, (total,))).to_rich_table()
 
 
 def report_path(root: Path) -> Path:

@@ -70,21 +70,18 @@ def option_warnings(stages: Collection[str], options: Options) -> Iterator[str]:
 
 
 FROM_SCRATCH, PRE_TRAINED = 2.5e-4, 2.0e-4  # lowest and highest learning rates of reader and tagger that trained well
-_RATES = {  # learning rates of models initialised from the encoder, each with the option that must not be 0
-    "tag.learning_rate": "tag.steps",
-    "ict.reader_learning_rate": "ict.reader_steps",
-    "pretrain.reader_learning_rate": "pretrain.steps",
-    "finetune.reader_learning_rate": "finetune.epochs",
-}
 
 
 def _learning_rate_warnings(stages: Collection[str], options: Options) -> Iterator[str]:
     """Yield a warning about learning rates for the other kind of encoder: from scratch or pre-trained."""
     init, is_small = options.retriever.init, options.retriever.init == "small"
-    idle = {"tag"} if options.tag.method != "tagger" else set()
-    idle |= set() if options.finetune.reads_passages else {"finetune"}
-    used = [key for key, amount in _RATES.items() if key.split(".")[0] in {*stages} - idle and options.get(amount)]
-    rates = {key: options.get(key) for key in used}
+    trained = {  # from the encoder: learning rates, and whether they are used
+        "tag.learning_rate": options.tag.steps and options.tag.method == "tagger",
+        "ict.reader_learning_rate": options.ict.reader_steps,
+        "pretrain.reader_learning_rate": options.pretrain.steps,
+        "finetune.reader_learning_rate": options.finetune.epochs and options.finetune.reads_passages,
+    }
+    rates = {key: options.get(key) for key, is_used in trained.items() if is_used and key.split(".")[0] in stages}
     unfit = [f"{key}={r:g}" for key, r in rates.items() if (r < FROM_SCRATCH if is_small else r > PRE_TRAINED)]
     if unfit:
         yield (

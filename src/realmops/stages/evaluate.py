@@ -175,15 +175,6 @@ def _answers(evaluation: Evaluation) -> dict[str, Any]:
 
 def _confidence(evaluation: Evaluation) -> dict[str, Any]:
     job, model, confidence = evaluation.job, evaluation.model, evaluation.confidence
-    if not model.gives_answers:
-        job.report.log("evaluate: search, not answers: the run has no reader (reader.init is none)")
-    elif confidence is None:
-        job.report.log(
-            "evaluate: the model was not calibrated on dev questions of people: its answers have a score, but no "
-            "probability of being right"
-        )
-    elif confidence.holds_all:
-        job.report.log("evaluate: the model abstains on every question: nothing reached the precision of its threshold")
     if evaluation.score is None:
         return {}
     unanswerable = load_unanswerable(job, evaluation.snapshot, "test")

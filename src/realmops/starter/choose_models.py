@@ -81,9 +81,8 @@ def choose_reader(project: Project, reader: str | None, *, has_questions: bool) 
 
 
 def is_wide(encoder: str) -> bool:
-    folder = Path(encoder)
-    if not folder.is_dir():
+    if not Path(encoder).is_dir():
         return any(size in encoder.lower() for size in ("base", "large"))
-    shape = hub.read_optional_json(folder / hub.CONFIG)
+    shape = hub.read_optional_json(Path(encoder) / hub.CONFIG)
     widths = (shape.get(name) for name in ("hidden_size", "dim"))
     return any(isinstance(width, int) and width >= WIDE for width in widths)
