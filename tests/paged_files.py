@@ -73,15 +73,15 @@ def pptx(*slides: str, notes: str = "") -> bytes:
 
 def xlsx(sheets: Mapping[str, Sequence[Sequence[Any]]]) -> bytes:
     """Return a workbook: the rows of each sheet by its name."""
-    from openpyxl import Workbook
+    from xlsxwriter import Workbook
 
-    book = Workbook()
-    book.remove(book.active)
-    for name, rows in sheets.items():
-        sheet = book.create_sheet(name)
-        for row in rows:
-            sheet.append(row)
-    return _saved(book)
+    file = BytesIO()
+    with Workbook(file, {"constant_memory": True}) as book:
+        for name, rows in sheets.items():
+            sheet = book.add_worksheet(name)
+            for number, row in enumerate(rows):
+                sheet.write_row(number, 0, row)
+    return file.getvalue()
 
 
 def epub(text: str) -> bytes:

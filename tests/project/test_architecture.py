@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 # Lowest first. A unit (a module or a package directly under realmops) imports itself and units of lower rows.
 LAYERS = (
-    ("__init__",), ("credentials", "git", "memory_map", "progress"), ("files",),
+    ("__init__",), ("credentials", "git", "memory_map", "number_format", "progress"), ("files",),
     ("artifacts", "config_yaml", "option_types", "resources"), ("options",),
     ("config", "journal"),
     ("hub", "devices", "compressed"), ("process", "readers", "sample"), ("corpus", "inputs"), ("questions", "model"),

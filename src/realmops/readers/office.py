@@ -33,7 +33,7 @@ _DRAWING = "{http://schemas.openxmlformats.org/drawingml/2006/main}"
 _RELATION = "{http://schemas.openxmlformats.org/officeDocument/2006/relationships}"
 _STRICT_NAME = re.compile(rb"http://purl\.oclc\.org/ooxml/(\w+)/(main|math|relationships)\b")
 _TRANSITIONAL_NAME = rb"http://schemas.openxmlformats.org/\1/2006/\2"
-_DAMAGED = (KeyError, EOFError, NotImplementedError, BadZipFile, zlib.error, XMLSyntaxError)
+DAMAGED = (KeyError, EOFError, NotImplementedError, BadZipFile, zlib.error, XMLSyntaxError)
 _DROPPED = [f"{{*}}{name}" for name in ("Fallback", "cellDel", "del", "moveFrom", "rt", "showingPlcHdr")]
 _BLOCKS = [f"{{*}}{name}" for name in ("altChunk", "chart", "p", "relIds", "tbl")]
 _SIGNS = {"br": "\n", "cr": "\n", "noBreakHyphen": "-", "ptab": "\t", "tab": "\t"}
@@ -63,7 +63,7 @@ class Part:
         """Return the root element; if the part is missing or damaged, count it and return an empty one."""
         try:
             return parse_xml(_STRICT_NAME.sub(_TRANSITIONAL_NAME, self.package.read(self.name)))
-        except _DAMAGED:
+        except DAMAGED:
             self.omitted["unreadable part"] += 1
             return Element("unreadable")
 
@@ -84,7 +84,7 @@ class Part:
         return [part for kind, part in self.related.values() if kind in kinds]
 
 
-def _open_main_part(data: bytes, usual_name: str) -> tuple[Part, Any, str]:
+def open_main_part(data: bytes, usual_name: str) -> tuple[Part, Any, str]:
     """Return the main part of a file, its root element, and the title in the properties."""
     package = Part(open_package(data), "", Counter())
     main = next(iter(package.of_kind("officeDocument")), Part(package.package, usual_name, package.omitted))
@@ -97,8 +97,8 @@ def _open_main_part(data: bytes, usual_name: str) -> tuple[Part, Any, str]:
 
 def read_docx(data: bytes, depth: int = 0) -> Contents:
     """Return the contents of a Word file as one page; a note follows its paragraph."""
-    document, root, title = _open_main_part(data, "word/document.xml")
-    omitted, paragraphs = document.omitted, [*_Text(document, depth).paragraphs(document, root)]
+    document, root, title = open_main_part(data, "word/document.xml")
+    omitted, paragraphs = document.omitted, [*Text(document, depth).paragraphs(document, root)]
     omitted["comment"] += sum(len(part.read()) for part in document.of_kind("comments"))
     omitted["header or footer"] += sum(_remove(part.read()) for part in document.of_kind("header", "footer"))
     return Contents(title, [PARAGRAPH.join(paragraphs)], omitted)
@@ -106,13 +106,13 @@ def read_docx(data: bytes, depth: int = 0) -> Contents:
 
 def read_pptx(data: bytes) -> Contents:
     """Return the contents of a PowerPoint file: each slide with its notes is a page."""
-    presentation, root, title = _open_main_part(data, "ppt/presentation.xml")
-    text, ids = _Text(presentation), [node.get(f"{_RELATION}id") for node in root.iter("{*}sldId")]
+    presentation, root, title = open_main_part(data, "ppt/presentation.xml")
+    text, ids = Text(presentation), [node.get(f"{_RELATION}id") for node in root.iter("{*}sldId")]
     slides = [presentation.related[one][1] for one in ids if one in presentation.related]
     return Contents(title, (PARAGRAPH.join(_slide_paragraphs(part, text)) for part in slides), presentation.omitted)
 
 
-def _slide_paragraphs(slide: Part, text: "_Text") -> Iterator[str]:
+def _slide_paragraphs(slide: Part, text: "Text") -> Iterator[str]:
     for part in (slide, *slide.of_kind("notesSlide")):
         root = part.read()
         if is_hidden(root):
@@ -143,7 +143,7 @@ def _box(shape: Any) -> tuple[int, int, int]:
     return top, top + values.get("cy", 0), values.get("x", 0)
 
 
-class _Text:
+class Text:
     """The text of the parts of a file, with the numbers of its paragraphs and notes."""
 
     def __init__(self, main: Part, depth: int = 0) -> None:
@@ -305,7 +305,7 @@ class _Text:
                 self.omitted.update(chunk.omitted)
             else:
                 self.omitted["chart" if kind == "chart" else "embedded object"] += 1
-        except (*_DAMAGED, ValueError):
+        except (*DAMAGED, ValueError):
             self.omitted["unreadable part"] += 1
 
 

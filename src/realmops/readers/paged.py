@@ -56,7 +56,7 @@ _READERS: dict[str, tuple[Callable[..., Contents], str, str]] = {  # reader, the
     IMAGE: (read_image, "", " ".join(IMAGES)),
     "docx": (read_docx, "", ".docx .docm .dotx .dotm"),
     "pptx": (read_pptx, "", ".pptx .pptm .ppsx .ppsm .potx .potm"),
-    "xlsx": (read_xlsx, "openpyxl", ".xlsx .xlsm .xltx .xltm"),
+    "xlsx": (read_xlsx, "", ".xlsx .xlsm .xltx .xltm"),
     "epub": (read_epub, "", ".epub"),
     "eml": (read_eml, "", ".eml"),
     "ipynb": (read_ipynb, "", ".ipynb"),

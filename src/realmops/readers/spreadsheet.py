@@ -1,110 +1,138 @@
 """Excel files: the text that a person sees, and counts of what is left out."""
 
 import re
-import warnings
-from collections import Counter
 from collections.abc import Iterator
-from datetime import date, datetime, time
+from datetime import datetime
+from functools import cache, reduce
 from io import BytesIO
-from itertools import zip_longest
+from itertools import chain
 from typing import Any
-from zipfile import ZipFile
 
 from lxml.etree import iterparse
 
-from realmops.readers.containers import parse_xml
-from realmops.readers.contents import HIDDEN, PARAGRAPH, Contents, check_remaining, format_table, is_hidden
+from realmops.number_format import CODES, EPOCH, GENERAL, format_value
+from realmops.readers import contents
+from realmops.readers.contents import HIDDEN, PARAGRAPH, Contents, check_remaining, is_hidden
 from realmops.readers.documents import LINE_LIMIT
-from realmops.readers.strict import open_office
+from realmops.readers.office import DAMAGED, Part, Text, open_main_part
 
 _COLUMNS = 1 << 14  # of a sheet
-_WITHOUT_VALUE = re.compile(rb"(?:</(?:\w+:)?f>|<(?:\w+:)?f\b[^<>]*/>)\s*+(?:<v\s*+/>|<v>\s*+</v>)?+\s*+</(?:\w+:)?c>")
-_LINK = re.compile(r'=\s*HYPERLINK\s*\(\s*"(?:[^"]|"")*"\s*(?:[,;]\s*"((?:[^"]|"")*)"\s*)?\)', re.IGNORECASE)
+_LABEL = 200  # characters of a merged cell that is repeated; a longer one is no label of its rows
+_TAGS = ("{*}row", "{*}col", "{*}mergeCell")
+_LINK = re.compile(r'\s*HYPERLINK\s*\(\s*"(?:[^"]|"")*"\s*(?:[,;]\s*"((?:[^"]|"")*)"\s*)?\)', re.IGNORECASE)
+_ESCAPED = re.compile(r"_x([0-9A-Fa-f]{4})_")
+_CORNER = re.compile(r"([A-Z]+)([0-9]+)")
 
 
 def read_xlsx(data: bytes) -> Contents:
-    """Return the contents of an Excel file: each sheet is a page."""
-    import openpyxl
-
-    file, package = open_office(data)
-    sheets = [name for name in package.namelist() if name.startswith("xl/worksheets/") and name.endswith(".xml")]
-    has_gaps = any(_WITHOUT_VALUE.search(package.read(name)) for name in sheets)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # openpyxl warns of parts without text
-        book = openpyxl.load_workbook(file, read_only=True, data_only=True)
-        formulas = openpyxl.load_workbook(file, read_only=True) if has_gaps else None
-    omitted: Counter[str] = Counter()
-    for name in package.namelist():
-        if name.startswith("xl/drawings/") and name.endswith(".xml"):
-            _count_drawing(package.read(name), omitted)
-        elif re.fullmatch(r"xl/(?:comments\w*|threadedComments/\w+)\.xml", name):
-            omitted["comment"] += len(re.findall(rb"<(?:\w+:)?(?:comment|threadedComment)\b", package.read(name)))
-        omitted["embedded object"] += name.startswith("xl/embeddings/")
-    return Contents(book.properties.title or "", _sheets(package, book, formulas, omitted), omitted)
+    """Return the contents of an Excel file: each sheet with the text of its drawings is a page."""
+    main, root, title = open_main_part(data, "xl/workbook.xml")
+    return Contents(title, _Workbook(main, root).pages(), main.omitted)
 
 
-def _count_drawing(data: bytes, omitted: Counter[str]) -> None:
-    root = parse_xml(data)
-    omitted["image"] += sum(1 for _ in root.iter("{*}pic"))
-    omitted["chart"] += sum(1 for _ in root.iter("{*}chart"))
-    boxes = root.iter("{*}sp")
-    omitted["text box"] += sum(any(node.text for node in box.iter("{*}t")) for box in boxes)
+class _Workbook:
+    """The sheets of an Excel file, and the texts and formats that their cells refer to."""
 
+    def __init__(self, main: Part, root: Any) -> None:
+        self._main, self._root, self._omitted, self._remaining = main, root, main.omitted, LINE_LIMIT
+        is_1904 = any(node.get("date1904") in ("1", "true") for node in root.iterfind("{*}workbookPr"))
+        self._epoch = datetime(1904, 1, 1) if is_1904 else EPOCH
+        self._strings = [_rich_text(item) for part in main.of_kind("sharedStrings") for item in part.read()]
+        styles = [node for part in main.of_kind("styles") for node in part.read().iter("{*}numFmts", "{*}cellXfs")]
+        codes = CODES | {node.get("numFmtId"): node.get("formatCode") for node in chain(*styles[:-1])}
+        self._codes = [codes.get(node.get("numFmtId"), GENERAL) for node in chain(*styles[-1:])]
 
-def _sheets(package: ZipFile, book: Any, formulas: Any, omitted: Counter[str]) -> Iterator[str]:
-    """Yield each sheet's name and rows, counted before they are joined: many cells may share one long string."""
-    name = next(name for name in package.namelist() if name.endswith("workbook.xml"))
-    hidden_sheets = {node.get("name") for node in parse_xml(package.read(name)).iter("{*}sheet") if is_hidden(node)}
-    remaining = LINE_LIMIT
+    def pages(self) -> Iterator[str]:
+        for node in self._root.iter("{*}sheet"):
+            identifier = next(value for key, value in node.items() if key.endswith("}id"))
+            _, sheet = self._main.related.get(identifier, ("", self._main))
+            self._omitted[HIDDEN] += is_hidden(node)
+            blocks = [] if is_hidden(node) else [*filter(None, [self._table(sheet), *self._drawings(sheet)])]
+            yield PARAGRAPH.join([node.get("name"), *blocks]) if blocks else ""
 
-    def rows(sheet: Any, sheet_formulas: Any) -> Iterator[list[str]]:
-        nonlocal remaining
-        sheet.reset_dimensions()  # the declared dimensions may be wrong
-        of_formulas: Iterator[Any] = iter(())
-        if sheet_formulas is not None:
-            sheet_formulas.reset_dimensions()
-            of_formulas = sheet_formulas.iter_rows()
-        hidden = _hidden_lines(package.read(sheet._worksheet_path))
-        for index, (row, formula_row) in enumerate(zip_longest(sheet.iter_rows(), of_formulas, fillvalue=()), start=1):
-            texts = [_format_cell(cell.value) for cell in row]
-            for column, (cell, formula) in enumerate(zip(row, formula_row, strict=False)):
-                if cell.value is None and cell.data_type == "n" and formula.data_type == "f":
-                    link = _LINK.fullmatch(str(formula.value))
-                    texts[column] = (link[1] or "").replace('""', '"') if link else ""
-                    omitted["formula without value"] += not texts[column]
-            remaining -= sum(map(len, texts))
-            check_remaining(remaining)
-            shown = [text for column, text in enumerate(texts, 1) if {index, -column}.isdisjoint(hidden)]
-            omitted[HIDDEN] += sum(map(len, texts)) > sum(map(len, shown))
-            yield shown
+    def _drawings(self, sheet: Part) -> Iterator[str]:
+        self._omitted["embedded object"] += len(sheet.of_kind("oleObject", "package"))
+        self._omitted["comment"] += sum(len(part.read().findall(".//{*}comment")) for part in sheet.of_kind("comments"))
+        for part in sheet.of_kind("drawing"):
+            yield from Text(part).paragraphs(part, part.read())
 
-    for sheet, sheet_formulas in zip_longest(book.worksheets, formulas.worksheets if formulas else ()):
-        omitted[HIDDEN] += sheet.title in hidden_sheets
-        table = "" if sheet.title in hidden_sheets else format_table(rows(sheet, sheet_formulas))
-        yield table and PARAGRAPH.join([sheet.title, table])
+    def _table(self, sheet: Part) -> str:
+        """Return the rows of a sheet; a merged cell is repeated in the rows that have other cells."""
+        rows: dict[int, dict[int, str]] = {}  # texts by row and column
+        merged: list[list[int]] = []  # first column and row, last column and row
+        hidden: set[int] = set()  # rows; columns as negative numbers
+        number = 0
+        try:
+            for _, node in iterparse(BytesIO(sheet.package.read(sheet.name)), tag=_TAGS):
+                numbers = range(-min(int(node.get("max", 0)), _COLUMNS), 1 - int(node.get("min", 1)))
+                if node.tag.endswith("}row"):
+                    number, column = int(node.get("r", number + 1)), 0
+                    numbers = range(number, number + 1)
+                    for cell in node:
+                        column = _column(cell.get("r").rstrip("0123456789")) if cell.get("r") else column + 1
+                        if text := self._text(cell):
+                            rows.setdefault(number, {})[column] = text
+                            self._remaining -= len(text)
+                    check_remaining(self._remaining)
+                elif node.tag.endswith("}mergeCell"):
+                    corners = _CORNER.findall(node.get("ref"))
+                    merged.append([n for letters, digits in corners for n in (_column(letters), int(digits))])
+                if is_hidden(node) or "0" in (node.get("width"), node.get("ht")):
+                    hidden.update(numbers)
+                node.clear()
+                while node.getprevious() is not None:
+                    del node.getparent()[0]
+        except DAMAGED:
+            self._omitted["unreadable part"] += 1
+        used, last = sorted({column for row in rows.values() for column in row}), max(rows, default=0)
+        for left, top, right, bottom in merged:
+            covered = {column for column in used if left <= column <= right}
+            text = rows.get(top, {}).get(left, "")
+            for row in (rows.get(number, {}) for number in range(top, min(bottom, last) + 1) if len(text) <= _LABEL):
+                if text and row.keys() - covered:
+                    row |= dict.fromkeys(covered, text)
+                    self._remaining -= len(text) * len(covered)
+            check_remaining(self._remaining)
+        shown = [column for column in used if -column not in hidden]
+        self._omitted[HIDDEN] += len(used) - len(shown) + len(hidden.intersection(rows))
+        visible = (row for number, row in sorted(rows.items()) if number not in hidden)
+        return contents.format_table([row.get(column, "") for column in shown] for row in visible)
 
-
-def _hidden_lines(data: bytes) -> set[int]:
-    """Return the numbers of the hidden rows of a sheet, and those of its hidden columns as negative numbers."""
-    hidden: set[int] = set()
-    if b"hidden=" in data:
-        for _, node in iterparse(BytesIO(data), tag=("{*}row", "{*}col")):
-            if is_hidden(node) and node.tag.endswith("row"):
-                hidden.add(int(node.get("r", 0)))
-            elif is_hidden(node):
-                hidden.update(range(-min(int(node.get("max")), _COLUMNS), 1 - int(node.get("min"))))
-            node.clear()
-    return hidden
-
-
-def _format_cell(value: Any) -> str:
-    match value:
-        case None:
+    def _text(self, cell: Any) -> str:
+        kind, formula, value = cell.get("t", "n"), None, ""
+        for part in cell:
+            if part.tag.endswith("}f"):
+                formula = part.text or ""
+            else:
+                value = _rich_text(part) if part.tag.endswith("}is") else part.text or ""
+        if formula is not None and not value and kind != "str":
+            link = _LINK.fullmatch(formula)
+            self._omitted["formula without value"] += not (link and link[1])
+            return str(link[1] or "").replace('""', '"') if link else ""
+        if kind == "e" and cell.get("vm"):  # a picture in the cell
+            self._omitted["image"] += 1
             return ""
-        case datetime() if value.time() == time():
-            return value.date().isoformat()
-        case date() | time():
-            return value.isoformat()
-        case float() if value.is_integer():
-            return str(int(value))
-    return str(value)
+        if not value or kind in "bde":
+            return {"b0": "FALSE", "b1": "TRUE"}.get(kind + value, value.removesuffix("T00:00:00"))
+        try:
+            known = self._strings[int(value)] if kind == "s" else float(value) if kind == "n" else value
+            shown = format_value(known, self._codes[int(cell.get("s") or 0)] if self._codes else GENERAL, self._epoch)
+        except (ArithmeticError, LookupError, ValueError):
+            self._omitted["unreadable cell"] += 1
+            return ""
+        self._omitted[HIDDEN] += not shown.strip() and bool(str(known).strip("0. "))  # not a zero
+        return _ESCAPED.sub(lambda match: chr(int(match[1], 16)), shown) if "_x" in shown else shown
+
+
+def _rich_text(item: Any) -> str:
+    """Return the text of runs, without the phonetic ones."""
+    text = ""
+    for node in (node for node in item.iter("{*}t") if node.text and not node.getparent().tag.endswith("}rPh")):
+        is_raised = node.getparent().find("{*}rPr/{*}vertAlign[@val='superscript']") is not None
+        text += contents.superscript(text, node.text, is_reference=False) if is_raised else node.text
+    return text
+
+
+@cache
+def _column(letters: str) -> int:
+    return reduce(lambda number, letter: 26 * number + ord(letter) - 64, letters, 0)
