@@ -102,19 +102,18 @@ def _leave_out(paragraphs: list[Paragraph], main_text: str) -> None:
     for place, triple in enumerate(zip(words, words[1:], words[2:], strict=False)):
         if triple in triples:
             shared[place : place + 3] = b"\1\1\1"
-    if not any(shared):
+    if not any(shared) or not any(one.is_around for one in paragraphs):
         return
     end = 0
     for one in paragraphs:
         start, end = end, end + len(_WORD.findall(one.text))
         one.is_kept = sum(shared[start:end]) > _KEPT_SHARE * (end - start)
         one.size = (end - start) * (one.is_kept or not one.is_around)
-    is_plain = all(one.size or not one.text for one in paragraphs)
     for one, following in pairwise(paragraphs):  # a heading of links
         has_links = following.text and not following.size and following.is_main == one.is_main
         if has_links and not one.is_kept and one.text[-1:] not in ".?!":
             one.size *= one.size > _LABEL_WORDS
-    main = [one for one in paragraphs if is_plain or one.is_main]
+    main = [one for one in paragraphs if one.is_main]
     is_whole = sum(one.size * one.is_kept for one in main) >= _MAIN_SHARE * sum(one.size for one in main)
     between: list[Paragraph] | None = None
     for one in paragraphs:
@@ -123,7 +122,7 @@ def _leave_out(paragraphs: list[Paragraph], main_text: str) -> None:
                 for other in between:
                     other.is_kept = other.size > 0 or not (other.text or other.is_around)
             between = []
-        elif is_whole and (is_plain or one.is_main):
+        elif is_whole and one.is_main:
             one.is_kept = one.size > 0 or not (one.text or one.is_around)
         elif between is not None:
             between.append(one)
@@ -160,25 +159,25 @@ class _Flow:
             self.close(gap)
         kinds = [tag] if tag in ("a", "main", "math", "pre") else []
         kinds += ["around"] if _is_around(node) else []
-        self._depths.update(kinds)
+        for kind in kinds:
+            self._depths[kind] += 1
         self._open.append((tag, kinds))
         match tag:
             case "br":
                 self._line.append("\n")
             case "img" if node.get("alt", "").strip():
                 self._omitted.append("image")
-            case "layout" | "table" | "tr":
-                self._end_row()
-                self._merged = {} if tag == "table" else self._merged
+            case "table":
+                self._merged = {}
             case "td" | "th":
                 self._outer.append(self._line)
                 self._line = []
             case "li":
                 self._number += self._next_number(node)
         self._parts.update(zip(node, _EQUATIONS.get(tag, ()), strict=False))
-        if kind := self._parts.pop(node, "") or (tag if tag in ("sub", "sup") else ""):
-            self._line += ["/"] if kind == "divisor" else []
-            self._scripts.append((node, kind, len(self._line)))
+        if part := self._parts.pop(node, "") or (tag if tag in ("sub", "sup") else ""):
+            self._line += ["/"] if part == "divisor" else []
+            self._scripts.append((node, part, len(self._line)))
         return True
 
     def end(self, node: Any) -> None:
@@ -187,10 +186,9 @@ class _Flow:
         tag, kinds = self._open.pop()
         if gap := _GAPS.get(tag):
             self.close(gap)
-        self._depths.subtract(kinds)
+        for kind in kinds:
+            self._depths[kind] -= 1
         match tag:
-            case "layout" | "table" | "tr":
-                self._end_row()
             case "td" | "th":
                 cell, self._line = "".join(self._line), self._outer.pop()
                 columns, rows = (min(max(1, _integer(node, name, 1)), _SPAN_LIMIT) for name in ("colspan", "rowspan"))
@@ -214,7 +212,8 @@ class _Flow:
         if self._outer:
             self.add(" ")
             return
-        text = re.sub(r"(?<! ) +(?=[\t\n])", "", "".join(self._line)).rstrip().strip("\n")
+        line = "".join([*self._end_row(), *self._line])
+        text = re.sub(r"(?<! ) +(?=[\t\n])", "", line).rstrip().strip("\n")
         if text or self._omitted:
             is_around = self._around > _AROUND_SHARE * len(text) if text else self._depths["around"] > 0
             is_main = self._depths["main"] > 0
@@ -227,13 +226,14 @@ class _Flow:
         if numbers is None or numbers.tag != "ol":
             return ""
         step = 1 if numbers.get("reversed") is None else -1
-        first = self._next.get(numbers) or _integer(numbers, "start", 1 if step == 1 else len(numbers.findall("li")))
-        value = _integer(item, "value", first)
+        if numbers not in self._next:
+            self._next[numbers] = _integer(numbers, "start", 1 if step == 1 else len(numbers.findall("li")))
+        value = _integer(item, "value", self._next[numbers])
         self._next[numbers] = value + step
         return f"{format_number(value, _NUMERALS.get(numbers.get('type'), 'decimal'))}. "
 
-    def _end_row(self) -> None:
-        """End a row of cells, in which merged ones are repeated."""
+    def _end_row(self) -> list[str]:
+        """End a row of cells, in which merged ones are repeated; return its line, if there is one."""
         cells: list[str] = []
         for text, columns, rows in [*self._row, ("", 0, 0)] if self._row else []:
             while len(cells) in self._merged:
@@ -242,22 +242,21 @@ class _Flow:
                 cells.append(above)
             self._merged |= {len(cells) + column: (text, rows - 1) for column in range(columns) if rows > 1}
             cells += [text] * columns
-        if self._row:
-            is_single = len(self._row) == 1 and len(cells) == self._row[0][1]
-            self._line, self._row = [format_row(cells[:1] if is_single else cells)], []
-            self.close(1)
+        is_single = len(self._row) == 1 and len(cells) == self._row[0][1]
+        self._row = []
+        return [format_row(cells[:1] if is_single else cells), "\t" * bool(self._line)] if cells else []
 
     def _end_script(self, node: Any, kind: str, place: int) -> None:
         script = "".join(self._line[place:])
         del self._line[place:]
         before = self._line[-1] if self._line else ""
-        is_after_digit = before[-1:].isdigit()
+        is_number = before[-1:].isdigit() and script[:1].isdigit()
         if kind == "sub":
-            script = f"_{script}" if is_after_digit and script[:1].isdigit() else script
+            script = "_" * is_number + script
         elif kind != "sup":
             script = script if re.fullmatch(r"[\w.,]*", script) else f"({script})"
         elif (node.tail or "").strip()[:1] in ("/", "\u2044"):
-            script = f" {script}" if is_after_digit else script  # the numerator of a fraction
+            script = " " * is_number + script  # the numerator of a fraction
         else:
             script = superscript(before, script, _is_reference(node)) + " " * script.endswith(" ")
         self._line += [script] if script else []
