@@ -127,10 +127,10 @@ def test_scores_of_given_passages_equal_those_of_all(zipf: tuple[Bm25, list[str]
 
 
 def test_words_of_every_script_match(tmp_path: Path) -> None:
-    texts = ["Große Straßen in Köln.", "Москва и Łódź, ΑΘΗΝΑ.", "東京 の 天気", "naïve café_2 \U0001d54f x", "Istanbul"]
+    texts = ["Große Straßen in Köln.", "Москва и Łódź, ΑΘΗΝΑ.", "東京 の 天気", "naïve café_2", "Istanbul"]
     index = indexed(tmp_path, texts)
     peer = PeerBm25([f" {text}" for text in texts])
-    for query in ("GROSSE", "große köln", "москва", "αθηνα łódź", "東京", "NAÏVE", "café_2 X", "istanbul"):
+    for query in ("GROSSE", "große köln", "москва", "αθηνα łódź", "東京", "NAÏVE", "café_2", "istanbul"):
         assert index.scores(query).tolist() == peer.scores(query).tolist(), query
     assert index.search(["МОСКВА", "天気"], 1)[1].tolist() == [[1], [2]]
 
@@ -152,6 +152,30 @@ def test_unicode_forms_of_a_word_are_one_word(tmp_path: Path, word: str) -> None
         scores = index.scores(query).tolist()
         assert scores == [scores[0]] * len(SPELLINGS[word]) + [0.0]
         assert scores[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "queries"),
+    [
+        ("The clinic gives vitamin K.", ["vitamin K", "vitamin k"]),
+        ("The clinic gives vitamin A.", ["vitamin A", "VITAMIN A"]),
+        ("Written in C++ and C#, tested in .NET.", ["C++", "c++", "Ｃ＋＋", "C#", ".NET", "net"]),
+        ("The IT department of the WHO.", ["IT", "Who leads the WHO?", "I.T."]),
+        ("The US ferry.", ["US", "U.S.", "us"]),
+        ("R&D of AT&T, A/B, 24/7.", ["R&D", "AT&T", "ATT", "A/B", "24/7"]),
+        ("Release v3.10.2, clause 5.1.", ["3.10.2", "v3.10.2", "5.1"]),
+        ("It cost 33,970 crowns.", ["33970", "33.970", "33 970", "３３，９７０"]),
+        ("O\u2019Neill doesn't use Wi-Fi.", ["O'Neill", "Oneill", "Neill", "doesnt", "wifi", "wi\u2010fi"]),
+        ("His e-mail is berg@tolm.org.", ["email", "e\u00admail", "berg@tolm.org"]),
+        ("Flight F-16 of COVID-19 to 192.168.0.1.", ["F-16", "F16", "COVID-19", "192.168.0.1"]),
+    ],
+)  # fmt: skip
+def test_spellings_of_a_word_a_number_and_a_name_meet(tmp_path: Path, text: str, queries: list[str]) -> None:
+    others = (
+        "It is said by us: who has a C, vitamin C or D, 3.1.2, release 10, 5 or 1? As at the mail of 33 and 970, no."
+    )
+    index = indexed(tmp_path, [others, text])
+    assert [rank(index, [query], 1)[0, 0] for query in queries] == [1] * len(queries)
 
 
 PIECES = ["\u0307", "I", "i", "İ", "ı", "\u0301", "\u0323", "e", "é", "_", " ", "\n", "\u0958", "\u0344", "\u212b",
@@ -183,8 +207,8 @@ def test_counts_above_255_are_16_bits_wide(tmp_path: Path) -> None:
 
 
 def test_passages_without_words_score_zero(tmp_path: Path) -> None:
-    index = indexed(tmp_path, ["It is.", "A b c."])
-    assert index.scores("It is a b").tolist() == [0, 0]
+    index = indexed(tmp_path, ["It is.", "A."])
+    assert index.scores("It is a").tolist() == [0, 0]
     assert index.search(["it"], 2)[1].tolist() == [[-1, -1]]
     assert rank(index, ["it"], 2).tolist() == [[0, 1]]
 

@@ -15,10 +15,10 @@ from realmops.answering.answer import InvalidRequest, check_unicode
 from realmops.answering.metadata_filters import Ids, MetadataFilters, Where
 from realmops.answering.record import Record, format_page, passage_record
 from realmops.answering.retrieval import HYBRID_DEPTH
-from realmops.corpus.languages import ENGLISH, load_languages
+from realmops.corpus.languages import load_languages
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.retriever import DENSE_ONLY, FusionWeights, Retriever
-from realmops.search.bm25 import STOP_WORDS, Bm25, split_words, stem, stems, words_with_offsets
+from realmops.search.bm25 import Bm25, query_words, stem, stems, words_with_offsets
 from realmops.search.embed import embed, query_sequences, text_queries
 from realmops.search.exact import PassageIndex
 from realmops.search.hybrid import HybridSearch
@@ -187,11 +187,8 @@ def highlights(text: str, query_stems: StemsByLanguage) -> list[tuple[int, int]]
 
 def stem_query(query: str, languages: Sequence[str]) -> StemsByLanguage:
     """Return the stems of a query's words by language, without stop words, for ``highlights``."""
-    stop = {code: STOP_WORDS if code == ENGLISH else load_languages()[code].stop for code in languages}
-    return {
-        code: {*stems([word for word in split_words(query, code) if word not in stop[code]], code)}
-        for code in languages
-    }
+    words = {code: (query_words(query, code), load_languages()[code].stop) for code in languages}
+    return {code: {*stems([word for word in found if word not in stop], code)} for code, (found, stop) in words.items()}
 
 
 def format_passages(record: Mapping[str, Any]) -> Iterator[str]:

@@ -6,6 +6,7 @@ py3langid misclassifies 5 of 5,793 questions in five languages, each below ``_CO
 from __future__ import annotations
 
 import copy
+import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -27,13 +28,21 @@ NORMAL_FORM: Final = "NFKC"  # of the words of texts and queries
 _SOFT_HYPHEN = "\u00ad"
 _MARKED_I = r"[Ii]\p{M}+"
 LETTERS = r"\p{L}\p{N}_\p{InSC=Vowel_Dependent}"  # characters that can form a word; other marks cannot
-_LETTER = rf"[[{LETTERS}]--[{UNSPACED}]]"
-_WORD = rf"(?P<run>(?:{_UNIT})+)|{_LETTER}[[\p{{L}}\p{{M}}\p{{N}}_]--[{UNSPACED}]]+"
-_TWO_LETTERS = rf"(?:{_LETTER}\p{{M}}*){{2}}"
+_SPACED = rf"[[{LETTERS}]--[{UNSPACED}]][[\p{{L}}\p{{M}}\p{{N}}_]--[{UNSPACED}]]*+"  # a word between blanks
 _NO_WORD = r"[\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}--\p{InSC=Vowel_Dependent}]+"  # letters without a vowel sign
 _CONFIDENT = 0.9  # probability from which a detected language is certain
 _DETECTION_LENGTH = 2000  # characters of a text used for detection
 WordSpan = tuple[str, int, int]  # a word with its start and end character
+
+
+def token_pattern(word: str) -> str:
+    """Return a pattern of words, alone or joined or with signs: 33,970, 3.10.2, e-mail, AT&T, O'Neill, .NET, C++."""
+    thousands = r"(?<=\d)(?<!\d{4})[, ](?=\d{3}(?!\d))"
+    return rf"\.?{word}(?:(?:[-.'’&/@+‐]|{thousands}){word})*+[+#]*+"
+
+
+_TOKEN = rf"(?P<run>(?:{_UNIT})+)|{token_pattern(_SPACED)}"
+_ENGLISH_TOKEN = re.compile(r"(?!A (?<!\w A ))" + token_pattern(r"\w++"))  # without the article A of a sentence
 
 
 @dataclass(frozen=True)
@@ -123,25 +132,31 @@ def find_with_offsets(find: Callable[[str], Iterator[WordSpan]], text: str) -> I
     return ((word, starts[start], ends[end - 1]) for word, start, end in find(whole))
 
 
-def word_spans(text: str) -> Iterator[WordSpan]:
-    """Yield the words of a text in any language, normalized and in lower case, with their characters in the text.
+def find_tokens(text: str, language: str = ENGLISH) -> list[str]:
+    """Return the normalized tokens of a text, each of one word or of several (``token_pattern``)."""
+    normalized = normalize_unicode(text)
+    if language == ENGLISH:
+        return _ENGLISH_TOKEN.findall(normalized)
+    return [token for token, _, _ in token_spans(normalized, language)]
 
-    A word has at least two letters, digits or underscores; Indic vowel signs count as letters, other marks do not. In
-    scripts without blanks, words are pairs of adjacent characters, or one isolated character.
+
+def token_spans(text: str, language: str) -> Iterator[WordSpan]:
+    """Yield the tokens of a normalized text with their characters.
+
+    Indic vowel signs count as letters, other marks do not. In scripts without blanks, tokens are pairs of adjacent
+    characters, or one isolated character.
     """
-    return find_with_offsets(normalized_words, text)
-
-
-def normalized_words(text: str) -> Iterator[WordSpan]:
-    for match in compile_regex(_WORD).finditer(text):
-        word, (start, end) = match[0], match.span()
+    if language == ENGLISH:
+        yield from ((match[0], *match.span()) for match in _ENGLISH_TOKEN.finditer(text))
+        return
+    for match in compile_regex(_TOKEN).finditer(text):
+        token, (start, end) = match[0], match.span()
         if match["run"] is None:
-            if word.isalnum() or any(map(str.isalnum, word[1:])) or compile_regex(_TWO_LETTERS).match(word):
-                yield unicodedata.normalize(NORMAL_FORM, word.lower()), start, end
+            yield token, start, end
             continue
         # Usually there are no marks, and each character is a unit.
-        units = compile_regex(_UNIT).finditer(word)
-        starts = range(start, end) if word.isalpha() else [start + unit.start() for unit in units]
-        if len(starts) > 1 or not compile_regex(_NO_WORD).fullmatch(word):
+        units = compile_regex(_UNIT).finditer(token)
+        starts = range(start, end) if token.isalpha() else [start + unit.start() for unit in units]
+        if len(starts) > 1 or not compile_regex(_NO_WORD).fullmatch(token):
             for first, stop in zip(starts, [*starts[2:], end], strict=False):
-                yield unicodedata.normalize(NORMAL_FORM, text[first:stop].lower()), first, stop
+                yield text[first:stop], first, stop

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import copy
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from realmops.artifacts import read_bound_manifest
 from realmops.corpus.languages import (
     ENGLISH,
+    WordSpan,
     detect_language,
     find_with_offsets,
     load_languages,
     normalize_unicode,
-    normalized_words,
-    word_spans,
+    token_spans,
 )
 from realmops.corpus.npy_files import load_npy
 from realmops.corpus.snapshot_reader import Snapshot
@@ -37,12 +37,15 @@ Query = str | NDArray[np.uint64]
 FOLDER = "lexical"  # folder of the BM25 index, next to its snapshot
 KIND = "lexical"
 K1, B = 1.5, 0.75  # term frequency saturation and length normalisation
-WORD = re.compile(r"\b\w\w+\b")
-STOP_WORDS = frozenset({  # Lucene's
-    "a", "an", "and", "are", "as", "at", "be", "but", "by", "for", "if", "in", "into", "is", "it", "no", "not",
-    "of", "on", "or", "such", "that", "the", "their", "then", "there", "these", "they", "this", "to", "was",
+STOP_WORDS = frozenset({  # Lucene's, and the pronoun
+    "a", "an", "and", "are", "as", "at", "be", "but", "by", "for", "i", "if", "in", "into", "is", "it", "no",
+    "not", "of", "on", "or", "such", "that", "the", "their", "then", "there", "these", "they", "this", "to", "was",
     "will", "with",
 })  # fmt: skip
+_IN_CAPITALS = STOP_WORDS | {"us", "who"}  # other words in capitals
+_DROPPED = re.compile(r"['’][sS]$|(?<=\d)[ .,](?=\d{3}(?!\d))")  # the possessive, and signs of thousands
+_JOINTS = re.compile(r"[-'’&/@‐]|\+(?=\w)|(?<=\d)[+#]+|(?<!\d)\.|\.(?!\d)|(?<=[^\W\d])(?=\d+\.\d)")  # v3.1 has two
+_LIMITS = re.compile(r"[-., '’&/@+#‐]")
 _NONE = np.empty(0, np.int32)
 _EXHAUSTIVE = 1 << 16  # up to this many passages, scoring all is faster than MaxScore
 _CHUNK = 1 << 13  # postings scored at a time: they fit the processor's cache
@@ -90,29 +93,40 @@ def titled_texts(snapshot: Snapshot) -> list[str]:
     return [f"{title} {text}" for title, text in pairs]
 
 
-def split_words(text: str, language: str = ENGLISH) -> list[str]:
-    """Split a text into normalized lower-case words of at least two letters, digits or underscores."""
-    normalized = normalize_unicode(text)
-    if language == ENGLISH:
-        return WORD.findall(normalized.lower())
-    return [word for word, _, _ in normalized_words(normalized)]
+def word_forms(token: str, language: str = ENGLISH) -> list[str]:
+    """Return the words that a token is found by: its parts, and joined if they are few or short (US of U.S., email).
 
-
-def words_with_offsets(text: str, language: str = ENGLISH) -> Iterator[tuple[str, int, int]]:
-    """Yield the words of ``split_words`` with their start and end characters in the text."""
-    return find_with_offsets(_english_words, text) if language == ENGLISH else word_spans(text)
-
-
-def _english_words(text: str) -> Iterator[tuple[str, int, int]]:
-    return ((match[0], *match.span()) for match in WORD.finditer(text.lower()))
-
-
-def stop_words(language: str = ENGLISH) -> frozenset[str]:
-    """Return the stop words: those of English; other languages have none.
-
-    Lists for German, Spanish and Romanian lowered recall by 0.1 to 0.3 %.
+    They are in lower case without stop words; IT and US are also kept as written.
     """
-    return STOP_WORDS if language == ENGLISH else frozenset()
+    stop = STOP_WORDS if language == ENGLISH else ()  # lists of three others lowered recall by 0.1 to 0.3 %
+    if token.isalnum() and not token.isupper():
+        word = normalize_unicode(token.lower())
+        return [] if word in stop else [word]
+    token = _DROPPED.sub("", token)
+    parts = _JOINTS.split(token)
+    joined = token[: token[0] == "."] + "".join(parts)
+    words = [part for part in parts if len(part) > 1 and token[-2:-1] not in ("'", "’")]
+    if len(words) < 2 or (joined.isalpha() and len(min(parts, key=len)) < 3):
+        words.append(joined)
+    forms = dict.fromkeys(normalize_unicode(word.lower()) for word in words)
+    in_capitals = [joined] if joined.isupper() and joined.lower() in _IN_CAPITALS else []
+    return [word for word in forms if word not in stop] + in_capitals
+
+
+def token_length(token: str, language: str = ENGLISH) -> int:
+    """Return what a token counts in the length of a passage: its parts of two characters, but not stop words."""
+    words = [part for part in _LIMITS.split(token) if len(part) > 1]
+    return sum(part.lower() not in STOP_WORDS for part in words) if language == ENGLISH else len(words)
+
+
+def words_with_offsets(text: str, language: str = ENGLISH) -> Iterator[WordSpan]:
+    """Yield the ``word_forms`` of the tokens of a text with the token's start and end characters."""
+    spans = find_with_offsets(partial(token_spans, language=language), text)
+    return ((form, start, end) for token, start, end in spans for form in word_forms(token, language))
+
+
+def split_words(text: str, language: str = ENGLISH) -> list[str]:
+    return [word for word, _, _ in words_with_offsets(text, language)]
 
 
 @lru_cache(1 << 15)
@@ -130,12 +144,17 @@ def stems(words: Sequence[str], language: str = ENGLISH) -> list[str]:
     return stemmed
 
 
+def query_words(query: str, language: str = ENGLISH) -> list[str]:
+    """Return the words of a query: a word in capitals is not searched in lower case, unless all of the query is."""
+    words = split_words(query.lower() if query.isupper() and len(query.split()) > 1 else query, language)
+    return [word for word in words if word == word.upper() or word.upper() not in words]
+
+
 def query_stems(query: str, languages: Sequence[str]) -> list[str]:
-    """Return a query's stems without stop words in the first language, then those that only further ones have."""
+    """Return a query's stems in the first language, then those that only further ones have."""
     result: list[str] = []
     for language in languages:
-        excluded = stop_words(language)
-        stemmed = stems([word for word in split_words(query, language) if word not in excluded], language)
+        stemmed = stems(query_words(query, language), language)
         result += (Counter(stemmed) - Counter(result)).elements() if result else stemmed
     return result
 
@@ -176,7 +195,7 @@ class Bm25:
         posting_offsets.npy: int64 [W + 1], offsets of each word's postings.
         postings.npy: int32 [N], passages that contain the word, ascending.
         counts.npy: uint8 (uint16 or uint32 for larger counts) [N], term frequencies.
-        lengths.npy: int32 [P], number of words in each passage, with repetitions, without stop words.
+        lengths.npy: int32 [P], number of words in each passage, with repetitions (``token_length``).
         groups.npy: uint8 [P], index of each passage's language in the manifest's ``load_languages``; only if there are
             several. Document frequencies and mean length are then those of the query's language.
     """
@@ -189,7 +208,6 @@ class Bm25:
             np.asarray(load_npy(folder / f"{name}.npy"))
             for name in ("words", "posting_offsets", "postings", "counts", "lengths")
         )
-        self.normal_form: str = manifest.get("normal_form", "NFC")
         self.languages: list[str] = manifest.get("languages", [ENGLISH])
         self.group_P: NDArray[np.uint8] = np.broadcast_to(np.uint8(0), self.length_P.shape)
         self._saturation_index_P = self.length_P  # index into _saturation_L

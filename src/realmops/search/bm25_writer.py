@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from realmops.artifacts import atomic_folder, write_manifest
 from realmops.corpus.ingest import follow_parent
-from realmops.corpus.languages import ENGLISH, NORMAL_FORM
+from realmops.corpus.languages import ENGLISH, NORMAL_FORM, find_tokens
 from realmops.corpus.npy_files import NpyWriter, load_npy
 from realmops.corpus.snapshot_reader import ROWS_PER_BATCH, Snapshot
-from realmops.search.bm25 import KIND, split_words, stem_hashes, stems, stop_words
+from realmops.search.bm25 import KIND, stem_hashes, stems, token_length, word_forms
 
 _PASSAGES = 32 * ROWS_PER_BATCH  # per part
 _POSTINGS = 1 << 20  # sorted at a time, plus those of one word
@@ -124,23 +124,31 @@ def _count_part(snapshot: Path, wordpieces: bool, job: tuple[NDArray[np.int64], 
 
 def _count_words(texts: Iterator[str], languages: Sequence[str], rows: NDArray[np.int64]) -> _Part:
     """Build a part from texts and their languages."""
-    flat, lengths, number = array("i"), array("q"), itertools.count()
+    flat, sizes, number = array("i"), array("q"), itertools.count()
     numbers: dict[str, dict[str, int]] = {code: defaultdict(number.__next__) for code in dict.fromkeys(languages)}
     for text, language in zip(texts, languages, strict=True):
-        words = split_words(text, language)
-        flat.extend(map(numbers[language].__getitem__, words))
-        lengths.append(len(words))
-    distinct = next(number)
-    code_V, kept_V = np.zeros(distinct, np.uint64), np.ones(distinct, bool)
+        found = find_tokens(text, language)
+        flat.extend(map(numbers[language].__getitem__, found))
+        sizes.append(len(found))
+    first_V, size_V, length_V = np.zeros((3, next(number)), np.int64)  # first word, words and length of each token
+    codes = [np.empty(0, np.uint64)]
     for language, number_of in numbers.items():
-        code_V[list(number_of.values())] = stem_hashes(stems(list(number_of), language))
-        kept_V[[number_of[word] for word in stop_words(language) if word in number_of]] = False
-    word_T = np.array(flat, np.int32)
-    row_T = np.repeat(np.arange(len(rows)), np.array(lengths, np.int64))
-    kept_T = kept_V[word_T]
-    word_T, row_T = word_T[kept_T], row_T[kept_T]
-    code_W, place = np.unique(code_V, return_inverse=True)
-    return _build_part(code_W, place[word_T], row_T, rows)
+        forms, of_language = [word_forms(token, language) for token in number_of], list(number_of.values())
+        size_V[of_language] = [len(words) for words in forms]
+        first_V[of_language] = sum(map(len, codes)) + np.cumsum(size_V[of_language]) - size_V[of_language]
+        length_V[of_language] = [token_length(token, language) for token in number_of]
+        codes.append(stem_hashes(stems([*itertools.chain.from_iterable(forms)], language)))
+    token_T, row_T = np.array(flat, np.int32), np.repeat(np.arange(len(rows)), np.array(sizes, np.int64))
+    length_R = np.bincount(row_T, length_V[token_T], len(rows)).astype(np.int32)
+    words, of_rows = [], []
+    for form in range(size_V.max(initial=1)):  # few tokens have a second
+        has_form = size_V[token_T] > form
+        token_T, row_T = token_T[has_form], row_T[has_form]
+        words.append(first_V[token_T] + form)
+        of_rows.append(row_T)
+    code_W, place = np.unique(np.concatenate(codes), return_inverse=True)
+    part = _build_part(code_W, place[np.concatenate(words)], np.concatenate(of_rows), rows)
+    return replace(part, length_R=length_R)
 
 
 def _build_part(code_W: NDArray[Any], word_T: NDArray[Any], row_T: NDArray[Any], rows: NDArray[np.int64]) -> _Part:
