@@ -104,13 +104,16 @@ def _leave_out(paragraphs: list[Paragraph], main_text: str) -> None:
             shared[place : place + 3] = b"\1\1\1"
     if not any(shared) or not any(one.is_around for one in paragraphs):
         return
+    for one in paragraphs:
+        one.is_kept = not one.is_around
     end = 0
+    paragraphs = [one for one in paragraphs if one.text]
     for one in paragraphs:
         start, end = end, end + len(_WORD.findall(one.text))
         one.is_kept = sum(shared[start:end]) > _KEPT_SHARE * (end - start)
         one.size = (end - start) * (one.is_kept or not one.is_around)
     for one, following in pairwise(paragraphs):  # a heading of links
-        has_links = following.text and not following.size and following.is_main == one.is_main
+        has_links = not following.size and following.is_main == one.is_main
         if has_links and not one.is_kept and one.text[-1:] not in ".?!":
             one.size *= one.size > _LABEL_WORDS
     main = [one for one in paragraphs if one.is_main]
@@ -120,10 +123,10 @@ def _leave_out(paragraphs: list[Paragraph], main_text: str) -> None:
         if one.is_kept:
             if between and sum(other.size for other in between) <= _GAP_SHARE * len(main_words):
                 for other in between:
-                    other.is_kept = other.size > 0 or not (other.text or other.is_around)
+                    other.is_kept = other.size > 0
             between = []
         elif is_whole and one.is_main:
-            one.is_kept = one.size > 0 or not (one.text or one.is_around)
+            one.is_kept = one.size > 0
         elif between is not None:
             between.append(one)
 
