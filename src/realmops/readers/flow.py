@@ -96,13 +96,18 @@ def join_paragraphs(paragraphs: list[Paragraph], main_text: str = "") -> tuple[s
 
 def _leave_out(paragraphs: list[Paragraph], main_text: str) -> None:
     """Leave out paragraphs, except for the main text, what is between it, and <main> if most of it is main text."""
+    if not any(one.is_around for one in paragraphs):
+        return
     words, main_words = _WORD.findall("\n".join(one.text for one in paragraphs)), _WORD.findall(main_text)
+    around = [one.is_around for one in paragraphs for _ in _WORD.finditer(one.text)]
+    page_triples = list(zip(words, words[1:], words[2:], strict=False))
+    repeated = {triple for triple, is_around in zip(page_triples, around, strict=False) if not is_around}
     triples = set(zip(main_words, main_words[1:], main_words[2:], strict=False))
     shared = bytearray(len(words))
-    for place, triple in enumerate(zip(words, words[1:], words[2:], strict=False)):
-        if triple in triples:
+    for place, triple in enumerate(page_triples):
+        if triple in triples and not (around[place] and triple in repeated):  # as a table of contents repeats headings
             shared[place : place + 3] = b"\1\1\1"
-    if not any(shared) or not any(one.is_around for one in paragraphs):
+    if not any(shared):
         return
     for one in paragraphs:
         one.is_kept = not one.is_around
