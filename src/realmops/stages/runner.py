@@ -250,10 +250,9 @@ def stage_inputs(stage: Stage, options: Options, project: Path, root: Path) -> d
             continue
         artifacts.read_manifest(folder, need)
         inputs[need] = folder
-    files = option_files(stage, options, project, root)
-    inputs |= files
+    inputs |= option_files(stage, options, project, root)
     _check_generated_questions(inputs)
-    if stage.reads("snapshot.ocr") and any(map(may_have_scans, files.values())):
+    if stage.name == "snapshot" and any(map(may_have_scans, inputs.values())):
         inputs |= {f"snapshot.ocr/{Path(file).stem}": Path(file) for file in find_data(options.snapshot.ocr)}
     options = resolve_models(options, project)
     if stage.reads(INIT):  # the weights under one name may change
