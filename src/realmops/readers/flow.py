@@ -3,8 +3,8 @@
 import re
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
+from operator import attrgetter
 from typing import Any
 
 from realmops.readers.contents import HIDDEN, format_row, is_hidden, superscript
@@ -37,7 +37,6 @@ _AROUND_NAMES = re.compile(
     r"taboola|trending|toolbar|login|signup|donate|print|noprint|skip|complementary|contentinfo|search)(?:$|[\s_-])",
     re.IGNORECASE,
 )
-_CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _AROUND_SHARE = 0.5  # of the characters of a paragraph, above which it is links or a part around the main text
 _KEPT_SHARE = 0.5  # of the words of a paragraph in the main text, above which all of it is
 _GAP_SHARE = 0.1  # of the words of the main text, up to which paragraphs between its own are main text
@@ -123,17 +122,11 @@ def _leave_out(paragraphs: list[Paragraph], main_text: str) -> None:
             one.size *= one.size > _LABEL_WORDS
     main = [one for one in paragraphs if one.is_main]
     is_whole = sum(one.size * one.is_kept for one in main) >= _MAIN_SHARE * sum(one.size for one in main)
-    between: list[Paragraph] | None = None
-    for one in paragraphs:
-        if one.is_kept:
-            if between and sum(other.size for other in between) <= _GAP_SHARE * len(main_words):
-                for other in between:
-                    other.is_kept = other.size > 0
-            between = []
-        elif is_whole and one.is_main:
-            one.is_kept = one.size > 0
-        elif between is not None:
-            between.append(one)
+    runs = [(is_kept, list(run)) for is_kept, run in groupby(paragraphs, attrgetter("is_kept"))]
+    for place, (is_kept, run) in enumerate(runs):
+        is_between = 0 < place < len(runs) - 1 and sum(one.size for one in run) <= _GAP_SHARE * len(main_words)
+        for one in run:
+            one.is_kept = is_kept or (one.size > 0 and (is_between or (is_whole and one.is_main)))
 
 
 class _Flow:
@@ -277,12 +270,7 @@ def _is_around(node: Any) -> bool:
     if node.tag in _AROUND_TAGS:  # a button in a heading unfolds the text below it
         return node.tag != "button" or node.getparent().tag not in ("dt", "h2", "h3", "h4", "h5", "h6", "summary")
     names = f"{node.get('class', '')} {node.get('id', '')} {node.get('role', '')}"
-    return node.tag not in ("body", "html") and _is_name_around(names)
-
-
-@lru_cache(1 << 12)
-def _is_name_around(names: str) -> bool:
-    return _AROUND_NAMES.search(_CAMEL_CASE.sub("-", names)) is not None
+    return node.tag not in ("body", "html") and _AROUND_NAMES.search(names) is not None
 
 
 def _is_reference(superscript: Any) -> bool:

@@ -4,7 +4,6 @@ import codecs
 import logging
 import re
 from collections import Counter
-from functools import cache
 from typing import Any
 
 import webencodings
@@ -61,23 +60,15 @@ def decode_page(data: bytes, declared: str | None) -> str:
 
 def page_to_document(page: str, place: str, title: str) -> Outcome:
     """Convert an HTML page to a document; ``title`` is used for a page without one, ``place`` is for messages."""
-    page_title, text, date, omitted = _extract_main_text(page)
-    if not text:
-        return Dropped(place, "no_main_text")
-    record = {"title": page_title or title, "text": text, **({"date": date} if date else {})}
-    return parse_document(record, place, omitted)
-
-
-def _extract_main_text(page: str) -> tuple[str, str, str | None, Counter[str]]:
-    """Return (title, main text, date, counts of what the text lacks); title and text are "" if missing."""
+    import trafilatura
     from lxml.etree import Element, strip_elements
 
-    trafilatura = _trafilatura()
+    logging.getLogger("trafilatura").setLevel(logging.CRITICAL)  # outcomes are counted instead
     if "html" not in page[:50].lower():
         page = f"<!DOCTYPE html>\n{page}"  # trafilatura ignores fragments
     tree = trafilatura.load_html(page)
     if tree is None:
-        return "", "", None, Counter()
+        return Dropped(place, "no_main_text")
     names = _hidden_names("".join(tree.xpath("//style[not(ancestor::noscript)]//text()")))
     hidden = [node for node in tree.iter(Element) if is_hidden(node, names)]
     for node in hidden:
@@ -85,18 +76,22 @@ def _extract_main_text(page: str) -> tuple[str, str, str | None, Counter[str]]:
     strip_elements(tree, _HIDDEN_TAG, with_tail=False)  # drop_tree copies the text before each of them
     for node in tree.iter():  # one text each: trafilatura takes quadratic time for neighbouring ones
         node.text, node.tail = node.text, node.tail
-    body = tree.find("body")
+    body, head_title = tree.find("body"), tree.findtext(".//title")
     paragraphs = read_paragraphs(tree if body is None else body)
-    title, date, main_text = tree.findtext(".//title"), None, None
-    if extraction := trafilatura.bare_extraction(
+    extraction: Any = trafilatura.bare_extraction(
         tree,
         with_metadata=True,
         include_comments=False,
         date_extraction_params={"extensive_search": False, "original_date": True},
-    ):
-        title, date, main_text = extraction.title, extraction.date, extraction.text
-    text, omitted = join_paragraphs(paragraphs, main_text or "")
-    return " ".join((title or "").split()), text, date, omitted + Counter({HIDDEN: len(hidden)})
+    )
+    text, omitted = join_paragraphs(paragraphs, (extraction and extraction.text) or "")
+    if not text:
+        return Dropped(place, "no_main_text")
+    page_title = " ".join(((extraction.title if extraction else head_title) or "").split())
+    record = {"title": page_title or title, "text": text}
+    if extraction and extraction.date:
+        record["date"] = extraction.date
+    return parse_document(record, place, omitted + Counter({HIDDEN: len(hidden)}))
 
 
 def _hidden_names(styles: str) -> set[str]:
@@ -109,11 +104,3 @@ def _hidden_names(styles: str) -> set[str]:
         elif visibility:
             shown.update(_NAME.findall(selectors))
     return hidden - shown
-
-
-@cache
-def _trafilatura() -> Any:
-    import trafilatura
-
-    logging.getLogger("trafilatura").setLevel(logging.CRITICAL)  # outcomes are counted instead
-    return trafilatura
