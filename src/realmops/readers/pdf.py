@@ -14,7 +14,7 @@ from realmops.readers.ocr import SIDE, read_picture
 from realmops.readers.running_lines import find_running_lines
 
 # PDFium writes U+FFFE for a hyphen at a line end, with the line break; other signs than - keep theirs.
-_REMOVED = re.compile("\r(?=\n)|\0|(?P<hyphen>\ufffe|(?<=\\w)[\xad\u2010]\r\n(?=\\w))")
+_HYPHEN = re.compile("\ufffe|(?<=\\w)[\xad\u2010]\n(?=\\w)")
 _BEFORE, _AFTER = re.compile(r"[\w-]+\Z"), re.compile(r"[\w-]+")
 _WORD = re.compile(r"(?<![\w\ufffe-])\w+(?:-\w+)*(?![\w\ufffe-])")  # not broken at a line end
 _BROKEN_AT_PAGE_END = re.compile("(?<=\\w)[-\xad\u2010\ufffe][^\\S\f]*\f[^\\S\f]*([^\\W_]\\S*)")
@@ -66,16 +66,18 @@ def read_image(data: bytes, ocr: Sequence[str]) -> Contents:
 
 def _join_words(texts: Iterable[str], omitted: Counter[str]) -> Iterator[str]:
     """Yield pages without running lines, and with each word that a line end or a page end breaks in one piece."""
-    lines = [text.replace("\f", " ").replace("\ufffe", "\ufffe\n").split("\n") for text in texts]
+    plain = (text.replace("\r\n", "\n").replace("\0", "").replace("\f", " ") for text in texts)
+    lines = [text.replace("\ufffe", "\ufffe\n").split("\n") for text in plain]
     running = find_running_lines(lines)
     omitted["running line"] += len(running)
     kept = [[line for n, line in enumerate(page) if (number, n) not in running] for number, page in enumerate(lines)]
     joined = "\f".join(map("\n".join, kept)).replace("\ufffe\n", "\ufffe")
     printed = _BROKEN_AT_PAGE_END.sub("\ufffe\\1\f", joined).split("\f")
-    is_broken = any(match["hyphen"] for text in printed for match in _REMOVED.finditer(text))
-    words = {match[0].lower() for text in printed for match in _WORD.finditer(text)} if is_broken else set()
+    words = set()
+    if any(map(_HYPHEN.search, printed)):
+        words = {match[0].lower() for text in printed for match in _WORD.finditer(text)}
     for text in printed:
-        yield _REMOVED.sub(lambda match: "-" * _keeps_hyphen(match, words), text)
+        yield _HYPHEN.sub(lambda match: "-" * _keeps_hyphen(match, words), text)
 
 
 def _pages(document: Any, ocr: Sequence[str], contents: Contents) -> Iterator[str]:
@@ -136,15 +138,15 @@ def _remove_hidden_text(page: Any, omitted: Counter[str]) -> None:
     import pypdfium2.raw as pdfium
 
     items = [*map(partial(pdfium.FPDFPage_GetObject, page), range(pdfium.FPDFPage_CountObjects(page)))]
-    kinds = [*map(pdfium.FPDFPageObj_GetType, items)]
+    modes = [*map(pdfium.FPDFTextObj_GetTextRenderMode, items)]  # -1 of images and others
+    texts = [(item, mode) for item, mode in zip(items, modes, strict=True) if mode >= 0]
+    kinds = [pdfium.FPDFPageObj_GetType(item) for item, mode in zip(items, modes, strict=True) if mode < 0]
     omitted["image"] += kinds.count(pdfium.FPDF_PAGEOBJ_IMAGE)
-    texts = [item for item, kind in zip(items, kinds, strict=True) if kind == pdfium.FPDF_PAGEOBJ_TEXT]
-    modes = [*map(pdfium.FPDFTextObj_GetTextRenderMode, texts)]
     invisible = sum(map(modes.count, _INVISIBLE))
     is_scan = invisible == len(texts) or (pdfium.FPDF_PAGEOBJ_IMAGE in kinds and invisible >= len(texts) / 2)
     x_0, y_0, x_1, y_1 = page.get_bbox()
     left, bottom, right, top = (c_float() for _ in range(4))
-    for text, mode in zip(texts, modes, strict=True):
+    for text, mode in texts:
         pdfium.FPDFPageObj_GetBounds(text, left, bottom, right, top)
         height = top.value - bottom.value  # 0 of blanks
         is_near = x_0 - right.value < height > left.value - x_1 and y_0 - top.value < height > bottom.value - y_1
@@ -159,8 +161,6 @@ def _keeps_hyphen(match: re.Match[str], words: set[str]) -> bool:
 
     If the joined word is not elsewhere in the document, other compounds are evidence (well-known, state-of-the-art).
     """
-    if not match["hyphen"]:
-        return False
     start, end = match.span()
     first = _BEFORE.search(match.string, max(0, start - _LONGEST_WORD), start)
     second = _AFTER.match(match.string, end, end + _LONGEST_WORD)

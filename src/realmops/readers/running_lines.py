@@ -3,6 +3,7 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import chain
 
 _EDGE = 3  # lines at each end of a page
 _FEW = 3  # pages with a line; they are at most as many apart, as numbers of a table seldom count pages
@@ -31,7 +32,7 @@ def find_running_lines(pages: Sequence[Sequence[str]]) -> set[tuple[int, int]]:
         filled = [n for n, line in enumerate(lines) if line.strip()]
         heads |= {(0, n) for n in filled[:_EDGE] if not page}
         for n in {*filled[:_EDGE], *filled[-_EDGE:]}:
-            line = lines[n].strip()
+            line = lines[n]
             equal[line].add((page, n))
             if _ROMAN.fullmatch(line):
                 counting["#", 0].add((page, n))
@@ -46,7 +47,8 @@ def find_running_lines(pages: Sequence[Sequence[str]]) -> set[tuple[int, int]]:
         if len(at) >= few and max(at) - min(at) < _FEW * len(at):
             running |= places
     numbered = {page for page, _ in running}
-    counts = Counter(line.strip() for lines in pages for line in lines if line.strip())
+    counts = Counter(chain(*pages))
+    counts[""] = 0
     is_form = sum(n for n in counts.values() if n >= _FEW) >= counts.total() / 2
     for line, places in equal.items():
         at = {page for page, _ in places}
