@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ctypes import c_float
 from functools import partial
 from io import BytesIO
+from itertools import chain
 from typing import Any
 
 from realmops.readers.contents import HIDDEN, Contents, UnreadableError, check_remaining
@@ -73,9 +74,8 @@ def _join_words(texts: Iterable[str], omitted: Counter[str]) -> Iterator[str]:
     kept = [[line for n, line in enumerate(page) if (number, n) not in running] for number, page in enumerate(lines)]
     joined = "\f".join(map("\n".join, kept)).replace("\ufffe\n", "\ufffe")
     printed = _BROKEN_AT_PAGE_END.sub("\ufffe\\1\f", joined).split("\f")
-    words = set()
-    if any(map(_HYPHEN.search, printed)):
-        words = {match[0].lower() for text in printed for match in _WORD.finditer(text)}
+    is_broken = any(map(_HYPHEN.search, printed))
+    words = set(chain.from_iterable(_WORD.findall(text.lower()) for text in printed)) if is_broken else set()
     for text in printed:
         yield _HYPHEN.sub(lambda match: "-" * _keeps_hyphen(match, words), text)
 
