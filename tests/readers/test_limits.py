@@ -58,7 +58,7 @@ def edited(data: bytes, part: str, old: str, new: str) -> bytes:
 
 
 CSV = 'title,text\nA,"a\nb\nc"\n' + 'A,"a\nb\nc"\n' * 2  # rows of ten characters
-CHARACTERS = {f"{module}.LINE_LIMIT": 10 for module in ("contents", "paged", "pdf", "spreadsheet")}
+CHARACTERS = {f"{module}.LINE_LIMIT": 10 for module in ("contents", "paged", "spreadsheet")}
 REVISIONS = {"mediawiki.LINE_LIMIT": 100_000}
 REVISION = f"<revision><id>1</id><text>{'old ' * 15_000}</text></revision>"
 LINE = '{"title": "A", "text": "%s"}\n'

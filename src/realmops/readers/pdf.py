@@ -9,8 +9,8 @@ from io import BytesIO
 from itertools import chain
 from typing import Any
 
-from realmops.readers.contents import HIDDEN, Contents, UnreadableError, check_remaining
-from realmops.readers.documents import LINE_LIMIT, PAGE_WITHOUT_TEXT
+from realmops.readers.contents import HIDDEN, Contents, UnreadableError
+from realmops.readers.documents import PAGE_WITHOUT_TEXT
 from realmops.readers.ocr import SIDE, read_picture
 from realmops.readers.running_lines import find_running_lines
 
@@ -83,16 +83,12 @@ def _join_words(texts: Iterable[str], omitted: Counter[str]) -> Iterator[str]:
 def _pages(document: Any, ocr: Sequence[str], contents: Contents) -> Iterator[str]:
     from pypdfium2 import PdfiumError
 
-    remaining = LINE_LIMIT
     for number in range(len(document)):
-        text = ""
         try:
-            text = _read_page(document, number, ocr, contents)
+            yield _read_page(document, number, ocr, contents)
         except PdfiumError:
             contents.omitted["broken page"] += 1
-        remaining -= len(text)
-        check_remaining(remaining)
-        yield text
+            yield ""
 
 
 def _read_page(document: Any, number: int, ocr: Sequence[str], contents: Contents) -> str:
