@@ -8,15 +8,17 @@ from pathlib import Path
 from realmops.compressed import DECOMPRESSION_ERRORS, describe_damage, open_text
 from realmops.readers.documents import (
     LINE_LIMIT,
+    TEXT_KEYS,
     Format,
     Outcome,
     RawRecord,
     Rejected,
     parse_document,
     reject_remainder,
+    text_key,
 )
 
-_NAMES = ("title", "text", "id")
+_NAMES = ("title", "id", *TEXT_KEYS)
 _DELIMITERS = (",", "\t", ";", "|")  # Excel writes semicolons where the locale has a decimal comma
 _SEPARATOR = re.compile(r"sep=(.)\r?\n?")  # Excel's first line
 _MAX_COMMENTS = 100  # lines before the header
@@ -31,11 +33,11 @@ def _records(path: Path) -> Iterator[RawRecord | Rejected]:
             head, before = text.readline(LINE_LIMIT), 1
             if separator := _SEPARATOR.fullmatch(head):
                 head, delimiters, before = text.readline(LINE_LIMIT), (separator[1],), 2
-            while head.startswith("#") and before < _MAX_COMMENTS and "text" not in _header(head, delimiters)[0]:
+            while head.startswith("#") and before < _MAX_COMMENTS and not _names_text(_header(head, delimiters)[0]):
                 head, before = text.readline(LINE_LIMIT), before + 1
             columns, delimiter = _header(head, delimiters)
             named = [name for name in columns if name]
-            if "text" not in columns or len(set(named)) < len(named):
+            if not _names_text(columns) or len(set(named)) < len(named):
                 excerpt = head.strip()[:200].encode(errors="backslashreplace").decode()
                 problem = "the first line must name the columns, including text, each once"
                 yield Rejected(str(path), f"{problem} (found: {excerpt}); correct it", ends_file=True)
@@ -73,7 +75,11 @@ def _header(line: str, delimiters: Sequence[str]) -> tuple[list[str], str]:
         known = {*_NAMES} - {*names}  # of which the header may write a variant
         names = [low if low in known else name for name, low in zip(names, lower, strict=True)]
         found.append((names, delimiter))
-    return next((one for one in found if "text" in one[0]), found[0])
+    return next((one for one in found if _names_text(one[0])), found[0])
+
+
+def _names_text(columns: Sequence[str]) -> bool:
+    return text_key(columns) in columns
 
 
 def _parse_record(raw: RawRecord) -> Outcome:

@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ _MAX_DIGITS = 4000  # of an integer; Python refuses a few more
 PAGE_WITHOUT_TEXT = "page without text"  # kind of ``Document.omitted``: a scan that waits for OCR
 PAGES = "realmops_pages"  # column of a passage: [page, its first character in the passage]
 _MAX_PROBLEM = 300  # characters of a library's message, which may quote the whole text
+TEXT_KEYS = ("text", "contents", "page_content", "content")  # ours, Pyserini's, LangChain's, Haystack's
 RESERVED_KEYS = {"title", "text", "id", "spans", PAGES}
 T = TypeVar("T")
 
@@ -158,9 +159,10 @@ def iter_lines(path: Path) -> Iterator[RawRecord | Rejected]:
 def parse_document(record: dict[str, Any], place: str, omitted: Mapping[str, int] | None = None) -> Outcome:
     """Parse a JSON object to a document with ``omitted``, counts by kind; return Dropped if its text is empty."""
     title = check_text("" if record.get("title") is None else record["title"], "title", place)
-    text = check_text(require_key(record, "text", place), "text", place)
+    key = text_key(record)
+    text = check_text(require_key(record, key, place), key, place)
     if len(text) > LINE_LIMIT:
-        raise ValueError(f"{place}: 'text' is longer than {LINE_LIMIT >> 20} Mi characters; split it")
+        raise ValueError(f"{place}: {key!r} is longer than {LINE_LIMIT >> 20} Mi characters; split it")
     identifier, spans = record.get("id"), record.get("spans", [])
     checked_id = None if identifier is None else check_id(identifier, place)
     if not isinstance(spans, list):
@@ -168,11 +170,16 @@ def parse_document(record: dict[str, Any], place: str, omitted: Mapping[str, int
     checked_spans = tuple(_check_span(span, len(text), place) for span in spans)
     if not checked_spans:  # their places would change
         title, text = title.replace("\0", ""), text.replace("\0", "")
-    columns = {key: value for key, value in record.items() if key not in RESERVED_KEYS}
+    columns = {name: value for name, value in record.items() if name not in {*RESERVED_KEYS, key}}
     extra = _extra_json(columns, place)
     counts = tuple((kind, count) for kind, count in (omitted or {}).items() if count)
     document = Document(title, text, checked_id, checked_spans, place, extra, omitted=counts)
     return document if text.strip() else Dropped(place, "empty_text")
+
+
+def text_key(keys: Collection[str]) -> str:
+    """Return the first of ``TEXT_KEYS`` among the keys of a record, or "text"."""
+    return min(TEXT_KEYS, key=lambda name: name not in keys)
 
 
 def _extra_json(columns: dict[str, Any], place: str) -> str:

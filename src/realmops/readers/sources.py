@@ -14,7 +14,7 @@ from realmops.hub import HUB
 from realmops.readers import tables
 from realmops.readers.beir import BEIR, corpus_file
 from realmops.readers.delimited import CSV
-from realmops.readers.documents import Format, RawRecord, Rejected, parse_json_object
+from realmops.readers.documents import Format, RawRecord, Rejected, parse_json_object, text_key
 from realmops.readers.jsonl import JSONL, iter_objects
 from realmops.readers.mediawiki import MEDIAWIKI
 from realmops.readers.paged import FILES, IMAGE, IMAGES, PDF, read_file
@@ -179,7 +179,9 @@ def _first_problem(path: Path) -> str:
         with suppress(ValueError):
             keys = parse_json_object(record.data, record.place)
             return (
-                "" if "text" in keys else f"its first record has no key 'text' (keys found: {', '.join(sorted(keys))})"
+                ""
+                if text_key(keys) in keys
+                else f"its first record has no key 'text' (keys found: {', '.join(sorted(keys))})"
             )
     return "its first record is not a JSON object" if ".json" in path.suffixes else ""
 

@@ -14,19 +14,21 @@ from realmops.credentials import error_line
 from realmops.hub import HUB
 from realmops.readers.documents import (
     LINE_LIMIT,
+    TEXT_KEYS,
     Format,
     Outcome,
     RawRecord,
     Rejected,
     parse_document,
     reject_remainder,
+    text_key,
 )
 
 _ROWS = 256  # per batch
 _SLICE = 1 << 20  # characters and values that are converted to Python objects at a time
 _LIST_VALUES = 1 << 25  # of a column in a row group; reading takes 34 bytes per value
 _DECODED = 512 << 20  # bytes of text that are decoded at a time
-_TEXTS = ("title", "text", "id")  # bytes in these columns are text without the logical type for strings
+_TEXTS = ("title", "id", *TEXT_KEYS)  # bytes in these columns are text without the logical type for strings
 _OFFSETS = {pa.string(): np.int32, pa.binary(): np.int32, pa.large_string(): np.int64, pa.large_binary(): np.int64}
 Sizes = NDArray[np.int64]
 
@@ -151,7 +153,7 @@ def _rows(
     path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], total: int, size: int
 ) -> Iterator[RawRecord | Rejected]:
     """Yield a record for each of the ``total`` rows; positions are estimated as a share of ``size`` bytes."""
-    if "text" not in schema.names:
+    if text_key(schema.names) not in schema.names:
         problem = f"the column 'text' is missing (columns found: {', '.join(schema.names) or 'none'})"
         yield Rejected(str(path), f"{problem}; rename the columns to text and title", ends_file=True)
         return
