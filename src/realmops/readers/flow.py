@@ -176,7 +176,8 @@ class _Flow:
             case "li":
                 self._number += self._next_number(node)
         self._parts.update(zip(node, _EQUATIONS.get(tag, ()), strict=False))
-        if part := self._parts.pop(node, "") or (tag if tag in ("sub", "sup") else ""):
+        is_note = tag == "a" and "noteref" in f"{node.get('epub:type')} {node.get('role')}"
+        if part := self._parts.pop(node, "") or ("sup" if is_note else tag if tag in ("sub", "sup") else ""):
             self._line += ["/"] if part == "divisor" else []
             self._scripts.append((node, part, len(self._line)))
         return True
@@ -278,7 +279,8 @@ def _is_reference(superscript: Any) -> bool:
     outer = superscript.getparent()
     is_link = outer is not None and outer.tag == "a" and not (outer.text or superscript.tail)
     names = f"{superscript.get('class')} {superscript.get('role')}"
-    return is_link or superscript.find(".//a") is not None or any(name in names for name in ("cite", "note", "ref"))
+    is_link = is_link or superscript.tag == "a" or superscript.find(".//a") is not None
+    return is_link or any(name in names for name in ("cite", "note", "ref"))
 
 
 def _integer(node: Any, name: str, default: int) -> int:
