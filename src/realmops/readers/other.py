@@ -26,11 +26,51 @@ TYPES = {  # by suffix; xberg would guess another type from the content
     "srt": "",
 }
 SHEETS = ("ods", "xls")
-_NOTE = re.compile(r"^(\[\^[^\]\n]+\]):\s+", re.MULTILINE)  # Markdown without this extension takes it for a link
-_ROLE = re.compile(r":[A-Za-z][\w:+.-]{0,40}:`[~!]?([^`<]{1,200}?)(?:\s{0,9}<[^`>]{0,200}>)?`")  # of Sphinx
-_DIRECTIVE = re.compile(r"^([ \t]*)\.\.[ \t]+([A-Za-z][\w:+.-]*)::[ \t]*(.*)(?:\n[ \t]+:[\w-]+:.*)*", re.MULTILINE)
-_BLOCKS, _TABLES = ("code", "code-block", "math", "parsed-literal", "sourcecode"), ("csv-table", "list-table")
-_FILES = ("contents", "figure", "image", "include", "literalinclude", "raw", "toctree")
+_MARK = re.compile(
+    r"^(\[\^[^\]\n]+\]):\s+|\[![A-Z]+\] ?", re.MULTILINE
+)  # of a note, a link in Markdown; of an admonition
+_OPTIONS = r"(?:\n[ \t]+:[\w-]+:.*)*"  # of a directive
+_DIRECTIVE = r"^([ \t]*)(\.\.[ \t]+(?:%s)::)[ \t]*(.*)"
+_BLOCKS = _DIRECTIVE % "code|code-block|math|parsed-literal|sourcecode"
+_GROUP = r"(?:\\.|[^{}\\])*+"  # of RTF, within other groups
+for _ in range(9):
+    _GROUP = rf"(?:\\.|[^{{}}\\]|\{{{_GROUP}\}})*+"
+# By kind: what is replaced before xberg reads it, by what, and under which kind it is counted
+_REPLACED: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "adoc": (
+        (r"^(?:include|ifn?def|ifeval|endif|toc)::.*", "", ""),
+        (r"\bimage::?[^\[\s]*\[[^\]\n]*\]", "", "image"),
+        (r"\bfootnote:\w*\[([^\]\n]*)\]", r" (\1)", ""),
+        (r"<<[^,>\n]*,([^>\n]*)>>|\bxref:[^\[\s]*\[([^\]\n]*)\]", r"\1\2", ""),
+    ),
+    "org": (
+        (r"^#\+title:", "*", ""),
+        (r"^[ \t]*#\+caption(?:\[.*\])?:", "", ""),
+        (r"\[\[[^\]\n]*\.(?:gif|jpe?g|png|svg)\]\]", "", "image"),
+        (  # except in blocks: comments, keywords and drawers
+            r"(^[ \t]*#\+begin_(src|example)\b(?s:.*?)^[ \t]*#\+end_\2)"
+            r"|^[ \t]*#\+begin_(comment|export)\b(?s:.*?)^[ \t]*#\+end_\3.*"
+            r"|^[ \t]*:[\w-]+:[ \t]*\n(?:.*\n){0,99}?[ \t]*:end:[ \t]*$"
+            r"|^[ \t]*#(?:[ \t].*)?$|^[ \t]*#\+(?!begin_|end_)\w+(?:\[.*\])?:.*",
+            r"\1",
+            "",
+        ),
+    ),
+    "rst": (
+        (r":[A-Za-z][\w:+.-]{0,40}:`[~!]?([^`<]{1,200}?)(?:\s{0,9}<[^`>]{0,200}>)?`", r"\1", ""),  # roles of Sphinx
+        (_DIRECTIVE % "figure|image" + _OPTIONS, "", "image"),
+        (_DIRECTIVE % "contents|include|literalinclude|only|raw|toctree" + _OPTIONS, "", ""),
+        (rf"{_BLOCKS}({_OPTIONS}?)\n[ \t]+:caption:(.*)", r"\1\5\n\n\1\2 \3\4", ""),
+        (_BLOCKS + _OPTIONS, r"\1\2 \3", ""),
+        (_DIRECTIVE % "csv-table|list-table" + _OPTIONS, r"\1\3\n\n\1\2", ""),
+        (_DIRECTIVE % r"(?!code|math\b|parsed-l|sourcecode|csv-t|list-t)[A-Za-z][\w:+.-]*?" + _OPTIONS, r"\1\3", ""),
+    ),
+    "rtf": (
+        (rf"\{{\\(?:header|footer)[lrf]?\b{_GROUP}\}}", "", "header or footer"),
+        (r"\\v(?![a-z0-9])", r"\g<0>", HIDDEN),  # xberg leaves it out
+    ),
+}
+_ENDS = {"fb2": b"</FictionBook>", "rtf": b"}"}  # of whole files
 _ENCODED = ("adoc", "org", "rst", "vtt")  # as our text files; xberg guesses other encodings
 _CUE = re.compile(  # a cue's number and times, in the spellings of players, or a tag
     r"^(?:\d+[ \t]*\n)?[ \t]*\d[\d:., \t]*-{1,2}>[ \t]*\d.*$|</?(?:[bisu]|font\b[^<>]{0,99})>", re.MULTILINE
@@ -45,32 +85,21 @@ def read_other(kind: str, data: bytes) -> Contents:
     if kind == "srt":  # not as WebVTT, whose cues end at an empty line
         blocks = _CUE.sub("", decode_text(data, is_html=False)).split("\n\n")
         return Contents("", [PARAGRAPH.join(" ".join(block.split()) for block in blocks)], omitted)
-    if kind in _ENCODED:
-        text = decode_text(data, is_html=False)
-        data = (_plain_rst(text, omitted) if kind == "rst" else text).encode()
+    if not data.rstrip(b"\0\r\n\t ").endswith(_ENDS.get(kind, b"")):
+        raise ValueError("it ends in the middle; copy or download it again")
+    text = decode_text(data, is_html=False) if kind in _ENCODED else data.decode("latin-1")
+    for pattern, replacement, counted in _REPLACED.get(kind, ()):
+        text, count = re.subn(pattern, replacement, text, flags=re.MULTILINE | re.IGNORECASE)
+        omitted[counted] += count if counted else 0
+    data = text.encode() if kind in _ENCODED else text.encode("latin-1")
     source = xberg.ExtractInput(kind="bytes", bytes=data, mime_type=TYPES[kind])
     config = xberg.ExtractionConfig(output_format="markdown", disable_ocr=True, use_cache=False)
     [document] = asyncio.run(xberg.extract(source, config)).results
     title = document.metadata.title or ""
     if kind in SHEETS:
         return Contents(title, list(_sheets(document, omitted)), omitted)
-    title, text, left_out = render_markdown(_NOTE.sub(r"\1 ", document.content), title)
+    title, text, left_out = render_markdown(_MARK.sub(r"\1 ", document.content), title)
     return Contents(title, [text], omitted + left_out)
-
-
-def _plain_rst(source: str, omitted: Counter[str]) -> str:
-    """Replace roles, and directives other than blocks and tables, by their text; remove options and file names."""
-
-    def replace(match: re.Match[str]) -> str:
-        indent, name, argument = match.groups()
-        omitted["image"] += name in ("figure", "image")
-        if name in _FILES:
-            return ""
-        if name in _TABLES:
-            return f"{indent}{argument}\n\n{indent}.. {name}::"
-        return f"{indent}.. {name}:: {argument}" if name in _BLOCKS else f"{indent}{argument}"
-
-    return _DIRECTIVE.sub(replace, _ROLE.sub(r"\1", source))
 
 
 def _sheets(document: Any, omitted: Counter[str]) -> Iterator[str]:
