@@ -11,31 +11,26 @@ from email.policy import default as email_policy
 from typing import Any
 from urllib.parse import unquote
 
-from realmops.readers.contents import PARAGRAPH, Contents, UnreadableError, open_package
+import lxml.html
+from lxml import etree
+
+from realmops.readers.contents import PARAGRAPH, Contents, open_package
 from realmops.readers.flow import flow_text
 from realmops.readers.html import decode_page
 from realmops.readers.text import render_markdown
 
 _HEADERS = ("From", "To", "Cc", "Date")  # of a message, which a person sees next to its subject
 _ALTERNATIVES = ("multipart/mixed", "multipart/related", "text/html", "text/plain")  # the best first
-_ENCRYPTION = "META-INF/encryption.xml"  # lists fonts, too
 _RESULTS = ("text/html", "html", "text/markdown", "text/latex", "latex", "text/plain", "text")
-_NO_TEXT = re.compile("image/|application/|png|jpeg|svg")
-_OVERWRITTEN = re.compile(  # progress bars; colours, links and cursor of a terminal
-    r"^[^\n]*\r(?=[^\r\n])|\x1b(?:\[[ -?]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])|\x08+", re.MULTILINE
-)
+_OVERWRITTEN = re.compile(r"^[^\n]*\r(?=[^\r\n])|\x1b\[[ -?]*[@-~]|\x08+", re.MULTILINE)  # progress bars, colours
 
 
 def parse_page(data: bytes, charset: str | None = None) -> Any:
-    import lxml.html
-
     parser = lxml.html.HTMLParser(encoding="utf-8")
     return lxml.html.document_fromstring(decode_page(data, charset).encode(), parser=parser)
 
 
 def parse_xml(data: bytes) -> Any:
-    from lxml import etree
-
     return etree.fromstring(data, etree.XMLParser(resolve_entities=False, no_network=True, remove_comments=True))
 
 
@@ -43,24 +38,20 @@ def read_epub(data: bytes) -> Contents:
     package = open_package(data)
     path = unquote(parse_xml(package.read("META-INF/container.xml")).find(".//{*}rootfile").get("full-path"))
     book = parse_xml(package.read(path))
-    encryption = package.read(_ENCRYPTION) if _ENCRYPTION in package.namelist() else b""
-    items = book.iterfind("{*}manifest/{*}item")
-    files = {item.get("id"): unquote(item.get("href")) for item in items if "image/" not in item.get("media-type", "")}
+    encrypted = b"".join(package.read(name) for name in package.namelist() if name == "META-INF/encryption.xml")
+    files = {item.get("id"): unquote(item.get("href")) for item in book.iterfind("{*}manifest/{*}item")}
     omitted: Counter[str] = Counter()
 
     def texts() -> Iterator[str]:
         for chapter in book.iterfind("{*}spine/{*}itemref"):
             name = posixpath.normpath(posixpath.join(posixpath.dirname(path), files.get(chapter.get("idref"), "")))
-            if name.encode() in encryption:
-                raise UnreadableError("encrypted", "the chapters of the book are encrypted (DRM); get it without")
             try:
-                page = parse_page(package.read(name))
+                page = parse_page(b"" if name.encode() in encrypted else package.read(name))
             except Exception:  # there is none, or it is damaged or empty
                 omitted["missing chapter"] += 1
                 continue
-            for contents in [*page.iter("nav")]:
-                omitted["table of contents"] += 1
-                contents.drop_tree()
+            omitted["table of contents"] += len(page.findall(".//nav"))
+            etree.strip_elements(page, "nav", with_tail=False)
             text, left_out = flow_text(page)
             omitted.update(left_out)
             yield text
@@ -74,8 +65,6 @@ def read_eml(data: bytes) -> Contents:
     if not message.keys():
         raise ValueError("it does not begin with the headers of a message")
     contents = read_mime(data)
-    if not any(contents.pages) and not contents.omitted:
-        raise UnreadableError("no_text", "the message is empty; leave it out")
     contents.title = _headers(message, contents.omitted, ("Subject",)).removeprefix("Subject: ")
     contents.pages = [PARAGRAPH.join(filter(None, [_headers(message, contents.omitted), *contents.pages]))]
     return contents
@@ -128,18 +117,15 @@ def _part_texts(part: MIMEPart, omitted: Counter[str]) -> Iterator[str]:
 
 
 def _result_text(results: Mapping[str, Any], omitted: Counter[str]) -> str:
-    """Return a result in the format that a notebook shows; text with the last state of each line."""
-    kind = next((kind for kind in _RESULTS if kind in results), "")
+    others = {match[0] for key in results if (match := re.match("image/|application/|png|jpeg|svg", key))}
+    kind = next((kind for kind in _RESULTS if kind in results and not (others and kind in _RESULTS[-2:])), "")
     source = "".join(results.get(kind, "")) or ": ".join(results[key] for key in ("ename", "evalue") if key in results)
-    others = [match[0] for key in results if (match := _NO_TEXT.match(key))]
-    has_image = bool({*others} - {"application/"})
-    text, left_out = _OVERWRITTEN.sub("", source), Counter({"image": has_image})
+    omitted["embedded object" if others == {"application/"} else "image"] += bool(others) and not kind
+    text, left_out = _OVERWRITTEN.sub("", source), Counter[str]()  # the last state of each line
     if kind.endswith("html") and source.strip():
         text, left_out = flow_text(parse_page(source.encode()))
     elif kind == "text/markdown":
         _, text, left_out = render_markdown(source, " ")  # no heading of it is a title
-    elif others and kind in _RESULTS[-2:]:
-        text, left_out["embedded object"] = "", not has_image  # the text names a class
     omitted.update(left_out)
     return text.strip()
 
@@ -156,6 +142,5 @@ def read_ipynb(data: bytes) -> Contents:
             title, text, left_out = render_markdown("# " * (cell["cell_type"] == "heading") + text, title)
             omitted.update(left_out)
         paragraphs.append(text.strip())
-        results = (output.get("data", output) for output in cell.get("outputs", ()))
-        paragraphs += [_result_text(result, omitted) for result in results]
+        paragraphs += [_result_text(output.get("data", output), omitted) for output in cell.get("outputs", ())]
     return Contents(title, [PARAGRAPH.join(filter(None, paragraphs))], omitted)

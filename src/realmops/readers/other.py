@@ -26,9 +26,7 @@ TYPES = {  # by suffix; xberg would guess another type from the content
     "srt": "",
 }
 SHEETS = ("ods", "xls")
-_MARK = re.compile(
-    r"^(\[\^[^\]\n]+\]):\s+|\[![A-Z]+\] ?", re.MULTILINE
-)  # of a note, a link in Markdown; of an admonition
+_MARK = re.compile(r"^(\[\^[^\]\n]+\]):\s+|\[![A-Z]+\] ?", re.MULTILINE)  # of a note, of an admonition
 _OPTIONS = r"(?:\n[ \t]+:[\w-]+:.*)*"  # of a directive
 _DIRECTIVE = r"^([ \t]*)(\.\.[ \t]+(?:%s)::)[ \t]*(.*)"
 _BLOCKS = _DIRECTIVE % "code|code-block|math|parsed-literal|sourcecode"
@@ -39,17 +37,17 @@ for _ in range(9):
 _REPLACED: dict[str, tuple[tuple[str, str, str], ...]] = {
     "adoc": (
         (r"^(?:include|ifn?def|ifeval|endif|toc)::.*", "", ""),
-        (r"\bimage::?[^\[\s]*\[[^\]\n]*\]", "", "image"),
-        (r"\bfootnote:\w*\[([^\]\n]*)\]", r" (\1)", ""),
-        (r"<<[^,>\n]*,([^>\n]*)>>|\bxref:[^\[\s]*\[([^\]\n]*)\]", r"\1\2", ""),
+        (r"\bimage::?[^\[\s]{0,300}\[[^\]\n]{0,999}\]", "", "image"),
+        (r"\bfootnote:\w{0,99}\[([^\]\n]{0,999})\]", r" (\1)", ""),
+        (r"<<[^,>\n]{0,300},([^>\n]{0,300})>>|\bxref:[^\[\s]{0,300}\[([^\]\n]{0,300})\]", r"\1\2", ""),
     ),
     "org": (
         (r"^#\+title:", "*", ""),
         (r"^[ \t]*#\+caption(?:\[.*\])?:", "", ""),
-        (r"\[\[[^\]\n]*\.(?:gif|jpe?g|png|svg)\]\]", "", "image"),
+        (r"\[\[[^\]\n]{0,300}\.(?:gif|jpe?g|png|svg)\]\]", "", "image"),
         (  # except in blocks: comments, keywords and drawers
-            r"(^[ \t]*#\+begin_(src|example)\b(?s:.*?)^[ \t]*#\+end_\2)"
-            r"|^[ \t]*#\+begin_(comment|export)\b(?s:.*?)^[ \t]*#\+end_\3.*"
+            r"(^[ \t]*#\+begin_(src|example)\b.*\n(?:(?![ \t]*#\+begin_).*\n)*?[ \t]*#\+end_\2)"
+            r"|^[ \t]*#\+begin_(comment|export)\b.*\n(?:(?![ \t]*#\+begin_).*\n)*?[ \t]*#\+end_\3.*"
             r"|^[ \t]*:[\w-]+:[ \t]*\n(?:.*\n){0,99}?[ \t]*:end:[ \t]*$"
             r"|^[ \t]*#(?:[ \t].*)?$|^[ \t]*#\+(?!begin_|end_)\w+(?:\[.*\])?:.*",
             r"\1",
