@@ -187,7 +187,7 @@ def test_documents_are_read_file_by_file_and_refused_if_none_can_be(tmp_path: Pa
         "empty.txt": (b" ", "it has no text"),
         "locked.pdf": (pdf("x", password="secret"), "the PDF needs a password"),
         "long.txt": (b"words " * (3 << 20), "the file is larger than 16 MiB"),
-        "more.zip": (b"PK\3\4" + bytes(30), "the archive is damaged; copy or download it again"),
+        "more.rar": (b"Rar!\x1a\7" + bytes(30), "unknown format"),
     }
     for name, (content, problem) in unreadable.items():
         (folder / name).write_bytes(content)

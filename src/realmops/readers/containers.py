@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from email import message_from_bytes
 from email.message import MIMEPart
 from email.policy import default as email_policy
-from typing import Any
+from typing import Any, cast
 from urllib.parse import unquote
 
 import lxml.html
@@ -104,8 +104,7 @@ def _part_texts(part: MIMEPart, omitted: Counter[str]) -> Iterator[str]:
                 yield _headers(inner, omitted, ("Subject", *_HEADERS))
             yield from _part_texts(inner, omitted)
     elif (kind in ("text/plain", "text/html") or family == "multipart") and not part.is_attachment():
-        data, charset = part.get_payload(decode=True), part.get_content_charset()
-        assert isinstance(data, bytes)
+        data, charset = cast(bytes, part.get_payload(decode=True)), part.get_content_charset()
         if kind != "text/html":  # also the text of a message that is cut before its first part
             yield decode_page(data, charset).replace("\r\n", "\n").strip()
         elif data.strip():
