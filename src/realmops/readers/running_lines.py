@@ -12,12 +12,13 @@ _NUMBER = re.compile(  # not in a date, a decimal or a word
     r"(?<![^\W_])(?<![.,:/’'])\d{1,6}(?:(?=/\d+\W*\Z)|(?![\w’']|[.,:/-]\d))"
 )
 _ROMAN = re.compile(r"\W*[ivxlc]+\W*", re.IGNORECASE)
-_FOLIO = re.compile(  # a number alone (7, A-7), or with a word for "page"
-    r"(?:\w{1,2}-)?[^\w#]*#[^\w#]*(?:#[^\w#]*)?\Z"
-    r"|.*(?:[第ページ쪽]|\b(?:pp?|pg|page|p[aá]g(?:ina)?|s|seite|si[dv][aeu]|str\w*|стр\w*|oldal|sayfa)\b)",
+_FOLIO = re.compile(  # a number alone (7, A-7, 7 of 9), or after a word for "page"
+    r"(?:\w{1,2}-)?[^\w#]*#[^\w#]*(?:(?:[^\W\d]{1,3}\s)?#[^\w#]*)?\Z"
+    r"|.*(?:第|\b(?:pp?|pg|page|p[aá]g(?:ina)?|s|seite|si[dv][aeu]|str\w*|стр\w*|oldal|sayfa)\b)\W{0,3}#",
     re.IGNORECASE,
 )
-_HEADING = re.compile(r"\W*(?:[^\W\d]+[^\w#]+){1,2}#\W*|\W*")  # Lesson 3, Invoice No. 1001; a row of numbers
+_OUTSIDE = re.compile(r"\W*#|.*#\W*\Z")  # a number at the start or end of a line
+_HEADING = re.compile(r"(?:[^\W\d]+\.?\s+){1,2}#\W*|\W*")  # Lesson 3, Invoice No. 1001; a row of numbers
 
 
 def find_running_lines(pages: Sequence[Sequence[str]]) -> set[tuple[int, int]]:
@@ -32,13 +33,14 @@ def find_running_lines(pages: Sequence[Sequence[str]]) -> set[tuple[int, int]]:
         filled = [n for n, line in enumerate(lines) if line.strip()]
         heads |= {(0, n) for n in filled[:_EDGE] if not page}
         for n in {*filled[:_EDGE], *filled[-_EDGE:]}:
-            line = lines[n]
-            equal[line].add((page, n))
+            equal[lines[n]].add((page, n))
+            line = lines[n].strip()
             if _ROMAN.fullmatch(line):
                 counting["#", 0].add((page, n))
             for match in _NUMBER.finditer(line):
                 form = re.sub(r"\d+", "#", f"{line[: match.start()]}#{line[match.end() :]}")
-                if n == filled[-1] or _FOLIO.match(form) or not _HEADING.fullmatch(form):
+                is_title = n < filled[-1] and _HEADING.fullmatch(form)
+                if _FOLIO.match(form) or (_OUTSIDE.match(form) and not is_title):
                     counting[form, int(match[0]) - page].add((page, n))
     running: set[tuple[int, int]] = set()
     for (form, _), places in counting.items():
@@ -49,7 +51,7 @@ def find_running_lines(pages: Sequence[Sequence[str]]) -> set[tuple[int, int]]:
     numbered = {page for page, _ in running}
     counts = Counter(chain(*pages))
     counts[""] = 0
-    is_form = sum(n for n in counts.values() if n >= _FEW) >= counts.total() / 2
+    is_form = sum(n for n in counts.values() if _FEW <= n <= len(pages)) >= counts.total() / 2
     for line, places in equal.items():
         at = {page for page, _ in places}
         is_often = len(at) ** 2 >= _SHARE * len(pages) and (len(at) >= _FEW or at <= numbered)
