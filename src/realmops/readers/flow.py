@@ -37,7 +37,7 @@ _AROUND_NAMES = re.compile(
     r"taboola|trending|toolbar|login|signup|donate|print|noprint|skip|complementary|contentinfo|search)(?:$|[\s_-])",
     re.IGNORECASE,
 )
-_AROUND_SHARE = 0.5  # of the characters of a paragraph, above which it is links or a part around the main text
+_AROUND_SHARE = 0.8  # of the characters of a paragraph, above which it is links or a part around the main text
 _KEPT_SHARE = 0.5  # of the words of a paragraph in the main text, above which all of it is
 _GAP_SHARE = 0.1  # of the words of the main text, up to which paragraphs between its own are main text
 _MAIN_SHARE = 0.7  # of the words of <main> in the main text, from which all of it is
