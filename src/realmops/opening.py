@@ -32,7 +32,6 @@ KIND = "reader.json"  # in the folder of a stage; names the class of the model
 KINDS: dict[str, type[RetrieveAndRead]] = {kind.kind: kind for kind in (OpenQa, ExtractiveQa, SearchOnly)}
 CORPUS, FINETUNE = "corpus", "finetune"  # subfolders of a promoted model
 TRIES = 3  # attempts to open a run whose folders are being replaced
-QUERY_WORDPIECES = Finetune().query_wordpieces  # query length before fine-tuning
 
 
 class ClosedBookModel(ValueError):
@@ -182,7 +181,7 @@ def open_search(root: Path, report: Report) -> PassageSearch:
     snapshot = Snapshot.open(root / STAGE_FOLDERS["snapshot"] / "corpus")
     about = {"snapshot": snapshot.corpus_hash, "stage": "snapshot"}
     report.log("search: there are no embeddings of the passages yet, searching by words (BM25) only")
-    return PassageSearch(snapshot, Bm25.of(snapshot), None, None, QUERY_WORDPIECES, torch.float32, about)
+    return PassageSearch(snapshot, Bm25.of(snapshot), None, None, Finetune().query_wordpieces, torch.float32, about)
 
 
 def open_promoted(folder: Path, registered: Path) -> OpenedModel:

@@ -11,10 +11,7 @@ import click
 from realmops.cli import shared_options as option
 from realmops.cli.group import main
 from realmops.console import Console, end_on_sigterm
-from realmops.stages import CLOZE_STEP, METRICS, STAGES, STEPS
-
-WHAT = {CLOZE_STEP: "Generate questions from the corpus (data/cloze), if you have none."}
-WHAT |= {stage.name: stage.what for stage in STAGES.values()}
+from realmops.stages import METRICS, STAGES, STEPS
 
 
 @main.command()
@@ -59,7 +56,7 @@ def init(reader: str | None, no_reader: bool, **options: Any) -> Iterator[str]:
     yield from init(**options, reader=NO_READER if no_reader else reader)
 
 
-@main.command(epilog="\b\n" + "\n".join(f"{step:<10}{WHAT[step]}" for step in STEPS))
+@main.command(epilog="\b\n" + "\n".join(f"{stage.name:<10}{stage.what}" for stage in STAGES.values()))
 @click.argument("stage", type=click.Choice([*STEPS, "all"]), metavar="STAGE")
 @option.params
 @option.new_root
@@ -67,8 +64,8 @@ def init(reader: str | None, no_reader: bool, **options: Any) -> Iterator[str]:
 def run(stage: str, params: Path, presets: Sequence[str], settings: Sequence[str], **others: Any) -> None:
     """Run one stage of the training, or all in order.
 
-    STAGE is "all" or a name below. A stage with unchanged inputs and options is skipped, and a killed stage resumes
-    from its checkpoints.
+    STAGE is "all", a name below, or "cloze": questions generated from the corpus. A stage with unchanged inputs and
+    options is skipped, and a killed stage resumes from its checkpoints.
     """
     from realmops.config_yaml import read_params
     from realmops.stages import planned_steps

@@ -17,8 +17,7 @@ from realmops.options import ENCODER, Options
 from realmops.progress import Report
 from realmops.questions.cloze import KIND
 from realmops.questions.question_sets import read_questions
-from realmops.stages import CLOZE_STEP, METRICS, STAGES, option_files, planned_steps
-from realmops.stages.option_inputs import CLOZE
+from realmops.stages import CLOZE_STEP, METRICS, STAGES, STEP_FOLDERS, option_files, planned_steps
 from realmops.stages.runner import stage_lock
 from realmops.starter.choose_models import UNTRAINED
 from realmops.starter.project_files import dvc_text
@@ -26,7 +25,6 @@ from realmops.tracking.runs import tracking_folder
 
 ADAPT, PUBLISHED = "adapt", "published"  # work folders: the trained models, and the evaluation of the published ones
 TRAINED_COST = 4.0  # of a training step on a passage with its crops, or on a question, in embeddings of a passage
-FOLDERS = {CLOZE_STEP: CLOZE} | {stage.name: stage.folder for stage in STAGES.values()}
 
 
 def adapt(
@@ -49,14 +47,14 @@ def adapt(
     with stage_lock(root / WORK_FOLDER, ADAPT):
         list(run(planned_steps(before), before, presets=named, root=root))
         yield _duration(after, project, root)
-        for folder in (FOLDERS["snapshot"], tracking_folder(Path())):
+        for folder in (STEP_FOLDERS["snapshot"], tracking_folder(Path())):
             if (root / folder).is_dir():
                 replace_symlink(root / folder, work / folder)
         list(run(steps, trained, presets=names, root=work))
         published = root
         if before.questions.test != measured:
             published = work / PUBLISHED
-            for place, folder in ((root, FOLDERS["snapshot"]), (root, "models"), (work, CLOZE)):
+            for place, folder in ((root, STEP_FOLDERS["snapshot"]), (root, "models"), (work, STEP_FOLDERS[CLOZE_STEP])):
                 if (place / folder).is_dir():
                     replace_symlink(place / folder, published / folder)
             list(run(["evaluate"], before.replace({"questions.test": measured}), presets=named, root=published))
@@ -65,8 +63,9 @@ def adapt(
         yield from (f"  {format_comparison(row)}" for row in rows)
         if next((row.difference.mean for row in rows if row.difference.mean), 0.0) > 0:
             for step in steps:
-                with artifacts.atomic_folder(root / FOLDERS[step], KIND if step == CLOZE_STEP else step) as out:
-                    shutil.copytree(work / FOLDERS[step], out, copy_function=artifacts.link_or_copy, dirs_exist_ok=True)
+                source, kind = work / STEP_FOLDERS[step], KIND if step == CLOZE_STEP else step
+                with artifacts.atomic_folder(root / STEP_FOLDERS[step], kind) as out:
+                    shutil.copytree(source, out, copy_function=artifacts.link_or_copy, dirs_exist_ok=True)
             _write(params, text, before, after, report)
             list(run(planned_steps(after), after, presets=names, root=root))
             yield f"better, so the adapted models are kept, without the preset {UNTRAINED}; undo: realmops adapt --undo"
@@ -83,7 +82,7 @@ def undo(params: Path, *, root: Path, report: Report) -> Iterator[str]:
     idle = {name: keys for name, keys in read_yaml(preset_path(UNTRAINED, params)).items() if name != "questions"}
     settings = [f"{section}.{key}={value}" for section, keys in idle.items() for key, value in keys.items()]
     text, _, after = rewritten(params, [*named, UNTRAINED], settings)
-    results = root / FOLDERS["evaluate"]
+    results = root / STEP_FOLDERS["evaluate"]
     if "evaluate" not in planned_steps(after) and results.is_dir():  # of the adapted models
         artifacts.check_replaceable(results, "evaluate", by_name=True)
         shutil.rmtree(results)
@@ -108,8 +107,8 @@ def _duration(options: Options, project: Path, root: Path) -> str:
     """Return a sentence on the time of the training, from that of the passages' embedding on this machine."""
     from realmops.train.inverse_cloze import ict_steps
 
-    passages = artifacts.read_json(root / FOLDERS["snapshot"] / METRICS)["passages"]
-    seconds = artifacts.read_json(root / FOLDERS["finetune"] / METRICS)["seconds"]
+    passages = artifacts.read_json(root / STEP_FOLDERS["snapshot"] / METRICS)["passages"]
+    seconds = artifacts.read_json(root / STEP_FOLDERS["finetune"] / METRICS)["seconds"]
     crops, tuning = ict_steps(passages, options.ict)[0] * min(options.ict.batch_size, passages), options.finetune
     file = option_files(STAGES["finetune"], options, project, root).get("questions.train")
     epochs = tuning.retriever_epochs + tuning.epochs

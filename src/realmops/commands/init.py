@@ -59,8 +59,7 @@ def init(
             add_judged_questions(project, judged)
         else:
             project.presets.append("documents")
-            project.lines.append("questions: none; nothing is evaluated before 'realmops adapt'")
-            project.lines.append("label your own after 'realmops run snapshot', with 'realmops questions --label'")
+            project.lines.append("questions: none; label yours after the stage snapshot: realmops questions --label")
         if judged and reader is None:
             project.lines.insert(
                 0, "search, not answers: the questions have relevance judgements; --reader adds a reader"

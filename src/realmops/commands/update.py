@@ -199,8 +199,6 @@ def _embed(task: _Task, new: Snapshot, out: Path) -> dict[str, Any]:
 
 
 def _answer(task: _Task, before: Path, final: Path) -> dict[str, Any]:
-    """Answer the test questions, and compare with the results in ``before``."""
-    task.report.log("update: answering the test questions")
     stage = STAGES["evaluate"]
     inputs = {"snapshot": final / "snapshot", "finetune": final / "finetune"}
     inputs |= option_files(stage, task.options, task.project, task.root)

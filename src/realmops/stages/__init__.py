@@ -154,6 +154,7 @@ STAGES: dict[str, Stage] = {
 
 
 CLOZE_STEP = "cloze"  # generates questions from the corpus; a step of the plan without a stage
+STEP_FOLDERS = {CLOZE_STEP: CLOZE} | {stage.name: stage.folder for stage in STAGES.values()}
 STEPS = tuple(step for name in STAGES for step in ((name, CLOZE_STEP) if name == "tag" else (name,)))
 
 

@@ -7,8 +7,8 @@ from realmops.hub import HUB
 from realmops.options import Options
 from realmops.questions.question_sets import read_questions
 from realmops.readers.sources import list_sources
-from realmops.stages import CLOZE_STEP, STAGES, option_files
-from realmops.stages.option_inputs import CLOZE, unused_inputs
+from realmops.stages import STAGES, STEP_FOLDERS, option_files
+from realmops.stages.option_inputs import unused_inputs
 from realmops.train.conll import read_conll
 
 
@@ -31,11 +31,8 @@ def check_inputs(steps: Collection[str], options: Options, project: Path, root: 
 
 def _check_producer(key: str, value: str, path: Path, steps: Collection[str]) -> None:
     """Raise ValueError unless one of the steps makes the missing file of an option."""
-    producer = next((s.name for s in STAGES.values() if Path(s.folder) in Path(value).parents), "")
+    producer = next((step for step, folder in STEP_FOLDERS.items() if Path(folder) in Path(value).parents), "")
     advice = f"run the stage {producer} first, or set another file" if producer else "check the path"
-    if Path(CLOZE) in Path(value).parents:
-        producer = CLOZE_STEP
-        advice = "run 'realmops run cloze' with the same options, which generates it from the corpus"
     advice += {
         "snapshot.warmup": ", or set snapshot.warmup='': the documents are then used for the warm start",
         "tag.train": ", or set tag.method to dates, or to given if the documents contain spans",

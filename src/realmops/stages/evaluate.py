@@ -48,7 +48,7 @@ from realmops.evaluate.recall import (
     recall_intervals,
     recall_metrics,
 )
-from realmops.evaluate.run_report import generated_note, write_report
+from realmops.evaluate.run_report import write_report
 from realmops.model.retriever_files import RETRIEVER_FOLDER, load_retriever, passage_tower_digest
 from realmops.opening import open_tuned
 from realmops.options import Evaluate, Finetune, QuestionFiles, RunOptions
@@ -147,8 +147,6 @@ def _answers(evaluation: Evaluation) -> dict[str, Any]:
     metrics: dict[str, Any] = {}
     if generated := sum(question.is_generated for question in questions):
         metrics["generated_questions"] = generated
-        note = generated_note({**metrics, "questions": len(questions)})
-        job.report.log(f"evaluate: {' '.join(note)}")
     tuning, named = recorded_options(job.inputs["finetune"]), job.section(QuestionFiles).train
     if tuning and tuning.questions.train != named:
         job.report.warn(

@@ -29,7 +29,6 @@ def run(job: Job) -> dict[str, Any]:
     size = corpus.tokenizer.get_vocab_size()
     towers = job.section(RetrieverOptions)
     reads = ReaderOptions(init=ENCODER, **{key.partition(".")[2]: job.sections[key] for key in READER_SHAPE})
-
     bert, seed = job.section(BertOptions), run_options.seed
     retriever, reader = build_models(bert, towers, reads, size, seed, job.report.warn)
     if towers.hybrid:
