@@ -163,7 +163,7 @@ def test_a_new_project_reads_a_scan_for_its_language_or_names_what_waits(tmp_pat
     assert "wait for OCR" not in printed
     (data / "eng.traineddata").unlink()
     refused = cli("init", tmp_path / "other", "--documents", tmp_path / "in")
-    assert refused.stderr.count("it is a picture; install tesseract") == 2
+    assert refused.stderr.count("it is a picture, which OCR reads; install tesseract") == 2
     (tmp_path / "in" / "c.txt").write_text("Anna Berg was born in Oslo.")
     printed = cli("init", tmp_path / "new2", "--documents", tmp_path / "in").stdout
     assert "documents: 2 scanned files of this sample wait for OCR" in printed

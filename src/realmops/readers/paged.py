@@ -72,7 +72,7 @@ def read_file(path: Path, ocr: tuple[str, ...] = ()) -> Iterator[RawRecord | Rej
     if ocr or not path.name.lower().endswith(IMAGES):
         yield RawRecord(str(path), path, size, ocr)
     else:
-        yield Rejected(str(path), f"it is a picture; {INSTALL}", kind=path.suffix[1:].lower())
+        yield Rejected(str(path), f"it is a picture, which OCR reads; {INSTALL}", kind=path.suffix[1:].lower())
 
 
 def convert(name: str, raw: RawRecord) -> Outcome:

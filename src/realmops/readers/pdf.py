@@ -61,7 +61,7 @@ def read_image(data: bytes, ocr: Sequence[str]) -> Contents:
 
     image, file = Image.open(BytesIO(data)), BytesIO()  # Pillow refuses 179 million pixels
     ImageOps.exif_transpose(image, in_place=True)
-    image.save(file, "PDF", save_all=image.format == "TIFF")
+    image.save(file, "PDF", resolution=300, save_all=image.format == "TIFF")
     return read_pdf(file.getvalue(), ocr)
 
 
