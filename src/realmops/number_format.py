@@ -14,19 +14,15 @@ _BUILT_IN = (  # numbers and code
     f"|20 32 33=h:mm|21=h:mm:ss|22={_DATE} h:mm|45=mm:ss|46=[h]:mm:ss|47=mm:ss.0|48=##0.0E+0|49=@"
 )
 CODES = {n: code for numbers, code in (entry.split("=") for entry in _BUILT_IN.split("|")) for n in numbers.split()}
-_DAYS = 2_958_466  # to the end of 9999
-EPOCH = datetime(1899, 12, 30)
 _EXACT = Context(prec=400, rounding=ROUND_HALF_UP)
 _LITERAL = 0xF0000  # added to the characters of literal text, so that they are no part of a code
 _QUOTED = re.compile(r'"([^"]*)"?|\\(.)|_(.)|\*.', re.DOTALL)
 _BRACKETS = re.compile(r"\[(?:\$([^\]-]*)|(?!(?:h+|m+|s+)\]))[^\]]*\]", re.IGNORECASE)
 _LANGUAGE = re.compile(r"\[\$[^\]-]*-([\dA-Fa-f]+)")
 _CONDITION = re.compile(r"\[([<>=]+) *(-?\d+\.?\d*)\]")
-_IS_DATE = re.compile("[dhmsy]", re.IGNORECASE)
 _PLACE = re.compile("[#0?]")  # of a digit
 _POWER_OR_FRACTION = re.compile(r"E([+-])([#0?]+)|([#0?]+) */ *(\d+|[#0?]+)", re.IGNORECASE)
-# Comparisons with zero that select a section, by their number, where it has no condition
-_COMPARISONS = {1: ("<>=",), 2: (">=", "<>="), 3: (">", "<", "<>=")}
+_COMPARISONS = {1: ("<>=",), 2: (">=", "<>="), 3: (">", "<", "<>=")}  # with zero, of sections without conditions
 Section = tuple[str, float, bool, str, str]  # comparisons with a limit, whether its code has the sign, language, code
 
 
@@ -55,19 +51,17 @@ def _sections(code: str) -> tuple[list[Section], str]:
 
 
 @lru_cache(1 << 16)
-def format_value(value: float | str, code: str, epoch: datetime = EPOCH) -> str:
-    """Return a text, or a number, of days since ``epoch`` if it is a date, as ``code`` shows it."""
+def format_value(value: float | str, code: str, is_1904: bool = False) -> str:
+    """Return a text or a number as ``code`` shows it; dates are days since 1900, or since 1904."""
     sections, for_texts = _sections(code)
     if isinstance(value, str):
         return _plain(for_texts.replace("@", _literal(value)))
-    section = next((one for one in sections if "<=>"[1 + (value > one[1]) - (value < one[1])] in one[0]), None)
-    if section is None:
-        return format_general(value)
-    *_, is_signed, language, text = section
+    matches = (one for one in sections if "<=>"[1 + (value > one[1]) - (value < one[1])] in one[0])
+    *_, is_signed, language, text = next(matches, ("", 0.0, False, "", GENERAL))
     if GENERAL in text or "@" in text:
         text = re.sub(f"{GENERAL}|@", format_general(abs(value)), text)
-    elif _IS_DATE.search(text):
-        text = _date(value, text, language, epoch) if 0 <= value < _DAYS else format_general(abs(value))
+    elif re.search("(?i)[dhmsy]", text):
+        text = _date(value, text, language, is_1904) if value >= 0 else format_general(-value)
     else:
         text = _number(Decimal(f"{abs(value):.15g}"), text)
     return ("-" if value < 0 and not is_signed else "") + _plain(text)
@@ -94,8 +88,8 @@ def _number(value: Decimal, code: str) -> str:
         tail = f"E{'-' if power < 0 else special[1].strip('-')}{_fill(special[2], str(abs(power)))}{tail}"
     elif special:
         rest = Fraction(value) % 1 if size else Fraction(value)
-        fixed = special[4].strip("#0?")
-        below = int(special[4]) if fixed else rest.limit_denominator(10 ** len(special[4]) - 1).denominator
+        largest = 10 ** len(special[4]) - 1
+        below = int(special[4]) if special[4].strip("#0?") else rest.limit_denominator(largest).denominator
         above = round(rest * below)
         value = Decimal(int(value) + above // below) if size else Decimal(0)
         tail = f"{above}/{below}{tail}" if not size or above % below else f"{'0' * (not value)}{tail}"
@@ -113,20 +107,20 @@ def _fill(code: str, digits: str) -> str:
     return _PLACE.sub(lambda match: next(left, match[0].strip("#?")), code[::-1])[::-1]
 
 
-def _date(days: float, code: str, language: str, epoch: datetime) -> str:
+def _date(days: float, code: str, language: str, is_1904: bool) -> str:
     """Return a date by the pattern of CLDR, part 4, that has the meaning of a code."""
     from babel.dates import format_datetime
 
     code = re.sub("(?i)[bcfgi-lnoqrt-xz']", lambda match: _literal(match[0]), code).lower()
-    fraction = re.search(r"\.(0+)", code)
-    seconds = round(days * 86_400, len(fraction[1]) if fraction else 0)
-    pattern = re.sub("am/pm|a/p", "a", code).replace("m", "M")
+    pattern = re.sub(r"\.0+", lambda match: match[0].replace("0", "S"), code)
+    seconds = round(days * 86_400, pattern.count("S"))
+    pattern = re.sub("am/pm|a/p", "a", pattern).replace("m", "M")
     pattern = re.sub(r"(?<=h)[^a-z]*M+|M+(?=[^a-z]*s)", lambda match: match[0].lower(), pattern)  # minutes
     for unit, size in (("h", 3600), ("m", 60), ("s", 1)):
         pattern = re.sub(rf"(?i)\[({unit}+)\]", lambda match: f"{seconds // size:0{len(match[1])}.0f}", pattern)  # noqa: B023
     pattern = pattern if "a" in pattern else pattern.replace("h", "H")
     pattern = re.sub("d{3,}", lambda match: "E" * len(match[0]), pattern)
     pattern = re.sub("y{3,}|e+", "y", re.sub(r"(?<!y)yy?(?!y)", "yy", pattern))
-    pattern = re.sub(r"\.0+", lambda match: match[0].replace("0", "S"), pattern)
     locale = windows_locale.get(int(language, 16) & 0xFFFF, "en_US")
-    return format_datetime(epoch + timedelta(seconds=seconds), pattern, locale=locale)
+    moment = datetime(1904, 1, 1) if is_1904 else datetime(1899, 12, 30)
+    return format_datetime(moment + timedelta(seconds=seconds), pattern, locale=locale)

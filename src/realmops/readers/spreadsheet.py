@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from datetime import datetime
 from functools import cache, reduce
 from io import BytesIO
 from itertools import chain
@@ -10,13 +9,11 @@ from typing import Any
 
 from lxml.etree import iterparse
 
-from realmops.number_format import CODES, EPOCH, GENERAL, format_value
-from realmops.readers import contents
-from realmops.readers.contents import HIDDEN, PARAGRAPH, Contents, check_remaining, is_hidden
+from realmops.number_format import CODES, GENERAL, format_value
+from realmops.readers.contents import HIDDEN, PARAGRAPH, Contents, check_remaining, format_table, is_hidden, superscript
 from realmops.readers.documents import LINE_LIMIT
 from realmops.readers.office import DAMAGED, Part, Text, open_main_part
 
-_COLUMNS = 1 << 14  # of a sheet
 _LABEL = 200  # characters of a merged cell that is repeated; a longer one is no label of its rows
 _TAGS = ("{*}row", "{*}col", "{*}mergeCell")
 _LINK = re.compile(r'\s*HYPERLINK\s*\(\s*"(?:[^"]|"")*"\s*(?:[,;]\s*"((?:[^"]|"")*)"\s*)?\)', re.IGNORECASE)
@@ -35,8 +32,7 @@ class _Workbook:
 
     def __init__(self, main: Part, root: Any) -> None:
         self._main, self._root, self._omitted, self._remaining = main, root, main.omitted, LINE_LIMIT
-        is_1904 = any(node.get("date1904") in ("1", "true") for node in root.iterfind("{*}workbookPr"))
-        self._epoch = datetime(1904, 1, 1) if is_1904 else EPOCH
+        self._is_1904 = any(node.get("date1904") in ("1", "true") for node in root.iterfind("{*}workbookPr"))
         self._strings = [_rich_text(item) for part in main.of_kind("sharedStrings") for item in part.read()]
         styles = [node for part in main.of_kind("styles") for node in part.read().iter("{*}numFmts", "{*}cellXfs")]
         codes = CODES | {node.get("numFmtId"): node.get("formatCode") for node in chain(*styles[:-1])}
@@ -60,14 +56,14 @@ class _Workbook:
         """Return the rows of a sheet; a merged cell is repeated in the rows that have other cells."""
         rows: dict[int, dict[int, str]] = {}  # texts by row and column
         merged: list[list[int]] = []  # first column and row, last column and row
-        hidden: set[int] = set()  # rows; columns as negative numbers
+        hidden_rows, hidden_columns = set(), [range(0)]
         number = 0
         try:
             for _, node in iterparse(BytesIO(sheet.package.read(sheet.name)), tag=_TAGS):
-                numbers = range(-min(int(node.get("max", 0)), _COLUMNS), 1 - int(node.get("min", 1)))
+                is_shown = not is_hidden(node) and "0" not in (node.get("width"), node.get("ht"))
                 if node.tag.endswith("}row"):
                     number, column = int(node.get("r", number + 1)), 0
-                    numbers = range(number, number + 1)
+                    hidden_rows.update([] if is_shown else [number])
                     for cell in node:
                         column = _column(cell.get("r").rstrip("0123456789")) if cell.get("r") else column + 1
                         if text := self._text(cell):
@@ -77,8 +73,8 @@ class _Workbook:
                 elif node.tag.endswith("}mergeCell"):
                     corners = _CORNER.findall(node.get("ref"))
                     merged.append([n for letters, digits in corners for n in (_column(letters), int(digits))])
-                if is_hidden(node) or "0" in (node.get("width"), node.get("ht")):
-                    hidden.update(numbers)
+                elif not is_shown:
+                    hidden_columns.append(range(int(node.get("min")), int(node.get("max")) + 1))
                 node.clear()
                 while node.getprevious() is not None:
                     del node.getparent()[0]
@@ -93,10 +89,10 @@ class _Workbook:
                     row |= dict.fromkeys(covered, text)
                     self._remaining -= len(text) * len(covered)
             check_remaining(self._remaining)
-        shown = [column for column in used if -column not in hidden]
-        self._omitted[HIDDEN] += len(used) - len(shown) + len(hidden.intersection(rows))
-        visible = (row for number, row in sorted(rows.items()) if number not in hidden)
-        return contents.format_table([row.get(column, "") for column in shown] for row in visible)
+        shown = [column for column in used if not any(column in columns for columns in hidden_columns)]
+        self._omitted[HIDDEN] += len(used) - len(shown) + len(hidden_rows.intersection(rows))
+        visible = (row for number, row in sorted(rows.items()) if number not in hidden_rows)
+        return format_table([row.get(column, "") for column in shown] for row in visible)
 
     def _text(self, cell: Any) -> str:
         kind, formula, value = cell.get("t", "n"), None, ""
@@ -116,7 +112,7 @@ class _Workbook:
             return {"b0": "FALSE", "b1": "TRUE"}.get(kind + value, value.removesuffix("T00:00:00"))
         try:
             known = self._strings[int(value)] if kind == "s" else float(value) if kind == "n" else value
-            shown = format_value(known, self._codes[int(cell.get("s") or 0)] if self._codes else GENERAL, self._epoch)
+            shown = format_value(known, self._codes[int(cell.get("s") or 0)] if self._codes else GENERAL, self._is_1904)
         except (ArithmeticError, LookupError, ValueError):
             self._omitted["unreadable cell"] += 1
             return ""
@@ -129,7 +125,7 @@ def _rich_text(item: Any) -> str:
     text = ""
     for node in (node for node in item.iter("{*}t") if node.text and not node.getparent().tag.endswith("}rPh")):
         is_raised = node.getparent().find("{*}rPr/{*}vertAlign[@val='superscript']") is not None
-        text += contents.superscript(text, node.text, is_reference=False) if is_raised else node.text
+        text += superscript(text, node.text, is_reference=False) if is_raised else node.text
     return text
 
 
