@@ -40,12 +40,11 @@ def read_pdf(data: bytes, ocr: Sequence[str] = ()) -> Contents:
         if "password" in str(error) or "security" in str(error):
             raise UnreadableError("encrypted", "the PDF needs a password; save it without one") from None
         raise
+    if document.get_formtype() == FORMTYPE_XFA_FULL:
+        raise UnreadableError("xfa_form", "it is an XFA form, which only viewers of Adobe show; print it to a PDF")
+    document.init_forms()
     contents = Contents(document.get_metadata_value("Title"), ())
     contents.omitted["embedded object"] = document.count_attachments()
-    if document.get_formtype() == FORMTYPE_XFA_FULL:  # its page asks to wait
-        contents.omitted["XFA form"] += 1
-        return contents
-    document.init_forms()
 
     def texts() -> Iterator[str]:
         with document:

@@ -55,6 +55,7 @@ def find_running_lines(pages: Sequence[Sequence[str]]) -> set[tuple[int, int]]:
     for line, places in equal.items():
         at = {page for page, _ in places}
         is_often = len(at) ** 2 >= _SHARE * len(pages) and (len(at) >= _FEW or at <= numbered)
-        if is_often and counts[line] < 1.5 * len(at) and not is_form:
+        is_side = len(at) > 1 and at <= numbered and at == {*range(min(at), len(pages), 2)} and len(pages) > _FEW
+        if (is_often or is_side) and counts[line] < 1.5 * len(at) and not is_form:
             running |= places - heads
     return running
