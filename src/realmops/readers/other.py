@@ -38,6 +38,7 @@ _REPLACED: dict[str, tuple[tuple[str, str, str], ...]] = {
     "adoc": (
         (r"^(?:include|ifn?def|ifeval|endif|toc)::.*", "", ""),
         (r"\bimage::?[^\[\s]{0,300}\[[^\]\n]{0,999}\]", "", "image"),
+        (r"\bfootnote:\w{0,99}\[\]", "", ""),  # a second mark of a note
         (r"\bfootnote:\w{0,99}\[([^\]\n]{0,999})\]", r" (\1)", ""),
         (r"<<[^,>\n]{0,300},([^>\n]{0,300})>>|\bxref:[^\[\s]{0,300}\[([^\]\n]{0,300})\]", r"\1\2", ""),
     ),
