@@ -27,7 +27,7 @@ from realmops.readers.sources import FORMATS, Source
 
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_RECORDS = 1024
-_MINOR_KINDS = ("image", "header or footer", "table of contents", HIDDEN)  # most documents have some
+_MINOR_KINDS = ("image", "header or footer", "boilerplate", "table of contents", HIDDEN)  # most documents have some
 _NAMED_FILES, _NAMED_PAGES = 20, 20
 
 # Consecutive records by source: (source number, format name, records)
