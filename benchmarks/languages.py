@@ -35,7 +35,7 @@ from realmops.model.retriever import DEFAULT_FUSION_WEIGHTS, DENSE_ONLY, Retriev
 from realmops.questions.question_sets import Question, read_questions
 from realmops.readers.sources import list_sources
 from realmops.search import bm25
-from realmops.search.bm25 import Bm25, rank, split_words, titled_texts
+from realmops.search.bm25 import Bm25, query_words, rank, titled_texts
 from realmops.search.bm25_writer import write_bm25
 from realmops.search.embed import embed, query_sequences, text_queries
 from realmops.search.embeddings import embed_corpus
@@ -77,7 +77,7 @@ def theirs(texts: Sequence[str], questions: Sequence[str], language: str) -> npt
     def words(some: Sequence[str]) -> list[list[str]]:
         name = load_languages()[language].stemmer
         if not name:
-            return [split_words(text, language) for text in some]
+            return [query_words(text, language) for text in some]
         known = ("german", "spanish", "english", "french", "italian", "portuguese", "dutch", "russian")
         stopped, stemmer = name if name in known else None, Stemmer.Stemmer(name)
         cut = bm25s.tokenize(list(some), stopwords=stopped, stemmer=stemmer, return_ids=False, show_progress=False)

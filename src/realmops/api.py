@@ -47,6 +47,7 @@ class Passage:
     page: int | None = None  # page number, of documents with pages
     last_page: int | None = None  # page on which it ends, if that is another one
     ocr: bool = False  # whether it was read from a scan
+    copies: Sequence[Mapping[str, Any]] = ()  # passages of the same text in other places
 
 
 @dataclass(frozen=True)

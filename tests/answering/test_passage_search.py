@@ -274,6 +274,18 @@ def test_a_condition_that_no_value_can_be_compared_with_is_refused(
         filters.passages([{"document_id": "d1"}, {"unknown": {"gte": 1990}}])
 
 
+def test_copies_are_one_hit_with_their_places_and_others_follow(tmp_path: Path) -> None:
+    small_project.write_project(tmp_path)
+    texts = ["The fee in Oslo is nine crowns.", "The fee in  Oslo\nis nine crowns.", "A monthly fee rises in Oslo."]
+    documents = [{"id": f"d{n}", "title": f"T{n}", "text": texts[(n > 0) + (n > 8)]} for n in range(10)]
+    small_project.write_json_lines(tmp_path / "documents.jsonl", documents)
+    assert cli("run", "snapshot", "--params", tmp_path / "params.yaml", "--root", tmp_path).exit_code == 0
+    record = search(tmp_path, "crowns fee in Oslo", "-k", "2")
+    assert ids(record) == ["d0", "d9"]
+    assert [place["document_id"] for place in record["passages"][0]["copies"]] == [f"d{n}" for n in range(1, 9)]
+    assert ", also in: T1; T2; T3; " in [*format_passages(record)][2]
+
+
 def test_highlights_are_of_stems_and_overlaps_are_merged() -> None:
     text = "Builders built a building; rivers flow."
     shown = [text[start:end] for start, end in highlights(text, {"en": stems(["building", "river"])})]

@@ -73,7 +73,7 @@ def test_words_are_those_of_the_script(text: str, words: list[str]) -> None:
     found = list(words_with_offsets(text, "ja"))
     assert [word for word, _, _ in found] == words
     for word, start, end in found:
-        assert bm25.split_words(text[start:end], "de") == [word]
+        assert bm25.query_words(text[start:end], "de") == [word]
         assert len(text[start:end]) >= len(word) or not unicodedata.is_normalized("NFC", text)
 
 

@@ -15,7 +15,7 @@ from small_world import World, build_snapshot, write_texts
 
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.search import bm25, bm25_writer
-from realmops.search.bm25 import Bm25, rank, split_words, titled_texts, words_with_offsets
+from realmops.search.bm25 import Bm25, query_words, rank, titled_texts, words_with_offsets
 from realmops.search.bm25_writer import write_bm25
 
 QUERIES = ("Which ferry crosses lakes?", "Where was Anna Berg born?", "Jon Vik and Jon Vik in Bergen", "Zebra Oslo")
@@ -148,7 +148,7 @@ SPELLINGS = {  # of one word, and its form in the index
 def test_unicode_forms_of_a_word_are_one_word(tmp_path: Path, word: str) -> None:
     index = indexed(tmp_path, [*SPELLINGS[word], "Anything else."])
     for query in SPELLINGS[word]:
-        assert split_words(f"Who saw {query}?") == ["who", "saw", word]
+        assert query_words(f"Who saw {query}?") == ["who", "saw", word]
         scores = index.scores(query).tolist()
         assert scores == [scores[0]] * len(SPELLINGS[word]) + [0.0]
         assert scores[0] > 0
@@ -189,13 +189,13 @@ PIECES = ["\u0307", "I", "i", "İ", "ı", "\u0301", "\u0323", "e", "é", "_", " 
 @example(pieces=["I", "\u0130", "\u0301"])
 def test_any_unicode_form_has_the_same_words_with_offsets_within_the_text(language: str, pieces: list[str]) -> None:
     text = "".join(pieces)
-    words = split_words(text, language)
-    assert all(split_words(unicodedata.normalize(form, text), language) == words for form in ("NFC", "NFD", "NFKC"))
+    words = query_words(text, language)
+    assert all(query_words(unicodedata.normalize(form, text), language) == words for form in ("NFC", "NFD", "NFKC"))
     placed = list(words_with_offsets(text, language))
     assert [word for word, _, _ in placed] == words
     if len(words) == 1 and "Σ" not in text:  # whose lower case depends on the next letter
         [(word, start, end)] = placed
-        assert split_words(text[start:end], language) == [word]
+        assert query_words(text[start:end], language) == [word]
     assert all(0 <= start < end <= len(text) for _, start, end in placed)
 
 

@@ -7,6 +7,7 @@ of y; p(y, z|x) is the part of this sum from spans in z, and p(z|x, y) its share
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from realmops.questions.question_sets import Question
@@ -48,6 +49,7 @@ class RetrievedPassages:
     relevance: tuple[float, ...]  # f(x, z)
     log_prior: tuple[float, ...]  # log p(z|x), over the passages to read
     ranked: tuple[int, ...]  # top passages of the whole corpus, padded with -1
+    copies: Mapping[int, Sequence[int]]  # passages with the text of one to read
 
     @property
     def p_z(self) -> tuple[float, ...]:

@@ -74,8 +74,9 @@ class OpenedModel:
     def read(self, retrieved: Sequence[RetrievedPassages], ys: Sequence[str | None] = ()) -> list[Record]:
         """Read all passages in one packed batch and return the records of the answers; ``ys`` as ``Query.y``."""
         ys = ys or [None] * len(retrieved)
-        answers = zip(self.model.read(retrieved, ys), ys, strict=True)
-        return [answer_record(self.model.snapshot, answer, self.about, self.confidence, y) for answer, y in answers]
+        answers = zip(self.model.read(retrieved, ys), retrieved, ys, strict=True)
+        about, snapshot = self.about, self.model.snapshot
+        return [answer_record(snapshot, answer, found, about, self.confidence, y) for answer, found, y in answers]
 
     def answer(self, queries: Sequence[Query]) -> list[Record]:
         for query in queries:

@@ -5,6 +5,7 @@ Shape suffixes: A passages that pass the filters, E embedding width.
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from realmops.answering.answer import InvalidRequest, check_unicode
 from realmops.answering.metadata_filters import Ids, MetadataFilters, Where
-from realmops.answering.record import Record, format_page, passage_record
-from realmops.answering.retrieval import HYBRID_DEPTH
+from realmops.answering.record import Record, copies_record, format_page, passage_record
+from realmops.answering.retrieval import HYBRID_DEPTH, group_copies
 from realmops.corpus.languages import load_languages
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.retriever import DENSE_ONLY, FusionWeights, Retriever
@@ -72,8 +73,8 @@ class PassageSearch:
 
     def search_batch(self, requests: Sequence[PassageQuery]) -> list[Record]:
         """Return a record of each query; a passage's ``embeddings`` is its scaled inner product, ``words`` its BM25."""
-        rankings = zip(requests, self.rank(requests), strict=True)
-        return [self._result(request.query, *ranking) for request, ranking in rankings]
+        rankings = zip(requests, self.rank(requests, has_spare=True), strict=True)
+        return [self._result(request, *ranking) for request, ranking in rankings]
 
     def check(self, request: PassageQuery) -> Ids | None:
         """Return the passages that satisfy the filters, None without; InvalidRequest if the request is invalid."""
@@ -94,9 +95,11 @@ class PassageSearch:
         tower = self.retriever.document if documents else self.retriever.query
         return embed(tower, query_sequences(text_queries(self.snapshot, texts, limit, documents=documents)), self.dtype)
 
-    def rank(self, requests: Sequence[PassageQuery]) -> list[Ranking]:
-        """Rank passages for each query: queries share an embedding batch, and those without filters share searches."""
+    def rank(self, requests: Sequence[PassageQuery], *, has_spare: bool = False) -> list[Ranking]:
+        """Rank k passages for each query, or spare ones, with shared embedding batches and searches without filters."""
         allowed = [self.check(request) for request in requests]
+        if has_spare:
+            requests = [dataclasses.replace(request, k=max(2 * request.k, HYBRID_DEPTH)) for request in requests]
         has_index = self.retriever is not None and self.passages is not None
         dense = [row for row, request in enumerate(requests) if has_index and request.by != "words"]
         query_E = dict(zip(dense, self.embed([requests[row].query for row in dense]), strict=True)) if dense else {}
@@ -146,15 +149,17 @@ class PassageSearch:
             batches.append((vectors @ query_E.to(vectors.device)).amax(-1).cpu())
         return torch.cat(batches) if batches else torch.empty(0)
 
-    def _result(self, query: str, ids: Ids, score: list[float], dense: list[float | None]) -> Record:
-        words = self.bm25.score_passages(query, ids).tolist()
-        query_stems = stem_query(query, self.bm25.query_languages(query))
+    def _result(self, request: PassageQuery, ids: Ids, score: list[float], dense: list[float | None]) -> Record:
+        words = self.bm25.score_passages(request.query, ids).tolist()
+        query_stems = stem_query(request.query, self.bm25.query_languages(request.query))
+        scores_of = dict(zip(ids.tolist(), zip(score, dense, words, strict=True), strict=True))
         passages = []
-        for passage, *scores in zip(ids.tolist(), score, dense, words, strict=True):
-            record = passage_record(self.snapshot, passage) | {"extra": self.snapshot.extra(passage)}
-            record |= zip(("score", "embeddings", "words"), scores, strict=True)
+        for passage, copies in islice(group_copies(self.snapshot, scores_of).items(), request.k):
+            record = passage_record(self.snapshot, passage) | copies_record(self.snapshot, copies)
+            record |= {"extra": self.snapshot.extra(passage)}
+            record |= zip(("score", "embeddings", "words"), scores_of[passage], strict=True)
             passages.append(record | {"highlights": highlights(record["text"], query_stems)})
-        return {"query": query, "passages": passages, "model": self.about}
+        return {"query": request.query, "passages": passages, "model": self.about}
 
 
 def _best_by_words(query: str, k: int, allowed: Ids | None, words: Bm25) -> Ranking:

@@ -1,6 +1,6 @@
 """The record of an answer with its sources, as commands, servers and the registered model return it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -27,8 +27,9 @@ def preview(text: str, limit: int) -> str:
 
 
 def answer_record(
-    snapshot: Snapshot, answer: Answer, about: Record, confidence: Confidence | None, y: str | None = None
-) -> Record:
+    snapshot: Snapshot, answer: Answer, found: RetrievedPassages, about: Record, confidence: Confidence | None,
+    y: str | None = None,
+) -> Record:  # fmt: skip
     """Build the record of an answer.
 
     Without a ``confidence``, or with one that promises nothing, there is no probability of being right, and the model
@@ -36,7 +37,8 @@ def answer_record(
     """
 
     def shares(read: ReadPassage) -> Record:
-        return {"p_z": read.p_z, "p_z_given_y": read.p_z_given_y}
+        shares = {"p_z": read.p_z, "p_z_given_y": read.p_z_given_y}
+        return shares | copies_record(snapshot, found.copies[read.passage])
 
     best = answer.best
     citing = [(read, read.best_of_y) for read in answer.read if read.best_of_y is not None] if best else []
@@ -66,7 +68,8 @@ def sources_record(snapshot: Snapshot, retrieved: RetrievedPassages, about: Reco
     return {
         "question": retrieved.question.question,
         "passages": [
-            passage_record(snapshot, p) | {"p_z": p_z} for p, p_z in zip(retrieved.passages, retrieved.p_z, strict=True)
+            passage_record(snapshot, p) | {"p_z": p_z} | copies_record(snapshot, retrieved.copies[p])
+            for p, p_z in zip(retrieved.passages, retrieved.p_z, strict=True)
         ],
         "model": about,
     }
@@ -75,6 +78,11 @@ def sources_record(snapshot: Snapshot, retrieved: RetrievedPassages, about: Reco
 def passage_record(snapshot: Snapshot, passage: int) -> Record:
     place = citation_record(snapshot, passage, (0, len(snapshot.text(passage))))
     return place | {"text": place.pop("quote")}
+
+
+def copies_record(snapshot: Snapshot, copies: Sequence[int]) -> Record:
+    """Return the entry of passages with the same text in the record of a passage, if there are some."""
+    return {"copies": [passage_record(snapshot, copy) for copy in copies]} if copies else {}
 
 
 def enclosing_sentence(snapshot: Snapshot, span: Span) -> tuple[int, int]:
@@ -164,7 +172,9 @@ def format_page(source: Mapping[str, Any]) -> str:
     page = f", page {source['page']}" if source.get("page") else ""
     if source.get("last_page"):
         page = f", pages {source['page']}-{source['last_page']}"
-    return f"{page}, read from a scan" if source.get("ocr") else page
+    scan = ", read from a scan" if source.get("ocr") else ""
+    copies = [f"{copy['title'] or copy['document_id']}{format_page(copy)}" for copy in source.get("copies", ())]
+    return f"{page}{scan}{', also in: ' if copies else ''}{'; '.join(copies)}"
 
 
 def _context(text: str, start: int, end: int) -> tuple[str, str]:

@@ -7,7 +7,7 @@ Shape suffixes: B questions, P passages, K retrieved passages, E embedding width
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -41,6 +41,14 @@ from realmops.search.hybrid import Hits, HybridSearch
 
 HYBRID_DEPTH = 100  # candidates from embeddings and from BM25 each, before fusion
 _QUESTIONS_IN_MEMORY = 1024
+
+
+def group_copies(snapshot: Snapshot, passages: Iterable[int]) -> dict[int, list[int]]:
+    """Return ranked passages of different texts, each with those of the same text but for white space."""
+    groups: dict[str, list[int]] = {}
+    for passage in passages:
+        groups.setdefault(" ".join(snapshot.text(passage).split()), []).append(passage)
+    return {first: copies for first, *copies in groups.values()}
 
 
 class Ranker:
@@ -250,25 +258,22 @@ class RetrieveAndRead(AnswerModel):
 
     @torch.no_grad()
     def find(self, questions: Sequence[Question], ranked: int = 0) -> list[RetrievedPassages]:
-        """Retrieve passages for each question as ``evidence`` does: those to read, and the top ``ranked``."""
+        """Retrieve passages as ``evidence`` does: different texts to read, and the top ``ranked`` of each question."""
         if len({len(question.not_in) for question in questions}) > 1:  # more are retrieved where more are excluded
             return [self.find([question], ranked)[0] for question in questions]
         for model in (self.retriever, self.reader):
             if model is not None and model.training:
                 model.eval()
         most = self.options.reader_candidates
-        relevance_BK, id_BK = self.evidence(questions, max(ranked, most))
-        relevance_BK = relevance_BK[:, :most]
-        weighted_BK = self.prior_weight * relevance_BK
-        prior_BK = log_prior(weighted_BK.masked_fill(relevance_BK == -torch.inf, -torch.inf))  # 0 * -inf is NaN
+        relevance_BK, id_BK = self.evidence(questions, max(ranked, 4 * most))  # copies are not read
         retrieved = []
-        columns = zip(questions, id_BK.tolist(), relevance_BK.tolist(), prior_BK.tolist(), strict=True)
-        for question, ids, relevance, prior in columns:
-            read = tuple(passage for passage in ids[:most] if passage >= 0)  # padding is last
-            n = len(read)
-            retrieved.append(
-                RetrievedPassages(question, read, tuple(relevance[:n]), tuple(prior[:n]), tuple(ids[:ranked]))
-            )
+        for question, ids, relevance_K in zip(questions, id_BK.tolist(), relevance_BK.cpu(), strict=True):
+            copies = group_copies(self.snapshot, [passage for passage in ids if passage >= 0])
+            read = tuple(copies)[:most]
+            relevance_K = relevance_K[[ids.index(passage) for passage in read]]
+            relevance, prior = relevance_K.tolist(), log_prior(self.prior_weight * relevance_K).tolist()
+            found = RetrievedPassages(question, read, tuple(relevance), tuple(prior), tuple(ids[:ranked]), copies)
+            retrieved.append(found)
         return retrieved
 
 

@@ -134,7 +134,7 @@ class ClosedBook(AnswerModel):
         """Accept every question: long ones are truncated."""
 
     def find(self, questions: Sequence[Question], ranked: int = 0) -> list[RetrievedPassages]:
-        return [RetrievedPassages(question, (), (), (), ()) for question in questions]
+        return [RetrievedPassages(question, (), (), (), (), {}) for question in questions]
 
     @torch.no_grad()
     def read(self, found: Sequence[RetrievedPassages], target_answers: Sequence[str | None] = ()) -> list[Answer]:

@@ -109,7 +109,7 @@ def word_forms(token: str, language: str = ENGLISH) -> list[str]:
     if len(words) < 2 or (joined.isalpha() and len(min(parts, key=len)) < 3):
         words.append(joined)
     forms = dict.fromkeys(normalize_unicode(word.lower()) for word in words)
-    in_capitals = [joined] if joined.isupper() and joined.lower() in _IN_CAPITALS else []
+    in_capitals = [joined] if stop and joined.isupper() and joined.lower() in _IN_CAPITALS else []
     return [word for word in forms if word not in stop] + in_capitals
 
 
@@ -123,10 +123,6 @@ def words_with_offsets(text: str, language: str = ENGLISH) -> Iterator[WordSpan]
     """Yield the ``word_forms`` of the tokens of a text with the token's start and end characters."""
     spans = find_with_offsets(partial(token_spans, language=language), text)
     return ((form, start, end) for token, start, end in spans for form in word_forms(token, language))
-
-
-def split_words(text: str, language: str = ENGLISH) -> list[str]:
-    return [word for word, _, _ in words_with_offsets(text, language)]
 
 
 @lru_cache(1 << 15)
@@ -146,7 +142,8 @@ def stems(words: Sequence[str], language: str = ENGLISH) -> list[str]:
 
 def query_words(query: str, language: str = ENGLISH) -> list[str]:
     """Return the words of a query: a word in capitals is not searched in lower case, unless all of the query is."""
-    words = split_words(query.lower() if query.isupper() and len(query.split()) > 1 else query, language)
+    text = query.lower() if query.isupper() and len(query.split()) > 1 else query
+    words = [word for word, _, _ in words_with_offsets(text, language)]
     return [word for word in words if word == word.upper() or word.upper() not in words]
 
 

@@ -206,7 +206,8 @@ def _passages(
         if citation is not None:
             start, end = citation["start"] - passage["start"], citation["end"] - passage["start"]
             passage = {**passage, "page": citation["page"], "last_page": citation["last_page"]}
-        without_url = address(record["question"], [*without, passage["passage_id"]])
+        same_text = [place["passage_id"] for place in (passage, *passage.get("copies", ()))]
+        without_url = address(record["question"], [*without, *same_text])
         yield PassageView(passage, text[:start], text[start:end], text[end:], without_url, stems)
 
 
