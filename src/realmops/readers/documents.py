@@ -22,7 +22,7 @@ _MAX_DIGITS = 4000  # of an integer; Python refuses a few more
 PAGE_WITHOUT_TEXT = "page without text"  # kind of ``Document.omitted``: a scan that waits for OCR
 PAGES = "realmops_pages"  # column of a passage: [page, its first character in the passage]
 _MAX_PROBLEM = 300  # characters of a library's message, which may quote the whole text
-TEXT_KEYS = ("text", "contents", "page_content", "content")  # ours, Pyserini's, LangChain's, Haystack's
+TEXT_KEYS = ("text", "contents", "page_content", "content", "raw_content", "abstract")  # the first one counts
 RESERVED_KEYS = {"title", "text", "id", "spans", PAGES}
 T = TypeVar("T")
 
