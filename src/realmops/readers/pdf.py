@@ -99,17 +99,18 @@ def _read_page(document: Any, number: int, ocr: Sequence[str], contents: Content
     for index in range(pdfium.FPDFPage_GetAnnotCount(page)):
         annotation = pdfium.FPDFPage_GetAnnot(page, index)
         kind = pdfium.FPDFAnnot_GetSubtype(annotation)
-        is_visible = pdfium.FPDFAnnot_HasKey(annotation, b"AP")
-        # Two bytes are the end of an empty text.
-        has_text = pdfium.FPDFAnnot_GetStringValue(annotation, b"Contents", None, 0) > 2
-        if pdfium.FPDFAnnot_GetFlags(annotation) & _HIDDEN_FLAGS:
-            omitted[HIDDEN] += has_text
-        elif kind in (pdfium.FPDF_ANNOT_WIDGET, pdfium.FPDF_ANNOT_FREETEXT, pdfium.FPDF_ANNOT_STAMP) and is_visible:
-            is_drawn = True
-        elif kind == pdfium.FPDF_ANNOT_FILEATTACHMENT:
+        if kind == pdfium.FPDF_ANNOT_FILEATTACHMENT:
             omitted["embedded object"] += 1
-        elif kind not in (pdfium.FPDF_ANNOT_WIDGET, pdfium.FPDF_ANNOT_LINK, pdfium.FPDF_ANNOT_POPUP):
-            omitted["annotation"] += has_text
+        elif kind not in (pdfium.FPDF_ANNOT_LINK, pdfium.FPDF_ANNOT_POPUP):
+            is_visible = pdfium.FPDFAnnot_HasKey(annotation, b"AP")
+            # Two bytes are the end of an empty text.
+            has_text = pdfium.FPDFAnnot_GetStringValue(annotation, b"Contents", None, 0) > 2
+            if pdfium.FPDFAnnot_GetFlags(annotation) & _HIDDEN_FLAGS:
+                omitted[HIDDEN] += has_text
+            elif kind in (pdfium.FPDF_ANNOT_WIDGET, pdfium.FPDF_ANNOT_FREETEXT, pdfium.FPDF_ANNOT_STAMP) and is_visible:
+                is_drawn = True
+            elif kind != pdfium.FPDF_ANNOT_WIDGET:
+                omitted["annotation"] += has_text
         pdfium.FPDFPage_CloseAnnot(annotation)
     if is_drawn:
         pdfium.FPDFPage_Flatten(page, pdfium.FLAT_NORMALDISPLAY)  # page.flatten() needs a form
