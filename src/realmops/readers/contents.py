@@ -65,17 +65,13 @@ def is_hidden(node: Any, names: Set[str] = frozenset()) -> bool:
     if path := _HIDDEN_MARKS.get(node.tag):
         mark = node.find(path)
         return mark is not None and mark.get(f"{WORD}val") not in _OFF
-    if node.tag in ("html", "body"):
+    if node.tag in ("html", "body") or (not node.attrib and node.tag != "dialog" and not names):
         return False
-    if node.tag == "dialog" and node.get("open") is None:
-        return True
-    own_names = (
-        [node.tag, f"#{node.get('id')}", *(f".{name}" for name in node.get("class", "").split())] if names else []
-    )
-    if not names.isdisjoint(own_names):
-        return True
-    style = node.get("style", "")
-    return bool(style and (_HIDDEN_STYLE.search(style) or (len(node) == 0 and _NO_SIZE.search(style))))
+    style, own_names = node.get("style", ""), [node.tag, f"#{node.get('id')}"]
+    own_names += [f".{name}" for name in node.get("class", "").split()]
+    is_closed = node.tag == "dialog" and node.get("open") is None
+    is_empty = len(node) == 0 and _NO_SIZE.search(style) is not None
+    return is_closed or is_empty or _HIDDEN_STYLE.search(style) is not None or not names.isdisjoint(own_names)
 
 
 def superscript(before: str, text: str, is_reference: bool) -> str:

@@ -28,6 +28,7 @@ _ROLES = {"table": "table", "row": "tr", "cell": "td", "gridcell": "td", "column
 # Kinds of the elements in an element of MathML
 _EQUATIONS = {"msup": ("", "sup"), "msub": ("", "sub"), "msubsup": ("", "sub", "sup"), "mfrac": ("term", "divisor")}
 _NUMERALS = {"a": "lowerLetter", "A": "upperLetter", "i": "lowerRoman", "I": "upperRoman"}
+_LINE_END = re.compile(r"(?<! ) +(?=[\t\n])")
 _BLANKS, _INTEGER, _WORD = re.compile(r"[ \t\r\n\f]+"), re.compile(r"-?\d{1,9}"), re.compile(r"\w+")
 _AROUND_TAGS = frozenset(["aside", "button", "footer", "menu", "nav"])
 _AROUND_NAMES = re.compile(
@@ -97,25 +98,23 @@ def _leave_out(paragraphs: list[Paragraph], main_text: str) -> None:
     """Leave out paragraphs, except for the main text, what is between it, and <main> if most of it is main text."""
     if not any(one.is_around for one in paragraphs):
         return
-    words, main_words = _WORD.findall("\n".join(one.text for one in paragraphs)), _WORD.findall(main_text)
-    around = [one.is_around for one in paragraphs for _ in _WORD.finditer(one.text)]
+    own_words, main_words = [_WORD.findall(one.text) for one in paragraphs], _WORD.findall(main_text)
+    words = [*chain.from_iterable(own_words)]
+    around = [one.is_around for one, own in zip(paragraphs, own_words, strict=True) for _ in own]
     page_triples = list(zip(words, words[1:], words[2:], strict=False))
     repeated = {triple for triple, is_around in zip(page_triples, around, strict=False) if not is_around}
     triples = set(zip(main_words, main_words[1:], main_words[2:], strict=False))
-    shared = bytearray(len(words))
+    shared, end = bytearray(len(words)), 0
     for place, triple in enumerate(page_triples):
         if triple in triples and not (around[place] and triple in repeated):  # as a table of contents repeats headings
             shared[place : place + 3] = b"\1\1\1"
     if not any(shared):
         return
-    for one in paragraphs:
-        one.is_kept = not one.is_around
-    end = 0
+    for one, own in zip(paragraphs, own_words, strict=True):
+        start, end = end, end + len(own)
+        one.is_kept = sum(shared[start:end]) > _KEPT_SHARE * len(own) if one.text else not one.is_around
+        one.size = len(own) * (one.is_kept or not one.is_around)
     paragraphs = [one for one in paragraphs if one.text]
-    for one in paragraphs:
-        start, end = end, end + len(_WORD.findall(one.text))
-        one.is_kept = sum(shared[start:end]) > _KEPT_SHARE * (end - start)
-        one.size = (end - start) * (one.is_kept or not one.is_around)
     for one, following in pairwise(paragraphs):  # a heading of links
         has_links = not following.size and following.is_main == one.is_main
         if has_links and not one.is_kept and one.text[-1:] not in ".?!":
@@ -214,8 +213,8 @@ class _Flow:
         if self._outer:
             self.add(" ")
             return
-        line = "".join([*self._end_row(), *self._line])
-        text = re.sub(r"(?<! ) +(?=[\t\n])", "", line).rstrip().strip("\n")
+        line = "".join([*self._end_row(), *self._line]) if self._line or self._row else ""
+        text = _LINE_END.sub("", line).rstrip().strip("\n")
         if text or self._omitted:
             is_around = self._around > _AROUND_SHARE * len(text) if text else self._depths["around"] > 0
             is_main = self._depths["main"] > 0
@@ -270,8 +269,8 @@ def _is_around(node: Any) -> bool:
         return not any(outer.tag in ("article", "main", "section") for outer in node.iterancestors())
     if node.tag in _AROUND_TAGS:  # a button in a heading unfolds the text below it
         return node.tag != "button" or node.getparent().tag not in ("dt", "h2", "h3", "h4", "h5", "h6", "summary")
-    names = f"{node.get('class', '')} {node.get('id', '')} {node.get('role', '')}"
-    return node.tag not in ("body", "html") and _AROUND_NAMES.search(names) is not None
+    names = f"{node.get('class', '')} {node.get('id', '')} {node.get('role', '')}" if node.attrib else ""
+    return len(names) > 2 and node.tag not in ("body", "html") and _AROUND_NAMES.search(names) is not None
 
 
 def _is_reference(superscript: Any) -> bool:
