@@ -36,7 +36,7 @@ def search(
 ) -> Iterator[str]:  # fmt: skip
     """Find passages.
 
-    You can search as soon as there is a snapshot: by BM25 at first, then by the newest retriever. Each passage is
+    You can search as soon as there is a snapshot: by BM25 at first, then by embeddings, too. Each passage is
     printed with its position in the document, and the words of QUERY in brackets.
 
     With --from and --run, the best 100 documents of each question are written to FOLDER/run.txt in TREC's format, and
