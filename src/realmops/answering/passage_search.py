@@ -14,7 +14,7 @@ from torch import Tensor
 
 from realmops.answering.answer import InvalidRequest, check_unicode
 from realmops.answering.metadata_filters import Ids, MetadataFilters, Where
-from realmops.answering.record import Record, copies_record, format_page, passage_record
+from realmops.answering.record import Record, format_page, passage_record
 from realmops.answering.retrieval import HYBRID_DEPTH, group_copies
 from realmops.corpus.languages import load_languages
 from realmops.corpus.snapshot_reader import Snapshot
@@ -155,8 +155,7 @@ class PassageSearch:
         scores_of = dict(zip(ids.tolist(), zip(score, dense, words, strict=True), strict=True))
         passages = []
         for passage, copies in islice(group_copies(self.snapshot, scores_of).items(), request.k):
-            record = passage_record(self.snapshot, passage) | copies_record(self.snapshot, copies)
-            record |= {"extra": self.snapshot.extra(passage)}
+            record = passage_record(self.snapshot, passage, copies) | {"extra": self.snapshot.extra(passage)}
             record |= zip(("score", "embeddings", "words"), scores_of[passage], strict=True)
             passages.append(record | {"highlights": highlights(record["text"], query_stems)})
         return {"query": request.query, "passages": passages, "model": self.about}

@@ -37,8 +37,7 @@ def answer_record(
     """
 
     def shares(read: ReadPassage) -> Record:
-        shares = {"p_z": read.p_z, "p_z_given_y": read.p_z_given_y}
-        return shares | copies_record(snapshot, found.copies[read.passage])
+        return {"p_z": read.p_z, "p_z_given_y": read.p_z_given_y}
 
     best = answer.best
     citing = [(read, read.best_of_y) for read in answer.read if read.best_of_y is not None] if best else []
@@ -55,7 +54,7 @@ def answer_record(
         "citations": [citation_record(snapshot, read.passage, span.characters) | shares(read) for read, span in citing],
         "quote": citation_record(snapshot, best.passage, enclosing_sentence(snapshot, best)) if best else None,
         "passages": [
-            passage_record(snapshot, read.passage)
+            passage_record(snapshot, read.passage, found.copies[read.passage])
             | shares(read)
             | {"span": read.best.text if read.best else None, "score": read.best.score if read.best else None}
             for read in answer.read
@@ -68,21 +67,17 @@ def sources_record(snapshot: Snapshot, retrieved: RetrievedPassages, about: Reco
     return {
         "question": retrieved.question.question,
         "passages": [
-            passage_record(snapshot, p) | {"p_z": p_z} | copies_record(snapshot, retrieved.copies[p])
+            passage_record(snapshot, p, retrieved.copies[p]) | {"p_z": p_z}
             for p, p_z in zip(retrieved.passages, retrieved.p_z, strict=True)
         ],
         "model": about,
     }
 
 
-def passage_record(snapshot: Snapshot, passage: int) -> Record:
+def passage_record(snapshot: Snapshot, passage: int, copies: Sequence[int] = ()) -> Record:
     place = citation_record(snapshot, passage, (0, len(snapshot.text(passage))))
-    return place | {"text": place.pop("quote")}
-
-
-def copies_record(snapshot: Snapshot, copies: Sequence[int]) -> Record:
-    """Return the entry of passages with the same text in the record of a passage, if there are some."""
-    return {"copies": [passage_record(snapshot, copy) for copy in copies]} if copies else {}
+    same_text = {"copies": [passage_record(snapshot, copy) for copy in copies]} if copies else {}
+    return place | {"text": place.pop("quote")} | same_text
 
 
 def enclosing_sentence(snapshot: Snapshot, span: Span) -> tuple[int, int]:
@@ -151,7 +146,7 @@ def format_record(record: Record) -> list[str]:
         start, end = citation["start"] - passage["start"], citation["end"] - passage["start"]
         before, after = _context(passage["text"], start, end)
         marked = " ".join(f"{before}[{citation['quote']}]{after}".split())
-        lines += _source_lines(citation, marked)
+        lines += _source_lines(passage | citation, marked)
     return lines
 
 
@@ -163,8 +158,8 @@ def _passage_lines(record: Record) -> list[str]:
 def _source_lines(source: Record, text: str) -> list[str]:
     return [
         f"  {source['title'] or source['document_id']}: {text}",
-        f"    document {source['document_id']}, {source['uri']}{format_page(source)}, characters {source['start']} to "
-        f"{source['end']}, p(z|x) {source['p_z']:.2f}",
+        f"    document {source['document_id']}, {source['uri']}, characters {source['start']} to {source['end']}"
+        f"{format_page(source)}, p(z|x) {source['p_z']:.2f}",
     ]
 
 

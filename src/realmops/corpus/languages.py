@@ -38,7 +38,7 @@ WordSpan = tuple[str, int, int]  # a word with its start and end character
 def token_pattern(word: str) -> str:
     """Return a pattern of words, alone or joined or with signs: 33,970, 3.10.2, e-mail, AT&T, O'Neill, .NET, C++."""
     thousands = r"(?<=\d)(?<!\d{4})[, ](?=\d{3}(?!\d))"
-    return rf"\.?{word}(?:(?:[-.'’&/@+‐]|{thousands}){word})*+[+#]*+"
+    return rf"\.?{word}(?:(?:[-.'’&/@+‐–]|{thousands}){word})*+[+#]*+"
 
 
 _TOKEN = rf"(?P<run>(?:{_UNIT})+)|{token_pattern(_SPACED)}"

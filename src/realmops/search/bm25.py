@@ -44,8 +44,8 @@ STOP_WORDS = frozenset({  # Lucene's, and the pronoun
 })  # fmt: skip
 _IN_CAPITALS = STOP_WORDS | {"us", "who"}  # other words in capitals
 _DROPPED = re.compile(r"['’][sS]$|(?<=\d)[ .,](?=\d{3}(?!\d))")  # the possessive, and signs of thousands
-_JOINTS = re.compile(r"[-'’&/@‐]|\+(?=\w)|(?<=\d)[+#]+|(?<!\d)\.|\.(?!\d)|(?<=[^\W\d])(?=\d+\.\d)")  # v3.1 has two
-_LIMITS = re.compile(r"[-., '’&/@+#‐]")
+_JOINTS = re.compile(r"[-'’&/@‐–]|\+(?=\w)|(?<=\d)[+#]+|(?<!\d)\.|\.(?!\d)|(?<=[^\W\d])(?=\d+\.\d)")  # v3.1 has two
+_LIMITS = re.compile(r"[-., '’&/@+#‐–]")
 _NONE = np.empty(0, np.int32)
 _EXHAUSTIVE = 1 << 16  # up to this many passages, scoring all is faster than MaxScore
 _CHUNK = 1 << 13  # postings scored at a time: they fit the processor's cache
@@ -115,8 +115,8 @@ def word_forms(token: str, language: str = ENGLISH) -> list[str]:
 
 def token_length(token: str, language: str = ENGLISH) -> int:
     """Return what a token counts in the length of a passage: its parts of two characters, but not stop words."""
-    words = [part for part in _LIMITS.split(token) if len(part) > 1]
-    return sum(part.lower() not in STOP_WORDS for part in words) if language == ENGLISH else len(words)
+    stop = STOP_WORDS if language == ENGLISH else ()
+    return sum(len(part) > 1 and part.lower() not in stop for part in _LIMITS.split(token))
 
 
 def words_with_offsets(text: str, language: str = ENGLISH) -> Iterator[WordSpan]:
