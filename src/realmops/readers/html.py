@@ -24,6 +24,7 @@ _INVALID_IN_SHIFT_JIS = dict.fromkeys(range(0xF8F0, 0xF8F4), "\ufffd")
 _OTHER_RULES = re.compile(r"/\*.{0,5000}?\*/|@[^{};]*(?:;|\{(?:[^{}]*\{[^{}]*\})*[^{}]*\})", re.DOTALL)
 _RULE, _NAME = re.compile(r"([^{}]+)\{([^{}]*)\}"), re.compile(r"[.#][\w-]+")
 _VISIBILITY = re.compile(r"(?<![\w-])(?:display|visibility)\s*:\s*([\w-]+)")
+_COMPARED = 10_000  # elements, up to which trafilatura tries other extractors, in quadratic time
 _HIDDEN_TAG = "removed"  # of elements that are removed together, in linear time
 
 
@@ -78,10 +79,13 @@ def page_to_document(page: str, place: str, title: str) -> Outcome:
         node.text, node.tail = node.text, node.tail
     body, head_title = tree.find("body"), tree.findtext(".//title")
     paragraphs = read_paragraphs(tree if body is None else body)
+    is_long = sum(1 for _ in tree.iter()) > _COMPARED
     extraction: Any = trafilatura.bare_extraction(
         tree,
         with_metadata=True,
         include_comments=False,
+        fast=is_long,
+        favor_recall=is_long,
         date_extraction_params={"extensive_search": False, "original_date": True},
     )
     text, omitted = join_paragraphs(paragraphs, (extraction and extraction.text) or "")
