@@ -315,7 +315,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no manifest": (lambda x: (x / "manifest.json").unlink(), r"x holds no manifest\.json: it is no finished thing"),
     "cut manifest": (lambda x: os.truncate(x / "manifest.json", 60), r"manifest\.json is not valid JSON"),
     "no object": (lambda x: (x / "manifest.json").write_text("[1]"), r"kind and schema are list"),
-    "kind": (lambda x: change_manifest(x, kind="other"), r"are \('other', 4\), expected \('thing', 4\)"),
+    "kind": (lambda x: change_manifest(x, kind="other"), r"are \('other', 5\), expected \('thing', 5\)"),
     "schema": (lambda x: change_manifest(x, schema=3), "written by another version of realmops; run the stage"),
     "no files": (lambda x: change_manifest(x, files=None), r"json: it has no list of files"),
     "entry": (

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from realmops.files import DISK, Files
 
-SCHEMA = 4
+SCHEMA = 5
 PROMOTED = "promoted"  # kind of a promoted model's manifest, and the subfolder of a run with promoted models
 UPDATE = "update"  # kind of an update's manifest
 WORK_FOLDER = ".realmops"  # folder below a root for unfinished work, locks and the local MLflow database
