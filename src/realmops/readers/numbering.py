@@ -9,6 +9,7 @@ from realmops.readers.contents import WORD
 
 _ROMAN = {"m": 1000, "cm": 900, "d": 500, "cd": 400, "c": 100, "xc": 90, "l": 50, "xl": 40, "x": 10, "ix": 9, "v": 5}
 _ROMAN |= {"iv": 4, "i": 1}
+_LEVEL = f"{WORD}ilvl"
 
 
 def format_number(number: int, kind: str) -> str:
@@ -54,9 +55,10 @@ class Numbering:
             return ""
         definition = read_value(self._lists[list_id], "*abstractNumId")
         definition = self._linked.get(read_value(self._definitions.get(definition), "*numStyleLink"), definition)
-        levels = {_level(node): node for node in self._definitions.get(definition, ())}
-        overrides = {_level(node): node for node in self._lists[list_id]}
-        levels |= {level: node[-1] for level, node in overrides.items() if len(node) and node[-1].tag == f"{WORD}lvl"}
+        own_list = self._lists[list_id]
+        owners = self._definitions.get(definition, own_list), own_list
+        levels = {int(node.get(_LEVEL, "0")): node for owner in owners for node in owner.iter(f"{WORD}lvl")}
+        overrides = {int(node.get(_LEVEL, "0")): node for node in own_list.iter(f"{WORD}lvlOverride")}
         of_style = {read_value(node, "*pStyle"): level for level, node in levels.items()}
         linked = [of_style[key] for style in styles if (key := style.get(f"{WORD}styleId")) in of_style]
         own = [read_number(node, "*pPr/*numPr/*ilvl", -1) for node in nodes]
@@ -82,9 +84,3 @@ class Numbering:
             return "" if number not in numbers or kind == "none" else format_number(numbers[number], kind)
 
         return re.sub("%([1-9])", shown, read_value(levels[level], "*lvlText")).strip()
-
-
-def _level(node: Any) -> int:
-    """Return the number of a level or of an override, -1 for other nodes."""
-    text = node.get(f"{WORD}ilvl", "")
-    return int(text) if re.fullmatch(r"\d", text) else -1

@@ -14,7 +14,7 @@ from zipfile import BadZipFile, ZipFile
 
 from lxml.etree import Element, XMLSyntaxError, iterwalk
 
-from realmops.readers.containers import parse_page, parse_xml, read_mime
+from realmops.readers.containers import parse_xml, read_mime
 from realmops.readers.contents import (
     HIDDEN,
     PARAGRAPH,
@@ -25,11 +25,9 @@ from realmops.readers.contents import (
     open_package,
     superscript,
 )
-from realmops.readers.flow import flow_text
 from realmops.readers.numbering import Numbering, format_number, read_number, read_value
 
 _VALUE = f"{WORD}val"
-_DRAWING = "{http://schemas.openxmlformats.org/drawingml/2006/main}"
 _RELATION = "{http://schemas.openxmlformats.org/officeDocument/2006/relationships}"
 _STRICT_NAME = re.compile(rb"http://purl\.oclc\.org/ooxml/(\w+)/(main|math|relationships)\b")
 _TRANSITIONAL_NAME = rb"http://schemas.openxmlformats.org/\1/2006/\2"
@@ -43,14 +41,10 @@ _EQUATION_MARKS = {"num": "", "den": "/", "lim": "_", "nary sub": "_", "rad e": 
 _EQUATION_GAPS = {"d e": "|", "eqArr e": "; ", "func e": " ", "m mr": "; ", "mr e": " ", "nary e": " "}
 _SIMPLE = re.compile(r"[-+−]?\w+(?:[.,]\w+)*|∞|\([^()]*\)")  # part of an equation that needs no brackets
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
-_RAISED = "raised"  # our attribute of runs in superscript
-_CHUNK_DEPTH = 3  # Word files within Word files
 _COLUMNS = 63  # of a table in Word
-_LABEL = 200  # characters of a merged cell that is repeated; a longer one is no label of its rows
-_FURNITURE = ("dt", "ftr", "hdr", "sldNum")  # placeholders
+LABEL = 200  # characters of a merged cell that is repeated; a longer one is no label of its rows
 _BULLETS = {"alphaLc": "lowerLetter", "alphaUc": "upperLetter", "romanLc": "lowerRoman", "romanUc": "upperRoman"}
 _OVERLAP = 91_440  # of rows of shapes, in English metric units
-_TITLE = (-1 << 40,) * 3
 
 
 class Part:
@@ -119,7 +113,7 @@ def _slide_paragraphs(slide: Part, text: "Text") -> Iterator[str]:
             text.omitted[HIDDEN] += 1
             return
         for placeholder in [*root.iter("{*}ph")]:
-            if placeholder.get("type") in _FURNITURE:
+            if placeholder.get("type") in ("dt", "ftr", "hdr", "sldNum"):
                 text.omitted["header or footer"] += _remove(placeholder.getparent().getparent().getparent())
         for tree in [*root.iter("{*}spTree", "{*}grpSp")]:
             shapes = [shape for shape in tree if next(shape.iter("{*}t", "{*}graphicFrame"), None) is not None]
@@ -137,7 +131,7 @@ def _box(shape: Any) -> tuple[int, int, int]:
     """Return top, bottom and left edge; a title is above all, a placeholder without them at the top."""
     placeholder, box = shape.find("*/{*}nvPr/{*}ph"), next(shape.iter("{*}xfrm"), ())
     if placeholder is not None and placeholder.get("type") in ("title", "ctrTitle"):
-        return _TITLE
+        return (-1 << 40,) * 3
     values = {key: int(value) for node in box[:2] for key, value in node.items() if re.fullmatch(r"-?\d+", value)}
     top = values.get("y", 0)
     return top, top + values.get("cy", 0), values.get("x", 0)
@@ -171,7 +165,7 @@ class Text:
                 yield mark + PARAGRAPH.join(self.paragraphs(note_part, note))
 
     def _remove_rest(self, root: Any) -> None:
-        """Remove and count what is not shown, mark superscripts, and write equations and symbols as text."""
+        """Remove and count what is not shown, and write equations and symbols as text."""
         for node in [*root.iter(*_DROPPED)]:
             holder = node.getparent()
             if holder.tag != f"{WORD}rPr":  # of the mark of a paragraph
@@ -185,11 +179,6 @@ class Text:
             holder = node.getparent().getparent()  # a run, a row or a shape
             if is_hidden(holder) or is_hidden(node):
                 self.omitted[HIDDEN] += _remove(holder)
-        for node in root.iter(f"{WORD}vertAlign", f"{_DRAWING}rPr"):
-            if node.get(_VALUE) == "superscript":
-                node.getparent().getparent().set(_RAISED, "1")
-            elif re.match(r"[1-9]", node.get("baseline", "")):
-                node.getparent().set(_RAISED, "1")
         for node in [*root.iter("{*}oMath", f"{WORD}sym", f"{WORD}checkBox", f"{WORD}ddList")]:
             text = _equation(node) if node.tag.endswith("}oMath") else _sign(node)
             self.omitted["symbol"] += not text
@@ -212,8 +201,7 @@ class Text:
                 yield from self._related(part, node)
             else:
                 text += self._text(node)
-                marks = node.find(f"{WORD}pPr/{WORD}rPr")
-                if marks is None or (marks.find(f"{WORD}del") is None and marks.find(f"{WORD}moveFrom") is None):
+                if not node.xpath("*/w:rPr/w:del | */w:rPr/w:moveFrom", namespaces={"w": WORD[1:-1]}):
                     yield f"{self._label(node, text)} {text}".strip()
                     text = ""  # else it goes on in the next paragraph
         yield text.strip()
@@ -234,13 +222,13 @@ class Text:
             rows.append([""] * min(read_number(row, "*trPr/*gridBefore"), _COLUMNS))
             for cell in cells:
                 place, span = len(rows[-1]), max(1, min(read_number(cell, "*tcPr/*gridSpan"), _COLUMNS))
-                mark = cell.find(f"{WORD}tcPr/{WORD}vMerge")
-                if cell.get("hMerge") or (cell.get("vMerge") if mark is None else mark.get(_VALUE) != "restart"):
+                is_below = cell.get("vMerge") or read_value(cell, "*tcPr/*vMerge") not in ("", "restart")
+                if cell.get("hMerge") or is_below:
                     text = "".join(rows[-1][-1:] if cell.get("hMerge") else above[place : place + 1])
-                    text = text if len(text) <= _LABEL else ""
+                    text = text if len(text) <= LABEL else ""
                 else:
                     text = "\n".join(self._blocks(part, cell))
-                rows[-1] += [text, *[text if len(text) <= _LABEL and not is_layout else ""] * (span - 1)]
+                rows[-1] += [text, *[text if len(text) <= LABEL and not is_layout else ""] * (span - 1)]
         yield format_table(rows)
 
     def _text(self, paragraph: Any) -> str:
@@ -250,7 +238,7 @@ class Text:
             kind, parent = node.tag.rpartition("}")[2], node.getparent()
             if next(node.iterancestors("{*}p")) is not paragraph or (kind == "tab" and not parent.tag.endswith("}r")):
                 continue  # of a shape, or the position of a tab
-            if kind == "t" and parent.get(_RAISED):
+            if kind == "t" and is_raised(parent):
                 raised += node.text or ""
                 continue
             text, raised = text + superscript(text, raised, is_reference=False) if raised else text, ""
@@ -300,7 +288,8 @@ class Text:
                 yield from self.paragraphs(target, target.read())
             elif target and kind == "chart" and "/2014/" not in node.tag:  # a later form
                 yield from _chart_rows(target.read())
-            elif target and kind == "altChunk" and (chunk := _read_chunk(target, self._depth)):
+            elif target and kind == "altChunk":
+                chunk = _read_chunk(target.package.read(target.name), self._depth)
                 yield from chunk.pages
                 self.omitted.update(chunk.omitted)
             else:
@@ -309,18 +298,20 @@ class Text:
             self.omitted["unreadable part"] += 1
 
 
-def _read_chunk(part: Part, depth: int) -> Contents | None:
-    """Return the contents of an ``altChunk``, whose format its beginning shows; None in one that is not read."""
-    data = part.package.read(part.name)
-    head = data[:2000].lower()
-    if head.startswith(b"pk"):
-        return read_docx(data, depth + 1) if depth < _CHUNK_DEPTH else None
-    if b"mime-version:" in head:
-        return read_mime(data)
-    if b"<html" in head or head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
-        text, omitted = flow_text(parse_page(data))
-        return Contents("", [text], omitted)
-    return None if head.startswith(b"{\\rtf") else Contents("", [data.decode("utf-8-sig", "replace").strip()])
+def _read_chunk(data: bytes, depth: int) -> Contents:
+    """Return the contents of an ``altChunk``, whose format its beginning shows."""
+    if data.startswith(b"PK") and depth < 3:
+        return read_docx(data, depth + 1)
+    if not re.match(rb"(?is).{,2000}mime-version:", data):
+        kind = b"x/x" if re.match(rb"PK|{\\rtf", data) else b"text/html" if b"<" in data[:9] else b"text/plain"
+        data = b"Content-Type: %b\n\n%b" % (kind, data)
+    return read_mime(data)
+
+
+def is_raised(run: Any) -> bool:
+    """Return whether a run of text is in superscript."""
+    marks = (mark for properties in run.iterfind("{*}rPr") for mark in (properties, *properties))
+    return any("superscript" in mark.values() or re.match("[1-9]", mark.get("baseline", "")) for mark in marks)
 
 
 def _remove(node: Any) -> bool:

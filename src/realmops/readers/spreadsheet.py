@@ -12,9 +12,8 @@ from lxml.etree import iterparse
 from realmops.number_format import CODES, GENERAL, format_value
 from realmops.readers.contents import HIDDEN, PARAGRAPH, Contents, check_remaining, format_table, is_hidden, superscript
 from realmops.readers.documents import LINE_LIMIT
-from realmops.readers.office import DAMAGED, Part, Text, open_main_part
+from realmops.readers.office import DAMAGED, LABEL, Part, Text, is_raised, open_main_part
 
-_LABEL = 200  # characters of a merged cell that is repeated; a longer one is no label of its rows
 _TAGS = ("{*}row", "{*}col", "{*}mergeCell")
 _LINK = re.compile(r'\s*HYPERLINK\s*\(\s*"(?:[^"]|"")*"\s*(?:[,;]\s*"((?:[^"]|"")*)"\s*)?\)', re.IGNORECASE)
 _ESCAPED = re.compile(r"_x([0-9A-Fa-f]{4})_")
@@ -84,7 +83,7 @@ class _Workbook:
         for left, top, right, bottom in merged:
             covered = {column for column in used if left <= column <= right}
             text = rows.get(top, {}).get(left, "")
-            for row in (rows.get(number, {}) for number in range(top, min(bottom, last) + 1) if len(text) <= _LABEL):
+            for row in (rows.get(number, {}) for number in range(top, min(bottom, last) + 1) if len(text) <= LABEL):
                 if text and row.keys() - covered:
                     row |= dict.fromkeys(covered, text)
                     self._remaining -= len(text) * len(covered)
@@ -95,12 +94,8 @@ class _Workbook:
         return format_table([row.get(column, "") for column in shown] for row in visible)
 
     def _text(self, cell: Any) -> str:
-        kind, formula, value = cell.get("t", "n"), None, ""
-        for part in cell:
-            if part.tag.endswith("}f"):
-                formula = part.text or ""
-            else:
-                value = _rich_text(part) if part.tag.endswith("}is") else part.text or ""
+        kind, formula = cell.get("t", "n"), cell.findtext("{*}f")
+        value = _rich_text(cell) if kind == "inlineStr" else cell.findtext("{*}v", "")
         if formula is not None and not value and kind != "str":
             link = _LINK.fullmatch(formula)
             self._omitted["formula without value"] += not (link and link[1])
@@ -124,8 +119,7 @@ def _rich_text(item: Any) -> str:
     """Return the text of runs, without the phonetic ones."""
     text = ""
     for node in (node for node in item.iter("{*}t") if node.text and not node.getparent().tag.endswith("}rPh")):
-        is_raised = node.getparent().find("{*}rPr/{*}vertAlign[@val='superscript']") is not None
-        text += superscript(text, node.text, is_reference=False) if is_raised else node.text
+        text += superscript(text, node.text, is_reference=False) if is_raised(node.getparent()) else node.text
     return text
 
 
