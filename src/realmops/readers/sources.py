@@ -10,7 +10,6 @@ from pathlib import Path
 
 from realmops.artifacts import special_file_kind
 from realmops.compressed import DECOMPRESSION_ERRORS, is_archive, list_members, open_compressed, open_raw
-from realmops.hub import HUB
 from realmops.readers import tables
 from realmops.readers.beir import BEIR, corpus_file
 from realmops.readers.delimited import CSV
@@ -26,12 +25,8 @@ FORMATS: dict[str, Format] = {entry.name: entry for entry in _FORMATS}
 _BY_SUFFIX = {suffix: entry.name for entry in _FORMATS for suffix in entry.suffixes}
 _BY_FIRST_BYTES = {b"PAR1": "parquet", b"<mediawiki": "mediawiki", b"%PDF-": "pdf", b"{\\rtf": "rtf"}
 _HEAD = 1024  # bytes read to detect a format
-_UNSUPPORTED = {  # by first bytes
-    b"<doc ": "it begins with <doc, like text extracted from a Wikipedia dump; name the dump itself (.xml.bz2)",
-    b"WARC/": "it is a web archive, which is not read; extract its pages as HTML files, for example with warcio",
-}
 _REGULAR = "only regular files are read, in folders and whole archives that can be listed, without a password"
-_UNKNOWN = "unknown format (checked: suffix and first bytes)"
+_UNKNOWN = f"unknown format (checked: suffix and first bytes); allowed are {', '.join(FORMATS)}; convert the file"
 _LOCKS = ("~$", ".~lock.")  # first characters of the names of lock files
 _KIND = re.compile(r"[a-z0-9]{1,10}")  # suffixes under which files without a known format are counted
 
@@ -70,21 +65,19 @@ def may_have_scans(documents: Path) -> bool:
 def _list_sources(documents: Path, format: str) -> list[Source]:
     if format != "auto" and format not in FORMATS:
         raise ValueError(f"unknown format {format!r}; allowed are auto, {', '.join(FORMATS)}")
-    if str(documents).startswith(HUB):
-        _check_dataset(documents, format)
-        return [Source(Path(name), DATASET, size) for name, size in tables.list_hub_splits(str(documents))]
+    if splits := tables.list_splits(documents):
+        if format not in ("auto", DATASET.name):
+            raise ValueError(f"{documents}: is a Hugging Face dataset, not {format}; set the format to dataset")
+        return [Source(path, DATASET, size) for path, size in splits]
     if not documents.exists():
         raise ValueError(f"{documents}: there is no such file or folder; check the path")
-    splits = _dataset_splits(documents)
-    if splits:
-        _check_dataset(documents, format)
-        return [Source(split, DATASET, sum(_kind_and_size(path)[1] for path in walk_files(split))) for split in splits]
     if format in ("auto", BEIR.name) and (corpus := corpus_file(documents)) is not None:
         return [Source(corpus, BEIR, _kind_and_size(corpus)[1])]
     if not documents.is_dir() and not is_archive(documents):
         open_raw(documents).close()
-        name = _detect_format(documents) if format == "auto" else format
-        return [Source(documents, FORMATS[_require_format(documents, name)], _kind_and_size(documents)[1])]
+        if (name := _detect_format(documents) if format == "auto" else format) is None:
+            raise ValueError(f"{documents}: {_UNKNOWN}")
+        return [Source(documents, FORMATS[name], _kind_and_size(documents)[1])]
     files = walk_files(documents) if documents.is_dir() else [documents]
     found = [entry for file in files for entry in _list_file(file, *_kind_and_size(file))]
     kinds, sizes = {path: kind for path, kind, _ in found}, {path: size for path, _, size in found}
@@ -96,7 +89,7 @@ def _list_sources(documents: Path, format: str) -> list[Source]:
         of_format = "" if format == "auto" else f" of the format {format}"
         raise ValueError(f"{documents}: there is no file{of_format} that can be read; check the path")
     if formats == {None}:
-        _require_format(next(path for path in format_of if not kinds[path]), None)
+        raise ValueError(f"{next(path for path in format_of if not kinds[path])}: {_UNKNOWN}")
     is_strict = len(formats) == 1 and (format != "auto" or not FORMATS[str(*formats)].is_document)
     return [_folder_source(path, name, kinds[path], sizes[path], is_strict) for path, name in format_of.items()]
 
@@ -119,33 +112,6 @@ def _kind_and_size(path: Path) -> tuple[str, int]:
     return special_file_kind(status.st_mode), status.st_size
 
 
-def _dataset_splits(folder: Path) -> list[Path]:
-    if tables.is_dataset_folder(folder):
-        return [folder]
-    if (folder / "dataset_dict.json").is_file():
-        folders = sorted({path.parent for path in walk_files(folder)})
-        return [path for path in folders if path.parent == folder and tables.is_dataset_folder(path)]
-    return []
-
-
-def _check_dataset(documents: Path, format: str) -> None:
-    if format not in ("auto", DATASET.name):
-        raise ValueError(f"{documents}: is a Hugging Face dataset, not {format}; set the format to dataset")
-
-
-def _require_format(path: Path, name: str | None) -> str:
-    if name is None:
-        remedy = f"; allowed are {', '.join(FORMATS)}; set the format, or keep only documents in the folder"
-        problem = _unsupported_problem(path)
-        raise ValueError(f"{path}: {problem}{remedy if problem == _UNKNOWN else ''}")
-    return name
-
-
-def _unsupported_problem(path: Path) -> str:
-    first = _first_bytes(path)
-    return next((problem for start, problem in _UNSUPPORTED.items() if first.startswith(start)), _UNKNOWN)
-
-
 def _folder_source(path: Path, name: str | None, special: str, size: int, is_strict: bool) -> Source:
     """Return the source; a ``special`` kind is never opened; with ``is_strict`` an unreadable one ends the stage."""
     if special:
@@ -158,7 +124,7 @@ def _folder_source(path: Path, name: str | None, special: str, size: int, is_str
     kind = suffix if _KIND.fullmatch(suffix) else "other"
     try:
         open_raw(path).close()
-        problem = (_first_problem(path) if name == "jsonl" else "") if name else _unsupported_problem(path)
+        problem = _first_problem(path) if name == "jsonl" else "" if name else _UNKNOWN
         if name is not None and not problem:
             return Source(path, FORMATS[name], size, f"broken_{name}")
     except ValueError as error:
@@ -178,29 +144,20 @@ def _first_problem(path: Path) -> str:
     if isinstance(record, RawRecord):
         with suppress(ValueError):
             keys = parse_json_object(record.data, record.place)
-            return (
-                ""
-                if text_key(keys) in keys
-                else f"its first record has no key 'text' (keys found: {', '.join(sorted(keys))})"
-            )
+            found = f"its first record has no key 'text' (keys found: {', '.join(sorted(keys))})"
+            return "" if text_key(keys) in keys else found
     return "its first record is not a JSON object" if ".json" in path.suffixes else ""
 
 
-def _first_bytes(path: Path) -> bytes:
-    """Return the first bytes of a file, decompressed, without byte order mark, leading blanks and XML declaration."""
+def _detect_format(path: Path) -> str | None:
+    """Return the name of a format by the first bytes of a file, decompressed, or by its suffix."""
     try:
         with open_compressed(path) as (file, _):
             head = file.read(_HEAD)
     except (*DECOMPRESSION_ERRORS, ValueError):  # reported when the file is read
         head = b""
     bare = head.removeprefix(b"\xef\xbb\xbf").lstrip()
-    return bare.partition(b"?>")[2].lstrip() if bare.startswith(b"<?xml") else bare
-
-
-def _detect_format(path: Path) -> str | None:
-    bare = _first_bytes(path)
-    if bare.startswith(tuple(_UNSUPPORTED)):
-        return None
+    bare = bare.partition(b"?>")[2].lstrip() if bare.startswith(b"<?xml") else bare
     for magic, name in _BY_FIRST_BYTES.items():
         if bare.startswith(magic):
             return name

@@ -33,12 +33,16 @@ _OFFSETS = {pa.string(): np.int32, pa.binary(): np.int32, pa.large_string(): np.
 Sizes = NDArray[np.int64]
 
 
-def is_dataset_folder(folder: Path) -> bool:
-    return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+def list_splits(documents: Path) -> list[tuple[Path, int]]:
+    """Return (path, bytes) of the splits of a Hugging Face dataset: a folder, "hf:owner/name" or "hf:owner/name:split".
 
-
-def list_hub_splits(name: str) -> list[tuple[str, int]]:
-    """Return (name, bytes) of splits of a Hugging Face dataset ("hf:owner/name"), or of one ("hf:owner/name:split")."""
+    Other paths have none.
+    """
+    name = str(documents)
+    if not name.startswith(HUB):
+        pattern = "*/state.json" if (documents / "dataset_dict.json").is_file() else "state.json"
+        states = [file for file in sorted(documents.glob(pattern)) if file.with_name("dataset_info.json").is_file()]
+        return [(file.parent, sum(part.stat().st_size for part in file.parent.iterdir())) for file in states]
     datasets = _datasets(name)
     owner_name, _, split = name.removeprefix(HUB).partition(":")
     try:
@@ -51,7 +55,8 @@ def list_hub_splits(name: str) -> list[tuple[str, int]]:
         ) from None
     if split and split not in dataset:
         raise ValueError(f"{name}: no split {split!r}; the dataset has {', '.join(dataset)}")
-    return [(f"{HUB}{owner_name}:{part}", _stored_bytes(dataset[part])) for part in ([split] if split else dataset)]
+    parts = [split] if split else dataset
+    return [(Path(f"{HUB}{owner_name}:{part}"), _stored_bytes(dataset[part])) for part in parts]
 
 
 def _datasets(name: str) -> Any:

@@ -18,7 +18,7 @@ def walk_files(folder: Path) -> Iterator[Path]:
         target = path.resolve()
         if path.name.startswith(".") or target in visited:
             return False
-        if path.is_symlink() and target.is_relative_to(top) and not _is_hidden(target.relative_to(top)):
+        if path.is_symlink() and target.is_relative_to(top) and "/." not in f"/{target.relative_to(top)}":
             return False
         visited.add(target)
         return True
@@ -28,7 +28,3 @@ def walk_files(folder: Path) -> Iterator[Path]:
         folders[:] = [name for name in sorted(folders) if is_new(Path(parent, name))]
         yield from (Path(parent, name) for name in sorted(files) if not name.startswith("."))
     yield from unlisted
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
