@@ -14,14 +14,10 @@ _BUILT_IN = (  # numbers and code
     f"|20 32 33=h:mm|21=h:mm:ss|22={_DATE} h:mm|45=mm:ss|46=[h]:mm:ss|47=mm:ss.0|48=##0.0E+0|49=@"
 )
 CODES = {n: code for numbers, code in (entry.split("=") for entry in _BUILT_IN.split("|")) for n in numbers.split()}
-_EXACT = Context(prec=400, rounding=ROUND_HALF_UP)
 _LITERAL = 0xF0000  # added to the characters of literal text, so that they are no part of a code
 _QUOTED = re.compile(r'"([^"]*)"?|\\(.)|_(.)|\*.', re.DOTALL)
 _BRACKETS = re.compile(r"\[(?:\$([^\]-]*)|(?!(?:h+|m+|s+)\]))[^\]]*\]", re.IGNORECASE)
-_LANGUAGE = re.compile(r"\[\$[^\]-]*-([\dA-Fa-f]+)")
-_CONDITION = re.compile(r"\[([<>=]+) *(-?\d+\.?\d*)\]")
 _PLACE = re.compile("[#0?]")  # of a digit
-_POWER_OR_FRACTION = re.compile(r"E([+-])([#0?]+)|([#0?]+) */ *(\d+|[#0?]+)", re.IGNORECASE)
 _COMPARISONS = {1: ("<>=",), 2: (">=", "<>="), 3: (">", "<", "<>=")}  # with zero, of sections without conditions
 Section = tuple[str, float, bool, str, str]  # comparisons with a limit, whether its code has the sign, language, code
 
@@ -31,7 +27,7 @@ def _literal(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    return text if text.isascii() else "".join(chr(ord(character) % _LITERAL) for character in text)
+    return "".join(chr(ord(character) % _LITERAL) for character in text)
 
 
 @cache
@@ -42,7 +38,8 @@ def _sections(code: str) -> tuple[list[Section], str]:
     numbers = parts[: max(1, min(3, len(parts) - (for_texts is parts[-1])))]
     sections: list[Section] = []
     for n, (part, default) in enumerate(zip(numbers, _COMPARISONS[len(numbers)], strict=True)):
-        language, condition = _LANGUAGE.search(part), _CONDITION.search(part)
+        language = re.search(r"\[\$[^\]-]*-([\dA-Fa-f]+)", part)
+        condition = re.search(r"\[([<>=]+) *(-?\d+\.?\d*)\]", part)
         names, limit = (condition[1], float(condition[2])) if condition else (default, 0.0)
         is_signed = n == 1 and "<" in names and limit <= 0
         text = _BRACKETS.sub(lambda match: _literal(match[1] or ""), part)
@@ -74,28 +71,28 @@ def format_general(value: float) -> str:
 
 
 def _number(value: Decimal, code: str) -> str:
-    special = _POWER_OR_FRACTION.search(code)
+    special = re.search("(?i)E([+-])([#0?]+)|([#0?]+) */ *([0-9]+|[#0?]+)", code)  # a power or a fraction
     head, tail = (code[: special.start()], code[special.end() :]) if special else (code, "")
     scale = re.search(r"[#0?.](,+)[^#0?,]*$", head)
     value = value.scaleb(2 * code.count("%") - 3 * len(scale[1] if scale else ""))
     whole, point, decimals = head.partition(".")
     has_groups, whole = bool(re.search("[#0?],+[#0?]", whole)), whole.replace(",", "")
-    places = "".join(_PLACE.findall(decimals))
-    unit, size = Decimal(1).scaleb(-len(places)), len(_PLACE.findall(whole))
+    places, has_digits = "".join(_PLACE.findall(decimals)), _PLACE.search(whole)
     if special and special[1]:
         power = Decimal(f"{value:.{len(places)}E}").adjusted() if value else 0
         value = value.scaleb(-power)
         tail = f"E{'-' if power < 0 else special[1].strip('-')}{_fill(special[2], str(abs(power)))}{tail}"
     elif special:
-        rest = Fraction(value) % 1 if size else Fraction(value)
-        largest = 10 ** len(special[4]) - 1
-        below = int(special[4]) if special[4].strip("#0?") else rest.limit_denominator(largest).denominator
+        rest = Fraction(value) - (int(value) if has_digits else 0)
+        nearest = rest.limit_denominator(10 ** len(special[4]) - 1)
+        below = int(special[4]) if special[4].strip("#0?") else nearest.denominator
         above = round(rest * below)
-        value = Decimal(int(value) + above // below) if size else Decimal(0)
-        tail = f"{above}/{below}{tail}" if not size or above % below else f"{'0' * (not value)}{tail}"
-    digits, _, fraction = f"{value.quantize(unit, context=_EXACT):f}".partition(".")
+        value = Decimal(int(value) + above // below) if has_digits else Decimal(0)
+        tail = f"{above}/{below}{tail}" if not has_digits or above % below else f"{'0' * (not value)}{tail}"
+    rounded = value.quantize(Decimal(1).scaleb(-len(places)), context=Context(prec=400, rounding=ROUND_HALF_UP))
+    digits, _, fraction = f"{rounded:f}".partition(".")
     last = iter(fraction.rstrip("0").ljust(places.rfind("0") + 1, "0"))
-    shown = _fill(whole if size or not point else whole + "#", digits)
+    shown = _fill(whole if has_digits or not point else whole + "#", digits)
     shown = re.sub(r"(?<=\d)(?=(?:\d{3})+(?!\d))", ",", shown) if has_groups else shown
     return shown + point + _PLACE.sub(lambda _: next(last, ""), decimals.replace(",", "")) + tail
 

@@ -10,10 +10,10 @@ from typing import Any
 from zipfile import BadZipFile, ZipFile
 
 from realmops.readers.documents import LINE_LIMIT
+from realmops.readers.numbering import WORD
 
 PARAGRAPH = "\n\n"
 HIDDEN = "hidden text"  # kind of ``Contents.omitted``
-WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _SLIDE = "{http://schemas.openxmlformats.org/presentationml/2006/main}sld"
 _HIDDEN_MARKS = {f"{WORD}r": f"{WORD}rPr/{WORD}vanish", f"{WORD}tr": f"{WORD}trPr/{WORD}hidden"}
 _OFF = ("0", "false", "off")

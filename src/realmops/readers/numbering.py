@@ -5,8 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from realmops.readers.contents import WORD
-
+WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _ROMAN = {"m": 1000, "cm": 900, "d": 500, "cd": 400, "c": 100, "xc": 90, "l": 50, "xl": 40, "x": 10, "ix": 9, "v": 5}
 _ROMAN |= {"iv": 4, "i": 1}
 _LEVEL = f"{WORD}ilvl"
@@ -74,9 +73,9 @@ class Numbering:
         for number in range(level + 1):  # levels that were skipped have their first number
             start = read_number(levels.get(number), "*start")
             numbers.setdefault(number, read_number(overrides.get(number), "*startOverride", start))
-        for lower in [lower for lower in numbers if level < lower]:
-            if level < read_number(levels.get(lower), "*lvlRestart", lower):
-                del numbers[lower]
+        restarts = {lower: read_number(levels.get(lower), "*lvlRestart", lower) for lower in numbers}
+        for lower in (lower for lower, restart in restarts.items() if level < min(lower, restart)):
+            del numbers[lower]
 
         def shown(match: re.Match[str]) -> str:
             number = int(match[1]) - 1

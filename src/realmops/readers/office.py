@@ -15,17 +15,8 @@ from zipfile import BadZipFile, ZipFile
 from lxml.etree import Element, XMLSyntaxError, iterwalk
 
 from realmops.readers.containers import parse_xml, read_mime
-from realmops.readers.contents import (
-    HIDDEN,
-    PARAGRAPH,
-    WORD,
-    Contents,
-    format_table,
-    is_hidden,
-    open_package,
-    superscript,
-)
-from realmops.readers.numbering import Numbering, format_number, read_number, read_value
+from realmops.readers.contents import HIDDEN, PARAGRAPH, Contents, format_table, is_hidden, open_package, superscript
+from realmops.readers.numbering import WORD, Numbering, format_number, read_number, read_value
 
 _VALUE = f"{WORD}val"
 _RELATION = "{http://schemas.openxmlformats.org/officeDocument/2006/relationships}"
@@ -39,12 +30,10 @@ _NOTES = {f"{WORD}footnoteReference": "decimal", f"{WORD}endnoteReference": "low
 _INLINE = [*_NOTES, *(f"{{*}}{name}" for name in ("t", *_SIGNS))]
 _EQUATION_MARKS = {"num": "", "den": "/", "lim": "_", "nary sub": "_", "rad e": "√", "sup": "^"}
 _EQUATION_GAPS = {"d e": "|", "eqArr e": "; ", "func e": " ", "m mr": "; ", "mr e": " ", "nary e": " "}
-_SIMPLE = re.compile(r"[-+−]?\w+(?:[.,]\w+)*|∞|\([^()]*\)")  # part of an equation that needs no brackets
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _COLUMNS = 63  # of a table in Word
 LABEL = 200  # characters of a merged cell that is repeated; a longer one is no label of its rows
 _BULLETS = {"alphaLc": "lowerLetter", "alphaUc": "upperLetter", "romanLc": "lowerRoman", "romanUc": "upperRoman"}
-_OVERLAP = 91_440  # of rows of shapes, in English metric units
 
 
 class Part:
@@ -63,7 +52,6 @@ class Part:
 
     @cached_property
     def related(self) -> dict[str, tuple[str, "Part"]]:
-        """Kind and part by id of the parts that this one refers to."""
         folder, name = posixpath.split(self.name)
         links = Part(self.package, posixpath.join(folder, "_rels", f"{name}.rels"), self.omitted)
         parts = {}
@@ -119,7 +107,7 @@ def _slide_paragraphs(slide: Part, text: "Text") -> Iterator[str]:
             shapes = [shape for shape in tree if next(shape.iter("{*}t", "{*}graphicFrame"), None) is not None]
             row, end, order = 0, 0, []
             for (top, bottom, left), shape in sorted(zip(map(_box, shapes), shapes, strict=True), key=itemgetter(0)):
-                if top > end - _OVERLAP:  # below the first of the row
+                if top > end - 91_440:  # English metric units: below the first of the row
                     row, end = row + 1, bottom
                 order.append((row, left, top, shape))
             tree.extend(shape for *_, shape in sorted(order, key=itemgetter(0, 1, 2)))  # which moves them
@@ -224,8 +212,8 @@ class Text:
                 place, span = len(rows[-1]), max(1, min(read_number(cell, "*tcPr/*gridSpan"), _COLUMNS))
                 is_below = cell.get("vMerge") or read_value(cell, "*tcPr/*vMerge") not in ("", "restart")
                 if cell.get("hMerge") or is_below:
-                    text = "".join(rows[-1][-1:] if cell.get("hMerge") else above[place : place + 1])
-                    text = text if len(text) <= LABEL else ""
+                    repeated = rows[-1][-1:] if cell.get("hMerge") else above[place : place + 1]
+                    text = "".join(label for label in repeated if len(label) <= LABEL)
                 else:
                     text = "\n".join(self._blocks(part, cell))
                 rows[-1] += [text, *[text if len(text) <= LABEL and not is_layout else ""] * (span - 1)]
@@ -265,16 +253,14 @@ class Text:
             return "" if is_hidden else self._numbering.label(paragraph, styles)
         if paragraph.getparent() is not self._frame:
             self._frame, self._bullets = paragraph.getparent(), {}
-        properties, bullet = paragraph.find("{*}pPr"), paragraph.find("{*}pPr/{*}buAutoNum")
-        if not text or properties is None:
+        properties: Any = next(paragraph.iterfind("{*}pPr"), {})
+        bullet: Any = next(paragraph.iterfind("{*}pPr/{*}buAutoNum"), {})
+        key = level, kind, start = properties.get("lvl", "0"), bullet.get("type", ""), bullet.get("startAt", "1")
+        if text:
+            self._bullets = {one: last for one, last in self._bullets.items() if one[0] < level or one == key}
+        if not text or not kind:
             return ""
-        kind, start = ("", "1") if bullet is None else (bullet.get("type", ""), bullet.get("startAt", "1"))
-        key = (properties.get("lvl", "0"), kind, start)
-        self._bullets = {one: last for one, last in self._bullets.items() if one[0] < key[0] or one == key}
-        if not kind:
-            return ""
-        first = int(start) if start.isdecimal() else 1
-        self._bullets[key] = number = self._bullets.get(key, first - 1) + 1
+        self._bullets[key] = number = self._bullets.get(key, int(start) - 1) + 1
         end = ")" if "Paren" in kind else "." if "Period" in kind else ""
         return f"{'(' if 'Both' in kind else ''}{format_number(number, _BULLETS.get(kind[:7], ''))}{end}"
 
@@ -309,7 +295,6 @@ def _read_chunk(data: bytes, depth: int) -> Contents:
 
 
 def is_raised(run: Any) -> bool:
-    """Return whether a run of text is in superscript."""
     marks = (mark for properties in run.iterfind("{*}rPr") for mark in (properties, *properties))
     return any("superscript" in mark.values() or re.match("[1-9]", mark.get("baseline", "")) for mark in marks)
 
@@ -340,7 +325,8 @@ def _equation(node: Any) -> str:
         name, text = child.tag.rpartition("}")[2], _equation(child)
         mark = _EQUATION_MARKS.get(f"{kind} {name}", _EQUATION_MARKS.get(name))
         if text and mark is not None:
-            text = mark + (text if _SIMPLE.fullmatch(text) else f"({text})")
+            is_simple = re.fullmatch(r"[-+−]?\w+(?:[.,]\w+)*|∞|\([^()]*\)", text)
+            text = mark + (text if is_simple else f"({text})")
         line += (signs.get("sepChr", _EQUATION_GAPS.get(f"{kind} {name}", "")) if line else "") + text
     return f"{signs.get('begChr', '(')}{line}{signs.get('endChr', ')')}" if kind == "d" else line
 
@@ -349,15 +335,12 @@ def _chart_rows(root: Any) -> Iterator[str]:
     """Yield the titles of a chart and its axes, then its values as a table: a row for each category."""
     for title in root.iter("{*}title"):
         yield "".join(node.text or "" for node in title.iter("{*}t", "{*}v"))
-    # The texts of each cell by row and column; levels of categories share a cell, which every series repeats
-    rows: dict[int, dict[int, dict[str, None]]] = defaultdict(lambda: defaultdict(dict))
+    cells: dict[tuple[int, int], dict[str, None]] = defaultdict(dict)  # levels of categories share a cell
+    number = 0
     for number, series in enumerate(root.iter("{*}ser"), start=1):
-        rows[-1][number][" ".join(node.text or "" for node in series.iterfind("{*}tx//{*}v"))] = None
-        for axis, column in (("cat", 0), ("xVal", 0), ("val", number), ("yVal", number)):
+        for axis, column in (("tx", number), ("cat", 0), ("xVal", 0), ("val", number), ("yVal", number)):
             for value in series.iterfind(f"{{*}}{axis}//{{*}}v"):
-                text = value.text or ""
-                text = f"{float(text):.15g}" if _NUMBER.fullmatch(text) else text
-                rows[int(value.getparent().get("idx", 0))][column][text] = None
-    yield format_table(
-        [" ".join(row.get(column, ())) for column in range(max(row, default=0) + 1)] for _, row in sorted(rows.items())
-    )
+                row, text = int(value.getparent().get("idx", -1)) if axis != "tx" else -1, value.text or ""
+                cells[row, column][f"{float(text):.15g}" if _NUMBER.fullmatch(text) else text] = None
+    rows = sorted({row for row, _ in cells})
+    yield format_table([" ".join(cells.get((row, column), ())) for column in range(number + 1)] for row in rows)

@@ -14,10 +14,7 @@ from realmops.readers.contents import HIDDEN, PARAGRAPH, Contents, check_remaini
 from realmops.readers.documents import LINE_LIMIT
 from realmops.readers.office import DAMAGED, LABEL, Part, Text, is_raised, open_main_part
 
-_TAGS = ("{*}row", "{*}col", "{*}mergeCell")
 _LINK = re.compile(r'\s*HYPERLINK\s*\(\s*"(?:[^"]|"")*"\s*(?:[,;]\s*"((?:[^"]|"")*)"\s*)?\)', re.IGNORECASE)
-_ESCAPED = re.compile(r"_x([0-9A-Fa-f]{4})_")
-_CORNER = re.compile(r"([A-Z]+)([0-9]+)")
 
 
 def read_xlsx(data: bytes) -> Contents:
@@ -58,7 +55,7 @@ class _Workbook:
         hidden_rows, hidden_columns = set(), [range(0)]
         number = 0
         try:
-            for _, node in iterparse(BytesIO(sheet.package.read(sheet.name)), tag=_TAGS):
+            for _, node in iterparse(BytesIO(sheet.package.read(sheet.name)), tag=("{*}row", "{*}col", "{*}mergeCell")):
                 is_shown = not is_hidden(node) and "0" not in (node.get("width"), node.get("ht"))
                 if node.tag.endswith("}row"):
                     number, column = int(node.get("r", number + 1)), 0
@@ -70,7 +67,7 @@ class _Workbook:
                             self._remaining -= len(text)
                     check_remaining(self._remaining)
                 elif node.tag.endswith("}mergeCell"):
-                    corners = _CORNER.findall(node.get("ref"))
+                    corners = re.findall("([A-Z]+)([0-9]+)", node.get("ref"))
                     merged.append([n for letters, digits in corners for n in (_column(letters), int(digits))])
                 elif not is_shown:
                     hidden_columns.append(range(int(node.get("min")), int(node.get("max")) + 1))
@@ -81,14 +78,13 @@ class _Workbook:
             self._omitted["unreadable part"] += 1
         used, last = sorted({column for row in rows.values() for column in row}), max(rows, default=0)
         for left, top, right, bottom in merged:
-            covered = {column for column in used if left <= column <= right}
-            text = rows.get(top, {}).get(left, "")
-            for row in (rows.get(number, {}) for number in range(top, min(bottom, last) + 1) if len(text) <= LABEL):
-                if text and row.keys() - covered:
+            covered, text = {column for column in used if left <= column <= right}, rows.get(top, {}).get(left, "")
+            for number in range(top, min(bottom, last) + 1 if 0 < len(text) <= LABEL else top):
+                if (row := rows.get(number, {})).keys() - covered:
                     row |= dict.fromkeys(covered, text)
                     self._remaining -= len(text) * len(covered)
             check_remaining(self._remaining)
-        shown = [column for column in used if not any(column in columns for columns in hidden_columns)]
+        shown = [column for column in used if all(column not in columns for columns in hidden_columns)]
         self._omitted[HIDDEN] += len(used) - len(shown) + len(hidden_rows.intersection(rows))
         visible = (row for number, row in sorted(rows.items()) if number not in hidden_rows)
         return format_table([row.get(column, "") for column in shown] for row in visible)
@@ -112,7 +108,7 @@ class _Workbook:
             self._omitted["unreadable cell"] += 1
             return ""
         self._omitted[HIDDEN] += not shown.strip() and bool(str(known).strip("0. "))  # not a zero
-        return _ESCAPED.sub(lambda match: chr(int(match[1], 16)), shown) if "_x" in shown else shown
+        return re.sub("_x([0-9A-Fa-f]{4})_", lambda match: chr(int(match[1], 16)), shown)
 
 
 def _rich_text(item: Any) -> str:
