@@ -59,25 +59,18 @@ def read_epub(data: bytes) -> Contents:
     return Contents(book.findtext("{*}metadata/{http://purl.org/dc/elements/1.1/}title") or "", texts(), omitted)
 
 
-def read_eml(data: bytes) -> Contents:
-    """Return the contents of a message: its subject, sender, receivers, date and text; attachments are counted."""
-    message = message_from_bytes(data.lstrip(b"\xef\xbb\xbf\r\n"), policy=email_policy)
-    if not message.keys():
-        raise ValueError("it does not begin with the headers of a message")
-    contents = read_mime(data)
-    contents.title = _headers(message, contents.omitted, ("Subject",)).removeprefix("Subject: ")
-    contents.pages = [PARAGRAPH.join(filter(None, [_headers(message, contents.omitted), *contents.pages]))]
-    return contents
-
-
-def read_mime(data: bytes) -> Contents:
-    """Return the text of a message, or of a page with its pictures (MHTML), without headers."""
+def read_eml(data: bytes, headers: tuple[str, ...] = _HEADERS) -> Contents:
+    """Return the contents of a message, or without headers of a page with its pictures (MHTML)."""
     omitted: Counter[str] = Counter()
     message = message_from_bytes(data.lstrip(b"\xef\xbb\xbf\r\n"), policy=email_policy)
-    return Contents("", [PARAGRAPH.join(filter(None, _part_texts(message, omitted)))], omitted)
+    if headers and not message.keys():
+        raise ValueError("it does not begin with the headers of a message")
+    title = _headers(message, omitted, ("Subject",)).removeprefix("Subject: ") if headers else ""
+    texts = [_headers(message, omitted, headers), *_part_texts(message, omitted)]
+    return Contents(title, [PARAGRAPH.join(filter(None, texts))], omitted)
 
 
-def _headers(message: MIMEPart, omitted: Counter[str], names: tuple[str, ...] = _HEADERS) -> str:
+def _headers(message: MIMEPart, omitted: Counter[str], names: tuple[str, ...]) -> str:
     found = {key.lower(): str(value).encode("ascii", "surrogateescape") for key, value in message.raw_items()}
     lines = []
     for name in names:

@@ -14,7 +14,6 @@ from realmops.readers.numbering import WORD
 
 PARAGRAPH = "\n\n"
 HIDDEN = "hidden text"  # kind of ``Contents.omitted``
-_SLIDE = "{http://schemas.openxmlformats.org/presentationml/2006/main}sld"
 _HIDDEN_MARKS = {f"{WORD}r": f"{WORD}rPr/{WORD}vanish", f"{WORD}tr": f"{WORD}trPr/{WORD}hidden"}
 _OFF = ("0", "false", "off")
 _SHOWN = (*_OFF, "until-found")  # values of the attribute "hidden"
@@ -30,8 +29,7 @@ _PLAIN_SUPERSCRIPT = re.compile(r"[^\W\d_]{2,}\.?|[aeo\u00aa\u00ba]|[^\w+\u2212\
 _UNPACKED_LIMIT = 512 << 20  # bytes of an archive with its pictures
 _XML_LIMIT = 64 << 20  # bytes of its XML, which takes about ten times as much memory when parsed
 _XML_SUFFIXES = (".xml", ".rels", ".opf", ".xhtml", ".html", ".htm")
-_OLE_MAGIC = b"\xd0\xcf\x11\xe0"  # the container of old Office files and of password-protected ones
-_ENCRYPTED_STREAM = "EncryptedPackage".encode("utf-16-le")
+_ENCRYPTED_STREAM = "EncryptedPackage".encode("utf-16-le")  # in the container of files with a password
 
 
 class UnreadableError(Exception):
@@ -58,10 +56,9 @@ def is_hidden(node: Any, names: Set[str] = frozenset()) -> bool:
 
     ``names`` are the tags, .classes and #ids that a style sheet hides.
     """
-    if node.get("hidden", "0") not in _SHOWN or node.get("state") in ("hidden", "veryHidden"):
+    is_marked = node.get("state") in ("hidden", "veryHidden") or node.get("show") in _OFF
+    if is_marked or node.get("hidden", "0") not in _SHOWN:
         return True
-    if node.tag == _SLIDE:
-        return node.get("show") in _OFF
     if path := _HIDDEN_MARKS.get(node.tag):
         mark = node.find(path)
         return mark is not None and mark.get(f"{WORD}val") not in _OFF
@@ -106,7 +103,7 @@ def check_remaining(remaining: int) -> None:
 
 def open_package(data: bytes) -> ZipFile:
     """Open a ZIP archive of XML whose declared size is within the limits; the memory limit covers the rest."""
-    if data.startswith(_OLE_MAGIC) and _ENCRYPTED_STREAM in data:
+    if _ENCRYPTED_STREAM in data:
         raise UnreadableError("encrypted", "the file needs a password; save it without one")
     try:
         package = ZipFile(BytesIO(data))
@@ -115,8 +112,6 @@ def open_package(data: bytes) -> ZipFile:
     parts = package.infolist()
     xml = sum(part.file_size for part in parts if part.filename.lower().endswith(_XML_SUFFIXES))
     if xml > _XML_LIMIT or sum(part.file_size for part in parts) > _UNPACKED_LIMIT:
-        raise UnreadableError(
-            "too_large",
-            f"the file unpacks to more than {_XML_LIMIT >> 20} MiB of text or {_UNPACKED_LIMIT >> 20} MiB; split it",
-        )
+        limits = f"{_XML_LIMIT >> 20} MiB of text or {_UNPACKED_LIMIT >> 20} MiB"
+        raise UnreadableError("too_large", f"the file unpacks to more than {limits}; split it")
     return package

@@ -69,13 +69,11 @@ def _header(line: str, delimiters: Sequence[str]) -> tuple[list[str], str]:
     """Return the columns and the delimiter that gives a column ``text`` (or "Text", " text"), or the first one."""
     found: list[tuple[list[str], str]] = []
     for delimiter in delimiters:
-        row = next(csv.reader([line], delimiter=delimiter, skipinitialspace=True), [])
-        names = [name.strip() for name in row]
-        lower = [name.lower() for name in names]
+        row = csv.reader([line], delimiter=delimiter, skipinitialspace=True)
+        names = [name.strip() for name in next(row, [])]
         known = {*_NAMES} - {*names}  # of which the header may write a variant
-        names = [low if low in known else name for name, low in zip(names, lower, strict=True)]
-        found.append((names, delimiter))
-    return next((one for one in found if _names_text(one[0])), found[0])
+        found.append(([name.lower() if name.lower() in known else name for name in names], delimiter))
+    return max(found, key=lambda one: _names_text(one[0]))
 
 
 def _names_text(columns: Sequence[str]) -> bool:

@@ -1,6 +1,5 @@
 """HTML pages: decode them as browsers do, and extract title and main text with trafilatura."""
 
-import codecs
 import logging
 import re
 from collections import Counter
@@ -13,13 +12,11 @@ from realmops.readers.documents import Dropped, Outcome, parse_document
 from realmops.readers.flow import join_paragraphs, read_paragraphs
 
 # UTF-16 by the first two bytes of a page.
-_WIDE = {b"\xff\xfe": "utf_16", b"\xfe\xff": "utf_16", b"<\0": "utf_16_le", b"\0<": "utf_16_be"}
+_WIDE = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16", b"<\0": "utf-16-le", b"\0<": "utf-16-be"}
 _UNRELIABLE = "windows-1252"  # default of servers and editors, often wrong; "latin-1" and "ascii" are names of it
 _META_CHARSET = re.compile(
     rb"(?:<meta[^>]{0,200}?charset|\A\s{0,9}<\?xml[^>]{0,99}?encoding)\s*=\s*[\"']?\s*([\w.:-]{1,40})", re.IGNORECASE
 )
-# Python decodes the bytes A0 and FD to FF of Shift_JIS; to browsers they are invalid.
-_INVALID_IN_SHIFT_JIS = dict.fromkeys(range(0xF8F0, 0xF8F4), "\ufffd")
 # Comments of style sheets, and rules for some media
 _OTHER_RULES = re.compile(r"/\*.{0,5000}?\*/|@[^{};]*(?:;|\{(?:[^{}]*\{[^{}]*\})*[^{}]*\})", re.DOTALL)
 _RULE, _NAME = re.compile(r"([^{}]+)\{([^{}]*)\}"), re.compile(r"[.#][\w-]+")
@@ -35,28 +32,21 @@ def decode_page(data: bytes, declared: str | None) -> str:
     """
     meta = _META_CHARSET.search(data[:4096])
     names = (declared or "", meta[1].decode("ascii") if meta else "", _UNRELIABLE)
-    known = filter(None, map(webencodings.lookup, names))
-    encoding = next(found for found in known if found.name != "replacement")  # of which browsers show nothing
-    is_utf_16 = encoding.name.startswith("utf-16")
-    if wide := _WIDE.get(data[:2]) or (encoding.name if is_utf_16 and b"\0" in data else None):
-        return data.decode(wide, errors="replace").removeprefix("\ufeff")
-    if encoding.name == "iso-2022-jp":  # its bytes are ASCII
-        return data.decode(encoding.name, errors="replace")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        text = data.decode("utf-8-sig", errors="replace")
+    known = [encoding.name for encoding in map(webencodings.lookup, names) if encoding]
+    name = _WIDE.get(data[:2]) or next(name for name in known if name != "replacement")  # which browsers do not show
+    is_utf_16 = name.startswith("utf-16")
+    if name == "iso-2022-jp" or (is_utf_16 and b"\0" in data):  # the bytes of ISO-2022-JP are ASCII
+        return data.decode(name, errors="replace").removeprefix("\ufeff")
+    text = data.decode("utf-8-sig", errors="replace")
     # Text in another encoding contains almost no byte sequences that are valid UTF-8 by chance.
     non_ascii, invalid = len(text) - len(text.encode("ascii", "ignore")), text.count("\ufffd")
-    is_utf_8 = encoding.name == "utf-8" or is_utf_16  # UTF-16 was declared, but the page has no NUL byte
-    if (is_utf_8 and 10 * invalid <= len(text)) or (encoding.name == _UNRELIABLE and non_ascii > 2 * invalid):
+    is_utf_8 = name == "utf-8" or is_utf_16  # UTF-16 was declared, but the page has no NUL byte
+    limit = len(text) / 10 if is_utf_8 else non_ascii / 2 if name == _UNRELIABLE else data.count("\ufffd".encode())
+    if invalid <= limit:
         return text
-    if is_utf_8:
-        encoding = webencodings.lookup(_UNRELIABLE)
-    # Browsers read GBK by its superset.
-    codec = codecs.lookup("gb18030") if encoding.name == "gbk" else encoding.codec_info
-    decoded: str = codec.decode(data, "replace")[0]
-    return decoded.translate(_INVALID_IN_SHIFT_JIS) if encoding.name == "shift_jis" else decoded
+    name = _UNRELIABLE if is_utf_8 else "gb18030" if name == "gbk" else name  # the superset by which browsers read GBK
+    decoded: str = webencodings.lookup(name).codec_info.decode(data, "replace")[0]
+    return decoded
 
 
 def page_to_document(page: str, place: str, title: str) -> Outcome:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from realmops.compressed import DECOMPRESSION_ERRORS, describe_damage, open_text
 from realmops.readers.documents import (
-    JSON,
     LINE_LIMIT,
     Format,
     RawRecord,
@@ -26,38 +25,27 @@ _SCANNER = JSONDecoder(parse_int=len, parse_float=len)  # finds the end of an ob
 
 def iter_objects(path: Path) -> Iterator[RawRecord | Rejected]:
     """Yield the JSON objects of a file as bytes: its lines, or the items of one list, or objects over several lines."""
-    return _items(path) if _is_one_value(path) else iter_lines(path)
-
-
-def _is_one_value(path: Path) -> bool:
-    """Return whether a file is a list, or begins with an object that its first line does not end."""
     try:
         with open_text(path, "replace") as (file, _):
             head = file.read(_HEAD).lstrip()
     except DECOMPRESSION_ERRORS:  # reported when the file is read
-        return False
-    if head.startswith("{"):
-        first, end, _ = head.partition("\n")
-        try:
-            JSON.decode(first)
-        except (ValueError, RecursionError):
-            return bool(end) and first.rstrip()[-1] in "{[,"
-        return False
-    return head.startswith("[")
+        head = ""
+    first, end, _ = head.partition("\n")
+    is_list = first.startswith("[")
+    is_cut = first.startswith("{") and end and first.rstrip().endswith(("{", "[", ","))  # no line of JSON ends so
+    return _items(path, is_list) if is_list or is_cut else iter_lines(path)
 
 
-def _items(path: Path) -> Iterator[RawRecord | Rejected]:
+def _items(path: Path, is_list: bool) -> Iterator[RawRecord | Rejected]:
     """Yield the items of a list, or objects one after another, in constant memory."""
-    number, text, at, size, is_end = 0, "", 0, _READ, False
-    is_list: bool | None = None
+    number, text, at, size, is_end, is_begun = 0, "", 0, _READ, False, not is_list
     with open_text(path, "surrogateescape") as (file, position):
         try:
             while True:
                 at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]
                 place = f"{path}:item {number + 1}"
-                if at < len(text) and is_list is None:
-                    is_list = text[at] == "["
-                    at += is_list
+                if at < len(text) and not is_begun:
+                    at, is_begun = at + 1, True
                     continue
                 if is_end and at == len(text):
                     if is_list:

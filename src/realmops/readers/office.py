@@ -14,7 +14,7 @@ from zipfile import BadZipFile, ZipFile
 
 from lxml.etree import Element, XMLSyntaxError, iterwalk
 
-from realmops.readers.containers import parse_xml, read_mime
+from realmops.readers.containers import parse_xml, read_eml
 from realmops.readers.contents import HIDDEN, PARAGRAPH, Contents, format_table, is_hidden, open_package, superscript
 from realmops.readers.numbering import WORD, Numbering, format_number, read_number, read_value
 
@@ -291,7 +291,7 @@ def _read_chunk(data: bytes, depth: int) -> Contents:
     if not re.match(rb"(?is).{,2000}mime-version:", data):
         kind = b"x/x" if re.match(rb"PK|{\\rtf", data) else b"text/html" if b"<" in data[:9] else b"text/plain"
         data = b"Content-Type: %b\n\n%b" % (kind, data)
-    return read_mime(data)
+    return read_eml(data, headers=())
 
 
 def is_raised(run: Any) -> bool:

@@ -36,9 +36,8 @@ for _ in range(9):
 # By kind: what is replaced before xberg reads it, by what, and under which kind it is counted
 _REPLACED: dict[str, tuple[tuple[str, str, str], ...]] = {
     "adoc": (
-        (r"^(?:include|ifn?def|ifeval|endif|toc)::.*", "", ""),
+        (r"^(?:include|ifn?def|ifeval|endif|toc)::.*|\bfootnote:\w{0,99}\[\]", "", ""),  # a second mark of a note
         (r"\bimage::?[^\[\s]{0,300}\[[^\]\n]{0,999}\]", "", "image"),
-        (r"\bfootnote:\w{0,99}\[\]", "", ""),  # a second mark of a note
         (r"\bfootnote:\w{0,99}\[([^\]\n]{0,999})\]", r" (\1)", ""),
         (r"<<[^,>\n]{0,300},([^>\n]{0,300})>>|\bxref:[^\[\s]{0,300}\[([^\]\n]{0,300})\]", r"\1\2", ""),
     ),
@@ -82,11 +81,11 @@ def read_other(kind: str, data: bytes) -> Contents:
 
     omitted: Counter[str] = Counter()
     if kind == "srt":  # not as WebVTT, whose cues end at an empty line
-        blocks = _CUE.sub("", decode_text(data, is_html=False)).split("\n\n")
+        blocks = _CUE.sub("", decode_text(data)).split("\n\n")
         return Contents("", [PARAGRAPH.join(" ".join(block.split()) for block in blocks)], omitted)
     if not data.rstrip(b"\0\r\n\t ").endswith(_ENDS.get(kind, b"")):
         raise ValueError("it ends in the middle; copy or download it again")
-    text = decode_text(data, is_html=False) if kind in _ENCODED else data.decode("latin-1")
+    text = decode_text(data) if kind in _ENCODED else data.decode("latin-1")
     for pattern, replacement, counted in _REPLACED.get(kind, ()):
         text, count = re.subn(pattern, replacement, text, flags=re.MULTILINE | re.IGNORECASE)
         omitted[counted] += count if counted else 0

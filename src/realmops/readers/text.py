@@ -10,13 +10,7 @@ from typing import Any
 
 import yaml
 
-from realmops.compressed import (
-    DECOMPRESSION_ERRORS,
-    bare_name,
-    describe_damage,
-    open_compressed,
-    utf_16_encoding,
-)
+from realmops.compressed import DECOMPRESSION_ERRORS, bare_name, describe_damage, open_compressed, utf_16_encoding
 from realmops.readers.documents import (
     LINE_LIMIT,
     RESERVED_KEYS,
@@ -39,6 +33,7 @@ _FRONT_LINE = re.compile(r"^(\w[\w -]*+):(.*)$", re.MULTILINE)
 _FRONT_LIMIT = 64 << 10  # characters
 _MODULE_LINES = re.compile(r"\s*(?:(?:import|export)\b.*\n\s*)*")  # at the beginning of a file of React
 _DUMP_INDEX = re.compile(r"\A\d+:\d+:.+\n")  # of a multistream dump of Wikipedia
+_PLAIN = str | int | float | date  # values of metadata, which may also be lists of them
 _MAX_NULS = 0.05  # share of the bytes; more are in binary files, and in UTF-16 without a mark and Latin letters
 
 
@@ -59,9 +54,9 @@ def read_text(raw: RawRecord) -> Outcome:
     name, data = read_file(raw.data)
     suffix = name.suffix.lower()
     stem = name.stem.replace("_", " ")
-    text = decode_text(data, is_html=suffix in _HTML_SUFFIXES)
     if suffix in _HTML_SUFFIXES:
-        return page_to_document(text, raw.place, stem)
+        return page_to_document(decode_page(data, None), raw.place, stem)
+    text = decode_text(data)
     if suffix in _MARKDOWN_SUFFIXES:
         return parse_markdown(text, stem, raw.place, has_modules=suffix == _MDX)
     if "multistream-index" in stem and _DUMP_INDEX.match(text):
@@ -69,18 +64,16 @@ def read_text(raw: RawRecord) -> Outcome:
     return parse_document({"title": stem, "text": text.strip()}, raw.place)
 
 
-def decode_text(data: bytes, *, is_html: bool) -> str:
-    """Decode a text file, UTF-8 or UTF-16, or an HTML page as browsers do; raise ValueError for other bytes."""
-    if is_html:
-        return decode_page(data, None)
-    encoding = utf_16_encoding(data) or "utf-8-sig"
-    is_utf_8, nuls = encoding == "utf-8-sig", data.count(0)
-    problem = ""
+def decode_text(data: bytes) -> str:
+    """Decode a text file, UTF-8 or UTF-16; raise ValueError for other bytes."""
+    encoding = utf_16_encoding(data)
     try:
-        text = data.decode(encoding).replace("\r\n", "\n")
+        text = data.decode(encoding or "utf-8-sig").replace("\r\n", "\n")
+        is_binary, problem = not encoding and data.count(0) > _MAX_NULS * len(data), ""
     except UnicodeDecodeError as error:
-        problem = f"invalid {'UTF-8' if is_utf_8 else 'UTF-16'} at byte {error.start}; save the file as UTF-8"
-    if is_utf_8 and (nuls > _MAX_NULS * len(data) or (nuls and problem)):
+        is_binary = not encoding and 0 in data
+        problem = f"invalid {'UTF-16' if encoding else 'UTF-8'} at byte {error.start}; save the file as UTF-8"
+    if is_binary:
         problem = f"binary data that begins with {data[:8]!r}; unpack it if it is compressed, or save text as UTF-8"
     if problem:
         raise ValueError(problem)
@@ -122,11 +115,9 @@ def _split_front_matter(source: str) -> tuple[dict[str, Any], str]:
         values = {key.strip(): value.strip() for key, value in pairs}
     if not values or not isinstance(values, Mapping):
         return {}, source
-    kept = {str(key): value for key, value in values.items() if str(key) not in RESERVED_KEYS - {"title"}}
-    return {key: value for key, value in kept.items() if _is_plain(value)}, source[front.end() :]
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether a value is a string, a number, a date, or a list of them; deeper YAML may unfold without end."""
-    items = value if isinstance(value, list) else [value]
-    return all(isinstance(item, str | int | float | date) for item in items)
+    columns = {}
+    for key, value in values.items():
+        items = value if isinstance(value, list) else [value]  # deeper YAML may unfold without end
+        if str(key) not in RESERVED_KEYS - {"title"} and all(isinstance(item, _PLAIN) for item in items):
+            columns[str(key)] = value
+    return columns, source[front.end() :]
