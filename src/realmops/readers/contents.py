@@ -52,10 +52,7 @@ class Contents:
 
 
 def is_hidden(node: Any, names: Set[str] = frozenset()) -> bool:
-    """Return whether a viewer hides an element; the body of a page is shown: many pages hide it until a script runs.
-
-    ``names`` are the tags, .classes and #ids that a style sheet hides.
-    """
+    """Return whether a viewer hides an element, or a style sheet ``names``, its tag, .class or #id."""
     is_marked = node.get("state") in ("hidden", "veryHidden") or node.get("show") in _OFF
     if is_marked or node.get("hidden", "0") not in _SHOWN:
         return True
@@ -63,7 +60,7 @@ def is_hidden(node: Any, names: Set[str] = frozenset()) -> bool:
         mark = node.find(path)
         return mark is not None and mark.get(f"{WORD}val") not in _OFF
     if node.tag in ("html", "body") or (not node.attrib and node.tag != "dialog" and not names):
-        return False
+        return False  # many pages hide their body until a script runs
     style, own_names = node.get("style", ""), [node.tag, f"#{node.get('id')}"]
     own_names += [f".{name}" for name in node.get("class", "").split()]
     is_closed = node.tag == "dialog" and node.get("open") is None

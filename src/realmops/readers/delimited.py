@@ -18,10 +18,8 @@ from realmops.readers.documents import (
     text_key,
 )
 
-_NAMES = ("title", "id", *TEXT_KEYS)
 _DELIMITERS = (",", "\t", ";", "|")  # Excel writes semicolons where the locale has a decimal comma
 _SEPARATOR = re.compile(r"sep=(.)\r?\n?")  # Excel's first line
-_MAX_COMMENTS = 100  # lines before the header
 
 
 def _records(path: Path) -> Iterator[RawRecord | Rejected]:
@@ -33,7 +31,7 @@ def _records(path: Path) -> Iterator[RawRecord | Rejected]:
             head, before = text.readline(LINE_LIMIT), 1
             if separator := _SEPARATOR.fullmatch(head):
                 head, delimiters, before = text.readline(LINE_LIMIT), (separator[1],), 2
-            while head.startswith("#") and before < _MAX_COMMENTS and not _names_text(_header(head, delimiters)[0]):
+            while head.startswith("#") and before < 100 and not _names_text(_header(head, delimiters)[0]):
                 head, before = text.readline(LINE_LIMIT), before + 1
             columns, delimiter = _header(head, delimiters)
             named = [name for name in columns if name]
@@ -71,7 +69,7 @@ def _header(line: str, delimiters: Sequence[str]) -> tuple[list[str], str]:
     for delimiter in delimiters:
         row = csv.reader([line], delimiter=delimiter, skipinitialspace=True)
         names = [name.strip() for name in next(row, [])]
-        known = {*_NAMES} - {*names}  # of which the header may write a variant
+        known = {"title", "id", *TEXT_KEYS} - {*names}  # of which the header may write a variant
         found.append(([name.lower() if name.lower() in known else name for name in names], delimiter))
     return max(found, key=lambda one: _names_text(one[0]))
 
@@ -81,10 +79,6 @@ def _names_text(columns: Sequence[str]) -> bool:
 
 
 def _parse_record(raw: RawRecord) -> Outcome:
-    for name, value in raw.data.items():
-        if not value.isascii() and any("\udc80" <= character <= "\udcff" for character in value):
-            name = name.encode(errors="backslashreplace").decode()
-            return Rejected(raw.place, f"{name!r} is invalid UTF-8; save the file as UTF-8")
     record = {name: value for name, value in raw.data.items() if name not in ("", "spans") and (value or name != "id")}
     return parse_document(record, raw.place)
 

@@ -197,7 +197,7 @@ def check_text(value: object, key: str, place: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{place}: {key!r} holds an unpaired surrogate at character {error.start}; write valid Unicode"
+            f"{place}: {key!r} holds an unpaired surrogate or invalid UTF-8 at character {error.start}; write UTF-8"
         ) from None
     return value
 

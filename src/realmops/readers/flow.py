@@ -3,8 +3,7 @@
 import re
 from collections import Counter
 from dataclasses import dataclass
-from itertools import chain, groupby, pairwise
-from operator import attrgetter
+from itertools import chain, pairwise
 from typing import Any
 
 from realmops.readers.contents import HIDDEN, format_row, is_hidden, superscript
@@ -22,28 +21,26 @@ _UNSEEN = (
     "textarea title"
 )
 _GAPS = dict.fromkeys(_PARAGRAPHS.split(), 2) | dict.fromkeys(_LINES.split(), 1)
-_SKIPPED = dict.fromkeys(_EMBEDDED.split(), "embedded object")
-_SKIPPED |= dict.fromkeys(_UNSEEN.split(), "") | {"rt": "annotation"}
+_SKIPPED = (
+    dict.fromkeys(_UNSEEN.split(), "") | dict.fromkeys(_EMBEDDED.split(), "embedded object") | {"rt": "annotation"}
+)
 _ROLES = {"table": "table", "row": "tr", "cell": "td", "gridcell": "td", "columnheader": "th", "rowheader": "th"}
 # Kinds of the elements in an element of MathML
 _EQUATIONS = {"msup": ("", "sup"), "msub": ("", "sub"), "msubsup": ("", "sub", "sup"), "mfrac": ("term", "divisor")}
 _NUMERALS = {"a": "lowerLetter", "A": "upperLetter", "i": "lowerRoman", "I": "upperRoman"}
 _LINE_END = re.compile(r"(?<! ) +(?=[\t\n])")
 _BLANKS, _INTEGER, _WORD = re.compile(r"[ \t\r\n\f]+"), re.compile(r"-?\d{1,9}"), re.compile(r"\w+")
-_AROUND_TAGS = frozenset(["aside", "button", "footer", "menu", "nav"])
-_AROUND_NAMES = re.compile(
-    r"(?:^|[\s_-])(?:nav|navi|navbar|navigation|menu|submenu|share|sharing|social|sociable|related|recommend\w*|"
-    r"newsletter|cookies?|consent|breadcrumbs?|sidebar|widget|promo\w*|advert\w*|ads?|banner|comments?|disqus|"
-    r"subscri\w+|footer|tags?|byline|author|meta|teasers?|pagination|pager|popup|modal|overlay|sponsor\w*|outbrain|"
-    r"taboola|trending|toolbar|login|signup|donate|print|noprint|skip|complementary|contentinfo|search)(?:$|[\s_-])",
+_AROUND = re.compile(  # tags, classes, ids and roles of parts of a page around the main text
+    r"(?:^|[\s_-])(?:ads?|advert\w*|aside|author|banner|breadcrumbs?|button|byline|comments?|complementary|consent|"
+    r"contentinfo|cookies?|disqus|donate|footer|login|menu|meta|modal|nav|navbar|navi|navigation|newsletter|noprint|"
+    r"outbrain|overlay|pager|pagination|popup|print|promo\w*|recommend\w*|related|search|share|sharing|sidebar|signup|"
+    r"skip|sociable|social|sponsor\w*|submenu|subscri\w+|taboola|tags?|teasers?|toolbar|trending|widget)(?:$|[\s_-])",
     re.IGNORECASE,
 )
 _AROUND_SHARE = 0.8  # of the characters of a paragraph, above which it is links or a part around the main text
 _KEPT_SHARE = 0.5  # of the words of a paragraph in the main text, above which all of it is
 _GAP_SHARE = 0.1  # of the words of the main text, up to which paragraphs between its own are main text
 _MAIN_SHARE = 0.7  # of the words of <main> in the main text, from which all of it is
-_LABEL_WORDS = 8  # of the heading of links
-_SPAN_LIMIT = 100  # columns or rows that repeat a merged cell
 
 
 @dataclass
@@ -115,17 +112,18 @@ def _leave_out(paragraphs: list[Paragraph], main_text: str) -> None:
         one.is_kept = sum(shared[start:end]) > _KEPT_SHARE * len(own) if one.text else not one.is_around
         one.size = len(own) * (one.is_kept or not one.is_around)
     paragraphs = [one for one in paragraphs if one.text]
-    for one, following in pairwise(paragraphs):  # a heading of links
-        has_links = not following.size and following.is_main == one.is_main
-        if has_links and not one.is_kept and one.text[-1:] not in ".?!":
-            one.size *= one.size > _LABEL_WORDS
+    for one, following in pairwise(paragraphs):
+        is_label = one.size <= 8 and not one.is_kept and one.is_main == following.is_main
+        if is_label and not following.size:  # a heading of links
+            one.size = 0
+    kept = [place for place, one in enumerate(paragraphs) if one.is_kept]
+    gaps = [paragraphs[start + 1 : end] for start, end in pairwise(kept)]
+    added = [gap for gap in gaps if sum(one.size for one in gap) <= _GAP_SHARE * len(main_words)]
     main = [one for one in paragraphs if one.is_main]
-    is_whole = sum(one.size * one.is_kept for one in main) >= _MAIN_SHARE * sum(one.size for one in main)
-    runs = [(is_kept, list(run)) for is_kept, run in groupby(paragraphs, attrgetter("is_kept"))]
-    for place, (is_kept, run) in enumerate(runs):
-        is_between = 0 < place < len(runs) - 1 and sum(one.size for one in run) <= _GAP_SHARE * len(main_words)
-        for one in run:
-            one.is_kept = is_kept or (one.size > 0 and (is_between or (is_whole and one.is_main)))
+    if sum(one.size * one.is_kept for one in main) >= _MAIN_SHARE * sum(one.size for one in main):
+        added.append(main)
+    for one in chain.from_iterable(added):
+        one.is_kept = one.size > 0
 
 
 class _Flow:
@@ -159,8 +157,7 @@ class _Flow:
             self.close(gap)
         kinds = [tag] if tag in ("a", "main", "math", "pre") else []
         kinds += ["around"] if _is_around(node) else []
-        for kind in kinds:
-            self._depths[kind] += 1
+        self._depths.update(kinds)
         self._open.append((tag, kinds))
         match tag:
             case "br":
@@ -187,12 +184,11 @@ class _Flow:
         tag, kinds = self._open.pop()
         if gap := _GAPS.get(tag):
             self.close(gap)
-        for kind in kinds:
-            self._depths[kind] -= 1
+        self._depths.subtract(kinds)
         match tag:
             case "td" | "th":
                 cell, self._line = "".join(self._line), self._outer.pop()
-                columns, rows = (min(max(1, _integer(node, name, 1)), _SPAN_LIMIT) for name in ("colspan", "rowspan"))
+                columns, rows = (min(max(1, _integer(node, name, 1)), 100) for name in ("colspan", "rowspan"))
                 self._row.append((cell, columns, rows))
             case "li":
                 self._number = ""
@@ -264,13 +260,12 @@ class _Flow:
 
 
 def _is_around(node: Any) -> bool:
-    """Return whether an element is a part of a page around the main text, by its tag or names."""
     if node.tag == "header":
         return not any(outer.tag in ("article", "main", "section") for outer in node.iterancestors())
-    if node.tag in _AROUND_TAGS:  # a button in a heading unfolds the text below it
-        return node.tag != "button" or node.getparent().tag not in ("dt", "h2", "h3", "h4", "h5", "h6", "summary")
-    names = f"{node.get('class', '')} {node.get('id', '')} {node.get('role', '')}" if node.attrib else ""
-    return len(names) > 2 and node.tag not in ("body", "html") and _AROUND_NAMES.search(names) is not None
+    if node.tag == "button" and node.getparent().tag in ("dt", "h2", "h3", "h4", "h5", "h6", "summary"):
+        return False  # it unfolds the text below it
+    names = " ".join([node.tag, *map(node.get, ("class", "id", "role"), ("", "", ""))])
+    return node.tag not in ("body", "html") and _AROUND.search(names) is not None
 
 
 def _is_reference(superscript: Any) -> bool:

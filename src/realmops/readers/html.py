@@ -39,10 +39,12 @@ def decode_page(data: bytes, declared: str | None) -> str:
         return data.decode(name, errors="replace").removeprefix("\ufeff")
     text = data.decode("utf-8-sig", errors="replace")
     # Text in another encoding contains almost no byte sequences that are valid UTF-8 by chance.
-    non_ascii, invalid = len(text) - len(text.encode("ascii", "ignore")), text.count("\ufffd")
+    non_ascii, invalid = (
+        len(text) - len(text.encode("ascii", "ignore")),
+        text.count("\ufffd") - data.count("\ufffd".encode()),
+    )
     is_utf_8 = name == "utf-8" or is_utf_16  # UTF-16 was declared, but the page has no NUL byte
-    limit = len(text) / 10 if is_utf_8 else non_ascii / 2 if name == _UNRELIABLE else data.count("\ufffd".encode())
-    if invalid <= limit:
+    if invalid <= (len(text) // 10 if is_utf_8 else (non_ascii - 1) // 2 if name == _UNRELIABLE else 0):
         return text
     name = _UNRELIABLE if is_utf_8 else "gb18030" if name == "gbk" else name  # the superset by which browsers read GBK
     decoded: str = webencodings.lookup(name).codec_info.decode(data, "replace")[0]

@@ -18,8 +18,7 @@ from realmops.readers.documents import (
 )
 
 _READ = 1 << 20  # characters
-_HEAD = 64 << 10  # characters of a first line parsed to distinguish lines from a list
-_BETWEEN = re.compile(r"[ \t\r\n,]*")  # between the objects of a list
+_BETWEEN = re.compile(r"[ \t\r\n,\[]*")  # before an object of a list
 _SCANNER = JSONDecoder(parse_int=len, parse_float=len)  # finds the end of an object
 
 
@@ -27,7 +26,7 @@ def iter_objects(path: Path) -> Iterator[RawRecord | Rejected]:
     """Yield the JSON objects of a file as bytes: its lines, or the items of one list, or objects over several lines."""
     try:
         with open_text(path, "replace") as (file, _):
-            head = file.read(_HEAD).lstrip()
+            head = file.read(64 << 10).lstrip()
     except DECOMPRESSION_ERRORS:  # reported when the file is read
         head = ""
     first, end, _ = head.partition("\n")
@@ -38,15 +37,12 @@ def iter_objects(path: Path) -> Iterator[RawRecord | Rejected]:
 
 def _items(path: Path, is_list: bool) -> Iterator[RawRecord | Rejected]:
     """Yield the items of a list, or objects one after another, in constant memory."""
-    number, text, at, size, is_end, is_begun = 0, "", 0, _READ, False, not is_list
+    number, text, at, size, is_end = 0, "", 0, _READ, False
     with open_text(path, "surrogateescape") as (file, position):
         try:
             while True:
                 at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]
                 place = f"{path}:item {number + 1}"
-                if at < len(text) and not is_begun:
-                    at, is_begun = at + 1, True
-                    continue
                 if is_end and at == len(text):
                     if is_list:
                         yield reject_remainder(place, "the list does not end", "copy or write the file again")

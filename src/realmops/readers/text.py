@@ -30,9 +30,7 @@ TEXT_SUFFIXES = (".txt", ".text", *_MARKDOWN_SUFFIXES, *_HTML_SUFFIXES)
 # Metadata before the text: YAML between lines of hyphens, or TOML between lines of plus signs.
 _FRONT_MATTER = re.compile(r"\A(---|\+\+\+)[ \t]*\n(.*?)^(?:\1|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL | re.MULTILINE)
 _FRONT_LINE = re.compile(r"^(\w[\w -]*+):(.*)$", re.MULTILINE)
-_FRONT_LIMIT = 64 << 10  # characters
 _MODULE_LINES = re.compile(r"\s*(?:(?:import|export)\b.*\n\s*)*")  # at the beginning of a file of React
-_DUMP_INDEX = re.compile(r"\A\d+:\d+:.+\n")  # of a multistream dump of Wikipedia
 _PLAIN = str | int | float | date  # values of metadata, which may also be lists of them
 _MAX_NULS = 0.05  # share of the bytes; more are in binary files, and in UTF-16 without a mark and Latin letters
 
@@ -59,7 +57,7 @@ def read_text(raw: RawRecord) -> Outcome:
     text = decode_text(data)
     if suffix in _MARKDOWN_SUFFIXES:
         return parse_markdown(text, stem, raw.place, has_modules=suffix == _MDX)
-    if "multistream-index" in stem and _DUMP_INDEX.match(text):
+    if "multistream-index" in stem and re.match(r"\d+:\d+:.+\n", text):  # of a dump of Wikipedia
         return Dropped(raw.place, "dump_index")
     return parse_document({"title": stem, "text": text.strip()}, raw.place)
 
@@ -67,17 +65,13 @@ def read_text(raw: RawRecord) -> Outcome:
 def decode_text(data: bytes) -> str:
     """Decode a text file, UTF-8 or UTF-16; raise ValueError for other bytes."""
     encoding = utf_16_encoding(data)
+    if not encoding and data.count(0) > _MAX_NULS * len(data):
+        raise ValueError(f"binary data that begins with {data[:8]!r}; unpack it if compressed, or save text as UTF-8")
     try:
-        text = data.decode(encoding or "utf-8-sig").replace("\r\n", "\n")
-        is_binary, problem = not encoding and data.count(0) > _MAX_NULS * len(data), ""
+        return data.decode(encoding or "utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        is_binary = not encoding and 0 in data
-        problem = f"invalid {'UTF-16' if encoding else 'UTF-8'} at byte {error.start}; save the file as UTF-8"
-    if is_binary:
-        problem = f"binary data that begins with {data[:8]!r}; unpack it if it is compressed, or save text as UTF-8"
-    if problem:
-        raise ValueError(problem)
-    return text
+        name = "UTF-16" if encoding else "UTF-8"
+        raise ValueError(f"invalid {name} at byte {error.start}; save the file as UTF-8") from None
 
 
 def parse_markdown(source: str, name: str, place: str, *, has_modules: bool = False) -> Outcome:
@@ -106,7 +100,7 @@ def render_markdown(source: str, title: str = "") -> tuple[str, str, Counter[str
 def _split_front_matter(source: str) -> tuple[dict[str, Any], str]:
     """Return the metadata before the text, without reserved keys, and the text; a rule (``---``) is not metadata."""
     front = _FRONT_MATTER.match(source)
-    if front is None or len(front[2]) > _FRONT_LIMIT:
+    if front is None or len(front[2]) > 64 << 10:
         return {}, source
     try:
         values = yaml.safe_load(front[2]) if front[1] == "---" else tomllib.loads(front[2])
