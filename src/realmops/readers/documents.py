@@ -139,11 +139,8 @@ def iter_lines(path: Path) -> Iterator[RawRecord | Rejected]:
                 number += 1
                 place = f"{path}:{number}"
                 if len(line) > LINE_LIMIT:
-                    yield Rejected(
-                        place,
-                        f"the line is longer than {LINE_LIMIT >> 20} MiB; "
-                        "put one document on each line and split the longest ones",
-                    )
+                    problem = f"the line is longer than {LINE_LIMIT >> 20} MiB"
+                    yield Rejected(place, f"{problem}; put one document on each line and split the longest ones")
                     while line and not line.endswith(b"\n"):
                         line = readline(LINE_LIMIT)
                     continue
@@ -196,9 +193,8 @@ def check_text(value: object, key: str, place: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{place}: {key!r} holds an unpaired surrogate or invalid UTF-8 at character {error.start}; write UTF-8"
-        ) from None
+        problem = f"an unpaired surrogate or invalid UTF-8 at character {error.start}"
+        raise ValueError(f"{place}: {key!r} holds {problem}; write UTF-8") from None
     return value
 
 
@@ -256,10 +252,10 @@ def _check_span(span: Any, length: int, place: str) -> tuple[int, int, str]:
 
 def _plain(value: Any) -> Any:
     match value:
-        case None | bool() | int() | str():
+        case float() if not math.isfinite(value):
+            return None
+        case None | bool() | int() | float() | str():
             return value
-        case float():
-            return value if math.isfinite(value) else None
         case dict():
             return {str(key): _plain(item) for key, item in value.items()}
         case list() | tuple():

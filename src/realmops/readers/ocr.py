@@ -20,7 +20,6 @@ INSTALL = "install tesseract-ocr-eng (apt) or tesseract-lang (brew), or set TESS
 SIDE = 4096  # pixels; xberg reduces longer sides to this
 _FOLDERS = "/usr/share/tess*/tessdata", "/usr/share/tess*/*/tessdata", "/*/share/tessdata", "/*/*/share/tessdata"
 _MOST = 4  # languages at once, each of which takes time
-_AUTOMATIC = 3  # tesseract's page segmentation: columns and paragraphs
 _LEAST_CONFIDENCE = 60  # percent; upside-down pages have 29 to 50, bad copies 66 or more
 _BROKEN_WORD = re.compile(r"(?<=\w)[-\u2010\xac]\n(?=\w)")  # becomes PDFium's mark of a hyphen at a line end
 
@@ -66,7 +65,7 @@ def recognise(image: Any, data: Sequence[str]) -> tuple[str, float]:
     image.save(file, "BMP")
     source = xberg.ExtractInput(kind="bytes", bytes=file.getvalue(), mime_type="image/bmp")
     names, folder = [Path(name).stem for name in data], str(Path(data[0]).parent)
-    page = xberg.TesseractConfig(language=names, output_format="text", psm=_AUTOMATIC, use_cache=False)
+    page = xberg.TesseractConfig(language=names, output_format="text", psm=3, use_cache=False)
     ocr = xberg.OcrConfig(backend="tesseract", language=names, tessdata_path=folder, tesseract_config=page)
     config = xberg.ExtractionConfig(ocr=ocr, force_ocr=True, output_format="plain", use_cache=False)
     [document] = asyncio.run(xberg.extract(source, config)).results

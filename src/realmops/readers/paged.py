@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 from realmops.compressed import open_raw
 from realmops.credentials import error_line
@@ -35,7 +36,7 @@ from realmops.readers.sandbox import convert_in_child
 from realmops.readers.spreadsheet import read_xlsx
 from realmops.readers.text import TEXT_SUFFIXES, read_text
 
-PDF, IMAGE = "pdf", "image"  # names of the formats that OCR reads
+PDF, IMAGE, TEXT = "pdf", "image", "text"  # names of the formats that OCR reads, and of that of compressed files
 IMAGES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".webp", ".bmp", ".gif")
 SCANS = (PAGE_WITHOUT_TEXT, "scan", *(suffix[1:] for suffix in IMAGES))  # kinds of what waits for OCR
 _FILE_LIMIT = 512 << 20  # bytes
@@ -51,7 +52,8 @@ _PROGRAM_TITLE = re.compile(
 _SENTENCE_END = re.compile(r"[.!?:…。！？．।۔][^\w\s]*\d{0,2}\s*\Z")  # and the number of a footnote
 _LETTER = re.compile(r"(?:\d+(?:[.,]\d+)*\s|[(\"'“„«‘「])?(\w)")  # the first one, also of: 812,000 crowns
 _HEADING = 30  # characters of the longest line that may be a heading
-_READERS: dict[str, tuple[Callable[..., Contents], str, str]] = {  # reader, the package that it needs, suffixes
+_READERS: dict[str, tuple[Callable[..., Any], str, str]] = {  # reader, the package that it needs, suffixes
+    TEXT: (read_text, "", " ".join(TEXT_SUFFIXES)),
     PDF: (read_pdf, "pypdfium2", ".pdf"),
     IMAGE: (read_image, "", " ".join(IMAGES)),
     "docx": (read_docx, "", ".docx .docm .dotx .dotm"),
@@ -62,7 +64,6 @@ _READERS: dict[str, tuple[Callable[..., Contents], str, str]] = {  # reader, the
     "ipynb": (read_ipynb, "", ".ipynb"),
     **{kind: (partial(read_other, kind), "xberg", f".{kind}") for kind in TYPES},
 }
-TEXT = "text"  # the name of the format; its files may be compressed
 _WITH_PAGES = (PDF, IMAGE, "pptx", "xlsx", *SHEETS)
 
 
@@ -132,8 +133,5 @@ def _goes_on(text: str, following: str) -> bool:
 
 FILES = tuple(
     Format(name, read_file, partial(convert_in_child, name), is_document=True, needs=needs, suffixes=(*names.split(),))
-    for name, needs, names in (
-        (TEXT, "", " ".join(TEXT_SUFFIXES)),
-        *((name, *kind[1:]) for name, kind in _READERS.items()),
-    )
+    for name, (_, needs, names) in _READERS.items()
 )

@@ -26,8 +26,6 @@ _UNMAPPED = re.compile("[\x01-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ue000-\uf8ff\ufffd]
 _LONGEST_WORD = 64  # characters
 _CONJUNCTIONS = {"and", "or", "und", "oder"}  # "pre- and post-war"
 _FIRST_WORDS = {"all", "cross", "half", "self", "well"}  # of English compounds with a hyphen
-_SUFFIX = 3  # characters of the longest ending: selfish, crossing
-_SCALE = 300 / 72  # of pages for OCR, to 300 dots per inch
 
 
 def read_pdf(data: bytes, ocr: Sequence[str] = ()) -> Contents:
@@ -45,12 +43,7 @@ def read_pdf(data: bytes, ocr: Sequence[str] = ()) -> Contents:
     document.init_forms()
     contents = Contents(document.get_metadata_value("Title"), ())
     contents.omitted["embedded object"] = document.count_attachments()
-
-    def texts() -> Iterator[str]:
-        with document:
-            yield from _join_words(_pages(document, ocr, contents), contents.omitted)
-
-    contents.pages = texts()
+    contents.pages = _join_words(_pages(document, ocr, contents), contents.omitted)
     return contents
 
 
@@ -82,12 +75,13 @@ def _join_words(texts: Iterable[str], omitted: Counter[str]) -> Iterator[str]:
 def _pages(document: Any, ocr: Sequence[str], contents: Contents) -> Iterator[str]:
     from pypdfium2 import PdfiumError
 
-    for number in range(len(document)):
-        try:
-            yield _read_page(document, number, ocr, contents)
-        except PdfiumError:
-            contents.omitted["broken page"] += 1
-            yield ""
+    with document:
+        for number in range(len(document)):
+            try:
+                yield _read_page(document, number, ocr, contents)
+            except PdfiumError:
+                contents.omitted["broken page"] += 1
+                yield ""
 
 
 def _read_page(document: Any, number: int, ocr: Sequence[str], contents: Contents) -> str:
@@ -103,8 +97,7 @@ def _read_page(document: Any, number: int, ocr: Sequence[str], contents: Content
             omitted["embedded object"] += 1
         elif kind not in (pdfium.FPDF_ANNOT_LINK, pdfium.FPDF_ANNOT_POPUP):
             is_visible = pdfium.FPDFAnnot_HasKey(annotation, b"AP")
-            # Two bytes are the end of an empty text.
-            has_text = pdfium.FPDFAnnot_GetStringValue(annotation, b"Contents", None, 0) > 2
+            has_text = pdfium.FPDFAnnot_GetStringValue(annotation, b"Contents", None, 0) > len("\0".encode("utf-16-le"))
             if pdfium.FPDFAnnot_GetFlags(annotation) & _HIDDEN_FLAGS:
                 omitted[HIDDEN] += has_text
             elif kind in (pdfium.FPDF_ANNOT_WIDGET, pdfium.FPDF_ANNOT_FREETEXT, pdfium.FPDF_ANNOT_STAMP) and is_visible:
@@ -121,7 +114,7 @@ def _read_page(document: Any, number: int, ocr: Sequence[str], contents: Content
     if _UNMAPPED.search(text) and sum(map(len, filter(_UNMAPPED.search, _PRINTED.findall(text)))) > len(text) / 2:
         text = ""
     if not text.strip() and ocr:
-        scale = min(_SCALE, SIDE / max(page.get_size()))
+        scale = min(300 / 72, SIDE / max(page.get_size()))  # to 300 dots per inch
         text = read_picture(page.render(scale=scale, grayscale=True).to_pil(), ocr, number + 1, contents)
     elif not text.strip():
         omitted[PAGE_WITHOUT_TEXT] += 1
@@ -163,13 +156,9 @@ def _keeps_hyphen(match: re.Match[str], words: set[str]) -> bool:
     if first is None or second is None:
         return False
     left, right = first[0], second[0]
-    if (right[0].isupper() and not left.isupper()) or right[0].isdigit() or left[-1].isdigit():
-        return True
+    is_name = (right[0].isupper() and not left.isupper()) or right[0].isdigit() or left[-1].isdigit()
     left, right = left.lower(), right.lower()
-    if right in _CONJUNCTIONS:
-        return True
-    if f"{left}{right}" in words:
-        return False
-    if f"{left}-{right}" in words or (left in _FIRST_WORDS and len(right) > _SUFFIX):
-        return True
-    return "-" in left + right and left.rpartition("-")[2] in words
+    if is_name or right in _CONJUNCTIONS or f"{left}{right}" in words:
+        return is_name or right in _CONJUNCTIONS
+    is_compound = f"{left}-{right}" in words or (left in _FIRST_WORDS and len(right) > 3)  # selfish, crossing are none
+    return is_compound or ("-" in left + right and left.rpartition("-")[2] in words)

@@ -35,11 +35,10 @@ def convert_in_child(name: str, raw: RawRecord) -> Outcome:
         child = _start_child()
         assert child.stdin is not None
         assert child.stdout is not None
+        request = json.dumps([name, raw.place, os.fspath(raw.data), raw.position, raw.ocr]).encode()
         try:
             with suppress(BrokenPipeError):
-                child.stdin.write(
-                    json.dumps([name, raw.place, os.fspath(raw.data), raw.position, raw.ocr]).encode() + b"\n"
-                )
+                child.stdin.write(request + b"\n")
                 child.stdin.flush()
             reply = child.stdout.readline()
         except BaseException:  # a late reply would be taken for that of the next file
@@ -53,8 +52,7 @@ def convert_in_child(name: str, raw: RawRecord) -> Outcome:
         if kind == Document.__name__:
             fields |= {key: tuple(fields[key]) for key in ("pages", "scans")}
             fields |= {key: tuple(map(tuple, fields[key])) for key in ("spans", "omitted")}
-        outcome: Outcome = _OUTCOMES[kind](**fields)
-        return outcome
+        return _OUTCOMES[kind](**fields)
     memory = f"{MEMORY_LIMIT >> 20:,} MiB of memory"
     if kind := {_OUT_OF_MEMORY: "too_large", -signal.SIGPROF: "too_slow"}.get(child.returncode, ""):
         limit = memory if kind == "too_large" else f"{TIME_LIMIT:g} s of processor time"

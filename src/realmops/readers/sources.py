@@ -23,10 +23,17 @@ from realmops.readers.walk import walk_files
 _FORMATS = (JSONL, PARQUET, CSV, *FILES, MEDIAWIKI, BEIR, DATASET)
 FORMATS: dict[str, Format] = {entry.name: entry for entry in _FORMATS}
 _BY_SUFFIX = {suffix: entry.name for entry in _FORMATS for suffix in entry.suffixes}
-_BY_FIRST_BYTES = {b"PAR1": "parquet", b"<mediawiki": "mediawiki", b"%PDF-": "pdf", b"{\\rtf": "rtf"}
+_BY_FIRST_BYTES = {  # formats, and why other files are not read
+    b"PAR1": "parquet",
+    b"<mediawiki": "mediawiki",
+    b"%PDF-": "pdf",
+    b"{\\rtf": "rtf",
+    b"<doc ": "it begins with <doc, like text extracted from a Wikipedia dump; name the dump itself (.xml.bz2)",
+    b"WARC/": "it is a web archive, which is not read; extract its pages as HTML files, for example with warcio",
+}
 _HEAD = 1024  # bytes read to detect a format
 _REGULAR = "only regular files are read, in folders and whole archives that can be listed, without a password"
-_UNKNOWN = f"unknown format (checked: suffix and first bytes); allowed are {', '.join(FORMATS)}; convert the file"
+_UNKNOWN = "unknown format (checked: suffix and first bytes)"
 _LOCKS = ("~$", ".~lock.")  # first characters of the names of lock files
 _KIND = re.compile(r"[a-z0-9]{1,10}")  # suffixes under which files without a known format are counted
 
@@ -44,8 +51,7 @@ class Source:
 def list_sources(documents: Path, format: str, ocr: tuple[str, ...] = ()) -> list[Source]:
     """List the files of a corpus in sorted order; one of unknown format yields one ``Rejected`` with its kind.
 
-    ``documents`` may be ``hf:owner/name[:split]``; ``format`` selects the files of a folder, "auto" detects each one's;
-    ``ocr`` are files of tesseract's data.
+    ``documents`` may be ``hf:owner/name[:split]``; ``format`` selects files, or is "auto"; ``ocr`` is ``find_data``'s.
     """
     listed = _list_sources(documents, format)
     for source in listed:
@@ -75,29 +81,28 @@ def _list_sources(documents: Path, format: str) -> list[Source]:
         return [Source(corpus, BEIR, _kind_and_size(corpus)[1])]
     if not documents.is_dir() and not is_archive(documents):
         open_raw(documents).close()
-        if (name := _detect_format(documents) if format == "auto" else format) is None:
-            raise ValueError(f"{documents}: {_UNKNOWN}")
-        return [Source(documents, FORMATS[name], _kind_and_size(documents)[1])]
+        known = _known_format(documents, _detect_format(documents) if format == "auto" else format)
+        return [Source(documents, known, _kind_and_size(documents)[1])]
     files = walk_files(documents) if documents.is_dir() else [documents]
-    found = [entry for file in files for entry in _list_file(file, *_kind_and_size(file))]
-    kinds, sizes = {path: kind for path, kind, _ in found}, {path: size for path, _, size in found}
-    format_of = {path: None if kind else _detect_format(path) for path, kind in kinds.items()}
+    listed = [entry for file in files for entry in _list_file(file, *_kind_and_size(file))]
+    found = [(path, "" if kind else _detect_format(path), kind, size) for path, kind, size in listed]
     if format != "auto":  # an unreadable subfolder may hold files of this format, so it stays in the list
-        format_of = {path: name for path, name in format_of.items() if name == format or kinds[path] == "folder"}
-    formats = {name for path, name in format_of.items() if not kinds[path]}
+        found = [entry for entry in found if entry[1] == format or entry[2] == "folder"]
+    formats = {name for _, name, kind, _ in found if not kind}
     if not formats:
         of_format = "" if format == "auto" else f" of the format {format}"
         raise ValueError(f"{documents}: there is no file{of_format} that can be read; check the path")
-    if formats == {None}:
-        raise ValueError(f"{next(path for path in format_of if not kinds[path])}: {_UNKNOWN}")
-    is_strict = len(formats) == 1 and (format != "auto" or not FORMATS[str(*formats)].is_document)
-    return [_folder_source(path, name, kinds[path], sizes[path], is_strict) for path, name in format_of.items()]
+    first, name = next((path, name) for path, name, kind, _ in found if not kind)
+    if formats.isdisjoint(FORMATS):
+        _known_format(first, name)  # raises ValueError
+    is_strict = len(formats) == 1 and (format != "auto" or not FORMATS[name].is_document)
+    return [_folder_source(*entry, is_strict) for entry in found]
 
 
 def _list_file(path: Path, kind: str, size: int, depth: int = 2) -> Iterator[tuple[Path, str, int]]:
     """Yield (path, kind, bytes) of a file, or of the members of an archive, also of archives in an archive."""
     if kind or not depth or not is_archive(path):
-        yield path, kind, size
+        yield path, "lock_file" if path.name.startswith(_LOCKS) else kind, size
         return
     for name, (size, kind, _) in list_members(path).items():
         yield from _list_file(name, "parquet" if name.suffix == ".parquet" else kind, size, depth - 1)
@@ -105,31 +110,35 @@ def _list_file(path: Path, kind: str, size: int, depth: int = 2) -> Iterator[tup
 
 def _kind_and_size(path: Path) -> tuple[str, int]:
     """Return (kind, bytes); the kind is "" for a regular file, and for a broken link, which fails when it is opened."""
-    try:
+    with suppress(OSError):
         status = path.stat()
-    except OSError:
-        return "", 0
-    return special_file_kind(status.st_mode), status.st_size
+        return special_file_kind(status.st_mode), status.st_size
+    return "", 0
 
 
-def _folder_source(path: Path, name: str | None, special: str, size: int, is_strict: bool) -> Source:
+def _known_format(path: Path, name: str) -> Format:
+    if name not in FORMATS:
+        remedy = f"; allowed are {', '.join(FORMATS)}; set the format, or keep only documents in the folder"
+        raise ValueError(f"{path}: {name}{remedy if name == _UNKNOWN else ''}")
+    return FORMATS[name]
+
+
+def _folder_source(path: Path, name: str, special: str, size: int, is_strict: bool) -> Source:
     """Return the source; a ``special`` kind is never opened; with ``is_strict`` an unreadable one ends the stage."""
     if special:
         return _unreadable_source(path, f"it is of the kind {special}; {_REGULAR}", special)
-    if path.name.startswith(_LOCKS):
-        return _unreadable_source(path, "an office program keeps it while a document is open", "lock_file")
-    if name is not None and is_strict:
+    if is_strict:
         return Source(path, FORMATS[name], size)
     suffix = path.suffix[1:].lower()
     kind = suffix if _KIND.fullmatch(suffix) else "other"
     try:
         open_raw(path).close()
-        problem = _first_problem(path) if name == "jsonl" else "" if name else _UNKNOWN
-        if name is not None and not problem:
+        problem = _first_problem(path) if name == "jsonl" else "" if name in FORMATS else name
+        if not problem:
             return Source(path, FORMATS[name], size, f"broken_{name}")
     except ValueError as error:
         problem = str(error).removeprefix(f"{path}: ")
-        kind = f"broken_{name}" if name else kind
+        kind = f"broken_{name}" if name in FORMATS else kind
     return _unreadable_source(path, problem, kind)
 
 
@@ -149,8 +158,8 @@ def _first_problem(path: Path) -> str:
     return "its first record is not a JSON object" if ".json" in path.suffixes else ""
 
 
-def _detect_format(path: Path) -> str | None:
-    """Return the name of a format by the first bytes of a file, decompressed, or by its suffix."""
+def _detect_format(path: Path) -> str:
+    """Return the format by the first bytes of a file, decompressed, or by its suffix; or why it is not read."""
     try:
         with open_compressed(path) as (file, _):
             head = file.read(_HEAD)
@@ -163,4 +172,4 @@ def _detect_format(path: Path) -> str | None:
             return name
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in (".gz", ".bz2")]
     by_suffix = _BY_SUFFIX.get(suffixes[-1]) if suffixes else None
-    return by_suffix or ("jsonl" if bare.startswith((b"{", b"[{")) else None)
+    return by_suffix or ("jsonl" if bare.startswith((b"{", b"[{")) else _UNKNOWN)

@@ -220,9 +220,9 @@ def _integers(column: pa.Array) -> NDArray[Any]:
 
 def _convert_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | Exception]:
     try:
-        batch = _decode_dictionaries(batch)
+        batch = _plain_columns(batch)
         batch.validate(full=True)  # else offsets out of bounds are read
-        yield from _times_to_text(batch).to_pylist()
+        yield from batch.to_pylist()
     except (ValueError, OverflowError, pa.ArrowException) as error:
         if batch.num_rows == 1:
             yield error
@@ -231,18 +231,14 @@ def _convert_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | Exception]
                 yield from _convert_rows(batch.slice(index, 1))
 
 
-def _decode_dictionaries(batch: pa.RecordBatch) -> pa.RecordBatch:
-    for index, field in enumerate(batch.schema):
-        if pa.types.is_dictionary(field.type):
-            batch = batch.set_column(index, field.name, batch.column(index).dictionary_decode())
-    return batch
-
-
-def _times_to_text(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert dates and times to text: Python's types lack nanoseconds and years above 9999."""
-    for index, field in enumerate(batch.schema):
-        if pa.types.is_temporal(field.type) and not pa.types.is_interval(field.type):
-            batch = batch.set_column(index, field.name, batch.column(index).cast(pa.string()))
+def _plain_columns(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Decode dictionaries, and convert times to text: Python's types lack nanoseconds and years above 9999."""
+    for index, column in enumerate(batch.columns):
+        plain = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+        if pa.types.is_temporal(plain.type) and not pa.types.is_interval(plain.type):
+            plain = plain.cast(pa.string())
+        if plain is not column:
+            batch = batch.set_column(index, batch.schema.field(index).name, plain)
     return batch
 
 
