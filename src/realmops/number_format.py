@@ -19,7 +19,6 @@ _QUOTED = re.compile(r'"([^"]*)"?|\\(.)|_(.)|\*.', re.DOTALL)
 _BRACKETS = re.compile(r"\[(?:\$([^\]-]*)|(?!(?:h+|m+|s+)\]))[^\]]*\]", re.IGNORECASE)
 _PLACE = re.compile("[#0?]")  # of a digit
 _COMPARISONS = {1: ("<>=",), 2: (">=", "<>="), 3: (">", "<", "<>=")}  # with zero, of sections without conditions
-Section = tuple[str, float, bool, str, str]  # comparisons with a limit, whether its code has the sign, language, code
 
 
 def _literal(text: str) -> str:
@@ -31,18 +30,19 @@ def _plain(text: str) -> str:
 
 
 @cache
-def _sections(code: str) -> tuple[list[Section], str]:
+def _sections(code: str) -> tuple[list[tuple[str, float, bool, str, str]], str]:
     """Return the sections for numbers, and the code for texts: a fourth section, or a last one with "@"."""
     parts = _QUOTED.sub(lambda match: _literal(match[1] or match[2] or " " * bool(match[3])), code).split(";")
     for_texts = parts[-1] if len(parts) > 3 or "@" in parts[-1] else "@"
     numbers = parts[: max(1, min(3, len(parts) - (for_texts is parts[-1])))]
-    sections: list[Section] = []
+    sections = []
     for n, (part, default) in enumerate(zip(numbers, _COMPARISONS[len(numbers)], strict=True)):
         language = re.search(r"\[\$[^\]-]*-([\dA-Fa-f]+)", part)
         condition = re.search(r"\[([<>=]+) *(-?\d+\.?\d*)\]", part)
         names, limit = (condition[1], float(condition[2])) if condition else (default, 0.0)
         is_signed = n == 1 and "<" in names and limit <= 0
         text = _BRACKETS.sub(lambda match: _literal(match[1] or ""), part)
+        # Comparisons with a limit, whether the code has the sign of the number, language, code
         sections.append((names, limit, is_signed, language[1] if language else "409", text))
     return sections, for_texts
 
@@ -76,7 +76,7 @@ def _number(value: Decimal, code: str) -> str:
     scale = re.search(r"[#0?.](,+)[^#0?,]*$", head)
     value = value.scaleb(2 * code.count("%") - 3 * len(scale[1] if scale else ""))
     whole, point, decimals = head.partition(".")
-    has_groups, whole = bool(re.search("[#0?],+[#0?]", whole)), whole.replace(",", "")
+    has_groups, whole = re.search("[#0?],+[#0?]", whole), whole.replace(",", "")
     places, has_digits = "".join(_PLACE.findall(decimals)), _PLACE.search(whole)
     if special and special[1]:
         power = Decimal(f"{value:.{len(places)}E}").adjusted() if value else 0

@@ -42,19 +42,17 @@ class Numbering:
         self._lists = {node.get(f"{WORD}numId"): node for node in nodes}
         self._definitions = {node.get(f"{WORD}abstractNumId"): node for node in nodes}
         self._linked = {read_value(node, "*styleLink") or None: key for key, node in self._definitions.items()}
-        # The last numbers by definition and level: lists of one definition continue each other
-        self._numbers: dict[Any, dict[int, int]] = defaultdict(dict)
+        self._numbers: dict[Any, dict[int, int]] = defaultdict(dict)  # the last ones by definition and level
         self._restarted: set[tuple[str, int]] = set()  # lists and levels
 
     def label(self, paragraph: Any, styles: Sequence[Any]) -> str:
         """Return the number of the next paragraph, "" if it has none; ``styles`` are its style and its bases."""
         nodes = [paragraph, *styles]
         list_id = next(filter(None, (read_value(node, "*pPr/*numPr/*numId") for node in nodes)), "0")
-        if list_id not in self._lists:
+        if (own_list := self._lists.get(list_id)) is None:
             return ""
-        definition = read_value(self._lists[list_id], "*abstractNumId")
+        definition = read_value(own_list, "*abstractNumId")
         definition = self._linked.get(read_value(self._definitions.get(definition), "*numStyleLink"), definition)
-        own_list = self._lists[list_id]
         owners = self._definitions.get(definition, own_list), own_list
         levels = {int(node.get(_LEVEL, "0")): node for owner in owners for node in owner.iter(f"{WORD}lvl")}
         overrides = {int(node.get(_LEVEL, "0")): node for node in own_list.iter(f"{WORD}lvlOverride")}
@@ -62,7 +60,7 @@ class Numbering:
         linked = [of_style[key] for style in styles if (key := style.get(f"{WORD}styleId")) in of_style]
         own = [read_number(node, "*pPr/*numPr/*ilvl", -1) for node in nodes]
         level = next((level for level in (own[0], *linked, *own) if level >= 0), 0)
-        if level not in levels or read_value(levels[level], "*numFmt") == "bullet":
+        if level > 8 or level not in levels or read_value(levels[level], "*numFmt") == "bullet":
             return ""
         numbers = self._numbers[definition]
         if (list_id, level) not in self._restarted and read_value(overrides.get(level), "*startOverride"):

@@ -18,19 +18,15 @@ from realmops.readers.containers import parse_xml, read_eml
 from realmops.readers.contents import HIDDEN, PARAGRAPH, Contents, format_table, is_hidden, open_package, superscript
 from realmops.readers.numbering import WORD, Numbering, format_number, read_number, read_value
 
-_VALUE = f"{WORD}val"
 _RELATION = "{http://schemas.openxmlformats.org/officeDocument/2006/relationships}"
 _STRICT_NAME = re.compile(rb"http://purl\.oclc\.org/ooxml/(\w+)/(main|math|relationships)\b")
 _TRANSITIONAL_NAME = rb"http://schemas.openxmlformats.org/\1/2006/\2"
 DAMAGED = (KeyError, EOFError, NotImplementedError, BadZipFile, zlib.error, XMLSyntaxError)
-_DROPPED = [f"{{*}}{name}" for name in ("Fallback", "cellDel", "del", "moveFrom", "rt", "showingPlcHdr")]
-_BLOCKS = [f"{{*}}{name}" for name in ("altChunk", "chart", "p", "relIds", "tbl")]
 _SIGNS = {"br": "\n", "cr": "\n", "noBreakHyphen": "-", "ptab": "\t", "tab": "\t"}
 _NOTES = {f"{WORD}footnoteReference": "decimal", f"{WORD}endnoteReference": "lowerRoman"}  # formats of their marks
 _INLINE = [*_NOTES, *(f"{{*}}{name}" for name in ("t", *_SIGNS))]
 _EQUATION_MARKS = {"num": "", "den": "/", "lim": "_", "nary sub": "_", "rad e": "√", "sup": "^"}
 _EQUATION_GAPS = {"d e": "|", "eqArr e": "; ", "func e": " ", "m mr": "; ", "mr e": " ", "nary e": " "}
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _COLUMNS = 63  # of a table in Word
 LABEL = 200  # characters of a merged cell that is repeated; a longer one is no label of its rows
 _BULLETS = {"alphaLc": "lowerLetter", "alphaUc": "upperLetter", "romanLc": "lowerRoman", "romanUc": "upperRoman"}
@@ -58,8 +54,8 @@ class Part:
         for node in links.read() if links.name in self.package.NameToInfo else ():
             if node.get("TargetMode") != "External":
                 target = posixpath.normpath(posixpath.join("/", folder, node.get("Target", ""))).lstrip("/")
-                kind = node.get("Type", "").rpartition("/")[2]
-                parts[node.get("Id")] = kind, Part(self.package, target, self.omitted)
+                part = Part(self.package, target, self.omitted)
+                parts[node.get("Id")] = posixpath.basename(node.get("Type", "")), part
         return parts
 
     def of_kind(self, *kinds: str) -> list["Part"]:
@@ -73,8 +69,7 @@ def open_main_part(data: bytes, usual_name: str) -> tuple[Part, Any, str]:
     root = main.read()
     if root.tag.rpartition("}")[2] != posixpath.basename(usual_name).removesuffix(".xml"):
         raise ValueError(f"{main.name} is missing, damaged or not of the kind of {usual_name}")
-    titles = (part.read().findtext("{*}title") for part in package.of_kind("core-properties"))
-    return main, root, next(filter(None, titles), "")
+    return main, root, "".join(part.read().findtext("{*}title") or "" for part in package.of_kind("core-properties"))
 
 
 def read_docx(data: bytes, depth: int = 0) -> Contents:
@@ -117,8 +112,8 @@ def _slide_paragraphs(slide: Part, text: "Text") -> Iterator[str]:
 
 def _box(shape: Any) -> tuple[int, int, int]:
     """Return top, bottom and left edge; a title is above all, a placeholder without them at the top."""
-    placeholder, box = shape.find("*/{*}nvPr/{*}ph"), next(shape.iter("{*}xfrm"), ())
-    if placeholder is not None and placeholder.get("type") in ("title", "ctrTitle"):
+    box = next(shape.iter("{*}xfrm"), ())
+    if any(node.get("type") in ("title", "ctrTitle") for node in shape.iterfind("*/{*}nvPr/{*}ph")):
         return (-1 << 40,) * 3
     values = {key: int(value) for node in box[:2] for key, value in node.items() if re.fullmatch(r"-?\d+", value)}
     top = values.get("y", 0)
@@ -140,8 +135,7 @@ class Text:
         self._notes = {(f"{node.tag}Reference", node.get(f"{WORD}id")): (part, node) for part, node in notes}
         self._note_counts: Counter[str] = Counter()
         self._pending: list[tuple[Part, Any, str]] = []  # notes of the last paragraph, with their marks
-        self._frame: Any = None  # of the last paragraph of a slide
-        self._bullets: dict[tuple[str, str, str], int] = {}  # its last numbers by level, kind and first number
+        self._bullets: dict[tuple[str, str, str], int] = {}  # last numbers in a shape by level, kind and first number
 
     def paragraphs(self, part: Part, root: Any) -> Iterator[str]:
         """Yield the paragraphs and tables of a part in the order of its elements, each before its notes."""
@@ -154,15 +148,15 @@ class Text:
 
     def _remove_rest(self, root: Any) -> None:
         """Remove and count what is not shown, and write equations and symbols as text."""
-        for node in [*root.iter(*_DROPPED)]:
+        for node in [*root.iter("{*}Fallback", "{*}cellDel", "{*}del", "{*}moveFrom", "{*}rt", "{*}showingPlcHdr")]:
             holder = node.getparent()
             if holder.tag != f"{WORD}rPr":  # of the mark of a paragraph
                 _remove(holder.getparent() if holder.tag.endswith("Pr") else node)
         for node in root.iter(f"{WORD}rStyle"):
-            styles = self._styles.get(node.get(_VALUE), ())
-            for mark in (mark for style in styles for mark in style.iterfind(f"{WORD}rPr/*")):
-                if mark.tag in (f"{WORD}vanish", f"{WORD}vertAlign") and node.getparent().find(mark.tag) is None:
-                    node.getparent().append(copy(mark))
+            for style in self._styles.get(node.get(f"{WORD}val"), ()):
+                for mark in style.iter(f"{WORD}vanish", f"{WORD}vertAlign"):
+                    if node.getparent().find(mark.tag) is None:
+                        node.getparent().append(copy(mark))
         for node in [*root.iter("{*}vanish", "{*}hidden", "{*}cNvPr")]:
             holder = node.getparent().getparent()  # a run, a row or a shape
             if is_hidden(holder) or is_hidden(node):
@@ -180,7 +174,7 @@ class Text:
 
     def _blocks(self, part: Part, root: Any) -> Iterator[str]:
         text = ""
-        walker = iterwalk(root, events=("start",), tag=_BLOCKS)
+        walker = iterwalk(root, ("start",), ["{*}altChunk", "{*}chart", "{*}p", "{*}relIds", "{*}tbl"])
         for _, node in walker:
             if node.tag.endswith("}tbl"):
                 walker.skip_subtree()
@@ -202,8 +196,7 @@ class Text:
         for row in (row for row in table.iter("{*}tr") if next(row.iterancestors("{*}tbl")) is table):
             cells = [cell for cell in row.iter("{*}tc") if next(cell.iterancestors("{*}tbl")) is table]
             if sum(cell.get("hMerge") is None for cell in cells) < 2 or row.find(".//{*}tbl") is not None:
-                yield format_table(rows)
-                yield from self._blocks(part, row)
+                yield from chain([format_table(rows)], self._blocks(part, row))
                 rows = []
                 continue
             above = rows[-1] if rows else []
@@ -220,20 +213,17 @@ class Text:
         yield format_table(rows)
 
     def _text(self, paragraph: Any) -> str:
-        """Return the text of a paragraph without that of the paragraphs in its shapes."""
         text = raised = ""
         for node in paragraph.iter(*_INLINE):
             kind, parent = node.tag.rpartition("}")[2], node.getparent()
             if next(node.iterancestors("{*}p")) is not paragraph or (kind == "tab" and not parent.tag.endswith("}r")):
-                continue  # of a shape, or the position of a tab
+                continue  # of a paragraph in a shape, or the position of a tab
             if kind == "t" and is_raised(parent):
                 raised += node.text or ""
-                continue
-            text, raised = text + superscript(text, raised, is_reference=False) if raised else text, ""
-            if node.tag in _NOTES:
-                text += superscript(text, self._note_mark(node), is_reference=True)
             else:
-                text += _SIGNS.get(kind, node.text or "")
+                text, raised = text + superscript(text, raised, is_reference=False) if raised else text, ""
+                mark = self._note_mark(node) if node.tag in _NOTES else ""
+                text += superscript(text, mark, is_reference=True) if mark else _SIGNS.get(kind, node.text or "")
         return text + superscript(text, raised, is_reference=False)
 
     def _note_mark(self, reference: Any) -> str:
@@ -251,16 +241,17 @@ class Text:
             is_hidden = not text and paragraph.find(f"{WORD}pPr/{WORD}rPr/{WORD}vanish") is not None
             styles = self._styles.get(read_value(paragraph, "*pPr/*pStyle"), ())
             return "" if is_hidden else self._numbering.label(paragraph, styles)
-        if paragraph.getparent() is not self._frame:
-            self._frame, self._bullets = paragraph.getparent(), {}
+        if next(paragraph.itersiblings(paragraph.tag, preceding=True), None) is None:
+            self._bullets = {}
         properties: Any = next(paragraph.iterfind("{*}pPr"), {})
         bullet: Any = next(paragraph.iterfind("{*}pPr/{*}buAutoNum"), {})
         key = level, kind, start = properties.get("lvl", "0"), bullet.get("type", ""), bullet.get("startAt", "1")
-        if text:
-            self._bullets = {one: last for one, last in self._bullets.items() if one[0] < level or one == key}
-        if not text or not kind:
+        if not text:
             return ""
+        self._bullets = {one: last for one, last in self._bullets.items() if one[0] < level or one == key}
         self._bullets[key] = number = self._bullets.get(key, int(start) - 1) + 1
+        if not kind:
+            return ""
         end = ")" if "Paren" in kind else "." if "Period" in kind else ""
         return f"{'(' if 'Both' in kind else ''}{format_number(number, _BULLETS.get(kind[:7], ''))}{end}"
 
@@ -295,7 +286,8 @@ def _read_chunk(data: bytes, depth: int) -> Contents:
 
 
 def is_raised(run: Any) -> bool:
-    marks = (mark for properties in run.iterfind("{*}rPr") for mark in (properties, *properties))
+    properties = run.find("{*}rPr")
+    marks = () if properties is None else (properties, *properties)
     return any("superscript" in mark.values() or re.match("[1-9]", mark.get("baseline", "")) for mark in marks)
 
 
@@ -311,7 +303,7 @@ def _sign(node: Any) -> str:
     if node.tag == f"{WORD}checkBox":
         return "☒" if (read_value(node, "*checked") or read_value(node, "*default")) in ("1", "true", "on") else "☐"
     if choices := node.findall("{*}listEntry")[read_number(node, "*result") :]:
-        return str(choices[0].get(_VALUE, ""))
+        return str(choices[0].get(f"{WORD}val", ""))
     code = re.fullmatch(r"[\da-cA-C][\da-fA-F]{3}", node.get(f"{WORD}char", ""))
     return chr(int(code[0], 16)) if code else ""
 
@@ -341,6 +333,7 @@ def _chart_rows(root: Any) -> Iterator[str]:
         for axis, column in (("tx", number), ("cat", 0), ("xVal", 0), ("val", number), ("yVal", number)):
             for value in series.iterfind(f"{{*}}{axis}//{{*}}v"):
                 row, text = int(value.getparent().get("idx", -1)) if axis != "tx" else -1, value.text or ""
-                cells[row, column][f"{float(text):.15g}" if _NUMBER.fullmatch(text) else text] = None
+                is_number = re.fullmatch(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?", text)
+                cells[row, column][f"{float(text):.15g}" if is_number else text] = None
     rows = sorted({row for row, _ in cells})
     yield format_table([" ".join(cells.get((row, column), ())) for column in range(number + 1)] for row in rows)

@@ -14,7 +14,7 @@ from realmops.readers.contents import HIDDEN, PARAGRAPH, Contents, check_remaini
 from realmops.readers.documents import LINE_LIMIT
 from realmops.readers.office import DAMAGED, LABEL, Part, Text, is_raised, open_main_part
 
-_LINK = re.compile(r'\s*HYPERLINK\s*\(\s*"(?:[^"]|"")*"\s*(?:[,;]\s*"((?:[^"]|"")*)"\s*)?\)', re.IGNORECASE)
+_LINK = re.compile(r'\s*HYPERLINK\s*\(\s*"(?:[^"]|"")*"\s*[,;]\s*"((?:[^"]|"")+)"\s*\)', re.IGNORECASE)
 
 
 def read_xlsx(data: bytes) -> Contents:
@@ -90,12 +90,12 @@ class _Workbook:
         return format_table([row.get(column, "") for column in shown] for row in visible)
 
     def _text(self, cell: Any) -> str:
-        kind, formula = cell.get("t", "n"), cell.findtext("{*}f")
-        value = _rich_text(cell) if kind == "inlineStr" else cell.findtext("{*}v", "")
-        if formula is not None and not value and kind != "str":
-            link = _LINK.fullmatch(formula)
-            self._omitted["formula without value"] += not (link and link[1])
-            return str(link[1] or "").replace('""', '"') if link else ""
+        kind, parts = cell.get("t", "n"), {part.tag.rpartition("}")[2]: part.text or "" for part in cell}
+        value = _rich_text(cell) if "is" in parts else parts.get("v", "")
+        if "f" in parts and not value and kind != "str":
+            link = _LINK.fullmatch(parts["f"])
+            self._omitted["formula without value"] += link is None
+            return link[1].replace('""', '"') if link else ""
         if kind == "e" and cell.get("vm"):  # a picture in the cell
             self._omitted["image"] += 1
             return ""
