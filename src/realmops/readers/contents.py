@@ -16,7 +16,6 @@ PARAGRAPH = "\n\n"
 HIDDEN = "hidden text"  # kind of ``Contents.omitted``
 _HIDDEN_MARKS = {f"{WORD}r": f"{WORD}rPr/{WORD}vanish", f"{WORD}tr": f"{WORD}trPr/{WORD}hidden"}
 _OFF = ("0", "false", "off")
-_SHOWN = (*_OFF, "until-found")  # values of the attribute "hidden"
 _HIDDEN_STYLE = re.compile(
     r"(?<![\w-])(?:display\s*:\s*none|visibility\s*:\s*hidden|opacity\s*:\s*0*\.?0+(?![\d.])|"
     r"(?:left|right|text-indent|top)\s*:\s*-\d{4})",
@@ -24,12 +23,10 @@ _HIDDEN_STYLE = re.compile(
 )
 _NO_SIZE = re.compile(r"(?<![\w-])font-size\s*:\s*0+(?![\d.])", re.IGNORECASE)  # of the element itself, not of parts
 _POWER = re.compile(r"[-+\u2212\u2013]?(?:\d+(?:[.,/]\d+)*|[^\W\d_])[-+\u2212\u2013]?")
-# 1st, 2e, trade marks, daggers
-_PLAIN_SUPERSCRIPT = re.compile(r"[^\W\d_]{2,}\.?|[aeo\u00aa\u00ba]|[^\w+\u2212\u2013-]+")
+_PLAIN_SUPERSCRIPT = re.compile(r"[^\W\d_]{2,}\.?|[aeo\u00aa\u00ba]|[^\w+\u2212\u2013-]+")  # 1st, 2e, daggers
 _UNPACKED_LIMIT = 512 << 20  # bytes of an archive with its pictures
 _XML_LIMIT = 64 << 20  # bytes of its XML, which takes about ten times as much memory when parsed
 _XML_SUFFIXES = (".xml", ".rels", ".opf", ".xhtml", ".html", ".htm")
-_ENCRYPTED_STREAM = "EncryptedPackage".encode("utf-16-le")  # in the container of files with a password
 
 
 class UnreadableError(Exception):
@@ -46,15 +43,14 @@ class Contents:
 
     title: str  # the title in the file's metadata, may be empty
     pages: Iterable[str]  # the text of each page, read while it is iterated
-    # What was left out of the pages that have been iterated, by kind
-    omitted: Counter[str] = field(default_factory=Counter)
+    omitted: Counter[str] = field(default_factory=Counter)  # what the pages iterated so far lack, by kind
     scans: list[int] = field(default_factory=list)  # numbers, from 1, of those pages that were read by OCR
 
 
 def is_hidden(node: Any, names: Set[str] = frozenset()) -> bool:
     """Return whether a viewer hides an element, or a style sheet ``names``, its tag, .class or #id."""
     is_marked = node.get("state") in ("hidden", "veryHidden") or node.get("show") in _OFF
-    if is_marked or node.get("hidden", "0") not in _SHOWN:
+    if is_marked or node.get("hidden", "0") not in (*_OFF, "until-found"):
         return True
     if path := _HIDDEN_MARKS.get(node.tag):
         mark = node.find(path)
@@ -100,7 +96,7 @@ def check_remaining(remaining: int) -> None:
 
 def open_package(data: bytes) -> ZipFile:
     """Open a ZIP archive of XML whose declared size is within the limits; the memory limit covers the rest."""
-    if _ENCRYPTED_STREAM in data:
+    if "EncryptedPackage".encode("utf-16-le") in data:  # the name of a part of files with a password
         raise UnreadableError("encrypted", "the file needs a password; save it without one")
     try:
         package = ZipFile(BytesIO(data))

@@ -18,18 +18,15 @@ from realmops.readers.documents import (
     text_key,
 )
 
-_DELIMITERS = (",", "\t", ";", "|")  # Excel writes semicolons where the locale has a decimal comma
-_SEPARATOR = re.compile(r"sep=(.)\r?\n?")  # Excel's first line
-
 
 def _records(path: Path) -> Iterator[RawRecord | Rejected]:
     csv.field_size_limit(LINE_LIMIT)  # process-wide; the default is 128 KiB
     line = size = 0
-    delimiters: Sequence[str] = _DELIMITERS
+    delimiters: Sequence[str] = (",", "\t", ";", "|")  # Excel writes semicolons where decimals have commas
     with open_text(path, "surrogateescape") as (text, position):
         try:
             head, before = text.readline(LINE_LIMIT), 1
-            if separator := _SEPARATOR.fullmatch(head):
+            if separator := re.fullmatch(r"sep=(.)\r?\n?", head):  # Excel's first line
                 head, delimiters, before = text.readline(LINE_LIMIT), (separator[1],), 2
             while head.startswith("#") and before < 100 and not _names_text(_header(head, delimiters)[0]):
                 head, before = text.readline(LINE_LIMIT), before + 1

@@ -14,16 +14,15 @@ _PARAGRAPHS = (
     "address article aside blockquote body caption center details dialog div dl fieldset figcaption figure footer form "
     "h1 h2 h3 h4 h5 h6 header hr html layout main nav ol p pre section table template ul"
 )
-_LINES = "dd dt legend li summary tbody text tfoot thead tr"
 _EMBEDDED = "audio canvas embed iframe object video"
 _UNSEEN = (
     "annotation annotation-xml datalist defs desc head metadata noscript option rp script select style template "
     "textarea title"
 )
+_LINES = "dd dt legend li summary tbody text tfoot thead tr"
 _GAPS = dict.fromkeys(_PARAGRAPHS.split(), 2) | dict.fromkeys(_LINES.split(), 1)
-_SKIPPED = (
-    dict.fromkeys(_UNSEEN.split(), "") | dict.fromkeys(_EMBEDDED.split(), "embedded object") | {"rt": "annotation"}
-)
+_SKIPPED = dict.fromkeys(_EMBEDDED.split(), "embedded object") | {"rt": "annotation"}
+_SKIPPED |= dict.fromkeys(_UNSEEN.split(), "")
 _ROLES = {"table": "table", "row": "tr", "cell": "td", "gridcell": "td", "columnheader": "th", "rowheader": "th"}
 # Kinds of the elements in an element of MathML
 _EQUATIONS = {"msup": ("", "sup"), "msub": ("", "sub"), "msubsup": ("", "sub", "sup"), "mfrac": ("term", "divisor")}
@@ -37,10 +36,6 @@ _AROUND = re.compile(  # tags, classes, ids and roles of parts of a page around 
     r"skip|sociable|social|sponsor\w*|submenu|subscri\w+|taboola|tags?|teasers?|toolbar|trending|widget)(?:$|[\s_-])",
     re.IGNORECASE,
 )
-_AROUND_SHARE = 0.8  # of the characters of a paragraph, above which it is links or a part around the main text
-_KEPT_SHARE = 0.5  # of the words of a paragraph in the main text, above which all of it is
-_GAP_SHARE = 0.1  # of the words of the main text, up to which paragraphs between its own are main text
-_MAIN_SHARE = 0.7  # of the words of <main> in the main text, from which all of it is
 
 
 @dataclass
@@ -92,7 +87,7 @@ def join_paragraphs(paragraphs: list[Paragraph], main_text: str = "") -> tuple[s
 
 
 def _leave_out(paragraphs: list[Paragraph], main_text: str) -> None:
-    """Leave out paragraphs, except for the main text, what is between it, and <main> if most of it is main text."""
+    """Leave out all but the main text, paragraphs between its own up to a tenth of it, and <main> if 70 % of it is."""
     if not any(one.is_around for one in paragraphs):
         return
     own_words, main_words = [_WORD.findall(one.text) for one in paragraphs], _WORD.findall(main_text)
@@ -109,7 +104,7 @@ def _leave_out(paragraphs: list[Paragraph], main_text: str) -> None:
         return
     for one, own in zip(paragraphs, own_words, strict=True):
         start, end = end, end + len(own)
-        one.is_kept = sum(shared[start:end]) > _KEPT_SHARE * len(own) if one.text else not one.is_around
+        one.is_kept = sum(shared[start:end]) > 0.5 * len(own) if one.text else not one.is_around
         one.size = len(own) * (one.is_kept or not one.is_around)
     paragraphs = [one for one in paragraphs if one.text]
     for one, following in pairwise(paragraphs):
@@ -118,9 +113,9 @@ def _leave_out(paragraphs: list[Paragraph], main_text: str) -> None:
             one.size = 0
     kept = [place for place, one in enumerate(paragraphs) if one.is_kept]
     gaps = [paragraphs[start + 1 : end] for start, end in pairwise(kept)]
-    added = [gap for gap in gaps if sum(one.size for one in gap) <= _GAP_SHARE * len(main_words)]
+    added = [gap for gap in gaps if sum(one.size for one in gap) <= 0.1 * len(main_words)]
     main = [one for one in paragraphs if one.is_main]
-    if sum(one.size * one.is_kept for one in main) >= _MAIN_SHARE * sum(one.size for one in main):
+    if sum(one.size * one.is_kept for one in main) >= 0.7 * sum(one.size for one in main):
         added.append(main)
     for one in chain.from_iterable(added):
         one.is_kept = one.size > 0
@@ -212,7 +207,7 @@ class _Flow:
         line = "".join([*self._end_row(), *self._line]) if self._line or self._row else ""
         text = _LINE_END.sub("", line).rstrip().strip("\n")
         if text or self._omitted:
-            is_around = self._around > _AROUND_SHARE * len(text) if text else self._depths["around"] > 0
+            is_around = self._around > 0.8 * len(text) if text else self._depths["around"] > 0
             is_main = self._depths["main"] > 0
             self.paragraphs.append(Paragraph(text, self._gap * bool(text), is_around, is_main, self._omitted))
             self._gap, self._omitted = self._gap * (not text), []

@@ -21,7 +21,6 @@ _META_CHARSET = re.compile(
 _OTHER_RULES = re.compile(r"/\*.{0,5000}?\*/|@[^{};]*(?:;|\{(?:[^{}]*\{[^{}]*\})*[^{}]*\})", re.DOTALL)
 _RULE, _NAME = re.compile(r"([^{}]+)\{([^{}]*)\}"), re.compile(r"[.#][\w-]+")
 _VISIBILITY = re.compile(r"(?<![\w-])(?:display|visibility)\s*:\s*([\w-]+)")
-_COMPARED = 10_000  # elements, up to which trafilatura tries other extractors, in quadratic time
 _HIDDEN_TAG = "removed"  # of elements that are removed together, in linear time
 
 
@@ -71,7 +70,7 @@ def page_to_document(page: str, place: str, title: str) -> Outcome:
         node.text, node.tail = node.text, node.tail
     body, head_title = tree.find("body"), tree.findtext(".//title")
     paragraphs = read_paragraphs(tree if body is None else body)
-    is_long = sum(1 for _ in tree.iter()) > _COMPARED
+    is_long = sum(1 for _ in tree.iter()) > 10_000  # trafilatura's further extractors take quadratic time
     extraction: Any = trafilatura.bare_extraction(
         tree,
         with_metadata=True,

@@ -3,8 +3,6 @@
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
 
 from realmops.readers.contents import HIDDEN, PARAGRAPH, Contents
 from realmops.readers.text import decode_text, render_markdown
@@ -94,15 +92,13 @@ def read_other(kind: str, data: bytes) -> Contents:
     config = xberg.ExtractionConfig(output_format="markdown", disable_ocr=True, use_cache=False)
     [document] = asyncio.run(xberg.extract(source, config)).results
     title = document.metadata.title or ""
-    if kind in SHEETS:
-        return Contents(title, list(_sheets(document, omitted)), omitted)
-    title, text, left_out = render_markdown(_MARK.sub(r"\1 ", document.content), title)
-    return Contents(title, [text], omitted + left_out)
-
-
-def _sheets(document: Any, omitted: Counter[str]) -> Iterator[str]:
-    for sheet in document.pages:
+    if kind not in SHEETS:
+        title, text, left_out = render_markdown(_MARK.sub(r"\1 ", document.content), title)
+        return Contents(title, [text], omitted + left_out)
+    sheets = []
+    for sheet in document.pages or ():
         is_hidden = f"## {sheet.sheet_name} (hidden)\n" in document.content
         omitted[HIDDEN] += is_hidden
         _, text, _ = render_markdown("" if is_hidden else sheet.content)
-        yield text and PARAGRAPH.join([sheet.sheet_name, text])
+        sheets.append(text and PARAGRAPH.join([str(sheet.sheet_name), text]))
+    return Contents(title, sheets, omitted)

@@ -5,7 +5,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from datetime import date
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 import yaml
@@ -23,40 +23,34 @@ from realmops.readers.documents import (
 from realmops.readers.flow import flow_text
 from realmops.readers.html import decode_page, page_to_document
 
-_MDX = ".mdx"  # Markdown with elements of React
-_MARKDOWN_SUFFIXES = (".md", ".markdown", _MDX)
+_MARKDOWN_SUFFIXES = (".md", ".markdown", ".mdx")
 _HTML_SUFFIXES = (".html", ".htm", ".xhtml")
 TEXT_SUFFIXES = (".txt", ".text", *_MARKDOWN_SUFFIXES, *_HTML_SUFFIXES)
 # Metadata before the text: YAML between lines of hyphens, or TOML between lines of plus signs.
 _FRONT_MATTER = re.compile(r"\A(---|\+\+\+)[ \t]*\n(.*?)^(?:\1|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL | re.MULTILINE)
 _FRONT_LINE = re.compile(r"^(\w[\w -]*+):(.*)$", re.MULTILINE)
-_MODULE_LINES = re.compile(r"\s*(?:(?:import|export)\b.*\n\s*)*")  # at the beginning of a file of React
+# At the beginning of Markdown with elements of React
+_MODULE_LINES = re.compile(r"(?:\s*(?:import\b.*['\"];?|export (?:const|default|function)\b.*)[ \t]*\n)*")
 _PLAIN = str | int | float | date  # values of metadata, which may also be lists of them
 _MAX_NULS = 0.05  # share of the bytes; more are in binary files, and in UTF-16 without a mark and Latin letters
 
 
-def read_file(path: Path) -> tuple[PurePath, bytes]:
-    """Return the name of a file and its bytes, both decompressed; raise ValueError for more than ``LINE_LIMIT``."""
-    try:
-        with open_compressed(path) as (file, _):
-            data = file.read(LINE_LIMIT + 1)
-    except DECOMPRESSION_ERRORS as error:
-        raise ValueError(describe_damage(error, path)) from None
-    if len(data) > LINE_LIMIT:
-        raise ValueError(f"the file is larger than {LINE_LIMIT >> 20} MiB; split it into documents")
-    return PurePath(printable_path(bare_name(path))), data
-
-
 def read_text(raw: RawRecord) -> Outcome:
     """Read a text, Markdown or HTML file; ``raw.data`` is its path."""
-    name, data = read_file(raw.data)
-    suffix = name.suffix.lower()
-    stem = name.stem.replace("_", " ")
+    try:
+        with open_compressed(raw.data) as (file, _):
+            data = file.read(LINE_LIMIT + 1)
+    except DECOMPRESSION_ERRORS as error:
+        raise ValueError(describe_damage(error, raw.data)) from None
+    if len(data) > LINE_LIMIT:
+        raise ValueError(f"the file is larger than {LINE_LIMIT >> 20} MiB; split it into documents")
+    name = PurePath(printable_path(bare_name(raw.data)))
+    suffix, stem = name.suffix.lower(), name.stem.replace("_", " ")
     if suffix in _HTML_SUFFIXES:
         return page_to_document(decode_page(data, None), raw.place, stem)
     text = decode_text(data)
     if suffix in _MARKDOWN_SUFFIXES:
-        return parse_markdown(text, stem, raw.place, has_modules=suffix == _MDX)
+        return parse_markdown(text, stem, raw.place)
     if "multistream-index" in stem and re.match(r"\d+:\d+:.+\n", text):  # of a dump of Wikipedia
         return Dropped(raw.place, "dump_index")
     return parse_document({"title": stem, "text": text.strip()}, raw.place)
@@ -74,12 +68,11 @@ def decode_text(data: bytes) -> str:
         raise ValueError(f"invalid {name} at byte {error.start}; save the file as UTF-8") from None
 
 
-def parse_markdown(source: str, name: str, place: str, *, has_modules: bool = False) -> Outcome:
+def parse_markdown(source: str, name: str, place: str) -> Outcome:
     """Parse Markdown with HTML in it; the title is the front matter's, or the first heading, or the file's name."""
     columns, source = _split_front_matter(source)
-    if has_modules:
-        source = _MODULE_LINES.sub("", source, count=1)
     title = columns.pop("title", "")
+    source = _MODULE_LINES.sub("", source, count=1)
     title, text, omitted = render_markdown(source, "" if isinstance(title, list) else str(title).strip())
     return parse_document({**columns, "title": title or name, "text": text}, place, omitted)
 
