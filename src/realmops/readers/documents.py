@@ -21,7 +21,6 @@ _RECORD_SEPARATOR = b"\x1e"
 _MAX_DIGITS = 4000  # of an integer; Python refuses a few more
 PAGE_WITHOUT_TEXT = "page without text"  # kind of ``Document.omitted``: a scan that waits for OCR
 PAGES = "realmops_pages"  # column of a passage: [page, its first character in the passage]
-_MAX_PROBLEM = 300  # characters of a library's message, which may quote the whole text
 TEXT_KEYS = ("text", "contents", "page_content", "content", "raw_content", "abstract")  # the first one counts
 RESERVED_KEYS = {"title", "text", "id", "spans", PAGES}
 T = TypeVar("T")
@@ -106,7 +105,7 @@ def call_guarded(work: Callable[[], T], place: str) -> T | Rejected:
     except ValueError as error:
         return Rejected(place, str(error).removeprefix(f"{place}: "))
     except BaseException as error:  # a panic in a library written in Rust is no Exception
-        problem = str(error).encode(errors="backslashreplace").decode()[:_MAX_PROBLEM]
+        problem = str(error).encode(errors="backslashreplace").decode()[:300]  # it may quote the whole text
         return Rejected(place, f"the record cannot be read ({type(error).__name__}: {problem}); leave it out")
 
 
@@ -144,9 +143,7 @@ def iter_lines(path: Path) -> Iterator[RawRecord | Rejected]:
                     while line and not line.endswith(b"\n"):
                         line = readline(LINE_LIMIT)
                     continue
-                if number == 1:
-                    line = line.removeprefix(_BOM)
-                line = line.removeprefix(_RECORD_SEPARATOR)
+                line = line.removeprefix(_BOM).removeprefix(_RECORD_SEPARATOR)
                 if line.strip():
                     yield RawRecord(place, line, position())
         except DECOMPRESSION_ERRORS as error:
@@ -168,7 +165,10 @@ def parse_document(record: dict[str, Any], place: str, omitted: Mapping[str, int
     if not checked_spans:  # their places would change
         title, text = title.replace("\0", ""), text.replace("\0", "")
     columns = {name: value for name, value in record.items() if name not in {*RESERVED_KEYS, key}}
-    extra = _extra_json(columns, place)
+    try:
+        extra = canonical_json(_plain(columns)).decode() if columns else ""
+    except (UnicodeEncodeError, RecursionError) as error:
+        raise ValueError(f"{place}: a column cannot be written as JSON ({error}); correct or remove it") from None
     counts = tuple((kind, count) for kind, count in (omitted or {}).items() if count)
     document = Document(title, text, checked_id, checked_spans, place, extra, omitted=counts)
     return document if text.strip() else Dropped(place, "empty_text")
@@ -177,14 +177,6 @@ def parse_document(record: dict[str, Any], place: str, omitted: Mapping[str, int
 def text_key(keys: Collection[str]) -> str:
     """Return the first of ``TEXT_KEYS`` among the keys of a record, or "text"."""
     return min(TEXT_KEYS, key=lambda name: name not in keys)
-
-
-def _extra_json(columns: dict[str, Any], place: str) -> str:
-    """Serialise extra columns to canonical JSON; bytes and NaN become null, other unsupported types text."""
-    try:
-        return canonical_json(_plain(columns)).decode() if columns else ""
-    except (UnicodeEncodeError, RecursionError) as error:
-        raise ValueError(f"{place}: a column cannot be written as JSON ({error}); correct or remove it") from None
 
 
 def check_text(value: object, key: str, place: str) -> str:
@@ -251,6 +243,7 @@ def _check_span(span: Any, length: int, place: str) -> tuple[int, int, str]:
 
 
 def _plain(value: Any) -> Any:
+    """Return a value as JSON has it: bytes and NaN become null, other unsupported types text."""
     match value:
         case float() if not math.isfinite(value):
             return None

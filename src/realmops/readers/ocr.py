@@ -19,8 +19,6 @@ AUTO, OFF = "auto", "off"  # values of snapshot.ocr that are no languages
 INSTALL = "install tesseract-ocr-eng (apt) or tesseract-lang (brew), or set TESSDATA_PREFIX, or snapshot.ocr=eng+deu"
 SIDE = 4096  # pixels; xberg reduces longer sides to this
 _FOLDERS = "/usr/share/tess*/tessdata", "/usr/share/tess*/*/tessdata", "/*/share/tessdata", "/*/*/share/tessdata"
-_MOST = 4  # languages at once, each of which takes time
-_LEAST_CONFIDENCE = 60  # percent; upside-down pages have 29 to 50, bad copies 66 or more
 _BROKEN_WORD = re.compile(r"(?<=\w)[-\u2010\xac]\n(?=\w)")  # becomes PDFium's mark of a hyphen at a line end
 
 
@@ -31,7 +29,7 @@ def find_data(ocr: str) -> tuple[str, ...]:
     folder = os.environ.get("TESSDATA_PREFIX") or max(chain.from_iterable(map(glob, _FOLDERS)), default=os.devnull)
     files = {path.stem: str(path.absolute()) for path in Path(folder).glob("*.traineddata")}
     languages = sorted(files.keys() - {"equ", "osd"}, key=lambda name: (name == "eng", name))  # accents first
-    names = ocr.split("+") if ocr != AUTO else languages if len(languages) <= _MOST else []
+    names = ocr.split("+") if ocr != AUTO else languages if len(languages) <= 4 else []  # each takes time
     if missing := [name for name in names if name not in files]:
         raise ValueError(f"snapshot.ocr is {ocr!r}: {folder} has no {', '.join(missing)}; {INSTALL}")
     return tuple(files[name] for name in names)
@@ -48,7 +46,7 @@ def read_picture(image: Any, data: Sequence[str], number: int, contents: Content
             text, confidence = recognise(image.rotate(angle, expand=True), data)
         except RuntimeError:  # of xberg
             break
-        if confidence >= _LEAST_CONFIDENCE:
+        if confidence >= 60:  # percent; upside-down pages have 29 to 50, bad copies 66 or more
             contents.scans.append(number)
             return _BROKEN_WORD.sub("\ufffe", text)
         if not text:

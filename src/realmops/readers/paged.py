@@ -42,8 +42,8 @@ SCANS = (PAGE_WITHOUT_TEXT, "scan", *(suffix[1:] for suffix in IMAGES))  # kinds
 _FILE_LIMIT = 512 << 20  # bytes
 # Titles that programs write instead of a person: defaults, and names of files.
 _PROGRAM_TITLE = re.compile(
-    r"|\(?(?:anonymous|none|null|unbenannt|unknown|unnamed|unspecified|untitled|sans titre)\)?(?:[ -]?\d+)?"
-    r"|(?:(?:book|doc|document|dokument|folie|mappe|slide|tabelle) ?\d*)|word document"
+    r"|\(?(?:anonymous|none|null|unbenannt|unknown|unnamed|unspecified|untitled|sans titre|book|doc|document|dokument"
+    r"|folie|mappe|slide|tabelle|word document)\)?(?:[ -]?\d+)?"
     r"|microsoft (?:office )?(?:excel|outlook|powerpoint|publisher|visio|word)(?: - .*)?"
     r"|powerpoint[- ]pr\w+|\w+ (?:d[eio] )?powerpoint"
     r"|.*\.(?:docx?|dvi|eps|indd|odt|pages|pdf|pptx?|ps|qxd|rtf|tex|wpd|xlsx?)",
@@ -51,7 +51,6 @@ _PROGRAM_TITLE = re.compile(
 )
 _SENTENCE_END = re.compile(r"[.!?:…。！？．।۔][^\w\s]*\d{0,2}\s*\Z")  # and the number of a footnote
 _LETTER = re.compile(r"(?:\d+(?:[.,]\d+)*\s|[(\"'“„«‘「])?(\w)")  # the first one, also of: 812,000 crowns
-_HEADING = 30  # characters of the longest line that may be a heading
 _READERS: dict[str, tuple[Callable[..., Any], str, str]] = {  # reader, the package that it needs, suffixes
     TEXT: (read_text, "", " ".join(TEXT_SUFFIXES)),
     PDF: (read_pdf, "pypdfium2", ".pdf"),
@@ -125,10 +124,10 @@ def _join_pages(name: str, contents: Contents, place: str) -> Outcome:
 
 
 def _goes_on(text: str, following: str) -> bool:
-    """Return whether a sentence goes on over the end of a page: in lower case, or from lower case to no heading."""
+    """Return whether a sentence goes on over a page end: in lower case, or from it to a line too long for a heading."""
     last, first = text.rpartition("\n")[2], following.partition("\n")[0]
     is_lower = [letter is not None and letter[1].islower() for letter in map(_LETTER.match, (last, first))]
-    return not _SENTENCE_END.search(last) and (is_lower[1] or (is_lower[0] and len(first) > _HEADING))
+    return not _SENTENCE_END.search(last) and (is_lower[1] or (is_lower[0] and len(first) > 30))
 
 
 FILES = tuple(

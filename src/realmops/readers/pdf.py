@@ -146,10 +146,7 @@ def _remove_hidden_text(page: Any, omitted: Counter[str]) -> None:
 
 
 def _keeps_hyphen(match: re.Match[str], words: set[str]) -> bool:
-    """Return whether a hyphen at a line end belongs to a compound (Anglo-Saxon, COVID-19), not to a broken word.
-
-    If the joined word is not elsewhere in the document, other compounds are evidence (well-known, state-of-the-art).
-    """
+    """Return whether a hyphen at a line end is that of a compound by its form (COVID-19) or by ``words``."""
     start, end = match.span()
     first = _BEFORE.search(match.string, max(0, start - _LONGEST_WORD), start)
     second = _AFTER.match(match.string, end, end + _LONGEST_WORD)

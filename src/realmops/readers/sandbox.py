@@ -83,7 +83,12 @@ def run_child(convert: Callable[[str, RawRecord], Outcome], memory: int, seconds
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops this process
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # output of libraries must not mix with replies
-    _limit_memory(memory)
+    with suppress(ImportError, OSError, ValueError):  # only Linux limits mapped memory
+        import resource
+
+        used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_DATA, (used + memory, used + memory))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for request in sys.stdin.buffer:
         name, place, path, position, ocr = json.loads(request)
         signal.setitimer(signal.ITIMER_PROF, seconds)  # processor time; its signal ends this process
@@ -96,12 +101,3 @@ def run_child(convert: Callable[[str, RawRecord], Outcome], memory: int, seconds
         replies.write(reply + b"\n")
         replies.flush()
     os._exit(0)  # a library's threads may abort the interpreter's end
-
-
-def _limit_memory(memory: int) -> None:
-    with suppress(ImportError, OSError, ValueError):  # only Linux limits mapped memory
-        import resource
-
-        used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_DATA, (used + memory, used + memory))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from realmops.artifacts import special_file_kind
-from realmops.compressed import DECOMPRESSION_ERRORS, is_archive, list_members, open_compressed, open_raw
+from realmops.compressed import DECOMPRESSION_ERRORS, bare_name, is_archive, list_members, open_compressed, open_raw
 from realmops.readers import tables
 from realmops.readers.beir import BEIR, corpus_file
 from realmops.readers.delimited import CSV
@@ -31,7 +31,6 @@ _BY_FIRST_BYTES = {  # formats, and why other files are not read
     b"<doc ": "it begins with <doc, like text extracted from a Wikipedia dump; name the dump itself (.xml.bz2)",
     b"WARC/": "it is a web archive, which is not read; extract its pages as HTML files, for example with warcio",
 }
-_HEAD = 1024  # bytes read to detect a format
 _REGULAR = "only regular files are read, in folders and whole archives that can be listed, without a password"
 _UNKNOWN = "unknown format (checked: suffix and first bytes)"
 _LOCKS = ("~$", ".~lock.")  # first characters of the names of lock files
@@ -125,24 +124,19 @@ def _known_format(path: Path, name: str) -> Format:
 
 def _folder_source(path: Path, name: str, special: str, size: int, is_strict: bool) -> Source:
     """Return the source; a ``special`` kind is never opened; with ``is_strict`` an unreadable one ends the stage."""
-    if special:
-        return _unreadable_source(path, f"it is of the kind {special}; {_REGULAR}", special)
-    if is_strict:
+    suffix, problem = path.suffix[1:].lower(), f"it is of the kind {special}; {_REGULAR}"
+    kind = special or (suffix if _KIND.fullmatch(suffix) else "other")
+    if not special and is_strict:
         return Source(path, FORMATS[name], size)
-    suffix = path.suffix[1:].lower()
-    kind = suffix if _KIND.fullmatch(suffix) else "other"
     try:
-        open_raw(path).close()
-        problem = _first_problem(path) if name == "jsonl" else "" if name in FORMATS else name
+        if not special:
+            open_raw(path).close()
+            problem = _first_problem(path) if name == "jsonl" else "" if name in FORMATS else name
         if not problem:
             return Source(path, FORMATS[name], size, f"broken_{name}")
     except ValueError as error:
         problem = str(error).removeprefix(f"{path}: ")
         kind = f"broken_{name}" if name in FORMATS else kind
-    return _unreadable_source(path, problem, kind)
-
-
-def _unreadable_source(path: Path, problem: str, kind: str) -> Source:
     rejected = Rejected(str(path), problem, kind=kind)
     return Source(path, replace(FORMATS["text"], name="unread", records=lambda _: iter([rejected])), 0)
 
@@ -162,7 +156,7 @@ def _detect_format(path: Path) -> str:
     """Return the format by the first bytes of a file, decompressed, or by its suffix; or why it is not read."""
     try:
         with open_compressed(path) as (file, _):
-            head = file.read(_HEAD)
+            head = file.read(1024)
     except (*DECOMPRESSION_ERRORS, ValueError):  # reported when the file is read
         head = b""
     bare = head.removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -170,6 +164,5 @@ def _detect_format(path: Path) -> str:
     for magic, name in _BY_FIRST_BYTES.items():
         if bare.startswith(magic):
             return name
-    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in (".gz", ".bz2")]
-    by_suffix = _BY_SUFFIX.get(suffixes[-1]) if suffixes else None
+    by_suffix = _BY_SUFFIX.get(Path(bare_name(path)).suffix.lower())
     return by_suffix or ("jsonl" if bare.startswith((b"{", b"[{")) else _UNKNOWN)

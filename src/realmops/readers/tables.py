@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from realmops.compressed import open_raw
 from realmops.credentials import error_line
 from realmops.hub import HUB
 from realmops.readers.documents import (
@@ -71,14 +72,13 @@ def _datasets(name: str) -> Any:
 
 
 def _parquet_records(path: Path) -> Iterator[RawRecord | Rejected]:
+    open_raw(path).close()  # raises ValueError
     try:
         metadata = pq.read_metadata(path)
         schema, oversized = metadata.schema.to_arrow_schema(), _oversized_lists(metadata)
         columns = [field.name for field in schema if _is_readable(field) and field.name not in oversized]
         yield from _rows(path, schema, _batches(path, metadata, columns), metadata.num_rows, path.stat().st_size)
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
-        if isinstance(error, FileNotFoundError | PermissionError):
-            raise ValueError(f"{path}: cannot be read ({error.strerror}); check the path") from None
         yield reject_remainder(str(path), f"no valid Parquet data ({error_line(error)})", "write or copy it again")
 
 
@@ -243,15 +243,9 @@ def _plain_columns(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _parse_record(raw: RawRecord) -> Outcome:
-    record = {key: value for key, value in raw.data.items() if key != "spans"}
-    for key in _TEXTS:
-        if isinstance(value := record.get(key), bytes):
-            try:
-                record[key] = value.decode()
-            except UnicodeDecodeError as error:
-                problem = f"{key!r} is invalid UTF-8 at byte {error.start}"
-                raise ValueError(f"{problem}; write it as a column of text") from None
-    return parse_document(record, raw.place)
+    columns = {key: value for key, value in raw.data.items() if key != "spans"}
+    texts = {key: value.decode(errors="surrogateescape") for key, value in columns.items() if isinstance(value, bytes)}
+    return parse_document(columns | texts, raw.place)
 
 
 PARQUET = Format("parquet", _parquet_records, _parse_record, suffixes=(".parquet",))

@@ -129,16 +129,13 @@ def warn_of_rejects(report: Report, name: str, manifest: dict[str, Any], folder:
 def warn_of_omitted(report: Report, name: str, manifest: dict[str, Any], where: str) -> None:
     """Warn if every twentieth document is incomplete (``OutcomeCounts``), or if a page has no text."""
     incomplete, omitted = manifest["incomplete"], manifest["omitted"]
-    if incomplete >= _INCOMPLETE_SHARE * manifest["documents"] or PAGE_WITHOUT_TEXT in omitted:
+    if omitted and (incomplete >= _INCOMPLETE_SHARE * manifest["documents"] or PAGE_WITHOUT_TEXT in omitted):
         kinds = sorted(omitted, key=lambda kind: (-omitted[kind], kind))
         named = [f"{file}: {', '.join(map(str, pages))}" for file, pages in manifest["empty_pages"].items()]
         places = {PAGE_WITHOUT_TEXT: f" ({'; '.join(named[:_SHOWN])})"}
         summary = ", ".join(f"{kind} {omitted[kind]:,}{places.get(kind, '')}" for kind in kinds)
-        if summary:
-            report.warn(
-                f"left out of {incomplete:,} of {manifest['documents']:,} documents of {name}: {summary}; "
-                f"{where} has the counts by file"
-            )
+        of = f"{incomplete:,} of {manifest['documents']:,} documents of {name}"
+        report.warn(f"left out of {of}: {summary}; {where} has the counts by file")
 
 
 def snapshot_counts(manifest: dict[str, Any]) -> dict[str, int]:
