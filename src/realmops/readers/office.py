@@ -95,9 +95,8 @@ def _slide_paragraphs(slide: Part, text: "Text") -> Iterator[str]:
         if is_hidden(root):
             text.omitted[HIDDEN] += 1
             return
-        for placeholder in [*root.iter("{*}ph")]:
-            if placeholder.get("type") in ("dt", "ftr", "hdr", "sldNum"):
-                text.omitted["header or footer"] += _remove(placeholder.getparent().getparent().getparent())
+        for node in [node for node in root.iter("{*}ph") if node.get("type") in ("dt", "ftr", "hdr", "sldNum")]:
+            text.omitted["header or footer"] += _remove(node.getparent().getparent().getparent())
         for tree in [*root.iter("{*}spTree", "{*}grpSp")]:
             shapes = [shape for shape in tree if next(shape.iter("{*}t", "{*}graphicFrame"), None) is not None]
             row, end, order = 0, 0, []
@@ -192,20 +191,19 @@ class Text:
         """Yield a table: rows are lines; the paragraphs of a row that has one cell, or a table in it, are their own."""
         columns = len(table.findall("{*}tblGrid/{*}gridCol"))
         is_layout = all(len(row.findall("{*}tc")) < columns for row in table.iterfind("{*}tr"))
-        rows: list[list[str]] = []
+        rows: list[list[str]] = [[]]
         for row in (row for row in table.iter("{*}tr") if next(row.iterancestors("{*}tbl")) is table):
             cells = [cell for cell in row.iter("{*}tc") if next(cell.iterancestors("{*}tbl")) is table]
             if sum(cell.get("hMerge") is None for cell in cells) < 2 or row.find(".//{*}tbl") is not None:
                 yield from chain([format_table(rows)], self._blocks(part, row))
-                rows = []
+                rows = [[]]
                 continue
-            above = rows[-1] if rows else []
             rows.append([""] * min(read_number(row, "*trPr/*gridBefore"), _COLUMNS))
             for cell in cells:
                 place, span = len(rows[-1]), max(1, min(read_number(cell, "*tcPr/*gridSpan"), _COLUMNS))
                 is_below = cell.get("vMerge") or read_value(cell, "*tcPr/*vMerge") not in ("", "restart")
                 if cell.get("hMerge") or is_below:
-                    repeated = rows[-1][-1:] if cell.get("hMerge") else above[place : place + 1]
+                    repeated = rows[-1][-1:] if cell.get("hMerge") else rows[-2][place : place + 1]
                     text = "".join(label for label in repeated if len(label) <= LABEL)
                 else:
                     text = "\n".join(self._blocks(part, cell))
@@ -258,8 +256,7 @@ class Text:
     def _related(self, part: Part, node: Any) -> Iterator[str]:
         """Yield the paragraphs of another part: a chart, a diagram, or text in another format (``altChunk``)."""
         kind = node.tag.rpartition("}")[2]
-        identifier = node.get(f"{_RELATION}dm" if kind == "relIds" else f"{_RELATION}id")
-        _, target = part.related.get(identifier, ("", None))
+        _, target = part.related.get(node.get(f"{_RELATION}dm", node.get(f"{_RELATION}id")), ("", None))
         try:
             if target and kind == "relIds":
                 yield from self.paragraphs(target, target.read())
