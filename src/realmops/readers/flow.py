@@ -29,11 +29,12 @@ _EQUATIONS = {"msup": ("", "sup"), "msub": ("", "sub"), "msubsup": ("", "sub", "
 _NUMERALS = {"a": "lowerLetter", "A": "upperLetter", "i": "lowerRoman", "I": "upperRoman"}
 _LINE_END = re.compile(r"(?<! ) +(?=[\t\n])")
 _BLANKS, _INTEGER, _WORD = re.compile(r"[ \t\r\n\f]+"), re.compile(r"-?\d{1,9}"), re.compile(r"\w+")
-_AROUND = re.compile(  # tags, classes, ids and roles of parts of a page around the main text
-    r"(?:^|[\s_-])(?:ads?|advert\w*|aside|author|banner|breadcrumbs?|button|byline|comments?|complementary|consent|"
-    r"contentinfo|cookies?|disqus|donate|footer|login|menu|meta|modal|nav|navbar|navi|navigation|newsletter|noprint|"
-    r"outbrain|overlay|pager|pagination|popup|print|promo\w*|recommend\w*|related|search|share|sharing|sidebar|signup|"
-    r"skip|sociable|social|sponsor\w*|submenu|subscri\w+|taboola|tags?|teasers?|toolbar|trending|widget)(?:$|[\s_-])",
+_AROUND = re.compile(  # the tag, a class, the id or the role of parts of a page around the main text
+    r"^(?:aside|button) |(?:^|[\s_-])(?:ads?|advert\w*|author|banner|breadcrumbs?|byline|comments?|complementary|"
+    r"consent|contentinfo|cookies?|disqus|donate|footer|login|menu|meta|modal|nav|navbar|navi|navigation|newsletter|"
+    r"noprint|outbrain|overlay|pager|pagination|popup|print|promo\w*|recommend\w*|related|search|share|sharing|sidebar|"
+    r"signup|skip|sociable|social|sponsor\w*|submenu|subscri\w+|taboola|tags?|teasers?|toolbar|trending|widget)"
+    r"(?:$|[\s_-])",
     re.IGNORECASE,
 )
 
@@ -108,8 +109,8 @@ def _leave_out(paragraphs: list[Paragraph], main_text: str) -> None:
         one.size = len(own) * (one.is_kept or not one.is_around)
     paragraphs = [one for one in paragraphs if one.text]
     for one, following in pairwise(paragraphs):
-        is_label = one.size <= 8 and not one.is_kept and one.is_main == following.is_main
-        if is_label and not following.size:  # a heading of links
+        is_label = one.size <= 8 and not one.is_kept and one.text[-1:] not in ".?!"
+        if is_label and not following.size and one.is_main == following.is_main:  # a heading of links
             one.size = 0
     kept = [place for place, one in enumerate(paragraphs) if one.is_kept]
     gaps = [paragraphs[start + 1 : end] for start, end in pairwise(kept)]
