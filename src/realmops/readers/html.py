@@ -47,7 +47,7 @@ def decode_page(data: bytes, declared: str | None) -> str:
         return text
     name = _UNRELIABLE if is_utf_8 else "gb18030" if name == "gbk" else name  # the superset by which browsers read GBK
     decoded: str = webencodings.lookup(name).codec_info.decode(data, "replace")[0]
-    return decoded
+    return decoded.translate(dict.fromkeys(range(0xF8F0, 0xF8F4), "\ufffd"))  # bytes that Shift_JIS does not have
 
 
 def page_to_document(page: str, place: str, title: str) -> Outcome:
