@@ -113,7 +113,7 @@ def test_invalid_arguments_are_refused_in_one_line(
 ) -> None:
     result = submitted(project, *words.replace("PROJECT", str(project)).split(" "))
     assert result.exit_code == code
-    [line] = result.stderr.splitlines()
+    [_starting, line] = result.stderr.splitlines()
     assert re.match(f"realmops: .*{message}", line)
     assert lab.requests == []
 
@@ -240,13 +240,13 @@ def test_an_error_of_the_server_is_explained(status: int, code: int, message: st
     lab.status = status
     result = submitted(project, "--once", "--namespace", "team")
     assert result.exit_code == code
-    assert re.fullmatch(f"realmops: {lab.url} {message}.*\n", result.stderr)
+    assert re.fullmatch(f"submit: starting\nrealmops: {lab.url} {message}.*\n", result.stderr)
 
 
 @pytest.mark.parametrize("place", ["http://ann:pa55@127.0.0.1:9?s3cret", "ann:pa55@h:8888"])
 def test_a_password_in_the_endpoint_is_not_shown(place: str, project: Path, lab: KfpLab) -> None:
     error = submitted(project, "--endpoint", place).stderr
-    assert error.startswith("realmops: ")
+    assert "realmops: " in error
     assert not [secret for secret in ("ann:", "pa55", "s3cret") if secret in error], error
 
 
@@ -279,7 +279,9 @@ def test_servers_from_2_16_are_accepted(project: Path, lab: KfpLab, tag: str) ->
     lab.tag_name = "2.15.2"
     result = submitted(project)
     assert result.exit_code == 2
-    assert re.match(f"realmops: {lab.url} is Kubeflow Pipelines 2.15.2; .* needs 2.16.0 or later", result.stderr)
+    assert re.match(
+        f"submit: starting\nrealmops: {lab.url} is Kubeflow Pipelines 2.15.2; .* needs 2.16.0 or later", result.stderr
+    )
     assert len(lab.runs) == 3
 
 

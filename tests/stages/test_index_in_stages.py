@@ -32,7 +32,9 @@ OPTIONS = {
 
 def numbered(count: int) -> tuple[Any, ...]:
     """The twelve documents so many times, each time with another year in title and text."""
-    return tuple((f"{title} {1900 + n}", f"{text} {1900 + n}", spans) for n in range(count) for title, text, spans in DOCUMENTS)
+    return tuple(
+        (f"{title} {1900 + n}", f"{text} {1900 + n}", spans) for n in range(count) for title, text, spans in DOCUMENTS
+    )
 
 
 @pytest.fixture(scope="module")
