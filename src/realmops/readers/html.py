@@ -73,13 +73,14 @@ def page_to_document(page: str, place: str, title: str) -> Outcome:
     is_long = sum(1 for _ in tree.iter()) > 10_000  # trafilatura's further extractors take quadratic time
     extraction: Any = trafilatura.bare_extraction(
         tree,
+        output_format="txt",  # "python" adds a formatted text, in quadratic time
         with_metadata=True,
         include_comments=False,
         fast=is_long,
         favor_recall=is_long,
         date_extraction_params={"extensive_search": False, "original_date": True},
     )
-    text, omitted = join_paragraphs(paragraphs, (extraction and extraction.text) or "")
+    text, omitted = join_paragraphs(paragraphs, (extraction and extraction.raw_text) or "")
     if not text:
         return Dropped(place, "no_main_text")
     page_title = " ".join(((extraction.title if extraction else head_title) or "").split())
