@@ -144,7 +144,8 @@ def query_words(query: str, language: str = ENGLISH) -> list[str]:
     """Return the words of a query: a word in capitals is not searched in lower case, unless all of the query is."""
     text = query.lower() if query.isupper() and len(query.split()) > 1 else query
     words = [word for word, _, _ in words_with_offsets(text, language)]
-    return [word for word in words if word == word.upper() or word.upper() not in words]
+    in_capitals = {word.lower() for word in words if word.isupper()}
+    return [word for word in words if word not in in_capitals]
 
 
 def query_stems(query: str, languages: Sequence[str]) -> list[str]:
