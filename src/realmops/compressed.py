@@ -9,7 +9,7 @@ import os
 import re
 import tarfile
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
@@ -34,7 +34,8 @@ _ARCHIVES = (".zip", ".mbox", ".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.
 MAX_MEMBERS = 100_000  # of an archive
 _MAX_UNPACKED = 16 << 30  # bytes
 Member = tuple[int, str, Callable[[], Any]]  # bytes, why it is not read or "", and what opens it
-_MESSAGE = re.compile(rb"(?:\A|(?<=\n\n)|(?<=\n\r\n))From ")  # its beginning in a mailbox
+# The beginning of a message in a mailbox; after another sentence that begins with "From" there is no header.
+_MESSAGE = re.compile(rb"\AFrom |(?:(?<=\n\n)|(?<=\n\r\n))From [^\n]{0,999}\n[!-9;-~]{1,99}:")
 
 
 @contextmanager
@@ -102,7 +103,7 @@ def list_members(archive: Path) -> Mapping[Path, Member]:
 @lru_cache(maxsize=4)  # with the open file: a compressed one is decompressed once if it is read in order
 def _list_members(archive: Path, version: int) -> Mapping[Path, Member]:
     members: OrderedDict[Path, Member] = OrderedDict()
-    unpacked = 0
+    unpacked, copies = 0, Counter[Path]()
     try:
         file = open_raw(archive)
         finalize(members, file.close)
@@ -113,7 +114,10 @@ def _list_members(archive: Path, version: int) -> Mapping[Path, Member]:
                 break
             parts = [part for part in PurePosixPath(name.replace("\\", "/")).parts if part not in ("/", "//", "..")]
             if not any(part.startswith((".", "__MACOSX")) for part in parts):  # hidden
-                members[archive.joinpath(*parts)] = (size, kind, opener)
+                path = archive.joinpath(*parts)
+                copies[path] += 1
+                path = path if copies[path] == 1 else path.with_stem(f"{path.stem} ({copies[path]})")
+                members[path] = (size, kind, opener)
     except (*DECOMPRESSION_ERRORS, ValueError):
         members[archive] = (0, "broken_archive", BytesIO)
     return members
